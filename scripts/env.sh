@@ -1,0 +1,62 @@
+# Makes .venv with everything installed; sourced by quickstart.sh and test.sh.
+#
+#   ensure_environment [test]     with the tools for lint, types and tests if `test` is given
+#
+# PYTHON            the interpreter to make .venv with (default python3)
+# TORCH_INDEX_URL   a package index that has torch's CPU build; without it `pip install torch` as is,
+#                   which on many networks is the CUDA build: larger, but it serves on a CPU as well
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV="$ROOT/.venv"
+TORCH=torch==2.13.0
+
+die() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+has_nvidia_gpu() {
+    command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi --list-gpus 2>/dev/null | grep -q GPU
+}
+
+# A hash of all that decides what is installed.
+environment_key() {
+    cat "$ROOT"/requirements/*.lock "$ROOT/pyproject.toml" "$ROOT/scripts/env.sh" |
+        sha256sum | cut -d' ' -f1
+}
+
+pip_install() {
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@" ||
+        die "pip could not install: $*"
+}
+
+install_cpu() {
+    pip_install --no-deps -r "$ROOT/requirements/cpu.lock"
+    pip_install "$TORCH" -c "$ROOT/requirements/cpu.lock" \
+        ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"}
+    pip_install --no-deps --no-build-isolation -e "$ROOT"
+}
+
+install_gpu() {
+    pip_install -e "$ROOT[gpu]"
+}
+
+ensure_environment() {
+    local wanted=${1:-serve} python=${PYTHON:-python3} key stamp
+    stamp="$VENV/.sglang-hybrid-$wanted"
+    key=$(environment_key)
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
+        return
+    fi
+    command -v "$python" >/dev/null || die "no $python on PATH; set PYTHON to Python 3.11 or newer"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        die "$("$python" --version) is too old; set PYTHON to Python 3.11 or newer"
+    echo "Installing into .venv (a few minutes the first time) ..."
+    [ -x "$VENV/bin/python" ] || "$python" -m venv "$VENV" || die "cannot make .venv"
+    if has_nvidia_gpu; then install_gpu; else install_cpu; fi
+    if [ "$wanted" = test ]; then
+        pip_install --no-deps -r "$ROOT/requirements/test.lock"
+    fi
+    "$VENV/bin/python" -c 'import torch' || die "torch does not import in .venv"
+    echo "$key" >"$stamp"
+}
