@@ -1,0 +1,184 @@
+"""Apply patches/ to SGLang's modules in memory, while they are imported.
+
+site-packages stays untouched: an import hook reads the released source, checks that it is the file
+the patch was cut from (sha256), applies the unified diff and compiles the result. Tracebacks and
+`inspect` show the patched source under the original path plus a note.
+
+A patch file starts with a sentence that says what and why, then one line for each file it changes,
+
+    SHA256 (sglang/srt/example.py) = <hash of the file in the released wheel>
+
+then the diff with `a/` and `b/` prefixes. Patches are applied in the order of their numbers; one
+that changes a file a second time is cut against the result of those before it.
+"""
+
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import linecache
+import re
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+
+import whatthepatch
+
+from sglang_hybrid import SGLANG_VERSION
+
+NOTE = " (patched by sglang_hybrid)"
+_HASH_LINE = re.compile(r"^SHA256 \((?P<path>[^)]+)\) = (?P<hash>[0-9a-f]{64})$", re.MULTILINE)
+
+
+class PatchError(ImportError):
+    """A patch cannot be applied: SGLang's file is not the one that it was cut from."""
+
+
+@dataclass(frozen=True)
+class FilePatch:
+    """All changes to one file of SGLang: its released hash and the diffs, in order."""
+
+    path: str
+    sha256: str
+    diffs: list[tuple[str, "whatthepatch.patch.diffobj"]] = field(default_factory=list)
+
+    @property
+    def module(self) -> str:
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    def apply(self, released: bytes) -> str:
+        """The patched source, or `PatchError` if `released` is not the file we know."""
+        found = hashlib.sha256(released).hexdigest()
+        if found != self.sha256:
+            names = ", ".join(name for name, _ in self.diffs)
+            raise PatchError(
+                f"{self.path} of the installed sglang {_installed_version()} is not the file of "
+                f"sglang {SGLANG_VERSION} that {names} was cut from (sha256 {found[:12]} instead "
+                f"of {self.sha256[:12]}); reinstall sglang=={SGLANG_VERSION}."
+            )
+        lines = released.decode().split("\n")
+        for name, diff in self.diffs:
+            try:
+                lines = list(whatthepatch.apply_diff(diff, lines))
+            except whatthepatch.exceptions.WhatThePatchException as error:
+                raise PatchError(f"patch {name} does not apply to {self.path}: {error}") from None
+        return "\n".join(lines)
+
+
+def load_patches() -> dict[str, FilePatch]:
+    """The patches for `SGLANG_VERSION` that ship with this package, by path of the file changed."""
+    room = files("sglang_hybrid") / "patches" / f"sglang-{SGLANG_VERSION}"
+    texts = {
+        item.name: item.read_text(encoding="utf-8")
+        for item in room.iterdir()
+        if item.name.endswith(".patch")
+    }
+    return parse_patches(texts)
+
+
+def parse_patches(texts: dict[str, str]) -> dict[str, FilePatch]:
+    """Group patch files (name -> text) by the file they change, in the order of their names."""
+    patched: dict[str, FilePatch] = {}
+    for name in sorted(texts):
+        hashes = {m["path"]: m["hash"] for m in _HASH_LINE.finditer(texts[name])}
+        for diff in whatthepatch.parse_patch(texts[name]):
+            if diff.header is None or not diff.changes:
+                continue
+            path = diff.header.new_path.removeprefix("b/")
+            if path not in hashes:
+                raise PatchError(f"patch {name} changes {path} but has no SHA256 line for it.")
+            entry = patched.setdefault(path, FilePatch(path, hashes[path]))
+            if entry.sha256 != hashes[path]:
+                raise PatchError(f"patch {name} names another SHA256 for {path} than those before.")
+            entry.diffs.append((name, diff))
+    return patched
+
+
+class _PatchedLoader(importlib.machinery.SourceFileLoader):
+    """Loads one module from its patched source; bytecode caches of the original are not used."""
+
+    def __init__(self, fullname: str, path: str, patch: FilePatch) -> None:
+        super().__init__(fullname, path)
+        self._patch = patch
+
+    def get_source(self, fullname: str) -> str:
+        return self._patch.apply(Path(self.path).read_bytes())
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        source = self.get_source(fullname)
+        filename = self.path + NOTE
+        linecache.cache[filename] = (
+            len(source),
+            None,
+            source.splitlines(keepends=True),
+            filename,
+        )
+        code: types.CodeType = compile(source, filename, "exec", dont_inherit=True)
+        return code
+
+
+class PatchFinder(importlib.abc.MetaPathFinder):
+    """Finds the patched modules before Python's own finders do, and leaves all others to them."""
+
+    def __init__(self, patches: dict[str, FilePatch]) -> None:
+        self.by_module = {patch.module: patch for patch in patches.values()}
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: types.ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        patch = self.by_module.get(fullname)
+        if patch is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.origin is None:
+            raise PatchError(
+                f"{patch.path}, which sglang_hybrid patches, is not in the installed sglang "
+                f"{_installed_version()}; reinstall sglang=={SGLANG_VERSION}."
+            )
+        spec.loader = _PatchedLoader(fullname, spec.origin, patch)
+        return spec
+
+
+def install() -> None:
+    """Put the import hook in place in this process; a second call does nothing.
+
+    Raises `PatchError` if a module that needs a patch has been imported already.
+    """
+    if any(isinstance(finder, PatchFinder) for finder in sys.meta_path):
+        return
+    finder = PatchFinder(load_patches())
+    late = sorted(name for name in finder.by_module if name in sys.modules)
+    if late:
+        raise PatchError(
+            f"{', '.join(late)} was imported before sglang_hybrid could patch it; start with "
+            "`python -m sglang_hybrid.launch_server`, or import sglang_hybrid.patching and call "
+            "install() before anything of sglang.srt."
+        )
+    sys.meta_path.insert(0, finder)
+
+
+def verify() -> None:
+    """Apply every patch to the installed files without importing them; raises `PatchError`."""
+    root = Path(str(importlib.metadata.distribution("sglang").locate_file("")))
+    for patch in load_patches().values():
+        try:
+            released = (root / patch.path).read_bytes()
+        except OSError:
+            raise PatchError(
+                f"{patch.path}, which sglang_hybrid patches, is not in the installed sglang "
+                f"{_installed_version()}; reinstall sglang=={SGLANG_VERSION}."
+            ) from None
+        patch.apply(released)
+
+
+def _installed_version() -> str:
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return "(no version)"
