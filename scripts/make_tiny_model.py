@@ -1,0 +1,43 @@
+"""Write tiny models to a directory: ``make_tiny_model.py --architecture all --output models``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from sglang_hybrid.models import ARCHITECTURES, build_tiny_model
+from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE, SCALES
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--architecture",
+        default=DEFAULT_ARCHITECTURE,
+        help=f"one of {', '.join(ARCHITECTURES)}, or all (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="directory of the model; with 'all', the directory that gets one for each",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--scale", default="tiny", help=f"one of {', '.join(SCALES)}")
+    options = parser.parse_args(arguments)
+    if options.architecture == "all":
+        targets = {name: options.output / name for name in ARCHITECTURES}
+    else:
+        targets = {options.architecture: options.output}
+    try:
+        for name, directory in targets.items():
+            print(build_tiny_model(name, directory, seed=options.seed, scale=options.scale))
+    except (ValueError, OSError) as error:
+        print(f"make_tiny_model: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

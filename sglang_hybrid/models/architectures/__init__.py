@@ -1,0 +1,24 @@
+"""The architectures a tiny model can have: one file and one line in the table each."""
+
+from __future__ import annotations
+
+from sglang_hybrid.models.architectures.base import Architecture, Model, Scale
+from sglang_hybrid.models.architectures.falcon_h1 import falcon_h1
+from sglang_hybrid.models.architectures.falcon_mamba import falcon_mamba
+from sglang_hybrid.models.architectures.granite_hybrid import granite_hybrid
+from sglang_hybrid.models.architectures.mamba2 import mamba2
+from sglang_hybrid.models.architectures.nemotron_h import nemotron_h
+from sglang_hybrid.models.architectures.qwen3_next import qwen3_next
+from sglang_hybrid.models.architectures.transformer import transformer
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "nemotron-h": nemotron_h,
+    "falcon-h1": falcon_h1,
+    "granite-hybrid": granite_hybrid,
+    "mamba2": mamba2,
+    "falcon-mamba": falcon_mamba,
+    "qwen3-next": qwen3_next,
+    "transformer": transformer,
+}
+
+__all__ = ["ARCHITECTURES", "Architecture", "Model", "Scale"]

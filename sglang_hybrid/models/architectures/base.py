@@ -1,0 +1,43 @@
+"""What an architecture contributes to a model directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sglang_hybrid.models.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, VOCAB_SIZE
+from sglang_hybrid.models.weights import Weights
+
+Scale = Literal["tiny", "100m"]
+
+MAX_LENGTH = 32768
+"""Positions that every tiny model claims to support."""
+
+BASE_CONFIG: dict[str, Any] = {
+    "dtype": "float32",
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": MAX_LENGTH,
+    "pad_token_id": SPECIAL_TOKENS.index(PAD),
+    "bos_token_id": SPECIAL_TOKENS.index(BOS),
+    "eos_token_id": SPECIAL_TOKENS.index(EOS),
+    "use_cache": True,
+}
+"""Keys that mean the same in every ``config.json``."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The content of ``config.json`` and ``model.safetensors``."""
+
+    config: dict[str, Any]
+    weights: Weights
+
+
+Architecture = Callable[[int, Scale], Model]
+"""Makes a model from a seed and a scale; raises ``ValueError`` for a scale it does not have."""
+
+
+def tiny_only(name: str, scale: Scale) -> None:
+    if scale != "tiny":
+        raise ValueError(f"The architecture {name!r} has no scale {scale!r}; use 'tiny'.")

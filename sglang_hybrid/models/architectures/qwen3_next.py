@@ -1,0 +1,108 @@
+"""Qwen3-Next: gated delta nets, gated attention every third layer, and a mixture of experts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglang_hybrid.models.architectures.base import BASE_CONFIG, Model, Scale, tiny_only
+from sglang_hybrid.models.weights import AttentionShape, Weights
+
+LAYERS = 6
+ATTENTION_INTERVAL = 3
+HIDDEN = 128
+ATTENTION = AttentionShape(heads=4, kv_heads=2, head_dim=32)
+KEY_HEADS = 2
+# Three value heads to a key head: SGLang then splits the projections with plain torch; for one,
+# two and four it has a Triton kernel only.
+VALUE_HEADS = 6
+LINEAR_HEAD_DIM = 32
+TAPS = 4
+EXPERTS = 4
+ACTIVE_EXPERTS = 2
+EXPERT = 128
+
+CONFIG = BASE_CONFIG | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "num_hidden_layers": LAYERS,
+    # SGLang knows only the interval, so the list of layer types is left out.
+    "full_attention_interval": ATTENTION_INTERVAL,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * EXPERT,
+    "hidden_act": "silu",
+    "num_attention_heads": ATTENTION.heads,
+    "num_key_value_heads": ATTENTION.kv_heads,
+    "head_dim": ATTENTION.head_dim,
+    "attention_bias": False,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": KEY_HEADS,
+    "linear_num_value_heads": VALUE_HEADS,
+    "linear_key_head_dim": LINEAR_HEAD_DIM,
+    "linear_value_head_dim": LINEAR_HEAD_DIM,
+    "linear_conv_kernel_dim": TAPS,
+    # SGLang has no dense form of this architecture.
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": ACTIVE_EXPERTS,
+    "moe_intermediate_size": EXPERT,
+    "shared_expert_intermediate_size": EXPERT,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+
+
+def qwen3_next(seed: int, scale: Scale) -> Model:
+    """A Qwen3-Next model with untied embeddings."""
+    tiny_only("qwen3-next", scale)
+    weights = Weights(seed)
+    # A delta net normalises what it recalls, so its state is loud anyway; a large embedding keeps
+    # rounding errors from growing through the layers.
+    weights.embedding("model.embed_tokens.weight", HIDDEN, std=1.5)
+    for index in range(LAYERS):
+        layer = f"model.layers.{index}"
+        _centred_norm(weights, f"{layer}.input_layernorm.weight", HIDDEN)
+        if (index + 1) % ATTENTION_INTERVAL == 0:
+            _gated_attention(weights, f"{layer}.self_attn")
+        else:
+            _delta_net(weights, f"{layer}.linear_attn")
+        _centred_norm(weights, f"{layer}.post_attention_layernorm.weight", HIDDEN)
+        _experts(weights, f"{layer}.mlp")
+    _centred_norm(weights, "model.norm.weight", HIDDEN)
+    weights.head("lm_head.weight", HIDDEN)
+    return Model(CONFIG, weights)
+
+
+def _centred_norm(weights: Weights, name: str, width: int) -> None:
+    """A norm whose weight is stored as its difference from one."""
+    weights.put(name, np.zeros(width))
+
+
+def _gated_attention(weights: Weights, prefix: str) -> None:
+    """Attention whose ``q_proj`` yields, head by head, a query and an output gate."""
+    weights.attention(prefix, HIDDEN, ATTENTION, gain=1.5)
+    gated = 2 * ATTENTION.heads * ATTENTION.head_dim
+    weights.linear(f"{prefix}.q_proj.weight", gated, HIDDEN)
+    for norm in ("q_norm", "k_norm"):
+        _centred_norm(weights, f"{prefix}.{norm}.weight", ATTENTION.head_dim)
+
+
+def _delta_net(weights: Weights, prefix: str) -> None:
+    keys, values = KEY_HEADS * LINEAR_HEAD_DIM, VALUE_HEADS * LINEAR_HEAD_DIM
+    weights.linear(f"{prefix}.in_proj_qkvz.weight", 2 * keys + 2 * values, HIDDEN)
+    weights.linear(f"{prefix}.in_proj_ba.weight", 2 * VALUE_HEADS, HIDDEN, gain=0.7)
+    weights.conv(f"{prefix}.conv1d.weight", 2 * keys + values, TAPS)
+    weights.decay_rates(f"{prefix}.A_log", VALUE_HEADS)
+    weights.time_steps(f"{prefix}.dt_bias", VALUE_HEADS)
+    weights.ones(f"{prefix}.norm.weight", LINEAR_HEAD_DIM)
+    weights.linear(f"{prefix}.out_proj.weight", HIDDEN, values, gain=1.2)
+
+
+def _experts(weights: Weights, prefix: str) -> None:
+    weights.linear(f"{prefix}.gate.weight", EXPERTS, HIDDEN, gain=1.5)
+    for expert in range(EXPERTS):
+        weights.gated_mlp(f"{prefix}.experts.{expert}", HIDDEN, EXPERT, gain=1.0)
+    weights.gated_mlp(f"{prefix}.shared_expert", HIDDEN, EXPERT, gain=1.0)
+    weights.linear(f"{prefix}.shared_expert_gate.weight", 1, HIDDEN)

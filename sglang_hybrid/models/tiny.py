@@ -1,0 +1,132 @@
+"""Writes a tiny model as a directory that transformers and SGLang load.
+
+Everything is computed from a seed: no download, the same bytes in every process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from safetensors.numpy import save_file
+
+from sglang_hybrid.models.architectures import ARCHITECTURES, Model, Scale
+from sglang_hybrid.models.architectures.base import MAX_LENGTH
+from sglang_hybrid.models.tokenizer import EOS, PAD, SPECIAL_TOKENS, TURN_END, write_tokenizer
+
+DEFAULT_ARCHITECTURE = "nemotron-h"
+SCALES: tuple[Scale, ...] = ("tiny", "100m")
+
+
+def build_tiny_model(
+    architecture: str, directory: Path, *, seed: int = 0, scale: str = "tiny"
+) -> Path:
+    """Write a model to ``directory``, which must not exist yet or be empty, and return it.
+
+    The files appear together: they are written to a sibling directory that is renamed at the end,
+    so an interrupted build leaves nothing that looks like a model. Of several processes that build
+    the same model in the same place one wins and the others accept its result.
+
+    Raises:
+        ValueError: unknown architecture or scale, or a scale that the architecture lacks.
+        FileExistsError: ``directory`` holds anything but this very model.
+    """
+    model = _make(architecture, seed, scale)
+    directory = Path(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with _sibling(directory) as unfinished:
+        _write(model, unfinished)
+        try:
+            os.replace(unfinished, directory)
+        except OSError as error:
+            if not _same_files(unfinished, directory):
+                raise FileExistsError(
+                    f"Cannot put the model at {directory}, because something else is already there;"
+                    " remove it or choose another directory."
+                ) from error
+    return directory
+
+
+def default_model_directory(architecture: str = DEFAULT_ARCHITECTURE) -> Path:
+    """Where :func:`ensure_default_model` keeps ``architecture``: the user's cache directory.
+
+    The name ends in a version of the content, so a change of the builder never meets an old model.
+    """
+    cache_home = os.environ.get("XDG_CACHE_HOME")
+    base = Path(cache_home) if cache_home else Path.home() / ".cache"
+    return base / "sglang_hybrid" / "models" / f"{architecture}-{content_version()}"
+
+
+def ensure_default_model(architecture: str = DEFAULT_ARCHITECTURE) -> Path:
+    """The directory of ``architecture`` in the cache, built first if it is not there."""
+    directory = default_model_directory(architecture)
+    if (directory / "config.json").is_file():
+        return directory
+    return build_tiny_model(architecture, directory)
+
+
+@cache
+def content_version() -> str:
+    """Ten hex digits that change with any source file of this package."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for source in sorted(root.rglob("*.py")):
+        digest.update(source.relative_to(root).as_posix().encode())
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:10]
+
+
+def _make(architecture: str, seed: int, scale: str) -> Model:
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"Unknown architecture {architecture!r}; choose one of: {known}.")
+    for known_scale in SCALES:
+        if scale == known_scale:
+            return ARCHITECTURES[architecture](seed, known_scale)
+    raise ValueError(f"Unknown scale {scale!r}; choose one of: {', '.join(SCALES)}.")
+
+
+@contextlib.contextmanager
+def _sibling(directory: Path) -> Iterator[Path]:
+    """A temporary directory beside ``directory``, removed at the end if it is still there."""
+    path = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    path.chmod(0o755)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _same_files(expected: Path, found: Path) -> bool:
+    """Whether ``found`` holds all files of ``expected``, byte for byte."""
+    names = [path.name for path in expected.iterdir()]
+    return found.is_dir() and filecmp.cmpfiles(expected, found, names, shallow=False)[0] == names
+
+
+def _write(model: Model, directory: Path) -> None:
+    write_tokenizer(directory, MAX_LENGTH)
+    generation = {
+        "bos_token_id": model.config["bos_token_id"],
+        "eos_token_id": [SPECIAL_TOKENS.index(EOS), SPECIAL_TOKENS.index(TURN_END)],
+        "pad_token_id": SPECIAL_TOKENS.index(PAD),
+        "do_sample": False,
+    }
+    _write_json(directory / "generation_config.json", generation)
+    save_file(
+        model.weights.tensors, str(directory / "model.safetensors"), metadata={"format": "pt"}
+    )
+    # safetensors writes files that only their owner may read.
+    (directory / "model.safetensors").chmod(0o644)
+    _write_json(directory / "config.json", model.config)
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,147 @@
+"""Building: the same bytes every time, all files or none, and errors in one sentence."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sglang_hybrid.models import (
+    ARCHITECTURES,
+    build_tiny_model,
+    default_model_directory,
+    ensure_default_model,
+    tiny,
+)
+from sglang_hybrid.models.tokenizer import VOCAB_SIZE
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "make_tiny_model.py"
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
+
+
+def digests(directory: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.iterdir())
+    }
+
+
+@pytest.fixture
+def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_model_has_all_its_files(name: str, model_dirs: dict[str, Path]) -> None:
+    assert sorted(path.name for path in model_dirs[name].iterdir()) == FILES
+    config = json.loads((model_dirs[name] / "config.json").read_text())
+    assert config["vocab_size"] == VOCAB_SIZE
+    assert config["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_another_seed_gives_other_weights_of_the_same_model(name: str) -> None:
+    first, second = (ARCHITECTURES[name](seed, "tiny") for seed in (0, 1))
+    assert first.config == second.config
+    ours, theirs = first.weights.tensors, second.weights.tensors
+    assert ours.keys() == theirs.keys()
+    assert all(
+        ours[key].shape == theirs[key].shape
+        and ((ours[key] != theirs[key]).any() or ours[key].std() == 0 or key.endswith("A_log"))
+        for key in ours
+    )
+
+
+def test_two_builds_are_the_same(model_dirs: dict[str, Path], tmp_path: Path) -> None:
+    directory = build_tiny_model("nemotron-h", tmp_path / "model")
+    assert digests(directory) == digests(model_dirs["nemotron-h"])
+
+
+def test_another_process_writes_the_same_bytes(model_dirs: dict[str, Path], tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--architecture", "all", "--output", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True)
+    for name, directory in model_dirs.items():
+        assert digests(tmp_path / name) == digests(directory)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--architecture", "hyena"], "Unknown architecture 'hyena'; choose one of: nemotron-h"),
+        (["--scale", "7b"], "Unknown scale '7b'; choose one of: tiny, 100m."),
+        (["--architecture", "mamba2", "--scale", "100m"], "'mamba2' has no scale '100m'"),
+    ],
+)
+def test_the_script_complains_in_one_sentence(
+    arguments: list[str], complaint: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, str(SCRIPT), "--output", str(tmp_path / "model"), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert complaint in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_default_model_is_built_once(cache_home: Path) -> None:
+    directory = ensure_default_model()
+    assert directory == default_model_directory()
+    assert directory.parent == cache_home / "sglang_hybrid" / "models"
+    written = (directory / "model.safetensors").stat().st_mtime_ns
+    assert ensure_default_model() == directory
+    assert (directory / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_an_interrupted_build_leaves_nothing(
+    cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny, "save_file", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ensure_default_model()
+    assert not default_model_directory().exists()
+    assert list(default_model_directory().parent.iterdir()) == []
+    assert sorted(path.name for path in ensure_default_model().iterdir()) == FILES
+
+
+def test_a_killed_build_is_not_used(cache_home: Path) -> None:
+    code = (
+        "import os\n"
+        "from sglang_hybrid.models import ensure_default_model, tiny\n"
+        "tiny.save_file = lambda *_, **__: os._exit(9)\n"
+        "ensure_default_model()"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+    assert not default_model_directory().exists()
+    assert sorted(path.name for path in ensure_default_model().iterdir()) == FILES
+
+
+def test_builders_may_race(cache_home: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: ensure_default_model(), range(4)))
+    assert set(found) == {default_model_directory()}
+    assert list(default_model_directory().parent.iterdir()) == [default_model_directory()]
+
+
+def test_an_occupied_directory_is_refused(tmp_path: Path) -> None:
+    occupied = build_tiny_model("mamba2", tmp_path / "model")
+    before = digests(occupied)
+    with pytest.raises(FileExistsError, match="something else is already there"):
+        build_tiny_model("mamba2", occupied, seed=1)
+    assert digests(occupied) == before
+    assert build_tiny_model("mamba2", occupied) == occupied

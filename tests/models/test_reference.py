@@ -1,0 +1,131 @@
+"""The models as transformers runs them: finite, sensitive to their state, cached consistently."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglang_hybrid.models import ARCHITECTURES
+from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID, VOCAB_SIZE
+from tests.reference import (
+    Reference,
+    copy_state,
+    hf_greedy,
+    hf_prompt_logprobs,
+    load_reference,
+    zero_state,
+)
+
+RECURRENT = [name for name in ARCHITECTURES if name != "transformer"]
+LONG = 2200
+SENSITIVE = 0.1
+"""Least change of a log probability that a wrong state must cause."""
+NOISE = 2e-4
+"""Most change of a log probability that another order of float32 operations may cause."""
+
+
+def random_ids(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(
+        FIRST_TEXT_ID, VOCAB_SIZE, (count,), generator=generator
+    ).tolist()
+    return ids
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def reference(request: pytest.FixtureRequest, model_dirs: dict[str, Path]) -> Reference:
+    return load_reference(model_dirs[request.param])
+
+
+@pytest.fixture(scope="module", params=RECURRENT)
+def recurrent(request: pytest.FixtureRequest, model_dirs: dict[str, Path]) -> Reference:
+    return load_reference(model_dirs[request.param])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_transformers_finds_every_weight(name: str, model_dirs: dict[str, Path]) -> None:
+    model, report = type(load_reference(model_dirs[name]).model).from_pretrained(
+        model_dirs[name], output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert 5e5 < model.num_parameters() - model.get_input_embeddings().weight.numel() < 8e6
+
+
+def test_logits_stay_sane_over_a_long_prompt(reference: Reference) -> None:
+    with torch.no_grad():
+        logits: Tensor = reference.model(torch.tensor([random_ids(LONG)])).logits[0]
+    assert logits.isfinite().all()
+    logits = logits[::10]
+    spread = logits[:, FIRST_TEXT_ID:].std(-1)
+    assert spread.min() > 3.0
+    assert spread.max() < 5.0
+    best = logits.topk(2).values
+    assert (best[:, 0] - best[:, 1]).median() > 0.4
+
+
+def test_the_cache_agrees_with_one_pass(reference: Reference) -> None:
+    ids = random_ids(700)
+    expected = reference.logprobs(ids)
+    for split in (1, 3, 64, 333):
+        _, cache = reference.extend(ids[:split])
+        end = split + 100
+        found, _ = reference.extend(ids[split:end], cache)
+        assert (found - expected[split:end]).abs().max() < NOISE
+
+
+def test_greedy_agrees_with_one_pass(reference: Reference) -> None:
+    prompt = random_ids(150, seed=1)
+    tokens, logprobs = reference.greedy(prompt, 40)
+    scores = reference.logprobs(prompt + tokens)[len(prompt) - 1 : -1]
+    assert scores.argmax(-1).tolist() == tokens
+    assert torch.tensor(logprobs) == pytest.approx(scores.max(-1).values, abs=NOISE)
+
+
+def test_greedy_output_depends_on_the_prompt_and_is_text(reference: Reference) -> None:
+    outputs = [reference.greedy(random_ids(30, seed=seed), 40)[0] for seed in range(3)]
+    for tokens in outputs:
+        assert min(tokens) >= FIRST_TEXT_ID
+        assert len(set(tokens)) > 20
+    assert len({token for tokens in outputs for token in tokens}) > 80
+
+
+def changes(
+    reference: Reference, ids: list[int], start: int, wrong: Any, right: Any
+) -> tuple[float, Tensor]:
+    """Change of the best token's log probability at once, and of the top 20 at each position."""
+    expected, _ = reference.extend(ids[start:], copy.deepcopy(right))
+    found, _ = reference.extend(ids[start:], wrong)
+    top = expected.topk(20).indices
+    moved = (found - expected).abs().gather(1, top)
+    return float(moved[0, 0]), moved.max(-1).values
+
+
+@pytest.mark.parametrize("start", [40, 150, 600])
+def test_a_wrong_state_shows(recurrent: Reference, start: int) -> None:
+    ids = random_ids(start + 32, seed=start)
+    _, early = recurrent.extend(ids[: start - 1])
+    _, right = recurrent.extend(ids[:start])
+
+    zeroed = copy.deepcopy(right)
+    zero_state(zeroed)
+    one_off = copy.deepcopy(right)
+    copy_state(early, one_off)
+    for wrong in (zeroed, one_off):
+        best, top = changes(recurrent, ids, start, wrong, right)
+        assert best > SENSITIVE
+        assert top.min() > SENSITIVE
+
+
+def test_the_functions_match_the_class(model_dirs: dict[str, Path]) -> None:
+    directory = model_dirs["nemotron-h"]
+    ids = random_ids(50)
+    tokens, logprobs = hf_greedy(directory, ids, 5)
+    assert len(tokens) == len(logprobs) == 5
+    found = hf_prompt_logprobs(directory, ids + tokens)
+    assert len(found) == 54
+    assert found[49:] == pytest.approx(logprobs, abs=NOISE)
