@@ -1,0 +1,132 @@
+"""Which positions of a prefill deserve a checkpoint, and why the others do not.
+
+Pure decisions over numbers: where the prompt meets the cache and the history, what room there is,
+what a checkpoint would be worth. Nothing is allocated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from sglang_hybrid.core.nodes import Kind
+
+
+class Skip(Enum):
+    """Why a position gets no checkpoint."""
+
+    DUPLICATE = "duplicate"  # there is one already, or another reason took it
+    NOT_COMPUTED = "not_computed"  # inside the hit, or past the usable prompt
+    MICRO_BRANCH = "micro_branch"  # gains too few tokens over the hit
+    NO_SLOT = "no_slot"  # nothing is free and nothing may be pushed out
+    NOT_WORTH = "not_worth"  # worth no more than what it would push out
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A position (tokens from the start) and its kind; `skip` is None where it is admitted."""
+
+    position: int
+    kind: Kind
+    skip: Skip | None = None
+
+    @property
+    def admitted(self) -> bool:
+        return self.skip is None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A prompt before its prefill.
+
+    prompt_len: its tokens; hits end before the last one. hit_len: where it resumes. kv_len: how far
+    KV alone is stored. known_branch: where the history would branch it (`Meeting.branch`), 0 if it
+    does not know. message_starts: positions at which the client's messages begin. page_size:
+    positions are rounded down to multiples of it.
+    """
+
+    prompt_len: int
+    hit_len: int
+    kv_len: int
+    known_branch: int = 0
+    message_starts: Sequence[int] = ()
+    page_size: int = 1
+
+    def branch_point(self) -> int:
+        """Where this prompt leaves what was seen before: by the stored KV, or deeper if the history
+        remembers more.
+        """
+        return max(min(self.kv_len, self.prompt_len - 1), self.known_branch)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Slots that are free, and the utility of the cheapest victim, None if nothing may be pushed
+    out.
+
+    value: utility of a checkpoint at a position, on the victims' scale; None if the policy cannot
+    tell, as with LRU.
+    """
+
+    free_slots: int
+    cheapest_victim: float | None = None
+    value: Callable[[int, Kind], float] | None = None
+
+
+def judicious(prefill: Prefill) -> list[tuple[int, Kind]]:
+    """Positions that a later prompt may resume from, most likely first: branch, start of the last
+    message, prompt end.
+    """
+    wanted = [(prefill.branch_point(), Kind.BRANCH)]
+    if prefill.message_starts:
+        wanted.append((prefill.message_starts[-1], Kind.MESSAGE))
+    wanted.append((prefill.prompt_len - 1, Kind.PROMPT_END))
+    return wanted
+
+
+def every_chunk(prefill: Prefill, chunk: int) -> list[tuple[int, Kind]]:
+    """Admission `all`, SGLang's own: every chunk end, counted from where the prefill starts, and
+    the prompt's end.
+    """
+    ends = range(prefill.hit_len + chunk, prefill.prompt_len - 1, chunk)
+    return [*((end, Kind.CHUNK) for end in ends), (prefill.prompt_len - 1, Kind.PROMPT_END)]
+
+
+def decide(
+    wanted: Sequence[tuple[int, Kind]], prefill: Prefill, room: Room, min_branch_tokens: int = 16
+) -> list[Checkpoint]:
+    """Admit or skip each wanted position, in the order given; what is admitted takes a slot from
+    those that follow.
+    """
+    decided: list[Checkpoint] = []
+    free = room.free_slots
+    for wish, kind in wanted:
+        position = wish - wish % prefill.page_size
+        taken = {checkpoint.position for checkpoint in decided if checkpoint.admitted}
+        skip = _place(position, kind, prefill, taken, min_branch_tokens)
+        if skip is None and free <= 0:
+            skip = _worth(position, kind, room)
+        free -= skip is None
+        decided.append(Checkpoint(position, kind, skip))
+    return decided
+
+
+def _place(
+    position: int, kind: Kind, prefill: Prefill, taken: set[int], min_branch_tokens: int
+) -> Skip | None:
+    if position in taken or position == prefill.hit_len:
+        return Skip.DUPLICATE
+    if not prefill.hit_len < position < prefill.prompt_len:
+        return Skip.NOT_COMPUTED
+    if kind is Kind.BRANCH and position - prefill.hit_len < min_branch_tokens:
+        return Skip.MICRO_BRANCH
+    return None
+
+
+def _worth(position: int, kind: Kind, room: Room) -> Skip | None:
+    if room.cheapest_victim is None:
+        return Skip.NO_SLOT
+    if room.value is not None and room.value(position, kind) <= room.cheapest_victim:
+        return Skip.NOT_WORTH
+    return None

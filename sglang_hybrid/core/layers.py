@@ -1,0 +1,124 @@
+"""What one layer of each kind computes per token, and what it leaves behind.
+
+FLOPs count a multiply and an add as two. Norms, activations, gates and biases are left out: they
+are below one percent. A mixer's or an MLP's parts are separate `Layer`s; a decoder block with both
+is two of them, a parallel block three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Cost of one mixer or MLP.
+
+    per_token: FLOPs for every token, whatever its position. per_pair: FLOPs for every (query, key)
+    pair; causal, so token i has min(i, window) keys, itself included. window: number of keys a
+    query sees; 0 means all earlier ones. kv_values: numbers stored per token. ssm_values,
+    conv_values: numbers in one state, however long the prefix.
+    """
+
+    per_token: int
+    per_pair: int = 0
+    window: int = 0
+    kv_values: int = 0
+    ssm_values: int = 0
+    conv_values: int = 0
+
+
+def attention(
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    window: int = 0,
+    gated: bool = False,
+    input_width: int | None = None,
+) -> Layer:
+    """Softmax attention with grouped keys and values; `gated` adds an output gate (Qwen3-Next).
+
+    input_width: width of what is projected to q, k and v where it is not `hidden` (Zamba2
+    concatenates two streams).
+    """
+    width = hidden if input_width is None else input_width
+    query, kv = heads * head_dim, kv_heads * head_dim
+    projections = 2 * width * (query * (2 if gated else 1) + 2 * kv) + 2 * query * hidden
+    return Layer(projections, per_pair=4 * query, window=window, kv_values=2 * kv)
+
+
+def mamba1(hidden: int, inner: int, state: int, conv_kernel: int, dt_rank: int) -> Layer:
+    """Selective scan with one decay per channel and state dimension: 8 FLOPs per state value and
+    token.
+    """
+    projections = 2 * hidden * 2 * inner + 2 * inner * (dt_rank + 2 * state) + 2 * dt_rank * inner
+    per_token = projections + 2 * conv_kernel * inner + 8 * inner * state + 2 * inner * hidden
+    return Layer(per_token, ssm_values=inner * state, conv_values=inner * (conv_kernel - 1))
+
+
+def mamba2(
+    hidden: int, heads: int, head_dim: int, groups: int, state: int, conv_kernel: int
+) -> Layer:
+    """Scalar decay per head: decay, outer product, sum and read-out are 5 FLOPs per state value and
+    token.
+    """
+    inner = heads * head_dim
+    conv_width = inner + 2 * groups * state
+    projections = 2 * hidden * (inner + conv_width + heads) + 2 * inner * hidden
+    return Layer(
+        projections + 2 * conv_kernel * conv_width + 5 * inner * state,
+        ssm_values=inner * state,
+        conv_values=conv_width * (conv_kernel - 1),
+    )
+
+
+def gated_delta_net(
+    hidden: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int, conv_kernel: int
+) -> Layer:
+    """Delta rule with a scalar decay: read, correct, decay and read-out are 7 FLOPs per state value
+    and token.
+    """
+    keys, values = key_heads * key_dim, value_heads * value_dim
+    conv_width = 2 * keys + values
+    state = value_heads * key_dim * value_dim
+    projections = 2 * hidden * (conv_width + values + 2 * value_heads) + 2 * values * hidden
+    return Layer(
+        projections + 2 * conv_kernel * conv_width + 7 * state,
+        ssm_values=state,
+        conv_values=conv_width * (conv_kernel - 1),
+    )
+
+
+def short_conv(hidden: int, kernel: int) -> Layer:
+    """LFM2's gated short convolution: three projections in, a depthwise convolution, one out."""
+    return Layer(8 * hidden * hidden + 2 * kernel * hidden, conv_values=hidden * (kernel - 1))
+
+
+def mlp(hidden: int, inner: int, *, gated: bool) -> Layer:
+    """Dense MLP: up and down projection, and a gate where the activation has one."""
+    return Layer((6 if gated else 4) * hidden * inner)
+
+
+def moe(
+    hidden: int,
+    inner: int,
+    *,
+    experts: int,
+    active: int,
+    gated: bool,
+    shared_inner: int = 0,
+    latent: int | None = None,
+) -> Layer:
+    """Mixture of experts: router, `active` experts per token, a shared expert of `shared_inner`.
+
+    latent: width the experts work in where they are wrapped by a down and an up projection
+    (Nemotron-H).
+    """
+    matmuls = 6 if gated else 4
+    width = hidden if latent is None else latent
+    wrap = 0 if latent is None else 4 * hidden * latent
+    return Layer(
+        2 * hidden * experts + wrap + matmuls * (active * width * inner + hidden * shared_inner)
+    )

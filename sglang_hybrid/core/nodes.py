@@ -1,0 +1,256 @@
+"""The record of a cache node, and the tree of records that keeps it true.
+
+A cache (SGLang's tree or the simulator's) mirrors every change of its own tree here. `NodeTree`
+keeps depths, anchors and times, and tells the pools which records changed; it never decides
+anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from enum import Enum
+from typing import Any, Protocol
+
+
+class Kind(Enum):
+    """Why a checkpoint was taken."""
+
+    BRANCH = "branch"
+    MESSAGE = "message"
+    PROMPT_END = "prompt_end"
+    TAIL = "tail"
+    CHUNK = "chunk"
+    UNKNOWN = "unknown"
+
+
+class Clock:
+    """Logical time: one tick per request, and the latest arrival stamp that any request carried.
+
+    Nothing reads a rank's own clock, so every rank sees the same times. Without stamps, seconds are
+    requests.
+    """
+
+    __slots__ = ("stamp", "tick")
+
+    def __init__(self) -> None:
+        self.tick = 0
+        self.stamp = 0.0
+
+    def advance(self, stamp: float | None = None) -> None:
+        """A request arrives. A stamp older than the latest one leaves the time where it is."""
+        self.tick += 1
+        if stamp is None:
+            self.stamp += 1.0
+        elif stamp > self.stamp:
+            self.stamp = stamp
+
+
+class Node:
+    """One node of the cache: the KV of `tokens` tokens on its edge and, where `has_state`, the
+    state at its end.
+
+    depth: tokens from the root to its end. anchor_depth: depth of the nearest ancestor with a
+    state, 0 if none. turn: sequence ends on its path, itself included. last_used, stamp: tick and
+    seconds of the last hit on this very node, or of its creation. trace: where the history met this
+    position (a history.Place), None if it never did. owner: whatever the cache hangs on it.
+    """
+
+    __slots__ = (
+        "anchor_depth",
+        "children",
+        "depth",
+        "has_state",
+        "hits",
+        "id",
+        "key",
+        "kind",
+        "kv_locked",
+        "last_used",
+        "owner",
+        "parent",
+        "stamp",
+        "state_locked",
+        "tokens",
+        "trace",
+        "turn",
+    )
+
+    def __init__(self, node_id: int, parent: Node | None, tokens: int, clock: Clock) -> None:
+        self.id = node_id
+        self.parent = parent
+        self.key: Hashable = None  # its name among the parent's children
+        self.children: dict[Hashable, Node] = {}
+        self.tokens = tokens
+        self.has_state = False
+        self.kind = Kind.UNKNOWN
+        self.hits = 0
+        self.last_used = clock.tick
+        self.stamp = clock.stamp
+        self.kv_locked = False
+        self.state_locked = False
+        self.trace: Any = None
+        self.owner: Any = None
+        if parent is None:
+            self.depth = self.anchor_depth = self.turn = 0
+        else:
+            self.depth = parent.depth + tokens
+            self.anchor_depth = parent.depth if parent.has_state else parent.anchor_depth
+            self.turn = parent.turn
+
+    def __repr__(self) -> str:
+        state = self.kind.value if self.has_state else "no state"
+        return f"Node({self.id}, depth {self.depth}, {len(self.children)} children, {state})"
+
+
+def absorbs(node: Node) -> bool:
+    """Whether `node`'s KV serves only what is below its one child: no state to resume from, no
+    second child.
+    """
+    return not node.has_state and len(node.children) == 1 and node.parent is not None
+
+
+class Listener(Protocol):
+    """Whoever must know that a record changed: a pool."""
+
+    def mark(self, node: Node) -> None: ...
+
+    def forget(self, node: Node) -> None: ...
+
+
+class NodeTree:
+    """The records of one cache. Every method leaves depths, anchors and listeners' marks true."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock = clock or Clock()
+        self._listeners: list[Listener] = []
+        self._next_id = 1
+        self.root = Node(0, None, 0, self.clock)
+
+    def listen(self, listener: Listener) -> None:
+        """From now on tell `listener` what changes, beginning with every node there is."""
+        self._listeners.append(listener)
+        for node in self.walk():
+            listener.mark(node)
+
+    def unlisten(self, listener: Listener) -> None:
+        """Tell `listener` no more, as when another policy takes over."""
+        self._listeners.remove(listener)
+
+    def add(self, parent: Node, key: Hashable, tokens: int) -> Node:
+        """A new leaf of `tokens` tokens under `parent`, whose children it joins as `key`."""
+        node = self._new(parent, tokens)
+        self._mark_chain(parent)
+        self._attach(parent, key, node)
+        self._mark(parent)
+        self._mark(node)
+        return node
+
+    def split(self, node: Node, head_tokens: int, head_key: Hashable, tail_key: Hashable) -> Node:
+        """Cut `node`'s edge after `head_tokens` and return the new node above it.
+
+        `node` keeps its id, state and time. The new node has no state; it is as old as `node`, for
+        nobody used it yet.
+        """
+        if not 0 < head_tokens < node.tokens:
+            raise ValueError(f"cannot split {node!r} of {node.tokens} tokens after {head_tokens}")
+        parent = node.parent
+        assert parent is not None
+        head = self._new(parent, head_tokens)
+        head.last_used, head.stamp = node.last_used, node.stamp
+        head.kv_locked = node.kv_locked
+        del parent.children[node.key]
+        self._attach(parent, head_key, head)
+        self._attach(head, tail_key, node)
+        node.tokens -= head_tokens
+        self._mark(head)
+        self._mark(node)
+        return head
+
+    def remove(self, node: Node) -> None:
+        """Take away a leaf with all it holds."""
+        if node.children or node.parent is None:
+            raise ValueError(f"only a leaf can be removed, not {node!r}")
+        parent = node.parent
+        del parent.children[node.key]
+        node.parent = None
+        for listener in self._listeners:
+            listener.forget(node)
+        self._mark(parent)
+        self._mark_chain(parent)
+
+    def give_state(self, node: Node, kind: Kind) -> None:
+        """`node` now holds a checkpoint, created at this tick; it anchors what is below it, down to
+        the next states.
+        """
+        if kind is Kind.TAIL and node.parent is not None and node.turn == node.parent.turn:
+            node.turn += 1
+        node.kind = kind
+        if not node.has_state:
+            node.has_state = True
+            node.last_used, node.stamp = self.clock.tick, self.clock.stamp
+            self._re_anchor(node, node.depth)
+        self._mark(node)
+
+    def drop_state(self, node: Node) -> None:
+        """`node` loses its checkpoint: what it anchored falls to its own anchor."""
+        if node.has_state:
+            node.has_state = False
+            self._re_anchor(node, node.anchor_depth)
+            self._mark(node)
+
+    def hit(self, node: Node) -> None:
+        """A request resumed from `node`. Only its own time moves, not its ancestors'."""
+        node.hits += 1
+        node.last_used = self.clock.tick
+        node.stamp = self.clock.stamp
+        self._mark(node)
+
+    def hold(self, node: Node, *, kv: bool, state: bool) -> None:
+        """Say whether a running request holds this node's KV and its state."""
+        if (node.kv_locked, node.state_locked) != (kv, state):
+            node.kv_locked, node.state_locked = kv, state
+            self._mark(node)
+
+    def trace(self, node: Node, place: Any) -> None:
+        """A request passed `node`; the history knows its position as `place`."""
+        node.trace = place
+        self._mark(node)
+
+    def walk(self) -> Iterator[Node]:
+        """Every node but the root, parents first."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _new(self, parent: Node, tokens: int) -> Node:
+        node = Node(self._next_id, parent, tokens, self.clock)
+        self._next_id += 1
+        return node
+
+    def _attach(self, parent: Node, key: Hashable, node: Node) -> None:
+        parent.children[key] = node
+        node.parent, node.key = parent, key
+
+    def _re_anchor(self, node: Node, anchor_depth: int) -> None:
+        stack = list(node.children.values())
+        while stack:
+            below = stack.pop()
+            below.anchor_depth = anchor_depth
+            self._mark(below)
+            if not below.has_state:
+                stack.extend(below.children.values())
+
+    def _mark_chain(self, node: Node) -> None:
+        """Mark the leaf, if any, that `node` is absorbed into: the bytes it takes along are
+        changing.
+        """
+        while absorbs(node):
+            (node,) = node.children.values()
+            self._mark(node)
+
+    def _mark(self, node: Node) -> None:
+        if node is not self.root:
+            for listener in self._listeners:
+                listener.mark(node)

@@ -1,0 +1,151 @@
+"""A pool that runs short, its candidates in arrays, and the choice of a victim.
+
+A changed node is only marked. When a victim is wanted the marked ones are described anew, and one
+pass of the policy over dense arrays finds the lowest score: no Python object is scanned, nothing is
+sorted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.eviction import Policy
+from sglang_hybrid.core.nodes import Clock, Node, absorbs
+from sglang_hybrid.core.table import Table
+
+
+class Scarce(Enum):
+    """What is short, and so which bytes a victim is charged for."""
+
+    SHARED = "shared"  # one budget for KV and states
+    STATES = "states"  # slots of a split pool
+    KV = "kv"  # KV tokens of a split pool
+
+
+def freed_bytes(node: Node, scarce: Scarce, cost: CostModel) -> int:
+    """Bytes of what is scarce that evicting `node` gives back; 0 if it gives back nothing or is
+    held.
+
+    A leaf goes with its KV and its state; with it die the ancestors that only it kept alive, so
+    their KV counts too. A node with children gives up its state; its KV goes on living under them
+    (the paper: is absorbed by the child).
+    """
+    if node.parent is None:
+        return 0
+    kv = state = 0
+    if not node.children and not node.kv_locked and not node.state_locked:
+        kv = (node.tokens + absorbed_tokens(node)) * cost.kv_bytes_per_token
+    if node.has_state and not node.state_locked:
+        state = cost.state_bytes
+    if scarce is Scarce.SHARED:
+        return kv + state
+    return state if scarce is Scarce.STATES else kv
+
+
+def absorbed_tokens(node: Node) -> int:
+    """Tokens on the edges of the ancestors right above that hold no state and lead to nothing but
+    `node`.
+    """
+    above = node.parent
+    tokens = 0
+    while above is not None and absorbs(above):
+        tokens += above.tokens
+        above = above.parent
+    return tokens
+
+
+class Pool:
+    """Candidates of one pool under one policy. Listens to a NodeTree; `victim` chooses, the cache
+    evicts.
+
+    Three tables, asked in this order: leaves without a state (nothing can be resumed from them, so
+    they go first, oldest first), nodes with at most one child, and, only when asked for, states
+    with many children.
+    """
+
+    def __init__(self, scarce: Scarce, cost: CostModel, policy: Policy, clock: Clock) -> None:
+        self.scarce = scarce
+        self.cost = cost
+        self.policy = policy
+        self.clock = clock
+        self._dead = Table(0)
+        self._candidates = Table(policy.columns)
+        self._many_children = Table(policy.columns)
+        self._home: dict[Node, Table] = {}  # the table a node is in
+        self._marked: dict[Node, None] = {}
+
+    def mark(self, node: Node) -> None:
+        """Something about `node` changed."""
+        self._marked[node] = None
+
+    def forget(self, node: Node) -> None:
+        """`node` is gone."""
+        self._marked.pop(node, None)
+        self._leave(node)
+        self.policy.forget(node)
+
+    def victim(self, *, last_resort: bool = False) -> Node | None:
+        """Choose the node to evict now; None if nothing may go. The caller must evict it: a leaf
+        altogether; if it has children, or its KV is held, its state only.
+        """
+        choice = self.cheapest(last_resort=last_resort)
+        if choice is None:
+            return None
+        node, score = choice
+        if not self._is_dead(node):
+            self.policy.evicted(node, score)
+        return node
+
+    def cheapest(self, *, last_resort: bool = False) -> tuple[Node, float] | None:
+        """The next victim and its score, without choosing it: lowest score, then oldest use, then
+        lowest id. A leaf without a state is worth less than any score.
+        """
+        self._describe_marked()
+        if len(self._dead):
+            return self._dead.lowest(self._dead.last_used())[0], -math.inf
+        tables = (self._candidates, self._many_children) if last_resort else (self._candidates,)
+        for table in tables:
+            if len(table):
+                return table.lowest(self.policy.scores(table, self.clock))
+        return None
+
+    def candidates(self) -> Sequence[Node]:
+        """What may go before a last resort, in no particular order."""
+        self._describe_marked()
+        return self._dead.nodes + self._candidates.nodes
+
+    def _describe_marked(self) -> None:
+        for node in self._marked:
+            table, freed = self._table_of(node)
+            if table is not self._home.get(node):
+                self._leave(node)
+            if table is None:
+                continue
+            self._home[node] = table
+            if table is self._dead:
+                table.put(node, ())
+            else:
+                saved = self.cost.savings(node.depth, node.anchor_depth) if node.has_state else 0
+                table.put(node, self.policy.describe(node, saved, freed))
+        self._marked.clear()
+
+    def _leave(self, node: Node) -> None:
+        table = self._home.pop(node, None)
+        if table is not None:
+            table.discard(node)
+
+    def _table_of(self, node: Node) -> tuple[Table | None, int]:
+        freed = freed_bytes(node, self.scarce, self.cost)
+        if not freed:
+            return None, 0
+        if self._is_dead(node):
+            return self._dead, freed
+        if len(node.children) > 1 and not self.policy.blind_to_children:
+            return self._many_children, freed
+        return self._candidates, freed
+
+    def _is_dead(self, node: Node) -> bool:
+        return not node.has_state and not self.policy.blind_to_children

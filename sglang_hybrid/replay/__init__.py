@@ -1,0 +1,1 @@
+"""Replays request traces through the same core objects as the server, without a model."""

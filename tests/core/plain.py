@@ -1,0 +1,132 @@
+"""Plain twins: the same definitions, recomputed from the bare tree at every step, over lists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.eviction import Lru, Marconi, Policy, Reuse, SegLen
+from sglang_hybrid.core.nodes import Node, NodeTree
+from sglang_hybrid.core.pool import Scarce
+from sglang_hybrid.core.reuse import class_of
+
+
+@dataclass
+class Facts:
+    node: Node
+    saved: int
+    freed: int
+
+
+def ancestors(node: Node) -> list[Node]:
+    """From the parent up, root excluded."""
+    found = []
+    above = node.parent
+    while above is not None and above.parent is not None:
+        found.append(above)
+        above = above.parent
+    return found
+
+
+def facts_of(node: Node, scarce: Scarce, cost: CostModel) -> Facts:
+    depth = node.tokens + sum(above.tokens for above in ancestors(node))
+    anchor = next((above for above in ancestors(node) if above.has_state), None)
+    anchor_depth = 0
+    if anchor is not None:
+        anchor_depth = anchor.tokens + sum(above.tokens for above in ancestors(anchor))
+    saved = cost.flops(depth) - cost.flops(anchor_depth) if node.has_state else 0
+    kv = state = 0
+    if not node.children and not node.kv_locked and not node.state_locked:
+        kv = node.tokens
+        for above in ancestors(node):
+            if above.has_state or len(above.children) != 1:
+                break
+            kv += above.tokens
+        kv *= cost.kv_bytes_per_token
+    if node.has_state and not node.state_locked:
+        state = cost.state_bytes
+    freed = {Scarce.SHARED: kv + state, Scarce.STATES: state, Scarce.KV: kv}[scarce]
+    return Facts(node, saved, freed)
+
+
+def plain_victim(
+    tree: NodeTree, scarce: Scarce, cost: CostModel, policy: Policy, *, last_resort: bool = False
+) -> Node | None:
+    """The victim by the definitions; for GDSF see PlainGdsf."""
+    everything = [facts_of(node, scarce, cost) for node in tree.walk()]
+    everything = [facts for facts in everything if facts.freed]
+    if not policy.blind_to_children:
+        dead = [facts.node for facts in everything if not facts.node.has_state]
+        if dead:
+            return min(dead, key=lambda node: (node.last_used, node.id))
+        few = [facts for facts in everything if len(facts.node.children) <= 1]
+        if not few and not last_resort:
+            return None
+        everything = few or everything
+    if not everything:
+        return None
+    scores = plain_scores(everything, policy, tree)
+    best = min(
+        range(len(everything)),
+        key=lambda i: (scores[i], everything[i].node.last_used, everything[i].node.id),
+    )
+    return everything[best].node
+
+
+def plain_scores(candidates: list[Facts], policy: Policy, tree: NodeTree) -> list[float]:
+    if isinstance(policy, Lru):
+        return [float(facts.node.last_used) for facts in candidates]
+    if isinstance(policy, SegLen):
+        return [float(facts.node.depth - facts.node.anchor_depth) for facts in candidates]
+    if isinstance(policy, Marconi):
+        return marconi_scores(candidates, policy.alpha)
+    if isinstance(policy, Reuse):
+        unit = policy.history.time_unit
+        scores = []
+        for facts in candidates:
+            node, place = facts.node, facts.node.trace
+            own = class_of(len(node.children), node.depth, node.turn)
+            age = unit.now(tree.clock) - unit.last_used(node)
+            weight = policy.history.index.weight(own if place is None else place.klass, age)
+            scores.append(weight * (facts.saved / facts.freed))
+        return scores
+    raise NotImplementedError(policy.name)
+
+
+def marconi_scores(candidates: list[Facts], alpha: float) -> list[float]:
+    """Scores as the index orders them: both terms scaled by their range, without the minima."""
+    times = [float(facts.node.last_used) for facts in candidates]
+    values = [facts.saved / facts.freed for facts in candidates]
+    time_range, value_range = max(times) - min(times), max(values) - min(values)
+    if not alpha or not value_range:
+        return times
+    per_tick = 1.0 / time_range if time_range else 0.0
+    return [t * per_tick + v * (alpha / value_range) for t, v in zip(times, values, strict=True)]
+
+
+def textbook_marconi(candidates: list[Facts], alpha: float) -> dict[int, float]:
+    """S(n) of the paper's section 4.2, both terms min-max normalised to 0..1, by node id."""
+
+    def normalised(values: list[float]) -> list[float]:
+        low, high = min(values), max(values)
+        return [(value - low) / (high - low) if high > low else 0.0 for value in values]
+
+    recency = normalised([float(facts.node.last_used) for facts in candidates])
+    efficiency = normalised([facts.saved / facts.freed for facts in candidates])
+    return {
+        facts.node.id: r + alpha * e
+        for facts, r, e in zip(candidates, recency, efficiency, strict=True)
+    }
+
+
+class PlainGdsf:
+    """GDSF by its definition: remembers, per node and use, the inflation when it first stood by."""
+
+    def __init__(self) -> None:
+        self.inflation = 0.0
+        self.at_use: dict[tuple[int, int], float] = {}
+
+    def score(self, facts: Facts) -> float:
+        use = (facts.node.id, facts.node.hits)
+        inflation = self.at_use.setdefault(use, self.inflation)
+        return inflation + (facts.node.hits + 1) * facts.saved / facts.freed

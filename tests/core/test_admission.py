@@ -1,0 +1,99 @@
+"""Which positions deserve a checkpoint: one example per rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_hybrid.core.admission import (
+    Checkpoint,
+    Prefill,
+    Room,
+    Skip,
+    decide,
+    every_chunk,
+    judicious,
+)
+from sglang_hybrid.core.nodes import Kind
+
+PLENTY = Room(free_slots=10)
+
+
+def skips(decided: list[Checkpoint]) -> dict[Kind, Skip | None]:
+    return {checkpoint.kind: checkpoint.skip for checkpoint in decided}
+
+
+def test_judicious_takes_branch_last_message_and_prompt_end() -> None:
+    prefill = Prefill(1000, hit_len=100, kv_len=400, message_starts=[50, 600, 900])
+    assert decide(judicious(prefill), prefill, PLENTY) == [
+        Checkpoint(400, Kind.BRANCH),
+        Checkpoint(900, Kind.MESSAGE),
+        Checkpoint(999, Kind.PROMPT_END),
+    ]
+
+
+def test_the_history_knows_a_branch_whose_kv_is_gone() -> None:
+    assert Prefill(1000, hit_len=100, kv_len=150, known_branch=400).branch_point() == 400
+    assert Prefill(1000, hit_len=100, kv_len=600, known_branch=400).branch_point() == 600
+    assert Prefill(1000, hit_len=100, kv_len=1000).branch_point() == 999
+
+
+@pytest.mark.parametrize(
+    ("kv_len", "skip"),
+    [(100, Skip.DUPLICATE), (115, Skip.MICRO_BRANCH), (116, None), (999, None)],
+)
+def test_a_branch_must_gain_enough_tokens(kv_len: int, skip: Skip | None) -> None:
+    prefill = Prefill(1000, hit_len=100, kv_len=kv_len)
+    assert skips(decide(judicious(prefill), prefill, PLENTY))[Kind.BRANCH] is skip
+
+
+def test_a_position_is_taken_once() -> None:
+    prefill = Prefill(1000, hit_len=0, kv_len=999, message_starts=[999])
+    decided = decide(judicious(prefill), prefill, PLENTY)
+    assert [c.skip for c in decided] == [None, Skip.DUPLICATE, Skip.DUPLICATE]
+
+
+def test_what_the_prefill_does_not_pass_cannot_be_taken() -> None:
+    prefill = Prefill(1000, hit_len=500, kv_len=500, message_starts=[300])
+    assert skips(decide(judicious(prefill), prefill, PLENTY))[Kind.MESSAGE] is Skip.NOT_COMPUTED
+    after = decide([(1000, Kind.PROMPT_END)], prefill, PLENTY)
+    assert after[0].skip is Skip.NOT_COMPUTED
+
+
+def test_positions_fall_on_pages() -> None:
+    prefill = Prefill(1000, hit_len=64, kv_len=411, message_starts=[70], page_size=16)
+    assert decide(judicious(prefill), prefill, PLENTY) == [
+        Checkpoint(400, Kind.BRANCH),
+        Checkpoint(64, Kind.MESSAGE, Skip.DUPLICATE),
+        Checkpoint(992, Kind.PROMPT_END),
+    ]
+
+
+def test_the_first_wish_takes_the_last_free_slot() -> None:
+    prefill = Prefill(1000, hit_len=0, kv_len=400)
+    decided = decide(judicious(prefill), prefill, Room(free_slots=1))
+    assert skips(decided) == {Kind.BRANCH: None, Kind.PROMPT_END: Skip.NO_SLOT}
+
+
+def test_a_full_pool_takes_what_is_worth_more_than_it_pushes_out() -> None:
+    prefill = Prefill(1000, hit_len=0, kv_len=400)
+
+    def value(position: int, kind: Kind) -> float:
+        return 2.0 if kind is Kind.BRANCH else 1.0
+
+    room = Room(free_slots=0, cheapest_victim=1.0, value=value)
+    decided = decide(judicious(prefill), prefill, room)
+    assert skips(decided) == {Kind.BRANCH: None, Kind.PROMPT_END: Skip.NOT_WORTH}
+    untold = Room(free_slots=0, cheapest_victim=1.0)
+    assert all(checkpoint.admitted for checkpoint in decide(judicious(prefill), prefill, untold))
+
+
+def test_all_takes_every_chunk_end() -> None:
+    prefill = Prefill(1000, hit_len=100, kv_len=400)
+    decided = decide(every_chunk(prefill, 256), prefill, PLENTY)
+    assert [(c.position, c.kind) for c in decided] == [
+        (356, Kind.CHUNK),
+        (612, Kind.CHUNK),
+        (868, Kind.CHUNK),
+        (999, Kind.PROMPT_END),
+    ]
+    assert all(checkpoint.admitted for checkpoint in decided)

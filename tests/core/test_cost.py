@@ -1,0 +1,287 @@
+"""The cost model: the paper's closed forms, each layer kind by hand, each family's config."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.layers import Layer, attention, mlp, short_conv
+from sglang_hybrid.core.model_config import read_layers
+
+NEMOTRON = {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M-M*-",
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "mlp_hidden_act": "relu2",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+    "conv_kernel": 4,
+}
+MAMBA2_64 = 2 * 64 * (128 + 256 + 8) + 2 * 128 * 64 + 2 * 4 * 256 + 5 * 128 * 32
+GRANITE = {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["mamba", "attention"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "shared_intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    "mamba_d_conv": 4,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+}
+
+
+def test_paper_7b_closed_forms() -> None:
+    paper = CostModel.paper_7b()
+    assert paper.state_bytes == 26_787_840
+    assert paper.kv_bytes_per_token == 65_536
+    assert paper.flops(1) == 13_087_211_520 + 65_536
+    assert paper.flops(1000) == 13_087_211_520 * 1000 + 65_536 * 1000**2
+    assert paper.state_bytes / paper.kv_bytes_per_token == 408.75
+
+
+def test_paper_figure_3b() -> None:
+    """10 K tokens with a state per block of 16: 17.4 GB, 3.3 times a Transformer's KV."""
+    paper = CostModel.paper_7b()
+    hybrid = 625 * paper.state_bytes + 10_000 * paper.kv_bytes_per_token
+    assert round(hybrid / 1e9, 1) == 17.4
+    transformer = CostModel.paper(
+        hidden=4096, state=128, ssm_layers=0, attention_layers=32, mlp_layers=32
+    )
+    assert round(hybrid / (10_000 * transformer.kv_bytes_per_token), 1) == 3.3
+
+
+@pytest.mark.parametrize(("tokens", "efficiency"), [(1024, 1.43e5), (8192, 1.98e5), (32768, 2.3e5)])
+def test_paper_flop_efficiency(tokens: int, efficiency: float) -> None:
+    paper = CostModel.paper_7b()
+    size = paper.state_bytes + tokens * paper.kv_bytes_per_token
+    assert paper.flops(tokens) / size == pytest.approx(efficiency, rel=0.005)
+
+
+def test_attention_is_causal_with_grouped_heads() -> None:
+    model = CostModel.from_layers([attention(64, 4, 2, 16)])
+    by_token = sum(2 * 64 * (64 + 64) + 2 * 64 * 64 + 4 * 64 * (i + 1) for i in range(10))
+    assert model.flops(10) == by_token
+    assert model.kv_bytes_per_token == 2 * 2 * 2 * 16
+    assert model.state_bytes == 0
+
+
+@given(length=st.integers(0, 300), window=st.integers(1, 100))
+def test_sliding_window_counts_every_pair(length: int, window: int) -> None:
+    model = CostModel.from_layers([Layer(7, per_pair=4, window=window), Layer(0, per_pair=8)])
+    pairs = sum(4 * min(i + 1, window) + 8 * (i + 1) for i in range(length))
+    assert model.flops(length) == 7 * length + pairs
+    assert model.flops(np.array([float(length)]))[0] == model.flops(length)
+
+
+def test_savings_and_measured_sizes() -> None:
+    paper = CostModel.paper_7b()
+    assert paper.savings(1000, 400) == paper.flops(1000) - paper.flops(400)
+    measured = paper.with_sizes(kv_bytes_per_token=7, state_bytes=11)
+    assert (measured.kv_bytes_per_token, measured.state_bytes) == (7, 11)
+    assert measured.flops(123) == paper.flops(123)
+
+
+def test_nemotron_h_by_hand() -> None:
+    model = CostModel.from_config(NEMOTRON)
+    attn = 2 * 64 * (64 + 2 * 32) + 2 * 64 * 64
+    assert model.linear == 2 * MAMBA2_64 + attn + 2 * 64 + 2 * (4 * 64 * 256)
+    assert model.quadratic == 2 * 64
+    assert model.kv_bytes_per_token == 2 * (2 * 2 * 16)
+    assert model.state_bytes == 2 * (4 * 128 * 32 + 2 * 3 * 256)
+    assert model.assumed == ""
+
+
+def test_nemotron_h_spells_its_layers_two_ways() -> None:
+    spelt = {**NEMOTRON, "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp"]}
+    del spelt["hybrid_override_pattern"]
+    assert CostModel.from_config(spelt) == CostModel.from_config(NEMOTRON)
+    new = ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"]
+    assert CostModel.from_config({**spelt, "layers_block_type": new}) == CostModel.from_config(
+        spelt
+    )
+
+
+def test_nemotron_h_experts_have_no_gate_and_may_work_in_a_latent_space() -> None:
+    config = {
+        **NEMOTRON,
+        "hybrid_override_pattern": "E",
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 96,
+    }
+    assert CostModel.from_config(config).linear == 2 * 64 * 8 + 4 * 64 * (2 * 48 + 96)
+    latent = CostModel.from_config({**config, "moe_latent_size": 16})
+    assert latent.linear == 2 * 64 * 8 + 4 * 64 * 16 + 4 * (2 * 16 * 48 + 64 * 96)
+
+
+def test_ssm_dtype_and_nested_text_config() -> None:
+    half = CostModel.from_config({**NEMOTRON, "mamba_ssm_dtype": "bfloat16"})
+    assert half.state_bytes == 2 * (2 * 128 * 32 + 2 * 3 * 256)
+    nested = CostModel.from_config({"model_type": "some_vl", "text_config": NEMOTRON})
+    assert nested == CostModel.from_config(NEMOTRON)
+
+
+def test_granite_dense_and_with_experts() -> None:
+    attn = 2 * 64 * (64 + 2 * 32) + 2 * 64 * 64 + 2 * 64
+    dense = CostModel.from_config(GRANITE)
+    assert dense.linear == MAMBA2_64 + attn + 2 * (6 * 64 * 128)
+    sparse = CostModel.from_config({**GRANITE, "num_local_experts": 8, "num_experts_per_tok": 2})
+    assert sparse.linear == MAMBA2_64 + attn + 2 * (2 * 64 * 8 + 6 * 64 * (2 * 96 + 128))
+
+
+def test_falcon_h1_runs_both_mixers_in_every_layer() -> None:
+    config = {
+        **GRANITE,
+        "model_type": "falcon_h1",
+        "num_hidden_layers": 3,
+        "mamba_d_ssm": 128,
+        "head_dim": 16,
+    }
+    attn = 2 * 64 * (64 + 2 * 32) + 2 * 64 * 64 + 2 * 64
+    model = CostModel.from_config(config)
+    assert model.linear == 3 * (MAMBA2_64 + attn + 6 * 64 * 96)
+    assert model.state_bytes == 3 * (4 * 128 * 32 + 2 * 3 * 256)
+
+
+def test_qwen3_next_interval_gate_and_shared_expert() -> None:
+    config = {
+        "model_type": "qwen3_next",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "full_attention_interval": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+        "intermediate_size": 100,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    delta = 2 * 64 * (96 + 32 + 8) + 2 * 32 * 64 + 2 * 4 * 96 + 7 * 4 * 16 * 8
+    attn = 2 * 64 * (2 * 64 + 2 * 32) + 2 * 64 * 64 + 2 * 64
+    moe = 2 * 64 * 8 + 6 * 64 * (2 * 48 + 32)
+    model = CostModel.from_config(config)
+    assert model.linear == 3 * delta + attn + 4 * moe
+    assert model.state_bytes == 3 * (4 * 4 * 16 * 8 + 2 * 3 * 96)
+    dense = CostModel.from_config({**config, "num_experts": 0, "model_type": "qwen3_5_text"})
+    assert dense.linear == 3 * delta + attn + 4 * (6 * 64 * 100)
+
+
+def test_mamba_families() -> None:
+    mamba2 = {
+        "model_type": "mamba2",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_heads": 8,
+        "head_dim": 16,
+        "n_groups": 2,
+        "state_size": 32,
+        "conv_kernel": 4,
+    }
+    assert CostModel.from_config(mamba2).linear == 2 * MAMBA2_64
+    mamba1 = {
+        "model_type": "falcon_mamba",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "state_size": 16,
+        "time_step_rank": "auto",
+    }
+    scan = 4 * 64 * 128 + 2 * 128 * (4 + 32) + 2 * 4 * 128 + 8 * 128 + 8 * 128 * 16 + 2 * 128 * 64
+    model = CostModel.from_config(mamba1)
+    assert model.linear == 2 * scan
+    assert model.state_bytes == 2 * (4 * 128 * 16 + 2 * 3 * 128)
+    assert model.kv_bytes_per_token == 0
+
+
+def test_jamba_bamba_lfm2_and_zamba2_read() -> None:
+    common = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    jamba = {
+        **common,
+        "model_type": "jamba",
+        "num_hidden_layers": 8,
+        "intermediate_size": 96,
+        "attn_layer_period": 8,
+        "attn_layer_offset": 4,
+        "mamba_d_state": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    layers = read_layers(jamba).layers
+    assert sum(layer.per_pair > 0 for layer in layers) == 1
+    assert sum(layer.per_token == 2 * 64 * 4 + 6 * 64 * 2 * 96 for layer in layers) == 4
+    bamba = {
+        **GRANITE,
+        "model_type": "bamba",
+        "num_hidden_layers": 3,
+        "attn_layer_indices": [1],
+        "layer_types": None,
+    }
+    assert [layer.per_pair > 0 for layer in read_layers(bamba).layers[::2]] == [False, True, False]
+    lfm2 = {
+        **common,
+        "model_type": "lfm2",
+        "num_hidden_layers": 3,
+        "full_attn_idxs": [2],
+        "intermediate_size": 384,
+        "block_multiple_of": 256,
+    }
+    kinds = read_layers(lfm2).layers
+    assert kinds[0] == short_conv(64, 3)
+    assert kinds[1] == mlp(64, 256, gated=True)
+    zamba2 = {
+        **common,
+        "model_type": "zamba2",
+        "layers_block_type": ["mamba", "hybrid"],
+        "intermediate_size": 128,
+        "n_mamba_heads": 8,
+        "mamba_d_state": 32,
+        "mamba_ngroups": 2,
+    }
+    layers = read_layers(zamba2).layers
+    assert sum(layer.per_pair for layer in layers) == 4 * 128
+    assert sum(layer.ssm_values > 0 for layer in layers) == 2
+
+
+def test_an_unknown_family_is_read_as_a_decoder_and_says_so() -> None:
+    config = {
+        "model_type": "brand_new",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 32,
+    }
+    model = CostModel.from_config(config)
+    assert "'brand_new' is not known" in model.assumed
+    assert model.windows == ((32, 256),)
+    assert model.quadratic == 128
+    assert CostModel.from_config({**config, "model_type": "llama"}).assumed == ""
+
+
+def test_a_missing_field_is_named() -> None:
+    config = {key: value for key, value in NEMOTRON.items() if key != "ssm_state_size"}
+    with pytest.raises(ValueError, match=r"'nemotron_h' lacks mamba_d_state / ssm_state_size"):
+        CostModel.from_config(config)

@@ -1,0 +1,234 @@
+"""Policies: the index picks what the definitions pick, whatever happened to the tree before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.eviction import Gdsf, Lru, Marconi, Policy, Reuse, SegLen, make_policy
+from sglang_hybrid.core.history import History, TimeUnit
+from sglang_hybrid.core.nodes import Kind, Node, NodeTree
+from sglang_hybrid.core.pool import Pool, Scarce
+from sglang_hybrid.core.reuse import class_of
+from tests.core.plain import PlainGdsf, ancestors, facts_of, plain_victim, textbook_marconi
+
+PAPER = CostModel.paper_7b()
+KINDS = list(Kind)
+
+
+def trained_history(unit: TimeUnit = TimeUnit.SECONDS) -> History:
+    """A history whose index has seen random intervals of every class."""
+    rng = random.Random(7)
+    history = History(unit)
+    for _ in range(300):
+        slot = history.index.open(rng.randrange(252), 0.0)
+        if rng.random() < 0.5:
+            history.index.returned(slot, rng.expovariate(0.05))
+    history.index.rebuild()
+    return history
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "lru": Lru,
+    "lru blind": lambda: Lru(blind_to_children=True),
+    "marconi 0": lambda: Marconi(0.0),
+    "marconi 0.3": lambda: Marconi(0.3),
+    "marconi 2": lambda: Marconi(2.0),
+    "seglen": SegLen,
+    "reuse, seconds": lambda: Reuse(trained_history()),
+    "reuse, requests": lambda: Reuse(trained_history(TimeUnit.REQUESTS)),
+    "reuse, untaught": Reuse,
+}
+
+
+class RandomTree:
+    """Applies random operations to a NodeTree, as a cache would."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.tree = NodeTree()
+        self._key = 0
+
+    def nodes(self) -> list[Node]:
+        return sorted(self.tree.walk(), key=lambda node: node.id)
+
+    def step(self) -> None:
+        rng, tree, nodes = self.rng, self.tree, self.nodes()
+        if rng.random() < 0.6:
+            tree.clock.advance(tree.clock.stamp + rng.choice([0.0, 0.25, 3.0, 40.0]))
+        self._key += 1
+        operation = rng.choice(["add", "add", "add", "split", "state", "drop", "hit", "hold", "go"])
+        node = rng.choice(nodes) if nodes else None
+        if operation == "add" or node is None:
+            leaf = tree.add(rng.choice([tree.root, *nodes]), self._key, rng.randrange(1, 3000))
+            if rng.random() < 0.8:
+                tree.give_state(leaf, rng.choice(KINDS))
+        elif operation == "split" and node.tokens > 1:
+            head = tree.split(node, rng.randrange(1, node.tokens), node.key, self._key)
+            if rng.random() < 0.5:
+                tree.give_state(head, Kind.BRANCH)
+        elif operation == "state":
+            tree.give_state(node, rng.choice(KINDS))
+        elif operation == "drop":
+            tree.drop_state(node)
+        elif operation == "hit":
+            tree.hit(node)
+        elif operation == "hold":
+            tree.hold(node, kv=rng.random() < 0.3, state=rng.random() < 0.3)
+        elif operation == "go" and not node.children:
+            tree.remove(node)
+
+    def evict(self, node: Node) -> None:
+        if node.children or node.kv_locked:
+            self.tree.drop_state(node)
+        else:
+            self.tree.remove(node)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("scarce", list(Scarce))
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**9), last_resort=st.booleans())
+def test_the_index_picks_the_plain_victim(
+    name: str, scarce: Scarce, seed: int, last_resort: bool
+) -> None:
+    rng = random.Random(seed)
+    world = RandomTree(rng)
+    policy = POLICIES[name]()
+    pool = Pool(scarce, PAPER, policy, world.tree.clock)
+    world.tree.listen(pool)
+    for _ in range(60):
+        world.step()
+        if isinstance(policy, Reuse) and rng.random() < 0.1:
+            policy.history.index.rebuild()
+        if rng.random() < 0.4:
+            expected = plain_victim(world.tree, scarce, PAPER, policy, last_resort=last_resort)
+            assert pool.victim(last_resort=last_resort) is expected
+            if expected is not None and rng.random() < 0.5:
+                world.evict(expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_gdsf_picks_by_its_definition(seed: int) -> None:
+    rng = random.Random(seed)
+    world = RandomTree(rng)
+    pool = Pool(Scarce.SHARED, PAPER, Gdsf(), world.tree.clock)
+    world.tree.listen(pool)
+    plain = PlainGdsf()
+    for _ in range(80):
+        world.step()
+        if rng.random() < 0.6:
+            continue
+        facts = {n.id: facts_of(n, Scarce.SHARED, PAPER) for n in world.nodes()}
+        standing = [f for f in facts.values() if f.freed and f.node.has_state]
+        scores = {f.node: plain.score(f) for f in standing}
+        scores = {node: score for node, score in scores.items() if len(node.children) <= 1}
+        victim = pool.victim()
+        if victim is None:
+            assert not scores
+        elif victim.has_state:
+            key = (scores[victim], victim.last_used, victim.id)
+            assert key == min((s, n.last_used, n.id) for n, s in scores.items())
+            plain.inflation = max(plain.inflation, scores[victim])
+        if victim is not None:
+            world.evict(victim)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_depths_and_anchors_stay_true(seed: int) -> None:
+    world = RandomTree(random.Random(seed))
+    for _ in range(120):
+        world.step()
+    for node in world.nodes():
+        above = ancestors(node)
+        assert node.depth == node.tokens + sum(a.tokens for a in above)
+        assert node.anchor_depth == next((a.depth for a in above if a.has_state), 0)
+        assert node.parent is not None
+        assert node.parent.children[node.key] is node
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10**9), alpha=st.sampled_from([0.1, 1.0, 3.0]))
+def test_marconi_is_the_papers_score(seed: int, alpha: float) -> None:
+    """The index leaves the minima out; the textbook score of its victim is still the lowest."""
+    world = RandomTree(random.Random(seed))
+    pool = Pool(Scarce.SHARED, PAPER, Marconi(alpha), world.tree.clock)
+    world.tree.listen(pool)
+    for _ in range(60):
+        world.step()
+    candidates = [facts_of(n, Scarce.SHARED, PAPER) for n in pool.candidates() if n.has_state]
+    victim = pool.victim()
+    if candidates and victim is not None and victim.has_state:
+        scores = textbook_marconi(candidates, alpha)
+        assert scores[victim.id] <= min(scores.values()) + 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**9), scarce=st.sampled_from(list(Scarce)))
+def test_alpha_zero_is_lru(seed: int, scarce: Scarce) -> None:
+    world = RandomTree(random.Random(seed))
+    pools = [Pool(scarce, PAPER, p, world.tree.clock) for p in (Lru(), Marconi(0.0))]
+    for pool in pools:
+        world.tree.listen(pool)
+    for _ in range(60):
+        world.step()
+        assert pools[0].victim() is pools[1].victim()
+
+
+def test_gdsf_lets_what_was_used_once_sink() -> None:
+    tree = NodeTree()
+    pool = Pool(Scarce.STATES, PAPER, Gdsf(), tree.clock)
+    tree.listen(pool)
+
+    def leaf(tokens: int) -> Node:
+        node = tree.add(tree.root, object(), tokens)
+        tree.give_state(node, Kind.TAIL)
+        return node
+
+    used, large = leaf(100), leaf(300)
+    for _ in range(3):
+        tree.hit(used)
+    assert pool.victim() is large  # 300 tokens used once, against 100 used four times
+    tree.remove(large)
+    assert pool.victim() is used
+    tree.remove(used)
+    fresh, small = leaf(120), leaf(50)
+    assert pool.victim() is small
+    assert fresh.last_used == small.last_used
+
+
+def test_reuse_prefers_what_is_known_to_come_back() -> None:
+    """Two equal leaves; positions of the second's class return, those of the first's never do."""
+    tree = NodeTree()
+    policy = Reuse(History(TimeUnit.REQUESTS))
+    pool = Pool(Scarce.SHARED, PAPER, policy, tree.clock)
+    tree.listen(pool)
+    second, first = (tree.add(tree.root, key, 1000) for key in "ab")
+    tree.give_state(second, Kind.TAIL)
+    tree.give_state(first, Kind.BRANCH)
+    index = policy.history.index
+    for _ in range(20):
+        index.returned(index.open(class_of(0, 1000, second.turn), 0.0), 5.0)
+        index.open(class_of(0, 1000, first.turn), 0.0)
+    index.observed(200.0)
+    assert pool.victim() is first
+
+
+def test_making_a_policy() -> None:
+    policy = make_policy("marconi", alpha=0.7)
+    assert isinstance(policy, Marconi)
+    assert policy.alpha == 0.7
+    with pytest.raises(ValueError, match="unknown eviction policy 'lfu'; known are lru, marconi, "):
+        make_policy("lfu")
+    for alpha in (-1, float("nan")):
+        with pytest.raises(ValueError, match="alpha must be 0 or more"):
+            make_policy("marconi", alpha=alpha)
+    with pytest.raises(ValueError, match="'lru' has no option 'alpha'"):
+        make_policy("lru", alpha=1)

@@ -1,0 +1,142 @@
+"""The history tree, against plain lists of everything ever seen."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hybrid.core.history import NO_SLOT, History, Place, TimeUnit
+from sglang_hybrid.core.nodes import Clock
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+class PlainHistory:
+    """Every sequence, and every prefix at which a checkpoint could have been taken."""
+
+    def __init__(self, min_branch: int) -> None:
+        self.min_branch = min_branch
+        self.sequences: list[list[int]] = []
+        self.possible: set[tuple[int, ...]] = set()
+
+    def meet(self, prompt: list[int]) -> tuple[int, int, int]:
+        """known_len, branch, and depth of the checkpoint that would be resumed."""
+        usable = len(prompt) - 1
+        known = min(usable, max((common(s, prompt) for s in self.sequences), default=0))
+        depths = [len(p) for p in self.possible if p == tuple(prompt[: len(p)])]
+        reused = max((depth for depth in depths if depth <= usable), default=0)
+        return known, (known if known - reused >= self.min_branch else reused), reused
+
+    def observe(self, prompt: list[int], answer: list[int], starts: list[int]) -> None:
+        _, branch, _ = self.meet(prompt)
+        sequence = prompt + answer
+        ends = {branch, len(sequence), *(s for s in starts if 0 < s < len(prompt))} - {0}
+        self.possible |= {tuple(sequence[:end]) for end in ends}
+        self.sequences.append(sequence)
+
+
+def places(history: History) -> list[Place]:
+    found, stack = [], list(history._root.children.values())
+    while stack:
+        place = stack.pop()
+        found.append(place)
+        stack.extend(place.children.values())
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**9), min_branch=st.sampled_from([1, 3]))
+def test_history_remembers_what_plain_lists_remember(seed: int, min_branch: int) -> None:
+    rng = random.Random(seed)
+    history, plain, clock = History(min_branch_tokens=min_branch), PlainHistory(min_branch), Clock()
+    for _ in range(25):
+        base = rng.choice(plain.sequences)[: rng.randrange(1, 20)] if plain.sequences else []
+        prompt = base + [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
+        answer = [rng.randrange(3) for _ in range(rng.randrange(4))]
+        starts = [rng.randrange(0, len(prompt) + 3)] if rng.random() < 0.3 else []
+        known, branch, _ = plain.meet(prompt)
+        meeting = history.meet(array("q", prompt))
+        assert (meeting.known_len, meeting.branch) == (known, branch)
+        clock.advance()
+        trail = history.observe(array("q", prompt + answer), len(prompt), clock, starts)
+        plain.observe(prompt, answer, starts)
+        assert trail.places[-1].depth == len(prompt + answer)
+        assert {p.depth for p in trail.places if p.slot != NO_SLOT} == {
+            len(p) for p in plain.possible if p == tuple((prompt + answer)[: len(p)])
+        }
+    assert sum(p.slot != NO_SLOT for p in places(history)) == len(plain.possible)
+    for place in places(history):
+        assert place.branches >= len(place.children)
+        assert place.depth == place.parent.depth + len(place.edge)  # type: ignore[union-attr]
+
+
+def test_a_session_and_a_template() -> None:
+    history, clock = History(TimeUnit.REQUESTS), Clock()
+    rng = np.random.default_rng(0)
+    template = rng.integers(0, 1000, 100)
+
+    def ask(*parts: object) -> tuple[np.ndarray, int]:
+        prompt = np.concatenate([np.asarray(p) for p in parts])
+        clock.advance()
+        tokens = np.concatenate([prompt, rng.integers(0, 1000, 20)])
+        history.observe(tokens, len(prompt), clock)
+        return tokens, len(prompt)
+
+    def question() -> np.ndarray:
+        return rng.integers(1000, 2000, 30)
+
+    first, _ = ask(template, question())
+    assert history.meet(np.concatenate([template, question()])).branch == 100
+    ask(template, question())  # finds the branch
+    ask(template, question())  # resumes from it
+    assert history.index._ended.sum() == 1
+    turn2, _ = ask(first, question())
+    assert history.index._ended.sum() == 2
+    trail = history.observe(turn2, len(turn2) - 20, clock)
+    fork = trail.at(100)
+    assert fork is not None
+    assert (fork.depth, fork.branches, fork.turn) == (100, 3, 0)
+    tail = trail.at(len(first))
+    assert tail is not None
+    assert (tail.depth, tail.turn, tail.is_end) == (150, 1, True)
+    assert trail.at(120) is tail  # a checkpoint between two places is passed by who resumes below
+    assert trail.at(10_000) is None
+
+
+def test_the_oldest_are_forgotten_and_counted_as_cut_short() -> None:
+    history, clock = History(max_bytes=20_000), Clock()
+    for i in range(200):
+        clock.advance(float(i))
+        history.observe(np.arange(50) + 50 * i, 40, clock)
+        assert history.held_bytes <= 20_000
+    kept = places(history)
+    assert history.held_bytes == sum(600 + 2 * len(p.edge) for p in kept)
+    assert len(kept) == 28
+    assert history.index._cut_short.sum() == 200 - 28
+    assert history.meet(np.arange(50)).known_len == 0
+    assert history.meet(np.arange(50) + 50 * 199).known_len == 49
+
+
+def test_a_used_sequence_outlives_newer_ones() -> None:
+    history, clock = History(max_bytes=20_000), Clock()
+    for i in range(200):
+        for tokens in (np.arange(50) + 50 * i, np.arange(50)):
+            clock.advance(float(i))
+            history.observe(tokens, 40, clock)
+    assert history.meet(np.arange(50)).known_len == 49
+
+
+def test_a_sequence_larger_than_the_bound_is_held_alone() -> None:
+    history, clock = History(max_bytes=1000), Clock()
+    for i in range(3):
+        clock.advance()
+        history.observe(np.arange(5000) + 5000 * i, 5000, clock)
+    assert len(places(history)) == 1
