@@ -1,0 +1,41 @@
+"""Platforms that SGLang does not bring itself: here, the CPU without Intel's own kernels.
+
+SGLang finds `activate` through the entry point group `sglang.srt.platforms` and asks it in every
+process for the platform's class name (sglang/srt/platforms/__init__.py). It answers only where no
+accelerator can be used, so that the same installation serves a GPU machine untouched.
+"""
+
+import os
+
+
+def activate() -> str | None:
+    """Name the CPU platform's class, or None where SGLang has a platform of its own.
+
+    SGLang calls this before it imports any module that we patch, whichever program started it, so
+    this is also where the import hook is put in place.
+    """
+    from sglang_hybrid import patching
+
+    patching.install()
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        return None
+    if accelerator_available():
+        return None
+    from sglang_hybrid.platforms.binder import bind_on_import
+
+    bind_on_import()
+    # Read by the OpenMP runtime of the processes started from here. Threads that spin while they
+    # wait make decoding ten times slower as soon as anything else wants the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return "sglang_hybrid.platforms.cpu.HybridCpuPlatform"
+
+
+def accelerator_available() -> bool:
+    """True if torch sees a device that SGLang serves on without our help."""
+    import torch
+
+    if torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available():
+        return True
+    return any(
+        hasattr(torch, name) and getattr(torch, name).is_available() for name in ("npu", "musa")
+    )

@@ -1,0 +1,52 @@
+"""Set names in SGLang's modules at the moment those modules are imported.
+
+The only place, with patching.py, where an attribute of an SGLang module is assigned. Binding on
+import keeps the order of SGLang's own imports (several of the modules import each other) and costs
+nothing for the modules that a model does not use.
+"""
+
+from collections import defaultdict
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from sglang_hybrid.platforms.cpu_ops.bindings import BINDINGS, Binding
+
+_registered = False
+
+
+class BindingError(RuntimeError):
+    """SGLang's module lacks a name that the platform replaces."""
+
+
+def bind_on_import() -> None:
+    """Register every binding; modules that are imported already are bound at once."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    by_module: defaultdict[str, list[Binding]] = defaultdict(list)
+    for binding in BINDINGS:
+        by_module[binding.module].append(binding)
+    for module, bindings in by_module.items():
+
+        def bind(loaded: ModuleType, bindings: list[Binding] = bindings) -> None:
+            for binding in bindings:
+                bind_one(loaded, binding)
+
+        wrapt.register_post_import_hook(bind, module)
+
+
+def bind_one(module: ModuleType, binding: Binding) -> None:
+    """Set one name (dotted for a class member); raises `BindingError` if there is none to set."""
+    owner: Any = module
+    *path, name = binding.attribute.split(".")
+    for part in path:
+        owner = getattr(owner, part, None)
+    if owner is None or not (binding.creates or hasattr(owner, name)):
+        raise BindingError(
+            f"{binding.module} has no {binding.attribute}, which the CPU platform replaces; this "
+            "SGLang is not the release that sglang_hybrid extends."
+        )
+    setattr(owner, name, staticmethod(binding.function) if path else binding.function)

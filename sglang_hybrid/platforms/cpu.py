@@ -1,0 +1,133 @@
+"""SGLang on any CPU: plain torch kernels, no Intel extension, no Triton.
+
+For correctness, tests and small models. SGLang's own CPU engine (`SGLANG_USE_CPU_ENGINE=1`) needs
+`sgl_kernel` and has no Mamba kernels; an out-of-tree platform needs neither, because SGLang then
+takes its torch-native allocators, samplers and attention (sglang/srt/platforms/interface.py).
+"""
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+from sglang_hybrid.platforms.memory import memory_limit, memory_used
+from sglang_hybrid.platforms.sizing import (
+    MAX_MAMBA_CACHE_SIZE,
+    MAX_RUNNING_REQUESTS,
+    MAX_TOTAL_TOKENS,
+    MEMORY_FRACTION,
+    model_sizes,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "float32": "float32",
+    "float": "float32",
+    "float16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+}
+
+
+class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """The platform object that SGLang asks for devices, defaults and kernels."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities()
+
+    def get_device(self, device_id: int = 0) -> str:
+        """A string: SGLang's argument resolution splits it (arg_groups/serving_hook.py)."""
+        return "cpu"
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        return True
+
+    def is_pin_memory_available(self, device: object = None) -> bool:
+        return False
+
+    def get_device_total_memory(self, device_id: int = 0) -> int:
+        return memory_limit()
+
+    def get_current_memory_usage(self, device: object = None) -> float:
+        return float(memory_used())
+
+    def apply_server_args_defaults(self, server_args: "ServerArgs") -> None:
+        """Defaults that suit a machine without an accelerator; flags given by the user win."""
+        sizes = model_sizes(server_args.model_path, server_args.dtype)
+        defaults: dict[str, Any] = {
+            "sampling_backend": "pytorch",
+            "mem_fraction_static": MEMORY_FRACTION,
+            "max_total_tokens": MAX_TOTAL_TOKENS,
+            "max_mamba_cache_size": sizes.default_slots if sizes else MAX_MAMBA_CACHE_SIZE,
+            "max_running_requests": MAX_RUNNING_REQUESTS,
+        }
+        for field, value in defaults.items():
+            if getattr(server_args, field) is None:
+                setattr(server_args, field, value)
+        server_args.sleep_on_idle = True  # an idle scheduler would spin on one of the cores
+        if server_args.dtype == "auto":
+            server_args.dtype = "float32"
+        # SGLang keeps convolution windows in bfloat16 whatever the model computes in.
+        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", _DTYPES[server_args.dtype])
+        ranks = server_args.tp_size * server_args.pp_size
+        if ranks > 1:
+            bind_cores(ranks)
+
+    def init_backend(self) -> None:
+        """Runs once in every process that holds a model runner."""
+        logger.info(
+            "sglang_hybrid: serving on the CPU with plain torch kernels (%d threads); meant for "
+            "correctness and small models.",
+            torch.get_num_threads(),
+        )
+        from sglang_hybrid.platforms.cpu_ops.moe import teach_torch_mm_with_dtype
+
+        teach_torch_mm_with_dtype()
+        _make_pin_memory_the_identity()
+
+
+def bind_cores(ranks: int) -> None:
+    """Share the usable cores among `ranks` processes, unless the user has bound them already.
+
+    SGLang refuses more ranks than NUMA nodes without it (sglang/srt/utils/numa_utils.py).
+    """
+    if os.environ.get("SGLANG_CPU_OMP_THREADS_BIND"):
+        return
+    cores = sorted(psutil.Process().cpu_affinity())
+    share = max(1, len(cores) // ranks)
+    groups = [
+        cores[(rank * share) % len(cores) : (rank * share) % len(cores) + share]
+        for rank in range(ranks)
+    ]
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+        ",".join(str(core) for core in group) for group in groups
+    )
+
+
+def _make_pin_memory_the_identity() -> None:
+    """`Tensor.pin_memory` raises without an accelerator; SGLang calls it for every decode batch.
+
+    (sglang/srt/managers/schedule_batch.py, mamba track mask.)
+    """
+
+    def pin_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+        return tensor
+
+    torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment,method-assign]

@@ -1,0 +1,1 @@
+"""The Triton functions that SGLang's recurrent layers call, in plain torch."""

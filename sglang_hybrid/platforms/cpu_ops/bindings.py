@@ -1,0 +1,74 @@
+"""Which SGLang names the CPU platform replaces, and with what.
+
+Only names that SGLang reaches on an out-of-tree platform without an accelerator are listed.
+``platforms/binder.py`` sets them when their modules are imported; ``mamba`` must be bound before
+``mamba1`` is imported, which takes the convolutions from it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_hybrid.platforms.cpu_ops import gated_delta, mamba1, mamba2, moe, tracking
+
+
+@dataclass(frozen=True)
+class Binding:
+    """``module.attribute`` (dotted for a class member) becomes ``function``.
+
+    ``creates`` marks a name that SGLang's module has on other platforms only.
+    """
+
+    module: str
+    attribute: str
+    function: Callable[..., Any]
+    creates: bool = False
+
+
+_MAMBA = "sglang.srt.layers.attention.mamba.mamba"
+_MAMBA1 = "sglang.srt.layers.attention.mamba.mamba1"
+_BACKEND = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
+_GDN_BACKEND = "sglang.srt.layers.attention.linear.gdn_backend"
+_GDN_KERNELS = "sglang.srt.layers.attention.linear.kernels.gdn_triton"
+_GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
+_NATIVE_MOE = "sglang.srt.layers.moe.fused_moe_native"
+_QWEN2_MOE = "sglang.srt.models.qwen2_moe"
+_QWEN3_NEXT = "sglang.srt.models.qwen3_next"
+
+BINDINGS: tuple[Binding, ...] = (
+    Binding(_MAMBA, "causal_conv1d_fn", mamba2.causal_conv1d_fn, creates=True),
+    Binding(_MAMBA, "causal_conv1d_fn_triton", mamba2.causal_conv1d_fn, creates=True),
+    Binding(_MAMBA, "causal_conv1d_update", mamba2.causal_conv1d_update, creates=True),
+    Binding(_MAMBA, "causal_conv1d_update_triton", mamba2.causal_conv1d_update, creates=True),
+    Binding(_MAMBA, "mamba_chunk_scan_combined", mamba2.mamba_chunk_scan_combined),
+    Binding(_MAMBA, "selective_state_update", mamba2.selective_state_update),
+    Binding(_BACKEND, "track_mamba_states_if_needed", tracking.track_mamba_states_if_needed),
+    Binding(_BACKEND, "track_mamba_states_all_layers", tracking.track_mamba_states_all_layers),
+    Binding(_MAMBA1, "selective_state_update", mamba2.selective_state_update),
+    Binding(_MAMBA1, "MambaMixer1._selective_scan", mamba1.selective_scan),
+    Binding(_GDN_BACKEND, "causal_conv1d_fn", mamba2.causal_conv1d_fn),
+    Binding(_GDN_BACKEND, "causal_conv1d_update", mamba2.causal_conv1d_update),
+    Binding(_GDN_BACKEND, "fused_gdn_gating", gated_delta.fused_gdn_gating),
+    Binding(_GDN_KERNELS, "chunk_gated_delta_rule", gated_delta.chunk_gated_delta_rule),
+    Binding(
+        _GDN_KERNELS,
+        "fused_recurrent_gated_delta_rule_packed_decode",
+        gated_delta.fused_recurrent_gated_delta_rule_packed_decode,
+    ),
+    Binding(
+        _GDN_KERNELS,
+        "fused_sigmoid_gating_delta_rule_update",
+        gated_delta.fused_sigmoid_gating_delta_rule_update,
+    ),
+    Binding(
+        _GDN_KERNELS,
+        "fused_recurrent_gdn_replayssm_decode",
+        gated_delta.fused_recurrent_gdn_replayssm_decode,
+    ),
+    Binding(_GATED_NORM, "rms_norm_gated", gated_delta.rms_norm_gated),
+    Binding(_NATIVE_MOE, "moe_forward_native", moe.moe_forward_native),
+    Binding(_QWEN2_MOE, "fused_gate_sigmoid_mul_add", moe.fused_gate_sigmoid_mul_add),
+    Binding(
+        _QWEN3_NEXT, "fused_qkvzba_split_reshape_cat", gated_delta.fused_qkvzba_split_reshape_cat
+    ),
+)

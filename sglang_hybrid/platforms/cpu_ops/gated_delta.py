@@ -1,0 +1,198 @@
+"""Gated delta net as SGLang's Qwen3-Next layers call it.
+
+Each function keeps the name, the parameters and the in-place effects of the Triton kernel it stands
+for; the arithmetic is in ``sglang_hybrid.kernels.gated_delta_rule``.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from sglang_hybrid.kernels.chunks import Positions
+from sglang_hybrid.kernels.gated_delta_rule import (
+    gated_delta_rule_prefill,
+    gated_delta_rule_step,
+)
+from sglang_hybrid.platforms.cpu_ops.mamba2 import live_rows
+
+CHUNK = 64
+"""Tokens between two of the states that ``chunk_gated_delta_rule`` returns (fla's CHUNK_SIZE)."""
+
+
+def fused_gdn_gating(
+    A_log: Tensor,
+    a: Tensor,
+    b: Tensor,
+    dt_bias: Tensor,
+    beta: float = 1.0,
+    threshold: float = 20.0,
+) -> tuple[Tensor, Tensor]:
+    """Gates of every token: (log decay, write strength), both float32 [1, T, Hv].
+
+    ``g = -exp(A_log) * softplus(a + dt_bias)`` and ``sigmoid(b)`` rounded to b's dtype. Shapes:
+    A_log and dt_bias [Hv], a and b [T, Hv].
+    """
+    step = softplus(a.float() + dt_bias.float(), beta=beta, threshold=threshold)
+    return (-A_log.float().exp() * step)[None], b.sigmoid().float()[None]
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    head_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    inplace_update: bool = True,
+) -> tuple[Tensor, None, Tensor]:
+    """Prefill of a packed batch: (o [1, T, Hv, Dv], None, states at chunk starts).
+
+    Shapes: q and k [1, T, Hk, Dk], v [1, T, Hv, Dv], g and beta [1, T, Hv], initial_state the pool
+    [slots, Hv, Dv, Dk]. Sequence s starts from ``initial_state[initial_state_indices[s]]`` and,
+    with ``inplace_update``, leaves its final state there; a negative slot means zeros and nothing
+    left.
+    The states [1, chunks, Hv, Dv, Dk] (float32) are those in front of every 64th token of each
+    sequence, sequence after sequence.
+    """
+    if cu_seqlens is None or initial_state is None or initial_state_indices is None or head_first:
+        raise ValueError(
+            "chunk_gated_delta_rule on the CPU platform serves packed batches only: cu_seqlens, "
+            "initial_state, initial_state_indices, and tokens before heads."
+        )
+    bounds = cu_seqlens.tolist()
+    sequences = len(bounds) - 1
+    owners = (initial_state_indices[:sequences] >= 0).nonzero(as_tuple=True)[0]
+    slots = initial_state_indices[owners].long()
+    states = initial_state.new_zeros((sequences, *initial_state.shape[1:]), dtype=torch.float32)
+    states[owners] = initial_state[slots].float()
+    done = gated_delta_rule_prefill(
+        q[0],
+        k[0],
+        v[0],
+        g[0],
+        beta[0],
+        bounds,
+        scale=scale,
+        l2norm=use_qk_l2norm_in_kernel,
+        initial_states=states,
+        positions=chunk_starts(bounds),
+        chunk=CHUNK,
+    )
+    if inplace_update:
+        initial_state[slots] = done.final_states[owners].to(initial_state.dtype)
+    return done.y[None], None, done.states_at[None]
+
+
+def chunk_starts(bounds: list[int]) -> Positions:
+    """The positions in front of every 64th token of each sequence."""
+    return [
+        (s, at) for s in range(len(bounds) - 1) for at in range(0, bounds[s + 1] - bounds[s], CHUNK)
+    ]
+
+
+def fused_recurrent_gated_delta_rule_packed_decode(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    scale: float,
+    initial_state: Tensor,
+    out: Tensor,
+    ssm_state_indices: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One decode step: updates ``initial_state[ssm_state_indices]``, writes and returns ``out``.
+
+    Shapes: mixed_qkv [b, 2 Hk Dk + Hv Dv] (q, k and v of all heads), a and b [b, Hv], initial_state
+    [slots, Hv, Dv, Dk], out [b, 1, Hv, Dv]. Rows with a negative slot give zeros.
+    """
+    heads, v_dim, k_dim = initial_state.shape[1:]
+    q_size = (mixed_qkv.shape[1] - heads * v_dim) // 2
+    rows = live_rows(ssm_state_indices, mixed_qkv.shape[0], -1, mixed_qkv.device)
+    slots = ssm_state_indices[rows].long()
+    q, k, v = torch.split(mixed_qkv[rows], [q_size, q_size, heads * v_dim], dim=1)
+    g, beta = fused_gdn_gating(A_log, a[rows], b[rows], dt_bias)
+    o, new = gated_delta_rule_step(
+        initial_state[slots],
+        q.reshape(len(rows), q_size // k_dim, k_dim),
+        k.reshape(len(rows), q_size // k_dim, k_dim),
+        v.reshape(len(rows), heads, v_dim),
+        g[0],
+        beta[0],
+        scale=scale,
+        l2norm=use_qk_l2norm_in_kernel,
+    )
+    initial_state[slots] = new.to(initial_state.dtype)
+    if len(rows) < mixed_qkv.shape[0]:
+        out.zero_()
+    out[rows, 0] = o.to(out.dtype)
+    return out, initial_state
+
+
+def fused_sigmoid_gating_delta_rule_update(*_: object, **__: object) -> Tensor:
+    """Raises RuntimeError: off SGLang's own CPU engine only speculative verification comes here."""
+    raise RuntimeError(
+        "Speculative decoding of gated delta nets is not available on the CPU platform; start the "
+        "server without it."
+    )
+
+
+def fused_recurrent_gdn_replayssm_decode(**_: object) -> None:
+    """Raises RuntimeError: --enable-linear-replayssm saves GPU bandwidth and has no CPU kernel."""
+    raise RuntimeError(
+        "--enable-linear-replayssm is not available on the CPU platform; start the server without "
+        "it."
+    )
+
+
+def fused_qkvzba_split_reshape_cat(
+    mixed_qkvz: Tensor,
+    mixed_ba: Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sorts projections that come interleaved by key head: (mixed_qkv, z, b, a).
+
+    For each key head mixed_qkvz holds q, k, then v and z of its value heads, and mixed_ba holds b,
+    then a. Returns mixed_qkv [T, 2 Hk Dk + Hv Dv] (all q, all k, all v), z [T, Hv, Dv], b and a
+    [T, Hv].
+    """
+    tokens, share = mixed_qkvz.shape[0], num_heads_v // num_heads_qk
+    by_head = mixed_qkvz.view(tokens, num_heads_qk, -1)
+    q, k, v, z = torch.split(by_head, [head_qk, head_qk, share * head_v, share * head_v], dim=2)
+    b, a = mixed_ba.view(tokens, num_heads_qk, -1).chunk(2, dim=2)
+    mixed_qkv = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=1)
+    z = z.reshape(tokens, num_heads_v, head_v)
+    return mixed_qkv, z, b.reshape(tokens, num_heads_v), a.reshape(tokens, num_heads_v)
+
+
+def rms_norm_gated(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str = "swish",
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    eps: float = 1e-6,
+) -> Tensor:
+    """``rms_norm(x) * weight + bias``, gated by ``silu(g)`` or ``sigmoid(g)``; shapes [..., D]."""
+    if residual is not None or prenorm:
+        raise ValueError("rms_norm_gated on the CPU platform takes no residual.")
+    if activation not in ("swish", "silu", "sigmoid"):
+        raise ValueError(f"rms_norm_gated knows swish, silu and sigmoid, not {activation!r}.")
+    y = x.float()
+    y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + eps)
+    y = y if weight is None else y * weight.float()
+    y = y if bias is None else y + bias.float()
+    gate = g.float().view_as(y)
+    return (y * (gate.sigmoid() if activation == "sigmoid" else silu(gate))).to(x.dtype)

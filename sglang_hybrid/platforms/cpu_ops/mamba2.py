@@ -1,0 +1,286 @@
+"""Mamba2 (and the convolution all recurrent layers share) as SGLang's mixers call it.
+
+Each function keeps the name, the parameters and the in-place effects of the kernel it stands for in
+``sglang.srt.layers.attention.mamba.mamba``; the arithmetic is in ``sglang_hybrid.kernels``.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from sglang_hybrid.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_step
+from sglang_hybrid.kernels.ssd import selective_state_step, ssd_prefill
+
+PAD_SLOT_ID = -1
+
+STATES_PER_STEP = 1 << 18
+"""Elements of state that a decode step works on at once: what stays in a core's cache."""
+
+
+def refuse_speculation(**buffers: object) -> None:
+    """Raises RuntimeError if a caller passed a buffer that only speculative decoding uses."""
+    used = [name for name, value in buffers.items() if value is not None and value is not False]
+    if used:
+        raise RuntimeError(
+            "Speculative decoding is not available on the CPU platform "
+            f"(a kernel was called with {', '.join(used)}); start the server without it."
+        )
+
+
+def activation_name(activation: bool | str | None) -> str | None:
+    """SGLang also writes True for "silu" and False for none."""
+    if isinstance(activation, bool):
+        return "silu" if activation else None
+    return activation
+
+
+def live_rows(indices: Tensor | None, rows: int, pad_slot_id: int, device: torch.device) -> Tensor:
+    """Batch rows that own a slot; rows marked with the padding slot do not."""
+    if indices is None:
+        return torch.arange(rows, device=device)
+    return (indices[:rows] != pad_slot_id).nonzero(as_tuple=True)[0]
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    conv_states: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    seq_lens_cpu: list[int] | None = None,
+    cache_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    activation: bool | str | None = "silu",
+    pad_slot_id: int = PAD_SLOT_ID,
+    validate_data: bool = False,
+    block_table: Tensor | None = None,
+    **_: object,
+) -> Tensor:
+    """Prefill convolution: x [D, T] packed, weight [D, K]; returns y like x, in x's dtype.
+
+    A sequence starts from ``conv_states[cache_indices[s]]`` [D, K-1] where
+    ``has_initial_state[s]``, else from zeros, and leaves its last K-1 inputs there. Sequences with
+    the padding slot, and empty ones, leave no window. Columns of x behind the last sequence give
+    zeros.
+    """
+    if query_start_loc is None:
+        raise ValueError("causal_conv1d_fn on the CPU platform needs query_start_loc.")
+    bounds = query_start_loc.tolist()
+    sequences, past = len(bounds) - 1, weight.shape[1] - 1
+    windows, owners, slots = None, None, None
+    if conv_states is not None:
+        owners = live_rows(cache_indices, sequences, pad_slot_id, x.device)
+        slots = owners if cache_indices is None else cache_indices[owners].long()
+        if has_initial_state is not None:
+            windows = x.new_zeros(sequences, x.shape[0], past, dtype=torch.float32)
+            starts = has_initial_state[owners]
+            windows[owners[starts]] = conv_states[slots[starts], :, :past].float()
+    done = causal_conv1d_prefill(
+        x.transpose(0, 1),
+        weight,
+        bias,
+        bounds,
+        activation=activation_name(activation),
+        initial_windows=windows,
+    )
+    if conv_states is not None and owners is not None and slots is not None:
+        moved = query_start_loc.diff()[owners] > 0
+        conv_states[slots[moved], :, :past] = done.final_states[owners[moved]].to(conv_states.dtype)
+    return done.y.transpose(0, 1)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: bool | str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+    num_accept_tokens: Tensor | None = None,
+    intermediate_conv_window: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    retrieve_next_token: Tensor | None = None,
+    retrieve_next_sibling: Tensor | None = None,
+    retrieve_parent_token: Tensor | None = None,
+    pad_slot_id: int = PAD_SLOT_ID,
+    metadata: object = None,
+    validate_data: bool = False,
+) -> Tensor:
+    """Decode convolution: x [b, D] or [b, D, T]; shifts ``conv_state[conv_state_indices]``.
+
+    Returns y like x. Rows with the padding slot give zeros and touch no window.
+    """
+    refuse_speculation(
+        cache_seqlens=cache_seqlens,
+        num_accept_tokens=num_accept_tokens,
+        intermediate_conv_window=intermediate_conv_window,
+        retrieve_next_token=retrieve_next_token,
+        retrieve_parent_token=retrieve_parent_token,
+    )
+    rows = live_rows(conv_state_indices, x.shape[0], pad_slot_id, x.device)
+    slots = rows if conv_state_indices is None else conv_state_indices[rows].long()
+    past = weight.shape[1] - 1
+    steps = x[rows] if x.dim() == 3 else x[rows, :, None]
+    y, windows = causal_conv1d_step(
+        steps, conv_state[slots, :, :past], weight, bias, activation_name(activation)
+    )
+    conv_state[slots, :, :past] = windows
+    out = torch.zeros_like(x)
+    out[rows] = y.view(x[rows].shape)
+    return out
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    chunk_offsets: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    out: Tensor | None = None,
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+    return_intermediate_states: bool = False,
+    state_dtype: torch.dtype | None = None,
+    return_track_states: bool = False,
+    track_seq_idx: Tensor | None = None,
+    track_end_locs: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Mamba2 prefill: (states on SGLang's grid, final states, tracked states); y goes to ``out``.
+
+    Shapes: x [1, T, H, P], dt [1, T, H], A [H], B and C [1, T, G, N], initial_states [S, H, P, N],
+    out [1, T, H, P]. States come in ``state_dtype``:
+
+    * grid [1, ceil(T / chunk_size), H, P, N]: row c is the state where token ``c * chunk_size`` of
+      the packed batch starts. Between two sequences that is the final state of the one that ends
+      there, as in SGLang's ``_state_passing_fwd``; row 0 is the first sequence's initial state.
+    * final [S, H, P, N].
+    * tracked [1, n, H, P, N]: the state of sequence ``track_seq_idx[i]`` when the packed batch has
+      been read up to ``track_end_locs[i]``; None if nothing is tracked.
+
+    This is the varlen call that ``MambaMixer2`` makes; anything else raises ValueError.
+    """
+    if not (return_varlen_states and return_track_states) or cu_seqlens is None or x.shape[0] != 1:
+        raise ValueError(
+            "mamba_chunk_scan_combined on the CPU platform serves packed batches only: batch size "
+            "1, cu_seqlens, return_varlen_states and return_track_states."
+        )
+    if out is None:
+        raise ValueError("mamba_chunk_scan_combined on the CPU platform needs `out`.")
+    bounds = cu_seqlens.tolist()
+    grid = grid_positions(bounds, chunk_size)
+    tracked: list[tuple[int, int]] = []
+    if track_seq_idx is not None and track_end_locs is not None:
+        pairs = zip(track_seq_idx.tolist(), track_end_locs.tolist(), strict=True)
+        tracked = [(s, end - bounds[s]) for s, end in pairs]
+    done = ssd_prefill(
+        x[0],
+        dt[0],
+        A,
+        B[0],
+        C[0],
+        bounds,
+        D=D,
+        z=None if z is None else z[0],
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        initial_states=initial_states,
+        positions=grid + tracked,
+        out=out[0],
+    )
+    dtype = C.dtype if state_dtype is None else state_dtype
+    states = done.states_at.to(dtype)
+    return (
+        states[: len(grid)].unsqueeze(0),
+        done.final_states.to(dtype),
+        states[len(grid) :].unsqueeze(0) if tracked else None,
+    )
+
+
+def grid_positions(bounds: list[int], chunk_size: int) -> list[tuple[int, int]]:
+    """The positions (sequence, tokens consumed) that lie on a grid laid over the packed batch."""
+    positions, s = [(0, 0)], 0
+    for at in range(chunk_size, bounds[-1], chunk_size):
+        while bounds[s + 1] < at:
+            s += 1
+        positions.append((s, at - bounds[s]))
+    return positions
+
+
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+    pad_slot_id: int = PAD_SLOT_ID,
+    out: Tensor | None = None,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: Tensor | None = None,
+    cache_steps: int | None = None,
+    retrieve_parent_token: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+) -> None:
+    """One decode step: updates ``state[state_batch_indices]`` [slots, H, P, N] and writes ``out``.
+
+    Shapes: x, dt, z and out [b, H, P], A [H, P, N], B and C [b, G, N], D and dt_bias [H, P]. Rows
+    with the padding slot give zeros and touch no state.
+    """
+    refuse_speculation(
+        disable_state_update=disable_state_update,
+        intermediate_states_buffer=intermediate_states_buffer,
+        retrieve_parent_token=retrieve_parent_token,
+    )
+    if out is None or state.dim() != 4 or x.dim() != 3:
+        raise ValueError(
+            "selective_state_update on the CPU platform needs `out`, a pool of shape "
+            "[slots, heads, dim, state] and x of shape [batch, heads, dim]."
+        )
+    live = live_rows(state_batch_indices, x.shape[0], pad_slot_id, x.device)
+    if len(live) < x.shape[0]:
+        out.zero_()
+    A, dt = _once_per_head(A, 1), _once_per_head(dt, 2)
+    dt_bias = None if dt_bias is None else _once_per_head(dt_bias, 1)
+    for rows in torch.split(live, max(1, STATES_PER_STEP // state[0].numel())):
+        slots = rows if state_batch_indices is None else state_batch_indices[rows].long()
+        y, new = selective_state_step(
+            state[slots],
+            x[rows],
+            dt[rows],
+            A,
+            B[rows],
+            C[rows],
+            D=D,
+            z=None if z is None else z[rows],
+            dt_bias=dt_bias,
+            dt_softplus=dt_softplus,
+        )
+        state[slots] = new.to(state.dtype)
+        out[rows] = y.to(out.dtype)
+
+
+def _once_per_head(t: Tensor, head_dims: int) -> Tensor:
+    """Undoes ``expand`` behind the first ``head_dims`` dimensions: equal values are kept once."""
+    if all(t.stride(d) == 0 for d in range(head_dims, t.dim())):
+        for d in range(head_dims, t.dim()):
+            t = t.narrow(d, 0, 1)
+    return t

@@ -1,0 +1,57 @@
+"""What SGLang loads in every process it starts (entry point group `sglang.srt.plugins`)."""
+
+import importlib.metadata
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sglang_hybrid import SGLANG_VERSION
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+class UnsupportedSGLang(RuntimeError):
+    """The installed SGLang is not the release that this package extends."""
+
+
+def check_sglang_version() -> None:
+    """Raise `UnsupportedSGLang` unless exactly `SGLANG_VERSION` is installed."""
+    try:
+        found = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise UnsupportedSGLang(
+            f"sglang is not installed; install sglang=={SGLANG_VERSION} "
+            "(scripts/quickstart.sh does, on a machine with or without a GPU)."
+        ) from None
+    if found != SGLANG_VERSION:
+        raise UnsupportedSGLang(
+            f"sglang {found} is installed, but this release of sglang_hybrid extends "
+            f"{SGLANG_VERSION} only; install sglang=={SGLANG_VERSION}."
+        )
+
+
+def register() -> None:
+    """Register everything we add to SGLang. Called once in each of its processes."""
+    check_sglang_version()
+    from sglang.srt.platforms import current_platform
+
+    from sglang_hybrid.platforms.cpu import HybridCpuPlatform
+
+    if isinstance(current_platform, HybridCpuPlatform):
+        _use_torch_native_attention_on_cpu()
+
+
+def _use_torch_native_attention_on_cpu() -> None:
+    """SGLang's CPU defaults name Intel's AMX kernels, which this platform does not need."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    @register_resolution_hook("handle_cpu_backends")
+    def handle_cpu_backends(
+        server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
+    ) -> None:
+        if resolving_view(server_args).attention_backend is None:
+            declare_resolution(server_args, "sglang_hybrid", attention_backend="torch_native")
