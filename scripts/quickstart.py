@@ -1,0 +1,180 @@
+"""Starts the server, sends it real requests in four ways and prints what each one cost.
+
+Called by quickstart.sh in the environment that it made.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+
+import openai
+import requests
+import sglang as sgl
+from rich.console import Console
+from rich.table import Table
+
+from sglang_hybrid.server_process import ServerFailed, ServerProcess
+
+TOKENS = 16
+DOCUMENT = "\n".join(
+    f"Article {number}. The keeper of the archive shall record every entry in the register, "
+    f"compare it with entry {number * 7 % 97} and answer questions about it in order."
+    for number in range(1, 61)
+)
+QUESTIONS = ("\nWho keeps the register?", "\nWhich entry comes first?", "\nWhat is recorded?")
+
+
+@dataclass
+class Row:
+    """One request: what it was, its tokens, and seconds to the first token."""
+
+    name: str
+    prompt_tokens: int
+    cached_tokens: int
+    seconds: float
+
+
+def generate(url: str, name: str, text: str) -> Row:
+    """SGLang's own /generate, streamed to time the first token."""
+    body = {
+        "text": text,
+        "sampling_params": {"temperature": 0, "max_new_tokens": TOKENS},
+        "stream": True,
+    }
+    start = time.perf_counter()
+    first = 0.0
+    meta: dict[str, int] = {}
+    with requests.post(url + "/generate", json=body, stream=True, timeout=300) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if not line.startswith(b"data: {"):
+                continue
+            first = first or time.perf_counter()
+            meta = json.loads(line[len(b"data: ") :])["meta_info"]
+    return Row(name, meta["prompt_tokens"], meta["cached_tokens"], first - start)
+
+
+def chat(url: str, name: str, question: str, *, stream: bool) -> Row:
+    """An OpenAI chat completion through the `openai` client."""
+    client = openai.OpenAI(base_url=url + "/v1", api_key="none")
+    messages = [
+        {"role": "system", "content": DOCUMENT},
+        {"role": "user", "content": question},
+    ]
+    start = time.perf_counter()
+    first = 0.0
+    if stream:
+        usage = None
+        for chunk in client.chat.completions.create(
+            model="default",
+            messages=messages,
+            max_tokens=TOKENS,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        ):
+            first = first or time.perf_counter()
+            usage = chunk.usage or usage
+    else:
+        usage = client.chat.completions.create(
+            model="default", messages=messages, max_tokens=TOKENS, temperature=0
+        ).usage
+        first = time.perf_counter()
+    details = usage.prompt_tokens_details
+    return Row(name, usage.prompt_tokens, details.cached_tokens if details else 0, first - start)
+
+
+@sgl.function
+def two_answers(s, document: str) -> None:
+    """A frontend program: one answer, then two questions asked side by side about it."""
+    s += document + QUESTIONS[0]
+    start = time.perf_counter()
+    s += sgl.gen("answer", max_tokens=TOKENS, temperature=0)
+    rows = [frontend_row("gen", s, start)]
+    branches = s.fork(2)
+    start = time.perf_counter()
+    for branch, question in zip(branches, QUESTIONS[1:], strict=True):
+        branch += question
+        branch += sgl.gen("answer", max_tokens=TOKENS, temperature=0)
+    rows += [frontend_row(f"fork {i}", branch, start) for i, branch in enumerate(branches, 1)]
+    s["rows"] = rows
+
+
+def frontend_row(name: str, state: sgl.lang.interpreter.ProgramState, start: float) -> Row:
+    """Wait for a state's `answer`; needs a program that runs with `stream=True`."""
+    next(iter(state.text_iter("answer")))
+    first = time.perf_counter()
+    meta = state.get_meta_info("answer")
+    return Row(
+        f"frontend program, {name}", meta["prompt_tokens"], meta["cached_tokens"], first - start
+    )
+
+
+def program(url: str) -> list[Row]:
+    """Run the frontend program."""
+    backend = sgl.RuntimeEndpoint(url)
+    state = two_answers.run(document=DOCUMENT, backend=backend, stream=True)
+    for _ in state.text_iter():  # until the program has ended
+        pass
+    if state.error() is not None:
+        raise RuntimeError("the frontend program failed") from state.error()
+    rows: list[Row] = state["rows"]
+    return rows
+
+
+def send_requests(url: str) -> list[Row]:
+    """All requests, in an order in which the later ones can use what the earlier ones left."""
+    return [
+        generate(url, "/generate", DOCUMENT + QUESTIONS[0]),
+        generate(url, "/generate, the same again", DOCUMENT + QUESTIONS[0]),
+        generate(url, "/generate, another question", DOCUMENT + QUESTIONS[1]),
+        chat(url, "chat completion", QUESTIONS[0], stream=False),
+        chat(url, "chat completion, the same, streamed", QUESTIONS[0], stream=True),
+        chat(url, "chat completion, another question, streamed", QUESTIONS[1], stream=True),
+        *program(url),
+    ]
+
+
+def print_table(rows: list[Row]) -> None:
+    table = Table(title="What each request cost")
+    table.add_column("request")
+    for title in ("prompt tokens", "cached", "prefilled", "first token, ms"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.prompt_tokens:,}",
+            f"{row.cached_tokens:,}",
+            f"{row.prompt_tokens - row.cached_tokens:,}",
+            f"{row.seconds * 1000:.0f}",
+        )
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--check", action="store_true", help="stop after the requests")
+    parser.add_argument("--port", type=int, default=30000)
+    options, server_arguments = parser.parse_known_args()
+    server = ServerProcess(["--enable-cache-report", *server_arguments], port=options.port)
+    print(f"Starting the server on {server.url} (log: {server.log}) ...", flush=True)
+    try:
+        with server:
+            print_table(send_requests(server.url))
+            if not options.check:
+                print(f"Serving on {server.url} until Ctrl-C.", flush=True)
+                assert server.process is not None
+                return server.process.wait()
+    except KeyboardInterrupt:
+        return 130
+    except (ServerFailed, requests.RequestException, openai.OpenAIError) as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return 1
+    print("quickstart: ok")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

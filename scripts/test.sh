@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Lint, types and all tests but the slow ones, in .venv, which is made first where it is missing.
+# Arguments go to pytest: scripts/test.sh tests/core -k reuse
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/env.sh
+ensure_environment test
+bin="$VENV/bin"
+export OMP_WAIT_POLICY=PASSIVE # servers and their tests share the cores
+"$bin/ruff" check .
+"$bin/ruff" format --check .
+"$bin/mypy"
+exec "$bin/python" -m pytest -m "not slow" "$@"

@@ -1,0 +1,165 @@
+"""`python -m sglang_hybrid.launch_server`: `sglang.launch_server` with what this package adds.
+
+Takes every flag of SGLang. Without --model-path it serves the embedded default model; without an
+accelerator it serves on the CPU.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Never
+
+from sglang_hybrid import patching
+
+# At import, not in main(): SGLang's processes are spawned, import this file again and must have
+# the hook before they import SGLang.
+patching.install()
+for message in ("Only CUDA", "Triton is not supported"):  # what a CPU lacks, at every import
+    warnings.filterwarnings("ignore", message=message)
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+PROGRAM = "sglang_hybrid"
+USAGE_ERROR = 2
+STARTUP_ERROR = 1
+
+logger = logging.getLogger(PROGRAM)
+
+
+class _Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, without SGLang's hundreds of lines of usage."""
+
+    def error(self, message: str) -> Never:
+        self.exit(USAGE_ERROR, f"{PROGRAM}: {message}; --help lists every flag.\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the server until it is stopped; returns the process's exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    _choose_device(arguments)
+    from sglang_hybrid.plugin import UnsupportedSGLang, check_sglang_version
+    from sglang_hybrid.preflight import StartupError
+
+    try:
+        check_sglang_version()
+        patching.verify()
+        server_args = prepare(arguments)
+    except (StartupError, UnsupportedSGLang, patching.PatchError) as error:
+        return _fail(str(error))
+    return run(server_args)
+
+
+def prepare(argv: Sequence[str]) -> "ServerArgs":
+    """Parse and check a command line; raises `StartupError` for what is known to fail."""
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+    from sglang_hybrid.config import HybridConfig
+    from sglang_hybrid.platforms.cpu import HybridCpuPlatform
+    from sglang_hybrid.platforms.sizing import check_memory
+    from sglang_hybrid.preflight import StartupError, check_model, check_port
+
+    load_plugins()
+    parser = _Parser(prog=f"python -m {PROGRAM}.launch_server", description=__doc__)
+    HybridConfig.add_flags(parser)
+    ServerArgs.add_cli_args(parser)
+    if "--config" in argv:
+        from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+        try:
+            argv = ConfigArgumentMerger(parser).merge_config_with_args(list(argv))
+        except (OSError, ValueError) as error:
+            raise StartupError(f"--config cannot be read: {error}.") from None
+    argv, note = _with_default_model(list(argv))
+    flags = parser.parse_args(argv)
+    if note:
+        print(f"{PROGRAM}: {note}", flush=True)
+    check_port(flags.host, flags.port)
+    check_model(
+        flags.model_path,
+        weights=flags.load_format != "dummy",
+        tokenizer=flags.tokenizer_path is None and not flags.skip_tokenizer_init,
+    )
+    if isinstance(current_platform, HybridCpuPlatform):
+        check_memory(
+            flags.model_path, flags.dtype, flags.max_total_tokens, flags.max_mamba_cache_size
+        )
+    _, sglang_argv = HybridConfig.split(argv)
+    try:
+        return prepare_server_args(sglang_argv)
+    except (ValueError, AssertionError, OSError) as error:
+        raise StartupError(_one_line(error)) from error
+
+
+def run(server_args: "ServerArgs") -> int:
+    """Serve until stopped, then end every process that was started."""
+    from sglang.launch_server import run_server
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(server_args)
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, AssertionError, OSError, RuntimeError) as error:
+        logger.debug("start-up failed", exc_info=True)
+        return _fail(_one_line(error))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+def _with_default_model(argv: list[str]) -> tuple[list[str], str]:
+    """Add the embedded model to a command line that names none; and the sentence that says so."""
+    asked = argparse.ArgumentParser(add_help=False)
+    asked.add_argument("--model-path", "--model")
+    asked.add_argument("-h", "--help", action="store_true")
+    known, _ = asked.parse_known_args(argv)
+    if known.model_path is not None or known.help:
+        return argv, ""
+    from sglang_hybrid.config import HybridConfig
+    from sglang_hybrid.models import ensure_default_model
+    from sglang_hybrid.preflight import StartupError
+
+    parser = _Parser(add_help=False)
+    HybridConfig.add_flags(parser)
+    architecture = parser.parse_known_args(argv)[0].hybrid_default_model
+    try:
+        directory = ensure_default_model(architecture)
+    except OSError as error:
+        raise StartupError(
+            f"the embedded default model cannot be written: {error}; set XDG_CACHE_HOME to a "
+            "directory that can be written, or give --model-path."
+        ) from None
+    note = (
+        f"no --model-path given, so the embedded {architecture} model is served; its weights are "
+        "random and its answers mean nothing."
+    )
+    return [*argv, "--model-path", str(directory)], note
+
+
+def _choose_device(argv: Sequence[str]) -> None:
+    """Hide the GPUs from torch if `--device cpu` is asked for and SGLang's own engine is not."""
+    asked = argparse.ArgumentParser(add_help=False)
+    asked.add_argument("--device")
+    device = asked.parse_known_args(list(argv))[0].device
+    if device == "cpu" and os.environ.get("SGLANG_USE_CPU_ENGINE", "0") != "1":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return f"the server cannot start: {text}"
+
+
+def _fail(message: str) -> int:
+    print(f"{PROGRAM}: {message}", file=sys.stderr, flush=True)
+    return STARTUP_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

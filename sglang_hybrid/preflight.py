@@ -1,0 +1,113 @@
+"""What can be known to fail before a model is loaded, each said in one sentence."""
+
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+class StartupError(Exception):
+    """The server cannot start; the message is one sentence for the person who started it."""
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise `StartupError` if nothing can listen on `host:port`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise StartupError(
+                f"cannot listen on {host}:{port} ({reason}); stop the program that uses it or "
+                "choose another --port."
+            ) from None
+
+
+def check_model(model_path: str, *, weights: bool = True, tokenizer: bool = True) -> None:
+    """Raise `StartupError` if `model_path` is a directory that SGLang cannot load.
+
+    A name on the Hugging Face hub (`owner/name`) and a URL are left to SGLang.
+    """
+    path = Path(model_path).expanduser()
+    if not path.exists():
+        if _HUB_NAME.fullmatch(model_path) or "://" in model_path:
+            return
+        raise StartupError(
+            f"model path {model_path!r} does not exist; give a directory, a name on the Hugging "
+            "Face hub, or no --model-path at all for the embedded default model."
+        )
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return
+        raise StartupError(f"model path {model_path!r} is a file; give the model's directory.")
+    config = read_config(path)
+    if not config.get("architectures"):
+        raise StartupError(f"{path / 'config.json'} names no `architectures`; is it a model's?")
+    if weights:
+        _check_weights(path)
+    if tokenizer and not any((path / name).exists() for name in _TOKENIZERS):
+        raise StartupError(
+            f"model directory {model_path!r} has no tokenizer (tokenizer.json or tokenizer.model); "
+            "copy it there or give --tokenizer-path."
+        )
+
+
+def read_config(model_directory: Path) -> dict[str, Any]:
+    """The model's config.json; raises `StartupError` if it is missing or broken."""
+    file = model_directory / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StartupError(
+            f"model directory {str(model_directory)!r} has no config.json; is it a model's?"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{file} cannot be read: {error}; copy the model again.") from None
+    if not isinstance(config, dict):
+        raise StartupError(f"{file} is no JSON object; copy the model again.")
+    return config
+
+
+def weight_bytes(model_directory: Path) -> int:
+    """Size of the weight files in a model directory, in bytes; 0 if there are none."""
+    for pattern in _WEIGHTS:
+        found = list(model_directory.glob(pattern))
+        if found:
+            return sum(file.stat().st_size for file in found)
+    return 0
+
+
+def _check_weights(path: Path) -> None:
+    found = [file for pattern in _WEIGHTS for file in path.glob(pattern)]
+    if not found:
+        raise StartupError(
+            f"model directory {str(path)!r} has no weights (*.safetensors); copy them there, or "
+            "give --load-format dummy to serve random ones."
+        )
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise StartupError(f"{index} cannot be read: {error}; copy the model again.") from None
+        missing = sorted(name for name in wanted if not (path / name).exists())
+        if missing:
+            raise StartupError(
+                f"model directory {str(path)!r} lacks {len(missing)} of {len(wanted)} weight "
+                f"files, {missing[0]} among them; copy the model again."
+            )
+    for file in path.glob("*.safetensors"):
+        try:
+            with safe_open(str(file), framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise StartupError(f"{file} is damaged ({error}); copy the model again.") from None

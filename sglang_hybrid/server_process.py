@@ -1,0 +1,150 @@
+"""A server in a process of its own: started, awaited and ended with everything it started."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+import requests
+
+
+class ServerFailed(RuntimeError):
+    """The server ended, or was not healthy in time; the message ends with its last lines."""
+
+
+class ServerProcess:
+    """`python -m sglang_hybrid.launch_server` as a context manager.
+
+    Args:
+        arguments: the server's flags, without --host and --port.
+        port: where it listens on 127.0.0.1; a free port by default.
+        module: the program; `sglang.launch_server` for the unmodified server.
+        environment: variables set for the server on top of this process's.
+        timeout: seconds to wait until it is healthy.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str] = (),
+        *,
+        port: int | None = None,
+        module: str = "sglang_hybrid.launch_server",
+        environment: dict[str, str] | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        self.port = free_port() if port is None else port
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._timeout = timeout
+        self._command = [
+            *(sys.executable, "-m", module),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+            *arguments,
+        ]
+        self._environment = {**os.environ, **(environment or {})}
+        descriptor, name = tempfile.mkstemp(prefix="sglang-hybrid-", suffix=".log")
+        self._log_descriptor = descriptor
+        self.log = Path(name)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the program without waiting; its output goes to `self.log`."""
+        self.process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log_descriptor,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+            start_new_session=True,  # a Ctrl-C for us is passed on by stop(), once
+        )
+        os.close(self._log_descriptor)
+
+    def wait_until_healthy(self) -> None:
+        """Return once the server has answered a request; raises `ServerFailed` if it does not."""
+        assert self.process is not None
+        deadline = time.monotonic() + self._timeout
+        while time.monotonic() < deadline:
+            status = self.process.poll()
+            if status is not None:
+                raise ServerFailed(
+                    f"the server ended with status {status} before it was ready (log: {self.log}):"
+                    f"\n{self.tail()}"
+                )
+            try:
+                if requests.get(self.url + "/health_generate", timeout=5).ok:
+                    return
+            except requests.RequestException:
+                pass
+            time.sleep(0.2)
+        raise ServerFailed(
+            f"the server was not healthy after {self._timeout:.0f} seconds (log: {self.log}):"
+            f"\n{self.tail()}"
+        )
+
+    def stop(self, timeout: float = 20.0) -> int | None:
+        """Ctrl-C, then SIGKILL for whatever is left; returns the exit status."""
+        if self.process is None:
+            return None
+        children = _descendants(self.process.pid)
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        for child in children:
+            if child.is_running():
+                child.kill()
+        return self.process.returncode
+
+    def tail(self, lines: int = 8) -> str:
+        """The last lines that the server printed."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def processes(self) -> list[psutil.Process]:
+        """The server's processes that are alive, its main process first."""
+        assert self.process is not None
+        if self.process.poll() is not None:
+            return []
+        return [psutil.Process(self.process.pid), *_descendants(self.process.pid)]
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        children: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return children

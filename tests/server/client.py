@@ -1,0 +1,61 @@
+"""What the server tests send and read back."""
+
+import random
+from dataclasses import dataclass
+
+import requests
+
+TOLERANCE = 1e-3
+"""Largest difference of a logprob that counts as equal, in float32."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One finished request."""
+
+    tokens: list[int]
+    prompt_tokens: int
+    cached_tokens: int
+    prompt_logprobs: list[float]
+    logprobs: list[float]
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    """`length` token ids of ordinary text tokens."""
+    source = random.Random(seed)
+    return [source.randrange(300, 32_000) for _ in range(length)]
+
+
+def generate(
+    url: str, prompts: list[list[int]], max_new_tokens: int = 32, *, logprobs: bool = False
+) -> list[Answer]:
+    """Send prompts as one batch to /generate, greedily; answers in the same order."""
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": max_new_tokens,
+            "ignore_eos": True,
+        },
+        "return_logprob": logprobs,
+        "logprob_start_len": 0 if logprobs else -1,
+    }
+    response = requests.post(url + "/generate", json=body, timeout=300)
+    response.raise_for_status()
+    return [_answer(item) for item in response.json()]
+
+
+def _answer(item: dict) -> Answer:
+    meta = item["meta_info"]
+    return Answer(
+        tokens=item["output_ids"],
+        prompt_tokens=meta["prompt_tokens"],
+        cached_tokens=meta["cached_tokens"],
+        prompt_logprobs=[entry[0] for entry in meta.get("input_token_logprobs", [])[1:]],
+        logprobs=[entry[0] for entry in meta.get("output_token_logprobs", [])],
+    )
+
+
+def flush(url: str) -> None:
+    """Empty the server's prefix cache."""
+    requests.post(url + "/flush_cache", timeout=60).raise_for_status()
