@@ -97,7 +97,7 @@ def _check_weights(path: Path) -> None:
     if index.exists():
         try:
             wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StartupError(f"{index} cannot be read: {error}; copy the model again.") from None
         missing = sorted(name for name in wanted if not (path / name).exists())
         if missing:

@@ -1,0 +1,60 @@
+"""Memory of the machine, or of the container if that has less."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from sglang_hybrid.platforms import memory
+
+GIB = 2**30
+
+
+@pytest.fixture
+def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cgroup directory on a machine of 16 GiB, of which 10 are available."""
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    machine = SimpleNamespace(total=16 * GIB, available=10 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    return tmp_path
+
+
+def write(cgroup: Path, limit: str, current: int) -> None:
+    (cgroup / "memory.max").write_text(limit + "\n")
+    (cgroup / "memory.current").write_text(f"{current}\n")
+
+
+def numbers() -> tuple[float, float, float]:
+    """Limit, used, available in GiB."""
+    found = memory.memory_limit(), memory.memory_used(), memory.memory_available()
+    return tuple(size / GIB for size in found)  # type: ignore[return-value]
+
+
+def test_without_a_container(cgroup: Path) -> None:
+    assert numbers() == (16, 6, 10)
+
+
+def test_a_container_without_a_limit(cgroup: Path) -> None:
+    write(cgroup, "max", 5 * GIB)
+    assert numbers() == (16, 6, 10)
+
+
+def test_a_container_with_less_than_the_machine(cgroup: Path) -> None:
+    write(cgroup, str(8 * GIB), 3 * GIB)
+    assert numbers() == (8, 3, 5)
+
+
+def test_a_container_that_may_take_more_than_is_left(cgroup: Path) -> None:
+    write(cgroup, str(14 * GIB), 1 * GIB)
+    assert numbers() == (14, 4, 10)
+
+
+def test_a_limit_above_the_machine(cgroup: Path) -> None:
+    write(cgroup, str(64 * GIB), 3 * GIB)
+    assert numbers() == (16, 6, 10)
+
+
+def test_a_container_over_its_limit(cgroup: Path) -> None:
+    write(cgroup, str(2 * GIB), 3 * GIB)
+    assert numbers() == (2, 2, 0)

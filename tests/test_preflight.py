@@ -1,0 +1,149 @@
+"""What is wrong with a model directory or a port is said in one sentence, before anything loads."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from sglang_hybrid.preflight import (
+    StartupError,
+    check_model,
+    check_port,
+    read_config,
+    weight_bytes,
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The least that passes: a config, two weight files with their index, a tokenizer."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    (directory / "tokenizer.json").write_text("{}")
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for name in shards:
+        save_file({"weight": np.ones((4, 4), np.float32)}, directory / name)
+    index = {"weight_map": {"a.weight": shards[0], "b.weight": shards[1]}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+def refused(path: Path | str) -> str:
+    """The one sentence that `check_model` says about `path`."""
+    with pytest.raises(StartupError) as caught:
+        check_model(str(path))
+    said = str(caught.value)
+    assert "\n" not in said
+    return said
+
+
+def test_a_whole_model_passes(model: Path) -> None:
+    check_model(str(model))
+    assert weight_bytes(model) == sum(f.stat().st_size for f in model.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["nvidia/Nemotron-H-8B-Base-8K", "s3://bucket/model"])
+def test_names_that_sglang_resolves_pass(name: str) -> None:
+    check_model(name)
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "nowhere", "a/b/c"])
+def test_a_path_that_does_not_exist(path: str) -> None:
+    assert f"model path '{path}' does not exist; give a directory" in refused(path)
+
+
+def test_a_file_instead_of_a_directory(model: Path) -> None:
+    assert "is a file; give the model's directory" in refused(model / "config.json")
+
+
+def test_a_gguf_file_passes(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    check_model(str(file))
+
+
+def test_no_config(model: Path) -> None:
+    (model / "config.json").unlink()
+    assert "has no config.json" in refused(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"architectures": ["Llama', "config.json cannot be read"),
+        ("[]", "config.json is no JSON object"),
+        ("{}", "config.json names no `architectures`"),
+    ],
+    ids=["cut off", "a list", "another program's"],
+)
+def test_a_broken_config(model: Path, text: str, said: str) -> None:
+    (model / "config.json").write_text(text)
+    assert said in refused(model)
+
+
+def test_a_config_that_is_no_text(model: Path) -> None:
+    (model / "config.json").write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(StartupError, match=r"config\.json cannot be read"):
+        read_config(model)
+
+
+def test_no_weights(model: Path) -> None:
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    assert "has no weights" in refused(model)
+    assert weight_bytes(model) == 0
+    check_model(str(model), weights=False)
+
+
+def test_a_missing_shard(model: Path) -> None:
+    (model / "model-00002-of-00002.safetensors").unlink()
+    said = refused(model)
+    assert "lacks 1 of 2 weight files, model-00002-of-00002.safetensors among them" in said
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": []}'])
+def test_a_broken_index(model: Path, text: str) -> None:
+    (model / "model.safetensors.index.json").write_text(text)
+    assert "model.safetensors.index.json cannot be read" in refused(model)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 40, -1], ids=["empty", "no header", "no data", "one short"])
+def test_a_truncated_weight_file(model: Path, keep: int) -> None:
+    file = model / "model-00001-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert f"{file} is damaged" in refused(model)
+
+
+def test_no_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    assert "has no tokenizer" in refused(model)
+    check_model(str(model), tokenizer=False)
+
+
+def test_a_linked_model_passes(model: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(model)
+    check_model(str(link))
+    shutil.rmtree(model)
+    assert "does not exist" in refused(link)
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=rf"cannot listen on 127\.0\.0\.1:{port} .*--port"):
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("port", [-1, 65_536])
+def test_a_port_that_is_none(port: int) -> None:
+    with pytest.raises(StartupError, match=f"cannot listen on 127.0.0.1:{port}"):
+        check_port("127.0.0.1", port)
