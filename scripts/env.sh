@@ -31,9 +31,10 @@ pip_install() {
 }
 
 install_cpu() {
-    pip_install --no-deps -r "$ROOT/requirements/cpu.lock"
+    # torch first: pip would complain beside an sglang whose CUDA packages are not there.
     pip_install "$TORCH" -c "$ROOT/requirements/cpu.lock" \
         ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"}
+    pip_install --no-deps -r "$ROOT/requirements/cpu.lock"
     pip_install --no-deps --no-build-isolation -e "$ROOT"
 }
 

@@ -1,12 +1,15 @@
 """Starting and stopping: what a user does wrong ends in one sentence; what was started ends."""
 
+import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -14,83 +17,134 @@ import pytest
 
 from sglang_hybrid.server_process import ServerProcess
 
+SIGNALS = {"ctrl-c": signal.SIGINT, "sigterm": signal.SIGTERM}
+
 
 def launch(*arguments: str, environment: dict[str, str] | None = None) -> str:
-    """Run the launcher, which must fail; returns what it printed."""
-    import os
-
-    done = subprocess.run(
+    """Run the launcher, which must fail and leave nothing behind; returns what it said."""
+    done = subprocess.Popen(
         [sys.executable, "-m", "sglang_hybrid.launch_server", *arguments],
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
         env={**os.environ, **(environment or {})},
+        start_new_session=True,
     )
-    assert done.returncode in (1, 2), done.stderr[-2000:]
-    assert "Traceback" not in done.stderr
-    sentences = [line for line in done.stderr.splitlines() if line.startswith("sglang_hybrid:")]
-    assert len(sentences) == 1, done.stderr[-2000:]
+    _, errors = done.communicate(timeout=120)
+    assert done.returncode in (1, 2), errors[-2000:]
+    assert "Traceback" not in errors
+    sentences = [line for line in errors.splitlines() if line.startswith("sglang_hybrid:")]
+    assert len(sentences) == 1, errors[-2000:]
+    assert not [p for p in psutil.process_iter() if alive(p) and in_session(p, done.pid)]
     return sentences[0]
 
 
-def test_an_unknown_flag() -> None:
-    assert "unrecognized arguments: --no-such-flag" in launch("--no-such-flag", "1")
-
-
-def test_a_model_path_that_does_not_exist() -> None:
-    assert "'/no/such/model' does not exist" in launch("--model-path", "/no/such/model")
-
-
-def test_a_truncated_weight_file(tmp_path: Path, model_directory: Callable[[str], Path]) -> None:
-    broken = shutil.copytree(model_directory("transformer"), tmp_path / "broken")
-    weights = broken / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    assert "model.safetensors is damaged" in launch("--model-path", str(broken))
-
-
-def test_a_port_in_use() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert f"cannot listen on 127.0.0.1:{port}" in launch("--port", str(port))
-
-
-def test_pools_that_do_not_fit() -> None:
-    said = launch("--max-total-tokens", "1000000000000")
-    assert "lower --max-total-tokens" in said
-
-
-def test_another_sglang(tmp_path: Path) -> None:
-    other = tmp_path / "sglang-0.5.22.dist-info"
-    other.mkdir()
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.22\n")
-    said = launch(environment={"PYTHONPATH": str(tmp_path)})
-    assert "sglang 0.5.22 is installed" in said
-    assert "install sglang==0.5.23" in said
-
-
-def test_arguments_that_sglang_refuses(model_directory: Callable[[str], Path]) -> None:
-    said = launch(
-        *("--model-path", str(model_directory("nemotron-h"))),
-        *("--mamba-radix-cache-strategy", "no_buffer", "--page-size", "16"),
-    )
-    assert "no_buffer only supports page_size=1" in said
-
-
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_everything_ends_with_the_server(sent: signal.Signals) -> None:
-    with ServerProcess() as server:
-        assert "its weights are random" in server.log.read_text()
-        processes = server.processes()
-        assert len(processes) >= 3
-        assert server.process is not None
-        server.process.send_signal(sent)
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline and any(map(alive, processes)):
-            time.sleep(0.1)
-        assert not any(map(alive, processes))
+def in_session(process: psutil.Process, session: int) -> bool:
+    try:
+        return os.getsid(process.pid) == session
+    except ProcessLookupError:
+        return False
 
 
 def alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(scope="module")
+def said(
+    tmp_path_factory: pytest.TempPathFactory, model_directory: Callable[[str], Path]
+) -> Iterator[dict[str, Future[str]]]:
+    """What the launcher says to each mistake; two at a time, a start is imports on one core."""
+    scratch = tmp_path_factory.mktemp("mistakes")
+    broken = shutil.copytree(model_directory("transformer"), scratch / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    other = scratch / "site" / "sglang-0.5.22.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.22\n")
+    with socket.socket() as taken, ThreadPoolExecutor(2) as pool:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        mistakes = {
+            "unknown flag": ("--no-such-flag", "1"),
+            "no such model": ("--model-path", "/no/such/model"),
+            "truncated weights": ("--model-path", str(broken)),
+            "port in use": ("--port", str(taken.getsockname()[1])),
+            "too large pools": ("--max-total-tokens", "1000000000000"),
+            "refused by sglang": (
+                *("--model-path", str(model_directory("nemotron-h"))),
+                *("--mamba-radix-cache-strategy", "no_buffer", "--page-size", "16"),
+            ),
+        }
+        runs = {name: pool.submit(launch, *arguments) for name, arguments in mistakes.items()}
+        path = {"PYTHONPATH": str(other.parent)}
+        runs["another sglang"] = pool.submit(launch, environment=path)
+        yield runs
+
+
+@pytest.mark.parametrize(
+    ("mistake", "parts"),
+    [
+        ("unknown flag", ["unrecognized arguments: --no-such-flag"]),
+        ("no such model", ["'/no/such/model' does not exist"]),
+        ("truncated weights", ["model.safetensors is damaged", "copy the model again"]),
+        ("port in use", ["cannot listen on 127.0.0.1:", "choose another --port"]),
+        ("too large pools", ["lower --max-total-tokens"]),
+        ("refused by sglang", ["no_buffer only supports page_size=1"]),
+        ("another sglang", ["sglang 0.5.22 is installed", "install sglang==0.5.23"]),
+    ],
+)
+def test_a_mistake_ends_in_one_sentence(
+    said: dict[str, Future[str]], mistake: str, parts: list[str]
+) -> None:
+    sentence = said[mistake].result()
+    for part in parts:
+        assert part in sentence
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[dict[str, ServerProcess]]:
+    """A server without any flag for each signal, started side by side."""
+    servers = {name: ServerProcess() for name in SIGNALS}
+    with ExitStack() as stack:
+        for server in servers.values():
+            server.start()
+            stack.callback(server.stop)
+        for server in servers.values():
+            server.wait_until_healthy()
+        yield servers
+
+
+def test_the_default_model_is_said_to_be_random(running: dict[str, ServerProcess]) -> None:
+    for server in running.values():
+        lines = server.log.read_text().splitlines()
+        assert len([line for line in lines if "its weights are random" in line]) == 1
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_everything_ends_with_the_server(running: dict[str, ServerProcess], name: str) -> None:
+    server = running[name]
+    processes = server.processes()
+    assert len(processes) >= 3
+    assert server.process is not None
+    server.process.send_signal(SIGNALS[name])
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(map(alive, processes)):
+        time.sleep(0.1)
+    assert not any(map(alive, processes))
+
+
+def test_help_shows_our_flags_in_a_group_of_their_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_hybrid.launch_server", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0
+    _, group = done.stdout.split("\nsglang_hybrid:\n")
+    assert "--hybrid-default-model" in group.split("\n\n")[0] + group.split("\n\n")[1]
+    assert "--mamba-radix-cache-strategy" in done.stdout
