@@ -1,4 +1,4 @@
-"""Speed of the served model: prefill and decode throughput, time to first token, peak memory.
+"""Prefill and decode tokens per second, time to first token and peak memory of a served model.
 
 Starts the server and drives it through SGLang's own `bench_serving` for the default model and one
 of about 100 M parameters, then prints a Markdown table for docs/benchmarks.md.
@@ -9,6 +9,7 @@ of about 100 M parameters, then prints a Markdown table for docs/benchmarks.md.
 import argparse
 import json
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -17,12 +18,19 @@ import time
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any, Self
 
 import psutil
-import requests
 
 from sglang_hybrid.models import build_tiny_model, ensure_default_model
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.server_process import ServerFailed, ServerProcess
+
+PROMPT = 2048
+"""Tokens of a prompt when prefill is measured."""
+OUTPUT = 128
+"""Tokens of an answer when decoding is measured."""
+SAMPLE_SECONDS = 1.0
+"""Between samples of memory: each costs the server some milliseconds."""
 
 
 @dataclass
@@ -38,31 +46,43 @@ class Result:
     memory: float
 
 
-class PeakMemory(threading.Thread):
-    """Samples the memory of the server's processes; `peak` is the largest sum, in bytes."""
+class PeakMemory:
+    """Samples what the server's processes hold, shared pages counted once, while it is entered;
+    `peak` is the largest sum, in bytes.
+    """
 
     def __init__(self, server: ServerProcess) -> None:
-        super().__init__(daemon=True)
         self.peak = 0
         self._server = server
         self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
 
-    def run(self) -> None:
-        while not self._done.wait(0.2):
-            total = 0
-            for process in self._server.processes():
-                try:
-                    total += process.memory_full_info().pss
-                except psutil.Error:
-                    continue
-            self.peak = max(self.peak, total)
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *error: object) -> None:
         self._done.set()
-        self.join()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while True:
+            try:
+                held = sum(p.memory_full_info().pss for p in self._server.processes())
+            except psutil.Error:
+                held = 0  # one of them has just ended
+            self.peak = max(self.peak, held)
+            if self._done.wait(SAMPLE_SECONDS):
+                return
 
 
-def bench_serving(server: ServerProcess, model: Path, prompt: int, output: int, n: int) -> dict:
+class BenchFailed(RuntimeError):
+    """bench_serving did not finish, or not all of its requests were answered."""
+
+
+def bench_serving(
+    server: ServerProcess, model: Path, prompt: int, output: int, n: int
+) -> dict[str, Any]:
     """One run of SGLang's bench_serving, one request at a time; returns its result record."""
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
         command = [
@@ -76,23 +96,26 @@ def bench_serving(server: ServerProcess, model: Path, prompt: int, output: int, 
         ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
-            raise RuntimeError(f"bench_serving failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        return json.loads(Path(file.name).read_text().splitlines()[-1])
+            raise BenchFailed(f"bench_serving failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        record: dict[str, Any] = json.loads(Path(file.name).read_text().splitlines()[-1])
+    if record["completed"] != n:
+        raise BenchFailed(f"{record['completed']} of {n} requests were answered; see {server.log}")
+    return record
 
 
 def measure(model: Path, n: int, flags: list[str]) -> Result:
-    with ServerProcess(["--model-path", str(model), *flags]) as server:
-        memory = PeakMemory(server)
-        memory.start()
-        prefill = bench_serving(server, model, prompt=2048, output=1, n=n)
-        decode = bench_serving(server, model, prompt=16, output=128, n=max(2, n // 4))
-        memory.stop()
-        requests.post(server.url + "/flush_cache", timeout=30)
+    """Prompts of `PROMPT` tokens for prefill, answers of `OUTPUT` for decoding, one at a time."""
+    with (
+        ServerProcess(["--model-path", str(model), *flags]) as server,
+        PeakMemory(server) as memory,
+    ):
+        prefill = bench_serving(server, model, prompt=PROMPT, output=1, n=n)
+        decode = bench_serving(server, model, prompt=16, output=OUTPUT, n=max(2, n // 4))
     ttfts = sorted(prefill["ttfts"])
     return Result(
         model=model.name,
         parameters=parameters(model) / 1e6,
-        prefill=2048 / percentile(ttfts, 0.5),
+        prefill=PROMPT / percentile(ttfts, 0.5),
         decode=1000 / decode["median_tpot_ms"],
         ttft_p50=percentile(ttfts, 0.5) * 1000,
         ttft_p95=percentile(ttfts, 0.95) * 1000,
@@ -134,19 +157,30 @@ def machine() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="*", type=Path, help="model directories to measure")
-    parser.add_argument("--requests", type=int, default=16, help="prefill requests per model")
+    parser.add_argument(
+        "--models",
+        nargs="*",
+        type=Path,
+        help="model directories to measure (default: the embedded one and 100 M)",
+    )
+    parser.add_argument("--requests", type=int, default=16, help="prompts per model")
     parser.add_argument("server_flags", nargs="*", help="flags for the server, after --")
     options = parser.parse_args()
+    if options.requests < 1:
+        parser.error("--requests must be at least 1")
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         models = options.models or [
             ensure_default_model(),
             build_tiny_model("nemotron-h", Path(scratch) / "nemotron-h-100m", scale="100m"),
         ]
-        results = [measure(model, options.requests, options.server_flags) for model in models]
+        try:
+            results = [measure(model, options.requests, options.server_flags) for model in models]
+        except (ServerFailed, BenchFailed) as error:
+            print(f"bench_server: {error}", file=sys.stderr)
+            return 1
     print(f"Machine: {machine()}. Date: {date.today()}. ", end="")
-    print(f"Command: `python scripts/bench_server.py --requests {options.requests}`.\n")
+    print(f"Command: `{shlex.join(['python', *sys.argv])}`.\n")
     print(
         "| model | parameters, M | prefill, tokens/s | decode, tokens/s | TTFT P50, ms "
         "| TTFT P95, ms | peak memory, GiB |"
@@ -157,7 +191,10 @@ def main() -> int:
             f"| {r.model} | {r.parameters:.0f} | {r.prefill:,.0f} | {r.decode:,.0f} "
             f"| {r.ttft_p50:.0f} | {r.ttft_p95:.0f} | {r.memory:.2f} |"
         )
-    print(f"\nPrompts of 2,048 tokens, one at a time; {time.monotonic() - start:.0f} s in all.")
+    print(
+        f"\nPrompts of {PROMPT:,} tokens, one at a time; prefill is their length over the median "
+    )
+    print(f"time to first token. {time.monotonic() - start:.0f} s in all.")
     return 0
 
 
