@@ -1,26 +1,121 @@
-"""Our flags: their names, defaults and checks, in one place."""
+"""Our flags: their names, defaults and checks, in one place.
+
+The launcher puts them into the environment, where every process that SGLang starts finds them; so
+can anyone who starts an `sglang.Engine`: SGLANG_HYBRID_EVICTION=marconi is --hybrid-eviction
+marconi.
+"""
+
+from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from enum import Enum
+from typing import Any
 
 from sglang_hybrid.models import ARCHITECTURES
 
 GROUP = "sglang_hybrid"
+_PREFIX = "SGLANG_"
+
+
+class Eviction(Enum):
+    """Who goes first when a pool is full."""
+
+    AUTO = "auto"
+    MARCONI = "marconi"
+    REUSE = "reuse"
+    LRU = "lru"
+    SEGLEN = "seglen"
+    GDSF = "gdsf"
+
+
+class Admission(Enum):
+    """Which positions of a prefill get a checkpoint."""
+
+    JUDICIOUS = "judicious"
+    ALL = "all"
+
+
+def alpha(text: str) -> float:
+    """A weight of 0 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return value
+
+
+def count(text: str) -> int:
+    """A whole number of 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
 
 
 @dataclass(frozen=True)
 class HybridConfig:
     """What `python -m sglang_hybrid.launch_server` takes beside SGLang's own flags."""
 
+    hybrid_eviction: Eviction = Eviction.AUTO
+    hybrid_alpha: float = 1.0
+    hybrid_admission: Admission = Admission.JUDICIOUS
+    hybrid_min_branch_tokens: int = 16
     hybrid_default_model: str = "nemotron-h"
+
+    @property
+    def policy(self) -> Eviction:
+        """The policy in force: `auto` is the reuse index."""
+        if self.hybrid_eviction is Eviction.AUTO:
+            return Eviction.REUSE
+        return self.hybrid_eviction
+
+    @property
+    def alpha(self) -> float | None:
+        """Marconi's alpha, None under another policy."""
+        return self.hybrid_alpha if self.policy is Eviction.MARCONI else None
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser) -> None:
         """Add our flags to `parser`, in a group of their own."""
         group = parser.add_argument_group(
             GROUP, "flags of sglang_hybrid; all others are SGLang's own"
+        )
+        group.add_argument(
+            "--hybrid-eviction",
+            choices=[policy.value for policy in Eviction],
+            default=HybridConfig.hybrid_eviction.value,
+            help="who goes first when KV or state slots run short: the node that saves the fewest "
+            "FLOPs per byte, weighed by recency (marconi) or by how likely it comes back (reuse), "
+            "the least recently used as in SGLang itself (lru), the one that is cheapest to replay "
+            "(seglen), greedy-dual size frequency (gdsf); auto is reuse (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-alpha",
+            type=alpha,
+            metavar="NUMBER",
+            default=HybridConfig.hybrid_alpha,
+            help="weight of FLOP efficiency against recency for --hybrid-eviction marconi; 0 is "
+            "LRU (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-admission",
+            choices=[mode.value for mode in Admission],
+            default=HybridConfig.hybrid_admission.value,
+            help="judicious: the state at a chunk end pushes out no other, and a branch that gains "
+            "few tokens gets none; all: every state that SGLang tracks (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-min-branch-tokens",
+            type=count,
+            metavar="N",
+            default=HybridConfig.hybrid_min_branch_tokens,
+            help="a branch point must gain this many tokens over the hit to get a state "
+            "(default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-default-model",
@@ -32,13 +127,42 @@ class HybridConfig:
         )
 
     @classmethod
-    def from_namespace(cls, namespace: argparse.Namespace) -> Self:
-        return cls(**{field.name: getattr(namespace, field.name) for field in fields(cls)})
-
-    @classmethod
-    def split(cls, argv: Sequence[str]) -> tuple[Self, list[str]]:
+    def split(cls, argv: Sequence[str]) -> tuple[HybridConfig, list[str]]:
         """Our part of a command line that has been checked already, and what is left for SGLang."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         cls.add_flags(parser)
         namespace, rest = parser.parse_known_args(list(argv))
-        return cls.from_namespace(namespace), rest
+        return cls._from(vars(namespace)), rest
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> HybridConfig:
+        """What the variables say, defaults elsewhere; raises ValueError for a bad value."""
+        environment = os.environ if environment is None else environment
+        argv = []
+        for field in fields(cls):
+            value = environment.get(_PREFIX + field.name.upper())
+            if value is not None:
+                argv += ["--" + field.name.replace("_", "-"), value]
+        parser = _Raising(add_help=False)
+        cls.add_flags(parser)
+        return cls._from(vars(parser.parse_args(argv)))
+
+    def to_environment(self, environment: MutableMapping[str, str] | None = None) -> None:
+        """Put every setting where `from_environment` finds it."""
+        environment = os.environ if environment is None else environment
+        for field in fields(self):
+            value = getattr(self, field.name)
+            text = value.value if isinstance(value, Enum) else str(value)
+            environment[_PREFIX + field.name.upper()] = text
+
+    @classmethod
+    def _from(cls, values: dict[str, Any]) -> HybridConfig:
+        known = {field.name: values[field.name] for field in fields(cls)}
+        known["hybrid_eviction"] = Eviction(known["hybrid_eviction"])
+        known["hybrid_admission"] = Admission(known["hybrid_admission"])
+        return cls(**known)
+
+
+class _Raising(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ValueError(f"sglang_hybrid: {message} (from the environment)")

@@ -59,6 +59,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
+    from sglang_hybrid.backend import choose_backend
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform
     from sglang_hybrid.platforms.sizing import check_memory
@@ -89,7 +90,9 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_memory(
             flags.model_path, flags.dtype, flags.max_total_tokens, flags.max_mamba_cache_size
         )
-    _, sglang_argv = HybridConfig.split(argv)
+    options, sglang_argv = HybridConfig.split(argv)
+    options.to_environment()
+    sglang_argv += choose_backend(flags, options)
     try:
         return prepare_server_args(sglang_argv)
     except (ValueError, AssertionError, OSError) as error:

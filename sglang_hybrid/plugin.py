@@ -38,8 +38,10 @@ def register() -> None:
     check_sglang_version()
     from sglang.srt.platforms import current_platform
 
+    from sglang_hybrid.cache import radix_cache
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform
 
+    radix_cache.register()
     if isinstance(current_platform, HybridCpuPlatform):
         _use_torch_native_attention_on_cpu()
 

@@ -1,0 +1,67 @@
+"""When a server gets `--radix-cache-backend hybrid`, and what that backend cannot be combined with.
+
+Decided from the command line, before the model is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sglang_hybrid.config import Eviction, HybridConfig
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.preflight import StartupError, read_config
+
+BACKEND = "hybrid"
+
+REFUSED = {
+    "enable_int8_mamba_checkpoint": "its states live in a pool of their own",
+    "enable_unified_cache_external_linker": "SGLang allows no other cache backend beside it",
+    "enable_lmcache": "LMCache brings its own tree",
+    "enable_flexkv": "FlexKV brings its own tree",
+    "enable_hierarchical_cache": "its host tier is not mirrored yet",
+    "enable_session_radix_cache": "sessions order the victims themselves",
+}
+"""SGLang's flags that the backend cannot honour, and why."""
+
+
+def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
+    """SGLang arguments that select our backend, or none where SGLang's own should serve.
+
+    Raises `StartupError` if our backend was asked for, by name or by a policy, together with
+    something that it cannot honour.
+    """
+    asked = flags.radix_cache_backend == BACKEND or options.hybrid_eviction is not Eviction.AUTO
+    if flags.radix_cache_backend not in (None, BACKEND):
+        if options.hybrid_eviction is not Eviction.AUTO:
+            raise StartupError(
+                f"--hybrid-eviction {options.hybrid_eviction.value} needs --radix-cache-backend "
+                f"{BACKEND}, not {flags.radix_cache_backend}."
+            )
+        return []
+    refused = [name for name in REFUSED if getattr(flags, name, None)]
+    if refused and asked:
+        flag = "--" + refused[0].replace("_", "-")
+        raise StartupError(
+            f"{flag} cannot be combined with the {BACKEND} cache, because {REFUSED[refused[0]]}; "
+            "leave out one of them."
+        )
+    if refused or flags.disable_radix_cache:
+        return []
+    if flags.radix_cache_backend == BACKEND:
+        return []
+    if asked or _has_recurrent_state(flags.model_path):
+        return ["--radix-cache-backend", BACKEND]
+    return []
+
+
+def _has_recurrent_state(model_path: str) -> bool:
+    """Whether a model keeps states; True where its config is not at hand, for it may."""
+    directory = Path(model_path).expanduser()
+    if not directory.is_dir():
+        return True
+    try:
+        cost = CostModel.from_config(read_config(directory))
+    except ValueError:
+        return True
+    return cost.state_bytes > 0 or bool(cost.assumed)

@@ -1,0 +1,1 @@
+"""The prefix cache inside SGLang. The only room that knows SGLang's tree."""

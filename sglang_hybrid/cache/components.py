@@ -1,0 +1,254 @@
+"""SGLang's tree components with our admission, our victims and no assertion on a missing slot.
+
+Every override calls SGLang's own method and adds to it, or decides something that SGLang decides
+by recency alone; line references are to sglang 0.5.23, mem_cache/unified_cache/components/.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
+from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
+from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
+
+from sglang_hybrid.core.admission import Skip
+from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.telemetry.stats import Evicted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
+
+
+class RobustMamba(MambaComponent):
+    """States with admission: a slot that cannot be had costs a checkpoint, never the scheduler."""
+
+    cache: HybridRadixCache
+
+    def finalize_match_result_in_tree_core(
+        self, result: MatchResult, params: MatchPrefixParams, *args: Any, **kwargs: Any
+    ) -> MatchResult:
+        result = super().finalize_match_result_in_tree_core(result, params, *args, **kwargs)
+        branch = result.mamba_branching_seqlen
+        if branch is None:
+            return result
+        gain = branch - result.device_prefix_len - result.host_hit_length
+        if self.cache.judicious and gain < self.cache.options.hybrid_min_branch_tokens:
+            if params.cow_mamba:
+                self.cache.stats.skipped[Skip.MICRO_BRANCH.value] += 1
+            result = result._replace(mamba_branching_seqlen=None)
+        return result
+
+    def finalize_match_result_in_cache(
+        self, params: MatchPrefixParams, result: MatchResult
+    ) -> MatchResult:
+        """Copying the hit state needs a slot of the request's own; without one it is a miss."""
+        req = params.req
+        if not params.cow_mamba or req is None:
+            return super().finalize_match_result_in_cache(params, result)
+        hit = result
+        state = self.tree_core.get_component_device_value(
+            result.best_match_node, self.component_type
+        )
+        if state is not None and not req.kv.holds_mamba:
+            lock = self.cache.inc_lock_ref(result.best_match_node)
+            had = self._room_for_one()
+            self.cache.dec_lock_ref(result.best_match_node, lock.to_dec_params())
+            if not had:
+                hit = self.tree_core.empty_match_result._replace(
+                    full_kv_hit_length=result.full_kv_hit_length
+                )
+        self.cache.met(req, params.key, hit, no_slot=hit is not result)
+        return super().finalize_match_result_in_cache(params, hit)
+
+    def prepare_for_caching_req(
+        self, req: Req, insert_params: Any, token_ids_len: int, is_finished: bool
+    ) -> int | None:
+        """Name the checkpoint's kind, and skip it where it is not worth a slot or has none."""
+        position = token_ids_len
+        if self.cache.enable_mamba_extra_buffer:
+            position = req.kv.mamba_last_track_seqlen or 0
+        kind = _kind(req, position, token_ids_len, is_finished)
+        self.cache.pending = (position, kind)
+        if not is_finished and position > 0:
+            skip = self._skip(kind)
+            if skip is not None:
+                self.cache.stats.skipped[skip.value] += 1
+                return 0
+        length: int | None = super().prepare_for_caching_req(
+            req=req,
+            insert_params=insert_params,
+            token_ids_len=token_ids_len,
+            is_finished=is_finished,
+        )
+        return length
+
+    def commit_insert_component_data(
+        self, node: UnifiedTreeNode, is_new_leaf: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        had_state = not is_new_leaf and node.component_data[self.component_type].value is not None
+        super().commit_insert_component_data(node, is_new_leaf, *args, **kwargs)
+        if had_state:
+            self.cache.stats.skipped[Skip.DUPLICATE.value] += 1
+        else:
+            self.cache.stats.admitted[self.cache.pending[1].value] += 1
+            self.state_given(node)
+
+    def evict_component(
+        self,
+        node: UnifiedTreeNode,
+        *args: Any,
+        target: EvictLayer = EvictLayer.DEVICE,
+        **kwargs: Any,
+    ) -> tuple[int, int]:
+        had_state = node.component_data[self.component_type].value is not None
+        freed: tuple[int, int] = super().evict_component(node, *args, target=target, **kwargs)
+        if had_state and EvictLayer.DEVICE in target:
+            what = Evicted.STATE if node.children else Evicted.LEAF
+            self.cache.stats.evicted[what.value] += 1
+            self.state_dropped(node)
+        return freed
+
+    def state_given(self, node: UnifiedTreeNode) -> None:
+        """`node` just got a state."""
+
+    def state_dropped(self, node: UnifiedTreeNode) -> None:
+        """`node` just lost its state."""
+
+    def _skip(self, kind: Kind) -> Skip | None:
+        allocator = self.cache.req_to_token_pool.mamba_allocator
+        if allocator.available_size() > 0:
+            return None
+        if self.cache.judicious and kind is Kind.CHUNK:
+            return Skip.NOT_WORTH  # it would push out a state that was kept for a reason
+        return None if self._room_for_one() else Skip.NO_SLOT
+
+    def _room_for_one(self) -> bool:
+        allocator = self.cache.req_to_token_pool.mamba_allocator
+        if allocator.available_size() == 0:
+            self.cache.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=1))
+        return bool(allocator.available_size() > 0)
+
+
+class MirroredMamba(RobustMamba):
+    """States that are evicted by what they save."""
+
+    def state_given(self, node: UnifiedTreeNode) -> None:
+        self.cache.mirror.state_given(node, self.cache.pending[1])
+
+    def state_dropped(self, node: UnifiedTreeNode) -> None:
+        self.cache.mirror.state_dropped(node)
+
+    def acquire_component_lock(
+        self, node: UnifiedTreeNode, result: Any, lock_host: bool = False
+    ) -> Any:
+        result = super().acquire_component_lock(node, result, lock_host)
+        self._tell_hold(node)
+        return result
+
+    def release_component_lock(
+        self, node: UnifiedTreeNode, params: Any, lock_host: bool = False
+    ) -> None:
+        super().release_component_lock(node, params, lock_host)
+        self._tell_hold(node)
+
+    def _tell_hold(self, node: UnifiedTreeNode) -> None:
+        self.cache.mirror.state_held(node, node.component_data[self.component_type].lock_ref > 0)
+
+    def _evict_device_start(self, request_cnt: int) -> None:
+        self._wanted = request_cnt
+
+    def _evict_device_next_node(
+        self,
+        tracker: dict[ComponentType, int],
+        device_frees: Any,
+        host_frees: Any,
+        cache_actions: Any,
+    ) -> int | None:
+        """One victim: a leaf is returned for SGLang to delete, an inner node gives up its state."""
+        if tracker[self.component_type] >= self._wanted:
+            return None
+        node = self.cache.mirror.state_victim()
+        if node is None:
+            return None
+        if node in self.tree_core.evictable_device_leaves:
+            leaf: int = node.id
+            return leaf
+        self.tree_core._evict_component_and_detach_lru(
+            node,
+            self,
+            target=EvictLayer.DEVICE,
+            tracker=tracker,
+            device_frees=device_frees,
+            host_frees=host_frees,
+            cache_actions=cache_actions,
+        )
+        self.tree_core._update_evictable_leaf_sets(node)
+        return None
+
+    def _evict_device_end(self) -> None:
+        self._wanted = 0
+
+
+class MirroredFull(FullComponent):
+    """KV whose leaves are evicted by what they save."""
+
+    cache: HybridRadixCache
+
+    def acquire_component_lock(
+        self, node: UnifiedTreeNode, result: Any, lock_host: bool = False
+    ) -> Any:
+        result = super().acquire_component_lock(node, result, lock_host)
+        if not lock_host:
+            self.cache.mirror.kv_locked(node, self.tree_core.root_node)
+        return result
+
+    def release_component_lock(
+        self, node: UnifiedTreeNode, params: Any, lock_host: bool = False
+    ) -> None:
+        super().release_component_lock(node, params, lock_host)
+        if not lock_host:
+            self.cache.mirror.kv_released(self._path(node))
+
+    def _path(self, node: UnifiedTreeNode) -> Iterator[tuple[UnifiedTreeNode, bool]]:
+        while node is not self.tree_core.root_node:
+            yield node, node.component_data[self.component_type].lock_ref > 0
+            node = node.parent
+
+    def _evict_device_start(self, request_cnt: int) -> None:
+        self._wanted = request_cnt
+
+    def _evict_device_next_node(
+        self, tracker: dict[ComponentType, int], *args: Any, **kwargs: Any
+    ) -> int | None:
+        if tracker[self.component_type] >= self._wanted:
+            return None
+        node = self.cache.mirror.kv_victim()
+        if node is None:
+            return None
+        if ComponentType.MAMBA in self.cache.components and (
+            node.component_data[ComponentType.MAMBA].value is None
+        ):
+            self.cache.stats.evicted[Evicted.KV.value] += 1
+        leaf: int = node.id
+        return leaf
+
+    def _evict_device_end(self) -> None:
+        self._wanted = 0
+
+
+def _kind(req: Req, position: int, up_to: int, is_finished: bool) -> Kind:
+    """Why SGLang tracked this position (schedule_batch.py:3137-3236)."""
+    if position == req.mamba_branching_seqlen:
+        return Kind.BRANCH
+    if is_finished:
+        return Kind.TAIL
+    return Kind.CHUNK if up_to < len(req.origin_input_ids) else Kind.PROMPT_END

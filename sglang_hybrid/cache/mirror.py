@@ -1,0 +1,148 @@
+"""`core`'s records of SGLang's tree: every change there is repeated here, every choice comes back.
+
+SGLang's TreeCore and components own KV, states, locks and the tree itself. The mirror holds one
+`core.Node` per tree node, two pools (what is short: KV tokens or state slots) and the history.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.eviction import Policy
+from sglang_hybrid.core.nodes import Clock, Kind, Node, NodeTree
+from sglang_hybrid.core.pool import Pool, Scarce
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+
+class Mirror:
+    """The records of one `HybridRadixCache`.
+
+    Args:
+        cost: FLOPs from the model's config, bytes from the pools that were allocated.
+        kv_policy, state_policy: one object for each pool; both may learn from one history.
+        has_states: False for a model without recurrent state. There every node can be resumed
+            from, so every node counts as holding a state of no bytes.
+    """
+
+    def __init__(
+        self, cost: CostModel, kv_policy: Policy, state_policy: Policy, *, has_states: bool
+    ) -> None:
+        self.cost = cost
+        self.has_states = has_states
+        self.history = kv_policy.history
+        self.clock = Clock()
+        self._kv_policy = kv_policy
+        self._state_policy = state_policy
+        self._build()
+
+    def _build(self) -> None:
+        self.tree = NodeTree(self.clock)
+        self.kv_pool = Pool(Scarce.KV, self.cost, self._kv_policy, self.clock)
+        self.state_pool = Pool(Scarce.STATES, self.cost, self._state_policy, self.clock)
+        self.tree.listen(self.kv_pool)
+        if self.has_states:
+            self.tree.listen(self.state_pool)
+        self._records: dict[int, Node] = {}
+
+    # What SGLang's tree did.
+
+    def reset(self, root: UnifiedTreeNode) -> None:
+        """The cache was emptied. What the history knows stays true, so it stays."""
+        self._build()
+        self._records[root.id] = self.tree.root
+
+    def added(self, node: UnifiedTreeNode) -> None:
+        parent = self._records[node.parent.id]
+        record = self.tree.add(parent, node.id, len(node.key))
+        self._adopt(node, record)
+
+    def split(self, head: UnifiedTreeNode, tail: UnifiedTreeNode) -> None:
+        """`tail`'s edge was cut; `head` is the new node above it."""
+        record = self.tree.split(self._records[tail.id], len(head.key), head.id, tail.id)
+        self._adopt(head, record)
+
+    def removed(self, node: UnifiedTreeNode) -> None:
+        self.tree.remove(self._records.pop(node.id))
+
+    def state_given(self, node: UnifiedTreeNode, kind: Kind) -> None:
+        self.tree.give_state(self._records[node.id], kind)
+
+    def state_dropped(self, node: UnifiedTreeNode) -> None:
+        self.tree.drop_state(self._records[node.id])
+
+    def kv_locked(self, node: UnifiedTreeNode, root: UnifiedTreeNode) -> None:
+        """A request holds the KV of the path to `node`. Holders nest, so a held node ends it."""
+        while node is not root:
+            record = self._records[node.id]
+            if record.kv_locked:
+                return
+            self.tree.hold(record, kv=True, state=record.state_locked)
+            node = node.parent
+
+    def kv_released(self, path: Iterator[tuple[UnifiedTreeNode, bool]]) -> None:
+        """A hold on a path ended; each node comes with whether another one still holds it."""
+        for node, held in path:
+            if held:
+                return
+            record = self._records[node.id]
+            self.tree.hold(record, kv=False, state=record.state_locked)
+
+    def state_held(self, node: UnifiedTreeNode, held: bool) -> None:
+        record = self._records.get(node.id)
+        if record is not None and record is not self.tree.root:
+            self.tree.hold(record, kv=record.kv_locked, state=held)
+
+    # What requests did.
+
+    def arrived(self, stamp: float | None) -> None:
+        """A request is looked up for the first time; `stamp`: seconds that it carries, or None."""
+        self.clock.advance(stamp)
+
+    def hit(self, node: UnifiedTreeNode) -> None:
+        record = self._records[node.id]
+        if record is not self.tree.root:
+            self.tree.hit(record)
+
+    def finished(
+        self, tokens: array[int], input_len: int, node: UnifiedTreeNode, root: UnifiedTreeNode
+    ) -> None:
+        """A sequence ended; `node` is the deepest one on its path that the tree holds."""
+        if self.history is None:
+            return
+        trail = self.history.observe(tokens, input_len, self.clock)
+        while node is not root:
+            record = self._records[node.id]
+            self.tree.trace(record, trail.at(record.depth))
+            node = node.parent
+
+    # What to evict.
+
+    def kv_victim(self) -> UnifiedTreeNode | None:
+        """The leaf whose KV should go, or None."""
+        return _owner(self.kv_pool.victim())
+
+    def state_victim(self) -> UnifiedTreeNode | None:
+        """The node whose state should go; one with many children only if there is no other."""
+        return _owner(self.state_pool.victim(last_resort=True))
+
+    def record(self, node: UnifiedTreeNode) -> Node:
+        """The record of a node of SGLang's tree."""
+        return self._records[node.id]
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def _adopt(self, node: UnifiedTreeNode, record: Node) -> None:
+        record.owner = node
+        self._records[node.id] = record
+        if not self.has_states:
+            self.tree.give_state(record, Kind.UNKNOWN)
+
+
+def _owner(record: Node | None) -> UnifiedTreeNode | None:
+    return None if record is None else record.owner

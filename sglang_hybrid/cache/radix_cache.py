@@ -1,0 +1,206 @@
+"""`--radix-cache-backend hybrid`: SGLang's unified radix cache with our decisions."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from sglang.srt.mem_cache.registry import (
+    TreeCacheBuildContext,
+    create_unified_radix_cache,
+    register_radix_cache_backend,
+)
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sglang_hybrid.cache import tree_core
+from sglang_hybrid.cache.components import MirroredFull, MirroredMamba, RobustMamba
+from sglang_hybrid.cache.mirror import Mirror
+from sglang_hybrid.cache.prefill_adder import SlotAwarePrefillAdder
+from sglang_hybrid.cache.sizes import measured_cost
+from sglang_hybrid.config import Admission, Eviction, HybridConfig
+from sglang_hybrid.core.eviction import Policy, make_policy
+from sglang_hybrid.core.history import History
+from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.telemetry.metrics import CacheMetrics
+from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+    from sglang_hybrid.core.cost import CostModel
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "hybrid"
+
+
+class HybridRadixCache(UnifiedRadixCache):
+    """SGLang's tree and pools; who is evicted, what is admitted and what is reported is ours.
+
+    Under `--hybrid-eviction lru` SGLang's own order decides and nothing is mirrored.
+
+    Args:
+        params: SGLang's.
+        options: our flags; those in the environment by default.
+        cost: FLOPs of the served model; every token counts alike without it.
+    """
+
+    def __init__(
+        self,
+        params: CacheInitParams,
+        options: HybridConfig | None = None,
+        cost: CostModel | None = None,
+    ) -> None:
+        self.options = options or HybridConfig.from_environment()
+        self.judicious = self.options.hybrid_admission is Admission.JUDICIOUS
+        self.stats = CacheStats()
+        self.pending: tuple[int, Kind] = (0, Kind.UNKNOWN)  # of the checkpoint under way
+        self._reports: WeakKeyDictionary[Req, RequestReport] = WeakKeyDictionary()
+        self.cost = measured_cost(cost, params)
+        has_states = ComponentType.MAMBA in (params.tree_components or ())
+        override: dict[ComponentType, Any] = dict(params.component_registry_override or {})
+        if self.options.policy is Eviction.LRU or params.disable:
+            params = replace(params, tree_core_backend="python")
+            if has_states:
+                override[ComponentType.MAMBA] = RobustMamba
+        else:
+            kv_policy, state_policy = _policies(self.options)
+            self.mirror = Mirror(self.cost, kv_policy, state_policy, has_states=has_states)
+            params = replace(params, tree_core_backend=tree_core.BACKEND)
+            override[ComponentType.FULL] = MirroredFull
+            if has_states:
+                override[ComponentType.MAMBA] = MirroredMamba
+        params = replace(params, component_registry_override=override)
+        super().__init__(params)
+        if has_states and not params.disable:
+            self.prefill_adder_class = SlotAwarePrefillAdder
+        self._metrics = CacheMetrics(self) if params.enable_metrics else None
+        logger.info(
+            "sglang_hybrid: eviction %s, admission %s; a state is %s bytes, a KV token %s.",
+            self.options.policy.value,
+            self.options.hybrid_admission.value,
+            f"{self.cost.state_bytes:,}",
+            f"{self.cost.kv_bytes_per_token:,}",
+        )
+
+    @property
+    def policy_name(self) -> str:
+        """The eviction policy in force."""
+        return self.options.policy.value
+
+    @property
+    def alpha(self) -> float | None:
+        """Marconi's alpha in force, None under another policy."""
+        return self.options.alpha
+
+    @property
+    def mirrored(self) -> bool:
+        """Whether our own policies choose the victims."""
+        return hasattr(self, "mirror")
+
+    def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
+        result = super()._match_tree(params)
+        if params.req is not None and not self.is_mamba_enabled and not self.disable:
+            self.met(params.req, params.key, result)
+        return result
+
+    def met(self, req: Req, key: Any, result: MatchResult, *, no_slot: bool = False) -> None:
+        """A request is about to be admitted with this match.
+
+        SGLang matches a waiting request many times, to rank it and to try to admit it. The first
+        time counts as its access; the last one before its prefill is what it is reported to have
+        found.
+        """
+        known = self._reports.get(req)
+        if known is not None and known.started:
+            return
+        if known is None and self.mirrored:
+            self.mirror.arrived(req.time_stats.created_time or None)
+            self.mirror.hit(self.tree_core.node_by_id(result.best_match_node))
+        hit = result.device_prefix_len + result.host_hit_length
+        kv_only = max(0, result.full_kv_hit_length - hit) if self.is_mamba_enabled else 0
+        if no_slot:
+            missed = Missed.NO_SLOT
+        elif kv_only:
+            missed = Missed.NO_STATE
+        else:
+            missed = Missed.NOTHING if hit >= len(key) else Missed.NOT_STORED
+        self._reports[req] = RequestReport(len(req.origin_input_ids), hit, kv_only, missed)
+
+    def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        self._begin(req)
+        admitted = self.stats.admitted.total()
+        super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+        report = self._reports.get(req)
+        if report is not None and self.stats.admitted.total() > admitted:
+            report.checkpoints.append(self.pending)
+            _publish(req, report)
+        if self._metrics is not None:
+            self._metrics.update()
+        if self.mirrored and req.finished() and req.last_node is not None:
+            self.mirror.finished(
+                array("q", req.full_untruncated_fill_ids[:up_to]),
+                len(req.origin_input_ids),
+                self.tree_core.node_by_id(req.last_node),
+                self.tree_core.root_node,
+            )
+
+    def _begin(self, req: Req) -> None:
+        """The first prefill of a request has run: count what it found, once."""
+        report = self._reports.get(req)
+        if report is None or report.started:
+            return
+        report.started = True
+        self.stats.served(report, self.cost.flops(report.hit_tokens))
+        _publish(req, report)
+
+    def server_info(self) -> dict[str, Any]:
+        """The block `hybrid_cache` of /server_info."""
+        allocator = self.req_to_token_pool.mamba_allocator if self.is_mamba_enabled else None
+        return {
+            "eviction": self.policy_name,
+            "alpha": self.alpha,
+            "admission": self.options.hybrid_admission.value,
+            "state_bytes": self.cost.state_bytes,
+            "kv_bytes_per_token": self.cost.kv_bytes_per_token,
+            "state_slots_free": None if allocator is None else allocator.available_size(),
+            **self.stats.as_dict(),
+        }
+
+
+def _publish(req: Req, report: RequestReport) -> None:
+    req.customized_info = {**(req.customized_info or {}), "hybrid_cache": [report.as_dict()]}
+
+
+def _policies(options: HybridConfig) -> tuple[Policy, Policy]:
+    """One policy object for KV and one for states; both learn from one history."""
+    name = options.policy.value
+    if options.policy is Eviction.REUSE:
+        history = History()
+        return make_policy(name, history=history), make_policy(name, history=history)
+    extra = {"alpha": options.alpha} if options.policy is Eviction.MARCONI else {}
+    return make_policy(name, **extra), make_policy(name, **extra)
+
+
+def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
+    from sglang_hybrid.cache.sizes import cost_of_model
+
+    options = HybridConfig.from_environment()
+    cost = cost_of_model(context.model_config.hf_config)
+
+    def build(params: CacheInitParams) -> HybridRadixCache:
+        return HybridRadixCache(params, options, cost)
+
+    cache: UnifiedRadixCache = create_unified_radix_cache(context, cache_class=build)
+    return cache
+
+
+def register() -> None:
+    """Make `--radix-cache-backend hybrid` known to SGLang in this process."""
+    register_radix_cache_backend(BACKEND, _factory)

@@ -1,0 +1,61 @@
+"""SGLang's Python TreeCore, telling the mirror what it does to the tree."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_core_backend
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+    from sglang.srt.mem_cache.unified_cache.components.base import TreeComponent
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+    from sglang_hybrid.cache.mirror import Mirror
+
+BACKEND = "hybrid"
+
+
+class HybridTreeCore(UnifiedTreeCore):
+    """Repeats every added, split and removed node in the mirror of its cache."""
+
+    def __init__(
+        self,
+        params: CacheInitParams,
+        components: dict[ComponentType, TreeComponent],
+        mirror: Mirror,
+    ) -> None:
+        self.mirror = mirror
+        super().__init__(params, components)
+
+    def reset(self) -> None:
+        super().reset()
+        self.mirror.reset(self.root_node)
+
+    def _add_new_node(self, parent: UnifiedTreeNode, *args: Any, **kwargs: Any) -> UnifiedTreeNode:
+        node = super()._add_new_node(parent, *args, **kwargs)
+        self.mirror.added(node)
+        return node
+
+    def _split_node(
+        self, key: Any, child: UnifiedTreeNode, split_len: int
+    ) -> tuple[UnifiedTreeNode, Any]:
+        head, action = super()._split_node(key, child, split_len)
+        self.mirror.split(head, child)
+        return head, action
+
+    def _remove_leaf_from_parent(self, node: UnifiedTreeNode) -> None:
+        super()._remove_leaf_from_parent(node)
+        self.mirror.removed(node)
+
+
+def _build(
+    params: CacheInitParams, components: dict[ComponentType, TreeComponent]
+) -> HybridTreeCore:
+    mirror = next(iter(components.values())).cache.mirror
+    return HybridTreeCore(params, components, mirror)
+
+
+register_tree_core_backend(BACKEND, _build)

@@ -1,0 +1,90 @@
+"""Counts of what one cache did, and the report of one request."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from sglang_hybrid.core.nodes import Kind
+
+
+class Evicted(Enum):
+    """What an eviction took."""
+
+    LEAF = "leaf"  # KV and state of a leaf
+    STATE = "state"  # a state whose KV lives on under the node's children
+    KV = "kv"  # KV of a leaf that held no state
+
+
+class Missed(Enum):
+    """Why a request's hit is not longer."""
+
+    NOTHING = "nothing"  # the whole usable prompt was hit
+    NOT_STORED = "not_stored"  # the rest of the prompt was never seen, or its KV is gone
+    NO_STATE = "no_state"  # KV reaches further, but no state does
+    NO_SLOT = "no_slot"  # a state was there, but no slot to copy it into
+
+
+@dataclass
+class RequestReport:
+    """What one request found and left; `meta_info.hybrid_cache` of its response.
+
+    hit_tokens: prompt tokens whose prefill was skipped. kv_only_tokens: further prompt tokens whose
+    KV is stored, but without a state to resume from. checkpoints: (position, kind) of each state
+    that the request left in the tree. started: its prefill has begun, the numbers are final.
+    """
+
+    prompt_tokens: int
+    hit_tokens: int
+    kv_only_tokens: int
+    missed: Missed
+    checkpoints: list[tuple[int, Kind]] = field(default_factory=list)
+    started: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "hit_tokens": self.hit_tokens,
+            "kv_only_tokens": self.kv_only_tokens,
+            "missed": self.missed.value,
+            "checkpoints": [
+                {"position": position, "kind": kind.value} for position, kind in self.checkpoints
+            ],
+        }
+
+
+@dataclass
+class CacheStats:
+    """Totals since the cache was built."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    kv_only_tokens: int = 0
+    flops_saved: int = 0
+    admitted: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+    evicted: Counter[str] = field(default_factory=Counter)
+
+    def served(self, report: RequestReport, flops_saved: int) -> None:
+        """A request began its prefill with what `report` says."""
+        self.requests += 1
+        self.prompt_tokens += report.prompt_tokens
+        self.hit_tokens += report.hit_tokens
+        self.kv_only_tokens += report.kv_only_tokens
+        self.flops_saved += flops_saved
+
+    def as_dict(self) -> dict[str, Any]:
+        """For /server_info."""
+        return {
+            "requests": self.requests,
+            "prompt_tokens": self.prompt_tokens,
+            "hit_tokens": self.hit_tokens,
+            "kv_only_tokens": self.kv_only_tokens,
+            "hit_rate": self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
+            "flops_saved": self.flops_saved,
+            "checkpoints_admitted": dict(self.admitted),
+            "checkpoints_skipped": dict(self.skipped),
+            "evicted": dict(self.evicted),
+        }
