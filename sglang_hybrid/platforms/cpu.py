@@ -56,6 +56,10 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_dispatch_key_name(self) -> str:
         return "native"
 
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        """Nothing is compiled: torch's default backend needs a C++ compiler on the machine."""
+        return "eager"
+
     def support_mamba_cache_extra_buffer(self) -> bool:
         return True
 
