@@ -92,24 +92,30 @@ def two_answers(s, document: str) -> None:
     s += document + QUESTIONS[0]
     start = time.perf_counter()
     s += sgl.gen("answer", max_tokens=TOKENS, temperature=0)
-    rows = [frontend_row("gen", s, start)]
+    rows = [frontend_row("gen", s, first_token(s) - start)]
     branches = s.fork(2)
     start = time.perf_counter()
     for branch, question in zip(branches, QUESTIONS[1:], strict=True):
         branch += question
         branch += sgl.gen("answer", max_tokens=TOKENS, temperature=0)
-    rows += [frontend_row(f"fork {i}", branch, start) for i, branch in enumerate(branches, 1)]
+    seconds = [first_token(branch) - start for branch in branches]
+    rows += [
+        frontend_row(f"fork {number}", branch, waited)
+        for number, branch, waited in zip((1, 2), branches, seconds, strict=True)
+    ]
     s["rows"] = rows
 
 
-def frontend_row(name: str, state: sgl.lang.interpreter.ProgramState, start: float) -> Row:
-    """Wait for a state's `answer`; needs a program that runs with `stream=True`."""
+def first_token(state: sgl.lang.interpreter.ProgramState) -> float:
+    """When the first token of a state's `answer` came; needs a program run with `stream=True`."""
     next(iter(state.text_iter("answer")))
-    first = time.perf_counter()
+    return time.perf_counter()
+
+
+def frontend_row(name: str, state: sgl.lang.interpreter.ProgramState, seconds: float) -> Row:
+    """What a state's `answer` cost, once it is complete."""
     meta = state.get_meta_info("answer")
-    return Row(
-        f"frontend program, {name}", meta["prompt_tokens"], meta["cached_tokens"], first - start
-    )
+    return Row(f"frontend program, {name}", meta["prompt_tokens"], meta["cached_tokens"], seconds)
 
 
 def program(url: str) -> list[Row]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.reference import load_reference
-from tests.server.client import TOLERANCE, Answer, random_prompt
+from tests.server.client import TOLERANCE, Answer, flush, generate, random_prompt
 
 LENGTHS = (1, 63, 64, 65, 700)
 NEW_TOKENS = 32
@@ -39,6 +39,16 @@ def agree(answers: list[Answer], expected: list[Expected]) -> None:
         if answer.logprobs:
             assert answer.logprobs == pytest.approx(right.logprobs, abs=TOLERANCE)
             assert answer.prompt_logprobs == pytest.approx(right.prompt_logprobs, abs=TOLERANCE)
+
+
+def conversations_agree(url: str, expected: list[Expected]) -> None:
+    """An earlier prompt and half of its answer get the other half, and come from the cache."""
+    half = NEW_TOKENS // 2
+    flush(url)
+    agree(generate(url, [right.prompt for right in expected], NEW_TOKENS), expected)
+    longer = generate(url, [right.prompt + right.tokens[:half] for right in expected], half)
+    assert [answer.tokens for answer in longer] == [right.tokens[half:] for right in expected]
+    assert longer[-1].cached_tokens > 0
 
 
 def _decided(model: Path, length: int) -> Expected:

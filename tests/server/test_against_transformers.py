@@ -9,7 +9,7 @@ import pytest
 from sglang_hybrid.models import ARCHITECTURES
 from sglang_hybrid.server_process import ServerProcess
 from tests.server.client import generate
-from tests.server.expected import NEW_TOKENS, Expected, agree, expect
+from tests.server.expected import NEW_TOKENS, Expected, agree, conversations_agree, expect
 
 CONFIGURATIONS = {
     "whole, without cache": ("--disable-radix-cache",),
@@ -64,3 +64,10 @@ def test_a_second_visit_agrees_and_hits_only_with_the_cache(
         assert [answer.cached_tokens for answer in again] == [0] * len(prompts)
     else:
         assert again[-1].cached_tokens > 0
+
+
+def test_a_conversation_goes_on_from_the_cache(
+    served: tuple[dict[str, ServerProcess], list[Expected]],
+) -> None:
+    servers, expected = served
+    conversations_agree(servers["chunks of 128, with cache"].url, expected)
