@@ -3,12 +3,15 @@
 Everything is drawn from one seed that hypothesis chooses and prints when a test fails.
 """
 
-from itertools import accumulate
+from collections.abc import Callable
+from itertools import accumulate, pairwise
 
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+from sglang_hybrid.kernels.chunks import Scanned
 
 FP32, BF16 = 1e-5, 1e-2
 
@@ -75,3 +78,22 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float, what: str =
     error = (actual.double() - expected.double()).abs().max().item()
     scale = expected.double().abs().max().item()
     assert error <= tolerance * scale + 1e-30, f"{what}: error {error:.3e} at scale {scale:.3e}"
+
+
+def assert_scanned(
+    done: Scanned,
+    cu: list[int],
+    asked: list[tuple[int, int]],
+    define: Callable[[int, slice], tuple[Tensor, Tensor]],
+) -> None:
+    """A prefill of sequences bounded by `cu` is as defined, at each asked position too.
+
+    define(s, at): output and the state after 0, 1, .. tokens of sequence s, which lies at slice at.
+    """
+    for s, (start, end) in enumerate(pairwise(cu)):
+        y, states = define(s, slice(start, end))
+        assert_close(done.y[start:end], y, FP32, "output")
+        assert_close(done.final_states[s], states[-1], FP32, "final state")
+        for i, (owner, p) in enumerate(asked):
+            if owner == s:
+                assert_close(done.states_at[i], states[p], FP32, f"state at {p}")

@@ -3,7 +3,18 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import BF16, FP32, Draw, assert_close, batches, bounds, chunks, few, seeds
+from kernel_cases import (
+    BF16,
+    FP32,
+    Draw,
+    assert_close,
+    assert_scanned,
+    batches,
+    bounds,
+    chunks,
+    few,
+    seeds,
+)
 from torch.nn.functional import softplus
 
 from sglang_hybrid.kernels import naive
@@ -27,15 +38,12 @@ def test_prefill_is_the_recurrence(seed, lengths, shape, chunk, started):
     done = selective_scan_prefill(
         x, dt, A, B, C, cu, initial_states=start, positions=asked, chunk=chunk
     )
-    for s in range(len(lengths)):
-        at = slice(cu[s], cu[s + 1])
+
+    def define(s, at):
         h0 = None if start is None else start[s]
-        y, states = naive.selective_scan(x[at], dt[at], A, B[at], C[at], h0)
-        assert_close(done.y[at], y, FP32, "y")
-        assert_close(done.final_states[s], states[-1], FP32, "final state")
-        for i, (owner, p) in enumerate(asked):
-            if owner == s:
-                assert_close(done.states_at[i], states[p], FP32, f"state at {p}")
+        return naive.selective_scan(x[at], dt[at], A, B[at], C[at], h0)
+
+    assert_scanned(done, cu, asked, define)
 
 
 @few

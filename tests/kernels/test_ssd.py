@@ -4,7 +4,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import BF16, FP32, Draw, assert_close, batches, bounds, chunks, few, seeds
+from kernel_cases import (
+    BF16,
+    FP32,
+    Draw,
+    assert_close,
+    assert_scanned,
+    batches,
+    bounds,
+    chunks,
+    few,
+    seeds,
+)
 
 from sglang_hybrid.kernels import naive, ssd
 
@@ -47,15 +58,12 @@ def test_prefill_is_the_recurrence(seed, lengths, shape, chunk, started):
         chunk=chunk,
     )
     assert done.y is out
-    for s in range(len(lengths)):
-        at = slice(cu[s], cu[s + 1])
+
+    def define(s, at):
         h0 = None if start is None else start[s]
-        y, states = naive.ssd(x[at], dt[at], A, B[at], C[at], D, bias, True, h0)
-        assert_close(out[at], y, FP32, "y")
-        assert_close(done.final_states[s], states[-1], FP32, "final state")
-        for i, (owner, p) in enumerate(asked):
-            if owner == s:
-                assert_close(done.states_at[i], states[p], FP32, f"state at {p}")
+        return naive.ssd(x[at], dt[at], A, B[at], C[at], D, bias, True, h0)
+
+    assert_scanned(done, cu, asked, define)
 
 
 @few
