@@ -20,10 +20,11 @@ from tests.reference import (
     load_reference,
     zero_state,
 )
+from tests.server.client import TOLERANCE
 
 RECURRENT = [name for name in ARCHITECTURES if name != "transformer"]
 LONG = 2200
-SENSITIVE = 0.1
+SENSITIVE = 100 * TOLERANCE
 """Least change of a log probability that a wrong state must cause."""
 NOISE = 2e-4
 """Most change of a log probability that another order of float32 operations may cause."""
