@@ -65,6 +65,7 @@ class HybridConfig:
     hybrid_alpha: float = 1.0
     hybrid_admission: Admission = Admission.JUDICIOUS
     hybrid_min_branch_tokens: int = 16
+    hybrid_slots_per_request: int = 0
     hybrid_default_model: str = "nemotron-h"
 
     @property
@@ -116,6 +117,15 @@ class HybridConfig:
             default=HybridConfig.hybrid_min_branch_tokens,
             help="a branch point must gain this many tokens over the hit to get a state "
             "(default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-slots-per-request",
+            type=count,
+            metavar="N",
+            default=HybridConfig.hybrid_slots_per_request,
+            help="state slots that a running request counts for when SGLang caps the running "
+            "requests by the state pool; fewer let more requests run and leave fewer slots for "
+            "checkpoints. 0 is SGLang's number, 5 with the extra buffer (default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-default-model",

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
 from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
 
+from sglang_hybrid.cache.slots import free_slots
 from sglang_hybrid.core.admission import Skip
 from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.telemetry.stats import Evicted
@@ -42,7 +43,7 @@ class RobustMamba(MambaComponent):
             return result
         gain = branch - result.device_prefix_len - result.host_hit_length
         if self.cache.judicious and gain < self.cache.options.hybrid_min_branch_tokens:
-            if params.cow_mamba:
+            if params.cow_mamba and not self.cache.has_met(params.req):
                 self.cache.stats.skipped[Skip.MICRO_BRANCH.value] += 1
             result = result._replace(mamba_branching_seqlen=None)
         return result
@@ -60,7 +61,7 @@ class RobustMamba(MambaComponent):
         )
         if state is not None and not req.kv.holds_mamba:
             lock = self.cache.inc_lock_ref(result.best_match_node)
-            had = self._room_for_one()
+            had = self._pool_holds_source_and_request() and self._room_for_one()
             self.cache.dec_lock_ref(result.best_match_node, lock.to_dec_params())
             if not had:
                 hit = self.tree_core.empty_match_result._replace(
@@ -77,7 +78,6 @@ class RobustMamba(MambaComponent):
         if self.cache.enable_mamba_extra_buffer:
             position = req.kv.mamba_last_track_seqlen or 0
         kind = _kind(req, position, token_ids_len, is_finished)
-        self.cache.pending = (position, kind)
         if not is_finished and position > 0:
             skip = self._skip(kind)
             if skip is not None:
@@ -89,6 +89,8 @@ class RobustMamba(MambaComponent):
             token_ids_len=token_ids_len,
             is_finished=is_finished,
         )
+        # A finished request may fall back to an earlier position (mamba.py:582-602).
+        self.cache.pending = (position if length is None else length, kind)
         return length
 
     def commit_insert_component_data(
@@ -112,7 +114,8 @@ class RobustMamba(MambaComponent):
         had_state = node.component_data[self.component_type].value is not None
         freed: tuple[int, int] = super().evict_component(node, *args, target=target, **kwargs)
         if had_state and EvictLayer.DEVICE in target:
-            what = Evicted.STATE if node.children else Evicted.LEAF
+            whole = node in self.tree_core.evictable_device_leaves
+            what = Evicted.LEAF if whole else Evicted.STATE
             self.cache.stats.evicted[what.value] += 1
             self.state_dropped(node)
         return freed
@@ -125,17 +128,23 @@ class RobustMamba(MambaComponent):
 
     def _skip(self, kind: Kind) -> Skip | None:
         allocator = self.cache.req_to_token_pool.mamba_allocator
-        if allocator.available_size() > 0:
+        if free_slots(allocator) > 0:
             return None
         if self.cache.judicious and kind is Kind.CHUNK:
             return Skip.NOT_WORTH  # it would push out a state that was kept for a reason
         return None if self._room_for_one() else Skip.NO_SLOT
 
+    def _pool_holds_source_and_request(self) -> bool:
+        """Whether a state and a request copied from it fit into the pool at all."""
+        pool = self.cache.req_to_token_pool
+        own = 1 + (pool.mamba_initial_tracking_slots if pool.enable_mamba_extra_buffer else 0)
+        return bool(own + 1 <= pool.mamba_pool.size)
+
     def _room_for_one(self) -> bool:
         allocator = self.cache.req_to_token_pool.mamba_allocator
-        if allocator.available_size() == 0:
+        if free_slots(allocator) == 0:
             self.cache.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=1))
-        return bool(allocator.available_size() > 0)
+        return bool(free_slots(allocator) > 0)
 
 
 class MirroredMamba(RobustMamba):
@@ -198,10 +207,32 @@ class MirroredMamba(RobustMamba):
         self._wanted = 0
 
 
-class MirroredFull(FullComponent):
-    """KV whose leaves are evicted by what they save."""
+class CountedFull(FullComponent):
+    """KV whose evictions are counted where no state goes with it."""
 
     cache: HybridRadixCache
+
+    def evict_component(
+        self,
+        node: UnifiedTreeNode,
+        *args: Any,
+        target: EvictLayer = EvictLayer.DEVICE,
+        **kwargs: Any,
+    ) -> tuple[int, int]:
+        if EvictLayer.DEVICE in target and not self._has_state(node):
+            self.cache.stats.evicted[Evicted.KV.value] += 1
+        freed: tuple[int, int] = super().evict_component(node, *args, target=target, **kwargs)
+        return freed
+
+    def _has_state(self, node: UnifiedTreeNode) -> bool:
+        return (
+            ComponentType.MAMBA in self.cache.components
+            and node.component_data[ComponentType.MAMBA].value is not None
+        )
+
+
+class MirroredFull(CountedFull):
+    """KV whose leaves are evicted by what they save."""
 
     def acquire_component_lock(
         self, node: UnifiedTreeNode, result: Any, lock_host: bool = False
@@ -232,14 +263,7 @@ class MirroredFull(FullComponent):
         if tracker[self.component_type] >= self._wanted:
             return None
         node = self.cache.mirror.kv_victim()
-        if node is None:
-            return None
-        if ComponentType.MAMBA in self.cache.components and (
-            node.component_data[ComponentType.MAMBA].value is None
-        ):
-            self.cache.stats.evicted[Evicted.KV.value] += 1
-        leaf: int = node.id
-        return leaf
+        return None if node is None else int(node.id)
 
     def _evict_device_end(self) -> None:
         self._wanted = 0
