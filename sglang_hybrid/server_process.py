@@ -1,6 +1,7 @@
 """A server in a process of its own: started, awaited and ended with everything it started."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -135,11 +136,19 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of 127.0.0.1 that nothing listens on at this moment.
+
+    Below the range that the kernel takes ports of outgoing connections from: a server binds its
+    port many seconds later, and until then one of those could have taken it.
+    """
+    while True:
+        port = random.randint(20_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def _descendants(pid: int) -> list[psutil.Process]:
