@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.nodes import Clock, Kind, Node, NodeTree
@@ -38,16 +40,20 @@ class Mirror:
         self.clock = Clock()
         self._kv_policy = kv_policy
         self._state_policy = state_policy
+        self._records: dict[int, Node] = {}
         self._build()
 
     def _build(self) -> None:
+        for record in self._records.values():  # their ids will be given anew
+            self._kv_policy.forget(record)
+            self._state_policy.forget(record)
         self.tree = NodeTree(self.clock)
         self.kv_pool = Pool(Scarce.KV, self.cost, self._kv_policy, self.clock)
         self.state_pool = Pool(Scarce.STATES, self.cost, self._state_policy, self.clock)
         self.tree.listen(self.kv_pool)
         if self.has_states:
             self.tree.listen(self.state_pool)
-        self._records: dict[int, Node] = {}
+        self._records = {}
 
     # What SGLang's tree did.
 
@@ -130,6 +136,47 @@ class Mirror:
         """The node whose state should go; one with many children only if there is no other."""
         return _owner(self.state_pool.victim(last_resort=True))
 
+    # Whether it is all true.
+
+    def check(self, root: UnifiedTreeNode, *, kv_tokens: int, states: int) -> None:
+        """Compare every record with SGLang's tree under `root`, and the pools with the records.
+
+        kv_tokens, states: what SGLang accounts for, held and evictable together. Raises
+        AssertionError that lists what differs.
+        """
+        problems = [f"root: {self.tree.root!r}"] if self._records[root.id].parent else []
+        seen = 0
+        tokens = held_states = 0
+        stack = [(root, 0, 0)]
+        while stack:
+            node, depth, anchor_depth = stack.pop()
+            record = self._records.get(node.id)
+            seen += 1
+            if record is None:
+                problems.append(f"node {node.id} has no record")
+                continue
+            if node is not root:
+                problems += _differences(node, record, depth, anchor_depth, self.has_states)
+                tokens += record.tokens
+                held_states += record.has_state
+                anchor_depth = depth if record.has_state else anchor_depth
+            children = {child.id: self._records.get(child.id) for child in node.children.values()}
+            if record.children != children:
+                problems.append(f"node {node.id} has children {list(children)}, not {record!r}'s")
+            stack += [
+                (child, depth + len(child.key), anchor_depth) for child in node.children.values()
+            ]
+        if seen != len(self._records):
+            problems.append(f"{len(self._records)} records of {seen} nodes")
+        if tokens != kv_tokens:
+            problems.append(f"{tokens} tokens in records, {kv_tokens} in SGLang's account")
+        if self.has_states and held_states != states:
+            problems.append(f"{held_states} states in records, {states} in SGLang's account")
+        for pool in (self.kv_pool, self.state_pool) if self.has_states else (self.kv_pool,):
+            problems += pool.check(self.tree.walk())
+        if problems:
+            raise AssertionError("the mirror differs from the tree: " + "; ".join(problems))
+
     def record(self, node: UnifiedTreeNode) -> Node:
         """The record of a node of SGLang's tree."""
         return self._records[node.id]
@@ -141,7 +188,41 @@ class Mirror:
         record.owner = node
         self._records[node.id] = record
         if not self.has_states:
+            times = record.last_used, record.stamp
             self.tree.give_state(record, Kind.UNKNOWN)
+            record.last_used, record.stamp = times
+
+
+def _differences(
+    node: UnifiedTreeNode, record: Node, depth: int, anchor_depth: int, has_states: bool
+) -> list[str]:
+    kv = node.component_data[ComponentType.FULL]
+    state = node.component_data[ComponentType.MAMBA] if has_states else None
+    is_ = {
+        "owner": record.owner,
+        "key": record.key,
+        "tokens": record.tokens,
+        "depth": record.depth,
+        "anchor depth": record.anchor_depth,
+        "state": record.has_state,
+        "KV held": record.kv_locked,
+        "state held": record.state_locked,
+    }
+    should_be = {
+        "owner": node,
+        "key": node.id,
+        "tokens": len(node.key),
+        "depth": depth,
+        "anchor depth": anchor_depth,
+        "state": state is None or state.value is not None,
+        "KV held": kv.lock_ref > 0,
+        "state held": state is not None and state.lock_ref > 0,
+    }
+    return [
+        f"node {node.id}: {name} is {is_[name]}, not {value}"
+        for name, value in should_be.items()
+        if is_[name] != value
+    ]
 
 
 def _owner(record: Node | None) -> UnifiedTreeNode | None:

@@ -17,7 +17,12 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_hybrid.cache import tree_core
-from sglang_hybrid.cache.components import MirroredFull, MirroredMamba, RobustMamba
+from sglang_hybrid.cache.components import (
+    CountedFull,
+    MirroredFull,
+    MirroredMamba,
+    RobustMamba,
+)
 from sglang_hybrid.cache.mirror import Mirror
 from sglang_hybrid.cache.prefill_adder import SlotAwarePrefillAdder
 from sglang_hybrid.cache.sizes import measured_cost
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKEND = "hybrid"
+NOTHING_PENDING = (0, Kind.UNKNOWN)
 
 
 class HybridRadixCache(UnifiedRadixCache):
@@ -60,13 +66,15 @@ class HybridRadixCache(UnifiedRadixCache):
         self.options = options or HybridConfig.from_environment()
         self.judicious = self.options.hybrid_admission is Admission.JUDICIOUS
         self.stats = CacheStats()
-        self.pending: tuple[int, Kind] = (0, Kind.UNKNOWN)  # of the checkpoint under way
+        self.pending = NOTHING_PENDING  # position and kind of the checkpoint under way
         self._reports: WeakKeyDictionary[Req, RequestReport] = WeakKeyDictionary()
         self.cost = measured_cost(cost, params)
         has_states = ComponentType.MAMBA in (params.tree_components or ())
         override: dict[ComponentType, Any] = dict(params.component_registry_override or {})
         if self.options.policy is Eviction.LRU or params.disable:
             params = replace(params, tree_core_backend="python")
+            if not params.disable:
+                override[ComponentType.FULL] = CountedFull
             if has_states:
                 override[ComponentType.MAMBA] = RobustMamba
         else:
@@ -130,8 +138,13 @@ class HybridRadixCache(UnifiedRadixCache):
         elif kv_only:
             missed = Missed.NO_STATE
         else:
-            missed = Missed.NOTHING if hit >= len(key) else Missed.NOT_STORED
+            usable = len(key) - len(key) % self.page_size
+            missed = Missed.NOTHING if hit >= usable else Missed.NOT_STORED
         self._reports[req] = RequestReport(len(req.origin_input_ids), hit, kv_only, missed)
+
+    def has_met(self, req: Req) -> bool:
+        """Whether this request was looked up before."""
+        return req in self._reports
 
     def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         self._begin(req)
@@ -141,6 +154,7 @@ class HybridRadixCache(UnifiedRadixCache):
         if report is not None and self.stats.admitted.total() > admitted:
             report.checkpoints.append(self.pending)
             _publish(req, report)
+        self.pending = NOTHING_PENDING
         if self._metrics is not None:
             self._metrics.update()
         if self.mirrored and req.finished() and req.last_node is not None:
@@ -159,6 +173,17 @@ class HybridRadixCache(UnifiedRadixCache):
         report.started = True
         self.stats.served(report, self.cost.flops(report.hit_tokens))
         _publish(req, report)
+
+    def sanity_check(self) -> None:
+        """SGLang's check of its tree, then ours of the mirror. Raises AssertionError."""
+        super().sanity_check()
+        if self.mirrored:
+            tree = self.tree_core
+            self.mirror.check(
+                tree.root_node,
+                kv_tokens=tree.full_evictable_size() + tree.full_protected_size(),
+                states=tree.mamba_evictable_size() + tree.mamba_protected_size(),
+            )
 
     def server_info(self) -> dict[str, Any]:
         """The block `hybrid_cache` of /server_info."""

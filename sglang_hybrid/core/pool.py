@@ -8,7 +8,7 @@ sorted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from sglang_hybrid.core.cost import CostModel
@@ -116,6 +116,19 @@ class Pool:
         """What may go before a last resort, in no particular order."""
         self._describe_marked()
         return self._dead.nodes + self._candidates.nodes
+
+    def check(self, nodes: Iterable[Node]) -> list[str]:
+        """What is wrong with the tables, given all `nodes` there are; nothing, if all is well."""
+        known = list(nodes)
+        wrong = [
+            node
+            for node in known
+            if node not in self._marked and self._home.get(node) is not self._table_of(node)[0]
+        ]
+        gone = (self._home.keys() | self._marked.keys()) - set(known)
+        return [f"{self.scarce.value}: {node!r} is in the wrong table" for node in wrong] + [
+            f"{self.scarce.value}: {node!r} is gone" for node in gone
+        ]
 
     def _describe_marked(self) -> None:
         for node in self._marked:

@@ -1,0 +1,360 @@
+"""Requests on a real cache with real pools and no model: the calls that SGLang's scheduler makes.
+
+The tensors are tiny, the pools' accounts are SGLang's own. `Server` plays scheduler: a request is
+admitted (match, lock, slots, KV), prefilled chunk by chunk, decoded in one go, and then finished,
+aborted or retracted; what is short is evicted on the way, as in a server. Line references are to
+sglang 0.5.23.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+from sglang.srt.environ import envs
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
+from sglang.srt.mem_cache.allocation import alloc_req_slots
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import (
+    checkpoint_kv_cache,
+    evict_from_tree_cache,
+    release_kv_cache,
+)
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    HybridReqToTokenPool,
+    MHATokenToKVPool,
+    ReqToTokenPool,
+)
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+from sglang_hybrid.cache.radix_cache import HybridRadixCache
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.replay.traces import Request
+from tests.cache.backends import COST
+
+FULL, MAMBA = ComponentType.FULL, ComponentType.MAMBA
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A server's pools. states = 0: a model without recurrent state.
+
+    grid: tokens between the positions at which a prefill can leave a state, with extra_buffer.
+    """
+
+    kv: int = 4_096
+    states: int = 16
+    page: int = 1
+    extra_buffer: bool = False
+    grid: int = 1
+    rows: int = 16
+    context: int = 1_024
+
+
+def build_cache(
+    sizes: Sizes,
+    options: HybridConfig | None,
+    cost: CostModel | None = COST,
+    tree_core: str = "python",
+    **more: Any,
+) -> UnifiedRadixCache:
+    """Our cache under `options`, or SGLang's own for None, on pools of their own."""
+    server_args = ServerArgs(model_path="dummy", page_size=sizes.page)
+    server_args._mamba_cache_chunk_size = max(sizes.grid, sizes.page)
+    set_global_server_args_for_scheduler(server_args)
+    pool: Any
+    kv: Any
+    shape: dict[str, Any] = {"dtype": torch.bfloat16, "head_num": 1, "head_dim": 2}
+    if sizes.states:
+        with envs.SGLANG_MAMBA_SSM_DTYPE.override("bfloat16"):
+            state = Mamba2CacheParams(
+                shape=Mamba2StateShape.create(
+                    tp_world_size=1,
+                    intermediate_size=4,
+                    n_groups=1,
+                    num_heads=1,
+                    head_dim=2,
+                    state_size=2,
+                    conv_kernel=2,
+                ),
+                layers=[0],
+            )
+        pool = HybridReqToTokenPool(
+            size=sizes.rows,
+            mamba_size=sizes.states,
+            mamba_spec_state_size=sizes.rows,
+            max_context_len=sizes.context,
+            device="cpu",
+            enable_memory_saver=False,
+            cache_params=state,
+            mamba_layer_ids=[0],
+            enable_mamba_extra_buffer=sizes.extra_buffer,
+        )
+        kv = HybridLinearKVPool(
+            size=sizes.kv,
+            page_size=sizes.page,
+            full_attention_layer_ids=[1],
+            device="cpu",
+            enable_memory_saver=False,
+            mamba_pool=pool.mamba_pool,
+            **shape,
+        )
+    else:
+        pool = ReqToTokenPool(
+            size=sizes.rows,
+            max_context_len=sizes.context,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        kv = MHATokenToKVPool(
+            size=sizes.kv,
+            page_size=sizes.page,
+            layer_num=1,
+            device="cpu",
+            enable_memory_saver=False,
+            **shape,
+        )
+    where = {"dtype": torch.bfloat16, "device": "cpu", "kvcache": kv, "need_sort": False}
+    allocator: Any
+    if sizes.page == 1:
+        allocator = TokenToKVPoolAllocator(size=sizes.kv, **where)
+    else:
+        allocator = PagedTokenToKVPoolAllocator(size=sizes.kv, page_size=sizes.page, **where)
+    params = CacheInitParams(
+        req_to_token_pool=pool,
+        token_to_kv_pool_allocator=allocator,
+        page_size=sizes.page,
+        disable=False,
+        tree_components=(FULL, MAMBA) if sizes.states else (FULL,),
+        enable_mamba_extra_buffer=sizes.extra_buffer,
+        tree_core_backend=tree_core if options is None else None,
+        **more,
+    )
+    return UnifiedRadixCache(params) if options is None else HybridRadixCache(params, options, cost)
+
+
+class Server:
+    """A scheduler's part in the life of requests on `cache`.
+
+    chunk: prompt tokens per prefill step, 0 for all at once.
+    """
+
+    def __init__(self, cache: UnifiedRadixCache, sizes: Sizes, chunk: int = 0) -> None:
+        self.cache = cache
+        self.sizes = sizes
+        self.chunk = chunk
+        self.pool: Any = cache.req_to_token_pool
+        self.allocator: Any = cache.token_to_kv_pool_allocator
+        self.running: list[Req] = []
+        self._rid = 0
+        # What the tracking of states in a prefill reads of a batch (schedule_batch.py:3137-3236).
+        self._batch: Any = SimpleNamespace(
+            model_config=SimpleNamespace(
+                hf_text_config=SimpleNamespace(mamba_chunk_size=sizes.grid)
+            ),
+            tree_cache=cache,
+            req_to_token_pool=self.pool,
+        )
+
+    # One request, step by step.
+
+    def arrive(self, tokens: Sequence[int], stamp: float = 0.0) -> Req:
+        """A request that waits."""
+        self._rid += 1
+        req = Req(
+            rid=str(self._rid),
+            origin_input_text="",
+            origin_input_ids=array("q", tokens),
+            sampling_params=SamplingParams(temperature=0, max_new_tokens=1_000),
+        )
+        req.time_stats.created_time = stamp
+        return req
+
+    def look_up(self, req: Req) -> int:
+        """What the scheduler does each time it tries to admit a request; returns the hit length."""
+        req.init_next_round_input(self.cache)
+        return int(req.prefix_len)
+
+    def send_back(self, req: Req) -> None:
+        """It was looked up but not admitted (scheduler.py:4283-4300)."""
+        req.kv.mamba_cow_src_index = None
+        req.kv.mamba_needs_clear = False
+        if req.kv.holds_mamba:
+            self.pool.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(-1))
+            req.kv.mamba_pool_idx = None
+
+    def admit(self, req: Req) -> bool:
+        """Look up and lock; False, and nothing is held, if it does not fit now."""
+        self.look_up(req)
+        if not self._fits(req):
+            self.send_back(req)
+            return False
+        req.lock = self.cache.lock(req.last_node)
+        self.running.append(req)
+        return True
+
+    def prefill_step(self, req: Req) -> bool:
+        """One chunk; True if the prompt is done."""
+        total = len(req.full_untruncated_fill_ids)
+        first = not req.kv.holds_kv
+        step = self.chunk or total
+        req.extend_end = min(req.prefix_len + step, total)
+        prefix = self.cache.prefix_device_indices(req) if first and req.prefix_len else None
+        alloc_req_slots(self.pool, [req], self.cache)
+        if prefix is not None:
+            self.pool.write((req.kv.req_pool_idx, slice(0, req.prefix_len)), prefix)
+        if first:
+            req.kv.kv_committed_len = req.kv.kv_allocated_len = req.prefix_len
+        self._grow(req, req.extend_end)
+        if self.sizes.states and self.sizes.extra_buffer:
+            ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend(self._batch, req)
+        req.kv.mamba_cow_src_index = None
+        req.kv.mamba_needs_clear = False
+        done = req.extend_end == total
+        if done:
+            req.output_ids.append(0)  # `decode` says what it was
+        checkpoint_kv_cache(req, self.cache)
+        if not done:
+            req.init_next_round_input()
+        return done
+
+    def decode(self, req: Req, answer: Sequence[int]) -> None:
+        """All of `answer` at once. The last token's KV is never computed."""
+        req.output_ids = req.output_ids[:-1] + array("q", answer)
+        self._grow(req, len(req.origin_input_ids) + len(req.output_ids) - 1)
+
+    def finish(self, req: Req) -> None:
+        self._end(req, FINISH_LENGTH(length=len(req.output_ids)))
+        release_kv_cache(req, self.cache, checkpoint=True)
+
+    def abort(self, req: Req, *, keep: bool = False) -> None:
+        """The client went away. keep: what was computed goes into the tree, as while decoding."""
+        self._end(req, FINISH_ABORT())
+        release_kv_cache(req, self.cache, checkpoint=keep)
+
+    def retract(self, req: Req) -> Req:
+        """It gives up everything and waits again (schedule_batch.py, retract_decode)."""
+        self.running.remove(req)
+        release_kv_cache(req, self.cache, checkpoint=False)
+        req.reset_for_retract()
+        return req
+
+    def flush(self) -> None:
+        """What /flush_cache does when nothing runs."""
+        assert not self.running
+        self.cache.reset()
+        self.pool.clear()
+        self.allocator.clear()
+
+    # Whole requests.
+
+    def serve(self, tokens: Sequence[int], answer: Sequence[int], stamp: float = 0.0) -> int:
+        """A request from arrival to end, alone; returns its hit length."""
+        req = self.arrive(tokens, stamp)
+        if not self.admit(req):
+            raise RuntimeError("the request does not fit into the pools, even alone")
+        hit = int(req.prefix_len)
+        while not self.prefill_step(req):
+            pass
+        self.decode(req, answer)
+        self.finish(req)
+        return hit
+
+    def play(self, requests: Iterable[Request]) -> list[int]:
+        """Hit lengths of a trace, one request at a time."""
+        return [
+            self.serve(
+                request.tokens[: request.input_len].astype(np.int64).tolist(),
+                request.tokens[request.input_len :].astype(np.int64).tolist() or [0],
+                request.arrival,
+            )
+            for request in requests
+        ]
+
+    # Accounts.
+
+    def free(self) -> tuple[int, int]:
+        """KV tokens and state slots that nobody has."""
+        states = self.pool.mamba_allocator.available_size() if self.sizes.states else 0
+        return int(self.allocator.available_size()), int(states)
+
+    def check(self) -> None:
+        """SGLang's invariants, the mirror's, and every slot is free, cached or a running one's."""
+        self.cache.sanity_check()
+        tree = self.cache.tree_core
+        cached_kv = tree.full_evictable_size() + tree.full_protected_size()
+        own_kv = sum(
+            _pages(req.kv.kv_allocated_len, self.sizes.page) - req.kv.cache_protected_len
+            for req in self.running
+            if req.kv.holds_kv
+        )
+        kv, states = self.free()
+        assert kv + cached_kv + own_kv == self.sizes.kv, (kv, cached_kv, own_kv)
+        if not self.sizes.states:
+            return
+        cached = tree.mamba_evictable_size() + tree.mamba_protected_size()
+        own = 0
+        for req in self.running:
+            own += req.kv.holds_mamba
+            own += sum(not empty for empty in req.kv.mamba_ping_pong_empty or ())
+        assert states + cached + own == self.sizes.states, (states, cached, own)
+        taken = self.pool.mamba_allocator.free_slots.tolist()
+        assert len(set(taken)) == len(taken), "a slot was freed twice"
+
+    def kv_to_be_had(self) -> int:
+        """KV that is free or evictable and promised to no running request."""
+        promised = sum(
+            _pages(len(req.full_untruncated_fill_ids), self.sizes.page)
+            - _pages(req.kv.kv_allocated_len, self.sizes.page)
+            for req in self.running
+        )
+        return int(self.allocator.available_size() + self.cache.full_evictable_size() - promised)
+
+    def _fits(self, req: Req) -> bool:
+        """What PrefillAdder makes sure of before it admits."""
+        lock = self.cache.lock(req.last_node)
+        need = _pages(len(req.full_untruncated_fill_ids), self.sizes.page) - req.prefix_len
+        fits = self.kv_to_be_had() >= need
+        if self.sizes.states:
+            slots = 0 if req.kv.holds_mamba else 1
+            if req.kv.mamba_ping_pong_track_buffer is None:
+                slots += self.pool.mamba_initial_tracking_slots
+            free = self.pool.mamba_allocator.available_size() + self.cache.mamba_evictable_size()
+            fits = fits and slots <= free
+        self.cache.unlock(lock)
+        return fits and self.pool.available_size() > 0
+
+    def _grow(self, req: Req, length: int) -> None:
+        """KV up to `length`, evicting what it takes; with pages, whole ones."""
+        start = req.kv.kv_allocated_len
+        have = _pages(start, self.sizes.page)
+        need = _pages(length, self.sizes.page) - have
+        row = req.kv.req_pool_idx
+        if need:
+            evict_from_tree_cache(self.cache, need)
+            new = self.allocator.alloc(need)
+            if new is None:
+                raise MemoryError(f"{need} KV tokens for request {req.rid}")
+            self.pool.write((row, slice(have, have + need)), new.to(torch.int32))
+        req.kv.kv_committed_len = req.kv.kv_allocated_len = length
+
+    def _end(self, req: Req, reason: Any) -> None:
+        self.running.remove(req)
+        req.finished_reason = reason
+
+
+def _pages(length: int, page: int) -> int:
+    return -(-length // page) * page
