@@ -42,6 +42,7 @@ def register() -> None:
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform
 
     radix_cache.register()
+    _no_overlap_for_pure_state_space_models()
     if isinstance(current_platform, HybridCpuPlatform):
         _use_torch_native_attention_on_cpu()
 
@@ -57,3 +58,33 @@ def _use_torch_native_attention_on_cpu() -> None:
     ) -> None:
         if resolving_view(server_args).attention_backend is None:
             declare_resolution(server_args, "sglang_hybrid", attention_backend="torch_native")
+
+
+def _no_overlap_for_pure_state_space_models() -> None:
+    """Mamba and Mamba2 models keep one state buffer, which the overlap scheduler would overrun.
+
+    SGLang resolves this for the hybrid architectures only (arg_groups/overrides.py:453-487). For
+    models without attention the next step then changes a state while it is being stored, and hits
+    answer wrongly.
+    """
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.configs.model_config import PURE_SSM_ARCHITECTURES
+
+    @register_resolution_hook("handle_mamba_backend")
+    def handle_mamba_backend(
+        server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
+    ) -> None:
+        previous(server_args)
+        view = resolving_view(server_args)
+        architectures = model_config_of(server_args).hf_config.architectures or ()
+        if view.disable_radix_cache or not set(architectures) & set(PURE_SSM_ARCHITECTURES):
+            return
+        if view.mamba_radix_cache_strategy == "auto":
+            declare_resolution(
+                server_args,
+                "sglang_hybrid",
+                mamba_radix_cache_strategy="no_buffer",
+                disable_overlap_schedule=True,
+            )
