@@ -196,6 +196,13 @@ class Server:
             self.pool.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(-1))
             req.kv.mamba_pool_idx = None
 
+    def probe(self, tokens: Sequence[int]) -> int:
+        """The hit length of a request that is looked up once and then forgotten."""
+        req = self.arrive(tokens)
+        hit = self.look_up(req)
+        self.send_back(req)
+        return hit
+
     def admit(self, req: Req) -> bool:
         """Look up and lock; False, and nothing is held, if it does not fit now."""
         self.look_up(req)
@@ -244,6 +251,12 @@ class Server:
         """The client went away. keep: what was computed goes into the tree, as while decoding."""
         self._end(req, FINISH_ABORT())
         release_kv_cache(req, self.cache, checkpoint=keep)
+
+    def abort_before_prefill(self, req: Req) -> None:
+        """It was admitted, but its batch never ran."""
+        self.running.remove(req)
+        self.cache.unlock(req.lock)
+        self.send_back(req)
 
     def retract(self, req: Req) -> Req:
         """It gives up everything and waits again (schedule_batch.py, retract_decode)."""

@@ -1,0 +1,358 @@
+"""The cache's rules, one worked example each, on the real tree with real pools.
+
+`serve` leaves a checkpoint at the end of the prompt and one at the end of the answer (no_buffer,
+page 1), so a request of p prompt and a answer tokens caches p + a - 1 tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.test.kits.unified_radix_cache.fixtures import match_prefix
+
+from sglang_hybrid.core.nodes import Kind
+from tests.cache.backends import COST, options
+from tests.cache.driver import Server, Sizes, build_cache
+
+
+def server(
+    policy: str = "marconi", admission: str = "judicious", chunk: int = 0, **sizes: Any
+) -> Server:
+    where = Sizes(**sizes)
+    more = {"hybrid_alpha": 10.0} if policy == "marconi" else {}
+    return Server(build_cache(where, options(policy, admission, **more)), where, chunk)
+
+
+def run(length: int, start: int = 0) -> list[int]:
+    """A run of tokens that no other start shares."""
+    return [start * 1_000 + k for k in range(length)]
+
+
+def node(of: Server, tokens: list[int]) -> Any:
+    """The tree's node that ends at `tokens`; looking does not count as an access."""
+    here = of.cache.tree_core.root_node
+    seen = 0
+    while seen < len(tokens):
+        key = RadixKey(array("q", tokens[seen:]))
+        here = here.children[key.child_key(of.sizes.page)]
+        seen += len(here.key)
+    return here
+
+
+def states(of: Server) -> list[int]:
+    """Depths of all states."""
+    records = of.cache.mirror.tree.walk()
+    return sorted(record.depth for record in records if record.has_state)
+
+
+def evict_states(of: Server, count: int = 1) -> int:
+    result = of.cache.evict(EvictParams(num_tokens=0, mamba_num=count))
+    of.check()
+    return int(result.mamba_num_evicted)
+
+
+def stats(of: Server) -> dict[str, Any]:
+    return dict(of.cache.stats.as_dict())
+
+
+# What an eviction takes.
+
+
+def test_a_leaf_goes_with_its_kv_and_its_state() -> None:
+    it = server()
+    it.serve(run(20), [7])  # the answer's one token has no KV: the prompt's end is the leaf
+    start = it.free()
+    assert states(it) == [20]
+    assert evict_states(it) == 1
+    assert it.free() == (start[0] + 20, start[1] + 1)
+    assert stats(it)["evicted"] == {"leaf": 1}
+    assert len(it.cache.mirror) == 1  # the root
+
+
+def test_with_one_child_the_state_goes_and_the_kv_stays_for_the_child() -> None:
+    it = server()
+    it.serve(run(20), run(5, 1))
+    assert states(it) == [20, 24]
+    answer = node(it, [*run(20), *run(5, 1)[:4]])
+    hold = it.cache.lock(answer.id)  # so that the inner state is the only candidate
+    before = it.free()
+    assert evict_states(it) == 1
+    assert it.free() == (before[0], before[1] + 1)
+    assert states(it) == [24]
+    assert stats(it)["evicted"] == {"state": 1}
+    it.cache.unlock(hold)
+    assert it.probe([*run(20), 5]) == 0
+    assert it.probe([*run(20), *run(5, 1)[:4], 5]) == 24
+    # With the leaf go 4 tokens; the 20 above it, which served nothing else, are the next to go.
+    assert it.cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 4
+    assert it.cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 20
+    assert stats(it)["evicted"] == {"state": 1, "leaf": 1, "kv": 1}
+    it.check()
+
+
+def test_under_lru_an_inner_state_goes_alone_too() -> None:
+    it = server("lru")
+    it.serve(run(20), run(5, 1))
+    before = it.free()
+    assert evict_states(it) == 1
+    assert it.free() == (before[0], before[1] + 1)  # its KV is its child's now
+    assert stats(it)["evicted"] == {"state": 1}
+
+
+def test_a_fork_is_the_last_to_go() -> None:
+    it = server()
+    it.serve(run(20), [7])
+    for k in (1, 2, 3):
+        it.serve([*run(20), *run(5, k)], [7])
+    assert states(it) == [20, 25, 25, 25]
+    assert evict_states(it, 3) == 3
+    assert states(it) == [20]
+    it.serve([*run(20), *run(5, 1)], [7])
+    it.serve([*run(20), *run(5, 2)], [7])
+    hold = [
+        it.cache.lock(match_prefix(it.cache, [*run(20), *run(5, k)]).last_device_node)
+        for k in (1, 2)
+    ]
+    it.check()
+    # Both leaves are held. Only the fork's state is left: the last resort.
+    assert evict_states(it) == 1
+    assert states(it) == [25, 25]
+    for one in hold:
+        it.cache.unlock(one)
+    it.check()
+    assert stats(it)["evicted"] == {"leaf": 3, "state": 1}
+
+
+def test_what_a_request_holds_stays() -> None:
+    it = server(states=4)
+    it.serve(run(20), [7])
+    req = it.arrive([*run(20), 5])
+    assert it.admit(req)
+    assert req.prefix_len == 20
+    assert evict_states(it, 10) == 0
+    assert it.cache.evict(EvictParams(num_tokens=1_000)).num_tokens_evicted == 0
+    it.abort_before_prefill(req)
+    it.check()
+    assert evict_states(it, 10) == 1
+
+
+# What a state is worth.
+
+
+def test_savings_count_from_the_anchor_and_change_when_it_goes() -> None:
+    it = server()
+    it.serve(run(20), run(5, 1))
+    shallow = it.cache.mirror.record(node(it, run(20)))
+    deep = it.cache.mirror.record(node(it, [*run(20), *run(5, 1)[:4]]))
+    assert (shallow.anchor_depth, deep.anchor_depth) == (0, 20)
+    assert COST.savings(deep.depth, deep.anchor_depth) == COST.flops(24) - COST.flops(20)
+    hold = it.cache.lock(deep.owner.id)
+    assert evict_states(it) == 1  # the shallow one
+    assert deep.anchor_depth == 0
+    assert COST.savings(deep.depth, deep.anchor_depth) == COST.flops(24)
+    it.cache.unlock(hold)
+
+
+def test_only_the_time_of_the_node_that_was_hit_moves() -> None:
+    it = server()
+    it.serve(run(20), run(5, 1))
+    shallow = it.cache.mirror.record(node(it, run(20)))
+    deep = it.cache.mirror.record(node(it, [*run(20), *run(5, 1)[:4]]))
+    assert (shallow.last_used, deep.last_used) == (1, 1)
+    it.serve([*run(20), *run(5, 1)[:4], 99], [7])
+    assert (shallow.last_used, deep.last_used) == (1, 2)
+    assert (shallow.hits, deep.hits) == (0, 1)
+
+
+def test_an_access_counts_once_per_request_not_per_probe() -> None:
+    it = server()
+    it.serve(run(20), [7])
+    record = it.cache.mirror.record(node(it, run(20)))
+    req = it.arrive([*run(20), 5])
+    for _ in range(5):  # the scheduler ranks the queue, and tries to admit it, again and again
+        it.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", run(20))), req=req))
+        assert it.look_up(req) == 20
+        it.send_back(req)
+    assert record.hits == 1
+    assert it.cache.mirror.clock.tick == 2
+    assert it.admit(req)
+    it.prefill_step(req)
+    it.finish(req)
+    assert record.hits == 1
+    assert stats(it)["requests"] == 2
+    assert stats(it)["hit_tokens"] == 20
+    assert stats(it)["flops_saved"] == COST.flops(20)
+
+
+def test_a_match_without_a_request_is_no_access() -> None:
+    it = server()
+    it.serve(run(20), [7])
+    record = it.cache.mirror.record(node(it, run(20)))
+    match_prefix(it.cache, run(20))
+    assert (record.hits, it.cache.mirror.clock.tick) == (0, 1)
+
+
+# What is admitted.
+
+
+def test_the_state_at_a_chunks_end_pushes_out_no_other() -> None:
+    it = server("marconi", "judicious", chunk=10, states=3)
+    it.serve(run(10), [7])
+    assert states(it) == [10]
+    it.serve(run(35, 1), [7])  # of its chunk ends at 10, 20, 30 only the first finds a free slot
+    it.check()
+    found = stats(it)
+    assert found["checkpoints_skipped"] == {"not_worth": 2, "duplicate": 2}
+    assert found["checkpoints_admitted"] == {"prompt_end": 2, "chunk": 1}
+    assert it.cache.stats.skipped["no_slot"] == 0
+
+
+def test_under_all_it_does() -> None:
+    it = server("lru", "all", chunk=10, states=3)
+    it.serve(run(10), [7])
+    it.serve(run(35, 1), [7])
+    it.check()
+    assert stats(it)["checkpoints_admitted"] == {"prompt_end": 2, "chunk": 3}
+    assert it.probe([*run(10), 5]) == 0  # the oldest went first
+
+
+@pytest.mark.parametrize("gain, wanted", [(64, False), (128, True)])
+def test_a_branch_that_gains_too_little_gets_no_state(gain: int, wanted: bool) -> None:
+    sizes = Sizes(states=24, extra_buffer=True, grid=64, kv=2_048)
+    how = options("marconi", hybrid_min_branch_tokens=100)
+    it = Server(build_cache(sizes, how), sizes)
+    it.serve(run(320), [7])
+    req = it.arrive([*run(gain), *run(150, 3)])
+    assert it.admit(req)
+    assert req.mamba_branching_seqlen == (gain if wanted else None)
+    while not it.prefill_step(req):
+        pass
+    it.finish(req)
+    it.check()
+    kinds = stats(it)["checkpoints_admitted"]
+    assert kinds.get("branch", 0) == wanted
+    assert it.cache.stats.skipped["micro_branch"] == (not wanted)
+    assert it.probe([*run(gain), *run(10, 5)]) == (gain if wanted else 0)
+
+
+# When slots run out.
+
+
+def test_no_slot_costs_a_checkpoint_and_not_the_request() -> None:
+    it = server(states=1)
+    hit = it.serve(run(20), run(5, 1))  # its own slot is all there is
+    it.check()
+    assert hit == 0
+    assert stats(it)["checkpoints_skipped"] == {"no_slot": 1}
+    assert stats(it)["checkpoints_admitted"] == {"tail": 1}  # its own slot, when it ended
+
+
+def test_a_state_without_a_slot_to_copy_it_into_is_a_miss() -> None:
+    it = server(states=2)
+    it.serve(run(20), [7])
+    other = it.arrive(run(30, 1))
+    assert it.admit(other)
+    it.prefill_step(other)  # holds one slot; its checkpoint pushed the other state out, or not
+    it.check()
+    req = it.arrive([*run(30, 1), 5])
+    found = it.look_up(req)
+    report = it.cache._reports[req]
+    assert found == 0
+    assert report.missed.value in ("no_slot", "no_state")
+    it.send_back(req)
+    it.check()
+
+
+# Everything comes back.
+
+
+@pytest.mark.parametrize("policy", ["reuse", "marconi", "lru"])
+@pytest.mark.parametrize("extra_buffer", [False, True])
+@pytest.mark.parametrize("how", ["abort", "keep", "retract", "flush"])
+def test_every_slot_comes_back(policy: str, extra_buffer: bool, how: str) -> None:
+    it = server(
+        policy, chunk=64, states=16, extra_buffer=extra_buffer, grid=64 if extra_buffer else 1
+    )
+    start = it.free()
+    it.serve(run(130), run(3, 1))
+    for done in (1, 2, 9):  # in the middle of its prefill, and after it
+        req = it.arrive([*run(100), *run(60, 2)])
+        assert it.admit(req)
+        for _ in range(done):
+            if it.prefill_step(req):
+                break
+        it.check()
+        if how == "retract":
+            again = it.retract(req)
+            it.check()
+            assert it.admit(again)
+            it.prefill_step(again)
+            it.abort(again)
+        else:
+            it.abort(req, keep=how == "keep")
+        it.check()
+    if how != "flush":
+        it.cache.evict(EvictParams(num_tokens=10**6, mamba_num=10**6))
+    else:
+        it.flush()
+    it.check()
+    assert it.free() == start
+
+
+def test_a_flushed_cache_knows_nothing_but_its_history() -> None:
+    it = server("reuse")
+    it.serve(run(20), [7])
+    it.flush()
+    assert len(it.cache.mirror) == 1
+    assert it.cache.mirror.history.meet(array("q", run(20))).known_len == 19
+    assert it.serve(run(20), [7]) == 0
+    it.check()
+
+
+# What is reported.
+
+
+def test_a_report_says_what_was_hit_missed_and_left() -> None:
+    it = server()
+    it.serve(run(20), run(5, 1))
+    req = it.arrive([*run(12), *run(8, 3)])
+    assert it.admit(req)
+    it.prefill_step(req)
+    report = it.cache._reports[req]
+    assert (report.hit_tokens, report.kv_only_tokens) == (0, 12)
+    assert report.missed.value == "no_state"
+    assert report.checkpoints == [(20, Kind.PROMPT_END)]
+    it.decode(req, run(4, 5))
+    it.finish(req)
+    assert report.checkpoints == [(20, Kind.PROMPT_END), (23, Kind.TAIL)]
+    sent = req.customized_info["hybrid_cache"]
+    assert sent == [report.as_dict()]
+    assert sent[0]["checkpoints"][1] == {"position": 23, "kind": "tail"}
+    again = it.arrive([*run(12), *run(8, 3), *run(4, 5)[:3], 9])
+    assert it.admit(again)
+    assert it.cache._reports[again].missed.value == "nothing"
+    assert it.cache._reports[again].hit_tokens == 23
+
+
+def test_with_pages_the_whole_usable_prompt_can_be_hit() -> None:
+    it = server(states=0, page=16)
+    it.serve(run(40), run(10, 1))
+    req = it.arrive(run(40))
+    assert it.look_up(req) == 32
+    assert it.cache._reports[req].missed.value == "nothing"
+
+
+def test_a_model_without_states_is_served_too() -> None:
+    it = server("reuse", states=0)
+    assert it.serve(run(20), run(5, 1)) == 0
+    assert it.serve([*run(20), 9], [7]) == 20
+    found = stats(it)
+    assert (found["hit_tokens"], found["kv_only_tokens"]) == (20, 0)
+    assert found["checkpoints_admitted"] == {}
+    it.cache.evict(EvictParams(num_tokens=3))
+    it.check()
+    assert sum(stats(it)["evicted"].values()) == stats(it)["evicted"]["kv"] > 0
