@@ -59,14 +59,10 @@ class RobustMamba(MambaComponent):
         state = self.tree_core.get_component_device_value(
             result.best_match_node, self.component_type
         )
-        if state is not None and not req.kv.holds_mamba:
-            lock = self.cache.inc_lock_ref(result.best_match_node)
-            had = self._pool_holds_source_and_request() and self._room_for_one()
-            self.cache.dec_lock_ref(result.best_match_node, lock.to_dec_params())
-            if not had:
-                hit = self.tree_core.empty_match_result._replace(
-                    full_kv_hit_length=result.full_kv_hit_length
-                )
+        if state is not None and not req.kv.holds_mamba and not self._room_for_a_copy(result):
+            hit = self.tree_core.empty_match_result._replace(
+                full_kv_hit_length=result.full_kv_hit_length
+            )
         self.cache.met(req, params.key, hit, no_slot=hit is not result)
         return super().finalize_match_result_in_cache(params, hit)
 
@@ -79,7 +75,7 @@ class RobustMamba(MambaComponent):
             position = req.kv.mamba_last_track_seqlen or 0
         kind = _kind(req, position, token_ids_len, is_finished)
         if not is_finished and position > 0:
-            skip = self._skip(kind)
+            skip = self._skip(req, kind)
             if skip is not None:
                 self.cache.stats.skipped[skip.value] += 1
                 return 0
@@ -126,19 +122,43 @@ class RobustMamba(MambaComponent):
     def state_dropped(self, node: UnifiedTreeNode) -> None:
         """`node` just lost its state."""
 
-    def _skip(self, kind: Kind) -> Skip | None:
+    def _skip(self, req: Req, kind: Kind) -> Skip | None:
         allocator = self.cache.req_to_token_pool.mamba_allocator
         if free_slots(allocator) > 0:
             return None
         if self.cache.judicious and kind is Kind.CHUNK:
             return Skip.NOT_WORTH  # it would push out a state that was kept for a reason
+        if self._gives_up_its_source(req):
+            return None
         return None if self._room_for_one() else Skip.NO_SLOT
 
-    def _pool_holds_source_and_request(self) -> bool:
-        """Whether a state and a request copied from it fit into the pool at all."""
+    def _gives_up_its_source(self, req: Req) -> bool:
+        """Whether SGLang will make room by letting go of the state that the request came from
+        (mamba.py:522-551): with extra_buffer_lazy, if nobody else holds it.
+        """
+        lock = req.lock
+        if (
+            lock is None
+            or lock.swa_released
+            or not self.cache.req_to_token_pool.enable_mamba_extra_buffer_lazy
+            or self.component_type in lock.receipt.skipped_lock_components
+        ):
+            return False
+        state = self.tree_core.node_by_id(lock.node).component_data[self.component_type]
+        return state.value is not None and state.lock_ref == 1
+
+    def _room_for_a_copy(self, source: MatchResult) -> bool:
+        """Whether a request can have a slot beside the state that it copies."""
         pool = self.cache.req_to_token_pool
         own = 1 + (pool.mamba_initial_tracking_slots if pool.enable_mamba_extra_buffer else 0)
-        return bool(own + 1 <= pool.mamba_pool.size)
+        if own + 1 > pool.mamba_pool.size:
+            return False
+        if free_slots(pool.mamba_allocator) > 0:
+            return True
+        lock = self.cache.inc_lock_ref(source.best_match_node)
+        had = self._room_for_one()
+        self.cache.dec_lock_ref(source.best_match_node, lock.to_dec_params())
+        return had
 
     def _room_for_one(self) -> bool:
         allocator = self.cache.req_to_token_pool.mamba_allocator

@@ -1,0 +1,175 @@
+#!/usr/bin/env python3
+"""What one cache operation costs: SGLang's two cores and ours, on the same keys.
+
+    python scripts/bench_cache.py [--checkpoints 100 1000 10000 100000] [--repeats 200]
+
+Prints Markdown. SGLang's pools with tiny tensors, no model, one process, one thread. Every tree
+holds the same checkpoints: prompts of 96 tokens that share prefixes of 64 in groups of 16, each
+with a state at its end. `match` is the look-up of a new request with the copy of its state
+prepared, `insert` publishes a new prompt below a shared prefix, `evict KV` and `evict state` take
+one victim each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import platform
+import random
+import sys
+import time
+import warnings
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+warnings.simplefilter("ignore")
+logging.disable(logging.WARNING)
+
+import torch  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
+    EvictParams,
+    InsertParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
+
+from tests.cache.backends import options  # noqa: E402
+from tests.cache.driver import Server, Sizes, build_cache  # noqa: E402
+
+BACKENDS: dict[str, tuple[str | None, str]] = {
+    "SGLang, Python core": (None, "python"),
+    "SGLang, Rust core": (None, "rust"),
+    "ours, lru": ("lru", ""),
+    "ours, marconi": ("marconi", ""),
+    "ours, reuse": ("reuse", ""),
+}
+OPERATIONS = ("match", "insert", "evict KV", "evict state")
+SHARED, OWN, GROUP = 64, 32, 16
+
+
+def prompt(number: int) -> array[int]:
+    shared, own = number // GROUP * SHARED, 2**40 + number * OWN
+    return array("q", [*range(shared, shared + SHARED), *range(own, own + OWN)])
+
+
+class Bench:
+    """One backend with `checkpoints` states in its tree."""
+
+    def __init__(self, policy: str | None, core: str, checkpoints: int, repeats: int) -> None:
+        room = 4 * repeats
+        self.checkpoints = checkpoints
+        self.sizes = Sizes(
+            kv=(checkpoints + room) * (SHARED // GROUP + OWN + 1) + SHARED,
+            states=checkpoints + room,
+            rows=4,
+            context=256,
+        )
+        how = None if policy is None else options(policy, "all")
+        self.server = Server(build_cache(self.sizes, how, tree_core=core), self.sizes)
+        self.cache: Any = self.server.cache
+        self.random = random.Random(1)
+        self.next = 0
+        while self.next < checkpoints:
+            if self.cache.__dict__.get("mirror") is not None:
+                self.cache.mirror.arrived(None)
+            self.insert(prompt(self.next))
+            self.next += 1
+        if policy == "reuse":  # what requests would have taught it
+            mirror = self.cache.mirror
+            for number in range(0, checkpoints, max(1, checkpoints // 500)):
+                mirror.arrived(None)
+                mirror.history.observe(prompt(number), SHARED + OWN, mirror.clock)
+
+    def insert(self, tokens: array[int], timed: list[float] | None = None) -> None:
+        params = InsertParams(
+            key=RadixKey(tokens),
+            value=self.server.allocator.alloc(len(tokens)),
+            mamba_value=self.server.pool.mamba_allocator.alloc(1),
+        )
+        begin = time.perf_counter()
+        self.cache.insert(params)
+        if timed is not None:
+            timed.append(time.perf_counter() - begin)
+
+    def run(self, operation: str, repeats: int) -> list[float]:
+        times: list[float] = []
+        for _ in range(repeats):
+            if operation == "match":
+                self._match(times)
+            elif operation == "insert":
+                self.insert(prompt(self.next), times)
+                self.next += 1
+            else:
+                # Something changes between two victims, as it does in a server.
+                self._match([])
+                kv = operation == "evict KV"
+                params = EvictParams(num_tokens=int(kv), mamba_num=int(not kv))
+                begin = time.perf_counter()
+                self.cache.evict(params)
+                times.append(time.perf_counter() - begin)
+        return times
+
+    def _match(self, times: list[float]) -> None:
+        req = self.server.arrive([*prompt(self.random.randrange(self.checkpoints)), 7])
+        req.full_untruncated_fill_ids = req.origin_input_ids
+        key = RadixKey(req.origin_input_ids, limit=len(req.origin_input_ids) - 1)
+        params = MatchPrefixParams(key=key, req=req, cow_mamba=True)
+        begin = time.perf_counter()
+        self.cache.match_prefix(params)
+        times.append(time.perf_counter() - begin)
+        self.server.send_back(req)
+
+
+def victim_times(bench: Bench, repeats: int) -> dict[str, list[float]]:
+    """Only the choice of a victim, without what SGLang does to evict it."""
+    times: dict[str, list[float]] = {"KV": [], "state": []}
+    mirror = bench.cache.mirror
+    choose: list[tuple[str, Callable[[], Any]]] = [
+        ("KV", mirror.kv_victim),
+        ("state", mirror.state_victim),
+    ]
+    for _ in range(repeats):
+        bench._match([])
+        for name, victim in choose:
+            begin = time.perf_counter()
+            victim()
+            times[name].append(time.perf_counter() - begin)
+    return times
+
+
+def show(times: list[float]) -> str:
+    values = torch.tensor(times, dtype=torch.float64) * 1e6
+    return f"{values.median():.0f} / {values.quantile(0.99):.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--checkpoints", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000])
+    parser.add_argument("--repeats", type=int, default=200)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, ")
+    print(f"torch {torch.__version__}. Microseconds, median / P99 of {args.repeats}.\n")
+    print("| checkpoints | cache | " + " | ".join(OPERATIONS) + " | choose KV | choose state |")
+    print("|---:|---|" + "---:|" * (len(OPERATIONS) + 2))
+    for checkpoints in args.checkpoints:
+        for name, (policy, core) in BACKENDS.items():
+            gc.collect()
+            repeats = min(args.repeats, checkpoints // 4)
+            bench = Bench(policy, core, checkpoints, args.repeats)
+            gc.freeze()
+            cells = ["", ""]
+            if bench.cache.__dict__.get("mirror") is not None:
+                chosen = victim_times(bench, repeats)
+                cells = [show(chosen["KV"]), show(chosen["state"])]
+            cells = [show(bench.run(operation, repeats)) for operation in OPERATIONS] + cells
+            print(f"| {checkpoints:,} | {name} | " + " | ".join(cells) + " |", flush=True)
+            del bench
+
+
+if __name__ == "__main__":
+    main()
