@@ -1,0 +1,69 @@
+"""What Prometheus reads. Metrics are registered once per process, so each test takes its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+READ = """
+import json
+from prometheus_client import REGISTRY
+from sglang_hybrid.telemetry.metrics import CacheMetrics
+from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
+
+class Cache:
+    stats = CacheStats()
+    policy_name = {policy!r}
+    alpha = {alpha!r}
+
+cache = Cache()
+metrics = CacheMetrics(cache)
+{steps}
+print(json.dumps({{
+    sample.name + "".join(f"[{{value}}]" for value in sample.labels.values()): sample.value
+    for family in REGISTRY.collect()
+    for sample in family.samples
+    if sample.name.startswith("sglang_hybrid:") and not sample.name.endswith("_created")
+}}))
+"""
+
+
+def read(steps: str, policy: str = "reuse", alpha: float | None = None) -> dict[str, float]:
+    code = READ.format(steps=steps, policy=policy, alpha=alpha)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
+    )
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def test_counters_follow_the_counts() -> None:
+    found = read("""
+cache.stats.served(RequestReport(30, 10, 5, Missed.NO_STATE), 100)
+cache.stats.admitted["branch"] += 1
+metrics.update()
+cache.stats.served(RequestReport(30, 20, 0, Missed.NOTHING), 300)
+cache.stats.skipped["no_slot"] += 2
+cache.stats.evicted["leaf"] += 3
+metrics.update()
+metrics.update()
+""")
+    assert found["sglang_hybrid:requests_total"] == 2
+    assert found["sglang_hybrid:prompt_tokens_total"] == 60
+    assert found["sglang_hybrid:hit_tokens_total"] == 30
+    assert found["sglang_hybrid:kv_only_tokens_total"] == 5
+    assert found["sglang_hybrid:flops_saved_total"] == 400
+    assert found["sglang_hybrid:checkpoints_admitted_total[branch]"] == 1
+    assert found["sglang_hybrid:checkpoints_skipped_total[no_slot]"] == 2
+    assert found["sglang_hybrid:evicted_total[leaf]"] == 3
+    assert found["sglang_hybrid:policy[reuse]"] == 1
+    assert "sglang_hybrid:alpha" not in found
+
+
+def test_alpha_is_shown_where_there_is_one() -> None:
+    found = read("", policy="marconi", alpha=2.5)
+    assert found["sglang_hybrid:alpha"] == 2.5
+    assert found["sglang_hybrid:policy[marconi]"] == 1

@@ -1,0 +1,44 @@
+"""Counts, and the report of one request."""
+
+from __future__ import annotations
+
+import json
+
+from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
+
+
+def test_a_report_says_what_was_hit_and_why_not_more() -> None:
+    report = RequestReport(
+        prompt_tokens=30, hit_tokens=10, kv_only_tokens=5, missed=Missed.NO_STATE
+    )
+    report.checkpoints.append((15, Kind.BRANCH))
+    assert report.as_dict() == {
+        "hit_tokens": 10,
+        "kv_only_tokens": 5,
+        "missed": "no_state",
+        "checkpoints": [{"position": 15, "kind": "branch"}],
+    }
+    json.dumps(report.as_dict())
+
+
+def test_totals_add_up_reports() -> None:
+    stats = CacheStats()
+    assert stats.as_dict()["hit_rate"] == 0.0
+    stats.served(RequestReport(30, 10, 5, Missed.NO_STATE), flops_saved=100)
+    stats.served(RequestReport(10, 0, 0, Missed.NOT_STORED), flops_saved=0)
+    stats.admitted["branch"] += 2
+    found = stats.as_dict()
+    assert (found["requests"], found["prompt_tokens"], found["hit_tokens"]) == (2, 40, 10)
+    assert (found["kv_only_tokens"], found["flops_saved"]) == (5, 100)
+    assert found["hit_rate"] == 0.25
+    assert found["checkpoints_admitted"] == {"branch": 2}
+    json.dumps(found)
+
+
+def test_what_is_handed_out_does_not_change_later() -> None:
+    stats = CacheStats()
+    stats.evicted["leaf"] += 1
+    found = stats.as_dict()
+    stats.evicted["leaf"] += 1
+    assert found["evicted"] == {"leaf": 1}

@@ -1,0 +1,91 @@
+"""Which cache serves, decided from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_hybrid.backend import REFUSED, choose_backend
+from sglang_hybrid.config import Eviction, HybridConfig
+from sglang_hybrid.preflight import StartupError
+
+OURS = ["--radix-cache-backend", "hybrid"]
+HYBRID = {
+    "model_type": "mamba2",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "state_size": 16,
+    "expand": 2,
+    "num_heads": 8,
+    "head_dim": 16,
+    "n_groups": 1,
+    "conv_kernel": 4,
+}
+ATTENTION = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+
+
+def model(directory: Path, config: dict[str, Any]) -> str:
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def flags(model_path: str, **given: Any) -> argparse.Namespace:
+    values = {"radix_cache_backend": None, "disable_radix_cache": False, **given}
+    return argparse.Namespace(model_path=model_path, **values)
+
+
+def asked(policy: str) -> HybridConfig:
+    return HybridConfig(hybrid_eviction=Eviction(policy))
+
+
+def test_a_model_with_states_gets_our_cache(tmp_path: Path) -> None:
+    assert choose_backend(flags(model(tmp_path, HYBRID)), HybridConfig()) == OURS
+
+
+def test_a_model_without_states_keeps_sglangs_unless_a_policy_was_asked_for(tmp_path: Path) -> None:
+    path = model(tmp_path, ATTENTION)
+    assert choose_backend(flags(path), HybridConfig()) == []
+    assert choose_backend(flags(path), asked("marconi")) == OURS
+
+
+def test_a_model_that_is_not_at_hand_may_have_states() -> None:
+    assert choose_backend(flags("someone/some-model"), HybridConfig()) == OURS
+
+
+def test_what_was_said_stands(tmp_path: Path) -> None:
+    path = model(tmp_path, HYBRID)
+    assert choose_backend(flags(path, radix_cache_backend="hybrid"), HybridConfig()) == []
+    assert choose_backend(flags(path, radix_cache_backend="unified"), HybridConfig()) == []
+    assert choose_backend(flags(path, disable_radix_cache=True), HybridConfig()) == []
+
+
+def test_a_policy_needs_our_cache(tmp_path: Path) -> None:
+    given = flags(model(tmp_path, HYBRID), radix_cache_backend="unified")
+    with pytest.raises(StartupError, match=r"^--hybrid-eviction lru needs .*, not unified\.$"):
+        choose_backend(given, asked("lru"))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_cache_cannot_honour(name: str, tmp_path: Path) -> None:
+    given = {name: True}
+    path = model(tmp_path, HYBRID)
+    assert choose_backend(flags(path, **given), HybridConfig()) == []  # SGLang's own serves
+    flag = "--" + name.replace("_", "-")
+    for how in (
+        lambda: choose_backend(flags(path, **given), asked("reuse")),
+        lambda: choose_backend(flags(path, radix_cache_backend="hybrid", **given), HybridConfig()),
+    ):
+        with pytest.raises(StartupError, match=f"^{flag} cannot be combined") as caught:
+            how()
+        assert "\n" not in str(caught.value)

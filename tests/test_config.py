@@ -1,0 +1,81 @@
+"""Our flags: defaults, checks, and the way through the environment."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from sglang_hybrid.config import Admission, Eviction, HybridConfig
+
+
+def parse(*argv: str) -> HybridConfig:
+    return HybridConfig.split(argv)[0]
+
+
+def test_auto_is_the_reuse_index() -> None:
+    assert HybridConfig().hybrid_eviction is Eviction.AUTO
+    assert HybridConfig().policy is Eviction.REUSE
+    assert HybridConfig().alpha is None
+
+
+def test_alpha_belongs_to_marconi() -> None:
+    assert parse("--hybrid-eviction", "marconi", "--hybrid-alpha", "0.5").alpha == 0.5
+    assert parse("--hybrid-eviction", "lru", "--hybrid-alpha", "0.5").alpha is None
+
+
+def test_our_flags_are_taken_and_the_rest_is_sglangs() -> None:
+    config, rest = HybridConfig.split(
+        ["--model-path", "m", "--hybrid-admission", "all", "--hybrid-min-branch-tokens=3", "--x"]
+    )
+    assert config.hybrid_admission is Admission.ALL
+    assert config.hybrid_min_branch_tokens == 3
+    assert rest == ["--model-path", "m", "--x"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--hybrid-alpha", "-1"],
+        ["--hybrid-alpha", "nan"],
+        ["--hybrid-alpha", "inf"],
+        ["--hybrid-alpha", "much"],
+        ["--hybrid-eviction", "fifo"],
+        ["--hybrid-admission", "some"],
+        ["--hybrid-min-branch-tokens", "-3"],
+        ["--hybrid-min-branch-tokens", "1.5"],
+    ],
+)
+def test_a_bad_value_is_named_in_one_sentence(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser(prog="launch_server")
+    HybridConfig.add_flags(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(argv)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert argv[0] in said and argv[1] in said
+
+
+def test_everything_survives_the_environment() -> None:
+    config = parse(
+        *("--hybrid-eviction", "marconi", "--hybrid-alpha", "0.125"),
+        *("--hybrid-admission", "all", "--hybrid-min-branch-tokens", "7"),
+    )
+    environment = {"PATH": "/bin"}
+    config.to_environment(environment)
+    assert environment["SGLANG_HYBRID_EVICTION"] == "marconi"
+    assert HybridConfig.from_environment(environment) == config
+
+
+def test_an_empty_environment_means_defaults() -> None:
+    assert HybridConfig.from_environment({}) == HybridConfig()
+
+
+@pytest.mark.parametrize(
+    "name, value", [("SGLANG_HYBRID_ALPHA", "-1"), ("SGLANG_HYBRID_EVICTION", "fifo")]
+)
+def test_a_bad_value_in_the_environment_is_one_sentence(name: str, value: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        HybridConfig.from_environment({name: value})
+    assert value in str(caught.value) and "\n" not in str(caught.value)
