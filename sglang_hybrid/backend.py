@@ -32,6 +32,12 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
     something that it cannot honour.
     """
     asked = flags.radix_cache_backend == BACKEND or options.hybrid_eviction is not Eviction.AUTO
+    known = registered_backends()
+    if flags.radix_cache_backend not in (None, *known):
+        raise StartupError(
+            f"--radix-cache-backend {flags.radix_cache_backend} is not known; known are "
+            f"{', '.join(known)}, and SGLang's own without the flag."
+        )
     if flags.radix_cache_backend not in (None, BACKEND):
         if options.hybrid_eviction is not Eviction.AUTO:
             raise StartupError(
@@ -53,6 +59,13 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
     if asked or _has_recurrent_state(flags.model_path):
         return ["--radix-cache-backend", BACKEND]
     return []
+
+
+def registered_backends() -> list[str]:
+    """Names that SGLang knows for --radix-cache-backend in this process."""
+    from sglang.srt.mem_cache.registry import registered_radix_cache_backends
+
+    return sorted({BACKEND, *registered_radix_cache_backends()})
 
 
 def _has_recurrent_state(model_path: str) -> bool:
