@@ -18,6 +18,7 @@ from sglang_hybrid.core.reuse import class_of
 from sglang_hybrid.core.table import Table
 
 NEVER = 2.0**52  # more ticks than will ever be counted
+FEW = 3
 
 
 class Policy:
@@ -169,13 +170,20 @@ class Reuse(Policy):
         if table.version != index.version:
             table.version = index.version
             stale = np.arange(len(table))
-        if len(stale):
-            last_used = table.column(1).take(stale)
+        if len(stale) <= FEW:  # as between two victims, where arrays cost more than they save
+            for slot in stale.tolist():
+                last_used = float(table.column(1)[slot])
+                weight, until = index.weight_until(int(table.column(0)[slot]), now - last_used)
+                worth = weight * float(table.column(2)[slot])
+                scores[slot] = worth if weight > 0 else float(table.last_used()[slot]) - NEVER
+                expiry[slot] = last_used + until
+        else:
+            since = table.column(1).take(stale)
             classes = table.column(0).take(stale).astype(np.int64)
-            weights, until = index.weights(classes, now - last_used)
+            weights, ends = index.weights(classes, now - since)
             hopeless = table.last_used().take(stale) - NEVER
             scores[stale] = np.where(weights > 0, weights * table.column(2).take(stale), hopeless)
-            expiry[stale] = last_used + until
+            expiry[stale] = since + ends
         return scores
 
 

@@ -10,6 +10,7 @@ index).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Final
 
 import numpy as np
@@ -45,6 +46,7 @@ class ReuseIndex:
         self.version = 0  # of the table: weights of different versions do not compare
         self._edges = unit * 2.0 ** (np.arange(1, BINS + 1) / 2)  # upper ends of the age bins
         self._cuts = self._edges[:-1]
+        self._cut_list = self._cuts.tolist()
         self._table = np.zeros((CLASSES, BINS))
         self._expiry = np.full((CLASSES, BINS), np.inf)
         self._ended = np.zeros((CLASSES, BINS))
@@ -107,6 +109,11 @@ class ReuseIndex:
         while nothing is known.
         """
         return float(self._table[klass, self._bins(age)])
+
+    def weight_until(self, klass: int, age: float) -> tuple[float, float]:
+        """`weights` for one position."""
+        age_bin = bisect_right(self._cut_list, age)
+        return float(self._table[klass, age_bin]), float(self._expiry[klass, age_bin])
 
     def weights(self, klasses: IntArray, ages: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Weights [n] of classes [n] at ages [n], and the ages [n] at which each weight expires:

@@ -80,8 +80,9 @@ class Table:
         """
         slot = int(scores.argmin())
         score = scores[slot]
-        slots = (scores == score).nonzero()[0]
-        if len(slots) > 1:
+        rest = scores[slot + 1 :]
+        if len(rest) and rest.min() == score:
+            slots = (scores == score).nonzero()[0]
             times = self._rows[0][slots]
             slots = slots[times == times.min()]
             slot = min(slots.tolist(), key=lambda s: self.nodes[s].id)
