@@ -56,6 +56,26 @@ def _answer(item: dict) -> Answer:
     )
 
 
+def ask(url: str, prompt: list[int], new_tokens: int = 16) -> dict:
+    """One greedy request; its record with output logprobs, which do not stop a hit."""
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": -1,
+    }
+    response = requests.post(url + "/generate", json=body, timeout=300)
+    response.raise_for_status()
+    return response.json()
+
+
+def hybrid_cache(url: str) -> dict:
+    """The block of /server_info."""
+    return requests.get(url + "/server_info", timeout=30).json()["internal_states"][0][
+        "hybrid_cache"
+    ]
+
+
 def flush(url: str) -> None:
     """Empty the server's prefix cache."""
     requests.post(url + "/flush_cache", timeout=60).raise_for_status()

@@ -11,7 +11,8 @@ import requests
 from sglang_hybrid.models import ARCHITECTURES
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.server_process import ServerProcess
-from tests.server.client import TOLERANCE, flush, random_prompt
+from tests.server.client import TOLERANCE, ask, flush, generate, hybrid_cache, random_prompt
+from tests.server.expected import NEW_TOKENS, agree, expect
 
 EXTRA_BUFFER = ("--mamba-radix-cache-strategy", "extra_buffer")
 LAZY = ("--mamba-radix-cache-strategy", "extra_buffer_lazy")
@@ -30,7 +31,10 @@ MATRIX = [
     pytest.param(
         architecture,
         configuration,
-        marks=[] if architecture == DEFAULT_ARCHITECTURE else pytest.mark.slow,
+        # test_against_transformers.py has every architecture with an extra buffer and page 1.
+        marks=[]
+        if architecture == DEFAULT_ARCHITECTURE and configuration != "extra buffer, page 1"
+        else pytest.mark.slow,
     )
     for architecture in HYBRIDS
     for configuration in CONFIGURATIONS
@@ -38,28 +42,8 @@ MATRIX = [
 ]
 
 
-def ask(url: str, prompt: list[int], new_tokens: int = 16) -> dict:
-    """One greedy request; its record with output logprobs, which do not stop a hit."""
-    body = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
-        "return_logprob": True,
-        "logprob_start_len": -1,
-    }
-    response = requests.post(url + "/generate", json=body, timeout=300)
-    response.raise_for_status()
-    return response.json()
-
-
 def logprobs(record: dict) -> list[float]:
     return [entry[0] for entry in record["meta_info"]["output_token_logprobs"]]
-
-
-def hybrid_cache(url: str) -> dict:
-    """The block of /server_info."""
-    return requests.get(url + "/server_info", timeout=30).json()["internal_states"][0][
-        "hybrid_cache"
-    ]
 
 
 def conversation() -> list[list[int]]:
@@ -95,6 +79,9 @@ def test_a_hit_says_what_a_cold_prefill_says(
             cold.append(ask(server.url, prompt))
         flush(server.url)
         warm = [ask(server.url, prompt) for prompt in prompts]
+        if architecture == DEFAULT_ARCHITECTURE:  # the others: test_against_transformers.py
+            expected = expect(model)
+            agree(generate(server.url, [right.prompt for right in expected], NEW_TOKENS), expected)
     assert all(record["meta_info"]["cached_tokens"] == 0 for record in cold)
     assert sum(record["meta_info"]["cached_tokens"] for record in warm) > 1000
     for cold_one, warm_one in zip(cold, warm, strict=True):
@@ -102,22 +89,6 @@ def test_a_hit_says_what_a_cold_prefill_says(
         assert logprobs(warm_one) == pytest.approx(logprobs(cold_one), abs=TOLERANCE)
         report = warm_one["meta_info"]["hybrid_cache"]
         assert report["hit_tokens"] == warm_one["meta_info"]["cached_tokens"]
-
-
-def test_two_ranks_decide_alike(model_directory: Callable[[str], Path]) -> None:
-    """SGLang's consensus checker ends the server at the first difference between ranks."""
-    model = model_directory(DEFAULT_ARCHITECTURE)
-    flags = ["--model-path", str(model), "--tp-size", "2", "--max-mamba-cache-size", "10"]
-    prompts = conversation()
-    checked = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
-    with ServerProcess(flags, environment=checked) as server:
-        for _ in range(2):
-            with ThreadPoolExecutor(4) as pool:
-                records = list(pool.map(lambda prompt: ask(server.url, prompt, 4), prompts))
-        assert all(record["meta_info"]["completion_tokens"] == 4 for record in records)
-        seen = hybrid_cache(server.url)
-    assert seen["eviction"] == "reuse"
-    assert seen["evicted"], "the pool was meant to be too small"
 
 
 STARVED = ("--max-mamba-cache-size", "12", "--max-running-requests", "16")
@@ -176,19 +147,29 @@ def test_what_the_cache_did_is_told(model_directory: Callable[[str], Path]) -> N
 
 
 def test_a_model_without_recurrent_state(model_directory: Callable[[str], Path]) -> None:
-    """It gets SGLang's own cache, or a policy if one is asked for."""
-    model = str(model_directory("transformer"))
+    """With a policy it is served by our cache, and every shared prefix is hit to the token."""
     prompts = conversation()
-    with ServerProcess(["--model-path", model]) as plain:
-        wanted = [ask(plain.url, prompt) for prompt in prompts]
-        info = requests.get(plain.url + "/server_info", timeout=30).json()
-        assert "hybrid_cache" not in info["internal_states"][0]
-    with ServerProcess(["--model-path", model, "--hybrid-eviction", "gdsf"]) as server:
-        found = [ask(server.url, prompt) for prompt in prompts]
+    flags = ["--model-path", str(model_directory("transformer")), "--hybrid-eviction", "gdsf"]
+    with ServerProcess(flags) as server:
+        cold = []
+        for prompt in prompts:
+            flush(server.url)
+            cold.append(ask(server.url, prompt))
+        flush(server.url)
+        warm = [ask(server.url, prompt) for prompt in prompts]
         assert hybrid_cache(server.url)["eviction"] == "gdsf"
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert ours["output_ids"] == theirs["output_ids"]
-        assert ours["meta_info"]["cached_tokens"] == theirs["meta_info"]["cached_tokens"]
+    seen: list[list[int]] = []
+    for prompt, cold_one, warm_one in zip(prompts, cold, warm, strict=True):
+        shared = max((_common(prompt, earlier) for earlier in seen), default=0)
+        assert warm_one["meta_info"]["cached_tokens"] == min(shared, len(prompt) - 1)
+        assert warm_one["output_ids"] == cold_one["output_ids"]
+        seen.append(prompt + warm_one["output_ids"])
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    """Tokens that two sequences begin with alike."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def _metric(text: str, name: str) -> float:

@@ -1,21 +1,35 @@
-"""Two tensor-parallel ranks on the CPU say what one says, and that is what transformers says."""
+"""Two tensor-parallel ranks say what transformers says, and decide alike."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.server_process import ServerProcess
-from tests.server.client import generate
+from tests.server.client import ask, generate, hybrid_cache, random_prompt
 from tests.server.expected import NEW_TOKENS, agree, expect
 
+CHECKED = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
+"""Ends the server at the first match, insert or eviction in which the ranks differ."""
 
-def test_two_ranks_agree_with_transformers(model_directory: Callable[[str], Path]) -> None:
+
+def test_two_ranks(model_directory: Callable[[str], Path]) -> None:
     model = model_directory(DEFAULT_ARCHITECTURE)
     expected = expect(model)
     prompts = [right.prompt for right in expected]
-    with ServerProcess(["--model-path", str(model), "--tp-size", "2"]) as server:
+    flags = ["--model-path", str(model), "--tp-size", "2", "--max-mamba-cache-size", "10"]
+    with ServerProcess(flags, environment=CHECKED) as server:
         agree(generate(server.url, prompts, NEW_TOKENS, logprobs=True), expected)
         agree(generate(server.url, prompts, NEW_TOKENS), expected)
         again = generate(server.url, prompts, NEW_TOKENS)
-    agree(again, expected)
+        agree(again, expected)
+        documents = [random_prompt(150 + 70 * i, seed=i) for i in range(6)]
+        crowd = [documents[i % 6] + random_prompt(9, seed=50 + i) for i in range(30)]
+        with ThreadPoolExecutor(4) as pool:
+            records = list(pool.map(lambda prompt: ask(server.url, prompt, 4), crowd))
+        seen = hybrid_cache(server.url)
     assert again[-1].cached_tokens > 0
+    assert all(record["meta_info"]["completion_tokens"] == 4 for record in records)
+    assert seen["eviction"] == "reuse"
+    assert seen["hit_tokens"]
+    assert sum(seen["evicted"].values()) > 5, "the pool was meant to be too small"
