@@ -161,8 +161,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=200)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, ")
-    print(f"torch {torch.__version__}. Microseconds, median / P99 of {args.repeats}.\n")
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    print(f"{versions}. Microseconds, median / P99 of {args.repeats} or what fits in 10 s.\n")
     print("| checkpoints | cache | " + " | ".join(OPERATIONS) + " | choose KV | choose state |")
     print("|---:|---|" + "---:|" * (len(OPERATIONS) + 2))
     for checkpoints in args.checkpoints:
