@@ -20,6 +20,7 @@ REFUSED = {
     "enable_lmcache": "LMCache brings its own tree",
     "enable_flexkv": "FlexKV brings its own tree",
     "enable_hierarchical_cache": "its host tier is not mirrored yet",
+    "enable_unified_memory": "its pools share their bytes, which is not accounted yet",
     "enable_session_radix_cache": "sessions order the victims themselves",
 }
 """SGLang's flags that the backend cannot honour, and why."""
@@ -52,7 +53,11 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
             f"{flag} cannot be combined with the {BACKEND} cache, because {REFUSED[refused[0]]}; "
             "leave out one of them."
         )
-    if refused or flags.disable_radix_cache:
+    if refused:
+        flag = "--" + refused[0].replace("_", "-")
+        print(f"sglang_hybrid: {flag} is served by SGLang's own prefix cache.", flush=True)
+        return []
+    if flags.disable_radix_cache:
         return []
     if flags.radix_cache_backend == BACKEND:
         return []

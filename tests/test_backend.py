@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sglang_hybrid import backend
 from sglang_hybrid.backend import REFUSED, choose_backend
 from sglang_hybrid.config import Eviction, HybridConfig
 from sglang_hybrid.preflight import StartupError
@@ -63,25 +64,40 @@ def test_a_model_that_is_not_at_hand_may_have_states() -> None:
     assert choose_backend(flags("someone/some-model"), HybridConfig()) == OURS
 
 
-def test_what_was_said_stands(tmp_path: Path) -> None:
+@pytest.fixture
+def unified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another backend that SGLang knows."""
+    monkeypatch.setattr(backend, "registered_backends", lambda: ["hybrid", "unified"])
+
+
+def test_a_backend_that_sglang_does_not_know(tmp_path: Path, unified: None) -> None:
+    given = flags(model(tmp_path, HYBRID), radix_cache_backend="unifid")
+    with pytest.raises(StartupError, match="unifid is not known; known are hybrid, unified"):
+        choose_backend(given, HybridConfig())
+
+
+def test_what_was_said_stands(tmp_path: Path, unified: None) -> None:
     path = model(tmp_path, HYBRID)
     assert choose_backend(flags(path, radix_cache_backend="hybrid"), HybridConfig()) == []
     assert choose_backend(flags(path, radix_cache_backend="unified"), HybridConfig()) == []
     assert choose_backend(flags(path, disable_radix_cache=True), HybridConfig()) == []
 
 
-def test_a_policy_needs_our_cache(tmp_path: Path) -> None:
+def test_a_policy_needs_our_cache(tmp_path: Path, unified: None) -> None:
     given = flags(model(tmp_path, HYBRID), radix_cache_backend="unified")
     with pytest.raises(StartupError, match=r"^--hybrid-eviction lru needs .*, not unified\.$"):
         choose_backend(given, asked("lru"))
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_cache_cannot_honour(name: str, tmp_path: Path) -> None:
+def test_what_the_cache_cannot_honour(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = {name: True}
     path = model(tmp_path, HYBRID)
-    assert choose_backend(flags(path, **given), HybridConfig()) == []  # SGLang's own serves
     flag = "--" + name.replace("_", "-")
+    assert choose_backend(flags(path, **given), HybridConfig()) == []
+    assert f"{flag} is served by SGLang's own prefix cache" in capsys.readouterr().out
     for how in (
         lambda: choose_backend(flags(path, **given), asked("reuse")),
         lambda: choose_backend(flags(path, radix_cache_backend="hybrid", **given), HybridConfig()),

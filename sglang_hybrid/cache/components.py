@@ -126,8 +126,11 @@ class RobustMamba(MambaComponent):
         allocator = self.cache.req_to_token_pool.mamba_allocator
         if free_slots(allocator) > 0:
             return None
-        if self.cache.judicious and kind is Kind.CHUNK:
-            return Skip.NOT_WORTH  # it would push out a state that was kept for a reason
+        # It would push out a state that was kept for a reason. Without the extra buffer SGLang
+        # takes no state at a branch point: there a chunk's end is all that two prompts can share.
+        branches = self.cache.enable_mamba_extra_buffer
+        if self.cache.judicious and branches and kind is Kind.CHUNK:
+            return Skip.NOT_WORTH
         if self._gives_up_its_source(req):
             return None
         return None if self._room_for_one() else Skip.NO_SLOT

@@ -200,15 +200,23 @@ def test_a_match_without_a_request_is_no_access() -> None:
 
 
 def test_the_state_at_a_chunks_end_pushes_out_no_other() -> None:
-    it = server("marconi", "judicious", chunk=10, states=3)
-    it.serve(run(10), [7])
-    assert states(it) == [10]
-    it.serve(run(35, 1), [7])  # of its chunk ends at 10, 20, 30 only the first finds a free slot
+    sizes = {"extra_buffer": True, "grid": 64, "kv": 2_048}
+    it = server("marconi", "judicious", chunk=64, states=5, **sizes)
+    it.serve(run(64), [7])
+    assert states(it) == [64]
+    it.serve(run(5 * 64, 1), [7])  # 3 of 5 slots are its own; one chunk end finds a free slot
     it.check()
     found = stats(it)
-    assert found["checkpoints_skipped"] == {"not_worth": 2, "duplicate": 2}
+    assert found["checkpoints_skipped"] == {"not_worth": 3}
     assert found["checkpoints_admitted"] == {"prompt_end": 2, "chunk": 1}
-    assert it.cache.stats.skipped["no_slot"] == 0
+
+
+def test_without_branch_states_a_chunks_end_is_kept() -> None:
+    it = server("marconi", "judicious", chunk=10, states=3)
+    it.serve(run(10), [7])
+    it.serve(run(35, 1), [7])
+    it.check()
+    assert stats(it)["checkpoints_admitted"] == {"prompt_end": 2, "chunk": 3}
 
 
 def test_under_all_it_does() -> None:
