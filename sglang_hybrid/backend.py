@@ -8,11 +8,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sglang_hybrid.config import Eviction, HybridConfig
+from sglang_hybrid.config import BACKEND, Eviction, HybridConfig
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.preflight import StartupError, read_config
-
-BACKEND = "hybrid"
 
 REFUSED = {
     "enable_int8_mamba_checkpoint": "its states live in a pool of their own",
@@ -47,14 +45,13 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
             )
         return []
     refused = [name for name in REFUSED if getattr(flags, name, None)]
+    flag = "--" + refused[0].replace("_", "-") if refused else ""
     if refused and asked:
-        flag = "--" + refused[0].replace("_", "-")
         raise StartupError(
             f"{flag} cannot be combined with the {BACKEND} cache, because {REFUSED[refused[0]]}; "
             "leave out one of them."
         )
     if refused:
-        flag = "--" + refused[0].replace("_", "-")
         print(f"sglang_hybrid: {flag} is served by SGLang's own prefix cache.", flush=True)
         return []
     if flags.disable_radix_cache:

@@ -17,6 +17,9 @@ from typing import Any
 
 from sglang_hybrid.models import ARCHITECTURES
 
+BACKEND = "hybrid"
+"""Our name for SGLang's --radix-cache-backend."""
+
 GROUP = "sglang_hybrid"
 _PREFIX = "SGLANG_"
 

@@ -49,6 +49,13 @@ class FilePatch:
     def module(self) -> str:
         return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
+    def missing(self) -> PatchError:
+        """The error that the installed SGLang has no such file."""
+        return PatchError(
+            f"{self.path}, which sglang_hybrid patches, is not in the installed sglang "
+            f"{_installed_version()}; reinstall sglang=={SGLANG_VERSION}."
+        )
+
     def apply(self, released: bytes) -> str:
         """The patched source, or `PatchError` if `released` is not the file we know."""
         found = hashlib.sha256(released).hexdigest()
@@ -137,10 +144,7 @@ class PatchFinder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.origin is None:
-            raise PatchError(
-                f"{patch.path}, which sglang_hybrid patches, is not in the installed sglang "
-                f"{_installed_version()}; reinstall sglang=={SGLANG_VERSION}."
-            )
+            raise patch.missing()
         spec.loader = _PatchedLoader(fullname, spec.origin, patch)
         return spec
 
@@ -170,10 +174,7 @@ def verify() -> None:
         try:
             released = (root / patch.path).read_bytes()
         except OSError:
-            raise PatchError(
-                f"{patch.path}, which sglang_hybrid patches, is not in the installed sglang "
-                f"{_installed_version()}; reinstall sglang=={SGLANG_VERSION}."
-            ) from None
+            raise patch.missing() from None
         patch.apply(released)
 
 

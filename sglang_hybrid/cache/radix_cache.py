@@ -26,7 +26,7 @@ from sglang_hybrid.cache.components import (
 from sglang_hybrid.cache.mirror import Mirror
 from sglang_hybrid.cache.prefill_adder import SlotAwarePrefillAdder
 from sglang_hybrid.cache.sizes import measured_cost
-from sglang_hybrid.config import Admission, Eviction, HybridConfig
+from sglang_hybrid.config import BACKEND, Admission, Eviction, HybridConfig
 from sglang_hybrid.core.eviction import Policy, make_policy
 from sglang_hybrid.core.history import History
 from sglang_hybrid.core.nodes import Kind
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "hybrid"
 NOTHING_PENDING = (0, Kind.UNKNOWN)
 
 

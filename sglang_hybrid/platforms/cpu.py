@@ -17,6 +17,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_hybrid.platforms.memory import memory_limit, memory_used
 from sglang_hybrid.platforms.sizing import (
+    DTYPES,
     MAX_MAMBA_CACHE_SIZE,
     MAX_RUNNING_REQUESTS,
     MAX_TOTAL_TOKENS,
@@ -28,14 +29,6 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {
-    "float32": "float32",
-    "float": "float32",
-    "float16": "float16",
-    "half": "float16",
-    "bfloat16": "bfloat16",
-}
 
 
 class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -86,10 +79,9 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
             if getattr(server_args, field) is None:
                 setattr(server_args, field, value)
         server_args.sleep_on_idle = True  # an idle scheduler would spin on one of the cores
-        if server_args.dtype == "auto":
-            server_args.dtype = "float32"
+        server_args.dtype = DTYPES[server_args.dtype]
         # SGLang keeps convolution windows in bfloat16 whatever the model computes in.
-        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", _DTYPES[server_args.dtype])
+        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", server_args.dtype)
         ranks = server_args.tp_size * server_args.pp_size
         if ranks > 1:
             bind_cores(ranks)

@@ -23,10 +23,17 @@ STATES_SHARE = 0.15
 MAX_RUNNING_REQUESTS = 16
 """Requests in one decode batch unless --max-running-requests says other."""
 
-VALUE_BYTES = {"float32": 4, "float": 4, "auto": 4, "bfloat16": 2, "float16": 2, "half": 2}
-"""Bytes per value by --dtype; `auto` is float32 on the CPU."""
+DTYPES = {
+    "auto": "float32",
+    "float32": "float32",
+    "float": "float32",
+    "float16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+}
+"""The dtype that a --dtype means on the CPU."""
 
-_STORED_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ def model_sizes(model_path: str, dtype: str) -> Sizes | None:
     if not directory.is_dir():
         return None
     config = read_config(directory)
-    value_bytes = VALUE_BYTES[dtype]
+    value_bytes = _VALUE_BYTES[DTYPES[dtype]]
     try:
         cost = CostModel.from_config(config, kv_value_bytes=value_bytes)
     except ValueError:
@@ -87,7 +94,7 @@ def check_memory(model_path: str, dtype: str, total_tokens: int | None, slots: i
 
 def _stored_bytes(config: dict[str, Any]) -> int:
     text = config.get("text_config") or config
-    return _STORED_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")), 2)
+    return _VALUE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")), 2)
 
 
 def _gb(size: int) -> str:

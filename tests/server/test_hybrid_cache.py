@@ -46,6 +46,16 @@ def logprobs(record: dict) -> list[float]:
     return [entry[0] for entry in record["meta_info"]["output_token_logprobs"]]
 
 
+def cold_and_warm(url: str, prompts: list[list[int]]) -> tuple[list[dict], list[dict]]:
+    """Each prompt with an empty cache, then all of them in turn."""
+    cold = []
+    for prompt in prompts:
+        flush(url)
+        cold.append(ask(url, prompt))
+    flush(url)
+    return cold, [ask(url, prompt) for prompt in prompts]
+
+
 def conversation() -> list[list[int]]:
     """Prompts that share a document, repeat, go on and branch, at no aligned length."""
     document = random_prompt(701, seed=1)
@@ -73,12 +83,7 @@ def test_a_hit_says_what_a_cold_prefill_says(
     prompts = conversation()
     flags = ["--model-path", str(model), "--radix-cache-backend", "hybrid"]
     with ServerProcess([*flags, *CONFIGURATIONS[configuration]]) as server:
-        cold = []
-        for prompt in prompts:
-            flush(server.url)
-            cold.append(ask(server.url, prompt))
-        flush(server.url)
-        warm = [ask(server.url, prompt) for prompt in prompts]
+        cold, warm = cold_and_warm(server.url, prompts)
         if architecture == DEFAULT_ARCHITECTURE:  # the others: test_against_transformers.py
             expected = expect(model)
             agree(generate(server.url, [right.prompt for right in expected], NEW_TOKENS), expected)
@@ -151,12 +156,7 @@ def test_a_model_without_recurrent_state(model_directory: Callable[[str], Path])
     prompts = conversation()
     flags = ["--model-path", str(model_directory("transformer")), "--hybrid-eviction", "gdsf"]
     with ServerProcess(flags) as server:
-        cold = []
-        for prompt in prompts:
-            flush(server.url)
-            cold.append(ask(server.url, prompt))
-        flush(server.url)
-        warm = [ask(server.url, prompt) for prompt in prompts]
+        cold, warm = cold_and_warm(server.url, prompts)
         assert hybrid_cache(server.url)["eviction"] == "gdsf"
     seen: list[list[int]] = []
     for prompt, cold_one, warm_one in zip(prompts, cold, warm, strict=True):
