@@ -152,6 +152,8 @@ class PatchFinder(importlib.abc.MetaPathFinder):
 def install() -> None:
     """Put the import hook in place in this process; a second call does nothing.
 
+    It stands right in front of Python's own finder of files: hooks that wrap what is found there
+    (the CPU platform's, through wrapt) must come first, whenever they were installed.
     Raises `PatchError` if a module that needs a patch has been imported already.
     """
     if any(isinstance(finder, PatchFinder) for finder in sys.meta_path):
@@ -164,7 +166,7 @@ def install() -> None:
             "`python -m sglang_hybrid.launch_server`, or import sglang_hybrid.patching and call "
             "install() before anything of sglang.srt."
         )
-    sys.meta_path.insert(0, finder)
+    sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder), finder)
 
 
 def verify() -> None:

@@ -1,0 +1,1 @@
+"""How states are taken inside a prefill: which, and by what kernels."""

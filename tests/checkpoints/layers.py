@@ -1,0 +1,236 @@
+"""One recurrent layer of the patched SGLang on pools of our own, beside its definition.
+
+The metadata is built by SGLang's backend and the layer runs by SGLang's mixer; only the projections
+are left out. `Case` holds the batch, `run_mamba2` and `run_gdn` run it and return what the pool
+holds and what the definition says about every position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
+from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend, GDNKernelDispatcher
+from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend
+from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from sglang_hybrid.checkpoints.tracks import StateTracks
+from sglang_hybrid.kernels import naive
+
+KERNEL, CHUNK = 4, 64
+HEADS, WIDTH, GROUPS, SIZE = 4, 3, 2, 5
+K_HEADS, V_HEADS, K_DIM, V_DIM = 2, 4, 6, 3
+
+Asked = list[tuple[int, int]]
+
+
+@dataclass
+class Case:
+    """A packed batch: extend and prefix lengths, and (sequence, tokens of this prefill) to track.
+
+    Sequence s has slot ``slots[s]``, the i-th track goes to ``targets[i]``.
+    """
+
+    lengths: list[int]
+    prefixes: list[int]
+    asked: Asked
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    slots: Tensor = field(init=False)
+    targets: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+        n = len(self.lengths)
+        order = torch.randperm(self.pool_size - 1, generator=self.generator) + 1
+        self.slots, self.targets = order[:n], order[n : n + len(self.asked)]
+
+    @property
+    def pool_size(self) -> int:
+        return len(self.lengths) + len(self.asked) + 3
+
+    @property
+    def bounds(self) -> list[int]:
+        return list(accumulate(self.lengths, initial=0))
+
+    @property
+    def tracks(self) -> StateTracks | None:
+        if not self.asked:
+            return None
+        positions = [self.prefixes[s] + taken for s, taken in self.asked]
+        return StateTracks([s for s, _ in self.asked], positions, self.targets)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def pools(self, channels: int, *state: int) -> SimpleNamespace:
+        """A layer's pools; what is in a slot is noise, where SGLang does not clear it first."""
+        conv = self.normal(self.pool_size, channels, KERNEL - 1).to(self.dtype)
+        temporal = self.normal(self.pool_size, *state).to(self.dtype)
+        fresh = [int(slot) for slot, p in zip(self.slots, self.prefixes, strict=True) if p == 0]
+        temporal[fresh] = 0
+        return SimpleNamespace(conv=[conv], temporal=temporal)
+
+    def batch(self) -> ForwardBatch:
+        lengths, prefixes = torch.tensor(self.lengths), torch.tensor(self.prefixes)
+        tokens = self.bounds[-1]
+        return ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=len(self.lengths),
+            input_ids=torch.zeros(tokens, dtype=torch.int64),
+            req_pool_indices=torch.arange(len(self.lengths)),
+            seq_lens=lengths + prefixes,
+            out_cache_loc=torch.zeros(tokens, dtype=torch.int64),
+            seq_lens_sum=int((lengths + prefixes).sum()),
+            extend_num_tokens=tokens,
+            extend_seq_lens=lengths.int(),
+            extend_prefix_lens=prefixes.int(),
+            extend_start_loc=torch.tensor(self.bounds[:-1], dtype=torch.int32),
+            extend_seq_lens_cpu=list(self.lengths),
+            extend_prefix_lens_cpu=list(self.prefixes),
+            state_tracks=self.tracks,
+        )
+
+    def backend(self, kind: type, pools: SimpleNamespace) -> Any:
+        """SGLang's backend around one layer's pools, without a model runner."""
+        backend = object.__new__(kind)
+        backend.device, backend.topk, backend.enable_mis = "cpu", 0, False
+        backend._mamba_chunk_size = CHUNK
+        backend.conv_states_shape = pools.conv[0].shape
+        backend.req_to_token_pool = SimpleNamespace(
+            get_mamba_indices=lambda rows: self.slots[rows].int(),
+            translate_mamba_indices=lambda indices: indices,
+            mamba2_layer_cache=lambda layer: pools,
+            mamba_pool=SimpleNamespace(),
+        )
+        return backend
+
+
+@dataclass
+class Outcome:
+    """conv and temporal pools before and after; states[s] [tokens + 1, ...] by definition."""
+
+    before: SimpleNamespace
+    after: SimpleNamespace
+    windows: list[Tensor]
+    states: list[Tensor]
+
+
+def run_mamba2(case: Case) -> Outcome:
+    """A prefill of one MambaMixer2, behind its projections."""
+    inner, groups = HEADS * WIDTH, GROUPS * SIZE
+    channels, tokens = inner + 2 * groups, case.bounds[-1]
+    pools = case.pools(channels, HEADS, WIDTH, SIZE)
+    before = copied(pools)
+    weight, bias = case.normal(channels, KERNEL), case.normal(channels)
+    A, dt_bias = -case.normal(HEADS).abs() - 0.1, case.normal(HEADS)
+    D = case.normal(HEADS)
+    gate, inputs, dt = case.normal(tokens, inner), case.normal(tokens, channels), None
+    dt = case.normal(tokens, HEADS)
+    mixer = SimpleNamespace(
+        in_proj=lambda h: (h, None),
+        out_proj=lambda h: (h, None),
+        norm=lambda y, gate: y,
+        tp_size=1,
+        intermediate_size=inner,
+        conv_dim=channels,
+        num_heads=HEADS,
+        head_dim=WIDTH,
+        n_groups=GROUPS,
+        groups_ssm_state_size=groups,
+        ssm_state_size=SIZE,
+        activation="silu",
+        conv1d=SimpleNamespace(weight=weight[:, None], bias=bias),
+        A=A,
+        D=D,
+        dt_bias=dt_bias,
+    )
+    backend = case.backend(Mamba2AttnBackend, pools)
+    backend.init_forward_metadata(case.batch())
+    MambaMixer2.forward(
+        mixer,
+        hidden_states=torch.cat([gate, inputs, dt], dim=1),
+        layer_cache=pools,
+        metadata=backend.forward_metadata,
+    )
+
+    def define(at: slice, convolved: Tensor, start: Tensor) -> Tensor:
+        x, B, C = convolved.split([inner, groups, groups], dim=1)
+        x, B, C = x.view(-1, HEADS, WIDTH), B.view(-1, GROUPS, SIZE), C.view(-1, GROUPS, SIZE)
+        return naive.ssd(x, dt[at], A, B, C, D, dt_bias, True, start)[1]
+
+    return Outcome(before, pools, *defined(case, before, inputs, weight, bias, define))
+
+
+def run_gdn(case: Case) -> Outcome:
+    """A prefill of one gated delta net, behind its projections."""
+    keys, values = K_HEADS * K_DIM, V_HEADS * V_DIM
+    channels, tokens = 2 * keys + values, case.bounds[-1]
+    pools = case.pools(channels, V_HEADS, V_DIM, K_DIM)
+    before = copied(pools)
+    weight, inputs = case.normal(channels, KERNEL), case.normal(tokens, channels)
+    a, b = case.normal(tokens, V_HEADS), case.normal(tokens, V_HEADS)
+    layer = SimpleNamespace(
+        layer_id=0,
+        conv_weights=weight,
+        bias=None,
+        activation="silu",
+        q_dim=keys,
+        k_dim=keys,
+        v_dim=values,
+        num_q_heads=K_HEADS,
+        num_k_heads=K_HEADS,
+        num_v_heads=V_HEADS,
+        head_q_dim=K_DIM,
+        head_k_dim=K_DIM,
+        head_v_dim=V_DIM,
+        A_log=case.normal(V_HEADS) - 2,
+        dt_bias=case.normal(V_HEADS),
+    )
+    backend, batch = case.backend(GDNAttnBackend, pools), case.batch()
+    triton = LinearAttnKernelBackend.TRITON
+    backend.kernel_dispatcher = GDNKernelDispatcher(triton, triton)
+    backend._use_strided_target_verify_qkv = False
+    backend.init_forward_metadata(batch)
+    backend.forward_extend(layer, batch, inputs, a, b)
+    g = -layer.A_log.exp() * softplus(a + layer.dt_bias)
+
+    def define(at: slice, convolved: Tensor, start: Tensor) -> Tensor:
+        q, k, v = convolved.split([keys, keys, values], dim=1)
+        q, k = q.view(-1, K_HEADS, K_DIM), k.view(-1, K_HEADS, K_DIM)
+        v = v.view(-1, V_HEADS, V_DIM)
+        return naive.gated_delta_rule(q, k, v, g[at], b[at].sigmoid(), None, True, start)[1]
+
+    return Outcome(before, pools, *defined(case, before, inputs, weight, None, define))
+
+
+def defined(
+    case: Case,
+    before: SimpleNamespace,
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    define: Callable[[slice, Tensor, Tensor], Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Windows [tokens + 1, D, K-1] and states of every sequence, token by token in float64."""
+    windows, states = [], []
+    for s, (begin, end) in enumerate(pairwise(case.bounds)):
+        slot, fresh = case.slots[s], case.prefixes[s] == 0
+        y, seen = naive.causal_conv1d(
+            inputs[begin:end], weight, bias, None if fresh else before.conv[0][slot]
+        )
+        windows.append(seen)
+        states.append(define(slice(begin, end), y, before.temporal[slot]))
+    return windows, states
+
+
+def copied(pools: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(conv=[pools.conv[0].clone()], temporal=pools.temporal.clone())

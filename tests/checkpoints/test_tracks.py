@@ -1,0 +1,129 @@
+"""A prefill leaves the state at any of its positions, as if it had ended there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks, prefill_tracks
+from tests.checkpoints.layers import CHUNK, KERNEL, Asked, Case, Outcome, run_gdn, run_mamba2
+
+Run = Callable[[Case], Outcome]
+both = pytest.mark.parametrize("run", [run_mamba2, run_gdn], ids=["mamba2", "gdn"])
+
+BORDERS = [1, 2, KERNEL - 2, KERNEL - 1, KERNEL, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK]
+
+
+def everywhere(lengths: list[int], untracked: tuple[int, ...] = ()) -> Asked:
+    """The borders and the end of every sequence but the untracked, in no order."""
+    asked = [
+        (s, taken)
+        for s, n in enumerate(lengths)
+        if s not in untracked
+        for taken in sorted({*BORDERS, n})
+        if taken <= n
+    ]
+    random.Random(7).shuffle(asked)
+    return asked
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    error = (actual.double() - expected.double()).abs().max().item()
+    scale = expected.double().abs().max().item()
+    assert error <= tolerance * scale + 1e-30, f"{what}: error {error:.2e} at scale {scale:.2e}"
+
+
+def assert_states(case: Case, done: Outcome, tolerance: float = 2e-5) -> None:
+    """Every track and every final state is as defined, and no other slot was written."""
+    tracks = [(*pair, int(slot)) for pair, slot in zip(case.asked, case.targets, strict=True)]
+    finals = [(s, n, int(case.slots[s])) for s, n in enumerate(case.lengths)]
+    exact = 0.0 if case.dtype == torch.float32 else tolerance
+    for s, taken, slot in tracks + finals:
+        what = f"sequence {s} after {taken} tokens"
+        assert_close(done.after.conv[0][slot], done.windows[s][taken], exact, f"window, {what}")
+        assert_close(done.after.temporal[slot], done.states[s][taken], tolerance, f"state, {what}")
+    others = torch.ones(case.pool_size, dtype=torch.bool)
+    others[[slot for *_, slot in tracks + finals]] = False
+    assert torch.equal(done.after.conv[0][others], done.before.conv[0][others])
+    assert torch.equal(done.after.temporal[others], done.before.temporal[others])
+
+
+@both
+@pytest.mark.parametrize("prefixes", [[0, 0, 0, 0, 0], [9, 1, 5, 64, 200], [0, 7, 0, 0, 3]])
+def test_states_at_every_border_of_chunk_and_window(run: Run, prefixes: list[int]) -> None:
+    lengths = [1, 2 * CHUNK + 9, KERNEL, CHUNK, 3]
+    case = Case(lengths, prefixes, everywhere(lengths))
+    assert_states(case, run(case))
+
+
+@both
+def test_some_sequences_are_tracked_and_some_are_not(run: Run) -> None:
+    lengths = [70, 1, CHUNK + 30, 2, 5]
+    case = Case(lengths, [0, 3, 8, 0, 0], everywhere(lengths, untracked=(0, 3)))
+    assert_states(case, run(case))
+
+
+@both
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_states_at_any_positions(run: Run, data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=4))
+    prefixes = [data.draw(st.sampled_from([0, 1, 77])) for _ in lengths]
+    every = [(s, taken) for s, n in enumerate(lengths) for taken in range(1, n + 1)]
+    asked = data.draw(st.lists(st.sampled_from(every), min_size=1, max_size=8))
+    case = Case(lengths, prefixes, asked, seed=data.draw(st.integers(0, 999)))
+    assert_states(case, run(case))
+
+
+@both
+def test_only_ends(run: Run) -> None:
+    case = Case([5, CHUNK], [0, 4], [(1, CHUNK), (0, 5)])
+    assert_states(case, run(case))
+
+
+@both
+def test_a_state_is_written_in_the_dtype_of_its_pool(run: Run) -> None:
+    lengths = [CHUNK + 1, 2]
+    case = Case(lengths, [5, 0], everywhere(lengths), dtype=torch.bfloat16)
+    assert_states(case, run(case), tolerance=2e-2)
+
+
+@both
+def test_a_batch_that_asks_for_nothing_leaves_only_final_states(run: Run) -> None:
+    case = Case([CHUNK + 1, 2], [0, 9], [])
+    assert_states(case, run(case))
+
+
+def tracks(rows: list[int], positions: list[int]) -> PrefillTracks:
+    slots = torch.arange(len(rows))
+    return PrefillTracks(StateTracks(rows, positions, slots), [8, 0], [2, 5], slots, slots, 3)
+
+
+@pytest.mark.parametrize("row, position", [(0, 8), (0, 11), (1, 0), (1, 6)])
+def test_a_position_outside_its_prefill_is_refused(row: int, position: int) -> None:
+    with pytest.raises(ValueError, match=f"Position {position} of row {row} .* positions"):
+        tracks([row], [position])
+
+
+@pytest.mark.parametrize("row", [-1, 2])
+def test_a_row_outside_the_batch_is_refused(row: int) -> None:
+    with pytest.raises(ValueError, match=f"Row {row} .* 2 sequences"):
+        tracks([row], [1])
+
+
+def test_a_kernel_without_chunk_states_is_refused() -> None:
+    empty = torch.empty(0)
+    with pytest.raises(RuntimeError, match="--linear-attn-prefill-backend triton"):
+        tracks([0], [9]).replay(print, empty, empty, empty, empty, None, empty)
+
+
+def test_another_backend_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"SimpleNamespace cannot write .* split"):
+        prefill_tracks(SimpleNamespace(), SimpleNamespace(), torch.empty(0))
