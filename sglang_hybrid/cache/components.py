@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
 from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
 
-from sglang_hybrid.cache.slots import free_slots
 from sglang_hybrid.core.admission import Skip
 from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.telemetry.stats import Evicted
@@ -39,8 +37,8 @@ class RobustMamba(MambaComponent):
     ) -> MatchResult:
         result = super().finalize_match_result_in_tree_core(result, params, *args, **kwargs)
         branch = result.mamba_branching_seqlen
-        if branch is None:
-            return result
+        if branch is None or self.cache.planner is not None:
+            return result._replace(mamba_branching_seqlen=None)
         gain = branch - result.device_prefix_len - result.host_hit_length
         if self.cache.judicious and gain < self.cache.options.hybrid_min_branch_tokens:
             if params.cow_mamba and not self.cache.has_met(params.req):
@@ -70,6 +68,8 @@ class RobustMamba(MambaComponent):
         self, req: Req, insert_params: Any, token_ids_len: int, is_finished: bool
     ) -> int | None:
         """Name the checkpoint's kind, and skip it where it is not worth a slot or has none."""
+        if self.cache.planner is not None:
+            return self._hand_over(req, insert_params, token_ids_len, is_finished)
         position = token_ids_len
         if self.cache.enable_mamba_extra_buffer:
             position = req.kv.mamba_last_track_seqlen or 0
@@ -88,6 +88,74 @@ class RobustMamba(MambaComponent):
         # A finished request may fall back to an earlier position (mamba.py:582-602).
         self.cache.pending = (position if length is None else length, kind)
         return length
+
+    def cleanup_after_caching_req(
+        self,
+        req: Req,
+        is_finished: bool,
+        insert_result: Any = None,
+        insert_params: Any = None,
+    ) -> None:
+        """A planned state has a slot of its own beside the request's."""
+        handed = self.cache.handed_over
+        if handed is None:
+            super().cleanup_after_caching_req(
+                req, is_finished, insert_result=insert_result, insert_params=insert_params
+            )
+            return
+        if insert_result is None or insert_result.mamba_exist:
+            self.cache.slots.give_back(handed.slot)
+        if is_finished:
+            self.cache.req_to_token_pool.free_mamba_cache(req)
+
+    def _hand_over(
+        self, req: Req, insert_params: Any, token_ids_len: int, is_finished: bool
+    ) -> int:
+        """Give the tree the deepest state there is: a finished request's own, or a planned one."""
+        own = self._own_position(req, token_ids_len) if is_finished else 0
+        due = self.cache.due
+        if own > (due[0].position if due else 0):
+            super().prepare_for_caching_req(
+                req=req,
+                insert_params=insert_params,
+                token_ids_len=token_ids_len,
+                is_finished=True,
+            )
+            self.cache.pending = (own, Kind.TAIL)
+            return own
+        if not due:
+            return 0
+        planned = self.cache.handed_over = due.pop(0)
+        insert_params.mamba_value = planned.slot
+        self.cache.pending = (planned.position, planned.kind)
+        return planned.position
+
+    def _own_position(self, req: Req, token_ids_len: int) -> int:
+        """Where the state that a finished request leaves stands; 0 if the tree can keep none.
+
+        The step in flight when a request ended has consumed its last token too, and SGLang has
+        counted it (`kv_committed_len`): the live state is that of all tokens counted. It can be
+        kept if the key ends there as well; elsewhere, with pages, the last tracked one is kept.
+        """
+        exact = (
+            token_ids_len == req.kv.kv_committed_len and not token_ids_len % self.cache.page_size
+        )
+        if not self.cache.enable_mamba_extra_buffer:
+            return token_ids_len if exact else 0
+        if exact:
+            self._track_the_live_state(req, token_ids_len)
+        checkpoint = self._select_finished_checkpoint(req, token_ids_len)
+        return 0 if checkpoint is None else checkpoint[0]
+
+    def _track_the_live_state(self, req: Req, position: int) -> None:
+        """Swap the live state for a tracked one: from there SGLang donates it without a copy."""
+        pool = self.cache.req_to_token_pool
+        index = req.kv.mamba_ping_pong_empty.index(False)
+        spare = req.kv.mamba_ping_pong_track_buffer[index].clone()
+        pool.set_mamba_ping_pong_slot(req, index, req.kv.mamba_pool_idx)
+        req.kv.mamba_pool_idx = spare
+        req.kv.mamba_last_track_idx = index
+        req.kv.mamba_last_track_seqlen = position
 
     def commit_insert_component_data(
         self, node: UnifiedTreeNode, is_new_leaf: bool, *args: Any, **kwargs: Any
@@ -123,8 +191,7 @@ class RobustMamba(MambaComponent):
         """`node` just lost its state."""
 
     def _skip(self, req: Req, kind: Kind) -> Skip | None:
-        allocator = self.cache.req_to_token_pool.mamba_allocator
-        if free_slots(allocator) > 0:
+        if self.cache.slots.free() > 0:
             return None
         # It would push out a state that was kept for a reason. Without the extra buffer SGLang
         # takes no state at a branch point: there a chunk's end is all that two prompts can share.
@@ -133,7 +200,7 @@ class RobustMamba(MambaComponent):
             return Skip.NOT_WORTH
         if self._gives_up_its_source(req):
             return None
-        return None if self._room_for_one() else Skip.NO_SLOT
+        return None if self.cache.slots.make_room() else Skip.NO_SLOT
 
     def _gives_up_its_source(self, req: Req) -> bool:
         """Whether SGLang will make room by letting go of the state that the request came from
@@ -156,18 +223,12 @@ class RobustMamba(MambaComponent):
         own = 1 + (pool.mamba_initial_tracking_slots if pool.enable_mamba_extra_buffer else 0)
         if own + 1 > pool.mamba_pool.size:
             return False
-        if free_slots(pool.mamba_allocator) > 0:
+        if self.cache.slots.free() > 0:
             return True
         lock = self.cache.inc_lock_ref(source.best_match_node)
-        had = self._room_for_one()
+        had = self.cache.slots.make_room()
         self.cache.dec_lock_ref(source.best_match_node, lock.to_dec_params())
         return had
-
-    def _room_for_one(self) -> bool:
-        allocator = self.cache.req_to_token_pool.mamba_allocator
-        if free_slots(allocator) == 0:
-            self.cache.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=1))
-        return bool(free_slots(allocator) > 0)
 
 
 class MirroredMamba(RobustMamba):

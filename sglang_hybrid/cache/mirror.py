@@ -7,13 +7,14 @@ SGLang's TreeCore and components own KV, states, locks and the tree itself. The 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
+from sglang_hybrid.core.history import Meeting
 from sglang_hybrid.core.nodes import Clock, Kind, Node, NodeTree
 from sglang_hybrid.core.pool import Pool, Scarce
 
@@ -115,12 +116,18 @@ class Mirror:
             self.tree.hit(record)
 
     def finished(
-        self, tokens: array[int], input_len: int, node: UnifiedTreeNode, root: UnifiedTreeNode
+        self,
+        tokens: array[int],
+        input_len: int,
+        node: UnifiedTreeNode,
+        root: UnifiedTreeNode,
+        message_starts: Sequence[int] = (),
     ) -> None:
         """A sequence ended; `node` is the deepest one on its path that the tree holds."""
         if self.history is None:
             return
-        trail = self.history.observe(tokens, input_len, self.clock)
+        last = message_starts[-1:]
+        trail = self.history.observe(tokens, input_len, self.clock, last)
         while node is not root:
             record = self._records[node.id]
             self.tree.trace(record, trail.at(record.depth))
@@ -135,6 +142,34 @@ class Mirror:
     def state_victim(self) -> UnifiedTreeNode | None:
         """The node whose state should go; one with many children only if there is no other."""
         return _owner(self.state_pool.victim(last_resort=True))
+
+    # What to admit.
+
+    def meet(self, prompt: array[int]) -> Meeting | None:
+        """How a prompt meets the history, before its prefill; None for a policy without one."""
+        return None if self.history is None else self.history.meet(prompt)
+
+    def cheapest_state(self) -> float | None:
+        """Score of the state that would go next, None if only states with many children are
+        left, or none.
+        """
+        choice = self.state_pool.cheapest()
+        return None if choice is None else choice[1]
+
+    def state_worth(
+        self, position: int, kind: Kind, anchor_depth: int, meeting: Meeting | None
+    ) -> float:
+        """Score that a new state at `position` would have, with the next one at `anchor_depth`."""
+        place = turn = None
+        if meeting is not None:
+            place, turn = meeting.trail.exactly(position), meeting.trail.turn_at(position)
+        expected = Node(0, None, 0, self.clock)
+        expected.depth, expected.anchor_depth = position, anchor_depth
+        expected.has_state, expected.kind = True, kind
+        expected.trace, expected.turn = place, turn or 0
+        children = 2 if kind is Kind.BRANCH else 1
+        expected.children = dict.fromkeys(range(children), expected)
+        return self.state_pool.worth(expected)
 
     # Whether it is all true.
 

@@ -1,10 +1,13 @@
-"""Admission of requests to a prefill batch: none without the state slots that it needs."""
+"""Admission of requests to a prefill batch: with slots for their states, and not before a sibling
+that lays a checkpoint for them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, _PrefillAdmission
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache.slots import free_slots
@@ -12,17 +15,27 @@ from sglang_hybrid.cache.slots import free_slots
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
-class SlotAwarePrefillAdder(PrefillAdder):
-    """Leaves a request waiting while its own state slots are neither free nor evictable.
 
-    SGLang counts state slots here only for a shared byte pool (schedule_policy.py:688-715) and
-    asserts when a split pool has none (memory_pool.py:1595-1622), which ends the scheduler.
+class HybridPrefillAdder(PrefillAdder):
+    """SGLang's adder with three more reasons to say no.
+
+    * A request's own state slots are neither free nor evictable. SGLang counts state slots here
+      only for a shared byte pool (schedule_policy.py:688-715) and asserts when a split pool has
+      none (memory_pool.py:1595-1622), which ends the scheduler.
+    * A sibling's prefill under way will leave a state that saves more than the wait costs.
+    * A state is wanted in the middle of a forward and the kernels cannot take it there: the
+      prefill stops there, as if the chunk were full.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    tree_cache: HybridRadixCache
+    chunked_req_limit: int | None
+
+    def __init__(self, *args: Any, waiting_queue: Sequence[Req] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._promised = 0  # slots of requests already in this batch
+        self.tree_cache.family.now_waiting(waiting_queue)
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
         needed = self._slots_needed(req)
@@ -31,11 +44,52 @@ class SlotAwarePrefillAdder(PrefillAdder):
             free = free_slots(allocator) + self.tree_cache.mamba_evictable_size()
             if self._promised + needed > free - self._source(req):
                 return AddReqResult.NO_TOKEN
+        if self.tree_cache.family.waits_for_a_sibling(req):
+            self._send_back(req)
+            return AddReqResult.CONTINUE
+        self.tree_cache.intend(req)
         admitted = len(self.can_run_list)
         result = super().add_one_req(req, *args, **kwargs)
         if len(self.can_run_list) > admitted:
             self._promised += needed
+            self.tree_cache.family.admitted(req)
+        else:
+            self.tree_cache.intend_nothing(req)
         return result
+
+    def add_chunked_req(self, req: Req) -> Req | None:
+        cut = self.tree_cache.next_cut(req, req.prefix_len, len(req.full_untruncated_fill_ids))
+        if cut is not None:
+            left = cut - req.prefix_len
+            self.chunked_req_limit = min(self.chunked_req_limit or left, left)
+        rest: Req | None = super().add_chunked_req(req)
+        return rest
+
+    def _select_prefill_admission(
+        self, req: Req, *, has_chunked_req: bool = False, **kwargs: Any
+    ) -> _PrefillAdmission | AddReqResult:
+        admission = super()._select_prefill_admission(
+            req, has_chunked_req=has_chunked_req, **kwargs
+        )
+        if isinstance(admission, AddReqResult) or self.rem_chunk_tokens is None:
+            return admission
+        start = admission.prefix_len
+        cut = self.tree_cache.next_cut(req, start, start + admission.extend_len)
+        if cut is None:
+            return admission
+        if has_chunked_req or self.new_chunked_req is not None:
+            return AddReqResult.OTHER  # SGLang tracks one unfinished prefill at a time
+        return replace(admission, extend_len=cut - start, is_chunked=True, max_new_tokens=0)
+
+    def _send_back(self, req: Req) -> None:
+        """Undo the look-up of a request that stays in the queue (scheduler.py:4283-4300)."""
+        req.kv.mamba_cow_src_index = None
+        req.kv.mamba_needs_clear = False
+        if req.kv.holds_mamba and not req.session:
+            self.tree_cache.req_to_token_pool.mamba_allocator.free(
+                req.kv.mamba_pool_idx.unsqueeze(-1)
+            )
+            req.kv.mamba_pool_idx = None
 
     def _source(self, req: Req) -> int:
         """1 if the state this request is copied from counts as evictable until it is admitted."""

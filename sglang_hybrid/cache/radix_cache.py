@@ -8,6 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import (
     TreeCacheBuildContext,
     create_unified_radix_cache,
@@ -24,8 +27,14 @@ from sglang_hybrid.cache.components import (
     RobustMamba,
 )
 from sglang_hybrid.cache.mirror import Mirror
-from sglang_hybrid.cache.prefill_adder import SlotAwarePrefillAdder
+from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from sglang_hybrid.cache.sizes import measured_cost
+from sglang_hybrid.cache.state_pool import StateSlots
+from sglang_hybrid.checkpoints import decode
+from sglang_hybrid.checkpoints.family import Family
+from sglang_hybrid.checkpoints.planner import Planned, Planner
+from sglang_hybrid.checkpoints.roles import RoleTokens, role_tokens
+from sglang_hybrid.checkpoints.tracks import supports_state_tracks
 from sglang_hybrid.config import BACKEND, Admission, Eviction, HybridConfig
 from sglang_hybrid.core.eviction import Policy, make_policy
 from sglang_hybrid.core.history import History
@@ -34,9 +43,10 @@ from sglang_hybrid.telemetry.metrics import CacheMetrics
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.server_args import ServerArgs
 
     from sglang_hybrid.core.cost import CostModel
 
@@ -54,6 +64,10 @@ class HybridRadixCache(UnifiedRadixCache):
         params: SGLang's.
         options: our flags; those in the environment by default.
         cost: FLOPs of the served model; every token counts alike without it.
+        roles: finds where messages begin; nowhere without it.
+        one_pass: the model's kernels can take states in the middle of a prefill.
+        plans: states are taken where we want them; otherwise where SGLang tracks them, as for
+            speculative decoding.
     """
 
     def __init__(
@@ -61,12 +75,23 @@ class HybridRadixCache(UnifiedRadixCache):
         params: CacheInitParams,
         options: HybridConfig | None = None,
         cost: CostModel | None = None,
+        roles: RoleTokens | None = None,
+        *,
+        one_pass: bool = True,
+        plans: bool = True,
     ) -> None:
         self.options = options or HybridConfig.from_environment()
         self.judicious = self.options.hybrid_admission is Admission.JUDICIOUS
         self.stats = CacheStats()
         self.pending = NOTHING_PENDING  # position and kind of the checkpoint under way
+        self.due: list[Planned] = []  # planned states that the insertion under way publishes
+        self.handed_over: Planned | None = None  # the one of them that it carries itself
+        self.planner: Planner | None = None
+        self.slots = StateSlots(self)
+        self._roles = roles or RoleTokens()
         self._reports: WeakKeyDictionary[Req, RequestReport] = WeakKeyDictionary()
+        self._kv_lens: WeakKeyDictionary[Req, int] = WeakKeyDictionary()
+        self._messages: WeakKeyDictionary[Req, list[int]] = WeakKeyDictionary()
         self.cost = measured_cost(cost, params)
         has_states = ComponentType.MAMBA in (params.tree_components or ())
         override: dict[ComponentType, Any] = dict(params.component_registry_override or {})
@@ -86,7 +111,18 @@ class HybridRadixCache(UnifiedRadixCache):
         params = replace(params, component_registry_override=override)
         super().__init__(params)
         if has_states and not params.disable:
-            self.prefill_adder_class = SlotAwarePrefillAdder
+            if plans and self.judicious:
+                self.planner = Planner(
+                    self.slots,
+                    self.stats.skipped,
+                    page_size=self.page_size,
+                    min_branch_tokens=self.options.hybrid_min_branch_tokens,
+                    grid=self.components[ComponentType.MAMBA].mamba_checkpoint_grid,
+                    one_pass=one_pass,
+                )
+            decode.plan_for_pages_of(self.page_size if self.planner is not None else None)
+            self.family = Family(self.planner, self.options.hybrid_min_branch_tokens)
+            self.prefill_adder_class = HybridPrefillAdder
         self._metrics = CacheMetrics(self) if params.enable_metrics else None
         logger.info(
             "sglang_hybrid: eviction %s, admission %s; a state is %s bytes, a KV token %s.",
@@ -107,6 +143,11 @@ class HybridRadixCache(UnifiedRadixCache):
         return self.options.alpha
 
     @property
+    def plans_checkpoints(self) -> bool:
+        """Whether prefills leave the states that we want, and not those that SGLang tracks."""
+        return self.planner is not None
+
+    @property
     def mirrored(self) -> bool:
         """Whether our own policies choose the victims."""
         return hasattr(self, "mirror")
@@ -124,6 +165,7 @@ class HybridRadixCache(UnifiedRadixCache):
         time counts as its access; the last one before its prefill is what it is reported to have
         found.
         """
+        self._kv_lens[req] = result.full_kv_hit_length
         known = self._reports.get(req)
         if known is not None and known.started:
             return
@@ -145,14 +187,44 @@ class HybridRadixCache(UnifiedRadixCache):
         """Whether this request was looked up before."""
         return req in self._reports
 
+    def intend(self, req: Req) -> None:
+        """`req` may join the next batch: say which states its prefill should leave."""
+        if self.planner is None or req.skip_radix_cache_insert:
+            return
+        prompt = req.full_untruncated_fill_ids
+        self.planner.intend(
+            req,
+            len(prompt),
+            self._kv_lens.get(req, req.prefix_len),
+            meeting=self.mirror.meet(prompt) if self.mirrored else None,
+            shared=self.family.shared(req),
+            message_starts=self._message_starts(req),
+        )
+
+    def intend_nothing(self, req: Req) -> None:
+        """It did not join."""
+        if self.planner is not None:
+            self.planner.drop(req)
+
+    def next_cut(self, req: Req, start: int, end: int) -> int | None:
+        """Where a prefill of tokens [start, end) must stop so that a state can be copied."""
+        return None if self.planner is None else self.planner.next_cut(req, start, end)
+
+    def plan_forward(self, batch: ScheduleBatch) -> None:
+        """The prefill of `batch` is about to start: give its states their slots."""
+        if self.planner is not None:
+            self.planner.plan(batch)
+
     def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         self._begin(req)
+        self.due = [] if self.planner is None else self.planner.due(req, up_to)
         admitted = self.stats.admitted.total()
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
-        report = self._reports.get(req)
-        if report is not None and self.stats.admitted.total() > admitted:
-            report.checkpoints.append(self.pending)
-            _publish(req, report)
+        self._report(req, admitted)
+        self.handed_over = None
+        for planned in self.due:
+            self._insert_above(req, planned)
+        self.due = []
         self.pending = NOTHING_PENDING
         if self._metrics is not None:
             self._metrics.update()
@@ -162,7 +234,61 @@ class HybridRadixCache(UnifiedRadixCache):
                 len(req.origin_input_ids),
                 self.tree_core.node_by_id(req.last_node),
                 self.tree_core.root_node,
+                self._message_starts(req),
             )
+
+    def on_release(self, req: Req, *args: Any, **kwargs: Any) -> None:
+        super().on_release(req, *args, **kwargs)
+        self.intend_nothing(req)
+
+    def reset(self) -> None:
+        super().reset()
+        if self.planner is not None:
+            self.planner.forget_all()
+
+    def _insert_above(self, req: Req, planned: Planned) -> None:
+        """Publish a state at a position whose KV is in the tree already."""
+        position = planned.position
+        if position > req.kv.cache_protected_len:  # SGLang kept the request out of the tree
+            self.slots.give_back(planned.slot)
+            return
+        admitted = self.stats.admitted.total()
+        self.pending = (position, planned.kind)
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :position]
+        result = self.insert(
+            InsertParams(
+                key=RadixKey(
+                    req.full_untruncated_fill_ids[:position],
+                    req.extra_key,
+                    is_bigram=self.tree_core.is_eagle,
+                    cache_salt=req.cache_salt,
+                ),
+                value=row.to(torch.int64, copy=True),
+                mamba_value=planned.slot,
+                prev_prefix_len=position,  # nothing is a duplicate: these are the tree's own
+                inserted_len=position,
+                priority=req.priority or 0,
+                session_id=req.session_id,
+                rotation_base=req.kv_rotation_base,
+            )
+        )
+        if result.mamba_exist:
+            self.slots.give_back(planned.slot)
+        self._report(req, admitted)
+
+    def _report(self, req: Req, admitted: int) -> None:
+        """Put the state that was just inserted, if any, into the request's report."""
+        report = self._reports.get(req)
+        if report is not None and self.stats.admitted.total() > admitted:
+            report.checkpoints.append(self.pending)
+            _publish(req, report)
+
+    def _message_starts(self, req: Req) -> list[int]:
+        """Where the messages of a prompt begin; looked for once per request."""
+        starts = self._messages.get(req)
+        if starts is None:
+            starts = self._messages[req] = self._roles.message_starts(req.origin_input_ids)
+        return starts
 
     def _begin(self, req: Req) -> None:
         """The first prefill of a request has run: count what it found, once."""
@@ -218,11 +344,32 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     options = HybridConfig.from_environment()
     cost = cost_of_model(context.model_config.hf_config)
 
+    unplanned = _why_unplanned(context.server_args)
+    judicious = options.hybrid_admission is Admission.JUDICIOUS
+    if unplanned and judicious and context.is_hybrid_ssm:
+        logger.info("sglang_hybrid: with %s states are taken where SGLang tracks them.", unplanned)
+    roles = role_tokens(context.tp_worker) if judicious and not unplanned else None
+    one_pass = supports_state_tracks(context.tp_worker.model_runner)
+
     def build(params: CacheInitParams) -> HybridRadixCache:
-        return HybridRadixCache(params, options, cost)
+        return HybridRadixCache(
+            params, options, cost, roles, one_pass=one_pass, plans=not unplanned
+        )
 
     cache: UnifiedRadixCache = create_unified_radix_cache(context, cache_class=build)
     return cache
+
+
+def _why_unplanned(flags: ServerArgs) -> str | None:
+    """What keeps prefills from leaving the states that we want, None if nothing does."""
+    several = {
+        "speculative decoding": flags.speculative_algorithm is not None,
+        "pipeline parallelism": flags.pp_size > 1,
+        "disaggregated prefill": flags.disaggregation_mode != "null",
+        "two-batch overlap": flags.enable_two_batch_overlap,
+        "decode context parallelism": flags.dcp_size > 1,
+    }
+    return next((what for what, asked in several.items() if asked), None)
 
 
 def register() -> None:

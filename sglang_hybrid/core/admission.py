@@ -42,14 +42,16 @@ class Prefill:
 
     prompt_len: its tokens; hits end before the last one. hit_len: where it resumes. kv_len: how far
     KV alone is stored. known_branch: where the history would branch it (`Meeting.branch`), 0 if it
-    does not know. message_starts: positions at which the client's messages begin. page_size:
-    positions are rounded down to multiples of it.
+    does not know. shared: lengths of the prefixes that waiting requests share with it, ascending.
+    message_starts: positions at which the client's messages begin. page_size: positions are rounded
+    down to multiples of it.
     """
 
     prompt_len: int
     hit_len: int
     kv_len: int
     known_branch: int = 0
+    shared: Sequence[int] = ()
     message_starts: Sequence[int] = ()
     page_size: int = 1
 
@@ -65,8 +67,8 @@ class Room:
     """Slots that are free, and the utility of the cheapest victim, None if nothing may be pushed
     out.
 
-    value: utility of a checkpoint at a position, on the victims' scale; None if the policy cannot
-    tell, as with LRU.
+    value: utility of a checkpoint at a position, on the victims' scale; None if what is new is
+    always worth more, as with LRU.
     """
 
     free_slots: int
@@ -75,14 +77,26 @@ class Room:
 
 
 def judicious(prefill: Prefill) -> list[tuple[int, Kind]]:
-    """Positions that a later prompt may resume from, most likely first: branch, start of the last
-    message, prompt end.
+    """Positions that a later prompt may resume from, most likely first: where it branches from what
+    was seen and from what waits, start of the last message, prompt end.
     """
     wanted = [(prefill.branch_point(), Kind.BRANCH)]
+    wanted += [(length, Kind.BRANCH) for length in reversed(prefill.shared)]
     if prefill.message_starts:
         wanted.append((prefill.message_starts[-1], Kind.MESSAGE))
     wanted.append((prefill.prompt_len - 1, Kind.PROMPT_END))
     return wanted
+
+
+def last_boundary(start: int, end: int, prompt_len: int, grid: int) -> int | None:
+    """Where the forward of tokens [start, end) of a prompt without messages passes a boundary that
+    SGLang would keep a state at, and that is worth a free slot: the last multiple of `grid` from
+    `start`. None if more than two such forwards are left of the prompt.
+    """
+    boundary = start + (end - start) // grid * grid
+    if boundary == start or prompt_len - end > 2 * (end - start):
+        return None
+    return boundary
 
 
 def every_chunk(prefill: Prefill, chunk: int) -> list[tuple[int, Kind]]:
@@ -101,32 +115,49 @@ def decide(
     """
     decided: list[Checkpoint] = []
     free = room.free_slots
-    for wish, kind in wanted:
-        position = wish - wish % prefill.page_size
-        taken = {checkpoint.position for checkpoint in decided if checkpoint.admitted}
-        skip = _place(position, kind, prefill, taken, min_branch_tokens)
+    for checkpoint in place(wanted, prefill, min_branch_tokens):
+        skip = checkpoint.skip
         if skip is None and free <= 0:
-            skip = _worth(position, kind, room)
+            skip = worth(checkpoint.position, checkpoint.kind, room)
         free -= skip is None
-        decided.append(Checkpoint(position, kind, skip))
+        decided.append(Checkpoint(checkpoint.position, checkpoint.kind, skip))
     return decided
 
 
-def _place(
-    position: int, kind: Kind, prefill: Prefill, taken: set[int], min_branch_tokens: int
-) -> Skip | None:
-    if position in taken or position == prefill.hit_len:
-        return Skip.DUPLICATE
-    if not prefill.hit_len < position < prefill.prompt_len:
-        return Skip.NOT_COMPUTED
-    if kind is Kind.BRANCH and position - prefill.hit_len < min_branch_tokens:
-        return Skip.MICRO_BRANCH
-    return None
+def place(
+    wanted: Sequence[tuple[int, Kind]], prefill: Prefill, min_branch_tokens: int = 16
+) -> list[Checkpoint]:
+    """Each wanted position on its page, skipped if it is not computed, there already, or too close
+    to the hit or to one before it; whether there is room is not asked.
+    """
+    placed: list[Checkpoint] = []
+    taken = [prefill.hit_len]
+    for wish, kind in wanted:
+        position = wish - wish % prefill.page_size
+        skip = None
+        if position in taken:
+            skip = Skip.DUPLICATE
+        elif not prefill.hit_len < position < prefill.prompt_len:
+            skip = Skip.NOT_COMPUTED
+        elif kind is not Kind.PROMPT_END and any(
+            abs(position - other) < min_branch_tokens for other in taken
+        ):
+            skip = Skip.MICRO_BRANCH
+        if skip is None:
+            taken.append(position)
+        placed.append(Checkpoint(position, kind, skip))
+    return placed
 
 
-def _worth(position: int, kind: Kind, room: Room) -> Skip | None:
+def worth(position: int, kind: Kind, room: Room) -> Skip | None:
+    """Why a checkpoint is not taken where no slot is free; None if it is worth what it pushes out.
+
+    A chunk's end is worth a free slot only.
+    """
     if room.cheapest_victim is None:
         return Skip.NO_SLOT
+    if kind is Kind.CHUNK:
+        return Skip.NOT_WORTH
     if room.value is not None and room.value(position, kind) <= room.cheapest_victim:
         return Skip.NOT_WORTH
     return None

@@ -86,16 +86,27 @@ class Trail:
         index = bisect_left(self._depths, depth)
         return self.places[index] if index < len(self.places) else None
 
+    def exactly(self, depth: int) -> Place | None:
+        """The place at `depth`, if there is one."""
+        place = self.at(depth)
+        return place if place is not None and place.depth == depth else None
+
+    def turn_at(self, depth: int) -> int:
+        """Sequence ends on the path down to `depth`."""
+        index = bisect_left(self._depths, depth + 1)
+        return self.places[index - 1].turn if index else 0
+
 
 @dataclass(frozen=True)
 class Meeting:
     """How a prompt meets the history. known_len: tokens that were seen before. branch: where a
     checkpoint would serve the next prompt of its kind, 0 if nowhere: where it leaves the history,
-    or just above at a place that is known already.
+    or just above at a place that is known already. trail: the places on its path.
     """
 
     known_len: int
     branch: int
+    trail: Trail
 
 
 class History:
@@ -163,7 +174,7 @@ class History:
                 reused = place
         depth = 0 if reused is None else reused.depth
         gains = known_len - depth >= self.min_branch_tokens
-        return reused, Meeting(known_len, known_len if gains else depth)
+        return reused, Meeting(known_len, known_len if gains else depth, Trail(path))
 
     def _walk(self, marks: Fingerprints) -> tuple[list[Place], int]:
         """Places that `marks` cover to their end, and how many tokens are known, the part of an

@@ -112,6 +112,19 @@ class Pool:
                 return table.lowest(self.policy.scores(table, self.clock))
         return None
 
+    def worth(self, node: Node) -> float:
+        """The score that `node`, which no tree holds yet, would have among the candidates if it
+        gave back one state.
+        """
+        self._describe_marked()
+        saved = self.cost.savings(node.depth, node.anchor_depth)
+        table = self._candidates
+        table.put(node, self.policy.describe(node, saved, max(1, self.cost.state_bytes)))
+        score = float(self.policy.scores(table, self.clock)[-1])
+        table.discard(node)
+        self.policy.forget(node)
+        return score
+
     def candidates(self) -> Sequence[Node]:
         """What may go before a last resort, in no particular order."""
         self._describe_marked()

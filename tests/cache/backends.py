@@ -37,11 +37,13 @@ def options(policy: str, admission: str = "judicious", **more: Any) -> HybridCon
     )
 
 
-def use_policy(monkeypatch: pytest.MonkeyPatch, policy: str | None) -> None:
+def use_policy(
+    monkeypatch: pytest.MonkeyPatch, policy: str | None, admission: str = "judicious"
+) -> None:
     """From now on the kit builds `HybridRadixCache` under `policy`, or SGLang's own for None."""
 
     def build(params: Any) -> UnifiedRadixCache:
-        return HybridRadixCache(params, options(policy), COST)
+        return HybridRadixCache(params, options(policy, admission), COST)
 
     if policy is None:
         return

@@ -69,6 +69,9 @@ def build_cache(
     options: HybridConfig | None,
     cost: CostModel | None = COST,
     tree_core: str = "python",
+    *,
+    one_pass: bool = True,
+    plans: bool = True,
     **more: Any,
 ) -> UnifiedRadixCache:
     """Our cache under `options`, or SGLang's own for None, on pools of their own."""
@@ -143,7 +146,9 @@ def build_cache(
         tree_core_backend=tree_core if options is None else None,
         **more,
     )
-    return UnifiedRadixCache(params) if options is None else HybridRadixCache(params, options, cost)
+    if options is None:
+        return UnifiedRadixCache(params)
+    return HybridRadixCache(params, options, cost, one_pass=one_pass, plans=plans)
 
 
 class Server:
@@ -160,6 +165,7 @@ class Server:
         self.allocator: Any = cache.token_to_kv_pool_allocator
         self.running: list[Req] = []
         self._rid = 0
+        self._plans = getattr(cache, "plans_checkpoints", False)
         # What the tracking of states in a prefill reads of a batch (schedule_batch.py:3137-3236).
         self._batch: Any = SimpleNamespace(
             model_config=SimpleNamespace(
@@ -209,6 +215,8 @@ class Server:
         if not self._fits(req):
             self.send_back(req)
             return False
+        if self._plans:
+            self.cache.intend(req)
         req.lock = self.cache.lock(req.last_node)
         self.running.append(req)
         return True
@@ -217,8 +225,10 @@ class Server:
         """One chunk; True if the prompt is done."""
         total = len(req.full_untruncated_fill_ids)
         first = not req.kv.holds_kv
-        step = self.chunk or total
-        req.extend_end = min(req.prefix_len + step, total)
+        req.extend_end = min(req.prefix_len + (self.chunk or total), total)
+        if self._plans:
+            cut = self.cache.next_cut(req, req.prefix_len, req.extend_end)
+            req.extend_end = cut or req.extend_end
         prefix = self.cache.prefix_device_indices(req) if first and req.prefix_len else None
         alloc_req_slots(self.pool, [req], self.cache)
         if prefix is not None:
@@ -228,6 +238,8 @@ class Server:
         self._grow(req, req.extend_end)
         if self.sizes.states and self.sizes.extra_buffer:
             ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend(self._batch, req)
+        if self._plans:
+            self.cache.plan_forward(SimpleNamespace(reqs=[req], mamba_cow_src_indices=None))
         req.kv.mamba_cow_src_index = None
         req.kv.mamba_needs_clear = False
         done = req.extend_end == total
@@ -323,6 +335,8 @@ class Server:
         for req in self.running:
             own += req.kv.holds_mamba
             own += sum(not empty for empty in req.kv.mamba_ping_pong_empty or ())
+        if self._plans:
+            own += self.cache.planner.slots_under_way()
         assert states + cached + own == self.sizes.states, (states, cached, own)
         taken = self.pool.mamba_allocator.free_slots.tolist()
         assert len(set(taken)) == len(taken), "a slot was freed twice"

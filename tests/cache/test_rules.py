@@ -1,7 +1,8 @@
 """The cache's rules, one worked example each, on the real tree with real pools.
 
-`serve` leaves a checkpoint at the end of the prompt and one at the end of the answer (no_buffer,
-page 1), so a request of p prompt and a answer tokens caches p + a - 1 tokens.
+Under admission `all`, `serve` leaves a checkpoint at the end of the prompt and one at the end of
+the answer (no_buffer, page 1), so a request of p prompt and a answer tokens caches p + a - 1. What
+is evicted is shown under it; what is admitted, under `judicious`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParam
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.kits.unified_radix_cache.fixtures import match_prefix
 
+from sglang_hybrid.checkpoints.roles import RoleTokens
 from sglang_hybrid.core.nodes import Kind
 from tests.cache.backends import COST, options
 from tests.cache.driver import Server, Sizes, build_cache
 
 
-def server(
-    policy: str = "marconi", admission: str = "judicious", chunk: int = 0, **sizes: Any
-) -> Server:
+def server(policy: str = "marconi", admission: str = "all", chunk: int = 0, **sizes: Any) -> Server:
     where = Sizes(**sizes)
     more = {"hybrid_alpha": 10.0} if policy == "marconi" else {}
     return Server(build_cache(where, options(policy, admission, **more)), where, chunk)
@@ -199,9 +199,76 @@ def test_a_match_without_a_request_is_no_access() -> None:
 # What is admitted.
 
 
-def test_the_state_at_a_chunks_end_pushes_out_no_other() -> None:
+def test_a_prefill_leaves_its_branch_and_its_end() -> None:
+    """Exactly there, and each is used: by a sibling, by the same prompt, by the next turn."""
+    it = server(admission="judicious", states=24, extra_buffer=True, grid=256, kv=2_048)
+    first = [*run(100), *run(40, 1)]
+    second = [*run(100), *run(50, 2)]
+    assert it.serve(first, run(9, 3)) == 0
+    assert states(it) == [139, 148]
+    assert it.serve(second, run(9, 4)) == 0
+    it.check()
+    assert states(it) == [100, 139, 148, 149, 158]
+    assert stats(it)["checkpoints_admitted"] == {"prompt_end": 2, "tail": 2, "branch": 1}
+    assert it.probe([*run(100), 5]) == 100
+    assert it.probe(second) == 149
+    assert it.probe([*second, *run(9, 4), 5]) == 158
+
+
+def test_a_state_in_the_middle_of_a_chunked_prefill() -> None:
+    it = server(admission="judicious", chunk=30, states=24, grid=64)
+    it.serve([*run(100), *run(40, 1)], [7])
+    assert it.serve([*run(100), *run(50, 2)], [7]) == 0
+    it.check()
+    assert it.probe([*run(100), 5]) == 100
+
+
+def test_the_ends_of_chunks_are_kept_in_free_slots_and_only_the_last() -> None:
+    """A prompt without messages may go on anywhere; SGLang keeps every chunk's end."""
     sizes = {"extra_buffer": True, "grid": 64, "kv": 2_048}
-    it = server("marconi", "judicious", chunk=64, states=5, **sizes)
+    it = server(admission="judicious", chunk=64, states=24, **sizes)
+    it.serve(run(300), [7])
+    assert states(it) == [192, 256, 299, 300]  # of 64, 128, 192 and 256
+    tight = server(admission="judicious", chunk=64, states=4, **sizes)
+    tight.serve(run(300), [7])  # 3 of 4 slots are its own
+    tight.check()
+    assert 256 not in states(tight)
+
+
+def test_a_message_begins_where_the_next_prompt_will_differ() -> None:
+    it = server(admission="judicious", states=24, grid=64, kv=2_048)
+    it.cache._roles = RoleTokens({"user": [(-7, -8)]})
+    system = run(100)
+    assert it.serve([*system, -7, -8, *run(30, 1)], [7]) == 0
+    assert stats(it)["checkpoints_admitted"] == {"message": 1, "prompt_end": 1, "tail": 1}
+    assert it.serve([*system, -7, -8, *run(30, 2)], [7]) == 100
+
+
+def test_what_is_not_worth_its_slot_is_not_taken() -> None:
+    """Marconi at a large alpha: short prompts push out no long one."""
+    it = server(admission="judicious", states=5)
+    for k in range(2):
+        it.serve(run(200, k), run(20, 5 + k))
+    assert states(it) == [199, 199, 219, 219]
+    it.serve(run(30, 3), [7])
+    it.check()
+    assert stats(it)["checkpoints_skipped"]["not_worth"] == 1
+    assert [depth for depth in states(it) if depth > 100] == [199, 199, 219, 219]
+
+
+def test_under_all_a_chunks_end_pushes_out_the_oldest() -> None:
+    it = server("lru", "all", chunk=10, states=3)
+    it.serve(run(10), [7])
+    it.serve(run(35, 1), [7])
+    it.check()
+    assert stats(it)["checkpoints_admitted"] == {"prompt_end": 2, "chunk": 3}
+    assert it.probe([*run(10), 5]) == 0
+
+
+def test_a_chunks_end_pushes_out_no_other_where_sglang_tracks_states() -> None:
+    """As for speculative decoding."""
+    sizes = Sizes(extra_buffer=True, grid=64, kv=2_048, states=5)
+    it = Server(build_cache(sizes, options("marconi"), plans=False), sizes, chunk=64)
     it.serve(run(64), [7])
     assert states(it) == [64]
     it.serve(run(5 * 64, 1), [7])  # 3 of 5 slots are its own; one chunk end finds a free slot
@@ -211,40 +278,39 @@ def test_the_state_at_a_chunks_end_pushes_out_no_other() -> None:
     assert found["checkpoints_admitted"] == {"prompt_end": 2, "chunk": 1}
 
 
-def test_without_branch_states_a_chunks_end_is_kept() -> None:
-    it = server("marconi", "judicious", chunk=10, states=3)
-    it.serve(run(10), [7])
-    it.serve(run(35, 1), [7])
-    it.check()
-    assert stats(it)["checkpoints_admitted"] == {"prompt_end": 2, "chunk": 3}
-
-
-def test_under_all_it_does() -> None:
-    it = server("lru", "all", chunk=10, states=3)
-    it.serve(run(10), [7])
-    it.serve(run(35, 1), [7])
-    it.check()
-    assert stats(it)["checkpoints_admitted"] == {"prompt_end": 2, "chunk": 3}
-    assert it.probe([*run(10), 5]) == 0  # the oldest went first
-
-
-@pytest.mark.parametrize("gain, wanted", [(64, False), (128, True)])
+@pytest.mark.parametrize("gain, wanted", [(99, False), (100, True)])
 def test_a_branch_that_gains_too_little_gets_no_state(gain: int, wanted: bool) -> None:
     sizes = Sizes(states=24, extra_buffer=True, grid=64, kv=2_048)
     how = options("marconi", hybrid_min_branch_tokens=100)
     it = Server(build_cache(sizes, how), sizes)
     it.serve(run(320), [7])
-    req = it.arrive([*run(gain), *run(150, 3)])
-    assert it.admit(req)
-    assert req.mamba_branching_seqlen == (gain if wanted else None)
-    while not it.prefill_step(req):
-        pass
-    it.finish(req)
+    it.serve([*run(gain), *run(150, 3)], [7])
     it.check()
     kinds = stats(it)["checkpoints_admitted"]
     assert kinds.get("branch", 0) == wanted
     assert it.cache.stats.skipped["micro_branch"] == (not wanted)
     assert it.probe([*run(gain), *run(10, 5)]) == (gain if wanted else 0)
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("extra_buffer", [True, False])
+def test_kernels_that_cannot_stop_in_a_forward_get_shorter_ones(
+    one_pass: bool, extra_buffer: bool
+) -> None:
+    sizes = Sizes(states=24, extra_buffer=extra_buffer, grid=64, kv=2_048)
+    it = Server(build_cache(sizes, options("marconi"), one_pass=one_pass), sizes)
+    it.serve([*run(100), *run(40, 1)], run(9, 3))
+    req = it.arrive([*run(100), *run(50, 2)])
+    assert it.admit(req)
+    steps = 1
+    while not it.prefill_step(req):
+        steps += 1
+    it.decode(req, run(9, 4))
+    it.finish(req)
+    it.check()
+    assert steps == (1 if one_pass else 3)  # cut at 100 and at 149
+    assert [depth for depth in states(it) if depth < 139] == [100] + [128] * one_pass
+    assert it.probe([*run(100), *run(50, 2)]) == 149
 
 
 # When slots run out.
@@ -282,9 +348,8 @@ def test_a_state_without_a_slot_to_copy_it_into_is_a_miss() -> None:
 @pytest.mark.parametrize("extra_buffer", [False, True])
 @pytest.mark.parametrize("how", ["abort", "keep", "retract", "flush"])
 def test_every_slot_comes_back(policy: str, extra_buffer: bool, how: str) -> None:
-    it = server(
-        policy, chunk=64, states=16, extra_buffer=extra_buffer, grid=64 if extra_buffer else 1
-    )
+    grid = 64 if extra_buffer else 1
+    it = server(policy, "judicious", chunk=64, states=16, extra_buffer=extra_buffer, grid=grid)
     start = it.free()
     it.serve(run(130), run(3, 1))
     for done in (1, 2, 9):  # in the middle of its prefill, and after it
@@ -325,7 +390,7 @@ def test_a_flushed_cache_knows_nothing_but_its_history() -> None:
 
 
 def test_a_report_says_what_was_hit_missed_and_left() -> None:
-    it = server()
+    it = server(admission="judicious")
     it.serve(run(20), run(5, 1))
     req = it.arrive([*run(12), *run(8, 3)])
     assert it.admit(req)
@@ -333,10 +398,10 @@ def test_a_report_says_what_was_hit_missed_and_left() -> None:
     report = it.cache._reports[req]
     assert (report.hit_tokens, report.kv_only_tokens) == (0, 12)
     assert report.missed.value == "no_state"
-    assert report.checkpoints == [(20, Kind.PROMPT_END)]
+    assert report.checkpoints == [(19, Kind.PROMPT_END)]
     it.decode(req, run(4, 5))
     it.finish(req)
-    assert report.checkpoints == [(20, Kind.PROMPT_END), (23, Kind.TAIL)]
+    assert report.checkpoints == [(19, Kind.PROMPT_END), (23, Kind.TAIL)]
     sent = req.customized_info["hybrid_cache"]
     assert sent == [report.as_dict()]
     assert sent[0]["checkpoints"][1] == {"position": 23, "kind": "tail"}

@@ -265,8 +265,13 @@ def test_a_match_refreshes_only_the_state_it_uses(policy: str) -> None:
     it.check()
 
 
-def test_branch_points_land_on_the_checkpoint_grid(policy: str) -> None:
-    """The kit empties a node behind the tree's back: the mirror cannot know, so no check here."""
+def test_branch_points_land_on_the_checkpoint_grid(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where SGLang tracks the states. The kit empties a node behind the tree's back: the mirror
+    cannot know, so no check here.
+    """
+    use_policy(monkeypatch, policy, "all")
     kit = steps(core.MambaCheckpointGridFixtures, overshoot_config())
     assert kit._branching_seqlen(tree_page_size=64, full_hit_length=192) == 192
 

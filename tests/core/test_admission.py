@@ -12,6 +12,7 @@ from sglang_hybrid.core.admission import (
     decide,
     every_chunk,
     judicious,
+    last_boundary,
 )
 from sglang_hybrid.core.nodes import Kind
 
@@ -97,3 +98,32 @@ def test_all_takes_every_chunk_end() -> None:
         (999, Kind.PROMPT_END),
     ]
     assert all(checkpoint.admitted for checkpoint in decided)
+
+
+def test_what_waits_is_a_branch_too() -> None:
+    prefill = Prefill(1000, hit_len=0, kv_len=0, shared=[300, 310, 700])
+    decided = decide(judicious(prefill), prefill, PLENTY)
+    assert [(c.position, c.skip) for c in decided[1:]] == [
+        (700, None),
+        (310, None),
+        (300, Skip.MICRO_BRANCH),
+        (999, None),
+    ]
+
+
+def test_a_chunks_end_is_worth_a_free_slot_only() -> None:
+    prefill = Prefill(1000, hit_len=0, kv_len=0)
+    wish = [(512, Kind.CHUNK)]
+    assert decide(wish, prefill, PLENTY)[0].admitted
+    full = Room(free_slots=0, cheapest_victim=0.0, value=lambda position, kind: 1.0)
+    assert decide(wish, prefill, full)[0].skip is Skip.NOT_WORTH
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "boundary"),
+    [(0, 1000, 960), (900, 1000, 964), (960, 1000, None), (300, 600, 556), (100, 300, None)],
+)
+def test_the_last_boundaries_that_sglang_would_keep(
+    start: int, end: int, boundary: int | None
+) -> None:
+    assert last_boundary(start, end, prompt_len=1000, grid=64) == boundary

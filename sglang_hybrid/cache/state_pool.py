@@ -1,0 +1,65 @@
+"""The state pool as the planner sees it: what is free, and what a new state competes with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sglang_hybrid.cache.slots import free_slots
+from sglang_hybrid.core.admission import Room
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
+
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
+    from sglang_hybrid.checkpoints.planner import Intent
+
+
+class StateSlots:
+    """The slots of one cache's state pool."""
+
+    def __init__(self, cache: HybridRadixCache) -> None:
+        self._cache = cache
+
+    def free(self) -> int:
+        """Slots that cost nothing."""
+        return free_slots(self._allocator)
+
+    def take(self) -> torch.Tensor | None:
+        """A slot [1], pushing out the cheapest victim if none is free; None if nothing may go."""
+        if not self.make_room():
+            return None
+        slot: torch.Tensor | None = self._allocator.alloc(1)
+        return slot
+
+    def make_room(self) -> bool:
+        """Whether a slot is free, evicting a state if that helps."""
+        if self.free() == 0:
+            self._cache.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=1))
+        return self.free() > 0
+
+    def give_back(self, slot: torch.Tensor) -> None:
+        """`take` undone."""
+        self._allocator.free(slot)
+
+    def room(self, intent: Intent) -> Room:
+        """What a state of `intent` competes with. Where SGLang's own order decides, what is new is
+        worth more than what is old.
+        """
+        if not self._cache.mirrored:
+            evictable = self._cache.mamba_evictable_size() > 0
+            return Room(self.free(), cheapest_victim=0.0 if evictable else None)
+        mirror = self._cache.mirror
+        return Room(
+            self.free(),
+            mirror.cheapest_state(),
+            lambda position, kind: mirror.state_worth(
+                position, kind, intent.anchor_of(position), intent.meeting
+            ),
+        )
+
+    @property
+    def _allocator(self) -> MambaSlotAllocator:
+        return self._cache.req_to_token_pool.mamba_allocator

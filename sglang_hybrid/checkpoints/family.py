@@ -1,0 +1,95 @@
+"""Requests that share a prefix nobody has cached yet: the first one lays a checkpoint for the
+others, and they wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from sglang_hybrid.checkpoints.planner import Planner
+from sglang_hybrid.core.siblings import Siblings, as_key, common_prefix
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+WORTH_A_STEP = 64
+"""Tokens that waiting must save. A step more costs about what prefilling as many tokens costs."""
+
+LONGEST_WAIT = 64
+"""Steps after which a request waits no more, whatever it would save."""
+
+
+class Family:
+    """Who waits, and for whom. Every decision follows from the queue and the plans, which are the
+    same on all ranks.
+    """
+
+    def __init__(self, planner: Planner | None, min_branch_tokens: int) -> None:
+        self._planner = planner
+        self._min_branch_tokens = max(1, min_branch_tokens)
+        self._siblings = Siblings()
+        self._waited: WeakKeyDictionary[Req, int] = WeakKeyDictionary()
+        self._keys: WeakKeyDictionary[Req, bytes] = WeakKeyDictionary()
+
+    def now_waiting(self, queue: Iterable[Req]) -> None:
+        """The queue as it is before a batch is filled."""
+        if self._planner is None:
+            return
+        waiting = {req.rid: req for req in queue}
+        for rid in [rid for rid in self._siblings.names() if rid not in waiting]:
+            self._siblings.remove(rid)
+        for rid, req in waiting.items():
+            if rid not in self._siblings:
+                self._siblings.add(rid, req.origin_input_ids, _scope(req))
+
+    def shared(self, req: Req) -> list[int]:
+        """Lengths of the prefixes that requests in the queue share with `req`, ascending."""
+        if req.rid not in self._siblings:
+            return []
+        return self._siblings.shared(req.rid, self._min_branch_tokens)
+
+    def admitted(self, req: Req) -> None:
+        """It is in a batch now."""
+        if req.rid in self._siblings:
+            self._siblings.remove(req.rid)
+        self._waited.pop(req, None)
+
+    def waits_for_a_sibling(self, req: Req) -> bool:
+        """Whether a prefill under way will leave a state that is worth waiting for. Counts as one
+        step of waiting.
+        """
+        if self._planner is None:
+            return False
+        waited = self._waited.get(req, 0)
+        if waited >= LONGEST_WAIT or not self._someone_lays_a_state_for(req):
+            return False
+        self._waited[req] = waited + 1
+        return True
+
+    def _someone_lays_a_state_for(self, req: Req) -> bool:
+        assert self._planner is not None
+        best = req.prefix_len + WORTH_A_STEP
+        usable = len(req.origin_input_ids) - 1
+        if usable < best:
+            return False
+        for other, intent in self._planner.in_flight():
+            if other is req or _scope(other) != _scope(req):
+                continue
+            deepest = max(intent.pending)
+            if deepest < best:
+                continue
+            same = min(usable, common_prefix(self._key(req), self._key(other)))
+            if any(best <= position <= same for position in intent.pending):
+                return True
+        return False
+
+    def _key(self, req: Req) -> bytes:
+        key = self._keys.get(req)
+        if key is None:
+            key = self._keys[req] = as_key(req.origin_input_ids)
+        return key
+
+
+def _scope(req: Req) -> Hashable:
+    return (req.extra_key, req.cache_salt)

@@ -1,0 +1,263 @@
+"""Which states a running prefill takes, from the wish to the tree.
+
+An `Intent` holds what `core.admission` wants of one request's prompt. Before each forward the
+wanted positions that it passes get a slot, if they are worth one, and become tracks, which the
+kernels write; or, where a model's kernels cannot stop at a position, the prefill is cut there and
+the state is copied when the next forward begins. After the forward the cache publishes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+from sglang_hybrid.checkpoints.tracks import StateTracks
+from sglang_hybrid.core.admission import (
+    Prefill,
+    Room,
+    Skip,
+    judicious,
+    last_boundary,
+    place,
+    worth,
+)
+from sglang_hybrid.core.nodes import Kind
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    from sglang_hybrid.core.history import Meeting
+
+
+@dataclass
+class Planned:
+    """A state under way: its slot is ours until it is published. slot: int64 [1], on the device."""
+
+    position: int
+    kind: Kind
+    slot: torch.Tensor
+
+
+@dataclass
+class Intent:
+    """What one request's prefill should leave.
+
+    prompt_len: tokens to prefill, the hit included. wanted: kind by position, none of them passed
+    yet. messages: whether the prompt has role tokens. laid: positions of all states on the way.
+    """
+
+    prompt_len: int
+    hit_len: int
+    wanted: dict[int, Kind]
+    messages: bool
+    meeting: Meeting | None
+    planned: list[Planned] = field(default_factory=list)
+    laid: list[int] = field(default_factory=list)
+
+    @property
+    def pending(self) -> list[int]:
+        """Positions whose states are wanted or under way, in no order."""
+        return [*self.wanted, *(planned.position for planned in self.planned)]
+
+    def anchor_of(self, position: int) -> int:
+        """The deepest state on the way before `position`."""
+        return max((at for at in self.laid if at < position), default=self.hit_len)
+
+
+class Slots(Protocol):
+    """What the planner asks of the state pool."""
+
+    def free(self) -> int:
+        """Slots that cost nothing."""
+
+    def take(self) -> torch.Tensor | None:
+        """A slot [1], pushing out the cheapest victim if none is free; None if nothing may go."""
+
+    def give_back(self, slot: torch.Tensor) -> None:
+        """`take` undone."""
+
+    def room(self, intent: Intent) -> Room:
+        """What a state of `intent` competes with."""
+
+
+class Planner:
+    """The intents of all requests that are being prefilled.
+
+    Args:
+        slots: the state pool.
+        skipped: counts of why a position was not taken.
+        page_size: positions fall on multiples of it.
+        min_branch_tokens: what a branch must gain.
+        grid: tokens between the boundaries at which SGLang would keep a state.
+        one_pass: the kernels can take states in the middle of a forward.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        skipped: Counter[str],
+        *,
+        page_size: int,
+        min_branch_tokens: int,
+        grid: int,
+        one_pass: bool,
+    ) -> None:
+        self.one_pass = one_pass
+        self._slots = slots
+        self._skipped = skipped
+        self._page_size = page_size
+        self._min_branch_tokens = min_branch_tokens
+        self._grid = grid
+        self._intents: WeakKeyDictionary[Req, Intent] = WeakKeyDictionary()
+
+    def intend(
+        self,
+        req: Req,
+        prompt_len: int,
+        kv_len: int,
+        *,
+        meeting: Meeting | None = None,
+        shared: Sequence[int] = (),
+        message_starts: Sequence[int] = (),
+    ) -> None:
+        """`req` is admitted with `req.prefix_len` tokens hit: say what its prefill should leave."""
+        prefill = Prefill(
+            prompt_len,
+            req.prefix_len,
+            kv_len,
+            known_branch=0 if meeting is None else meeting.branch,
+            shared=shared,
+            message_starts=message_starts,
+            page_size=self._page_size,
+        )
+        wanted: dict[int, Kind] = {}
+        for checkpoint in place(judicious(prefill), prefill, self._min_branch_tokens):
+            if checkpoint.admitted:
+                wanted[checkpoint.position] = checkpoint.kind
+            elif checkpoint.skip is Skip.MICRO_BRANCH and checkpoint.kind is Kind.BRANCH:
+                self._skipped[Skip.MICRO_BRANCH.value] += 1
+        self.drop(req)
+        self._intents[req] = Intent(
+            prompt_len, req.prefix_len, wanted, bool(message_starts), meeting
+        )
+
+    def intent(self, req: Req) -> Intent | None:
+        """What is wanted and under way for `req`."""
+        return self._intents.get(req)
+
+    def in_flight(self) -> list[tuple[Req, Intent]]:
+        """Requests whose prefill is to leave states that are not published yet."""
+        return [(req, intent) for req, intent in self._intents.items() if intent.pending]
+
+    def next_cut(self, req: Req, start: int, end: int) -> int | None:
+        """Where a forward of tokens [start, end) must stop for a state, if kernels need that."""
+        intent = self._intents.get(req)
+        if self.one_pass or intent is None:
+            return None
+        return min((at for at in intent.wanted if start < at < end), default=None)
+
+    def plan(self, batch: ScheduleBatch) -> None:
+        """Give slots to the states that the forward of `batch`, which is about to start, passes."""
+        tracked: list[tuple[int, Planned]] = []
+        copied: list[tuple[Req, Planned]] = []
+        for row, req in enumerate(batch.reqs):
+            intent = self._intents.get(req)
+            if intent is None:
+                continue
+            if self.one_pass:
+                tracked += [(row, planned) for planned in self._pass(req, intent)]
+            else:
+                copied += [(req, planned) for planned in self._stop(req, intent)]
+        batch.state_tracks = _tracks(tracked)
+        if copied:
+            _copy_at_the_start(batch, copied)
+
+    def due(self, req: Req, up_to: int) -> list[Planned]:
+        """Take over the states under way at `up_to` tokens and before, the deepest first."""
+        intent = self._intents.get(req)
+        if intent is None:
+            return []
+        due = [planned for planned in intent.planned if planned.position <= up_to]
+        intent.planned = [planned for planned in intent.planned if planned.position > up_to]
+        return sorted(due, key=lambda planned: -planned.position)
+
+    def drop(self, req: Req) -> None:
+        """`req` goes away: what is under way for it will not be published."""
+        intent = self._intents.pop(req, None)
+        if intent is not None:
+            for planned in intent.planned:
+                self._slots.give_back(planned.slot)
+
+    def forget_all(self) -> None:
+        """The pools were emptied: nothing is under way, and no slot needs to be given back."""
+        self._intents.clear()
+
+    def slots_under_way(self) -> int:
+        """Slots of states that are not published yet."""
+        return sum(len(intent.planned) for intent in self._intents.values())
+
+    def _pass(self, req: Req, intent: Intent) -> list[Planned]:
+        start, end = req.prefix_len, req.extend_end
+        if not intent.messages:
+            self._want_a_boundary(intent, start, end)
+        return self._take(intent, [at for at in intent.wanted if start < at <= end], end)
+
+    def _stop(self, req: Req, intent: Intent) -> list[Planned]:
+        """The state at which this forward begins, if it is wanted."""
+        start = req.prefix_len
+        here = [at for at in intent.wanted if at == start > intent.hit_len]
+        return self._take(intent, here, start)
+
+    def _want_a_boundary(self, intent: Intent, start: int, end: int) -> None:
+        boundary = last_boundary(start, end, intent.prompt_len, self._grid)
+        if boundary is not None and boundary < intent.prompt_len:
+            near = any(abs(boundary - at) < self._min_branch_tokens for at in intent.pending)
+            if not near:
+                intent.wanted.setdefault(boundary, Kind.CHUNK)
+
+    def _take(self, intent: Intent, positions: list[int], passed: int) -> list[Planned]:
+        """Slots for those of `positions` that are worth one; what lies at or before `passed` is
+        wanted no more.
+        """
+        taken = []
+        for position in positions:
+            kind = intent.wanted[position]
+            skip = None
+            if self._slots.free() <= 0:
+                skip = worth(position, kind, self._slots.room(intent))
+            slot = self._slots.take() if skip is None else None
+            if slot is None:
+                self._skipped[(skip or Skip.NO_SLOT).value] += 1
+                continue
+            taken.append(Planned(position, kind, slot))
+            intent.laid.append(position)
+        intent.wanted = {at: kind for at, kind in intent.wanted.items() if at > passed}
+        intent.planned += taken
+        return taken
+
+
+def _tracks(tracked: list[tuple[int, Planned]]) -> StateTracks | None:
+    if not tracked:
+        return None
+    return StateTracks(
+        rows=[row for row, _ in tracked],
+        positions=[planned.position for _, planned in tracked],
+        slots=torch.cat([planned.slot for _, planned in tracked]).to(torch.int64),
+    )
+
+
+def _copy_at_the_start(batch: ScheduleBatch, copied: list[tuple[Req, Planned]]) -> None:
+    """Copy live states into slots on the forward's stream, before the forward changes them."""
+    sources = [req.kv.mamba_pool_idx.unsqueeze(0) for req, _ in copied]
+    targets = [planned.slot for _, planned in copied]
+    if batch.mamba_cow_src_indices is not None:
+        sources.insert(0, batch.mamba_cow_src_indices)
+        targets.insert(0, batch.mamba_cow_dst_indices)
+    batch.mamba_cow_src_indices = torch.cat(sources)
+    batch.mamba_cow_dst_indices = torch.cat(targets)

@@ -1,0 +1,89 @@
+"""Prompts that wait, in sorted order: which prefixes does one share with the others?
+
+Sorted neighbours share the longest prefixes, so a prompt need only be compared with those next to
+it, outwards, as long as they share enough.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+TOKEN_BYTES = 4
+NEIGHBOURS = 64  # that one prompt is compared with on either side
+
+
+class Siblings:
+    """Prompts by name. Only prompts of one `scope` (cache salt, adapter) can share a prefix."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[Hashable, tuple[Hashable, bytes]] = {}
+        self._sorted: dict[Hashable, list[bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._prompts
+
+    def names(self) -> Iterable[Hashable]:
+        """Those that wait."""
+        return self._prompts.keys()
+
+    def add(self, name: Hashable, prompt: npt.ArrayLike, scope: Hashable = None) -> None:
+        """`prompt` [n] token ids waits from now on. Raises ValueError for a name that waits
+        already.
+        """
+        if name in self._prompts:
+            raise ValueError(f"{name!r} waits already")
+        key = as_key(prompt)
+        self._prompts[name] = (scope, key)
+        insort(self._sorted.setdefault(scope, []), key)
+
+    def remove(self, name: Hashable) -> None:
+        """It does not wait any more. Raises KeyError if it never did."""
+        scope, key = self._prompts.pop(name)
+        keys = self._sorted[scope]
+        del keys[bisect_left(keys, key)]
+        if not keys:
+            del self._sorted[scope]
+
+    def shared(self, name: Hashable, at_least: int) -> list[int]:
+        """Distinct lengths >= `at_least` of what `name` shares with others, ascending.
+
+        Both have a token left behind a shared prefix, for the last one is always computed.
+        """
+        scope, key = self._prompts[name]
+        keys = self._sorted[scope]
+        own = bisect_left(keys, key)
+        usable = len(key) // TOKEN_BYTES - 1
+        after = range(own + 1, min(own + 1 + NEIGHBOURS, len(keys)))
+        before = range(own - 1, max(own - 1 - NEIGHBOURS, -1), -1)
+        lengths: set[int] = set()
+        for neighbours in (after, before):
+            same = usable
+            for index in neighbours:
+                other = keys[index]
+                same = min(same, common_prefix(key, other), len(other) // TOKEN_BYTES - 1)
+                if same < at_least:
+                    break
+                lengths.add(same)
+        return sorted(lengths)
+
+
+def as_key(prompt: npt.ArrayLike) -> bytes:
+    """Token ids [n] as bytes whose order keeps equal prefixes together."""
+    return np.asarray(prompt).astype(np.uint32, copy=False).tobytes()
+
+
+def common_prefix(one: bytes, other: bytes) -> int:
+    """Tokens at which two keys begin alike."""
+    same = min(len(one), len(other))
+    if one[:same] == other[:same]:
+        return same // TOKEN_BYTES
+    a = np.frombuffer(one, np.uint32, same // TOKEN_BYTES)
+    b = np.frombuffer(other, np.uint32, same // TOKEN_BYTES)
+    return int((a != b).argmax())
