@@ -23,7 +23,7 @@ from sglang_hybrid.models.architectures.base import MAX_LENGTH
 from sglang_hybrid.models.tokenizer import EOS, PAD, SPECIAL_TOKENS, TURN_END, write_tokenizer
 
 DEFAULT_ARCHITECTURE = "nemotron-h"
-SCALES: tuple[Scale, ...] = ("tiny", "100m")
+SCALES: tuple[Scale, ...] = ("tiny", "25m", "100m")
 
 
 def build_tiny_model(

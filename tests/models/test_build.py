@@ -80,7 +80,7 @@ def test_another_process_writes_the_same_bytes(model_dirs: dict[str, Path], tmp_
     ("arguments", "complaint"),
     [
         (["--architecture", "hyena"], "Unknown architecture 'hyena'; choose one of: nemotron-h"),
-        (["--scale", "7b"], "Unknown scale '7b'; choose one of: tiny, 100m."),
+        (["--scale", "7b"], "Unknown scale '7b'; choose one of: tiny, 25m, 100m."),
         (["--architecture", "mamba2", "--scale", "100m"], "'mamba2' has no scale '100m'"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from sglang_hybrid.models.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, VOCAB_SIZE
 from sglang_hybrid.models.weights import Weights
 
-Scale = Literal["tiny", "100m"]
+Scale = Literal["tiny", "25m", "100m"]
 
 MAX_LENGTH = 32768
 """Positions that every tiny model claims to support."""

@@ -25,6 +25,13 @@ SIZES = {
         mlp=512,
         chunk=64,
     ),
+    "25m": _Sizes(
+        pattern="M-M-M*-M-" * 2,
+        mamba=Mamba2Shape(hidden=256, heads=8, head_dim=64, groups=2, state=128),
+        attention=AttentionShape(heads=4, kv_heads=2, head_dim=64),
+        mlp=1024,
+        chunk=128,
+    ),
     "100m": _Sizes(
         pattern="M-M-M-*M-" * 4,
         mamba=Mamba2Shape(hidden=512, heads=16, head_dim=64, groups=2, state=128),
@@ -36,7 +43,7 @@ SIZES = {
 
 
 def nemotron_h(seed: int, scale: Scale) -> Model:
-    """A Nemotron-H model; the default of the project and the only one with a 100 M scale."""
+    """A Nemotron-H model; the default of the project and the only one with larger scales."""
     sizes = SIZES[scale]
     return Model(_config(sizes), _weights(sizes, seed))
 

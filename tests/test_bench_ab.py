@@ -1,0 +1,102 @@
+"""What scripts/bench_ab.py sends, forces, checks and prints; without a server."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from scripts import bench_ab
+from scripts.bench_ab import Configuration, ForcedAnswer, Outcome, Result
+from sglang_hybrid.replay.traces import Request
+
+
+def request(session: int) -> Request:
+    return Request(session, 0, 0.0, np.arange(4, dtype=np.int32), 3)
+
+
+def logits_after(prompt: int, committed: int, answer: list[int]) -> torch.Tensor:
+    req = SimpleNamespace(
+        origin_input_ids=[0] * prompt, kv=SimpleNamespace(kv_committed_len=committed)
+    )
+    params = {"__req__": req, "answer": answer}
+    return ForcedAnswer()(torch.zeros(1, 100), [params])
+
+
+@pytest.mark.parametrize(("committed", "token"), [(10, 7), (11, 8), (12, 9)])
+def test_the_token_that_is_due_is_the_greedy_one(committed: int, token: int) -> None:
+    assert logits_after(10, committed, [7, 8, 9]).argmax().item() == token
+
+
+@pytest.mark.parametrize("committed", [4, 13])
+def test_steps_that_nobody_reads_are_left_alone(committed: int) -> None:
+    """A chunk before the prompt's last, and the step after the answer's end."""
+    assert logits_after(10, committed, [7, 8, 9]).eq(0).all()
+
+
+def test_a_session_waits_for_its_own_answer_only() -> None:
+    trace = [request(session) for session in (0, 0, 1, 2)]
+    assert bench_ab.next_ready([1, 2, 3], {0}, trace) == 2
+    assert bench_ab.next_ready([1, 2, 3], set(), trace) == 1
+    assert bench_ab.next_ready([1], {0}, trace) is None
+
+
+def test_an_answer_that_is_not_the_traces_fails() -> None:
+    meta = {"prompt_tokens": 5, "cached_tokens": 2, "finish_reason": {"type": "length"}}
+    good = bench_ab.read_outcome({"meta_info": meta, "output_ids": [1, 2]}, 5, [1, 2], 0.1)
+    assert good == Outcome(5, 2, 0.1)
+    bad = bench_ab.read_outcome({"meta_info": meta, "output_ids": [1, 3]}, 5, [1, 2], 0.1)
+    assert "another answer" in bad.error
+    assert "no answer" in bench_ab.read_outcome({"error": "too long"}, 5, [1, 2], 0.1).error
+
+
+def result(name: str, cached: int, ttft: float, *, ours: bool = False) -> Result:
+    outcomes = [Outcome(100, cached, ttft), Outcome(error="timed out")]
+    return Result(Configuration(name, (), ours), outcomes, seconds=2.0, kv_evicted=1234)
+
+
+def test_rates_count_what_was_served() -> None:
+    one = result("SGLang", cached=25, ttft=0.2)
+    assert one.hit_rate == 0.25 and one.prefilled == 75 and one.ttft[1] == pytest.approx(200)
+    assert json.loads(json.dumps(one.record()))["hit_rate"] == 0.25
+
+
+def test_the_table_compares_with_the_default_and_names_sglangs_best() -> None:
+    failed = Result(Configuration("SGLang, `--x`", ("--x",), ours=False), error="no\nmemory")
+    lines = bench_ab.table(
+        [
+            result("SGLang, default", cached=25, ttft=0.2),
+            result("SGLang, `--y`", cached=40, ttft=0.2),
+            failed,
+            result("ours, default", cached=50, ttft=0.1, ours=True),
+        ]
+    ).splitlines()
+    assert lines[3].startswith("| SGLang, `--y` (SGLang's best) | 40.0% (1.60x) |")
+    assert "| failed: no memory |" in lines[4]
+    assert lines[5] == (
+        "| ours, default | 50.0% (2.00x) | 50 (0.67x) | 100 / 100 / 100 (0.50x / 0.50x / 0.50x) "
+        "| 2 (1.00x) | 1 / 1 | 1,234, 0 |"
+    )
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_configurations_begin_with_sglangs_default_and_differ_in_the_launcher() -> None:
+    default, own, ours, variant = bench_ab.configurations(
+        ["--mamba-max-states-per-path 2", ""], ["--hybrid-eviction lru"]
+    )
+    assert default.flags == () and own.flags == ("--mamba-max-states-per-path", "2")
+    assert ours.flags == ("--radix-cache-backend", "hybrid")
+    assert variant.flags == (*ours.flags, "--hybrid-eviction", "lru")
+    assert [c.ours for c in (default, own, ours, variant)] == [False, False, True, True]
+
+
+def test_pools_are_read_from_the_servers_log() -> None:
+    log = (
+        "[2026] Mamba Cache is allocated. max_mamba_cache_size: 48, ssm_state size: 0.10GB \n"
+        "[2026] KV Cache is allocated. dtype: torch.float32, #tokens: 16384, K size: 0.02 GB\n"
+    )
+    assert bench_ab.pools(log) == (
+        "max_mamba_cache_size: 48, ssm_state size: 0.10GB",
+        "dtype: torch.float32, #tokens: 16384, K size: 0.02 GB",
+    )
