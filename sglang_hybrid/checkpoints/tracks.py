@@ -27,9 +27,10 @@ class StateTracks:
     """The states that one batch shall leave: the i-th is that of sequence ``rows[i]`` (its index in
     the batch) after ``positions[i]`` tokens from its very start, and goes to ``slots[i]``.
 
-    A position lies behind the sequence's prefix and not behind its last token. A sequence may have
-    several, in any order. ``slots`` [n] int64 is on the pool's device and holds the ids that SGLang
-    allocates (virtual ones with unified memory), each once and none of a running request.
+    There is at least one. A position lies behind the sequence's prefix and not behind its last
+    token; a sequence may have several, in any order. ``slots`` [n] int64 is on the pool's device
+    and holds the ids that SGLang allocates (virtual ones with unified memory), each once and none
+    of a running request.
     """
 
     rows: list[int]
@@ -70,17 +71,20 @@ class PrefillTracks:
         self._first_chunk = (chunks.cumsum(0) - chunks)[rows]
 
         offsets = self._read[:, None] + torch.arange(-width, 0)
-        self._inputs = self._put(self._starts[:, None] + offsets.clamp(min=0))
         self._stitched = bool((offsets < 0).any())
-        if self._stitched:
-            self._is_earlier = self._put(offsets < 0)
-            self._earlier = self._put((offsets + width).clamp(max=width - 1))
-            self._resumed = self._put(prefix > 0)
-
-        self.sequence = self._put(rows)
-        self.ends = self._put(self._starts + self._read)
+        self.sequence, self.ends, resumed, self._inputs, earlier = self._put(
+            rows,
+            self._starts + self._read,
+            prefix > 0,
+            self._starts[:, None] + offsets.clamp(min=0),
+            offsets + width,
+        )
         self.slots = slots.long()
         self.owners = cache_indices[self.sequence].long()
+        if self._stitched:
+            self._resumed = resumed.bool()[:, None, None]
+            self._is_earlier = (earlier < width)[:, None]
+            self._earlier = earlier.clamp(max=width - 1)[:, None]
 
     def save_windows(self, inputs: Tensor, conv_states: Tensor) -> None:
         """Write the window at every position; to be called before the convolution runs.
@@ -91,9 +95,9 @@ class PrefillTracks:
         """
         windows = inputs[self._inputs].transpose(1, 2).to(conv_states.dtype)
         if self._stitched:
-            before = torch.where(self._resumed[:, None, None], conv_states[self.owners], 0)
-            before = before.gather(2, self._earlier[:, None].expand_as(before))
-            windows = torch.where(self._is_earlier[:, None], before, windows)
+            before = torch.where(self._resumed, conv_states[self.owners], 0)
+            before = before.gather(2, self._earlier.expand_as(before))
+            windows = torch.where(self._is_earlier, before, windows)
         conv_states[self.slots] = windows
 
     def save_states(self, states: Tensor, ssm_states: Tensor) -> None:
@@ -146,18 +150,24 @@ class PrefillTracks:
         begins, counts = (self._starts + chunk * CHUNK)[partial], count[partial]
         bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         spread = (begins - bounds[:-1]).repeat_interleave(counts)
-        return _Replay(
-            complete=self._put(self._complete.nonzero()[:, 0]),
-            partial=self._put(partial),
-            chunks=self._put((self._first_chunk + chunk)[partial]),
-            tokens=self._put(spread + torch.arange(len(spread))),
-            bounds=self._put(bounds.int()),
-            indices=self._put(torch.arange(len(partial), dtype=torch.int32)),
+        complete, partial, chunks, tokens, bounds, indices = self._put(
+            self._complete.nonzero()[:, 0],
+            partial,
+            (self._first_chunk + chunk)[partial],
+            spread + torch.arange(len(spread)),
+            bounds,
+            torch.arange(len(partial)),
         )
+        return _Replay(complete, partial, chunks, tokens, bounds.int(), indices.int())
 
-    def _put(self, values: Tensor) -> Tensor:
-        pinned = values.pin_memory() if self.device.type == "cuda" else values
-        return pinned.to(self.device, non_blocking=True)
+    def _put(self, *values: Tensor) -> list[Tensor]:
+        """The values as int64 on the device, all in one copy."""
+        packed = torch.cat([value.flatten() for value in values])
+        if self.device.type == "cuda":
+            packed = packed.pin_memory()
+        moved = packed.to(self.device, non_blocking=True)
+        parts = torch.split(moved, [value.numel() for value in values])
+        return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -179,10 +189,10 @@ class _Replay:
 
 def check(tracks: StateTracks, prefix_lens: list[int], extend_lens: list[int]) -> None:
     """Raises ValueError if a position is outside its prefill or the lengths do not fit."""
-    if not len(tracks.rows) == len(tracks.positions) == len(tracks.slots):
+    if not 0 < len(tracks.rows) == len(tracks.positions) == len(tracks.slots):
         raise ValueError(
             f"{len(tracks.rows)} rows, {len(tracks.positions)} positions and {len(tracks.slots)} "
-            "slots do not make state tracks; there must be one of each per state."
+            "slots do not make state tracks; there must be one of each per state, and a state."
         )
     for row, position in zip(tracks.rows, tracks.positions, strict=True):
         if not 0 <= row < len(extend_lens):

@@ -5,14 +5,26 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
+from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
+from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
+from sglang.srt.layers.attention.mamba.mamba1 import MambaMixer1
+from sglang.srt.model_executor import cuda_graph_config
+from torch import Tensor, nn
 
-from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks, prefill_tracks
+from sglang_hybrid.checkpoints.tracks import (
+    PrefillTracks,
+    StateTracks,
+    prefill_tracks,
+    supports_state_tracks,
+)
 from tests.checkpoints.layers import CHUNK, KERNEL, Asked, Case, Outcome, run_gdn, run_mamba2
 
 Run = Callable[[Case], Outcome]
@@ -127,3 +139,60 @@ def test_a_kernel_without_chunk_states_is_refused() -> None:
 def test_another_backend_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"SimpleNamespace cannot write .* split"):
         prefill_tracks(SimpleNamespace(), SimpleNamespace(), torch.empty(0))
+
+
+def test_no_state_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 rows, 0 positions and 0 slots"):
+        tracks([], [])
+
+
+class OtherKernel(TritonGDNKernel):
+    pass
+
+
+class OtherDevice(GDNAttnBackend):
+    pass
+
+
+def runner(
+    kind: type, *layers: type[nn.Module], kernel: type = TritonGDNKernel, mis: bool = False
+) -> Any:
+    """A model runner as far as `supports_state_tracks` looks at it."""
+    backend = object.__new__(kind)
+    backend.enable_mis = mis
+    backend.kernel_dispatcher = SimpleNamespace(extend_kernel=object.__new__(kernel))
+    modules = []
+    for layer in layers:
+        modules.append(layer.__new__(layer))
+        nn.Module.__init__(modules[-1])
+    return SimpleNamespace(
+        attn_backend=SimpleNamespace(linear_attn_backend=backend), model=nn.ModuleList(modules)
+    )
+
+
+@pytest.mark.parametrize(
+    "model_runner, supported",
+    [
+        (runner(Mamba2AttnBackend), True),
+        (runner(Mamba2AttnBackend, MambaMixer1), False),
+        (runner(GDNAttnBackend), True),
+        (runner(GDNAttnBackend, kernel=OtherKernel), False),
+        (runner(GDNAttnBackend, mis=True), False),
+        (runner(OtherDevice), False),
+        (runner(KDAAttnBackend), False),
+    ],
+    ids=["mamba2", "mamba1", "gdn", "gdn-other-kernel", "gdn-mis", "gdn-other-device", "kda"],
+)
+def test_which_models_write_tracks(model_runner: Any, supported: bool) -> None:
+    assert supports_state_tracks(model_runner) is supported
+
+
+def test_a_model_without_attention_has_the_backend_alone() -> None:
+    backend = runner(Mamba2AttnBackend).attn_backend.linear_attn_backend
+    assert supports_state_tracks(SimpleNamespace(attn_backend=backend, model=nn.Module()))
+
+
+def test_a_full_prefill_graph_would_lose_tracks(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = ("prefill", "full")
+    monkeypatch.setattr(cuda_graph_config, "check_cuda_graph_backend", lambda *a: a == full)
+    assert not supports_state_tracks(runner(Mamba2AttnBackend))

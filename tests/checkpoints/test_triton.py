@@ -1,0 +1,15 @@
+"""The patched Triton kernel tracks any positions; checked in Triton's interpreter, on the CPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def test_mamba2_tracks_several_positions_of_a_sequence_in_any_order() -> None:
+    pytest.importorskip("triton")
+    program = [sys.executable, "-m", "tests.checkpoints.interpreted_ssd"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(program, capture_output=True, text=True, timeout=250, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
