@@ -55,10 +55,14 @@ class RoleTokens:
         template: further arguments of `apply_chat_template`, as `chat_template` or the template's
         own variables.
         """
-        for as_content in (_text, _parts):
-            for openers in _tried(_openers, tokenizer, as_content, template):
-                if "user" in openers:
-                    return cls(openers)
+        found = (
+            openers
+            for as_content in (_text, _parts)
+            for openers in _tried(_openers, tokenizer, as_content, template)
+        )
+        openers = next(found, {})
+        if "user" in openers:
+            return cls(openers)
         logger.info(
             "sglang_hybrid: no role tokens in the chat template; messages' starts are unknown."
         )
@@ -157,6 +161,7 @@ def _openers(
     tokenizer: Any, as_content: Callable[[str], Any], template: Mapping[str, Any]
 ) -> dict[str, list[Opener]]:
     probe, twin = (_Probe(tokenizer, as_content, template, *names) for names in TOOLS)
+    probe.check()
     return probe.openers(twin)
 
 
@@ -182,6 +187,10 @@ class _Probe:
         self._bos: int | None = tokenizer.bos_token_id
         self._eos: int | None = tokenizer.eos_token_id
         self._assistant: list[list[int]] = []
+
+    def check(self) -> None:
+        """Raises if the template does not show contents of this form."""
+        self._renderings(("user",), 0)
 
     def openers(self, twin: _Probe) -> dict[str, list[Opener]]:
         """Openers by role; a role that the template refuses is left out.

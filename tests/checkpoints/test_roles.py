@@ -207,6 +207,12 @@ PARTS_ONLY = """\
 {{- '<|im_end|>\n' -}}
 {%- endfor -%}"""
 
+LLAMA_2 = """\
+{%- for m in messages -%}
+{{- bos_token ~ '[INST] ' ~ m.content ~ ' [/INST]' if m.role == 'user' -}}
+{{- ' ' ~ m.content ~ ' ' ~ eos_token if m.role == 'assistant' -}}
+{%- endfor -%}"""
+
 CHATML = ("<|im_start|>", "<|im_end|>")
 LLAMA_MARKS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 GRANITE_MARKS = ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")
@@ -508,6 +514,28 @@ def test_qwen_3_results_of_tools_are_messages_in_a_user_turn(
         f"<|im_start|>user\na{end}<|im_start|>assistant\nb{end}",
         f"<|im_start|>user\nc{end}<|im_start|>assistant\n<think>\n\n</think>\n\n",
     ]
+
+
+def test_beside_added_tokens_text_alone_opens_nothing() -> None:
+    qwen = style(QWEN_3, CHATML)
+    assert qwen.cut(user("a"), calls("x", "x"), tool("1"), tool("2"), prompted=False)[2:] == [
+        "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n"
+        "<tool_response>\n2\n</tool_response><|im_end|>\n"
+    ]
+
+
+def test_the_begin_of_text_alone_opens_nothing() -> None:
+    llama = style(LLAMA_2)
+    assert llama.cut(user("a"), assistant("b"), user("c")) == [
+        "",
+        "<bos>[INST] a [/INST] b <eos>",
+        "<bos>[INST] c [/INST]",
+    ]
+    assert llama.roles.message_starts(llama.tokenizer.encode("<bos>Once upon a time")) == []
+
+
+def test_a_single_token_of_text_opens_nothing() -> None:
+    assert not style(VICUNA.replace("USER: ", "user")).roles
 
 
 def test_an_end_of_text_in_the_place_of_the_generation_prompt() -> None:
