@@ -1,22 +1,24 @@
-"""A trace-driven cache: the server's tree, candidates and policies, with a byte budget and without
-a model.
+"""A trace-driven cache: the server's tree, candidates and policies, with a budget and without a
+model.
 
-One shared budget; a request's prompt is matched and its checkpoints and tail are inserted at once,
-so requests do not overlap. Admission is the paper's: the branch point of the prompt, if it gains
-enough tokens, and the last token. A policy that keeps a history also knows branch points whose KV
-was evicted.
+Admission is the paper's: the branch point of the prompt, if it gains enough tokens, and the last
+token. A policy that keeps a history also knows branch points whose KV was evicted. The budget holds
+what is cached; what running requests compute before it is cached is not in it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from sglang_hybrid.core.admission import Prefill, Room, decide
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
-from sglang_hybrid.core.nodes import Kind, Node, NodeTree
+from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.core.pool import Pool, Scarce
+from sglang_hybrid.replay.token_tree import TokenTree
 from sglang_hybrid.replay.traces import Request, TokenArray
 
 
@@ -37,22 +39,91 @@ def hit_rate(outcomes: Iterable[Outcome]) -> float:
     return sum(o.hit_len for o in outcomes) / sum(o.input_len for o in outcomes)
 
 
-class Simulator:
-    """A cache of at most `budget` bytes (None: unbounded) that evicts by `policy`. `used` is what
-    it holds now.
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request under way. ends: positions of its prompt at which a state is kept. held: the node
+    that must stay meanwhile.
     """
 
+    request: Request
+    outcome: Outcome
+    ends: dict[int, Kind]
+    held: Node | None = None
+
+
+class Cache(Protocol):
+    """What can be replayed: requests one after the other by `serve`, or overlapping, by `begin` at
+    the start of a prefill, `prefilled` at its end and `finished` after the last token.
+    """
+
+    def serve(self, request: Request) -> Outcome: ...
+
+    def begin(self, request: Request) -> Ticket: ...
+
+    def prefilled(self, ticket: Ticket) -> None: ...
+
+    def finished(self, ticket: Ticket) -> None: ...
+
+
+@dataclass(frozen=True)
+class Split:
+    """A budget in two pools that do not lend to each other: KV tokens and state slots."""
+
+    kv_tokens: int
+    slots: int
+
+    @classmethod
+    def sglang(cls, budget: int, cost: CostModel, states_to_kv: float = 0.9) -> Split:
+        """`budget` bytes, split as SGLang's --mamba-full-memory-ratio does (0.9 by default)."""
+        for_states = int(budget * states_to_kv / (1 + states_to_kv)) if cost.state_bytes else 0
+        slots = for_states // cost.state_bytes if cost.state_bytes else 2**62
+        kv_bytes = cost.kv_bytes_per_token
+        return cls((budget - for_states) // kv_bytes if kv_bytes else 2**62, slots)
+
+
+Budget = int | Split | None
+
+
+class Simulator:
+    """A cache that holds at most `budget` (bytes, two pools, or None: unbounded) and evicts by
+    `policy`.
+
+    state_policy: the policy of the state slots of a split budget, where `policy` is the KV's.
+    """
+
+    page = 1
+
     def __init__(
-        self, cost: CostModel, budget: int | None, policy: Policy, min_branch_tokens: int = 16
+        self,
+        cost: CostModel,
+        budget: Budget,
+        policy: Policy,
+        min_branch_tokens: int = 16,
+        state_policy: Policy | None = None,
     ) -> None:
         self.cost = cost
         self.budget = budget
         self.min_branch_tokens = min_branch_tokens
-        self.tree = NodeTree()
+        self.tree = TokenTree(self.page)
         self.policy = policy
-        self.pool = Pool(Scarce.SHARED, cost, policy, self.tree.clock)
+        self.kv_used = 0  # tokens
+        self.states_used = 0
+        self._running: Counter[Node] = Counter()
+        kv_scarce = Scarce.KV if isinstance(budget, Split) else Scarce.SHARED
+        self.pool = Pool(kv_scarce, cost, policy, self.tree.clock)
         self.tree.listen(self.pool)
-        self.used = 0
+        self.state_pool = self.pool
+        if isinstance(budget, Split):
+            if state_policy is None:
+                raise ValueError("a split budget needs a policy for its state slots")
+            self.state_pool = Pool(Scarce.STATES, cost, state_policy, self.tree.clock)
+            self.tree.listen(self.state_pool)
+
+    @property
+    def used(self) -> int:
+        """Bytes that it holds now."""
+        kv = self.kv_used * self.cost.kv_bytes_per_token
+        return kv + self.states_used * self.cost.state_bytes
 
     def run(self, requests: Iterable[Request]) -> list[Outcome]:
         """Serve every request, in order."""
@@ -60,9 +131,40 @@ class Simulator:
 
     def serve(self, request: Request) -> Outcome:
         """Match the prompt, then insert the whole sequence with the checkpoints it deserves."""
+        ticket, path, matched = self._look_up(request)
+        ends: dict[int, Kind | None] = {**ticket.ends, len(request.tokens): Kind.TAIL}
+        path = self._insert(request.tokens, path, matched, ends)
+        self._passed(request, path)
+        self._remember(request, path)
+        return ticket.outcome
+
+    def begin(self, request: Request) -> Ticket:
+        """Match the prompt, and hold what it resumes from."""
+        ticket, path, _ = self._look_up(request)
+        hit = [node for node in path if node.depth == ticket.outcome.hit_len]
+        self._hold(ticket, hit[0] if hit else None)
+        return ticket
+
+    def prefilled(self, ticket: Ticket) -> None:
+        """Publish the prompt and its checkpoints."""
+        request = ticket.request
+        prompt = request.tokens[: request.input_len]
+        self._publish(ticket, prompt, {**ticket.ends, len(prompt): None})
+
+    def finished(self, ticket: Ticket) -> None:
+        """Publish the answer and the tail."""
+        request = ticket.request
+        path = self._publish(ticket, request.tokens, {len(request.tokens): Kind.TAIL})
+        self._hold(ticket, None)
+        self._remember(request, path)
+
+    def _look_up(self, request: Request) -> tuple[Ticket, list[Node], int]:
+        """What it finds and which checkpoints it deserves; the nodes on its whole path, and how
+        many of its tokens are stored.
+        """
         self.tree.clock.advance(request.arrival)
         usable = request.input_len - 1  # the last prompt token is always computed
-        path, matched = self._walk(request.tokens)
+        path, matched = self.tree.find(request.tokens)
         hit = self.tree.root
         for node in path:
             if node.has_state and node.depth <= usable:
@@ -72,13 +174,14 @@ class Simulator:
         prefill = Prefill(
             request.input_len, hit.depth, min(matched, usable), self._known_branch(request)
         )
+        self._passed(request, path)
+        outcome = Outcome(prefill.prompt_len, prefill.hit_len, prefill.kv_len)
+        return Ticket(request, outcome, self._checkpoints(prefill)), path, matched
+
+    def _checkpoints(self, prefill: Prefill) -> dict[int, Kind]:
         branch = (prefill.branch_point(), Kind.BRANCH)
         decided = decide([branch], prefill, Room(free_slots=1), self.min_branch_tokens)
-        ends = {c.position: c.kind for c in decided if c.admitted}
-        ends[len(request.tokens)] = Kind.TAIL
-        path = self._insert(request.tokens, path, matched, ends)
-        self._remember(request, path)
-        return Outcome(prefill.prompt_len, prefill.hit_len, prefill.kv_len)
+        return {c.position: c.kind for c in decided if c.admitted}
 
     def _known_branch(self, request: Request) -> int:
         history = self.policy.history
@@ -91,95 +194,108 @@ class Simulator:
             for node in path:
                 self.tree.trace(node, trail.at(node.depth))
 
-    def _insert(
-        self, tokens: TokenArray, path: list[Node], matched: int, ends: dict[int, Kind]
+    def _passed(self, request: Request, path: list[Node]) -> None:
+        """`request` found or left the nodes on `path`: for caches that note more than the hit."""
+
+    def _publish(
+        self, ticket: Ticket, tokens: TokenArray, ends: dict[int, Kind | None]
     ) -> list[Node]:
-        """Store `tokens` with states at `ends`; return the nodes on their path. What cannot fit is
-        not stored at all.
+        """Insert what was computed by now and hold its end instead of what was held before."""
+        path, matched = self.tree.find(tokens)
+        path = self._insert(tokens, path, matched, ends)
+        self._passed(ticket.request, path)
+        deepest = max(path, key=lambda node: node.depth, default=None)
+        if deepest is not None and deepest.depth == len(tokens):
+            self._hold(ticket, deepest)
+        return path
+
+    def _hold(self, ticket: Ticket, node: Node | None) -> None:
+        """Hold `node` for a running request, and let go of what it held."""
+        before, ticket.held = ticket.held, node
+        if node is not None:
+            self._running[node] += 1
+            self.tree.hold(node, kv=True, state=True)
+        if before is not None:
+            self._running[before] -= 1
+            self._let_go(before)
+
+    def _let_go(self, node: Node) -> None:
+        if self._running[node] <= 0:
+            del self._running[node]
+            self.tree.hold(node, kv=False, state=False)
+
+    def _insert(
+        self,
+        tokens: TokenArray,
+        path: list[Node],
+        matched: int,
+        ends: dict[int, Kind | None],
+    ) -> list[Node]:
+        """Store `tokens` with nodes at `ends`, those of a kind with states; return the nodes on
+        their path. What cannot fit is not stored at all.
         """
         stored = {node.depth for node in path if node.has_state}
-        needed = (len(tokens) - matched) * self.cost.kv_bytes_per_token
-        needed += len(ends.keys() - stored) * self.cost.state_bytes
-        touched = self._path_to(path, matched, tokens)
-        if not self._make_room(needed, touched):
+        kv = len(tokens) - matched
+        states = sum(1 for end, kind in ends.items() if kind and end not in stored)
+        touched = self.tree.beyond(path, matched, tokens)
+        if not self._make_room(kv, states, touched):
             return path
-        self.used += needed
+        self.kv_used += kv
+        self.states_used += states
         at = {node.depth: node for node in path}
         for cut in sorted({matched, *ends} - at.keys() - {0}):
             if cut <= matched:
-                at[cut] = self._split(next(node for node in touched if node.depth > cut), cut)
+                at[cut] = self.tree.cut(next(node for node in touched if node.depth > cut), cut)
         start = matched
         for end in sorted(end for end in ends if end > matched):
-            parent = at[start] if start else self.tree.root
-            at[end] = self.tree.add(parent, int(tokens[start]), end - start)
-            at[end].owner = tokens[start:end]
+            at[end] = self.tree.grow(at[start] if start else self.tree.root, tokens[start:end])
             start = end
         for end, kind in ends.items():
-            self.tree.give_state(at[end], kind)
+            if kind:
+                self.tree.give_state(at[end], kind)
         return list(at.values())
 
-    def _make_room(self, needed: int, path: list[Node]) -> bool:
-        """Evict until `needed` bytes fit; False if they cannot. What is on `path` stays."""
-        if self.budget is None or self.used + needed <= self.budget:
+    def _short(self, kv: int, states: int) -> Pool | None:
+        """The pool that must evict before so many tokens and states fit, None if they do."""
+        if self.budget is None:
+            return None
+        if isinstance(self.budget, Split):
+            if self.states_used + states > self.budget.slots:
+                return self.state_pool
+            return self.pool if self.kv_used + kv > self.budget.kv_tokens else None
+        needed = kv * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
+        return self.pool if self.used + needed > self.budget else None
+
+    def _make_room(self, kv: int, states: int, path: list[Node]) -> bool:
+        """Evict until so many tokens and states fit; False if they cannot. `path` stays."""
+        if self._short(kv, states) is None:
             return True
-        kept = path[-1].depth * self.cost.kv_bytes_per_token if path else 0
-        kept += sum(node.has_state for node in path) * self.cost.state_bytes
-        if kept + needed > self.budget:
+        if not self._could_fit(kv, states, path):
             return False
         for node in path:
             self.tree.hold(node, kv=True, state=True)
-        while self.used + needed > self.budget:
-            victim = self.pool.victim()
+        while pool := self._short(kv, states):
+            victim = pool.victim() or pool.victim(last_resort=True)
             if victim is None:
                 break
             self._evict(victim)
         for node in path:
-            self.tree.hold(node, kv=False, state=False)
-        return self.used + needed <= self.budget
+            self._let_go(node)
+        return self._short(kv, states) is None
+
+    def _could_fit(self, kv: int, states: int, path: list[Node]) -> bool:
+        """Whether it would fit beside nothing but `path`."""
+        kv += path[-1].depth if path else 0
+        states += sum(node.has_state for node in path)
+        if isinstance(self.budget, Split):
+            return kv <= self.budget.kv_tokens and states <= self.budget.slots
+        needed = kv * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
+        return self.budget is None or needed <= self.budget
 
     def _evict(self, node: Node) -> None:
-        if node.has_state:
-            self.used -= self.cost.state_bytes
+        self.states_used -= node.has_state
         if node.children:
             self.tree.drop_state(node)
         else:
-            self.used -= node.tokens * self.cost.kv_bytes_per_token
+            self.kv_used -= node.tokens
             self.tree.remove(node)
-
-    def _walk(self, tokens: TokenArray) -> tuple[list[Node], int]:
-        """Nodes that `tokens` cover to their end, and how many tokens are stored, the part of an
-        edge included.
-        """
-        path: list[Node] = []
-        node, matched, total = self.tree.root, 0, len(tokens)
-        while matched < total:
-            child = node.children.get(int(tokens[matched]))
-            if child is None:
-                break
-            edge: TokenArray = child.owner
-            same = min(len(edge), total - matched)
-            differ = edge[:same] != tokens[matched : matched + same]
-            first = int(differ.argmax())
-            if differ[first]:
-                return path, matched + first
-            matched += same
-            if same < len(edge):
-                break
-            path.append(child)
-            node = child
-        return path, matched
-
-    def _path_to(self, path: list[Node], matched: int, tokens: TokenArray) -> list[Node]:
-        """`path`, and the node whose edge `matched` ends on."""
-        deepest = path[-1] if path else self.tree.root
-        if matched == deepest.depth:
-            return path
-        return [*path, deepest.children[int(tokens[deepest.depth])]]
-
-    def _split(self, node: Node, depth: int) -> Node:
-        """Cut `node`'s edge at `depth` and return the new node that ends there."""
-        edge: TokenArray = node.owner
-        head_tokens = node.tokens - (node.depth - depth)
-        head = self.tree.split(node, head_tokens, int(edge[0]), int(edge[head_tokens]))
-        head.owner, node.owner = edge[:head_tokens], edge[head_tokens:]
-        return head

@@ -1,0 +1,250 @@
+"""Caches to compare with: none, fine-grained blocks, SGLang's, and one that knows the future."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from sglang_hybrid.core.admission import Prefill
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.eviction import Lru
+from sglang_hybrid.core.history import History
+from sglang_hybrid.core.nodes import Kind, Node
+from sglang_hybrid.replay.future import Oracle
+from sglang_hybrid.replay.policies import Clairvoyant, PathLru
+from sglang_hybrid.replay.simulator import Budget, Outcome, Simulator, Split, Ticket
+from sglang_hybrid.replay.traces import Request
+
+
+class NoCache:
+    """Every prompt is computed."""
+
+    def serve(self, request: Request) -> Outcome:
+        return Outcome(request.input_len, 0, 0)
+
+    def begin(self, request: Request) -> Ticket:
+        return Ticket(request, self.serve(request), {})
+
+    def prefilled(self, ticket: Ticket) -> None: ...
+
+    def finished(self, ticket: Ticket) -> None: ...
+
+
+@dataclass(slots=True)
+class Block:
+    """A cached block: whether a hit used its KV, and whether one resumed from its state."""
+
+    kv_reused: bool = False
+    state_reused: bool = False
+
+
+class BlockCache:
+    """vLLM+: every full block of `block` tokens is cached with a state, least recently used first
+    out, strictly within the budget (paper section 5.1).
+
+    A use touches the whole prefix, the deepest block first, so the oldest block is always one that
+    no other needs. Of a sequence that does not fit, the beginning is kept. stored, kv_reused,
+    state_reused: blocks so far, for the paper's figure 3a.
+    """
+
+    def __init__(self, cost: CostModel, budget: Budget, block: int = 32) -> None:
+        self.block = block
+        each = block * cost.kv_bytes_per_token + cost.state_bytes
+        if isinstance(budget, Split):
+            self.capacity = min(budget.slots, budget.kv_tokens // block)
+        else:
+            self.capacity = 2**62 if budget is None else budget // max(each, 1)
+        self.used_by_block = each
+        self.stored = self.kv_reused = self.state_reused = 0
+        self._blocks: OrderedDict[int, Block] = OrderedDict()
+
+    @property
+    def used(self) -> int:
+        """Bytes that it holds now."""
+        return len(self._blocks) * self.used_by_block
+
+    def serve(self, request: Request) -> Outcome:
+        ticket = self.begin(request)
+        self._store(request, len(request.tokens))
+        return ticket.outcome
+
+    def begin(self, request: Request) -> Ticket:
+        names = self._names(request, request.input_len - 1)
+        found = 0
+        while found < len(names) and names[found] in self._blocks:
+            found += 1
+        for name in reversed(names[:found]):
+            block = self._blocks[name]
+            self.kv_reused += not block.kv_reused
+            block.kv_reused = True
+            self._blocks.move_to_end(name)
+        if found:
+            last = self._blocks[names[found - 1]]
+            self.state_reused += not last.state_reused
+            last.state_reused = True
+        hit = found * self.block
+        return Ticket(request, Outcome(request.input_len, hit, hit), {})
+
+    def prefilled(self, ticket: Ticket) -> None:
+        self._store(ticket.request, ticket.request.input_len)
+
+    def finished(self, ticket: Ticket) -> None:
+        self._store(ticket.request, len(ticket.request.tokens))
+
+    def _store(self, request: Request, length: int) -> None:
+        names = self._names(request, length)[: self.capacity]
+        for name in reversed(names):
+            if name in self._blocks:
+                self._blocks.move_to_end(name)
+        missing = [name for name in names if name not in self._blocks]
+        while len(self._blocks) + len(missing) > self.capacity:
+            self._blocks.popitem(last=False)
+        for name in reversed(names):
+            if name in self._blocks:
+                self._blocks.move_to_end(name)
+            else:
+                self._blocks[name] = Block()
+                self.stored += 1
+
+    def _names(self, request: Request, length: int) -> list[int]:
+        """A name for each full block of the first `length` tokens: its tokens and all before."""
+        count = length // self.block
+        rows = request.tokens[: count * self.block].reshape(count, self.block)
+        names = []
+        name = 0
+        for row in rows:
+            name = hash((name, row.tobytes()))
+            names.append(name)
+        return names
+
+
+class SglangPlus(Simulator):
+    """SGLang+: Marconi's admission, least recently used leaf (paper section 5.1)."""
+
+    def __init__(self, cost: CostModel, budget: Budget, min_branch_tokens: int = 16) -> None:
+        super().__init__(cost, budget, PathLru(), min_branch_tokens, PathLru())
+
+    def _passed(self, request: Request, path: list[Node]) -> None:
+        for pool in {self.pool, self.state_pool}:
+            assert isinstance(pool.policy, PathLru)
+            pool.policy.touch(path, self.tree.clock.tick)
+            for node in path:
+                pool.mark(node)
+
+
+class SglangCache(Simulator):
+    """SGLang 0.5.23 as it is, with `extra_buffer` (sglang-notes sections 1 and 2).
+
+    States and KV in two pools. One state per prefill chunk of at most `chunk` tokens, at the last
+    multiple of `grid` tokens from the chunk's start, or at the branch point if that lies before it
+    and on the grid; KV is published as far as a state reaches. While decoding, states at multiples
+    of `interval` tokens (0: none). States go by least recent use, however many children they have;
+    KV by least recently used leaf.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        budget: Budget,
+        grid: int = 64,
+        chunk: int = 8_192,
+        interval: int = 256,
+        page: int = 1,
+    ) -> None:
+        self.page = page
+        self.grid = grid
+        self.chunk = chunk
+        self.interval = interval
+        if isinstance(budget, int):
+            budget = Split.sglang(budget, cost)
+        self.kv_policy = PathLru()
+        super().__init__(cost, budget, self.kv_policy, 0, Lru(blind_to_children=True))
+
+    def serve(self, request: Request) -> Outcome:
+        ticket = self.begin(request)
+        self.prefilled(ticket)
+        self.finished(ticket)
+        return ticket.outcome
+
+    def prefilled(self, ticket: Ticket) -> None:
+        for end in sorted(ticket.ends):
+            self._publish(ticket, ticket.request.tokens[:end], {end: ticket.ends[end]})
+
+    def finished(self, ticket: Ticket) -> None:
+        request = ticket.request
+        if self.interval:
+            end = (len(request.tokens) - 1) // self.interval * self.interval
+            if end > request.input_len:
+                self._publish(ticket, request.tokens[:end], {end: Kind.TAIL})
+        self._hold(ticket, None)
+
+    def _look_up(self, request: Request) -> tuple[Ticket, list[Node], int]:
+        self.tree.clock.advance(request.arrival)
+        prompt = request.tokens[: request.input_len - 1]
+        path, matched = self.tree.find(prompt)
+        if matched > (path[-1].depth if path else 0):
+            below = self.tree.beyond(path, matched, prompt)[-1]
+            path = [*path, self.tree.cut(below, matched)]
+        resumable = [node for node in path if node.has_state]
+        hit = resumable[-1] if resumable else self.tree.root
+        if resumable:
+            self.tree.hit(hit)
+            self._passed(request, path[: path.index(hit) + 1])
+        prefill = Prefill(request.input_len, hit.depth, matched)
+        outcome = Outcome(request.input_len, hit.depth, matched)
+        return Ticket(request, outcome, self._checkpoints(prefill)), path, matched
+
+    def _checkpoints(self, prefill: Prefill) -> dict[int, Kind]:
+        branch = prefill.kv_len // self.grid * self.grid
+        ends: dict[int, Kind] = {}
+        start = prefill.hit_len
+        while start < prefill.prompt_len:
+            end = min(start + self.chunk, prefill.prompt_len)
+            target = start + (end - start) // self.grid * self.grid
+            if start < branch < target and (branch - start) % self.grid == 0:
+                ends[branch] = Kind.BRANCH
+            elif target > start:
+                ends[target] = Kind.CHUNK
+            start = end
+        return ends
+
+    def _passed(self, request: Request, path: list[Node]) -> None:
+        self.kv_policy.touch(path, self.tree.clock.tick)
+        for node in path:
+            self.pool.mark(node)
+
+
+class ClairvoyantCache(Simulator):
+    """Evicts by what the rest of the trace will ask for: a bound that no online policy can be
+    expected to reach.
+
+    remember: it also knows branch points whose KV was evicted, as `reuse` does. Without it, its
+    admission is LRU's (marconi-notes.md section 8).
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        budget: Budget,
+        oracle: Oracle,
+        remember: bool = True,
+        min_branch_tokens: int = 16,
+    ) -> None:
+        super().__init__(cost, budget, Clairvoyant(), min_branch_tokens, Clairvoyant())
+        self._oracle = oracle
+        self._now = 0
+        self._history = History(max_bytes=2**40) if remember else None
+
+    def _known_branch(self, request: Request) -> int:
+        if self._history is None:
+            return 0
+        return self._history.meet(request.tokens[: request.input_len]).branch
+
+    def _remember(self, request: Request, path: list[Node]) -> None:
+        if self._history is not None:
+            self._history.observe(request.tokens, request.input_len, self.tree.clock)
+
+    def _passed(self, request: Request, path: list[Node]) -> None:
+        self._now = max(self._now, self._oracle.tick(request))
+        for node in path:
+            self.tree.trace(node, self._oracle.next_use(request, node.depth, self._now))

@@ -1,0 +1,165 @@
+"""What can be replayed, by name: `NAME` or `NAME:OPTION=VALUE,..`, as `marconi:alpha=0.3`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from inspect import Parameter, signature
+from typing import Any
+
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.eviction import POLICIES, Lru, Policy, make_policy
+from sglang_hybrid.replay.baselines import (
+    BlockCache,
+    ClairvoyantCache,
+    NoCache,
+    SglangCache,
+    SglangPlus,
+)
+from sglang_hybrid.replay.future import Oracle
+from sglang_hybrid.replay.policies import Density, TailLru
+from sglang_hybrid.replay.simulator import Budget, Cache, Simulator
+from sglang_hybrid.replay.traces import Request
+
+HINDSIGHT = "marconi-best"
+ALPHAS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+@dataclass
+class Setting:
+    """What a system is built for. The oracle is made when one first asks for it."""
+
+    cost: CostModel
+    budget: Budget
+    requests: Sequence[Request]
+    min_branch_tokens: int = 16
+    oracles: dict[int, Oracle] = field(default_factory=dict)
+
+    @cached_property
+    def oracle(self) -> Oracle:
+        key = id(self.requests)
+        if key not in self.oracles:
+            self.oracles[key] = Oracle(self.requests)
+        return self.oracles[key]
+
+
+def _evicting(make: Callable[..., Policy]) -> Callable[..., Cache]:
+    """A simulator with the policy that `make` makes, twice for a split budget; two that learn share
+    one history.
+    """
+
+    def build(setting: Setting, **options: Any) -> Cache:
+        policy = make(**options)
+        if policy.history is None:
+            other = make(**options)
+        else:
+            other = make(**options, history=policy.history)
+        return Simulator(setting.cost, setting.budget, policy, setting.min_branch_tokens, other)
+
+    build.options = {  # type: ignore[attr-defined]
+        name for name in signature(make).parameters if name not in ("history", "blind_to_children")
+    }
+    return build
+
+
+def _none(setting: Setting) -> Cache:
+    return NoCache()
+
+
+def _vllm(setting: Setting, block: int = 32) -> Cache:
+    return BlockCache(setting.cost, setting.budget, int(block))
+
+
+def _sglang_plus(setting: Setting) -> Cache:
+    return SglangPlus(setting.cost, setting.budget, setting.min_branch_tokens)
+
+
+def _sglang(setting: Setting, grid: int = 64, chunk: int = 8_192, interval: int = 256) -> Cache:
+    return SglangCache(setting.cost, setting.budget, int(grid), int(chunk), int(interval))
+
+
+def _clairvoyant(setting: Setting, remember: int = 1) -> Cache:
+    return ClairvoyantCache(
+        setting.cost, setting.budget, setting.oracle, bool(remember), setting.min_branch_tokens
+    )
+
+
+def _unbounded(setting: Setting) -> Cache:
+    return Simulator(setting.cost, None, Lru(), setting.min_branch_tokens)
+
+
+SYSTEMS: dict[str, Callable[..., Cache]] = {
+    "none": _none,
+    "vllm+": _vllm,
+    "sglang+": _sglang_plus,
+    "sglang": _sglang,
+    **{name: _evicting(make) for name, make in POLICIES.items()},
+    "tlru": _evicting(TailLru),
+    "density": _evicting(Density),
+    "clairvoyant": _clairvoyant,
+    "unbounded": _unbounded,
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A system's name and options, as written on a command line."""
+
+    name: str
+    options: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Spec:
+        """Raises ValueError, in one sentence that lists what there is."""
+        name, _, rest = text.partition(":")
+        known = [*SYSTEMS, HINDSIGHT]
+        if name not in known:
+            raise ValueError(f"unknown policy {name!r}; known are {', '.join(known)}")
+        accepted = _options(name)
+        options: list[tuple[str, float]] = []
+        for part in filter(None, rest.split(",")):
+            option, _, value = part.rpartition("=")
+            option = option or (accepted[0] if accepted else "")
+            if option not in accepted:
+                there = f"its options are {', '.join(accepted)}" if accepted else "it has none"
+                raise ValueError(f"policy {name!r} has no option {option or value!r}; {there}")
+            try:
+                options.append((option, float(value)))
+            except ValueError:
+                raise ValueError(f"{value!r} is no number for {option} of {name!r}") from None
+        spec = cls(name, tuple(options))
+        if name in POLICIES and options:
+            make_policy(name, **dict(options))
+        return spec
+
+    def __str__(self) -> str:
+        if not self.options:
+            return self.name
+        if len(self.options) == 1:
+            return f"{self.name} {self.options[0][1]:g}"
+        return f"{self.name} " + " ".join(f"{name}={value:g}" for name, value in self.options)
+
+    def build(self, setting: Setting) -> Cache:
+        return SYSTEMS[self.name](setting, **dict(self.options))
+
+    def candidates(self) -> list[Spec]:
+        """Itself, or what the best in hindsight is chosen from."""
+        if self.name != HINDSIGHT:
+            return [self]
+        return [Spec("marconi", (("alpha", alpha),)) for alpha in ALPHAS]
+
+
+def _options(name: str) -> list[str]:
+    if name == HINDSIGHT:
+        return []
+    build = SYSTEMS[name]
+    if hasattr(build, "options"):
+        return sorted(build.options)
+    parameters = list(signature(build).parameters.values())[1:]
+    return [p.name for p in parameters if p.default is not Parameter.empty]
+
+
+def smallest_budget(cost: CostModel) -> int:
+    """Bytes of one state and one token, less than which nothing can be cached."""
+    return cost.state_bytes + cost.kv_bytes_per_token
