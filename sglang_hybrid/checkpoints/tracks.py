@@ -248,18 +248,35 @@ def supports_state_tracks(model_runner: Any) -> bool:
 
     Where it does not, a prefill must be split at the positions instead: other recurrent layers
     (KDA, lightning attention, short convolution, Mamba1), other kernels, two-batch overlap, and
-    prefills inside a full CUDA graph, whose metadata is fixed when it is captured.
+    layers inside a CUDA graph. To be asked when the graphs are captured.
     """
     from sglang.srt.layers.attention.mamba.mamba1 import MambaMixer1
-    from sglang.srt.model_executor.cuda_graph_config import (
-        Backend,
-        Phase,
-        check_cuda_graph_backend,
-    )
 
     backend = model_runner.attn_backend
     return (
         writes_tracks(getattr(backend, "linear_attn_backend", backend))
         and not any(isinstance(module, MambaMixer1) for module in model_runner.model.modules())
-        and not check_cuda_graph_backend(Phase.PREFILL, Backend.FULL)
+        and not _in_a_graph(model_runner)
+    )
+
+
+def _in_a_graph(model_runner: Any) -> bool:
+    """Whether recurrent layers are part of a prefill's CUDA graph, where they repeat its capture.
+
+    SGLang's breakable graphs, its default, leave out the layers that say so: all gated delta nets,
+    and Mamba2 mixers in a layer with ``_forward_mamba`` (Nemotron-H).
+    """
+    from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+    graphs = model_runner.prefill_cuda_graph_runner
+    if not isinstance(graphs, PrefillCudaGraphRunner):
+        return False
+    if graphs.prefill_backend_name == Backend.FULL or graphs.enable_cp_bcg_capture:
+        return True
+    return any(
+        isinstance(child, MambaMixer2) and not hasattr(layer, "_forward_mamba")
+        for layer in model_runner.model.modules()
+        for child in layer.children()
     )

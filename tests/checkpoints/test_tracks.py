@@ -15,8 +15,9 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBac
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
+from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
 from sglang.srt.layers.attention.mamba.mamba1 import MambaMixer1
-from sglang.srt.model_executor import cuda_graph_config
+from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 from torch import Tensor, nn
 
 from sglang_hybrid.checkpoints.tracks import (
@@ -154,45 +155,83 @@ class OtherDevice(GDNAttnBackend):
     pass
 
 
+class BrokenOut(nn.Module):
+    """A layer as Nemotron-H's, which SGLang's breakable graphs leave out."""
+
+    def _forward_mamba(self) -> None: ...
+
+
+def made(kind: type[nn.Module], **children: nn.Module) -> nn.Module:
+    """A module of this kind with these children, without its own weights."""
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    for name, child in children.items():
+        module.add_module(name, child)
+    return module
+
+
 def runner(
-    kind: type, *layers: type[nn.Module], kernel: type = TritonGDNKernel, mis: bool = False
+    kind: type,
+    layer: nn.Module | None = None,
+    kernel: type = TritonGDNKernel,
+    mis: bool = False,
+    graphs: str | None = None,
 ) -> Any:
     """A model runner as far as `supports_state_tracks` looks at it."""
     backend = object.__new__(kind)
     backend.enable_mis = mis
     backend.kernel_dispatcher = SimpleNamespace(extend_kernel=object.__new__(kernel))
-    modules = []
-    for layer in layers:
-        modules.append(layer.__new__(layer))
-        nn.Module.__init__(modules[-1])
+    captured = object.__new__(PrefillCudaGraphRunner) if graphs else None
+    if captured is not None:
+        captured.prefill_backend_name, captured.enable_cp_bcg_capture = graphs, False
     return SimpleNamespace(
-        attn_backend=SimpleNamespace(linear_attn_backend=backend), model=nn.ModuleList(modules)
+        attn_backend=SimpleNamespace(linear_attn_backend=backend),
+        model=nn.ModuleList([layer] if layer is not None else []),
+        prefill_cuda_graph_runner=captured,
     )
+
+
+MIXER, NEMOTRON = made(MambaMixer2), made(BrokenOut, mixer=made(MambaMixer2))
 
 
 @pytest.mark.parametrize(
     "model_runner, supported",
     [
         (runner(Mamba2AttnBackend), True),
-        (runner(Mamba2AttnBackend, MambaMixer1), False),
+        (runner(Mamba2AttnBackend, made(MambaMixer1)), False),
         (runner(GDNAttnBackend), True),
         (runner(GDNAttnBackend, kernel=OtherKernel), False),
         (runner(GDNAttnBackend, mis=True), False),
         (runner(OtherDevice), False),
         (runner(KDAAttnBackend), False),
+        (runner(Mamba2AttnBackend, MIXER), True),
+        (runner(Mamba2AttnBackend, MIXER, graphs="breakable"), False),
+        (runner(Mamba2AttnBackend, NEMOTRON, graphs="breakable"), True),
+        (runner(Mamba2AttnBackend, NEMOTRON, graphs="full"), False),
+        (runner(GDNAttnBackend, graphs="breakable"), True),
+        (runner(GDNAttnBackend, graphs="full"), False),
     ],
-    ids=["mamba2", "mamba1", "gdn", "gdn-other-kernel", "gdn-mis", "gdn-other-device", "kda"],
+    ids=[
+        "mamba2",
+        "mamba1",
+        "gdn",
+        "gdn-other-kernel",
+        "gdn-mis",
+        "gdn-other-device",
+        "kda",
+        "mamba2-eager",
+        "mamba2-in-a-graph",
+        "mamba2-out-of-the-graph",
+        "mamba2-full-graph",
+        "gdn-out-of-the-graph",
+        "gdn-full-graph",
+    ],
 )
 def test_which_models_write_tracks(model_runner: Any, supported: bool) -> None:
     assert supports_state_tracks(model_runner) is supported
 
 
 def test_a_model_without_attention_has_the_backend_alone() -> None:
-    backend = runner(Mamba2AttnBackend).attn_backend.linear_attn_backend
-    assert supports_state_tracks(SimpleNamespace(attn_backend=backend, model=nn.Module()))
-
-
-def test_a_full_prefill_graph_would_lose_tracks(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = ("prefill", "full")
-    monkeypatch.setattr(cuda_graph_config, "check_cuda_graph_backend", lambda *a: a == full)
-    assert not supports_state_tracks(runner(Mamba2AttnBackend))
+    model_runner = runner(Mamba2AttnBackend)
+    model_runner.attn_backend = model_runner.attn_backend.linear_attn_backend
+    assert supports_state_tracks(model_runner)
