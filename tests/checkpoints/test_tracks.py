@@ -96,6 +96,13 @@ def test_states_at_any_positions(run: Run, data: st.DataObject) -> None:
 
 
 @both
+@pytest.mark.parametrize("taken", [1, KERNEL - 2, KERNEL - 1, CHUNK, CHUNK + 1])
+def test_one_state_alone(run: Run, taken: int) -> None:
+    case = Case([CHUNK + 2], [3], [(0, taken)])
+    assert_states(case, run(case))
+
+
+@both
 def test_only_ends(run: Run) -> None:
     case = Case([5, CHUNK], [0, 4], [(1, CHUNK), (0, 5)])
     assert_states(case, run(case))
