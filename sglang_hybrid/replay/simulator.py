@@ -88,7 +88,8 @@ class Simulator:
     """A cache that holds at most `budget` (bytes, two pools, or None: unbounded) and evicts by
     `policy`.
 
-    state_policy: the policy of the state slots of a split budget, where `policy` is the KV's.
+    state_policy: the policy of the state slots of a split budget, where `policy` is the KV's. A
+    model without state resumes wherever its KV reaches.
     """
 
     page = 1
@@ -140,9 +141,11 @@ class Simulator:
 
     def begin(self, request: Request) -> Ticket:
         """Match the prompt, and hold what it resumes from."""
-        ticket, path, _ = self._look_up(request)
-        hit = [node for node in path if node.depth == ticket.outcome.hit_len]
-        self._hold(ticket, hit[0] if hit else None)
+        ticket, path, matched = self._look_up(request)
+        if ticket.outcome.hit_len:
+            passed = self.tree.beyond(path, matched, request.tokens)
+            hit_len = ticket.outcome.hit_len
+            self._hold(ticket, next(node for node in passed if node.depth >= hit_len))
         return ticket
 
     def prefilled(self, ticket: Ticket) -> None:
@@ -165,15 +168,18 @@ class Simulator:
         self.tree.clock.advance(request.arrival)
         usable = request.input_len - 1  # the last prompt token is always computed
         path, matched = self.tree.find(request.tokens)
-        hit = self.tree.root
+        kv_len = min(matched, usable)
+        hit, hit_len = self.tree.root, 0
         for node in path:
             if node.has_state and node.depth <= usable:
-                hit = node
+                hit, hit_len = node, node.depth
+        if not self.cost.state_bytes and kv_len:  # KV alone is enough
+            hit_len = kv_len
+            passed = self.tree.beyond(path, matched, request.tokens)
+            hit = next(node for node in passed if node.depth >= kv_len)
         if hit is not self.tree.root:
             self.tree.hit(hit)
-        prefill = Prefill(
-            request.input_len, hit.depth, min(matched, usable), self._known_branch(request)
-        )
+        prefill = Prefill(request.input_len, hit_len, kv_len, self._known_branch(request))
         self._passed(request, path)
         outcome = Outcome(prefill.prompt_len, prefill.hit_len, prefill.kv_len)
         return Ticket(request, outcome, self._checkpoints(prefill)), path, matched

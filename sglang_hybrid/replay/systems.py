@@ -76,6 +76,8 @@ def _sglang_plus(setting: Setting) -> Cache:
 
 
 def _sglang(setting: Setting, grid: int = 64, chunk: int = 8_192, interval: int = 256) -> Cache:
+    if not setting.cost.state_bytes:  # then it is a plain radix cache
+        return SglangPlus(setting.cost, setting.budget, setting.min_branch_tokens)
     return SglangCache(setting.cost, setting.budget, int(grid), int(chunk), int(interval))
 
 

@@ -304,6 +304,22 @@ def test_two_pools_that_learn_share_one_history() -> None:
     assert cache.pool.policy.history is cache.state_pool.policy.history is not None
 
 
+ATTENTION = replace(PAPER, state_bytes=0)
+
+
+@pytest.mark.parametrize("name", [n for n in SYSTEMS if n not in ("none", "vllm+")])
+def test_a_model_without_state_resumes_wherever_its_kv_reaches(name: str) -> None:
+    asked = [request(numbers(0, 100), [1]), request([*numbers(0, 70), 1], [1])]
+    cache = Spec(name).build(Setting(ATTENTION, None, asked))
+    assert hits(cache, *asked) == [0, 70]
+    again = Spec(name).build(Setting(ATTENTION, None, asked))
+    tickets = [again.begin(one) for one in asked]
+    for ticket in tickets:
+        again.prefilled(ticket)
+        again.finished(ticket)
+    assert [ticket.outcome.hit_len for ticket in tickets] == [0, 0]
+
+
 # Names.
 
 

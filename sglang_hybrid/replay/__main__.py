@@ -1,0 +1,288 @@
+"""python -m sglang_hybrid.replay: what each policy would have been worth on a trace."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.replay.arrivals import Azure, Draw
+from sglang_hybrid.replay.formats import FORMATS, Reading, find_format, read_trace, write_trace
+from sglang_hybrid.replay.generators import KINDS, generate, traffic
+from sglang_hybrid.replay.runner import Job, Result, Runner, run_all
+from sglang_hybrid.replay.simulator import Budget, Split
+from sglang_hybrid.replay.systems import HINDSIGHT, SYSTEMS, Spec, smallest_budget
+from sglang_hybrid.replay.timing import PAPER, PrefillTime
+from sglang_hybrid.replay.traces import Request, Skipped, whole_file
+
+DEFAULT_POLICIES = "none,vllm+,sglang+,sglang,lru,marconi-best,reuse,clairvoyant,unbounded"
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+PROFILES = {"paper-7b": CostModel.paper_7b}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status; what is wrong is one sentence on stderr."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(_parser().parse_args(arguments), arguments)
+    except (ValueError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+        print(f"error: {where}{reason}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_hybrid.replay",
+        description="Replays a request trace through the server's cache, without a model.",
+    )
+    add = parser.add_argument_group("traffic").add_argument
+    add("trace", nargs="?", type=Path, help="a trace, gzip or not; the format is recognised")
+    add("--format", metavar="NAME", help=", ".join(FORMATS))
+    add("--limit", type=int, help="the first N requests only")
+    add("--max-input", type=int, help="leave out Mooncake's longer prompts")
+    add("--skip-bad", action="store_true", help="count bad lines and go on")
+    add("--tokenizer", metavar="DIR", help="a model's directory, for conversations of text")
+    add("--generate", metavar="KIND", help=", ".join(KINDS))
+    add("--seed", type=int, default=0, help="of generated traffic and of arrivals")
+    add("--sessions", type=int)
+    add("--session-rate", type=float, help="sessions a second")
+    add("--templates", type=int, help="different shared beginnings, 0: each session its own")
+    for name in ("shared", "turns", "question", "answer", "think"):
+        about = "seconds" if name == "think" else "requests" if name == "turns" else "tokens"
+        add(f"--{name}", metavar="DIST", help=f"{about}: const:N, exp:MEAN, lognormal:MEDIAN:SIGMA")
+    add("--azure", type=Path, metavar="CSV", help="arrivals and lengths of generated traffic")
+    add("--record", type=Path, metavar="FILE", help="write the trace and stop")
+    add("--to", default="recorded", metavar="NAME", help="format of --record")
+    add = parser.add_argument_group("cache").add_argument
+    add("--cache", help="sizes, as 5GB,10GB: one budget for KV and states")
+    add("--pools", help="pools that do not lend, as TOKENS:SLOTS,TOKENS:SLOTS")
+    add("--model", type=Path, metavar="PATH", help="a config.json, or the directory it is in")
+    add("--profile", choices=PROFILES, help="a cost profile instead of a model's (paper-7b)")
+    add("--policy", default=DEFAULT_POLICIES, help=f"{', '.join([*SYSTEMS, HINDSIGHT])}")
+    add("--min-branch-tokens", type=int, default=16)
+    add = parser.add_argument_group("time").add_argument
+    add("--instant", action="store_true", help="serve each request at once, as the paper does")
+    add("--prefill", type=Path, metavar="JSON", help="times that scripts/fit_prefill.py measured")
+    add = parser.add_argument_group("output").add_argument
+    add("--json", type=Path, metavar="FILE", help="write the summary; - for stdout")
+    add("--report", type=Path, metavar="DIR", help="write a page with plots")
+    add("--workers", type=int, default=1, help="processes")
+    return parser
+
+
+def _main(options: argparse.Namespace, arguments: list[str]) -> int:
+    console = Console(stderr=options.json is not None and str(options.json) == "-")
+    name, requests = _traffic(options, console)
+    if options.record is not None:
+        find_format(options.to)
+        write_trace(options.record, requests, options.to)
+        console.print(f"{len(requests):,} requests written to {options.record} ({options.to})")
+        return 0
+    if options.workers < 1:
+        raise ValueError(f"--workers must be 1 or more, not {options.workers}")
+    cost = _cost(options)
+    budgets = _budgets(options, cost)
+    specs = _specs(options.policy)
+    time = None if options.instant else PAPER
+    if options.prefill is not None:
+        if options.instant:
+            raise ValueError("--instant has no time: leave out --prefill")
+        time = PrefillTime.read(options.prefill)
+    jobs = [
+        Job(spec, name, cost, budget, time, options.min_branch_tokens)
+        for budget in budgets
+        for spec in specs
+    ]
+    command = shlex.join(["python", "-m", "sglang_hybrid.replay", *arguments])
+    runner = Runner({name: requests})
+    if options.report is None:
+        results = _run(runner, jobs, options.workers, console)
+    else:
+        from sglang_hybrid.replay.report import Report
+
+        with Report(options.report, command, options.seed) as report:
+            jobs += report.plan(runner, jobs)
+            results = _run(runner, jobs, options.workers, console)
+            report.write(results)
+        results = results[: len(budgets) * len(specs)]
+    _show(results, requests, time, console)
+    if options.json is not None:
+        summary = {"command": command, "results": [result.as_dict() for result in results]}
+        _write_json(options.json, summary)
+    return 0
+
+
+def _traffic(options: argparse.Namespace, console: Console) -> tuple[str, Sequence[Request]]:
+    """A name for what is replayed, and its requests."""
+    if (options.trace is None) == (options.generate is None):
+        raise ValueError("give a trace or --generate KIND, one of them")
+    if options.limit is not None and options.limit < 1:
+        raise ValueError(f"--limit must be 1 or more, not {options.limit}")
+    skipped = Skipped(options.skip_bad)
+    if options.generate is None:
+        rate = 1.0 if options.session_rate is None else options.session_rate
+        reading = Reading(
+            options.limit, options.max_input, options.tokenizer, rate, options.seed, skipped
+        )
+        requests = read_trace(options.trace, reading, options.format)
+        name = options.trace.name.split(".")[0]
+    else:
+        draws = {
+            name: None if getattr(options, name) is None else Draw.parse(getattr(options, name))
+            for name in ("shared", "turns", "question", "answer", "think")
+        }
+        how = traffic(
+            options.generate,
+            sessions=options.sessions,
+            session_rate=options.session_rate,
+            templates=options.templates,
+            max_input=options.max_input,
+            azure=None if options.azure is None else Azure.read(options.azure, skipped=skipped),
+            **draws,
+        )
+        requests = generate(options.generate, how, options.seed)[: options.limit]
+        name = options.generate
+        if not requests:
+            raise ValueError("no request was generated: every prompt is longer than --max-input")
+    if skipped.count:
+        console.print(f"{skipped.count:,} bad lines were skipped")
+    return name, requests
+
+
+def _cost(options: argparse.Namespace) -> CostModel:
+    if options.model is None:
+        return PROFILES[options.profile or "paper-7b"]()
+    if options.profile is not None:
+        raise ValueError("give --model or --profile, not both")
+    path = options.model / "config.json" if options.model.is_dir() else options.model
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is no model's config ({error})") from error
+    return CostModel.from_config(config)
+
+
+def _budgets(options: argparse.Namespace, cost: CostModel) -> list[Budget]:
+    """Raises ValueError for one that holds less than a state and a token."""
+    if (options.cache is None) == (options.pools is None):
+        raise ValueError("give --cache or --pools, one of them")
+    budgets: list[Budget] = []
+    if options.cache is not None:
+        for text in options.cache.split(","):
+            budget = parse_bytes(text)
+            if budget < smallest_budget(cost):
+                raise ValueError(
+                    f"a cache of {text} ({budget:,} bytes) holds no state: one state and one token "
+                    f"of this model are {smallest_budget(cost):,} bytes"
+                )
+            budgets.append(budget)
+        return budgets
+    for text in options.pools.split(","):
+        tokens, _, slots = text.partition(":")
+        if not (tokens.isdigit() and slots.isdigit()):
+            raise ValueError(f"pools are written as TOKENS:SLOTS, not {text!r}")
+        if int(tokens) < 1 or (int(slots) < 1 and cost.state_bytes):
+            raise ValueError(f"pools of {text} hold no state: they need 1:1 at least")
+        budgets.append(Split(int(tokens), int(slots)))
+    return budgets
+
+
+def parse_bytes(text: str) -> int:
+    """`5GB`, `1.5GiB`, `500MB` or a number of bytes. Raises ValueError."""
+    number = text.strip().rstrip("bBkKmMgGtTiI")
+    unit = text.strip()[len(number) :].upper()
+    try:
+        return int(float(number) * UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ValueError(f"{text!r} is no size; write 5GB, 1.5GiB or a number of bytes") from None
+
+
+def _specs(text: str) -> list[Spec]:
+    """Policies from a list; options of one policy are separated by commas too (`tlru:a=1,b=2`)."""
+    parts: list[str] = []
+    for part in text.split(","):
+        if parts and "=" in part and ":" not in part:
+            parts[-1] += f",{part}"
+        else:
+            parts.append(part)
+    specs = [Spec.parse(part.strip()) for part in parts if part.strip()]
+    if not specs:
+        raise ValueError("--policy is empty")
+    return list(dict.fromkeys(specs))
+
+
+def _run(runner: Runner, jobs: list[Job], workers: int, console: Console) -> list[Result]:
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+    progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+    with progress:
+        task = progress.add_task("replaying", total=len(jobs))
+        return run_all(runner, jobs, workers, lambda: progress.advance(task))
+
+
+def _show(
+    results: list[Result],
+    requests: Sequence[Request],
+    time: PrefillTime | None,
+    console: Console,
+) -> None:
+    tokens = sum(request.input_len for request in requests)
+    table = Table(title=f"{results[0].job.trace}: {len(requests):,} requests, {tokens:,} tokens")
+    table.add_column("cache", no_wrap=True)
+    table.add_column("policy", no_wrap=True)
+    titles = ["hit %", "FLOPs %", "TTFT P5", "P50", "P95", "paper P50", "P95"]
+    if time is None:
+        del titles[2:5]
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    for index, result in enumerate(results):
+        new_size = index > 0 and results[index - 1].job.budget != result.job.budget
+        if new_size:
+            table.add_section()
+        label = str(result.job.spec)
+        if result.chosen is not None:
+            label += f" ({result.chosen.options[0][1]:g})"
+        cells = [f"{100 * result.hit_rate:.1f}", f"{100 * result.flops_saved:.1f}"]
+        if time is not None:
+            cells += [f"{1000 * result.ttft_percentile(p):,.0f}" for p in (5, 50, 95)]
+        summary = result.as_dict()
+        cells += [f"{1000 * summary[f'paper_ttft_p{p}_s']:,.0f}" for p in (50, 95)]
+        table.add_row(size_name(result.job.budget), label, *cells)
+    console.print(table)
+    about = "paper: time to first token (ms) by its linear model, without a queue."
+    if time is not None:
+        about = f"TTFT: ms, queue included, by {time.about}; {about}"
+    console.print(about, highlight=False, soft_wrap=True)
+
+
+def size_name(budget: Budget) -> str:
+    if budget is None:
+        return "unbounded"
+    if isinstance(budget, Split):
+        return f"{budget.kv_tokens:,} + {budget.slots:,} states"
+    return f"{budget / 1e9:g} GB" if budget >= 10**8 else f"{budget / 1e6:g} MB"
+
+
+def _write_json(path: Path, content: object) -> None:
+    text = msgspec.json.format(msgspec.json.encode(content), indent=1)
+    if str(path) == "-":
+        print(text.decode())
+        return
+    with whole_file(path) as file:
+        file.write(text + b"\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""Runs systems over traces, some at once in worker processes, and sums up what they did."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.replay.baselines import BlockCache
+from sglang_hybrid.replay.future import Oracle
+from sglang_hybrid.replay.simulator import Budget, Outcome, Split
+from sglang_hybrid.replay.systems import Setting, Spec
+from sglang_hybrid.replay.timing import PrefillTime, Timeline, paper_ttft
+from sglang_hybrid.replay.traces import Request
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One system on one trace. trace: its name among the runner's. time: None to serve request
+    after request, each at once, as the paper does.
+    """
+
+    spec: Spec
+    trace: str
+    cost: CostModel
+    budget: Budget
+    time: PrefillTime | None = None
+    min_branch_tokens: int = 16
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a job found, per request [n]. ttft: queueing included, empty without time.
+
+    chosen: the options that were best in hindsight. blocks: stored, KV reused, states reused, of a
+    cache of blocks.
+    """
+
+    job: Job
+    input_len: Ints
+    hit_len: Ints
+    paper_ttft: Floats
+    ttft: Floats
+    seconds: float
+    chosen: Spec | None = None
+    blocks: tuple[int, int, int] | None = None
+
+    @property
+    def hit_tokens(self) -> int:
+        return int(self.hit_len.sum())
+
+    @property
+    def hit_rate(self) -> float:
+        """Skipped tokens over prompt tokens."""
+        return self.hit_tokens / int(self.input_len.sum())
+
+    @property
+    def flops_saved(self) -> float:
+        """Share of the prompts' FLOPs that was skipped."""
+        cost = self.job.cost
+        spent = cost.flops(self.input_len.astype(np.float64)).sum()
+        return float(cost.flops(self.hit_len.astype(np.float64)).sum() / spent)
+
+    def ttft_percentile(self, percent: float) -> float:
+        """In seconds, by the model of time, or by the paper's if there was none."""
+        return float(np.percentile(self.ttft if len(self.ttft) else self.paper_ttft, percent))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The summary, for JSON."""
+        budget = self.job.budget
+        split = isinstance(budget, Split)
+        kept: dict[str, Any] = {
+            "policy": str(self.job.spec),
+            "chosen": None if self.chosen is None else str(self.chosen),
+            "trace": self.job.trace,
+            "budget_bytes": None if split else budget,
+            "kv_tokens": budget.kv_tokens if isinstance(budget, Split) else None,
+            "slots": budget.slots if isinstance(budget, Split) else None,
+            "requests": len(self.input_len),
+            "input_tokens": int(self.input_len.sum()),
+            "hit_tokens": self.hit_tokens,
+            "hit_rate": self.hit_rate,
+            "flops_saved": self.flops_saved,
+            "seconds": round(self.seconds, 3),
+        }
+        for name, times in (("ttft", self.ttft), ("paper_ttft", self.paper_ttft)):
+            for percent in (5, 50, 95):
+                value = float(np.percentile(times, percent)) if len(times) else None
+                kept[f"{name}_p{percent}_s"] = value
+        return kept
+
+
+@dataclass
+class Runner:
+    """Traces by name, and what is known of their future."""
+
+    traces: dict[str, Sequence[Request]]
+    oracles: dict[int, Oracle] = field(default_factory=dict)
+
+    def run(self, job: Job) -> Result:
+        """The best in hindsight is that with the most hit tokens; the first of equals."""
+        results = [self._run(job, spec) for spec in job.spec.candidates()]
+        best = max(results, key=lambda result: result.hit_tokens)
+        seconds = sum(result.seconds for result in results)
+        chosen = best.chosen if len(results) > 1 else None
+        fields = {**best.__dict__, "seconds": seconds, "chosen": chosen}
+        return Result(**fields)
+
+    def _run(self, job: Job, spec: Spec) -> Result:
+        requests = self.traces[job.trace]
+        setting = Setting(job.cost, job.budget, requests, job.min_branch_tokens, self.oracles)
+        begin = time.perf_counter()
+        cache = spec.build(setting)
+        outcomes: list[Outcome]
+        ttft: list[float] = []
+        if job.time is None:
+            outcomes = [cache.serve(request) for request in requests]
+        else:
+            served = Timeline(cache, job.time).run(requests)
+            outcomes = [one.outcome for one in served]
+            ttft = [one.ttft for one in served]
+        blocks = None
+        if isinstance(cache, BlockCache):
+            blocks = (cache.stored, cache.kv_reused, cache.state_reused)
+        return Result(
+            job,
+            np.array([o.input_len for o in outcomes]),
+            np.array([o.hit_len for o in outcomes]),
+            paper_ttft(outcomes),
+            np.array(ttft),
+            time.perf_counter() - begin,
+            spec,
+            blocks,
+        )
+
+
+def run_all(
+    runner: Runner, jobs: Sequence[Job], workers: int = 1, done: Callable[[], None] = lambda: None
+) -> list[Result]:
+    """Results in the jobs' order. done: called after each. workers: processes; with one, none is
+    started.
+    """
+    results = dict(_run_all(runner, jobs, workers, done))
+    return [results[index] for index in range(len(jobs))]
+
+
+def _run_all(
+    runner: Runner, jobs: Sequence[Job], workers: int, done: Callable[[], None]
+) -> Iterator[tuple[int, Result]]:
+    if workers <= 1 or len(jobs) <= 1:
+        for index, job in enumerate(jobs):
+            result = runner.run(job)
+            done()
+            yield index, result
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _start_worker, (runner.traces,)) as pool:
+        futures = {pool.submit(_work, job): index for index, job in enumerate(jobs)}
+        for future in as_completed(futures):
+            done()
+            yield futures[future], future.result()
+
+
+def _start_worker(traces: dict[str, Sequence[Request]]) -> None:
+    global _worker
+    _worker = Runner(traces)
+
+
+def _work(job: Job) -> Result:
+    return _worker.run(job)
+
+
+_worker: Runner

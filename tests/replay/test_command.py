@@ -1,0 +1,311 @@
+"""`python -m sglang_hybrid.replay`, from its arguments to its table, JSON and report; every mistake
+is one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.eviction import Lru
+from sglang_hybrid.replay import plots
+from sglang_hybrid.replay.__main__ import main, parse_bytes
+from sglang_hybrid.replay.formats import Reading, read_trace, recognise
+from sglang_hybrid.replay.generators import generate, traffic
+from sglang_hybrid.replay.report import MARK, cached_bytes, flop_efficiency, paper_model
+from sglang_hybrid.replay.runner import Job, Runner, run_all
+from sglang_hybrid.replay.simulator import Simulator, hit_rate
+from sglang_hybrid.replay.systems import ALPHAS, Spec
+from sglang_hybrid.replay.timing import PAPER
+
+COST = CostModel.paper_7b()
+CHAT = ["--generate", "chat", "--sessions", "12"]
+PLOTS = {
+    *("hit_rate", "ttft", "ttft_p95", "by_length", "contention", "layers", "state_size"),
+    *("arrivals", "flop_efficiency", "blocks", "lengths"),
+}
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "chat.jsonl.gz"
+    assert main([*CHAT, "--record", str(path)]) == 0
+    return path
+
+
+def summary(*arguments: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
+    capsys.readouterr()
+    assert main([*arguments, "--json", "-"]) == 0
+    results: list[dict[str, object]] = json.loads(capsys.readouterr().out)["results"]
+    return results
+
+
+def test_a_trace_is_converted(trace: Path, tmp_path: Path) -> None:
+    assert recognise(trace).name == "recorded"
+    compact = tmp_path / "chat.jsonl"
+    assert main([str(trace), "--record", str(compact), "--to", "compact"]) == 0
+    assert recognise(compact).name == "compact"
+    one, other = read_trace(trace, Reading()), read_trace(compact, Reading())
+    assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(one, other, strict=True))
+    assert one[1].message_starts
+
+
+def test_the_summary_is_the_simulators(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(trace), "--cache", "300MB,1GB", "--policy", "lru,none", "--instant"]
+    results = summary(*arguments, capsys=capsys)
+    assert [(r["policy"], r["budget_bytes"]) for r in results] == [
+        *[("lru", 300_000_000), ("none", 300_000_000)],
+        *[("lru", 10**9), ("none", 10**9)],
+    ]
+    requests = read_trace(trace, Reading())
+    expected = hit_rate(Simulator(COST, 10**9, Lru()).run(requests))
+    assert results[2]["hit_rate"] == expected > 0
+    assert results[3]["hit_rate"] == 0
+    assert results[0]["ttft_p95_s"] is None
+
+
+def test_the_table_names_every_policy(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(trace), "--cache", "1GB", "--policy", "marconi-best,marconi:2,sglang"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("marconi-best (", "marconi 2", "sglang", "1 GB", "TTFT", "paper"):
+        assert word in shown
+
+
+def test_pools_and_a_models_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "model_type": "falcon_h1",
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 1024,
+        "mamba_d_ssm": 1024,
+        "mamba_n_heads": 16,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 64,
+        "mamba_d_conv": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = [*CHAT, "--pools", "2000:3,9000:40", "--model", str(tmp_path)]
+    small, large = summary(*arguments, "--policy", "reuse", capsys=capsys)
+    assert (small["kv_tokens"], small["slots"]) == (2000, 3)
+    assert float(str(small["hit_rate"])) < float(str(large["hit_rate"]))
+
+
+def test_workers_find_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    traces = {"chat": generate("chat", traffic("chat", sessions=6), 0)}
+    specs = [Spec("lru"), Spec("reuse"), Spec("clairvoyant"), Spec("sglang"), Spec("vllm+")]
+    jobs = [Job(spec, "chat", COST, 3 * 10**8, PAPER) for spec in specs]
+    done: list[int] = []
+    apart = run_all(Runner(dict(traces)), jobs, 2, lambda: done.append(1))
+    alone = run_all(Runner(dict(traces)), jobs)
+    assert len(done) == len(jobs)
+    for one, other in zip(apart, alone, strict=True):
+        assert one.job == other.job
+        assert np.array_equal(one.hit_len, other.hit_len)
+        assert np.array_equal(one.ttft, other.ttft)
+
+
+def test_the_best_in_hindsight_is_the_best_of_its_grid() -> None:
+    runner = Runner({"x": generate("few-shot", traffic("few-shot", sessions=60), 0)})
+    job = Job(Spec("marconi-best"), "x", COST, 6 * 10**8)
+    best = runner.run(job)
+    single = [
+        runner.run(replace(job, spec=Spec("marconi", (("alpha", alpha),)))) for alpha in ALPHAS
+    ]
+    assert best.hit_tokens == max(result.hit_tokens for result in single)
+    assert best.chosen is not None and best.chosen.name == "marconi"
+    assert best.job.spec.name == "marconi-best"
+
+
+class Page(HTMLParser):
+    """Ids of figures, links, and whether every element is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.figures: list[str] = []
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.drawings = 0
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag == "figure":
+            self.figures.append(values["id"] or "")
+        if tag == "a":
+            self.links.append(values["href"] or "")
+        self.drawings += tag == "svg"
+        if tag not in ("meta", "use", "path", "image", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def report(trace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("report") / "chat"
+    policies = "none,vllm+,sglang+,lru,marconi:1,reuse,clairvoyant"
+    arguments = ["--cache", "300MB,600MB", "--policy", policies, "--report", str(directory)]
+    assert main([str(trace), *arguments]) == 0
+    return directory
+
+
+def test_a_report_has_every_plot_on_the_page_and_as_png(report: Path) -> None:
+    page = Page((report / "index.html").read_text())
+    assert set(page.figures) == PLOTS
+    assert page.drawings == len(PLOTS)
+    assert not page.open
+    assert {file.name for file in report.iterdir()} == {"index.html", *page.links}
+    for link in page.links:
+        with Image.open(report / link) as image:
+            assert image.width > 800
+    assert not list(report.parent.glob(".*"))
+
+
+def test_a_report_says_what_was_run(report: Path) -> None:
+    text = (report / "index.html").read_text()
+    for words in (
+        "python -m sglang_hybrid.replay",
+        "--policy none,vllm+,sglang+,lru,marconi:1,reuse,clairvoyant",
+        "seed 0",
+        "26,787,840 bytes",
+        "for a cache that knows the future",
+        "One run each",
+    ):
+        assert words in text
+
+
+def test_a_report_of_one_size_looks_at_others(trace: Path, tmp_path: Path) -> None:
+    """And replaces an earlier report, but nothing else."""
+    directory = tmp_path / "report"
+    arguments = [str(trace), "--cache", "400MB", "--policy", "lru,reuse", "--instant"]
+    directory.mkdir()
+    (directory / "index.html").write_text(f"<!-- {MARK} -->")
+    (directory / "old.png").write_text("")
+    assert main([*arguments, "--report", str(directory)]) == 0
+    assert not (directory / "old.png").exists()
+    page = Page((directory / "index.html").read_text())
+    assert set(page.figures) == PLOTS - {"ttft_p95"}
+    assert "hit rate in other words" in (directory / "index.html").read_text()
+
+
+def test_a_report_on_split_pools(trace: Path, tmp_path: Path) -> None:
+    arguments = [str(trace), "--pools", "3000:5,6000:20", "--policy", "lru,sglang"]
+    assert main([*arguments, "--report", str(tmp_path / "report")]) == 0
+    page = Page((tmp_path / "report" / "index.html").read_text())
+    assert set(page.figures) == PLOTS - {"ttft_p95", "layers", "state_size", "by_length"}
+
+
+MISTAKES = [
+    ([], "give a trace or --generate KIND, one of them"),
+    (["missing.jsonl", "--cache", "1GB"], "there is no trace missing.jsonl"),
+    (CHAT, "give --cache or --pools, one of them"),
+    ([*CHAT, "--cache", "1GB", "--pools", "1:1"], "give --cache or --pools, one of them"),
+    ([*CHAT, "--cache", "20MB"], "a cache of 20MB (20,000,000 bytes) holds no state"),
+    ([*CHAT, "--cache", "much"], "'much' is no size; write 5GB"),
+    ([*CHAT, "--pools", "5"], "pools are written as TOKENS:SLOTS, not '5'"),
+    ([*CHAT, "--pools", "500:0"], "pools of 500:0 hold no state"),
+    ([*CHAT, "--cache", "1GB", "--policy", "opt"], "unknown policy 'opt'; known are none, vllm+"),
+    ([*CHAT, "--cache", "1GB", "--policy", ","], "--policy is empty"),
+    ([*CHAT, "--cache", "1GB", "--workers", "0"], "--workers must be 1 or more, not 0"),
+    ([*CHAT, "--cache", "1GB", "--limit", "0"], "--limit must be 1 or more, not 0"),
+    ([*CHAT, "--cache", "1GB", "--model", "nowhere"], "nowhere cannot be read"),
+    ([*CHAT, "--cache", "1GB", "--prefill", "nowhere"], "nowhere cannot be read"),
+    ([*CHAT, "--cache", "1GB", "--think", "soon"], "'soon' is no distribution; write const:A"),
+    ([*CHAT, "--record", "x", "--to", "mooncake"], "format 'mooncake' cannot be written"),
+    (["--generate", "talk", "--cache", "1GB"], "unknown workload 'talk'; known are chat, agent"),
+    ([*CHAT, "--max-input", "2", "--cache", "1GB"], "no request was generated"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
+def test_a_mistake_is_one_sentence(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) != 0
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {message}")
+    assert said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_lines_stop_it_or_are_counted(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.jsonl"
+    good = '{"t": 1, "input_ids": [1, 2, 3], "output_ids": [4]}\n'
+    bad.write_text(good + '{"t": -1, "input_ids": [1], "output_ids": []}\n' + good)
+    arguments = [str(bad), "--cache", "1GB", "--policy", "lru"]
+    assert main(arguments) != 0
+    assert f"error: {bad}:2: not a line of a recorded trace" in capsys.readouterr().err
+    assert main([*arguments, "--skip-bad"]) == 0
+    assert "1 bad lines were skipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", ["file", "full", "below"])
+def test_a_report_that_cannot_be_leaves_everything_as_it_was(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "there"
+    if where == "full":
+        target.mkdir()
+        (target / "thesis.txt").write_text("mine")
+    else:
+        target.write_text("mine")
+    directory = target / "report" if where == "below" else target
+    before = sorted(tmp_path.rglob("*"))
+    assert main([*CHAT, "--cache", "1GB", "--policy", "lru", "--report", str(directory)]) != 0
+    assert capsys.readouterr().err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_report_that_fails_half_way_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plots, "save", fail)
+    report = str(tmp_path / "report")
+    arguments = [*CHAT, "--cache", "1GB", "--policy", "lru", "--instant", "--report", report]
+    assert main(arguments) != 0
+    assert "No space left on device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("1.5GiB", 3 * 2**29), ("800 mb", 8 * 10**8), ("7", 7)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+# The paper's closed forms (marconi-notes.md 1.1).
+
+
+def test_closed_forms() -> None:
+    assert COST.state_bytes == 26_787_840
+    fine = cached_bytes(COST, 10_000, 16)
+    assert fine / 1e9 == pytest.approx(17.4, abs=0.05)
+    transformer = cached_bytes(paper_model(0, 32), 10_000, 16)
+    assert fine / transformer == pytest.approx(3.3, abs=0.05)
+    for length, efficiency in ((1_000, 1.43e5), (8_000, 1.98e5), (32_000, 2.30e5)):
+        assert flop_efficiency(COST, length) == pytest.approx(efficiency, rel=0.01)
+    assert paper_model(24, 4) == COST
