@@ -77,9 +77,9 @@ PRESETS = {
         flags="--chunked-prefill-size 2048",
     ),
     "mooncake": Preset(
-        Slice(requests=400, scale=8, max_answer_tokens=8),
-        kv_tokens=65_536,
-        state_slots=96,
+        Slice(requests=450, scale=8, max_prompt_tokens=2_048, max_answer_tokens=8),
+        kv_tokens=98_304,
+        state_slots=128,
         flags="--chunked-prefill-size 1024",
     ),
 }
@@ -256,8 +256,13 @@ async def drive(
     return outcomes
 
 
-async def watched(url: str, driving: Awaitable[list[Outcome]]) -> tuple[list[Outcome], int]:
-    """What `driving` returns, and the fewest free state slots that the server's metrics said."""
+async def watched(
+    url: str, driving: Awaitable[list[Outcome]], limit: float
+) -> tuple[list[Outcome], int]:
+    """What `driving` returns, and the fewest free state slots that the server's metrics said.
+
+    Raises `TimeoutError` after `limit` seconds.
+    """
     least = math.inf
 
     async def watch() -> None:
@@ -270,7 +275,7 @@ async def watched(url: str, driving: Awaitable[list[Outcome]]) -> tuple[list[Out
 
     watching = asyncio.create_task(watch())
     try:
-        outcomes = await driving
+        outcomes = await asyncio.wait_for(driving, limit)
     finally:
         watching.cancel()
     return outcomes, int(least) if math.isfinite(least) else -1
@@ -279,11 +284,11 @@ async def watched(url: str, driving: Awaitable[list[Outcome]]) -> tuple[list[Out
 def warm_up(url: str, concurrency: int) -> None:
     """Every kind of step once, with tokens of no trace; then an empty cache."""
     length, answer = 1024, 16
-    requests_ = [
+    trace = [
         Request(n, 0, 0.0, np.full(length + answer, n % FIRST_TEXT_ID, dtype=np.int32), length)
         for n in range(2 * concurrency)
     ]
-    failed = [o.error for o in asyncio.run(drive(url, requests_, concurrency, None)) if o.error]
+    failed = [o.error for o in asyncio.run(drive(url, trace, concurrency, None)) if o.error]
     if failed:
         raise ServerFailed(f"the warm-up failed: {failed[0]}")
     requests.post(url + "/flush_cache", params={"timeout": 30}, timeout=60).raise_for_status()
@@ -295,8 +300,12 @@ def measure(
     trace: Sequence[Request],
     concurrency: int,
     time_scale: float | None,
+    limit: float,
 ) -> Result:
-    """Start the configuration's server, warm it up, send the trace, stop it."""
+    """Start the configuration's server, warm it up, send the trace, stop it.
+
+    A server that has not answered everything after `limit` seconds has failed.
+    """
     result = Result(configuration)
     module = "sglang_hybrid.launch_server" if configuration.ours else "sglang.launch_server"
     try:
@@ -306,7 +315,7 @@ def measure(
             before = metrics(server.url)
             start = time.perf_counter()
             result.outcomes, result.slots_free = asyncio.run(
-                watched(server.url, drive(server.url, trace, concurrency, time_scale))
+                watched(server.url, drive(server.url, trace, concurrency, time_scale), limit)
             )
             result.seconds = time.perf_counter() - start
             if server.process is not None and server.process.poll() is not None:
@@ -315,6 +324,8 @@ def measure(
                 after = metrics(server.url)
                 evicted = "sglang:evicted_tokens_total"
                 result.kv_evicted = int(after.get(evicted, 0) - before.get(evicted, 0))
+    except TimeoutError:
+        result.error = f"not done after {limit:.0f} s (--limit)"
     except (ServerFailed, requests.RequestException) as error:
         result.error = str(error)
     return result
@@ -386,7 +397,7 @@ def arguments() -> argparse.Namespace:
     cut.add_argument("--max-total-tokens", type=int, help="prompt tokens of the slice at most")
     cut.add_argument("--max-answer-tokens", type=int, help="cut answers, also where repeated")
     server = parser.add_argument_group("server, the same for every configuration")
-    server.add_argument("--model-path", help="default: the embedded nemotron-h of 25 M")
+    server.add_argument("--model-path", help="a directory (default: nemotron-h of 25 M)")
     server.add_argument("--kv-tokens", type=int, help="the KV pool (--max-total-tokens)")
     server.add_argument("--state-slots", type=int, help="--max-mamba-cache-size")
     server.add_argument("--running", type=int, help="--max-running-requests (--concurrency)")
@@ -486,7 +497,14 @@ def main() -> int:
         candidates = CANDIDATES if options.sglang is None else options.sglang
         for configuration in configurations(candidates, options.ours):
             print(f"{configuration.name} ...", end=" ", file=sys.stderr, flush=True)
-            result = measure(configuration, common, trace, options.concurrency, options.time_scale)
+            result = measure(
+                configuration,
+                common,
+                trace,
+                options.concurrency,
+                options.time_scale,
+                options.limit,
+            )
             results.append(result)
             print(
                 result.error or f"{result.hit_rate:.1%}, {result.seconds:.0f} s",
