@@ -69,6 +69,11 @@ def ask(url: str, prompt: list[int], new_tokens: int = 16) -> dict:
     return response.json()
 
 
+def logprobs(record: dict) -> list[float]:
+    """Log probabilities of the answer of `ask`."""
+    return [entry[0] for entry in record["meta_info"]["output_token_logprobs"]]
+
+
 def hybrid_cache(url: str) -> dict:
     """The block of /server_info."""
     return requests.get(url + "/server_info", timeout=30).json()["internal_states"][0][

@@ -1,0 +1,323 @@
+"""Exact checkpoints on a real server: what is cached, to the token, and that it answers the same.
+
+Cold answers, against which every hit is compared, come from SGLang's own launcher with an empty
+cache wherever a test has one, and from the same server with an empty cache elsewhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+import requests
+import sglang as sgl
+
+from sglang_hybrid.models import ARCHITECTURES
+from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.server_process import ServerProcess
+from tests.server.client import TOLERANCE, ask, flush, hybrid_cache, logprobs, random_prompt
+
+NEW_TOKENS = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts, sent one after another or as one batch, and what of each should come from the cache
+    with pages of one token.
+    """
+
+    prompts: list[list[int]]
+    cached: list[int]
+    together: bool = False
+
+
+def siblings(shared: int, count: int, seed: int, own: int = 300) -> list[list[int]]:
+    """Prompts that share their first `shared` tokens."""
+    prefix = random_prompt(shared, seed)
+    return [prefix + random_prompt(own + k, seed + 1 + k) for k in range(count)]
+
+
+def cases() -> dict[str, Case]:
+    """Nothing is aligned to any chunk, and what follows a shared prefix is long: a boundary that
+    the kernel passes anyway lies behind it.
+    """
+    found = {
+        "siblings in turn": Case(siblings(1000, 3, seed=10), [0, 0, 1000]),
+        "siblings together": Case(siblings(1000, 3, seed=20), [0, 1000, 1000], together=True),
+    }
+    for length in (127, 128, 129, 256, 700):
+        prompt = random_prompt(length, seed=length)
+        found[f"twice the same {length}"] = Case([prompt, prompt], [0, length - 1])
+    document = siblings(800, 3, seed=30)
+    found["a branch and an end from one prefill"] = Case(
+        [*document[:2], document[2], document[1], document[1] + random_prompt(40, seed=39)],
+        [0, 0, 800, len(document[1]) - 1, len(document[1]) - 1],
+    )
+    ancestor, deep = random_prompt(500, seed=40), random_prompt(300, seed=41)
+    found["a deep prefix, then its shallow ancestor"] = Case(
+        [ancestor + deep + random_prompt(300, seed=42 + k) for k in range(3)]
+        + [ancestor + random_prompt(300, seed=45 + k) for k in range(2)],
+        [0, 0, 800, 0, 500],
+    )
+    return found
+
+
+def play(url: str, case: Case) -> list[dict]:
+    """The records of a case, from an empty cache."""
+    flush(url)
+    if not case.together:
+        return [ask(url, prompt, NEW_TOKENS) for prompt in case.prompts]
+    return batch(url, case.prompts)
+
+
+def batch(url: str, prompts: list[list[int]], **sampling: object) -> list[dict]:
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": NEW_TOKENS,
+            "ignore_eos": True,
+            **sampling,
+        },
+        "return_logprob": True,
+        "logprob_start_len": -1,
+    }
+    response = requests.post(url + "/generate", json=body, timeout=300)
+    response.raise_for_status()
+    return response.json()
+
+
+def cached(record: dict) -> int:
+    return record["meta_info"]["cached_tokens"]
+
+
+def same(warm: dict, cold: dict) -> None:
+    """A hit says what a cold prefill says."""
+    assert cached(cold) == 0
+    assert warm["output_ids"] == cold["output_ids"]
+    assert logprobs(warm) == pytest.approx(logprobs(cold), abs=TOLERANCE)
+
+
+def cold(url: str, prompt: list[int], new_tokens: int = NEW_TOKENS) -> dict:
+    flush(url)
+    return ask(url, prompt, new_tokens)
+
+
+def plays_exactly(url: str, cold_url: str, page: int = 1) -> None:
+    """Every case hits what it should, to the page, and answers as without a cache."""
+    for name, case in cases().items():
+        warm = play(url, case)
+        assert [cached(record) for record in warm] == [n - n % page for n in case.cached], name
+        for record, prompt in zip(warm, case.prompts, strict=True):
+            same(record, cold(cold_url, prompt))
+    second_turn_is_cached(url, cold_url, page)
+    flush(url)
+
+
+def second_turn_is_cached(url: str, cold_url: str, page: int = 1) -> None:
+    """All of prompt and reply but the last token, which the model may never have read."""
+    flush(url)
+    prompt, reply = random_prompt(332, seed=50), 20
+    first = ask(url, prompt, reply)
+    longer = prompt + first["output_ids"] + random_prompt(17, seed=51)
+    second = ask(url, longer, NEW_TOKENS)
+    known = len(prompt) + reply - 1
+    assert known - known % page <= cached(second) <= known + 1
+    same(second, cold(cold_url, longer))
+
+
+@pytest.fixture(scope="module")
+def server(model_directory: Callable[[str], Path]) -> Iterator[ServerProcess]:
+    model = model_directory(DEFAULT_ARCHITECTURE)
+    with ServerProcess(["--model-path", str(model), "--enable-cache-report"]) as running:
+        yield running
+
+
+@pytest.fixture
+def url(server: ServerProcess) -> str:
+    flush(server.url)
+    return server.url
+
+
+@pytest.fixture(scope="module")
+def sglangs_own(model_directory: Callable[[str], Path]) -> Iterator[str]:
+    """The same model under SGLang's own cache at its defaults."""
+    model = model_directory(DEFAULT_ARCHITECTURE)
+    flags = ["--model-path", str(model)]
+    with ServerProcess(flags, module="sglang.launch_server") as running:
+        yield running.url
+
+
+def test_every_case_hits_exactly_and_answers_the_same(url: str, sglangs_own: str) -> None:
+    plays_exactly(url, sglangs_own)
+
+
+def test_documents_are_never_worse_off_than_under_sglangs_own(url: str, sglangs_own: str) -> None:
+    """And whole from the third on."""
+    for seed, length in ((60, 1400), (70, 1403), (80, 1437)):
+        document = random_prompt(length, seed)
+        prompts = [document + random_prompt(10 + 5 * k, seed + k) for k in range(5)]
+        flush(sglangs_own)
+        theirs = [cached(ask(sglangs_own, prompt, NEW_TOKENS)) for prompt in prompts]
+        ours = [cached(ask(url, prompt, NEW_TOKENS)) for prompt in prompts]
+        assert all(mine >= other for mine, other in zip(ours, theirs, strict=True)), (ours, theirs)
+        assert ours[2:] == [length] * 3
+
+
+def test_a_chat_has_all_but_its_last_message_cached_the_second_time(url: str) -> None:
+    system = " ".join(f"Rule {n} is kept by keeper {n * 7 % 31}." for n in range(90))
+    client = openai.OpenAI(base_url=url + "/v1", api_key="none")
+
+    def ask_about(question: str) -> openai.types.CompletionUsage:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        usage = client.chat.completions.create(
+            model="default", messages=messages, max_tokens=4, temperature=0
+        ).usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        return usage
+
+    alone = ask_about("")
+    flush(url)
+    first, second = ask_about("Who keeps rule 3?"), ask_about("Name the keeper of rule 5, please.")
+    assert first.prompt_tokens_details.cached_tokens == 0
+    rest = second.prompt_tokens - second.prompt_tokens_details.cached_tokens
+    question = second.prompt_tokens - alone.prompt_tokens
+    assert question < rest <= question + 12  # the roles' tokens
+    assert hybrid_cache(url)["checkpoints_admitted"]["message"] >= 1
+
+
+@pytest.mark.parametrize("end", ["length", "stop token", "abort"])
+def test_a_reply_is_cached_to_its_end_however_it_ended(
+    url: str, sglangs_own: str, end: str
+) -> None:
+    reply_is_cached(url, sglangs_own, end)
+
+
+def reply_is_cached(url: str, cold_url: str, end: str) -> None:
+    prompt = random_prompt(333, seed=90)
+    whole = cold(url, prompt, 40)["output_ids"]
+    flush(url)
+    if end == "length":
+        reply = ask(url, prompt, 20)["output_ids"]
+    elif end == "stop token":
+        stop = next(token for token in whole[5:] if whole.index(token) >= 5)
+        (record,) = batch(url, [prompt], max_new_tokens=40, stop_token_ids=[stop], ignore_eos=False)
+        assert record["meta_info"]["finish_reason"]["type"] == "stop"
+        reply = whole[: whole.index(stop) + 1]
+        assert record["output_ids"] == reply
+    else:
+        reply = aborted_reply(url, prompt)
+    longer = prompt + reply + random_prompt(25, seed=91)
+    second = ask(url, longer, NEW_TOKENS)
+    known = len(prompt) + len(reply)
+    assert known - 1 <= cached(second) <= known
+    same(second, cold(cold_url, longer))
+
+
+def aborted_reply(url: str, prompt: list[int]) -> list[int]:
+    """What a request had said when its client took it back."""
+    with ThreadPoolExecutor(1) as pool:
+        body = {
+            "input_ids": prompt,
+            "rid": "taken-back",
+            "sampling_params": {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True},
+        }
+        pending = pool.submit(requests.post, url + "/generate", json=body, timeout=300)
+        time.sleep(1.0)
+        requests.post(url + "/abort_request", json={"rid": "taken-back"}, timeout=30)
+        record = pending.result().json()
+    assert record["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 5 < len(record["output_ids"]) < 4000
+    return record["output_ids"]
+
+
+def test_samples_of_one_prompt_share_all_of_it(url: str) -> None:
+    records = batch(url, [random_prompt(700, seed=95)], n=4)
+    assert len(records) == 4
+    assert sorted(cached(record) for record in records)[-3:] == [699] * 3
+
+
+@sgl.function
+def forked(s: sgl.SglFunction, document: str) -> None:
+    s += document
+    forks = s.fork(4)
+    for number, fork in enumerate(forks):
+        fork += f" Part {number} says:"
+        fork += sgl.gen("part", max_tokens=4, temperature=0)
+    forks.join()
+
+
+def test_the_forks_of_a_program_share_its_prompt(url: str) -> None:
+    document = " ".join(f"Entry {n} was kept by keeper {n * 7 % 31}." for n in range(90))
+    forked.run(document=document, backend=sgl.RuntimeEndpoint(url))
+    before = hybrid_cache(url)
+    tokens = len(requests.post(url + "/tokenize", json={"prompt": document}).json()["tokens"])
+    assert before["hit_tokens"] >= 3 * (tokens - 1)
+
+
+def test_a_state_that_is_off_by_one_would_be_seen(
+    model_directory: Callable[[str], Path], sglangs_own: str
+) -> None:
+    """The comparison catches a server that takes every state one token too early."""
+    model = model_directory(DEFAULT_ARCHITECTURE)
+    with ServerProcess(["--model-path", str(model)], module="tests.server.off_by_one") as wrong:
+        case = cases()["siblings in turn"]
+        warm = play(wrong.url, case)
+        assert [cached(record) for record in warm] == case.cached
+        with pytest.raises(AssertionError):
+            same(warm[-1], cold(sglangs_own, case.prompts[-1]))
+        same(warm[0], cold(sglangs_own, case.prompts[0]))
+
+
+LAZY = ("--mamba-radix-cache-strategy", "extra_buffer_lazy")
+NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
+CONFIGURATIONS = {
+    "default": (),
+    "chunks of 128": ("--chunked-prefill-size", "128"),
+    "page 16": ("--page-size", "16"),
+    "lazy": LAZY,
+    "lazy, page 16": (*LAZY, "--page-size", "16"),
+    "no buffer": NO_BUFFER,
+    "no overlap": ("--disable-overlap-schedule",),
+    "two ranks": ("--tp-size", "2"),
+}
+WITHOUT_EXTRA_BUFFER = ("mamba2", "falcon-mamba")  # SGLang has it for neither, and pages need it
+IN_EVERY_RUN = ("chunks of 128", "lazy, page 16", "no buffer")
+MATRIX = [
+    pytest.param(
+        architecture,
+        configuration,
+        marks=[]
+        if architecture == DEFAULT_ARCHITECTURE and configuration in IN_EVERY_RUN
+        else pytest.mark.slow,
+    )
+    for architecture in sorted(set(ARCHITECTURES) - {"transformer"})
+    for configuration in CONFIGURATIONS
+    if not (architecture == DEFAULT_ARCHITECTURE and configuration == "default")
+    and not (
+        architecture in WITHOUT_EXTRA_BUFFER
+        and ("page 16" in configuration or "lazy" in configuration)
+    )
+]
+
+
+@pytest.mark.parametrize(("architecture", "configuration"), MATRIX)
+def test_it_is_exact_everywhere(
+    architecture: str, configuration: str, model_directory: Callable[[str], Path]
+) -> None:
+    model = model_directory(architecture)
+    flags = ["--model-path", str(model), *CONFIGURATIONS[configuration]]
+    with ServerProcess(flags) as server:
+        plays_exactly(server.url, server.url, page=16 if "page 16" in configuration else 1)
+        for end in ("stop token", "abort"):
+            if "page 16" not in configuration:
+                reply_is_cached(server.url, server.url, end)
+        records = batch(server.url, [random_prompt(700, seed=95)], n=4)
+        usable = 688 if "page 16" in configuration else 699
+        assert sorted(cached(record) for record in records)[-3:] == [usable] * 3
+        assert "Traceback" not in server.log.read_text(errors="replace")
