@@ -409,6 +409,9 @@ def arguments() -> argparse.Namespace:
         help="seconds per second of the trace between arrivals (default: as fast as answered)",
     )
     parser.add_argument(
+        "--limit", type=float, default=1200.0, help="seconds for a configuration (%(default)s)"
+    )
+    parser.add_argument(
         "--sglang",
         action="append",
         metavar="FLAGS",
