@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -239,10 +240,11 @@ def _show(
     console: Console,
 ) -> None:
     tokens = sum(request.input_len for request in requests)
-    table = Table(title=f"{results[0].job.trace}: {len(requests):,} requests, {tokens:,} tokens")
+    title = f"{results[0].job.trace}: {len(requests):,} requests, {tokens:,} prompt tokens"
+    table = Table(title=title, box=SIMPLE, padding=(0, 1), collapse_padding=True)
     table.add_column("cache", no_wrap=True)
     table.add_column("policy", no_wrap=True)
-    titles = ["hit %", "FLOPs %", "TTFT P5", "P50", "P95", "paper P50", "P95"]
+    titles = ["hit\n%", "FLOPs\nsaved %", "TTFT\nP5", "\nP50", "\nP95", "paper\nP50", "\nP95"]
     if time is None:
         del titles[2:5]
     for title in titles:

@@ -1,0 +1,143 @@
+"""How fast a replay is: per policy, for a tuner's candidates on two workers, and how the cost of a
+request grows with its length and with the number of checkpoints.
+
+Processor time in one process, except for the workers, where it is wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.eviction import POLICIES
+from sglang_hybrid.replay.formats import Reading, read_trace
+from sglang_hybrid.replay.generators import generate, traffic
+from sglang_hybrid.replay.runner import Job, Runner, run_all
+from sglang_hybrid.replay.simulator import Simulator
+from sglang_hybrid.replay.systems import SYSTEMS, Setting, Spec
+from sglang_hybrid.replay.timing import PAPER
+from sglang_hybrid.replay.traces import Request
+
+COST = CostModel.paper_7b()
+TAUBENCH = Path(__file__).parents[1].parent / "shared" / "traces" / "taubench_airline.jsonl.gz"
+ALPHAS = [0.0, *np.geomspace(0.01, 10, 19).round(3).tolist()]
+
+
+def processor(work: Callable[[], object], rounds: int) -> float:
+    """The least processor time of `rounds` runs, in seconds."""
+    spent = []
+    for _ in range(rounds):
+        begin = time.process_time()
+        work()
+        spent.append(time.process_time() - begin)
+    return min(spent)
+
+
+def per_policy(requests: list[Request], budget: int, rounds: int) -> None:
+    tokens = sum(len(request.tokens) for request in requests) / len(requests)
+    print(f"{len(requests):,} requests of {tokens:,.0f} tokens, {budget / 1e9:g} GB, one core:")
+    shared: dict[int, object] = {}
+    for name in SYSTEMS:
+        setting = Setting(COST, budget, requests, oracles=shared)  # type: ignore[arg-type]
+
+        def work(name: str = name, setting: Setting = setting) -> None:
+            cache = Spec(name).build(setting)
+            for request in requests:
+                cache.serve(request)
+
+        work() if name == "clairvoyant" else None
+        print(f"  {name:12} {processor(work, rounds):6.2f} s")
+
+
+def candidates(requests: list[Request], budget: int, workers: int) -> None:
+    specs = [Spec("marconi", (("alpha", alpha),)) for alpha in ALPHAS]
+    specs += [Spec(name) for name in ("lru", "reuse", "seglen", "gdsf")]
+    for clock in (None, PAPER):
+        jobs = [Job(spec, "window", COST, budget, clock) for spec in specs]
+        begin = time.perf_counter()
+        run_all(Runner({"window": requests}), jobs, workers)
+        spent = time.perf_counter() - begin
+        how = "at once" if clock is None else "in time"
+        print(f"{len(jobs)} candidates, each request {how}, {workers} workers: {spent:.1f} s")
+
+
+def by_length(rounds: int) -> None:
+    """Templates and questions of one proportion, at five lengths; the cache holds a fixed share."""
+    print("cost of a request by its length (microseconds):")
+    lengths = [1_000, 4_000, 16_000, 64_000]
+    rng = np.random.default_rng(0)
+    for name in POLICIES:
+        spent = []
+        for length in lengths:
+            shared = [rng.integers(0, 32_000, length // 2) for _ in range(10)]
+            requests = []
+            for number in range(300):
+                own = rng.integers(0, 32_000, length // 2)
+                tokens = np.concatenate([shared[number % 10], own]).astype(np.int32)
+                requests.append(Request(number, 0, float(number), tokens, length - 10))
+            budget = 30 * (COST.state_bytes + length * COST.kv_bytes_per_token)
+
+            def work(requests: list[Request] = requests, budget: int = budget) -> None:
+                simulator(name, budget).run(requests)  # noqa: B023
+
+            spent.append(processor(work, rounds) / len(requests) * 1e6)
+        slope = math.log(spent[-1] / spent[0]) / math.log(lengths[-1] / lengths[0])
+        cells = "  ".join(f"{n:,}: {s:,.0f}" for n, s in zip(lengths, spent, strict=True))
+        print(f"  {name:8} {cells}  (grows as length ^ {slope:.2f})")
+
+
+def by_checkpoints(rounds: int) -> None:
+    """Short prompts, none of which comes back, through caches that are full of them."""
+    print("cost of a request by the number of checkpoints in the cache (microseconds):")
+    counts = [100, 1_000, 10_000]
+    rng = np.random.default_rng(0)
+    for name in POLICIES:
+        spent = []
+        for count in counts:
+            requests = [
+                Request(number, 0, float(number), rng.integers(0, 2**30, 48).astype(np.int32), 40)
+                for number in range(count + 2_000)
+            ]
+            cache = simulator(name, count * (COST.state_bytes + 48 * COST.kv_bytes_per_token))
+            cache.run(requests[:count])
+            begin = time.process_time()
+            cache.run(requests[count:])
+            spent.append((time.process_time() - begin) / 2_000 * 1e6)
+        cells = "  ".join(f"{n:,}: {s:,.0f}" for n, s in zip(counts, spent, strict=True))
+        print(f"  {name:8} {cells}")
+
+
+def simulator(name: str, budget: int) -> Simulator:
+    cache = Spec(name).build(Setting(COST, budget, []))
+    assert isinstance(cache, Simulator)
+    return cache
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", type=Path, help="instead of tau-bench, or of generated agents")
+    parser.add_argument("--gigabytes", type=float, default=10.0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    path = options.trace or (TAUBENCH if TAUBENCH.exists() else None)
+    if path is None:
+        print("no tau-bench trace beside the repository: generated agents instead")
+        requests = generate("agent", traffic("agent", sessions=150), 0)
+    else:
+        requests = read_trace(path, Reading())
+    budget = int(options.gigabytes * 1e9)
+    per_policy(requests, budget, options.rounds)
+    candidates(requests, budget, options.workers)
+    by_length(options.rounds)
+    by_checkpoints(options.rounds)
+
+
+if __name__ == "__main__":
+    main()
