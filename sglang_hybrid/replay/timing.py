@@ -26,7 +26,8 @@ PAPER_GRID, PAPER_LONGEST = 50, 31_950
 @dataclass(frozen=True)
 class PrefillTime:
     """Seconds of a prefill of n new tokens after a hit of h: base + per_token * n + per_pair *
-    (pairs of new tokens and those they attend to), and seconds per decoded token.
+    (pairs of new tokens and those they attend to) + per_hit * h, for what must be read of the hit;
+    and seconds per decoded token.
 
     about: where the numbers come from. error: relative error of the fit, 0 if there was none.
     """
@@ -37,27 +38,29 @@ class PrefillTime:
     decode: float
     about: str
     error: float = 0.0
+    per_hit: float = 0.0
 
     def seconds(self, hit: int, new: int) -> float:
-        return self.base + self.per_token * new + self.per_pair * pairs(hit, new)
+        work = self.per_token * new + self.per_pair * pairs(hit, new)
+        return self.base + work + self.per_hit * hit
 
     @classmethod
     def fit(
         cls, measured: Sequence[tuple[int, int, float]], decode: float, about: str
     ) -> PrefillTime:
         """Fit to (hit, new, seconds); relative errors count, and no coefficient is negative. Raises
-        ValueError for fewer than three measurements.
+        ValueError for fewer than four measurements.
         """
-        if len(measured) < 3:
-            raise ValueError(f"a fit needs three measurements or more, not {len(measured)}")
-        rows = np.array([[1.0, new, pairs(hit, new)] for hit, new, _ in measured])
+        if len(measured) < 4:
+            raise ValueError(f"a fit needs four measurements or more, not {len(measured)}")
+        rows = np.array([[1.0, new, pairs(hit, new), hit] for hit, new, _ in measured])
         seconds = np.array([s for _, _, s in measured])
-        scale = np.abs(rows).max(axis=0)
+        scale = np.maximum(rows.max(axis=0), 1.0)
         weights, _ = nnls(rows / scale / seconds[:, None], np.ones(len(seconds)))
-        base, per_token, per_pair = (weights / scale).tolist()
+        base, per_token, per_pair, per_hit = (weights / scale).tolist()
         wrong = rows @ (weights / scale) / seconds - 1
         error = float(np.sqrt(np.mean(wrong**2)))
-        return cls(base, per_token, per_pair, decode, about, error)
+        return cls(base, per_token, per_pair, decode, about, error, per_hit)
 
     @classmethod
     def read(cls, path: Path) -> PrefillTime:

@@ -1,0 +1,117 @@
+"""Measures how long a running server prefills and decodes, for the replay's model of time."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+
+from sglang_hybrid.replay.timing import PrefillTime
+
+FEW, MANY = 1, 33  # tokens of the answers that decoding is measured with
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answered prompt: tokens that were hit, the answer, and seconds until it was complete."""
+
+    cached: int
+    tokens: list[int]
+    seconds: float
+
+
+Ask = Callable[[list[int], int], Answer]
+Measured = list[tuple[int, int, float]]  # hit, new tokens, seconds
+
+
+def measure(
+    ask: Ask,
+    lengths: Sequence[int],
+    hits: Sequence[int],
+    *,
+    repeats: int = 3,
+    seed: int = 0,
+    tokens: tuple[int, int] = (300, 4_000),
+    done: Callable[[], None] = lambda: None,
+) -> Measured:
+    """Medians over `repeats` of prefills of each length after each hit, one request at a time.
+
+    Prompts are random ids from `tokens`; a hit is made by going on from an answered prompt, and
+    what counts is what the server says it hit. seconds include one decoded token and the way there.
+    """
+    rng = random.Random(seed)
+
+    def text(length: int) -> list[int]:
+        return [rng.randrange(*tokens) for _ in range(length)]
+
+    ask(text(lengths[0]), FEW)  # the first request of a shape may compile
+    measured: Measured = []
+    for hit in hits:
+        for length in lengths:
+            times: dict[int, list[float]] = {}
+            for _ in range(repeats):
+                prompt: list[int] = []
+                if hit:
+                    prompt = text(hit)
+                    prompt += ask(prompt, FEW).tokens
+                prompt = prompt + text(length)
+                answer = ask(prompt, FEW)
+                times.setdefault(answer.cached, []).append(answer.seconds)
+                total = len(prompt)
+            cached, seconds = max(times.items(), key=lambda item: len(item[1]))
+            measured.append((cached, total - cached, statistics.median(seconds)))
+            done()
+    return measured
+
+
+def decode_seconds(ask: Ask, prompt: list[int], repeats: int = 3) -> float:
+    """Seconds per decoded token, alone on the server: the prompt's prefill is hit both times."""
+    ask(prompt, FEW)
+    short = statistics.median(ask(prompt, FEW).seconds for _ in range(repeats))
+    long = statistics.median(ask(prompt, MANY).seconds for _ in range(repeats))
+    return max(long - short, 0.0) / (MANY - FEW)
+
+
+def fit(ask: Ask, measured: Measured, about: str, seed: int = 0) -> PrefillTime:
+    """The model of time of what was measured. Decoded tokens are taken out of the prefills."""
+    rng = random.Random(seed)
+    decode = decode_seconds(ask, [rng.randrange(300, 4_000) for _ in range(64)])
+    prefills = [(hit, new, max(s - decode, s / 10)) for hit, new, s in measured]
+    return PrefillTime.fit(prefills, decode, about)
+
+
+class Server:
+    """A running server's /generate."""
+
+    def __init__(self, url: str, timeout: float = 600.0) -> None:
+        """Raises ValueError, in one sentence, if nobody answers there."""
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self._session = requests.Session()
+        info = self._call("get", "/get_model_info")
+        self.model = str(info.get("model_path", "a model"))
+
+    def ask(self, prompt: list[int], new_tokens: int) -> Answer:
+        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling}
+        begin = time.perf_counter()
+        answer = self._call("post", "/generate", json=body)
+        seconds = time.perf_counter() - begin
+        return Answer(int(answer["meta_info"]["cached_tokens"]), answer["output_ids"], seconds)
+
+    def _call(self, how: str, path: str, **more: Any) -> dict[str, Any]:
+        try:
+            response = self._session.request(how, self.url + path, timeout=self.timeout, **more)
+            response.raise_for_status()
+            content: dict[str, Any] = response.json()
+        except requests.HTTPError as error:
+            text = " ".join(response.text.split())[:200]
+            raise ValueError(f"{self.url}{path} answered: {text}") from error
+        except requests.RequestException as error:
+            raise ValueError(f"no server answers at {self.url}") from error
+        return content
