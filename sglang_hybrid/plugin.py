@@ -42,7 +42,7 @@ def register() -> None:
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform
 
     radix_cache.register()
-    _no_overlap_for_pure_state_space_models()
+    _one_state_buffer_for_pure_state_space_models()
     if isinstance(current_platform, HybridCpuPlatform):
         _use_torch_native_attention_on_cpu()
 
@@ -60,17 +60,20 @@ def _use_torch_native_attention_on_cpu() -> None:
             declare_resolution(server_args, "sglang_hybrid", attention_backend="torch_native")
 
 
-def _no_overlap_for_pure_state_space_models() -> None:
-    """Mamba and Mamba2 models keep one state buffer, which the overlap scheduler would overrun.
+def _one_state_buffer_for_pure_state_space_models() -> None:
+    """Mamba and Mamba2 models keep one state per request.
 
-    SGLang resolves this for the hybrid architectures only (arg_groups/overrides.py:453-487). For
-    models without attention the next step then changes a state while it is being stored, and hits
-    answer wrongly.
+    SGLang resolves its strategy for the hybrid architectures only (arg_groups/overrides.py:453-487)
+    and leaves these with one buffer and the overlap scheduler. Where it keeps states by copying
+    that buffer, the next step changes a state while it is being stored, and hits answer wrongly:
+    there overlap is turned off. Planned checkpoints do not need that.
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.configs.model_config import PURE_SSM_ARCHITECTURES
+
+    from sglang_hybrid.checkpoints.strategy import plans_checkpoints
 
     @register_resolution_hook("handle_mamba_backend")
     def handle_mamba_backend(
@@ -82,9 +85,7 @@ def _no_overlap_for_pure_state_space_models() -> None:
         if view.disable_radix_cache or not set(architectures) & set(PURE_SSM_ARCHITECTURES):
             return
         if view.mamba_radix_cache_strategy == "auto":
+            overlap = {} if plans_checkpoints(view) else {"disable_overlap_schedule": True}
             declare_resolution(
-                server_args,
-                "sglang_hybrid",
-                mamba_radix_cache_strategy="no_buffer",
-                disable_overlap_schedule=True,
+                server_args, "sglang_hybrid", mamba_radix_cache_strategy="no_buffer", **overlap
             )

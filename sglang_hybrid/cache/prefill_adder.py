@@ -40,7 +40,7 @@ class HybridPrefillAdder(PrefillAdder):
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
         needed = self._slots_needed(req)
         allocator = self.tree_cache.req_to_token_pool.mamba_allocator
-        if needed:
+        if self._promised + needed:
             free = free_slots(allocator) + self.tree_cache.mamba_evictable_size()
             if self._promised + needed > free - self._source(req):
                 return AddReqResult.NO_TOKEN

@@ -34,6 +34,7 @@ from sglang_hybrid.checkpoints import decode
 from sglang_hybrid.checkpoints.family import Family
 from sglang_hybrid.checkpoints.planner import Planned, Planner
 from sglang_hybrid.checkpoints.roles import RoleTokens, role_tokens
+from sglang_hybrid.checkpoints.strategy import why_unplanned
 from sglang_hybrid.checkpoints.tracks import supports_state_tracks
 from sglang_hybrid.config import BACKEND, Admission, Eviction, HybridConfig
 from sglang_hybrid.core.eviction import Policy, make_policy
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.server_args import ServerArgs
 
     from sglang_hybrid.core.cost import CostModel
 
@@ -344,7 +344,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     options = HybridConfig.from_environment()
     cost = cost_of_model(context.model_config.hf_config)
 
-    unplanned = _why_unplanned(context.server_args)
+    unplanned = why_unplanned(context.server_args)
     judicious = options.hybrid_admission is Admission.JUDICIOUS
     if unplanned and judicious and context.is_hybrid_ssm:
         logger.info("sglang_hybrid: with %s states are taken where SGLang tracks them.", unplanned)
@@ -358,18 +358,6 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
 
     cache: UnifiedRadixCache = create_unified_radix_cache(context, cache_class=build)
     return cache
-
-
-def _why_unplanned(flags: ServerArgs) -> str | None:
-    """What keeps prefills from leaving the states that we want, None if nothing does."""
-    several = {
-        "speculative decoding": flags.speculative_algorithm is not None,
-        "pipeline parallelism": flags.pp_size > 1,
-        "disaggregated prefill": flags.disaggregation_mode != "null",
-        "two-batch overlap": flags.enable_two_batch_overlap,
-        "decode context parallelism": flags.dcp_size > 1,
-    }
-    return next((what for what, asked in several.items() if asked), None)
 
 
 def register() -> None:

@@ -20,7 +20,17 @@ import sglang as sgl
 from sglang_hybrid.models import ARCHITECTURES
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.server_process import ServerProcess
-from tests.server.client import TOLERANCE, ask, flush, hybrid_cache, logprobs, random_prompt
+from tests.server.client import (
+    TOLERANCE,
+    ask,
+    flush,
+    generate,
+    hybrid_cache,
+    logprobs,
+    random_prompt,
+)
+from tests.server.expected import NEW_TOKENS as EXPECTED_TOKENS
+from tests.server.expected import agree, expect
 
 NEW_TOKENS = 6
 
@@ -278,12 +288,12 @@ LAZY = ("--mamba-radix-cache-strategy", "extra_buffer_lazy")
 NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
 CONFIGURATIONS = {
     "default": (),
+    "extra buffer": ("--mamba-radix-cache-strategy", "extra_buffer"),
     "chunks of 128": ("--chunked-prefill-size", "128"),
     "page 16": ("--page-size", "16"),
     "lazy": LAZY,
     "lazy, page 16": (*LAZY, "--page-size", "16"),
     "no buffer": NO_BUFFER,
-    "no overlap": ("--disable-overlap-schedule",),
     "two ranks": ("--tp-size", "2"),
 }
 WITHOUT_EXTRA_BUFFER = ("mamba2", "falcon-mamba")  # SGLang has it for neither, and pages need it
@@ -301,7 +311,7 @@ MATRIX = [
     if not (architecture == DEFAULT_ARCHITECTURE and configuration == "default")
     and not (
         architecture in WITHOUT_EXTRA_BUFFER
-        and ("page 16" in configuration or "lazy" in configuration)
+        and any(word in configuration for word in ("page 16", "lazy", "extra buffer"))
     )
 ]
 
@@ -320,4 +330,10 @@ def test_it_is_exact_everywhere(
         records = batch(server.url, [random_prompt(700, seed=95)], n=4)
         usable = 688 if "page 16" in configuration else 699
         assert sorted(cached(record) for record in records)[-3:] == [usable] * 3
+        if architecture == DEFAULT_ARCHITECTURE:  # the others: test_against_transformers.py
+            expected = expect(model)
+            agree(
+                generate(server.url, [right.prompt for right in expected], EXPECTED_TOKENS),
+                expected,
+            )
         assert "Traceback" not in server.log.read_text(errors="replace")

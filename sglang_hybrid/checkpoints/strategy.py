@@ -1,0 +1,52 @@
+"""Whether checkpoints are planned, and how many slots a running request then needs (patch 0009).
+
+SGLang tracks states in buffers that belong to a request, so that the overlap scheduler's next step
+does not change a state while it is being kept: two slots beside the live one. A planned state has a
+slot of its own from the start, and what a finished request leaves is its live state: one slot is
+enough.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_hybrid.config import BACKEND, Admission, HybridConfig
+
+WITHOUT_PAGES = ("triton", "flashinfer", "fa3", "torch_native")
+"""Attention backends that do not ask for pages of several tokens later in SGLang's resolution."""
+
+
+def why_unplanned(flags: Any) -> str | None:
+    """What keeps prefills from leaving the states that we want; None if nothing does.
+
+    flags: SGLang's server arguments, or its view of them while they are resolved.
+    """
+    several = {
+        "speculative decoding": flags.speculative_algorithm is not None,
+        "pipeline parallelism": flags.pp_size > 1,
+        "disaggregated prefill": flags.disaggregation_mode != "null",
+        "two-batch overlap": flags.enable_two_batch_overlap,
+        "decode context parallelism": flags.dcp_size > 1,
+    }
+    return next((what for what, asked in several.items() if asked), None)
+
+
+def plans_checkpoints(flags: Any) -> bool:
+    """Whether the server's cache will be ours and plan its checkpoints."""
+    return (
+        flags.radix_cache_backend == BACKEND
+        and not flags.disable_radix_cache
+        and HybridConfig.from_environment().hybrid_admission is Admission.JUDICIOUS
+        and why_unplanned(flags) is None
+    )
+
+
+def one_slot_per_request(flags: Any) -> bool:
+    """Whether a running request should hold its live state only (SGLang's `no_buffer`), which is
+    possible with pages of one token.
+    """
+    return (
+        plans_checkpoints(flags)
+        and flags.page_size in (None, 1)
+        and flags.attention_backend in WITHOUT_PAGES
+    )

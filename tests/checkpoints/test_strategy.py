@@ -1,0 +1,59 @@
+"""Where checkpoints are planned, and where a running request can do with one slot."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_hybrid.checkpoints.strategy import one_slot_per_request, plans_checkpoints
+
+
+def flags(**changed: Any) -> SimpleNamespace:
+    asked: dict[str, Any] = {
+        "radix_cache_backend": "hybrid",
+        "disable_radix_cache": False,
+        "page_size": None,
+        "attention_backend": "torch_native",
+        "speculative_algorithm": None,
+        "pp_size": 1,
+        "dcp_size": 1,
+        "disaggregation_mode": "null",
+        "enable_two_batch_overlap": False,
+    }
+    return SimpleNamespace(**{**asked, **changed})
+
+
+def test_planned_checkpoints_need_one_slot_per_request() -> None:
+    assert plans_checkpoints(flags())
+    assert one_slot_per_request(flags())
+    assert one_slot_per_request(flags(page_size=1, attention_backend="triton"))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"radix_cache_backend": None},
+        {"disable_radix_cache": True},
+        {"speculative_algorithm": "EAGLE"},
+        {"pp_size": 2},
+        {"dcp_size": 2},
+        {"disaggregation_mode": "prefill"},
+        {"enable_two_batch_overlap": True},
+    ],
+)
+def test_sglang_tracks_by_itself(changed: dict[str, Any]) -> None:
+    assert not plans_checkpoints(flags(**changed))
+    assert not one_slot_per_request(flags(**changed))
+
+
+def test_admission_all_leaves_the_tracking_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_HYBRID_ADMISSION", "all")
+    assert not plans_checkpoints(flags())
+
+
+@pytest.mark.parametrize(
+    "changed", [{"page_size": 16}, {"attention_backend": None}, {"attention_backend": "trtllm_mha"}]
+)
+def test_pages_need_tracked_states(changed: dict[str, Any]) -> None:
+    assert plans_checkpoints(flags(**changed))
+    assert not one_slot_per_request(flags(**changed))
