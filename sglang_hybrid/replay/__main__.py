@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
         print(f"error: {where}{reason}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,12 +114,13 @@ def _main(options: argparse.Namespace, arguments: list[str]) -> int:
         results = _run(runner, jobs, options.workers, console)
     else:
         from sglang_hybrid.replay.report import Report
+        from sglang_hybrid.replay.study import Study
 
         with Report(options.report, command, options.seed) as report:
-            jobs += report.plan(runner, jobs)
-            results = _run(runner, jobs, options.workers, console)
-            report.write(results)
-        results = results[: len(budgets) * len(specs)]
+            study = Study(runner, jobs)
+            study.take(_run(runner, [*jobs, *study.extra_jobs], options.workers, console))
+            report.write(study)
+        results = study.results
     _show(results, requests, time, console)
     if options.json is not None:
         summary = {"command": command, "results": [result.as_dict() for result in results]}

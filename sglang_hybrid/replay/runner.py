@@ -6,6 +6,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,7 +149,7 @@ def run_all(
     runner: Runner, jobs: Sequence[Job], workers: int = 1, done: Callable[[], None] = lambda: None
 ) -> list[Result]:
     """Results in the jobs' order. done: called after each. workers: processes; with one, none is
-    started.
+    started. Raises ChildProcessError if one dies.
     """
     results = dict(_run_all(runner, jobs, workers, done))
     return [results[index] for index in range(len(jobs))]
@@ -166,9 +167,12 @@ def _run_all(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _start_worker, (runner.traces,)) as pool:
         futures = {pool.submit(_work, job): index for index, job in enumerate(jobs)}
-        for future in as_completed(futures):
-            done()
-            yield futures[future], future.result()
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+                done()
+        except BrokenProcessPool as error:
+            raise ChildProcessError("a worker died, perhaps for memory: use fewer") from error
 
 
 def _start_worker(traces: dict[str, Sequence[Request]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any
 
 from sglang_hybrid.core.cost import CostModel
@@ -44,7 +44,15 @@ class Setting:
         return self.oracles[key]
 
 
-def _evicting(make: Callable[..., Policy]) -> Callable[..., Cache]:
+@dataclass(frozen=True)
+class System:
+    """How to build a cache from a setting and the `options` it takes."""
+
+    build: Callable[..., Cache]
+    options: tuple[str, ...] = ()
+
+
+def _evicting(make: Callable[..., Policy]) -> System:
     """A simulator with the policy that `make` makes, twice for a split budget; two that learn share
     one history.
     """
@@ -57,10 +65,9 @@ def _evicting(make: Callable[..., Policy]) -> Callable[..., Cache]:
             other = make(**options, history=policy.history)
         return Simulator(setting.cost, setting.budget, policy, setting.min_branch_tokens, other)
 
-    build.options = {  # type: ignore[attr-defined]
-        name for name in signature(make).parameters if name not in ("history", "blind_to_children")
-    }
-    return build
+    hidden = ("history", "blind_to_children")
+    options = [name for name in signature(make).parameters if name not in hidden]
+    return System(build, tuple(options))
 
 
 def _none(setting: Setting) -> Cache:
@@ -91,16 +98,16 @@ def _unbounded(setting: Setting) -> Cache:
     return Simulator(setting.cost, None, Lru(), setting.min_branch_tokens)
 
 
-SYSTEMS: dict[str, Callable[..., Cache]] = {
-    "none": _none,
-    "vllm+": _vllm,
-    "sglang+": _sglang_plus,
-    "sglang": _sglang,
+SYSTEMS: dict[str, System] = {
+    "none": System(_none),
+    "vllm+": System(_vllm, ("block",)),
+    "sglang+": System(_sglang_plus),
+    "sglang": System(_sglang, ("grid", "chunk", "interval")),
     **{name: _evicting(make) for name, make in POLICIES.items()},
     "tlru": _evicting(TailLru),
     "density": _evicting(Density),
-    "clairvoyant": _clairvoyant,
-    "unbounded": _unbounded,
+    "clairvoyant": System(_clairvoyant, ("remember",)),
+    "unbounded": System(_unbounded),
 }
 
 
@@ -118,7 +125,7 @@ class Spec:
         known = [*SYSTEMS, HINDSIGHT]
         if name not in known:
             raise ValueError(f"unknown policy {name!r}; known are {', '.join(known)}")
-        accepted = _options(name)
+        accepted = SYSTEMS[name].options if name in SYSTEMS else ()
         options: list[tuple[str, float]] = []
         for part in filter(None, rest.split(",")):
             option, _, value = part.rpartition("=")
@@ -136,30 +143,19 @@ class Spec:
         return spec
 
     def __str__(self) -> str:
-        if not self.options:
-            return self.name
-        if len(self.options) == 1:
-            return f"{self.name} {self.options[0][1]:g}"
-        return f"{self.name} " + " ".join(f"{name}={value:g}" for name, value in self.options)
+        shown = (
+            f"{value:g}" if name == "alpha" else f"{name}={value:g}" for name, value in self.options
+        )
+        return " ".join([self.name, *shown])
 
     def build(self, setting: Setting) -> Cache:
-        return SYSTEMS[self.name](setting, **dict(self.options))
+        return SYSTEMS[self.name].build(setting, **dict(self.options))
 
     def candidates(self) -> list[Spec]:
         """Itself, or what the best in hindsight is chosen from."""
         if self.name != HINDSIGHT:
             return [self]
         return [Spec("marconi", (("alpha", alpha),)) for alpha in ALPHAS]
-
-
-def _options(name: str) -> list[str]:
-    if name == HINDSIGHT:
-        return []
-    build = SYSTEMS[name]
-    if hasattr(build, "options"):
-        return sorted(build.options)
-    parameters = list(signature(build).parameters.values())[1:]
-    return [p.name for p in parameters if p.default is not Parameter.empty]
 
 
 def smallest_budget(cost: CostModel) -> int:

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
 
 from sglang_hybrid.replay.simulator import Cache, Outcome, Ticket
 from sglang_hybrid.replay.traces import Request, whole_file, write_line
@@ -51,6 +50,8 @@ class PrefillTime:
         """Fit to (hit, new, seconds); relative errors count, and no coefficient is negative. Raises
         ValueError for fewer than four measurements.
         """
+        from scipy.optimize import nnls  # half a second that no replay needs
+
         if len(measured) < 4:
             raise ValueError(f"a fit needs four measurements or more, not {len(measured)}")
         rows = np.array([[1.0, new, pairs(hit, new), hit] for hit, new, _ in measured])

@@ -325,7 +325,12 @@ def test_a_model_without_state_resumes_wherever_its_kv_reaches(name: str) -> Non
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [("lru", "lru"), ("marconi:alpha=0.3", "marconi 0.3"), ("marconi:2", "marconi 2")],
+    [
+        ("lru", "lru"),
+        ("marconi:alpha=0.3", "marconi 0.3"),
+        ("marconi:2", "marconi 2"),
+        ("tlru:100,next_prompt=5", "tlru threshold=100 next_prompt=5"),
+    ],
 )
 def test_a_spec_is_read_and_shown(text: str, shown: str) -> None:
     assert str(Spec.parse(text)) == shown

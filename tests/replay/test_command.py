@@ -5,6 +5,7 @@ is one sentence.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,13 +16,15 @@ from PIL import Image
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Lru
-from sglang_hybrid.replay import plots
+from sglang_hybrid.replay import plots, runner
 from sglang_hybrid.replay.__main__ import main, parse_bytes
+from sglang_hybrid.replay.figures import cached_bytes, flop_efficiency
 from sglang_hybrid.replay.formats import Reading, read_trace, recognise
 from sglang_hybrid.replay.generators import generate, traffic
-from sglang_hybrid.replay.report import MARK, cached_bytes, flop_efficiency, paper_model
+from sglang_hybrid.replay.report import MARK
 from sglang_hybrid.replay.runner import Job, Runner, run_all
 from sglang_hybrid.replay.simulator import Simulator, hit_rate
+from sglang_hybrid.replay.study import paper_model
 from sglang_hybrid.replay.systems import ALPHAS, Spec
 from sglang_hybrid.replay.timing import PAPER
 
@@ -114,13 +117,25 @@ def test_workers_find_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         assert np.array_equal(one.ttft, other.ttft)
 
 
+def die(job: Job) -> None:
+    os._exit(9)
+
+
+def test_a_worker_that_dies_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "_work", die)
+    arguments = [*CHAT, "--cache", "1GB", "--policy", "lru,reuse", "--workers", "2", "--instant"]
+    assert main([*arguments, "--json", str(tmp_path / "out.json")]) != 0
+    assert capsys.readouterr().err == "error: a worker died, perhaps for memory: use fewer\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_best_in_hindsight_is_the_best_of_its_grid() -> None:
-    runner = Runner({"x": generate("few-shot", traffic("few-shot", sessions=60), 0)})
+    runs = Runner({"x": generate("few-shot", traffic("few-shot", sessions=60), 0)})
     job = Job(Spec("marconi-best"), "x", COST, 6 * 10**8)
-    best = runner.run(job)
-    single = [
-        runner.run(replace(job, spec=Spec("marconi", (("alpha", alpha),)))) for alpha in ALPHAS
-    ]
+    best = runs.run(job)
+    single = [runs.run(replace(job, spec=Spec("marconi", (("alpha", alpha),)))) for alpha in ALPHAS]
     assert best.hit_tokens == max(result.hit_tokens for result in single)
     assert best.chosen is not None and best.chosen.name == "marconi"
     assert best.job.spec.name == "marconi-best"
