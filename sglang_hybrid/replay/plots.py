@@ -200,6 +200,7 @@ def save(figure: Figure, path: Any, kind: str) -> None:
     with rc_context(STYLE):
         FigureCanvasAgg(figure)
         figure.savefig(path, format=kind, dpi=160, metadata=metadata)
+        figure.set_layout_engine("none")  # it stays as it was laid out
 
 
 def _figure(columns: int = 1, height: float = HEIGHT) -> tuple[Figure, list[Axes]]:

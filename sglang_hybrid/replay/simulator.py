@@ -207,7 +207,8 @@ class Simulator:
         self, ticket: Ticket, tokens: TokenArray, ends: dict[int, Kind | None]
     ) -> list[Node]:
         """Insert what was computed by now and hold its end instead of what was held before."""
-        path, matched = self.tree.find(tokens)
+        known = ticket.held if self.cost.state_bytes else None  # without states it may lie beside
+        path, matched = self.tree.find(tokens, known)
         path = self._insert(tokens, path, matched, ends)
         self._passed(ticket.request, path)
         deepest = max(path, key=lambda node: node.depth, default=None)

@@ -15,12 +15,18 @@ class TokenTree(NodeTree):
         super().__init__(clock)
         self.page = page
 
-    def find(self, tokens: TokenArray) -> tuple[list[Node], int]:
+    def find(self, tokens: TokenArray, below: Node | None = None) -> tuple[list[Node], int]:
         """Nodes that `tokens` [n] cover to their end, and how many tokens are stored, the part of
-        an edge included.
+        an edge included. below: a node that `tokens` are known to pass, to save the way there.
         """
         path: list[Node] = []
-        node, matched, total = self.root, 0, len(tokens)
+        node = below or self.root
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        node, total = below or self.root, len(tokens)
+        matched = node.depth
         while matched < total:
             child = node.children.get(self._key(tokens[matched : matched + self.page]))
             if child is None:
