@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -97,6 +98,8 @@ def _main(options: argparse.Namespace, arguments: list[str]) -> int:
         raise ValueError(f"--workers must be 1 or more, not {options.workers}")
     cost = _cost(options)
     budgets = _budgets(options, cost)
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise ValueError(f"{options.json} cannot be written: there is no such directory")
     specs = _specs(options.policy)
     time = None if options.instant else PAPER
     if options.prefill is not None:
@@ -123,7 +126,13 @@ def _main(options: argparse.Namespace, arguments: list[str]) -> int:
         results = study.results
     _show(results, requests, time, console)
     if options.json is not None:
-        summary = {"command": command, "results": [result.as_dict() for result in results]}
+        summary = {
+            "command": command,
+            "seed": options.seed,
+            "cost": asdict(cost),
+            "time": None if time is None else asdict(time),
+            "results": [result.as_dict() for result in results],
+        }
         _write_json(options.json, summary)
     return 0
 

@@ -85,7 +85,7 @@ class Azure:
         skipped = skipped or Skipped()
         rows: list[tuple[float, int, int]] = []
         first: datetime | None = None
-        for number, line in numbered_lines(path):
+        for number, line in numbered_lines(path, skipped):
             if number == 1 and line.startswith(b"TIMESTAMP"):
                 continue
             if limit is not None and len(rows) >= limit:

@@ -75,7 +75,7 @@ class BlockReader:
         return requests[:limit]
 
     def _conversation(self, file: Path, start: float) -> Iterator[Request]:
-        text = b"".join(line for _, line in numbered_lines(file))
+        text = b"".join(line for _, line in numbered_lines(file, self.skipped))
         try:
             whole = msgspec.json.decode(text, type=Conversation)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -183,7 +183,7 @@ class ConversationReader:
 
 def _entries(path: Path, skipped: Skipped) -> Iterator[tuple[str, bytes]]:
     """Where an entry stands, and its text: items of an array, or lines."""
-    lines = list(numbered_lines(path))
+    lines = list(numbered_lines(path, skipped))
     if not lines or not lines[0][1].lstrip().startswith(b"["):
         yield from ((f"{path}:{number}", line) for number, line in lines if line.strip())
         return

@@ -49,6 +49,7 @@ KINDS: dict[str, Traffic] = {
         think=Draw("lognormal", 30, 1.0),
     ),
     "agent": Traffic(
+        session_rate=0.2,
         shared=Draw("const", 6_000),
         turns=Draw("lognormal", 15, 0.6),
         question=Draw("lognormal", 400, 1.2),

@@ -87,6 +87,9 @@ def pair(panels: Sequence[tuple[Sequence[float], Series, str]], y_label: str) ->
         figure, all_axes = _figure(len(panels))
         for axes, (x, series, x_label) in zip(all_axes, panels, strict=True):
             _lines(axes, x, series, x_label, y_label if axes is all_axes[0] else "", log=True)
+        top = max(axes.get_ylim()[1] for axes in all_axes)
+        for axes in all_axes:
+            axes.set_ylim(0, top)
         _legend(figure, all_axes[0], len(panels[0][1]))
         return figure
 

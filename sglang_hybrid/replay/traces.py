@@ -179,7 +179,7 @@ def read_lines(
     decoder = msgspec.json.Decoder(schema)
     requests: list[Request] = []
     latest = 0.0
-    for number, text in numbered_lines(path):
+    for number, text in numbered_lines(path, skipped):
         if limit is not None and len(requests) >= limit:
             break
         if not text.strip():
@@ -203,9 +203,9 @@ def read_lines(
     return requests
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Line numbers from 1 and lines of a file, gzip or not. Raises TraceError if it cannot be
-    read.
+def numbered_lines(path: Path, skipped: Skipped | None = None) -> Iterator[tuple[int, bytes]]:
+    """Line numbers from 1 and lines of a file, gzip or not. Raises TraceError if it cannot be read;
+    what comes after damage in an archive is one bad line.
     """
     number = 0
     try:
@@ -215,7 +215,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     except FileNotFoundError as error:
         raise TraceError(f"there is no trace {path}") from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TraceError(f"{path}:{number + 1}: the gzip file is damaged ({error})") from error
+        sentence = f"{path}:{number + 1}: the gzip file is damaged ({error})"
+        (skipped or Skipped()).bad(sentence, error)
     except OSError as error:
         raise TraceError(f"{path} cannot be read ({error.strerror})") from error
 

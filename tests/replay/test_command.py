@@ -241,6 +241,7 @@ MISTAKES = [
     ([*CHAT, "--cache", "1GB", "--think", "soon"], "'soon' is no distribution; write const:A"),
     ([*CHAT, "--record", "x", "--to", "mooncake"], "format 'mooncake' cannot be written"),
     (["--generate", "talk", "--cache", "1GB"], "unknown workload 'talk'; known are chat, agent"),
+    ([*CHAT, "--cache", "1GB", "--json", "no/where.json"], "no/where.json cannot be written"),
     ([*CHAT, "--max-input", "2", "--cache", "1GB"], "no request was generated"),
 ]
 

@@ -221,6 +221,9 @@ def test_a_truncated_line_and_a_truncated_archive(tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress(text.encode())[:-30])
     with pytest.raises(TraceError, match=r"trace.jsonl.gz:\d+: the gzip file is damaged"):
         read_trace(packed, Reading(), "marconi")
+    reading = Reading(skipped=Skipped(allow=True))
+    assert 0 < len(read_trace(packed, reading, "marconi")) <= 3000
+    assert reading.skipped.count == 1
 
 
 @pytest.mark.parametrize(
