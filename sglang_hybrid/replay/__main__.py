@@ -170,7 +170,7 @@ def _traffic(options: argparse.Namespace, console: Console) -> tuple[str, Sequen
         if not requests:
             raise ValueError("no request was generated: every prompt is longer than --max-input")
     if skipped.count:
-        console.print(f"{skipped.count:,} bad lines were skipped")
+        console.print(f"bad lines skipped: {skipped.count:,}")
     return name, requests
 
 

@@ -279,14 +279,15 @@ class Simulator:
             return True
         if not self._could_fit(kv, states, path):
             return False
-        for node in path:
+        at_risk = [node for node in path if node.has_state or node is path[-1]]
+        for node in at_risk:
             self.tree.hold(node, kv=True, state=True)
         while pool := self._short(kv, states):
             victim = pool.victim() or pool.victim(last_resort=True)
             if victim is None:
                 break
             self._evict(victim)
-        for node in path:
+        for node in at_risk:
             self._let_go(node)
         return self._short(kv, states) is None
 

@@ -272,7 +272,7 @@ def test_bad_lines_stop_it_or_are_counted(
     assert main(arguments) != 0
     assert f"error: {bad}:2: not a line of a recorded trace" in capsys.readouterr().err
     assert main([*arguments, "--skip-bad"]) == 0
-    assert "1 bad lines were skipped" in capsys.readouterr().out
+    assert "bad lines skipped: 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("where", ["file", "full", "below"])
