@@ -23,7 +23,7 @@ from sglang_hybrid.replay.simulator import Budget, Cache, Simulator
 from sglang_hybrid.replay.traces import Request
 
 HINDSIGHT = "marconi-best"
-ALPHAS = (0.0, 0.1, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
+ALPHAS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 @dataclass
