@@ -16,6 +16,7 @@ import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
+import inspect
 import linecache
 import re
 import sys
@@ -178,6 +179,11 @@ def verify() -> None:
         except OSError:
             raise patch.missing() from None
         patch.apply(released)
+
+
+def is_patched(function: types.FunctionType) -> bool:
+    """Whether `function` of SGLang comes from a module that a patch was applied to."""
+    return bool(inspect.unwrap(function).__code__.co_filename.endswith(NOTE))
 
 
 def _installed_version() -> str:

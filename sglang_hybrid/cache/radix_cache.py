@@ -40,6 +40,7 @@ from sglang_hybrid.config import BACKEND, Admission, Eviction, HybridConfig
 from sglang_hybrid.core.eviction import Policy, make_policy
 from sglang_hybrid.core.history import History
 from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.patching import is_patched
 from sglang_hybrid.telemetry.metrics import CacheMetrics
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
 
@@ -339,15 +340,21 @@ def _policies(options: HybridConfig) -> tuple[Policy, Policy]:
 
 
 def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
     from sglang_hybrid.cache.sizes import cost_of_model
 
     options = HybridConfig.from_environment()
     cost = cost_of_model(context.model_config.hf_config)
 
     unplanned = why_unplanned(context.server_args)
+    if not is_patched(ScheduleBatch.prepare_for_extend):
+        unplanned = "an engine that was not started through sglang_hybrid.launch_server"
     judicious = options.hybrid_admission is Admission.JUDICIOUS
     if unplanned and judicious and context.is_hybrid_ssm:
-        logger.info("sglang_hybrid: with %s states are taken where SGLang tracks them.", unplanned)
+        logger.warning(
+            "sglang_hybrid: with %s states are taken where SGLang tracks them.", unplanned
+        )
     roles = role_tokens(context.tp_worker) if judicious and not unplanned else None
     one_pass = supports_state_tracks(context.tp_worker.model_runner)
 

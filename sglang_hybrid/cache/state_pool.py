@@ -58,6 +58,7 @@ class StateSlots:
             lambda position, kind: mirror.state_worth(
                 position, kind, intent.anchor_of(position), intent.meeting
             ),
+            knows_returns=mirror.history is not None,
         )
 
     @property

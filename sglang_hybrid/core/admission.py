@@ -68,12 +68,14 @@ class Room:
     out.
 
     value: utility of a checkpoint at a position, on the victims' scale; None if what is new is
-    always worth more, as with LRU.
+    always worth more, as with LRU. knows_returns: the utility says how likely a position comes
+    back, by what was seen.
     """
 
     free_slots: int
     cheapest_victim: float | None = None
     value: Callable[[int, Kind], float] | None = None
+    knows_returns: bool = False
 
 
 def judicious(prefill: Prefill) -> list[tuple[int, Kind]]:
@@ -152,11 +154,12 @@ def place(
 def worth(position: int, kind: Kind, room: Room) -> Skip | None:
     """Why a checkpoint is not taken where no slot is free; None if it is worth what it pushes out.
 
-    A chunk's end is worth a free slot only.
+    A chunk's end is worth a free slot only, and so is a prompt's, which serves the same prompt
+    again, unless it is known how often that happens.
     """
     if room.cheapest_victim is None:
         return Skip.NO_SLOT
-    if kind is Kind.CHUNK:
+    if kind is Kind.CHUNK or (kind is Kind.PROMPT_END and not room.knows_returns):
         return Skip.NOT_WORTH
     if room.value is not None and room.value(position, kind) <= room.cheapest_victim:
         return Skip.NOT_WORTH

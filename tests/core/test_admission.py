@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sglang_hybrid.core.admission import (
@@ -81,11 +83,19 @@ def test_a_full_pool_takes_what_is_worth_more_than_it_pushes_out() -> None:
     def value(position: int, kind: Kind) -> float:
         return 2.0 if kind is Kind.BRANCH else 1.0
 
-    room = Room(free_slots=0, cheapest_victim=1.0, value=value)
+    room = Room(free_slots=0, cheapest_victim=1.0, value=value, knows_returns=True)
     decided = decide(judicious(prefill), prefill, room)
     assert skips(decided) == {Kind.BRANCH: None, Kind.PROMPT_END: Skip.NOT_WORTH}
+    cheap = replace(room, cheapest_victim=0.5)
+    assert all(checkpoint.admitted for checkpoint in decide(judicious(prefill), prefill, cheap))
+
+
+def test_where_returns_are_not_known_a_prompts_end_takes_a_free_slot_only() -> None:
+    prefill = Prefill(1000, hit_len=0, kv_len=400)
     untold = Room(free_slots=0, cheapest_victim=1.0)
-    assert all(checkpoint.admitted for checkpoint in decide(judicious(prefill), prefill, untold))
+    decided = decide(judicious(prefill), prefill, untold)
+    assert skips(decided) == {Kind.BRANCH: None, Kind.PROMPT_END: Skip.NOT_WORTH}
+    assert all(c.admitted for c in decide(judicious(prefill), prefill, PLENTY))
 
 
 def test_all_takes_every_chunk_end() -> None:

@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""Hit rates of traces on the real cache with real pools and no model, in seconds.
+
+    python scripts/bench_admission.py [TRACE ...] [--min-branch-tokens 1 8 16 32 64 128]
+
+SGLang's own cache at its defaults, the same with ours under `lru` + `all`, and our policies with
+planned checkpoints, on pools of so many KV tokens and state slots; one request at a time, prefill
+chunks of 2,048 tokens, SGLang's grid of 64. Costs are the paper's 7B model's. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+warnings.simplefilter("ignore")
+logging.disable(logging.WARNING)
+
+from sglang_hybrid import patching  # noqa: E402
+
+patching.install()
+
+from sglang_hybrid.core.cost import CostModel  # noqa: E402
+from sglang_hybrid.replay.traces import Request, read_compact, read_mooncake  # noqa: E402
+from tests.cache.backends import options  # noqa: E402
+from tests.cache.driver import Server, Sizes, build_cache  # noqa: E402
+
+COST = CostModel(
+    linear=2 * 7 * 10**9,
+    quadratic=4 * 4 * 4096,
+    windows=(),
+    kv_bytes_per_token=65_536,
+    state_bytes=26_787_840,
+)
+LONGEST = 40_000
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The first `requests` of a trace that are not too long, and pools that they do not fit."""
+
+    requests: int
+    kv: int
+    slots: tuple[int, ...]
+
+
+PRESETS = {
+    "taubench": Preset(800, 150_000, (60, 200)),
+    "sharegpt": Preset(307, 150_000, (30, 80)),
+    "bbh": Preset(324, 60_000, (20, 60)),
+    "claude_code": Preset(400, 800_000, (50, 150)),
+    "mooncake": Preset(500, 600_000, (60, 200)),
+}
+CACHES = (
+    ("SGLang's own", None),
+    ("ours, lru + all", ("lru", "all")),
+    ("ours, lru", ("lru", "judicious")),
+    ("ours, marconi", ("marconi", "judicious")),
+    ("ours, reuse", ("reuse", "judicious")),
+)
+
+
+def hit_rate(
+    requests: list[Request], kv: int, slots: int, how: tuple[str, str] | None, **more: Any
+) -> float:
+    """Percent of the prompt tokens. A running request holds three slots under SGLang's tracking,
+    one where checkpoints are planned.
+    """
+    planned = how is not None and how[1] == "judicious"
+    context = max(len(request.tokens) for request in requests) + 8
+    sizes = Sizes(kv=kv, states=slots, extra_buffer=not planned, grid=64, rows=8, context=context)
+    cache = build_cache(sizes, None if how is None else options(*how, **more), COST)
+    hits = Server(cache, sizes, chunk=2_048).play(requests)
+    return 100 * sum(hits) / sum(request.input_len for request in requests)
+
+
+def read(path: Path, preset: Preset) -> list[Request]:
+    read_trace = read_mooncake if path.name.startswith("mooncake") else read_compact
+    requests = [r for r in read_trace(path, 4 * preset.requests) if len(r.tokens) < LONGEST]
+    return requests[: preset.requests]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    traces = Path(__file__).resolve().parents[2] / "shared" / "traces"
+    parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE")
+    parser.add_argument(
+        "--min-branch-tokens", nargs="+", type=int, default=[], help="compare these under reuse"
+    )
+    arguments = parser.parse_args()
+    paths = arguments.traces or [
+        path for name in PRESETS for path in sorted(traces.glob(f"{name}*"))
+    ]
+    columns: list[tuple[str, tuple[str, str] | None, dict[str, Any]]]
+    if arguments.min_branch_tokens:
+        columns = [
+            (f">= {n}", ("reuse", "judicious"), {"hybrid_min_branch_tokens": n})
+            for n in arguments.min_branch_tokens
+        ]
+    else:
+        columns = [(name, how, {}) for name, how in CACHES]
+    names = " | ".join(name for name, _, _ in columns)
+    print(f"| trace | requests | KV tokens | slots | {names} |")
+    print("|---|---|---|---|" + "---|" * len(columns))
+    for path in paths:
+        preset = next((p for name, p in PRESETS.items() if path.name.startswith(name)), None)
+        if preset is None:
+            parser.error(f"{path.name}: no preset for this trace; known are {', '.join(PRESETS)}")
+        requests = read(path, preset)
+        for slots in preset.slots:
+            rates = [hit_rate(requests, preset.kv, slots, how, **more) for _, how, more in columns]
+            cells = " | ".join(f"{rate:.1f}" for rate in rates)
+            name = path.name.split(".")[0]
+            print(f"| {name} | {len(requests)} | {preset.kv:,} | {slots} | {cells} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
