@@ -42,8 +42,8 @@ class Admission(Enum):
     ALL = "all"
 
 
-def alpha(text: str) -> float:
-    """A weight of 0 or more."""
+def nonnegative(text: str) -> float:
+    """A number of 0 or more."""
     try:
         value = float(text)
     except ValueError:
@@ -69,6 +69,7 @@ class HybridConfig:
     hybrid_admission: Admission = Admission.JUDICIOUS
     hybrid_min_branch_tokens: int = 16
     hybrid_slots_per_request: int = 0
+    hybrid_burst_ms: float = 3.0
     hybrid_default_model: str = "nemotron-h"
 
     @property
@@ -100,7 +101,7 @@ class HybridConfig:
         )
         group.add_argument(
             "--hybrid-alpha",
-            type=alpha,
+            type=nonnegative,
             metavar="NUMBER",
             default=HybridConfig.hybrid_alpha,
             help="weight of FLOP efficiency against recency for --hybrid-eviction marconi; 0 is "
@@ -110,8 +111,9 @@ class HybridConfig:
             "--hybrid-admission",
             choices=[mode.value for mode in Admission],
             default=HybridConfig.hybrid_admission.value,
-            help="judicious: the state at a chunk end pushes out no other, and a branch that gains "
-            "few tokens gets none; all: every state that SGLang tracks (default: %(default)s)",
+            help="judicious: exact states where prompts branch, at the start of the last message, at "
+            "the end of a prompt and of an answer, each if it is worth more than what it pushes "
+            "out; all: every state that SGLang tracks (default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-min-branch-tokens",
@@ -128,7 +130,15 @@ class HybridConfig:
             default=HybridConfig.hybrid_slots_per_request,
             help="state slots that a running request counts for when SGLang caps the running "
             "requests by the state pool; fewer let more requests run and leave fewer slots for "
-            "checkpoints. 0 is SGLang's number, 5 with the extra buffer (default: %(default)s)",
+            "checkpoints. 0 is SGLang's number: 3, or 5 with the extra buffer (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-burst-ms",
+            type=nonnegative,
+            metavar="MS",
+            default=HybridConfig.hybrid_burst_ms,
+            help="an idle server that gets a long prompt waits this long for requests sent at the "
+            "same time, so that they can share its prefix; 0 turns it off (default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-default-model",

@@ -1,0 +1,56 @@
+"""An idle server waits a moment for the rest of a burst (patch 0010).
+
+Requests that a client sends at once arrive some milliseconds apart. The first one would be prefilled
+alone, and nobody would know where its siblings branch off. Only the rank that receives requests
+waits; the others get what it got, as always.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from math import ceil
+from typing import Any
+
+import zmq
+from sglang.srt.managers.io_struct import sock_recv
+
+from sglang_hybrid.config import HybridConfig
+
+LONG_PROMPT = 512
+"""Tokens from which on a prefill takes much longer than the wait."""
+
+MOST_WAITS = 4
+"""Quiet periods that a burst may take in all."""
+
+
+def rest_of_burst(receiver: Any, received: list[Any]) -> list[Any]:
+    """What follows `received` with less than `--hybrid-burst-ms` in between; nothing at once if the
+    server is busy or no prompt is long.
+
+    receiver: SGLang's SchedulerRequestReceiver, on the rank that reads the socket.
+    """
+    quiet = _quiet_ms()
+    socket = receiver.recv_from_tokenizer
+    if not quiet or not received or not isinstance(socket, zmq.Socket):
+        return []
+    if receiver.get_last_batch() is not None or not any(map(_is_long, received)):
+        return []
+    rest: list[Any] = []
+    deadline = time.monotonic() + quiet * MOST_WAITS / 1000
+    while not receiver.recv_limit_reached(len(received) + len(rest)):
+        left = deadline - time.monotonic()
+        if left <= 0 or not socket.poll(ceil(min(quiet, left * 1000))):
+            break
+        rest.append(sock_recv(socket, zmq.NOBLOCK))
+    return rest
+
+
+def _is_long(request: Any) -> bool:
+    prompt = getattr(request, "input_ids", None)
+    return prompt is not None and len(prompt) >= LONG_PROMPT
+
+
+@cache
+def _quiet_ms() -> float:
+    return HybridConfig.from_environment().hybrid_burst_ms

@@ -1,0 +1,83 @@
+"""An idle server reads on for the rest of a burst; a busy one does not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from sglang_hybrid.checkpoints import burst
+
+LONG = SimpleNamespace(input_ids=[1] * burst.LONG_PROMPT)
+
+
+@pytest.fixture
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[zmq.Socket, zmq.Socket]]:
+    context = zmq.Context()
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    push.connect(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")
+    monkeypatch.setattr(burst, "sock_recv", lambda socket, flags: socket.recv(flags))
+    monkeypatch.setattr(burst, "_quiet_ms", lambda: 200.0)
+    yield pull, push
+    context.destroy(linger=0)
+
+
+def receiver(socket: zmq.Socket, last_batch: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        recv_from_tokenizer=socket,
+        get_last_batch=lambda: last_batch,
+        recv_limit_reached=lambda count: count >= 4,
+    )
+
+
+def send_later(push: zmq.Socket, count: int) -> threading.Thread:
+    def send() -> None:
+        for number in range(count):
+            time.sleep(0.02)
+            push.send(b"%d" % number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_what_follows_shortly_is_read_too(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
+    pull, push = sockets
+    thread = send_later(push, 2)
+    assert burst.rest_of_burst(receiver(pull), [LONG]) == [b"0", b"1"]
+    thread.join()
+
+
+def test_no_more_than_the_receiver_takes(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
+    pull, push = sockets
+    thread = send_later(push, 5)
+    assert len(burst.rest_of_burst(receiver(pull), [LONG])) == 3
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("received", "last_batch"),
+    [([], None), ([SimpleNamespace(input_ids=[1])], None), ([LONG], "a batch"), (["rpc"], None)],
+)
+def test_nobody_waits_for_nothing(
+    sockets: tuple[zmq.Socket, zmq.Socket], received: list[Any], last_batch: Any
+) -> None:
+    pull, push = sockets
+    push.send(b"another")
+    time.sleep(0.05)
+    assert burst.rest_of_burst(receiver(pull, last_batch), received) == []
+
+
+def test_zero_turns_it_off(
+    sockets: tuple[zmq.Socket, zmq.Socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull, push = sockets
+    monkeypatch.setattr(burst, "_quiet_ms", lambda: 0.0)
+    push.send(b"another")
+    time.sleep(0.05)
+    assert burst.rest_of_burst(receiver(pull), [LONG]) == []
