@@ -75,10 +75,13 @@ class HybridPrefillAdder(PrefillAdder):
             return admission
         start = admission.prefix_len
         cut = self.tree_cache.next_cut(req, start, start + admission.extend_len)
+        unfinished = has_chunked_req or self.new_chunked_req is not None
+        if unfinished and (admission.is_chunked or cut is not None):
+            # SGLang tracks one unfinished prefill at a time. By itself it fills the chunk with it;
+            # one that stops for a state leaves room in which another could only begin.
+            return AddReqResult.OTHER
         if cut is None:
             return admission
-        if has_chunked_req or self.new_chunked_req is not None:
-            return AddReqResult.OTHER  # SGLang tracks one unfinished prefill at a time
         return replace(admission, extend_len=cut - start, is_chunked=True, max_new_tokens=0)
 
     def _send_back(self, req: Req) -> None:
