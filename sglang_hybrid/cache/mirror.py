@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
-from sglang_hybrid.core.history import Meeting
+from sglang_hybrid.core.history import History, Meeting
 from sglang_hybrid.core.nodes import Clock, Kind, Node, NodeTree
 from sglang_hybrid.core.pool import Pool, Scarce
 
@@ -28,16 +28,23 @@ class Mirror:
     Args:
         cost: FLOPs from the model's config, bytes from the pools that were allocated.
         kv_policy, state_policy: one object for each pool; both may learn from one history.
+        history: fed even while no policy learns from it, for one that will.
         has_states: False for a model without recurrent state. There every node can be resumed
             from, so every node counts as holding a state of no bytes.
     """
 
     def __init__(
-        self, cost: CostModel, kv_policy: Policy, state_policy: Policy, *, has_states: bool
+        self,
+        cost: CostModel,
+        kv_policy: Policy,
+        state_policy: Policy,
+        *,
+        has_states: bool,
+        history: History | None = None,
     ) -> None:
         self.cost = cost
         self.has_states = has_states
-        self.history = kv_policy.history
+        self.history = history or kv_policy.history
         self.clock = Clock()
         self._kv_policy = kv_policy
         self._state_policy = state_policy
@@ -49,12 +56,23 @@ class Mirror:
             self._kv_policy.forget(record)
             self._state_policy.forget(record)
         self.tree = NodeTree(self.clock)
+        self._fill_pools()
+        self._records = {}
+
+    def _fill_pools(self) -> None:
         self.kv_pool = Pool(Scarce.KV, self.cost, self._kv_policy, self.clock)
         self.state_pool = Pool(Scarce.STATES, self.cost, self._state_policy, self.clock)
         self.tree.listen(self.kv_pool)
         if self.has_states:
             self.tree.listen(self.state_pool)
-        self._records = {}
+
+    def use(self, kv_policy: Policy, state_policy: Policy) -> None:
+        """These policies choose the victims from now on. Records, holds and the history stay."""
+        self.tree.unlisten(self.kv_pool)
+        if self.has_states:
+            self.tree.unlisten(self.state_pool)
+        self._kv_policy, self._state_policy = kv_policy, state_policy
+        self._fill_pools()
 
     # What SGLang's tree did.
 
@@ -147,29 +165,8 @@ class Mirror:
 
     def meet(self, prompt: array[int]) -> Meeting | None:
         """How a prompt meets the history, before its prefill; None for a policy without one."""
-        return None if self.history is None else self.history.meet(prompt)
-
-    def cheapest_state(self) -> float | None:
-        """Score of the state that would go next, None if only states with many children are
-        left, or none.
-        """
-        choice = self.state_pool.cheapest()
-        return None if choice is None else choice[1]
-
-    def state_worth(
-        self, position: int, kind: Kind, anchor_depth: int, meeting: Meeting | None
-    ) -> float:
-        """Score that a new state at `position` would have, with the next one at `anchor_depth`."""
-        place = turn = None
-        if meeting is not None:
-            place, turn = meeting.trail.exactly(position), meeting.trail.turn_at(position)
-        expected = Node(0, None, 0, self.clock)
-        expected.depth, expected.anchor_depth = position, anchor_depth
-        expected.has_state, expected.kind = True, kind
-        expected.trace, expected.turn = place, turn or 0
-        children = 2 if kind is Kind.BRANCH else 1
-        expected.children = dict.fromkeys(range(children), expected)
-        return self.state_pool.worth(expected)
+        history = self._state_policy.history
+        return None if history is None else history.meet(prompt)
 
     # Whether it is all true.
 

@@ -8,6 +8,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_hybrid.cache.slots import free_slots
 from sglang_hybrid.core.admission import Room
+from sglang_hybrid.core.intent import room_for
 
 if TYPE_CHECKING:
     import torch
@@ -51,15 +52,7 @@ class StateSlots:
         if not self._cache.mirrored:
             evictable = self._cache.mamba_evictable_size() > 0
             return Room(self.free(), cheapest_victim=0.0 if evictable else None)
-        mirror = self._cache.mirror
-        return Room(
-            self.free(),
-            mirror.cheapest_state(),
-            lambda position, kind: mirror.state_worth(
-                position, kind, intent.anchor_of(position), intent.meeting
-            ),
-            knows_returns=mirror.history is not None,
-        )
+        return room_for(intent, self.free(), self._cache.mirror.state_pool)
 
     @property
     def _allocator(self) -> MambaSlotAllocator:

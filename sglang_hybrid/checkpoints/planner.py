@@ -1,6 +1,6 @@
 """Which states a running prefill takes, from the wish to the tree.
 
-An `Intent` holds what `core.admission` wants of one request's prompt. Before each forward the
+An `Intent` of `core` holds what admission wants of one request's prompt. Before each forward the
 wanted positions that it passes get a slot, if they are worth one, and become tracks, which the
 kernels write; or, where a model's kernels cannot stop at a position, the prefill is cut there and
 the state is copied when the next forward begins. After the forward the cache publishes them.
@@ -9,23 +9,14 @@ the state is copied when the next forward begins. After the forward the cache pu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 
 from sglang_hybrid.checkpoints.tracks import StateTracks
-from sglang_hybrid.core.admission import (
-    Prefill,
-    Room,
-    Skip,
-    judicious,
-    last_boundary,
-    place,
-    worth,
-)
-from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.core import intent as plans
+from sglang_hybrid.core.admission import Prefill, Skip
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -34,56 +25,10 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.core.history import Meeting
 
-
-@dataclass
-class Planned:
-    """A state under way: its slot is ours until it is published. slot: int64 [1], on the device."""
-
-    position: int
-    kind: Kind
-    slot: torch.Tensor
-
-
-@dataclass
-class Intent:
-    """What one request's prefill should leave.
-
-    prompt_len: tokens to prefill, the hit included. wanted: kind by position, none of them passed
-    yet. messages: whether the prompt has role tokens. laid: positions of all states on the way.
-    """
-
-    prompt_len: int
-    hit_len: int
-    wanted: dict[int, Kind]
-    messages: bool
-    meeting: Meeting | None
-    planned: list[Planned] = field(default_factory=list)
-    laid: list[int] = field(default_factory=list)
-
-    @property
-    def pending(self) -> list[int]:
-        """Positions whose states are wanted or under way, in no order."""
-        return [*self.wanted, *(planned.position for planned in self.planned)]
-
-    def anchor_of(self, position: int) -> int:
-        """The deepest state on the way before `position`."""
-        return max((at for at in self.laid if at < position), default=self.hit_len)
-
-
-class Slots(Protocol):
-    """What the planner asks of the state pool."""
-
-    def free(self) -> int:
-        """Slots that cost nothing."""
-
-    def take(self) -> torch.Tensor | None:
-        """A slot [1], pushing out the cheapest victim if none is free; None if nothing may go."""
-
-    def give_back(self, slot: torch.Tensor) -> None:
-        """`take` undone."""
-
-    def room(self, intent: Intent) -> Room:
-        """What a state of `intent` competes with."""
+# Slots are int64 [1], on the device.
+Planned: TypeAlias = plans.Planned[torch.Tensor]
+Intent: TypeAlias = plans.Intent[torch.Tensor]
+Slots: TypeAlias = plans.Slots[torch.Tensor]
 
 
 class Planner:
@@ -136,16 +81,12 @@ class Planner:
             message_starts=message_starts,
             page_size=self._page_size,
         )
-        wanted: dict[int, Kind] = {}
-        for checkpoint in place(judicious(prefill), prefill, self._min_branch_tokens):
-            if checkpoint.admitted:
-                wanted[checkpoint.position] = checkpoint.kind
-            elif checkpoint.skip is Skip.MICRO_BRANCH and checkpoint.kind is Kind.BRANCH:
-                self._skipped[Skip.MICRO_BRANCH.value] += 1
+        intent: Intent
+        intent, micro_branches = plans.intend(prefill, meeting, self._min_branch_tokens)
+        if micro_branches:
+            self._skipped[Skip.MICRO_BRANCH.value] += micro_branches
         self.drop(req)
-        self._intents[req] = Intent(
-            prompt_len, req.prefix_len, wanted, bool(message_starts), meeting
-        )
+        self._intents[req] = intent
 
     def intent(self, req: Req) -> Intent | None:
         """What is wanted and under way for `req`."""
@@ -181,11 +122,7 @@ class Planner:
     def due(self, req: Req, up_to: int) -> list[Planned]:
         """Take over the states under way at `up_to` tokens and before, the deepest first."""
         intent = self._intents.get(req)
-        if intent is None:
-            return []
-        due = [planned for planned in intent.planned if planned.position <= up_to]
-        intent.planned = [planned for planned in intent.planned if planned.position > up_to]
-        return sorted(due, key=lambda planned: -planned.position)
+        return [] if intent is None else intent.due(up_to)
 
     def drop(self, req: Req) -> None:
         """`req` goes away: what is under way for it will not be published."""
@@ -203,42 +140,21 @@ class Planner:
         return sum(len(intent.planned) for intent in self._intents.values())
 
     def _pass(self, req: Req, intent: Intent) -> list[Planned]:
-        start, end = req.prefix_len, req.extend_end
-        if not intent.messages:
-            self._want_a_boundary(intent, start, end)
-        return self._take(intent, [at for at in intent.wanted if start < at <= end], end)
+        return self._count(
+            *intent.passed(
+                self._slots, req.prefix_len, req.extend_end, self._grid, self._min_branch_tokens
+            )
+        )
 
     def _stop(self, req: Req, intent: Intent) -> list[Planned]:
         """The state at which this forward begins, if it is wanted."""
         start = req.prefix_len
         here = [at for at in intent.wanted if at == start > intent.hit_len]
-        return self._take(intent, here, start)
+        return self._count(*intent.take(self._slots, here, start))
 
-    def _want_a_boundary(self, intent: Intent, start: int, end: int) -> None:
-        boundary = last_boundary(start, end, intent.prompt_len, self._grid)
-        if boundary is not None and boundary < intent.prompt_len:
-            near = any(abs(boundary - at) < self._min_branch_tokens for at in intent.pending)
-            if not near:
-                intent.wanted.setdefault(boundary, Kind.CHUNK)
-
-    def _take(self, intent: Intent, positions: list[int], passed: int) -> list[Planned]:
-        """Slots for those of `positions` that are worth one; what lies at or before `passed` is
-        wanted no more.
-        """
-        taken = []
-        for position in positions:
-            kind = intent.wanted[position]
-            skip = None
-            if self._slots.free() <= 0:
-                skip = worth(position, kind, self._slots.room(intent))
-            slot = self._slots.take() if skip is None else None
-            if slot is None:
-                self._skipped[(skip or Skip.NO_SLOT).value] += 1
-                continue
-            taken.append(Planned(position, kind, slot))
-            intent.laid.append(position)
-        intent.wanted = {at: kind for at, kind in intent.wanted.items() if at > passed}
-        intent.planned += taken
+    def _count(self, taken: list[Planned], skipped: list[Skip]) -> list[Planned]:
+        for skip in skipped:
+            self._skipped[skip.value] += 1
         return taken
 
 
