@@ -21,6 +21,8 @@ BACKEND = "hybrid"
 """Our name for SGLang's --radix-cache-backend."""
 
 GROUP = "sglang_hybrid"
+AUTO_ALPHA = "auto"
+DEFAULT_ALPHA = 1.0
 _PREFIX = "SGLANG_"
 
 
@@ -53,6 +55,11 @@ def nonnegative(text: str) -> float:
     return value
 
 
+def alpha(text: str) -> float | None:
+    """A number of 0 or more, or None for `auto`."""
+    return None if text == AUTO_ALPHA else nonnegative(text)
+
+
 def count(text: str) -> int:
     """A whole number of 0 or more."""
     if not text.isdecimal():
@@ -65,24 +72,41 @@ class HybridConfig:
     """What `python -m sglang_hybrid.launch_server` takes beside SGLang's own flags."""
 
     hybrid_eviction: Eviction = Eviction.AUTO
-    hybrid_alpha: float = 1.0
+    hybrid_alpha: float | None = None
     hybrid_admission: Admission = Admission.JUDICIOUS
     hybrid_min_branch_tokens: int = 16
     hybrid_slots_per_request: int = 0
     hybrid_burst_ms: float = 3.0
+    hybrid_tuner_workers: int = 1
+    hybrid_tuner_window: int = 0
+    hybrid_record: str = ""
     hybrid_default_model: str = "nemotron-h"
 
     @property
     def policy(self) -> Eviction:
-        """The policy in force: `auto` is the reuse index."""
-        if self.hybrid_eviction is Eviction.AUTO:
-            return Eviction.REUSE
-        return self.hybrid_eviction
+        """The policy in force, at first if it is tuned: `auto` is the reuse index, or Marconi if an
+        alpha is given.
+        """
+        if self.hybrid_eviction is not Eviction.AUTO:
+            return self.hybrid_eviction
+        return Eviction.REUSE if self.hybrid_alpha is None else Eviction.MARCONI
 
     @property
     def alpha(self) -> float | None:
         """Marconi's alpha, None under another policy."""
-        return self.hybrid_alpha if self.policy is Eviction.MARCONI else None
+        if self.policy is not Eviction.MARCONI:
+            return None
+        return DEFAULT_ALPHA if self.hybrid_alpha is None else self.hybrid_alpha
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a policy was asked for by name or by its alpha."""
+        return self.hybrid_eviction is not Eviction.AUTO or self.hybrid_alpha is not None
+
+    @property
+    def tuned(self) -> bool:
+        """Whether other policies are tried on the traffic."""
+        return not self.pinned and self.hybrid_tuner_workers > 0
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -97,22 +121,24 @@ class HybridConfig:
             help="who goes first when KV or state slots run short: the node that saves the fewest "
             "FLOPs per byte, weighed by recency (marconi) or by how likely it comes back (reuse), "
             "the least recently used as in SGLang itself (lru), the one that is cheapest to replay "
-            "(seglen), greedy-dual size frequency (gdsf); auto is reuse (default: %(default)s)",
+            "(seglen), greedy-dual size frequency (gdsf); auto starts with reuse and switches to "
+            "what finds more in a replay of the server's own traffic (default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-alpha",
-            type=nonnegative,
+            type=alpha,
             metavar="NUMBER",
-            default=HybridConfig.hybrid_alpha,
+            default=AUTO_ALPHA,
             help="weight of FLOP efficiency against recency for --hybrid-eviction marconi; 0 is "
-            "LRU (default: %(default)s)",
+            f"LRU. A number pins that policy; auto is {DEFAULT_ALPHA:g} under --hybrid-eviction "
+            "marconi, and what the tuner finds without it (default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-admission",
             choices=[mode.value for mode in Admission],
             default=HybridConfig.hybrid_admission.value,
-            help="judicious: exact states where prompts branch, at the start of the last message, at "
-            "the end of a prompt and of an answer, each if it is worth more than what it pushes "
+            help="judicious: exact states where prompts branch, at the start of the last message, "
+            "at the end of a prompt and of an answer, each if it is worth more than what it pushes "
             "out; all: every state that SGLang tracks (default: %(default)s)",
         )
         group.add_argument(
@@ -130,7 +156,8 @@ class HybridConfig:
             default=HybridConfig.hybrid_slots_per_request,
             help="state slots that a running request counts for when SGLang caps the running "
             "requests by the state pool; fewer let more requests run and leave fewer slots for "
-            "checkpoints. 0 is SGLang's number: 3, or 5 with the extra buffer (default: %(default)s)",
+            "checkpoints. 0 is SGLang's number, 3, or 5 with the extra buffer (default: "
+            "%(default)s)",
         )
         group.add_argument(
             "--hybrid-burst-ms",
@@ -139,6 +166,29 @@ class HybridConfig:
             default=HybridConfig.hybrid_burst_ms,
             help="an idle server that gets a long prompt waits this long for requests sent at the "
             "same time, so that they can share its prefix; 0 turns it off (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-tuner-workers",
+            type=count,
+            metavar="N",
+            default=HybridConfig.hybrid_tuner_workers,
+            help="processes of lowest priority that now and then replay recent requests under "
+            "other policies, for --hybrid-eviction auto; 0 turns that off (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-tuner-window",
+            type=count,
+            metavar="N",
+            default=HybridConfig.hybrid_tuner_window,
+            help="requests that they replay; 0 is five times those that ended before the first "
+            "eviction, 64 at least and 4,096 at most (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-record",
+            metavar="FILE",
+            default=HybridConfig.hybrid_record,
+            help="write every finished request's token ids and arrival there, for `python -m "
+            "sglang_hybrid.replay`",
         )
         group.add_argument(
             "--hybrid-default-model",
@@ -176,6 +226,8 @@ class HybridConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             text = value.value if isinstance(value, Enum) else str(value)
+            if value is None:
+                text = AUTO_ALPHA
             environment[_PREFIX + field.name.upper()] = text
 
     @classmethod

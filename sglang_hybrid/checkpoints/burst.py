@@ -1,8 +1,8 @@
 """An idle server waits a moment for the rest of a burst (patch 0010).
 
-Requests that a client sends at once arrive some milliseconds apart. The first one would be prefilled
-alone, and nobody would know where its siblings branch off. Only the rank that receives requests
-waits; the others get what it got, as always.
+Requests that a client sends at once arrive some milliseconds apart. The first one would be
+prefilled alone, and nobody would know where its siblings branch off. Only the rank that receives
+requests waits; the others get what it got, as always.
 """
 
 from __future__ import annotations
