@@ -122,7 +122,9 @@ class HybridRadixCache(UnifiedRadixCache):
                     one_pass=one_pass,
                 )
             decode.plan_for_pages_of(self.page_size if self.planner is not None else None)
-            self.family = Family(self.planner, self.options.hybrid_min_branch_tokens)
+            self.family = Family(
+                self.planner, self.stats, self.options.hybrid_min_branch_tokens
+            )
             self.prefill_adder_class = HybridPrefillAdder
         self._metrics = CacheMetrics(self) if params.enable_metrics else None
         logger.info(

@@ -13,6 +13,8 @@ from sglang_hybrid.core.siblings import Siblings, as_key, common_prefix
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_hybrid.telemetry.stats import CacheStats
+
 WORTH_A_STEP = 64
 """Tokens that waiting must save. A step more costs about what prefilling as many tokens costs."""
 
@@ -25,8 +27,9 @@ class Family:
     same on all ranks.
     """
 
-    def __init__(self, planner: Planner | None, min_branch_tokens: int) -> None:
+    def __init__(self, planner: Planner | None, stats: CacheStats, min_branch_tokens: int) -> None:
         self._planner = planner
+        self._stats = stats
         self._min_branch_tokens = max(1, min_branch_tokens)
         self._siblings = Siblings()
         self._waited: WeakKeyDictionary[Req, int] = WeakKeyDictionary()
@@ -64,6 +67,7 @@ class Family:
         waited = self._waited.get(req, 0)
         if waited >= LONGEST_WAIT or not self._someone_lays_a_state_for(req):
             return False
+        self._stats.waited += not waited
         self._waited[req] = waited + 1
         return True
 

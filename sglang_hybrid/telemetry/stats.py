@@ -63,6 +63,7 @@ class CacheStats:
     hit_tokens: int = 0
     kv_only_tokens: int = 0
     flops_saved: int = 0
+    waited: int = 0  # requests that waited for a sibling's checkpoint
     admitted: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
     evicted: Counter[str] = field(default_factory=Counter)
@@ -84,6 +85,7 @@ class CacheStats:
             "kv_only_tokens": self.kv_only_tokens,
             "hit_rate": self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
             "flops_saved": self.flops_saved,
+            "waited_for_a_sibling": self.waited,
             "checkpoints_admitted": dict(self.admitted),
             "checkpoints_skipped": dict(self.skipped),
             "evicted": dict(self.evicted),
