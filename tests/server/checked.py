@@ -1,0 +1,87 @@
+"""A server that looks at every step whether each state slot has one owner, and counts its objects.
+
+SGLang accounts for KV at every step, for state slots and for its tree only when nothing runs.
+"""
+
+import gc
+from collections import Counter
+from typing import Any
+
+from sglang_hybrid import launch_server  # first: its hook must see every import of SGLang
+
+# isort: split
+from sglang.srt.managers.scheduler_components.invariant_checker import SchedulerInvariantChecker
+
+from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
+from sglang_hybrid.cache.radix_cache import HybridRadixCache
+
+STEPS_BETWEEN_TREE_CHECKS = 8
+
+sglangs_own_check = SchedulerInvariantChecker.self_check_during_busy
+sglangs_own_preemption = HybridPrefillAdder.preempt_to_schedule
+usual_information = HybridRadixCache.server_info
+happened: Counter[str] = Counter()
+
+
+def check(self: SchedulerInvariantChecker) -> None:
+    """SGLang's check, that no slot is lost or owned twice, and now and then the whole tree."""
+    sglangs_own_check(self)
+    happened["steps"] += 1
+    check_slots(self)
+    if happened["steps"] % STEPS_BETWEEN_TREE_CHECKS == 0:
+        self.tree_cache.sanity_check()
+
+
+def check_slots(checker: SchedulerInvariantChecker) -> None:
+    cache, pool = checker.tree_cache, checker.req_to_token_pool
+    owners = {"free": pool.mamba_allocator.free_slots.tolist()}
+    owners["tree"] = cache.all_mamba_values_flatten().tolist()
+    if cache.planner is not None:
+        owners["under way"] = [
+            int(planned.slot)
+            for _, intent in cache.planner.in_flight()
+            for planned in intent.planned
+        ]
+    owners |= {req.rid: slots_of(req) for req in checker._requests_owning_rows()}
+    counted = Counter(slot for slots in owners.values() for slot in slots)
+    assert counted == Counter(range(1, pool.mamba_allocator.size + 1)), (
+        f"state slots are lost or shared: {owners}"
+    )
+
+
+def slots_of(req: Any) -> list[int]:
+    """The slots of a request's live state and of what SGLang tracks for it."""
+    kv = req.kv
+    slots = [] if kv.mamba_pool_idx is None else kv.mamba_pool_idx.reshape(-1).tolist()
+    if kv.mamba_ping_pong_track_buffer is not None:
+        tracked = kv.mamba_ping_pong_track_buffer.tolist()
+        slots += [
+            slot for slot, empty in zip(tracked, kv.mamba_ping_pong_empty, strict=True) if not empty
+        ]
+    return slots
+
+
+def preempt(self: HybridPrefillAdder, *args: Any, **kwargs: Any) -> bool:
+    done: bool = sglangs_own_preemption(self, *args, **kwargs)
+    happened["preemptions"] += done
+    return done
+
+
+def information(self: HybridRadixCache) -> dict[str, Any]:
+    """With what happened, and how many objects of which of SGLang's, torch's and our types live."""
+    gc.collect()
+    kinds = (type(thing) for thing in gc.get_objects())
+    live = Counter(
+        f"{kind.__module__}.{kind.__qualname__}"
+        for kind in kinds
+        if str(kind.__module__).split(".")[0] in ("sglang", "sglang_hybrid", "torch")
+    )
+    return {**usual_information(self), "happened": dict(happened), "live": dict(live)}
+
+
+SchedulerInvariantChecker.self_check_during_busy = check
+HybridPrefillAdder.preempt_to_schedule = preempt
+HybridRadixCache.server_info = information
+
+if __name__ == "__main__":
+    launch_server.main()
