@@ -101,12 +101,19 @@ class Trail:
 class Meeting:
     """How a prompt meets the history. known_len: tokens that were seen before. branch: where a
     checkpoint would serve the next prompt of its kind, 0 if nowhere: where it leaves the history,
-    or just above at a place that is known already. trail: the places on its path.
+    or just above at a place that is known already. trail: the places on its path. reused: the
+    deepest possible checkpoint among them that it extends.
+
+    version, marks: which history that was, and the prompt's fingerprints, so that `observe` need
+    not look again.
     """
 
     known_len: int
     branch: int
     trail: Trail
+    reused: Place | None
+    version: int
+    marks: Fingerprints
 
 
 class History:
@@ -123,14 +130,15 @@ class History:
         self.max_bytes = max_bytes
         self.min_branch_tokens = min_branch_tokens
         self.held_bytes = 0
+        self._version = 0
         self._root = Place(None, fingerprints([]))
         self._leaves: OrderedDict[Place, None] = OrderedDict()  # oldest use first
 
     def meet(self, prompt: npt.ArrayLike) -> Meeting:
         """Look `prompt` [n] up before its prefill. Changes nothing."""
         marks = fingerprints(prompt)
-        path, matched = self._walk(marks)
-        return self._meeting(path, matched, len(marks))[1]
+        path, matched = self._walk(marks, [])
+        return self._meeting(path, matched, marks, len(marks))
 
     def observe(
         self,
@@ -138,21 +146,31 @@ class History:
         input_len: int,
         clock: Clock,
         message_starts: Iterable[int] = (),
+        meeting: Meeting | None = None,
     ) -> Trail:
         """Take in a request when it ends: `tokens` [n] is its prompt of `input_len` tokens and its
-        answer.
+        answer, or less if it was cut short.
 
         Once per request, aborted ones too, in the same order on every rank; nothing else may be fed
-        to it. Its time is the clock's. Cost: a few vector passes over n tokens, and Python work per
-        place on the path.
+        to it. Its time is the clock's. meeting: what `meet` said of this very prompt; if nothing
+        was observed since, the way to its end is not walked again. Cost: a few vector passes over n
+        tokens, and Python work per place on the path.
         """
         now = self.time_unit.now(clock)
-        marks = fingerprints(tokens)
-        path, matched = self._walk(marks)
-        reused, meeting = self._meeting(path, matched, input_len)
-        if reused is not None:
-            self.index.returned(reused.slot, now)
-        ends = {start for start in message_starts if 0 < start < input_len}
+        ids = np.asarray(tokens)
+        known: list[Place] = []
+        if meeting is None or meeting.version != self._version or len(ids) < input_len:
+            meeting, marks = None, fingerprints(ids)
+        else:
+            known = meeting.trail.places
+            marks = np.concatenate([meeting.marks, fingerprints(ids[input_len:])])
+        path, matched = self._walk(marks, known)
+        if meeting is None:
+            meeting = self._meeting(path, matched, marks, input_len)
+        self._version += 1
+        if meeting.reused is not None:
+            self.index.returned(meeting.reused.slot, now)
+        ends = {start for start in message_starts if 0 < start < min(input_len, len(marks))}
         ends |= {meeting.branch, len(marks)} - {0}
         trail = self._insert(marks, path, matched, ends)
         for place in trail:
@@ -163,9 +181,9 @@ class History:
         return Trail(trail)
 
     def _meeting(
-        self, path: list[Place], matched: int, input_len: int
-    ) -> tuple[Place | None, Meeting]:
-        """The deepest possible checkpoint that the prompt extends, and how it meets the history."""
+        self, path: list[Place], matched: int, marks: Fingerprints, input_len: int
+    ) -> Meeting:
+        """How a prompt that was walked along `path` meets the history."""
         usable = input_len - 1  # the last prompt token is always computed
         known_len = min(matched, usable)
         reused = None
@@ -174,14 +192,16 @@ class History:
                 reused = place
         depth = 0 if reused is None else reused.depth
         gains = known_len - depth >= self.min_branch_tokens
-        return reused, Meeting(known_len, known_len if gains else depth, Trail(path))
+        branch = known_len if gains else depth
+        return Meeting(known_len, branch, Trail(path), reused, self._version, marks)
 
-    def _walk(self, marks: Fingerprints) -> tuple[list[Place], int]:
+    def _walk(self, marks: Fingerprints, known: list[Place]) -> tuple[list[Place], int]:
         """Places that `marks` cover to their end, and how many tokens are known, the part of an
-        edge included.
+        edge included. known: places from the root on that they are known to cover.
         """
-        path: list[Place] = []
-        place, matched, total = self._root, 0, len(marks)
+        path = list(known)
+        place, total = path[-1] if path else self._root, len(marks)
+        matched = place.depth
         while matched < total:
             child = place.children.get(int(marks[matched]))
             if child is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sglang_hybrid.core.admission import Prefill
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Lru
-from sglang_hybrid.core.history import History
+from sglang_hybrid.core.history import History, Meeting
 from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import Clairvoyant, PathLru
@@ -235,14 +235,15 @@ class ClairvoyantCache(Simulator):
         self._now = 0
         self._history = History(max_bytes=2**40) if remember else None
 
-    def _known_branch(self, request: Request) -> int:
+    def _meet(self, request: Request) -> Meeting | None:
         if self._history is None:
-            return 0
-        return self._history.meet(request.tokens[: request.input_len]).branch
+            return None
+        return self._history.meet(request.tokens[: request.input_len])
 
-    def _remember(self, request: Request, path: list[Node]) -> None:
+    def _remember(self, ticket: Ticket, path: list[Node]) -> None:
         if self._history is not None:
-            self._history.observe(request.tokens, request.input_len, self.tree.clock)
+            request, clock = ticket.request, self.tree.clock
+            self._history.observe(request.tokens, request.input_len, clock, meeting=ticket.meeting)
 
     def _passed(self, request: Request, path: list[Node]) -> None:
         self._now = max(self._now, self._oracle.tick(request))

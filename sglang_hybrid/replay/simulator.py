@@ -16,6 +16,7 @@ from typing import Protocol
 from sglang_hybrid.core.admission import Prefill, Room, decide
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
+from sglang_hybrid.core.history import Meeting
 from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.core.pool import Pool, Scarce
 from sglang_hybrid.replay.token_tree import TokenTree
@@ -42,13 +43,14 @@ def hit_rate(outcomes: Iterable[Outcome]) -> float:
 @dataclass(slots=True, eq=False)
 class Ticket:
     """A request under way. ends: positions of its prompt at which a state is kept. held: the node
-    that must stay meanwhile.
+    that must stay meanwhile. meeting: how its prompt met the history, if there is one.
     """
 
     request: Request
     outcome: Outcome
     ends: dict[int, Kind]
     held: Node | None = None
+    meeting: Meeting | None = None
 
 
 class Cache(Protocol):
@@ -136,7 +138,7 @@ class Simulator:
         ends: dict[int, Kind | None] = {**ticket.ends, len(request.tokens): Kind.TAIL}
         path = self._insert(request.tokens, path, matched, ends)
         self._passed(request, path)
-        self._remember(request, path)
+        self._remember(ticket, path)
         return ticket.outcome
 
     def begin(self, request: Request) -> Ticket:
@@ -159,7 +161,7 @@ class Simulator:
         request = ticket.request
         path = self._publish(ticket, request.tokens, {len(request.tokens): Kind.TAIL})
         self._hold(ticket, None)
-        self._remember(request, path)
+        self._remember(ticket, path)
 
     def _look_up(self, request: Request) -> tuple[Ticket, list[Node], int]:
         """What it finds and which checkpoints it deserves; the nodes on its whole path, and how
@@ -179,24 +181,31 @@ class Simulator:
             hit = next(node for node in passed if node.depth >= kv_len)
         if hit is not self.tree.root:
             self.tree.hit(hit)
-        prefill = Prefill(request.input_len, hit_len, kv_len, self._known_branch(request))
+        meeting = self._meet(request)
+        known_branch = 0 if meeting is None else meeting.branch
+        prefill = Prefill(request.input_len, hit_len, kv_len, known_branch)
         self._passed(request, path)
         outcome = Outcome(prefill.prompt_len, prefill.hit_len, prefill.kv_len)
-        return Ticket(request, outcome, self._checkpoints(prefill)), path, matched
+        ticket = Ticket(request, outcome, self._checkpoints(prefill), meeting=meeting)
+        return ticket, path, matched
 
     def _checkpoints(self, prefill: Prefill) -> dict[int, Kind]:
         branch = (prefill.branch_point(), Kind.BRANCH)
         decided = decide([branch], prefill, Room(free_slots=1), self.min_branch_tokens)
         return {c.position: c.kind for c in decided if c.admitted}
 
-    def _known_branch(self, request: Request) -> int:
+    def _meet(self, request: Request) -> Meeting | None:
+        """How its prompt meets the history."""
         history = self.policy.history
-        return 0 if history is None else history.meet(request.tokens[: request.input_len]).branch
+        return None if history is None else history.meet(request.tokens[: request.input_len])
 
-    def _remember(self, request: Request, path: list[Node]) -> None:
+    def _remember(self, ticket: Ticket, path: list[Node]) -> None:
         history = self.policy.history
         if history is not None:
-            trail = history.observe(request.tokens, request.input_len, self.tree.clock)
+            request, clock = ticket.request, self.tree.clock
+            trail = history.observe(
+                request.tokens, request.input_len, clock, meeting=ticket.meeting
+            )
             for node in path:
                 self.tree.trace(node, trail.at(node.depth))
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.history import NO_SLOT, History, Place, TimeUnit
+from sglang_hybrid.core.history import NO_SLOT, History, Meeting, Place, TimeUnit
 from sglang_hybrid.core.nodes import Clock
 
 
@@ -76,6 +76,38 @@ def test_history_remembers_what_plain_lists_remember(seed: int, min_branch: int)
     for place in places(history):
         assert place.branches >= len(place.children)
         assert place.depth == place.parent.depth + len(place.edge)  # type: ignore[union-attr]
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_a_meeting_saves_the_way_and_changes_nothing(seed: int) -> None:
+    """Requests overlap, so some end after the history has moved on; some were cut short."""
+    rng = random.Random(seed)
+    histories = [History(max_bytes=8_000, min_branch_tokens=2) for _ in range(2)]
+    clock = Clock()
+    running: list[tuple[list[int], int, Meeting]] = []
+    seen: list[list[int]] = []
+    for _ in range(40):
+        base = rng.choice(seen)[: rng.randrange(1, 20)] if seen else []
+        prompt = base + [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
+        tokens = prompt + [rng.randrange(3) for _ in range(rng.randrange(-1, 4))]
+        if len(tokens) == len(prompt) and rng.random() < 0.2:
+            tokens = tokens[: rng.randrange(1, len(tokens) + 1)]
+        running.append((tokens, len(prompt), histories[0].meet(array("q", prompt))))
+        if rng.random() < 0.3:
+            continue
+        clock.advance()
+        tokens, input_len, meeting = running.pop(rng.randrange(len(running)))
+        seen.append(tokens)
+        trails = [
+            histories[0].observe(array("q", tokens), input_len, clock, [3], meeting),
+            histories[1].observe(array("q", tokens), input_len, clock, [3]),
+        ]
+        shapes = [[(p.depth, p.slot, p.klass) for p in trail.places] for trail in trails]
+        assert shapes[0] == shapes[1]
+    one, other = (history.index for history in histories)
+    for name in ("_ended", "_cut_short", "_class", "_since"):
+        assert np.array_equal(getattr(one, name), getattr(other, name))
 
 
 def test_a_session_and_a_template() -> None:
