@@ -38,6 +38,30 @@ class PathLru(Policy):
         self._times.pop(node.id, None)
 
 
+class SglangLru(Policy):
+    """SGLang's own order, state slots and KV each in one of its own: the longest untouched goes
+    first, however many children it has. Every touch is a moment of its own; the cache tells of it
+    and marks the node.
+    """
+
+    name = "sglang-lru"
+    blind_to_children = True
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._times: dict[int, int] = {}
+
+    def touch(self, node: Node) -> None:
+        self._now += 1
+        self._times[node.id] = self._now
+
+    def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
+        return (float(self._times.get(node.id, 0)),)
+
+    def forget(self, node: Node) -> None:
+        self._times.pop(node.id, None)
+
+
 class TailLru(Policy):
     """T-LRU (Zhang et al., arXiv 2510.15152): what cannot push a next prompt over the threshold
     goes first, then the least recently used.

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.replay.baselines import BlockCache
 from sglang_hybrid.replay.future import Oracle
+from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.simulator import Budget, Outcome, Split
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.timing import PrefillTime, Timeline, paper_ttft
@@ -28,7 +29,8 @@ Floats = npt.NDArray[np.float64]
 @dataclass(frozen=True)
 class Job:
     """One system on one trace. trace: its name among the runner's. time: None to serve request
-    after request, each at once, as the paper does.
+    after request, each at once, as the paper does. serving: how the server runs that policies are
+    replayed in, None for the paper's rules.
     """
 
     spec: Spec
@@ -37,6 +39,7 @@ class Job:
     budget: Budget
     time: PrefillTime | None = None
     min_branch_tokens: int = 16
+    serving: Serving | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class Result:
             "budget_bytes": None if split else budget,
             "kv_tokens": budget.kv_tokens if isinstance(budget, Split) else None,
             "slots": budget.slots if isinstance(budget, Split) else None,
+            "rules": "paper" if self.job.serving is None else "served",
             "requests": len(self.input_len),
             "input_tokens": int(self.input_len.sum()),
             "hit_tokens": self.hit_tokens,
@@ -119,7 +123,9 @@ class Runner:
 
     def _run(self, job: Job, spec: Spec) -> Result:
         requests = self.traces[job.trace]
-        setting = Setting(job.cost, job.budget, requests, job.min_branch_tokens, self.oracles)
+        setting = Setting(
+            job.cost, job.budget, requests, job.min_branch_tokens, job.serving, self.oracles
+        )
         begin = time.perf_counter()
         cache = spec.build(setting)
         outcomes: list[Outcome]

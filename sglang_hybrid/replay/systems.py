@@ -18,8 +18,9 @@ from sglang_hybrid.replay.baselines import (
     SglangPlus,
 )
 from sglang_hybrid.replay.future import Oracle
-from sglang_hybrid.replay.policies import Density, TailLru
-from sglang_hybrid.replay.simulator import Budget, Cache, Simulator
+from sglang_hybrid.replay.policies import Density, SglangLru, TailLru
+from sglang_hybrid.replay.served import ServedCache, Serving
+from sglang_hybrid.replay.simulator import Budget, Cache, Simulator, Split
 from sglang_hybrid.replay.traces import Request
 
 HINDSIGHT = "marconi-best"
@@ -28,13 +29,27 @@ ALPHAS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 @dataclass
 class Setting:
-    """What a system is built for. The oracle is made when one first asks for it."""
+    """What a system is built for. The oracle is made when one first asks for it.
+
+    serving: policies run as they are served, where the model has states; None: with the paper's
+    admission, request after request.
+    """
 
     cost: CostModel
     budget: Budget
     requests: Sequence[Request]
     min_branch_tokens: int = 16
+    serving: Serving | None = None
     oracles: dict[int, Oracle] = field(default_factory=dict)
+
+    @property
+    def pools(self) -> Split:
+        """The budget in two pools, split as SGLang does if it is one number of bytes."""
+        if isinstance(self.budget, Split):
+            return self.budget
+        if self.budget is None:
+            return Split(2**62, 2**62)
+        return Split.sglang(self.budget, self.cost)
 
     @cached_property
     def oracle(self) -> Oracle:
@@ -54,20 +69,32 @@ class System:
 
 def _evicting(make: Callable[..., Policy]) -> System:
     """A simulator with the policy that `make` makes, twice for a split budget; two that learn share
-    one history.
+    one history. Served, LRU is SGLang's own.
     """
 
     def build(setting: Setting, **options: Any) -> Cache:
-        policy = make(**options)
-        if policy.history is None:
-            other = make(**options)
-        else:
-            other = make(**options, history=policy.history)
+        if setting.serving is not None and setting.cost.state_bytes:
+            served = SglangLru if make is Lru else make
+            return ServedCache(
+                setting.cost,
+                setting.pools,
+                *_pair(served, options),
+                setting.min_branch_tokens,
+                setting.serving,
+            )
+        policy, other = _pair(make, options)
         return Simulator(setting.cost, setting.budget, policy, setting.min_branch_tokens, other)
 
     hidden = ("history", "blind_to_children")
     options = [name for name in signature(make).parameters if name not in hidden]
     return System(build, tuple(options))
+
+
+def _pair(make: Callable[..., Policy], options: dict[str, Any]) -> tuple[Policy, Policy]:
+    policy = make(**options)
+    if policy.history is None:
+        return policy, make(**options)
+    return policy, make(**options, history=policy.history)
 
 
 def _none(setting: Setting) -> Cache:

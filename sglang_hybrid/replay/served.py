@@ -1,0 +1,302 @@
+"""The cache as it is served: SGLang's pools, our checkpoints, in the server's own order.
+
+Request after request it hits what `HybridRadixCache` on SGLang's pools hits, token by token
+(tests/replay/test_parity.py). What is planned is `core.intent`, as there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_hybrid.core.admission import Prefill, Room
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.eviction import Policy
+from sglang_hybrid.core.intent import Intent, Planned, intend, room_for
+from sglang_hybrid.core.nodes import Kind, Node
+from sglang_hybrid.replay.policies import SglangLru
+from sglang_hybrid.replay.simulator import Outcome, Simulator, Split, Ticket
+from sglang_hybrid.replay.traces import Request, TokenArray
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How the server runs: prompt tokens per forward (--chunked-prefill-size), and the tokens
+    between the boundaries at which SGLang would keep a state (its Mamba cache chunk).
+    """
+
+    chunk: int = 8_192
+    grid: int = 64
+
+
+@dataclass(slots=True, eq=False)
+class Running(Ticket):
+    """A request that holds a state slot and KV of its own.
+
+    allocated: length of its KV row. shared: how much of that the tree holds, its own or another's.
+    intent: None if the request found no room and runs beside the cache.
+    """
+
+    intent: Intent[int] | None = None
+    allocated: int = 0
+    shared: int = 0
+
+
+class StateSlots:
+    """The slots of a `ServedCache`, as `core.intent` sees them: numbers that nobody reads."""
+
+    def __init__(self, cache: ServedCache) -> None:
+        self._cache = cache
+
+    def free(self) -> int:
+        cache = self._cache
+        return cache.pools.slots - cache.states_used - cache.slots_in_use
+
+    def take(self) -> int | None:
+        if not self.make_room():
+            return None
+        self._cache.slots_in_use += 1
+        return self._cache.slots_in_use
+
+    def make_room(self) -> bool:
+        """Whether a slot is free, evicting a state if that helps."""
+        return self.free() > 0 or self._cache.evict_a_state()
+
+    def give_back(self, slot: int) -> None:
+        self._cache.slots_in_use -= 1
+
+    def room(self, intent: Intent[int]) -> Room:
+        pool = self._cache.state_pool
+        if isinstance(pool.policy, SglangLru):  # there what is new is worth more than what is old
+            return Room(self.free(), None if pool.cheapest() is None else 0.0)
+        return room_for(intent, self.free(), pool)
+
+
+class ServedCache(Simulator):
+    """Two pools, planned checkpoints, chunked prefill; what a running request has computed beyond
+    the tree takes room too.
+
+    A request that does not fit, alone or beside those that run, is served without the cache; the
+    server would refuse it or let it wait. Under `SglangLru` victims are SGLang's own choice.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        pools: Split,
+        policy: Policy,
+        state_policy: Policy,
+        min_branch_tokens: int = 16,
+        serving: Serving | None = None,
+    ) -> None:
+        super().__init__(cost, pools, policy, min_branch_tokens, state_policy)
+        self.pools = pools
+        self.serving = serving or Serving()
+        self.kv_in_use = 0  # tokens of running requests that the tree does not hold
+        self.slots_in_use = 0  # of running requests, and of states that are not published yet
+        self._slots = StateSlots(self)
+
+    def serve(self, request: Request) -> Outcome:
+        ticket = self.begin(request)
+        self.prefilled(ticket)
+        self.finished(ticket)
+        return ticket.outcome
+
+    def begin(self, request: Request) -> Running:
+        """Look the prompt up, hold what it hit, and take a slot for its own state."""
+        if _computed(request) > self.pools.kv_tokens or self.pools.slots < 1:
+            return Running(request, Outcome(request.input_len, 0, 0), {})
+        hit, kv_len = self._match(request)
+        self.tree.clock.advance(request.arrival or None)  # 0 is no stamp for the server
+        if hit is not self.tree.root:
+            self.tree.hit(hit)
+        outcome = Outcome(request.input_len, hit.depth, kv_len)
+        running = Running(request, outcome, {}, allocated=hit.depth, shared=hit.depth)
+        if hit is not self.tree.root:
+            self._hold(running, hit)
+        prompt = request.tokens[: request.input_len]
+        history = self.policy.history
+        meeting = None if history is None else history.meet(prompt)
+        prefill = Prefill(
+            request.input_len,
+            hit.depth,
+            kv_len,
+            known_branch=0 if meeting is None else meeting.branch,
+            message_starts=request.message_starts,
+        )
+        intent: Intent[int]
+        intent, _ = intend(prefill, meeting, self.min_branch_tokens)
+        if self._slots.take() is None:
+            self._hold(running, None)
+        else:
+            running.intent = intent
+        return running
+
+    def prefilled(self, ticket: Ticket) -> None:
+        """Forward by forward: KV, slots for the states that are passed, then both into the tree."""
+        assert isinstance(ticket, Running)
+        start, end = ticket.outcome.hit_len, ticket.request.input_len
+        while start < end and ticket.intent is not None:
+            stop = min(start + self.serving.chunk, end)
+            if not self._grow(ticket, stop):
+                return
+            grid, least = self.serving.grid, self.min_branch_tokens
+            ticket.intent.passed(self._slots, start, stop, grid, least)
+            due = ticket.intent.due(stop)
+            if due:
+                self._publish_states(ticket, due)
+            start = stop
+
+    def finished(self, ticket: Ticket) -> None:
+        """The answer but for its last token, which is never computed, and the live state."""
+        assert isinstance(ticket, Running)
+        request = ticket.request
+        length = _computed(request)
+        if ticket.intent is None or not self._grow(ticket, length):
+            return
+        self._publish_states(ticket, [Planned(length, Kind.TAIL, 0)])
+        self._learn(ticket, request.tokens[:length])
+        self._hold(ticket, None)
+        ticket.intent = None
+
+    def evict_a_state(self) -> bool:
+        """Whether a state could be pushed out."""
+        return self._push_out(self.state_pool.victim(last_resort=True))
+
+    def _match(self, request: Request) -> tuple[Node, int]:
+        """The node to resume from, and how far KV alone reaches; an edge that the prompt leaves, or
+        ends on, is cut there.
+        """
+        prompt = request.tokens[: request.input_len - 1]
+        path, matched = self.tree.find(prompt)
+        if matched > (path[-1].depth if path else 0):
+            below = self.tree.beyond(path, matched, prompt)[-1]
+            path = [*path, self._cut(below, matched)]
+        at = next((i for i in range(len(path), 0, -1) if path[i - 1].has_state), 0)
+        if not at:
+            return self.tree.root, matched
+        hit = path[at - 1]
+        self._touch(path[:at])
+        self._touch_state(hit)
+        return (hit if self._room_beside(hit) else self.tree.root), matched
+
+    def _room_beside(self, source: Node) -> bool:
+        """Whether a request can have a slot beside the state that it copies."""
+        if self.pools.slots < 2:
+            return False
+        if self._slots.free() > 0:
+            return True
+        held = source.state_locked
+        self.tree.hold(source, kv=True, state=True)
+        had = self._slots.make_room()
+        if not held:
+            self.tree.hold(source, kv=False, state=False)
+        return had
+
+    def _grow(self, running: Running, length: int) -> bool:
+        """KV of its own up to `length`, evicting what it takes; False, and it holds nothing any
+        more, if there is none.
+        """
+        needed = length - running.allocated
+        while self.kv_used + self.kv_in_use + needed > self.pools.kv_tokens:
+            if not self._push_out(self.pool.victim()):
+                self._give_up(running)
+                return False
+        self.kv_in_use += needed
+        running.allocated = length
+        return True
+
+    def _give_up(self, running: Running) -> None:
+        self.kv_in_use -= running.allocated - running.shared
+        self.slots_in_use -= 1
+        running.intent = None
+        self._hold(running, None)
+
+    def _push_out(self, victim: Node | None) -> bool:
+        if victim is None:
+            return False
+        self._evict(victim)
+        return True
+
+    def _publish_states(self, running: Running, due: list[Planned[int]]) -> None:
+        """Put states and the KV up to the deepest one, which comes first, into the tree, and hold
+        that. KV that the tree has already is given back.
+        """
+        end = due[0].position
+        tokens = running.request.tokens[:end]
+        path, matched = self.tree.find(tokens, running.held)
+        self._touch(path)
+        deepest = path[-1] if path else self.tree.root
+        if matched > deepest.depth:
+            below = self.tree.beyond(path, matched, tokens)[-1]
+            self._touch([below])
+            deepest = self._cut(below, matched)
+        if matched < end:
+            deepest = self.tree.grow(deepest, tokens[matched:])
+        self._touch([deepest])
+        self.kv_used += end - matched
+        self.kv_in_use -= end - running.shared
+        running.shared = end
+        self._give_state(deepest, due[0].kind)
+        self._hold(running, deepest)
+        for planned in due[1:]:
+            self._give_state(self._node_above(deepest, planned.position), planned.kind)
+
+    def _node_above(self, deepest: Node, position: int) -> Node:
+        """The node at `position` on the way to `deepest`."""
+        node, way = deepest, []
+        while node.parent is not None:
+            way.append(node)
+            node = node.parent
+        passed = [node for node in reversed(way) if node.depth <= position]
+        self._touch(passed)
+        node = passed[-1] if passed else self.tree.root
+        if node.depth < position:
+            below = way[len(way) - 1 - len(passed)]
+            self._touch([below])
+            node = self._cut(below, position)
+        self._touch([node])
+        return node
+
+    def _give_state(self, node: Node, kind: Kind) -> None:
+        """A slot in use becomes the tree's, or is given back if the tree has this state."""
+        self.slots_in_use -= 1
+        if not node.has_state:
+            self.states_used += 1
+            self.tree.give_state(node, kind)
+        self._touch_state(node)
+
+    def _learn(self, running: Running, tokens: TokenArray) -> None:
+        history = self.policy.history
+        if history is None:
+            return
+        request = running.request
+        meeting = None if running.intent is None else running.intent.meeting
+        starts = request.message_starts[-1:]
+        trail = history.observe(tokens, request.input_len, self.tree.clock, starts, meeting)
+        node = running.held
+        while node is not None and node.parent is not None:
+            self.tree.trace(node, trail.at(node.depth))
+            node = node.parent
+
+    def _cut(self, node: Node, depth: int) -> Node:
+        head = self.tree.cut(node, depth)
+        self._touch([head, node])
+        return head
+
+    def _touch(self, nodes: list[Node]) -> None:
+        """SGLang's order of KV: these were used just now, the last one last."""
+        if isinstance(self.policy, SglangLru):
+            for node in nodes:
+                self.policy.touch(node)
+                self.pool.mark(node)
+
+    def _touch_state(self, node: Node) -> None:
+        policy = self.state_pool.policy
+        if isinstance(policy, SglangLru):
+            policy.touch(node)
+            self.state_pool.mark(node)
+
+
+def _computed(request: Request) -> int:
+    """Tokens whose KV is computed: all but the answer's last one, and at least the prompt."""
+    return max(len(request.tokens) - 1, request.input_len)
