@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sglang_hybrid.config import BACKEND, Eviction, HybridConfig
+from sglang_hybrid.config import BACKEND, HybridConfig
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.preflight import StartupError, read_config
 
@@ -30,7 +30,7 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
     Raises `StartupError` if our backend was asked for, by name or by a policy, together with
     something that it cannot honour.
     """
-    asked = flags.radix_cache_backend == BACKEND or options.hybrid_eviction is not Eviction.AUTO
+    asked = flags.radix_cache_backend == BACKEND or options.pinned
     known = registered_backends()
     if flags.radix_cache_backend not in (None, *known):
         raise StartupError(
@@ -38,9 +38,9 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
             f"{', '.join(known)}, and SGLang's own without the flag."
         )
     if flags.radix_cache_backend not in (None, BACKEND):
-        if options.hybrid_eviction is not Eviction.AUTO:
+        if options.pinned:
             raise StartupError(
-                f"--hybrid-eviction {options.hybrid_eviction.value} needs --radix-cache-backend "
+                f"--hybrid-eviction {options.policy.value} needs --radix-cache-backend "
                 f"{BACKEND}, not {flags.radix_cache_backend}."
             )
         return []

@@ -24,6 +24,20 @@ def test_alpha_belongs_to_marconi() -> None:
     assert parse("--hybrid-eviction", "lru", "--hybrid-alpha", "0.5").alpha is None
 
 
+def test_an_alpha_pins_marconi() -> None:
+    config = parse("--hybrid-alpha", "0.7")
+    assert (config.policy, config.alpha, config.pinned) == (Eviction.MARCONI, 0.7, True)
+    auto = parse("--hybrid-eviction", "marconi", "--hybrid-alpha", "auto")
+    assert (auto.alpha, auto.pinned) == (1.0, True)
+
+
+def test_what_is_not_pinned_is_tuned() -> None:
+    assert parse().tuned and parse("--hybrid-alpha", "auto").tuned
+    assert not parse("--hybrid-tuner-workers", "0").tuned
+    assert not parse("--hybrid-eviction", "reuse").tuned
+    assert not parse("--hybrid-alpha", "0").tuned
+
+
 def test_our_flags_are_taken_and_the_rest_is_sglangs() -> None:
     config, rest = HybridConfig.split(
         ["--model-path", "m", "--hybrid-admission", "all", "--hybrid-min-branch-tokens=3", "--x"]
@@ -61,6 +75,7 @@ def test_everything_survives_the_environment() -> None:
     config = parse(
         *("--hybrid-eviction", "marconi", "--hybrid-alpha", "0.125"),
         *("--hybrid-admission", "all", "--hybrid-min-branch-tokens", "7"),
+        *("--hybrid-tuner-window", "9", "--hybrid-record", "a b.jsonl"),
     )
     environment = {"PATH": "/bin"}
     config.to_environment(environment)
@@ -70,6 +85,9 @@ def test_everything_survives_the_environment() -> None:
 
 def test_an_empty_environment_means_defaults() -> None:
     assert HybridConfig.from_environment({}) == HybridConfig()
+    environment: dict[str, str] = {}
+    HybridConfig().to_environment(environment)
+    assert HybridConfig.from_environment(environment) == HybridConfig()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -30,6 +31,7 @@ from sglang_hybrid.cache.mirror import Mirror
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from sglang_hybrid.cache.sizes import measured_cost
 from sglang_hybrid.cache.state_pool import StateSlots
+from sglang_hybrid.cache.tuning import asked_for, make_policies, make_tuning
 from sglang_hybrid.checkpoints import decode
 from sglang_hybrid.checkpoints.family import Family
 from sglang_hybrid.checkpoints.planner import Planned, Planner
@@ -37,7 +39,6 @@ from sglang_hybrid.checkpoints.roles import RoleTokens, role_tokens
 from sglang_hybrid.checkpoints.strategy import why_unplanned
 from sglang_hybrid.checkpoints.tracks import supports_state_tracks
 from sglang_hybrid.config import BACKEND, Admission, Eviction, HybridConfig
-from sglang_hybrid.core.eviction import Policy, make_policy
 from sglang_hybrid.core.history import History
 from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.patching import is_patched
@@ -69,6 +70,8 @@ class HybridRadixCache(UnifiedRadixCache):
         one_pass: the model's kernels can take states in the middle of a prefill.
         plans: states are taken where we want them; otherwise where SGLang tracks them, as for
             speculative decoding.
+        rank: which of several caches with requests of their own this is; None if another rank
+            receives its requests.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class HybridRadixCache(UnifiedRadixCache):
         *,
         one_pass: bool = True,
         plans: bool = True,
+        rank: int | None = None,
     ) -> None:
         self.options = options or HybridConfig.from_environment()
         self.judicious = self.options.hybrid_admission is Admission.JUDICIOUS
@@ -103,14 +107,16 @@ class HybridRadixCache(UnifiedRadixCache):
             if has_states:
                 override[ComponentType.MAMBA] = RobustMamba
         else:
-            kv_policy, state_policy = _policies(self.options)
-            self.mirror = Mirror(self.cost, kv_policy, state_policy, has_states=has_states)
+            history = History() if self.options.tuned else None
+            policies = make_policies(asked_for(self.options), history)
+            self.mirror = Mirror(self.cost, *policies, has_states=has_states, history=history)
             params = replace(params, tree_core_backend=tree_core.BACKEND)
             override[ComponentType.FULL] = MirroredFull
             if has_states:
                 override[ComponentType.MAMBA] = MirroredMamba
         params = replace(params, component_registry_override=override)
         super().__init__(params)
+        self.tuning = make_tuning(self, rank)
         if has_states and not params.disable:
             if plans and self.judicious:
                 self.planner = Planner(
@@ -122,9 +128,7 @@ class HybridRadixCache(UnifiedRadixCache):
                     one_pass=one_pass,
                 )
             decode.plan_for_pages_of(self.page_size if self.planner is not None else None)
-            self.family = Family(
-                self.planner, self.stats, self.options.hybrid_min_branch_tokens
-            )
+            self.family = Family(self.planner, self.stats, self.options.hybrid_min_branch_tokens)
             self.prefill_adder_class = HybridPrefillAdder
         self._metrics = CacheMetrics(self) if params.enable_metrics else None
         logger.info(
@@ -138,12 +142,17 @@ class HybridRadixCache(UnifiedRadixCache):
     @property
     def policy_name(self) -> str:
         """The eviction policy in force."""
-        return self.options.policy.value
+        return self.tuning.in_force.name
 
     @property
     def alpha(self) -> float | None:
         """Marconi's alpha in force, None under another policy."""
-        return self.options.alpha
+        return dict(self.tuning.in_force.options).get("alpha")
+
+    @property
+    def tuner_counts(self) -> Mapping[str, float]:
+        """The tuner's totals, on the rank that has it."""
+        return self.tuning.counts
 
     @property
     def plans_checkpoints(self) -> bool:
@@ -201,7 +210,7 @@ class HybridRadixCache(UnifiedRadixCache):
             self._kv_lens.get(req, req.prefix_len),
             meeting=self.mirror.meet(prompt) if self.mirrored else None,
             shared=self.family.shared(req),
-            message_starts=self._message_starts(req),
+            message_starts=self.message_starts(req),
         )
 
     def intend_nothing(self, req: Req) -> None:
@@ -231,13 +240,16 @@ class HybridRadixCache(UnifiedRadixCache):
         self.pending = NOTHING_PENDING
         if self._metrics is not None:
             self._metrics.update()
-        if self.mirrored and req.finished() and req.last_node is not None:
+        if not req.finished() or req.last_node is None:
+            return
+        self.tuning.finished(req, up_to)
+        if self.mirrored:
             self.mirror.finished(
                 array("q", req.full_untruncated_fill_ids[:up_to]),
                 len(req.origin_input_ids),
                 self.tree_core.node_by_id(req.last_node),
                 self.tree_core.root_node,
-                self._message_starts(req),
+                self.message_starts(req),
             )
 
     def on_release(self, req: Req, *args: Any, **kwargs: Any) -> None:
@@ -286,7 +298,7 @@ class HybridRadixCache(UnifiedRadixCache):
             report.checkpoints.append(self.pending)
             _publish(req, report)
 
-    def _message_starts(self, req: Req) -> list[int]:
+    def message_starts(self, req: Req) -> list[int]:
         """Where the messages of a prompt begin; looked for once per request."""
         starts = self._messages.get(req)
         if starts is None:
@@ -301,6 +313,11 @@ class HybridRadixCache(UnifiedRadixCache):
         report.started = True
         self.stats.served(report, self.cost.flops(report.hit_tokens))
         _publish(req, report)
+
+    def hit_tokens(self, req: Req) -> int:
+        """Prompt tokens of `req` whose prefill was skipped."""
+        report = self._reports.get(req)
+        return 0 if report is None else report.hit_tokens
 
     def sanity_check(self) -> None:
         """SGLang's check of its tree, then ours of the mirror. Raises AssertionError."""
@@ -324,21 +341,12 @@ class HybridRadixCache(UnifiedRadixCache):
             "kv_bytes_per_token": self.cost.kv_bytes_per_token,
             "state_slots_free": None if allocator is None else allocator.available_size(),
             **self.stats.as_dict(),
+            "tuner": self.tuning.info(),
         }
 
 
 def _publish(req: Req, report: RequestReport) -> None:
     req.customized_info = {**(req.customized_info or {}), "hybrid_cache": [report.as_dict()]}
-
-
-def _policies(options: HybridConfig) -> tuple[Policy, Policy]:
-    """One policy object for KV and one for states; both learn from one history."""
-    name = options.policy.value
-    if options.policy is Eviction.REUSE:
-        history = History()
-        return make_policy(name, history=history), make_policy(name, history=history)
-    extra = {"alpha": options.alpha} if options.policy is Eviction.MARCONI else {}
-    return make_policy(name, **extra), make_policy(name, **extra)
 
 
 def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
@@ -362,11 +370,28 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
 
     def build(params: CacheInitParams) -> HybridRadixCache:
         return HybridRadixCache(
-            params, options, cost, roles, one_pass=one_pass, plans=not unplanned
+            params,
+            options,
+            cost,
+            roles,
+            one_pass=one_pass,
+            plans=not unplanned,
+            rank=_rank(),
         )
 
     cache: UnifiedRadixCache = create_unified_radix_cache(context, cache_class=build)
     return cache
+
+
+def _rank() -> int | None:
+    """This cache's number among those with requests of their own, None if another rank receives
+    its requests (scheduler.py, ingest_requests).
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    here = get_parallel()
+    receives = here.pp_rank == 0 and here.attn_tp_rank == 0 and here.attn_cp_rank == 0
+    return (here.attn_dp_rank or here.dp_rank or 0) if receives else None
 
 
 def register() -> None:

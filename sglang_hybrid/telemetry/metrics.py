@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter as Tally
+import math
+from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from prometheus_client import Counter
+    from prometheus_client import Counter, Gauge
 
     from sglang_hybrid.telemetry.stats import CacheStats
 
@@ -25,6 +27,9 @@ class HasStats(Protocol):
     @property
     def alpha(self) -> float | None: ...
 
+    @property
+    def tuner_counts(self) -> Mapping[str, float]: ...
+
 
 class CacheMetrics:
     """Counters that follow a cache's `CacheStats`; `update` copies what has been added since."""
@@ -35,7 +40,7 @@ class CacheMetrics:
         from prometheus_client import Counter, Gauge
 
         self._cache = cache
-        self._seen: Tally[tuple[str, str]] = Tally()
+        self._seen: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._counters: dict[str, Counter] = {
             "requests": Counter(PREFIX + "requests", "Requests whose prefill began."),
             "prompt_tokens": Counter(PREFIX + "prompt_tokens", "Prompt tokens of those requests."),
@@ -55,17 +60,30 @@ class CacheMetrics:
             ),
             "evicted": Counter(PREFIX + "evicted", "Evictions by what was taken.", ["kind"]),
         }
-        policy = Gauge(
+        tuner = {
+            "runs": "Comparisons of policies on recorded requests.",
+            "failures": "Worker processes that did not end well.",
+            "seconds": "Seconds that comparisons took.",
+            "switches": "Changes of the policy in force.",
+            "regret_tokens": "Tokens that the policy in force missed against the best one.",
+        }
+        self._tuner: dict[str, Counter] = {
+            name: Counter(f"{PREFIX}tuner_{name}", about)
+            for name, about in tuner.items()
+            if name in cache.tuner_counts
+        }
+        self._policy = Gauge(
             PREFIX + "policy",
             "1 for the eviction policy in force.",
             ["policy"],
             multiprocess_mode="mostrecent",
         )
-        policy.labels(cache.policy_name).set(1)
-        if cache.alpha is not None:
-            Gauge(
-                PREFIX + "alpha", "Marconi's alpha in force.", multiprocess_mode="mostrecent"
-            ).set(cache.alpha)
+        self._alpha: Gauge | None = None
+        self._make_alpha = partial(
+            Gauge, PREFIX + "alpha", "Marconi's alpha in force.", multiprocess_mode="mostrecent"
+        )
+        self._shown = ""
+        self._show_policy()
 
     def update(self) -> None:
         """Bring the counters up to the cache's counts."""
@@ -76,8 +94,24 @@ class CacheMetrics:
             tally: Mapping[str, int] = getattr(stats, name)
             for label, total in tally.items():
                 counter.labels(label).inc(self._since(name, label, total))
+        for name, counter in self._tuner.items():
+            counter.inc(self._since("tuner", name, self._cache.tuner_counts[name]))
+        self._show_policy()
 
-    def _since(self, name: str, label: str, total: int) -> int:
+    def _show_policy(self) -> None:
+        """The alpha of a policy that has none is not a number."""
+        name, alpha = self._cache.policy_name, self._cache.alpha
+        if name != self._shown:
+            if self._shown:
+                self._policy.labels(self._shown).set(0)
+            self._policy.labels(name).set(1)
+            self._shown = name
+        if alpha is not None and self._alpha is None:
+            self._alpha = self._make_alpha()
+        if self._alpha is not None:
+            self._alpha.set(math.nan if alpha is None else alpha)
+
+    def _since(self, name: str, label: str, total: float) -> float:
         added = total - self._seen[name, label]
         self._seen[name, label] = total
         return added

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ class Cache:
     stats = CacheStats()
     policy_name = {policy!r}
     alpha = {alpha!r}
+    tuner_counts = {tuner!r}
 
 cache = Cache()
 metrics = CacheMetrics(cache)
@@ -30,8 +32,13 @@ print(json.dumps({{
 """
 
 
-def read(steps: str, policy: str = "reuse", alpha: float | None = None) -> dict[str, float]:
-    code = READ.format(steps=steps, policy=policy, alpha=alpha)
+def read(
+    steps: str,
+    policy: str = "reuse",
+    alpha: float | None = None,
+    tuner: dict[str, float] | None = None,
+) -> dict[str, float]:
+    code = READ.format(steps=steps, policy=policy, alpha=alpha, tuner=tuner or {})
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
@@ -61,9 +68,28 @@ metrics.update()
     assert found["sglang_hybrid:evicted_total[leaf]"] == 3
     assert found["sglang_hybrid:policy[reuse]"] == 1
     assert "sglang_hybrid:alpha" not in found
+    assert "sglang_hybrid:tuner_runs_total" not in found
 
 
 def test_alpha_is_shown_where_there_is_one() -> None:
     found = read("", policy="marconi", alpha=2.5)
     assert found["sglang_hybrid:alpha"] == 2.5
     assert found["sglang_hybrid:policy[marconi]"] == 1
+
+
+def test_a_switch_is_shown() -> None:
+    steps = """
+cache.policy_name, cache.alpha = "marconi", 3.0
+cache.tuner_counts.update(runs=2, seconds=1.5, switches=1)
+metrics.update()
+cache.policy_name, cache.alpha = "lru", None
+metrics.update()
+"""
+    found = read(steps, tuner={"runs": 1, "failures": 0, "seconds": 0.5, "switches": 0})
+    policies = [found[f"sglang_hybrid:policy[{name}]"] for name in ("reuse", "marconi", "lru")]
+    assert policies == [0, 0, 1]
+    assert math.isnan(found["sglang_hybrid:alpha"])
+    assert found["sglang_hybrid:tuner_runs_total"] == 2
+    assert found["sglang_hybrid:tuner_seconds_total"] == 1.5
+    assert found["sglang_hybrid:tuner_switches_total"] == 1
+    assert found["sglang_hybrid:tuner_failures_total"] == 0

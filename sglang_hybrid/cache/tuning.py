@@ -1,0 +1,153 @@
+"""The tuner's place in the cache: it is told what ended here, and its choice comes into force here.
+
+Every rank has a `Tuning`; the one that receives requests also has the tuner and the recorded file.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_hybrid.core.eviction import Policy, Reuse, make_policy
+from sglang_hybrid.core.history import History
+from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.tuner.recorder import Finished, TraceFile, compact
+from sglang_hybrid.tuner.search import Limits
+from sglang_hybrid.tuner.tuner import PolicySwitch, Rules, Tuner
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_hybrid.cache.radix_cache import HybridRadixCache
+    from sglang_hybrid.config import HybridConfig
+
+logger = logging.getLogger(__name__)
+
+
+def make_policies(spec: Spec, history: History | None) -> tuple[Policy, Policy]:
+    """One policy object for KV and one for states; those that learn share `history`."""
+    options: dict[str, Any] = dict(spec.options)
+    if spec.name == Reuse.name:
+        options["history"] = history or History()
+    return make_policy(spec.name, **options), make_policy(spec.name, **options)
+
+
+def asked_for(options: HybridConfig) -> Spec:
+    """The policy that the flags start with."""
+    alpha = options.alpha
+    return Spec(options.policy.value, () if alpha is None else (("alpha", alpha),))
+
+
+class Tuning:
+    """The policy in force, and what could change it.
+
+    Args:
+        cache: whose policies they are.
+        tuner: on the rank that receives requests, if the policy is not pinned.
+        file: where finished requests are written, if wanted.
+    """
+
+    def __init__(
+        self,
+        cache: HybridRadixCache,
+        tuner: Tuner | None = None,
+        file: TraceFile | None = None,
+    ) -> None:
+        self.in_force = asked_for(cache.options)
+        self.tuner = tuner
+        self.file = file
+        self._cache = cache
+        self._ended = 0
+
+    def finished(self, req: Req, up_to: int) -> None:
+        """`req` ended with `up_to` tokens in the tree."""
+        if self.tuner is None and self.file is None:
+            return
+        self._ended += 1
+        cache, tree = self._cache, self._cache.tree_core
+        input_len = len(req.origin_input_ids)
+        answer = req.full_untruncated_fill_ids[input_len : up_to + 1]
+        scope = 0
+        if req.extra_key is not None or req.cache_salt is not None:
+            scope = zlib.crc32(repr((req.extra_key, req.cache_salt)).encode())
+        states = 0
+        if cache.is_mamba_enabled:
+            states = cache.req_to_token_pool.mamba_allocator.available_size()
+            states += tree.mamba_evictable_size() + tree.mamba_protected_size()
+        kv = cache.token_to_kv_pool_allocator.available_size()
+        record = Finished(
+            compact(req.origin_input_ids, answer, scope),
+            input_len,
+            req.time_stats.created_time or float(self._ended),
+            cache.hit_tokens(req),
+            kv_room=int(kv + tree.full_evictable_size() + tree.full_protected_size()),
+            slot_room=int(states),
+            message_starts=tuple(cache.message_starts(req)),
+        )
+        if self.file is not None:
+            self.file.add(record)
+        if self.tuner is not None:
+            self.tuner.finished(record, evicted=bool(cache.stats.evicted))
+
+    def poll(self) -> list[PolicySwitch]:
+        """What the first rank sends to all of them with the requests of this step."""
+        switch = None if self.tuner is None else self.tuner.poll()
+        return [] if switch is None else [switch]
+
+    def switch(self, switch: PolicySwitch) -> None:
+        """On every rank at the same step: `switch` comes into force."""
+        mirror = self._cache.mirror
+        mirror.use(*make_policies(switch.spec, mirror.history))
+        self.in_force = switch.spec
+        if self.tuner is not None:
+            self.tuner.adopted(switch)
+        logger.info(
+            "sglang_hybrid: eviction is %s from request %d on: %s.",
+            *(switch.spec, mirror.clock.tick, switch.reason),
+        )
+
+    def handlers(self) -> list[tuple[type, Callable[[PolicySwitch], None]]]:
+        """What the scheduler's dispatcher must know."""
+        return [(PolicySwitch, self.switch)]
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        """The tuner's totals; nothing where there is none."""
+        return {} if self.tuner is None else vars(self.tuner.counts)
+
+    def info(self) -> dict[str, Any] | None:
+        """For /server_info."""
+        return None if self.tuner is None else self.tuner.info()
+
+
+def make_tuning(cache: HybridRadixCache, rank: int | None) -> Tuning:
+    """rank: which of several caches with requests of their own this is; None if it follows
+    another rank's requests.
+    """
+    options = cache.options
+    if rank is None or cache.disable:
+        return Tuning(cache)
+    tuner = file = None
+    if options.tuned:
+        tuner = Tuner(
+            cache.cost,
+            Rules(
+                window=options.hybrid_tuner_window,
+                limits=Limits(workers=options.hybrid_tuner_workers),
+            ),
+            asked_for(options),
+            min_branch_tokens=options.hybrid_min_branch_tokens,
+            has_states=cache.is_mamba_enabled,
+        )
+    if options.hybrid_record:
+        path = Path(options.hybrid_record)
+        if rank:
+            path = path.with_name(f"{rank}-{path.name}")
+        try:
+            file = TraceFile(path)
+        except OSError as error:
+            logger.error("sglang_hybrid: --hybrid-record %s: %s.", path, error.strerror)
+    return Tuning(cache, tuner, file)

@@ -1,0 +1,253 @@
+"""When to search, what to make of it, and the decision that waits to be handed over.
+
+Called from the scheduler's thread only; a search waits for its workers in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.tuner.candidates import CANDIDATES
+from sglang_hybrid.tuner.recorder import Finished, Recorder
+from sglang_hybrid.tuner.regret import Regrets
+from sglang_hybrid.tuner.search import Found, Limits, search
+from sglang_hybrid.tuner.window import Window, make_window
+
+logger = logging.getLogger(__name__)
+
+Search = Callable[[Window, Sequence[Spec], Limits], Found]
+
+
+@dataclass(frozen=True)
+class PolicySwitch:
+    """From the step at which it arrives on, `spec` chooses the victims on every rank."""
+
+    number: int
+    spec: Spec
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When and how the tuner searches.
+
+    window: requests, 0 for `bootstrap` times those that ended before the first eviction (the
+    paper's section 4.2, which takes 5 to 15), within `least` and `most`. margin: share of the hit
+    tokens that a switch must gain. drift: points of hit rate between what was expected and what is
+    seen that are reason to search again. period: windows after which that is done anyway; every
+    search that changes nothing doubles it, up to `rarest`.
+    """
+
+    window: int = 0
+    bootstrap: int = 5
+    least: int = 64
+    most: int = 4_096
+    margin: float = 0.01
+    drift: float = 0.1
+    period: int = 4
+    rarest: int = 32
+    record_bytes: int = 64 << 20
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass
+class TunerCounts:
+    """Totals since the start. regret_tokens: what the policies in force missed in the halves of
+    windows that counted, against the best candidate there.
+    """
+
+    runs: int = 0
+    failures: int = 0
+    seconds: float = 0.0
+    switches: int = 0
+    regret_tokens: int = 0
+
+
+class Tuner:
+    """Records, searches and decides for one cache.
+
+    Args:
+        cost: FLOPs and bytes of the served model, as the cache has them.
+        rules: when and how.
+        start: the candidate in force.
+        has_states: False for a model without recurrent state.
+        search: tries candidates on a window.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        rules: Rules | None = None,
+        start: Spec = CANDIDATES[0],
+        *,
+        min_branch_tokens: int = 16,
+        has_states: bool = True,
+        search: Search = search,
+    ) -> None:
+        self.rules = rules or Rules()
+        self.counts = TunerCounts()
+        self.current = start
+        self.expected: float | None = None  # hit rate
+        self.last_switch = ""
+        self.last_failure = ""
+        self._cost = cost
+        self._min_branch_tokens = min_branch_tokens
+        self._has_states = has_states
+        self._search = search
+        self._recorder = Recorder(self.rules.record_bytes)
+        self._regrets = Regrets()
+        self._window = 0  # requests; 0 until something was evicted
+        self._ended = 0
+        self._searched_at = 0
+        self._period = self.rules.period
+        self._seen: deque[tuple[int, int]] = deque()  # hit and prompt tokens of the latest
+        self._seen_hits = self._seen_tokens = 0
+        self._thread: threading.Thread | None = None
+        self._found: Found | None = None
+        self._seen_then = 0.0
+        self._offer: PolicySwitch | None = None
+
+    def finished(self, record: Finished, *, evicted: bool) -> None:
+        """A request ended. evicted: whether the cache ever had to evict."""
+        self._recorder.add(record)
+        self._ended += 1
+        self._see(record)
+        if not self._window and evicted:
+            self._window = self._first_window()
+            logger.info(
+                "sglang_hybrid: the first eviction came after %d requests; policies are compared "
+                "after %d.",
+                *(self._ended, self._window),
+            )
+        reason = self._reason()
+        if reason:
+            self._begin(reason)
+
+    def poll(self) -> PolicySwitch | None:
+        """The switch to hand to every rank, again and again until `adopted` is called."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+            self._conclude()
+        return self._offer
+
+    def adopted(self, switch: PolicySwitch) -> None:
+        """`switch` is in force."""
+        self.current, self.last_switch = switch.spec, switch.reason
+        self.counts.switches += 1
+        self._offer = None
+
+    @property
+    def searching(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def hit_rate(self) -> float:
+        """Seen in the latest half window."""
+        return self._seen_hits / self._seen_tokens if self._seen_tokens else 0.0
+
+    def info(self) -> dict[str, Any]:
+        """For /server_info."""
+        return {
+            "window": self._window,
+            "recorded": len(self._recorder),
+            "recorded_bytes": self._recorder.held_bytes,
+            "searching": self.searching,
+            **vars(self.counts),
+            "last_switch": self.last_switch,
+            "last_failure": self.last_failure,
+            "expected_hit_rate": self.expected,
+            "seen_hit_rate": self.hit_rate,
+            "regret": {str(spec): lost for spec, lost in self._regrets.by_candidate.items()},
+        }
+
+    def _first_window(self) -> int:
+        if self.rules.window:
+            return self.rules.window
+        return min(max(self.rules.bootstrap * self._ended, self.rules.least), self.rules.most)
+
+    def _see(self, record: Finished) -> None:
+        self._seen.append((record.hit_len, record.input_len))
+        self._seen_hits += record.hit_len
+        self._seen_tokens += record.input_len
+        while len(self._seen) > max(1, self._window // 2 or self.rules.most):
+            hits, tokens = self._seen.popleft()
+            self._seen_hits -= hits
+            self._seen_tokens -= tokens
+
+    def _reason(self) -> str:
+        """Why a search is due now; empty if none is."""
+        if not self._window or self.searching or self._offer is not None:
+            return ""
+        new = self._ended - self._searched_at
+        if not self._searched_at:
+            return "the first window is full" if self._ended >= self._window else ""
+        if new < self._window:
+            return ""
+        if self.expected is not None and abs(self.hit_rate - self.expected) > self.rules.drift:
+            self._regrets.forget()
+            self._period = self.rules.period
+            return f"the hit rate is {self.hit_rate:.1%} instead of {self.expected:.1%}"
+        return f"{new} requests after the last one" if new >= self._period * self._window else ""
+
+    def _begin(self, reason: str) -> None:
+        self._searched_at = self._ended
+        self._seen_then = self.hit_rate
+        records = self._recorder.latest(self._window)
+        logger.info(
+            "sglang_hybrid: %d policies are compared on the last %d requests: %s.",
+            *(len(CANDIDATES), len(records), reason),
+        )
+        self._thread = threading.Thread(
+            target=self._run, args=(records,), name="hybrid-tuner", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, records: list[Finished]) -> None:
+        """In the search's own thread. Whatever goes wrong there, the server goes on."""
+        try:
+            window = make_window(
+                records, self._cost, self._min_branch_tokens, has_states=self._has_states
+            )
+            self._found = self._search(window, CANDIDATES, self.rules.limits)
+        except Exception as error:
+            logger.debug("the search failed", exc_info=True)
+            self._found = Found(0, failures=[f"{type(error).__name__}: {error}"])
+
+    def _conclude(self) -> None:
+        found, self._found = self._found or Found(0, failures=["it ended without a word"]), None
+        self.counts.runs += 1
+        self.counts.seconds += found.seconds
+        self.counts.failures += len(found.failures)
+        for failure in found.failures:
+            self.last_failure = failure
+            logger.warning("sglang_hybrid: comparing policies: %s.", failure)
+        hits = found.hit_tokens
+        if self.current not in hits or not found.counted_tokens:
+            return
+        self.counts.regret_tokens += max(hits.values()) - hits[self.current]
+        self._regrets.learn(hits)
+        choice = self._regrets.choose(self.current, self.rules.margin)
+        if hits.get(choice, 0) <= hits[self.current]:  # what it gained before, it did not now
+            choice = self.current
+        gain = (hits[choice] - hits[self.current]) / found.counted_tokens
+        self.expected = self._seen_then + gain
+        if choice == self.current:
+            self._period = min(2 * self._period, self.rules.rarest)
+            logger.info(
+                "sglang_hybrid: %s stays, as nothing gains %.0f %% more; %.1f s.",
+                *(self.current, 100 * self.rules.margin, found.seconds),
+            )
+            return
+        self._period = self.rules.period
+        reason = (
+            f"{choice} instead of {self.current}: {hits[choice]:,} instead of "
+            f"{hits[self.current]:,} of {found.counted_tokens:,} prompt tokens hit in a replay"
+        )
+        self._offer = PolicySwitch(self.counts.switches + 1, choice, reason)

@@ -1,0 +1,96 @@
+"""A window of recorded requests, as it travels to the worker processes: one file in memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median_low
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.replay.simulator import Split
+from sglang_hybrid.replay.traces import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sglang_hybrid.tuner.recorder import Finished
+
+UNBOUNDED = 2**62
+
+
+@dataclass(frozen=True)
+class Window:
+    """Requests in order of arrival, and the cache that they are replayed on."""
+
+    requests: Sequence[Request]
+    cost: CostModel
+    budget: Split
+    min_branch_tokens: int = 16
+
+    @property
+    def counted_from(self) -> int:
+        """The first half fills the cache and what policies learn from; the second half counts."""
+        return len(self.requests) // 2
+
+    @property
+    def counted_tokens(self) -> int:
+        """Prompt tokens of the half that counts."""
+        return sum(request.input_len for request in self.requests[self.counted_from :])
+
+
+def make_window(
+    records: Sequence[Finished], cost: CostModel, min_branch_tokens: int, *, has_states: bool
+) -> Window:
+    """`records` [n > 0] on pools as large as what running requests leave of the server's."""
+    start = records[0].arrival
+    requests = [
+        Request(number, 0, r.arrival - start, r.tokens, r.input_len, r.message_starts)
+        for number, r in enumerate(records)
+    ]
+    slots = median_low(r.slot_room for r in records) if has_states else UNBOUNDED
+    return Window(
+        requests, cost, Split(median_low(r.kv_room for r in records), slots), min_branch_tokens
+    )
+
+
+@contextmanager
+def packed(window: Window) -> Iterator[int]:
+    """`window` as a file descriptor that lives in memory and leaves nothing behind.
+
+    Written piece by piece, so that other threads of this process are not held up.
+    """
+    rows = [
+        (r.session, r.turn, r.arrival, len(r.tokens), r.input_len, r.message_starts)
+        for r in window.requests
+    ]
+    head = pickle.dumps((window.cost, window.budget, window.min_branch_tokens, rows))
+    descriptor = os.memfd_create("hybrid-window")
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(len(head).to_bytes(8, "little"))
+            file.write(head)
+            for request in window.requests:
+                file.write(request.tokens.data)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def unpack(descriptor: int) -> Window:
+    """The window that `packed` wrote; its tokens are not copied."""
+    content = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    start = 8 + int.from_bytes(content[:8], "little")
+    cost, budget, min_branch_tokens, rows = pickle.loads(content[8:start])
+    requests = []
+    for session, turn, arrival, length, input_len, message_starts in rows:
+        tokens = np.frombuffer(content, np.int32, length, start)
+        start += tokens.nbytes
+        requests.append(Request(session, turn, arrival, tokens, input_len, message_starts))
+    return Window(requests, cost, budget, min_branch_tokens)
