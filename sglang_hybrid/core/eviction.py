@@ -26,13 +26,15 @@ class Policy:
 
     columns: how many numbers `describe` returns. blind_to_children: candidates are all that frees
     something, however many children they have, in one order (SGLang's state LRU), instead of nodes
-    with at most one child. history: what the policy learns from; the cache feeds it every request
-    and links its nodes to it (`node.trace`).
+    with at most one child. knows_returns: scores say how likely a position comes back, by what was
+    seen. history: what the policy learns from; the cache feeds it every request and links its nodes
+    to it (`node.trace`).
     """
 
     name: ClassVar[str]
     columns: ClassVar[int] = 1
     blind_to_children: bool = False
+    knows_returns: ClassVar[bool] = False
     history: History | None = None
 
     def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
@@ -150,6 +152,7 @@ class Reuse(Policy):
     """
 
     name = "reuse"
+    knows_returns = True
     columns = 5  # class, last use, savings per byte, score, time at which the score expires
 
     def __init__(self, history: History | None = None) -> None:

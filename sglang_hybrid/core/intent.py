@@ -153,8 +153,8 @@ def room_for(intent: Intent[Slot], free_slots: int, pool: Pool) -> Room:
         anchor = intent.anchor_of(position)
         return pool.worth(expected(position, kind, anchor, intent.meeting, pool.clock))
 
-    knows_returns = pool.policy.history is not None
-    return Room(free_slots, None if choice is None else choice[1], value, knows_returns)
+    cheapest = None if choice is None else choice[1]
+    return Room(free_slots, cheapest, value, pool.policy.knows_returns)
 
 
 def expected(

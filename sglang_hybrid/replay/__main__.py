@@ -20,6 +20,7 @@ from sglang_hybrid.replay.arrivals import Azure, Draw
 from sglang_hybrid.replay.formats import FORMATS, Reading, find_format, read_trace, write_trace
 from sglang_hybrid.replay.generators import KINDS, generate, traffic
 from sglang_hybrid.replay.runner import Job, Result, Runner, run_all
+from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.simulator import Budget, Split
 from sglang_hybrid.replay.systems import HINDSIGHT, SYSTEMS, Spec, smallest_budget
 from sglang_hybrid.replay.timing import PAPER, PrefillTime
@@ -76,6 +77,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--profile", choices=PROFILES, help="a cost profile instead of a model's (paper-7b)")
     add("--policy", default=DEFAULT_POLICIES, help=f"{', '.join([*SYSTEMS, HINDSIGHT])}")
     add("--min-branch-tokens", type=int, default=16)
+    add(
+        "--rules",
+        choices=["paper", "served"],
+        default="paper",
+        help="paper: its admission, request after request; served: two pools (--cache is split as "
+        "SGLang does) and the server's planned checkpoints, hit by hit what it hits (%(default)s)",
+    )
+    add("--chunk", type=int, help="served: prompt tokens per forward (8192)")
+    add("--grid", type=int, help="served: tokens between SGLang's own states (64)")
     add = parser.add_argument_group("time").add_argument
     add("--instant", action="store_true", help="serve each request at once, as the paper does")
     add("--prefill", type=Path, metavar="JSON", help="times that scripts/fit_prefill.py measured")
@@ -106,8 +116,9 @@ def _main(options: argparse.Namespace, arguments: list[str]) -> int:
         if options.instant:
             raise ValueError("--instant has no time: leave out --prefill")
         time = PrefillTime.read(options.prefill)
+    serving = _serving(options)
     jobs = [
-        Job(spec, name, cost, budget, time, options.min_branch_tokens)
+        Job(spec, name, cost, budget, time, options.min_branch_tokens, serving)
         for budget in budgets
         for spec in specs
     ]
@@ -129,6 +140,8 @@ def _main(options: argparse.Namespace, arguments: list[str]) -> int:
         summary = {
             "command": command,
             "seed": options.seed,
+            "rules": options.rules,
+            "serving": None if serving is None else asdict(serving),
             "cost": asdict(cost),
             "time": None if time is None else asdict(time),
             "results": [result.as_dict() for result in results],
@@ -187,6 +200,19 @@ def _cost(options: argparse.Namespace) -> CostModel:
     except msgspec.DecodeError as error:
         raise ValueError(f"{path} is no model's config ({error})") from error
     return CostModel.from_config(config)
+
+
+def _serving(options: argparse.Namespace) -> Serving | None:
+    given = {name: getattr(options, name) for name in ("chunk", "grid")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.rules == "paper":
+        if given:
+            raise ValueError(f"--{next(iter(given))} is for --rules served only")
+        return None
+    for name, value in given.items():
+        if value < 1:
+            raise ValueError(f"--{name} must be 1 or more, not {value}")
+    return Serving(**given)
 
 
 def _budgets(options: argparse.Namespace, cost: CostModel) -> list[Budget]:
@@ -254,6 +280,8 @@ def _show(
 ) -> None:
     tokens = sum(request.input_len for request in requests)
     title = f"{results[0].job.trace}: {len(requests):,} requests, {tokens:,} prompt tokens"
+    if results[0].job.serving is not None:
+        title += ", as served"
     table = Table(title=title, box=SIMPLE, padding=(0, 1), collapse_padding=True)
     table.add_column("cache", no_wrap=True)
     table.add_column("policy", no_wrap=True)

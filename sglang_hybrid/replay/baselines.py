@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from sglang_hybrid.core.admission import Prefill
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Lru
-from sglang_hybrid.core.history import History, Meeting
+from sglang_hybrid.core.history import History, Meeting, Trail
 from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import Clairvoyant, PathLru
+from sglang_hybrid.replay.served import Running, ServedCache, Serving, way_to
 from sglang_hybrid.replay.simulator import Budget, Outcome, Simulator, Split, Ticket
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.replay.traces import Request, TokenArray
 
 
 class NoCache:
@@ -249,3 +251,46 @@ class ClairvoyantCache(Simulator):
         self._now = max(self._now, self._oracle.tick(request))
         for node in path:
             self.tree.trace(node, self._oracle.next_use(request, node.depth, self._now))
+
+
+class ServedClairvoyant(ServedCache):
+    """`ClairvoyantCache` as it is served: the server admits and evicts by the future too."""
+
+    def __init__(
+        self,
+        cost: CostModel,
+        pools: Split,
+        oracle: Oracle,
+        min_branch_tokens: int = 16,
+        serving: Serving | None = None,
+    ) -> None:
+        super().__init__(cost, pools, Clairvoyant(), Clairvoyant(), min_branch_tokens, serving)
+        self._oracle = oracle
+        self._now = 0
+        self._history = History(max_bytes=2**40)
+
+    def _meet(self, request: Request) -> Meeting | None:
+        meeting = self._history.meet(request.tokens[: request.input_len])
+        return replace(meeting, trail=Future(self._oracle, request, self._now))
+
+    def _learn(self, running: Running, tokens: TokenArray) -> None:
+        self._history.observe(tokens, running.request.input_len, self.tree.clock)
+
+    def _passed(self, request: Request, path: list[Node]) -> None:
+        self._now = max(self._now, self._oracle.tick(request))
+        for node in path:
+            self.tree.trace(node, self._oracle.next_use(request, node.depth, self._now))
+
+    def _published(self, running: Running) -> None:
+        self._passed(running.request, list(way_to(running.held)))
+
+
+class Future(Trail):
+    """What comes of the positions of `request` after tick `now`, in place of what is known."""
+
+    def __init__(self, oracle: Oracle, request: Request, now: int) -> None:
+        super().__init__([])
+        self._oracle, self._request, self._now = oracle, request, now
+
+    def exactly(self, depth: int) -> Any:
+        return self._oracle.next_use(self._request, depth, self._now)

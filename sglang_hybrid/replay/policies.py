@@ -94,6 +94,7 @@ class Clairvoyant(Policy):
     """
 
     name = "clairvoyant"
+    knows_returns = True
     columns = 2
 
     def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:

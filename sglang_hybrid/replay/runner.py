@@ -90,7 +90,6 @@ class Result:
             "budget_bytes": None if split else budget,
             "kv_tokens": budget.kv_tokens if isinstance(budget, Split) else None,
             "slots": budget.slots if isinstance(budget, Split) else None,
-            "rules": "paper" if self.job.serving is None else "served",
             "requests": len(self.input_len),
             "input_tokens": int(self.input_len.sum()),
             "hit_tokens": self.hit_tokens,

@@ -6,6 +6,7 @@ Request after request it hits what `HybridRadixCache` on SGLang's pools hits, to
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang_hybrid.core.admission import Prefill, Room
@@ -113,9 +114,7 @@ class ServedCache(Simulator):
         running = Running(request, outcome, {}, allocated=hit.depth, shared=hit.depth)
         if hit is not self.tree.root:
             self._hold(running, hit)
-        prompt = request.tokens[: request.input_len]
-        history = self.policy.history
-        meeting = None if history is None else history.meet(prompt)
+        meeting = self._meet(request)
         prefill = Prefill(
             request.input_len,
             hit.depth,
@@ -171,6 +170,7 @@ class ServedCache(Simulator):
         if matched > (path[-1].depth if path else 0):
             below = self.tree.beyond(path, matched, prompt)[-1]
             path = [*path, self._cut(below, matched)]
+        self._passed(request, path)
         at = next((i for i in range(len(path), 0, -1) if path[i - 1].has_state), 0)
         if not at:
             return self.tree.root, matched
@@ -240,13 +240,14 @@ class ServedCache(Simulator):
         self._hold(running, deepest)
         for planned in due[1:]:
             self._give_state(self._node_above(deepest, planned.position), planned.kind)
+        self._published(running)
+
+    def _published(self, running: Running) -> None:
+        """The way to what `running` holds has new nodes: for caches that note them."""
 
     def _node_above(self, deepest: Node, position: int) -> Node:
         """The node at `position` on the way to `deepest`."""
-        node, way = deepest, []
-        while node.parent is not None:
-            way.append(node)
-            node = node.parent
+        way = list(way_to(deepest))
         passed = [node for node in reversed(way) if node.depth <= position]
         self._touch(passed)
         node = passed[-1] if passed else self.tree.root
@@ -273,10 +274,8 @@ class ServedCache(Simulator):
         meeting = None if running.intent is None else running.intent.meeting
         starts = request.message_starts[-1:]
         trail = history.observe(tokens, request.input_len, self.tree.clock, starts, meeting)
-        node = running.held
-        while node is not None and node.parent is not None:
+        for node in way_to(running.held):
             self.tree.trace(node, trail.at(node.depth))
-            node = node.parent
 
     def _cut(self, node: Node, depth: int) -> Node:
         head = self.tree.cut(node, depth)
@@ -295,6 +294,13 @@ class ServedCache(Simulator):
         if isinstance(policy, SglangLru):
             policy.touch(node)
             self.state_pool.mark(node)
+
+
+def way_to(node: Node | None) -> Iterator[Node]:
+    """`node` and all above it but the root, deepest first."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
 
 
 def _computed(request: Request) -> int:

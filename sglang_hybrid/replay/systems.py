@@ -14,6 +14,7 @@ from sglang_hybrid.replay.baselines import (
     BlockCache,
     ClairvoyantCache,
     NoCache,
+    ServedClairvoyant,
     SglangCache,
     SglangPlus,
 )
@@ -41,6 +42,10 @@ class Setting:
     min_branch_tokens: int = 16
     serving: Serving | None = None
     oracles: dict[int, Oracle] = field(default_factory=dict)
+
+    @property
+    def as_served(self) -> bool:
+        return self.serving is not None and self.cost.state_bytes > 0
 
     @property
     def pools(self) -> Split:
@@ -73,7 +78,7 @@ def _evicting(make: Callable[..., Policy]) -> System:
     """
 
     def build(setting: Setting, **options: Any) -> Cache:
-        if setting.serving is not None and setting.cost.state_bytes:
+        if setting.as_served:
             served = SglangLru if make is Lru else make
             return ServedCache(
                 setting.cost,
@@ -116,12 +121,18 @@ def _sglang(setting: Setting, grid: int = 64, chunk: int = 8_192, interval: int 
 
 
 def _clairvoyant(setting: Setting, remember: int = 1) -> Cache:
-    return ClairvoyantCache(
-        setting.cost, setting.budget, setting.oracle, bool(remember), setting.min_branch_tokens
-    )
+    least = setting.min_branch_tokens
+    if setting.as_served:
+        return ServedClairvoyant(
+            setting.cost, setting.pools, setting.oracle, least, setting.serving
+        )
+    return ClairvoyantCache(setting.cost, setting.budget, setting.oracle, bool(remember), least)
 
 
 def _unbounded(setting: Setting) -> Cache:
+    if setting.as_served:
+        least, endless = setting.min_branch_tokens, Split(2**62, 2**62)
+        return ServedCache(setting.cost, endless, Lru(), Lru(), least, setting.serving)
     return Simulator(setting.cost, None, Lru(), setting.min_branch_tokens)
 
 

@@ -103,6 +103,15 @@ def test_pools_and_a_models_config(tmp_path: Path, capsys: pytest.CaptureFixture
     assert float(str(small["hit_rate"])) < float(str(large["hit_rate"]))
 
 
+def test_the_servers_own_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*CHAT, "--pools", "20000:30", "--policy", "reuse"]
+    paper = summary(*arguments, capsys=capsys)[0]
+    served = summary(*arguments, "--rules", "served", "--chunk", "512", capsys=capsys)[0]
+    assert paper["hit_rate"] != served["hit_rate"]
+    assert main([*arguments, "--rules", "served"]) == 0
+    assert "as served" in capsys.readouterr().out
+
+
 def test_workers_find_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     traces = {"chat": generate("chat", traffic("chat", sessions=6), 0)}
     specs = [Spec("lru"), Spec("reuse"), Spec("clairvoyant"), Spec("sglang"), Spec("vllm+")]
@@ -233,6 +242,8 @@ MISTAKES = [
     ([*CHAT, "--pools", "5"], "pools are written as TOKENS:SLOTS, not '5'"),
     ([*CHAT, "--pools", "500:0"], "pools of 500:0 hold no state"),
     ([*CHAT, "--cache", "1GB", "--policy", "opt"], "unknown policy 'opt'; known are none, vllm+"),
+    ([*CHAT, "--cache", "1GB", "--chunk", "512"], "--chunk is for --rules served only"),
+    ([*CHAT, "--pools", "9:9", "--rules", "served", "--grid", "0"], "--grid must be 1 or more"),
     ([*CHAT, "--cache", "1GB", "--policy", ","], "--policy is empty"),
     ([*CHAT, "--cache", "1GB", "--workers", "0"], "--workers must be 1 or more, not 0"),
     ([*CHAT, "--cache", "1GB", "--limit", "0"], "--limit must be 1 or more, not 0"),

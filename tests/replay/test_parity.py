@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.replay.served import ServedCache, Serving
 from sglang_hybrid.replay.simulator import Split
 from sglang_hybrid.replay.systems import Setting, Spec
@@ -30,8 +32,8 @@ POLICIES = {
 
 # KV tokens and state slots: under pressure, some pressure, hardly any.
 POOLS = {
-    "bbh_fewshot": [Split(15_000, 10), Split(60_000, 40), Split(250_000, 200)],
-    "sharegpt_55": [Split(20_000, 12), Split(60_000, 48), Split(250_000, 256)],
+    "bbh_fewshot": [Split(12_000, 10), Split(30_000, 40), Split(80_000, 120)],
+    "sharegpt_55": [Split(14_000, 12), Split(40_000, 48), Split(80_000, 160)],
     "taubench_airline": [Split(40_000, 16), Split(120_000, 64), Split(400_000, 256)],
     "claude_code_64k": [Split(150_000, 24), Split(600_000, 96), Split(2_000_000, 400)],
     "mooncake_conversation_trace": [
@@ -52,36 +54,67 @@ def trace(name: str, limit: int | None = None) -> list[Request]:
     return read_compact(path, limit)
 
 
-def compare(requests: Sequence[Request], pools: Split, policy: str) -> None:
+@dataclass(frozen=True)
+class Played:
+    """What a cache did with a trace: hit lengths, and KV tokens and states that it holds then."""
+
+    hits: list[int]
+    held: tuple[int, int]
+
+
+@cache
+def served(
+    name: str, limit: int | None, pools: Split, policy: str
+) -> tuple[Played, Split, CostModel]:
+    """What the server's cache did, on which pools, and its measured costs."""
+    requests = trace(name, limit)
     longest = max(len(request.tokens) for request in requests) + 64
-    sizes = Sizes(
-        kv=max(pools.kv_tokens, longest),
-        states=pools.slots,
-        grid=SERVING.grid,
-        rows=4,
-        context=longest,
-    )
+    kv = max(pools.kv_tokens, longest)
+    sizes = Sizes(kv, pools.slots, grid=SERVING.grid, rows=4, context=longest)
     server = Server(build_cache(sizes, POLICIES[policy]), sizes, SERVING.chunk)
-    setting = Setting(server.cache.cost, Split(sizes.kv, sizes.states), requests, serving=SERVING)
+    hits = server.play(requests)
+    server.check()
+    free_kv, free_slots = server.free()
+    held = (kv - free_kv, pools.slots - free_slots)
+    return Played(hits, held), Split(kv, pools.slots), server.cache.cost
+
+
+def simulated(requests: Sequence[Request], pools: Split, cost: CostModel, policy: str) -> Played:
+    setting = Setting(cost, pools, requests, serving=SERVING)
     simulator = Spec.parse(policy).build(setting)
     assert isinstance(simulator, ServedCache)
-    hits = 0
-    for number, request in enumerate(requests):
-        (theirs,) = server.play([request])
-        ours = simulator.serve(request).hit_len
-        assert ours == theirs, f"request {number}"
-        hits += theirs
-    assert hits > 0
-    server.check()
-    kv, states = server.free()
-    assert (sizes.kv - kv, sizes.states - states) == (simulator.kv_used, simulator.states_used)
+    hits = [outcome.hit_len for outcome in simulator.run(requests)]
     assert simulator.kv_in_use == simulator.slots_in_use == 0
+    return Played(hits, (simulator.kv_used, simulator.states_used))
+
+
+def compare(name: str, limit: int | None, pools: Split, policy: str) -> None:
+    theirs, pools, cost = served(name, limit, pools, policy)
+    ours = simulated(trace(name, limit), pools, cost, policy)
+    assert sum(theirs.hits) > 0
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["sharegpt_55", "taubench_airline"])
 def test_the_simulator_is_the_server(name: str, policy: str) -> None:
-    compare(trace(name, 200), POOLS[name][0], policy)
+    compare(name, 300, POOLS[name][0], policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_small_difference_is_seen(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another policy, one slot less, a tenth less KV, and an answer whose last token is computed."""
+    name = "sharegpt_55"
+    theirs, pools, cost = served(name, 300, POOLS[name][0], policy)
+    requests = trace(name, 300)
+    for other in POLICIES:
+        same = simulated(requests, pools, cost, other).hits == theirs.hits
+        assert same == (other == policy)
+    kv, slots = pools.kv_tokens, pools.slots
+    for less in (Split(kv, slots - 1), Split(kv - kv // 10, slots)):
+        assert simulated(requests, less, cost, policy).hits != theirs.hits
+    monkeypatch.setattr("sglang_hybrid.replay.served._computed", lambda one: len(one.tokens))
+    assert simulated(requests, pools, cost, policy).hits != theirs.hits
 
 
 @pytest.mark.slow
@@ -90,4 +123,4 @@ def test_the_simulator_is_the_server(name: str, policy: str) -> None:
 @pytest.mark.parametrize("size", [0, 1, 2], ids=["small", "middle", "large"])
 @pytest.mark.parametrize("name", POOLS)
 def test_the_simulator_is_the_server_on_whole_traces(name: str, size: int, policy: str) -> None:
-    compare(trace(name), POOLS[name][size], policy)
+    compare(name, None, POOLS[name][size], policy)
