@@ -31,7 +31,7 @@ from sglang_hybrid.cache.mirror import Mirror
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from sglang_hybrid.cache.sizes import measured_cost
 from sglang_hybrid.cache.state_pool import StateSlots
-from sglang_hybrid.cache.tuning import asked_for, make_policies, make_tuning
+from sglang_hybrid.cache.tuning import asked_for, make_tuning
 from sglang_hybrid.checkpoints import decode
 from sglang_hybrid.checkpoints.family import Family
 from sglang_hybrid.checkpoints.planner import Planned, Planner
@@ -42,8 +42,10 @@ from sglang_hybrid.config import BACKEND, Admission, Eviction, HybridConfig
 from sglang_hybrid.core.history import History
 from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.patching import is_patched
+from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.telemetry.metrics import CacheMetrics
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
+from sglang_hybrid.tuner.candidates import make_policies
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -116,7 +118,6 @@ class HybridRadixCache(UnifiedRadixCache):
                 override[ComponentType.MAMBA] = MirroredMamba
         params = replace(params, component_registry_override=override)
         super().__init__(params)
-        self.tuning = make_tuning(self, rank)
         if has_states and not params.disable:
             if plans and self.judicious:
                 self.planner = Planner(
@@ -130,6 +131,14 @@ class HybridRadixCache(UnifiedRadixCache):
             decode.plan_for_pages_of(self.page_size if self.planner is not None else None)
             self.family = Family(self.planner, self.stats, self.options.hybrid_min_branch_tokens)
             self.prefill_adder_class = HybridPrefillAdder
+        serving = None
+        if self.planner is not None:
+            chunk = params.chunked_prefill_size or 0
+            grid = self.components[ComponentType.MAMBA].mamba_checkpoint_grid
+            serving = Serving(
+                chunk if chunk > 0 else params.req_to_token_pool.max_context_len, grid
+            )
+        self.tuning = make_tuning(self, rank, serving)
         self._metrics = CacheMetrics(self) if params.enable_metrics else None
         logger.info(
             "sglang_hybrid: eviction %s, admission %s; a state is %s bytes, a KV token %s.",

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_hybrid.core.eviction import Policy, Reuse, make_policy
-from sglang_hybrid.core.history import History
+from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.tuner.candidates import make_policies
 from sglang_hybrid.tuner.recorder import Finished, TraceFile, compact
 from sglang_hybrid.tuner.search import Limits
 from sglang_hybrid.tuner.tuner import PolicySwitch, Rules, Tuner
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
     from sglang_hybrid.config import HybridConfig
 
 logger = logging.getLogger(__name__)
-
-
-def make_policies(spec: Spec, history: History | None) -> tuple[Policy, Policy]:
-    """One policy object for KV and one for states; those that learn share `history`."""
-    options: dict[str, Any] = dict(spec.options)
-    if spec.name == Reuse.name:
-        options["history"] = history or History()
-    return make_policy(spec.name, **options), make_policy(spec.name, **options)
 
 
 def asked_for(options: HybridConfig) -> Spec:
@@ -123,9 +115,13 @@ class Tuning:
         return None if self.tuner is None else self.tuner.info()
 
 
-def make_tuning(cache: HybridRadixCache, rank: int | None) -> Tuning:
-    """rank: which of several caches with requests of their own this is; None if it follows
-    another rank's requests.
+def make_tuning(
+    cache: HybridRadixCache, rank: int | None, serving: Serving | None = None
+) -> Tuning:
+    """What may change the policy in `cache`.
+
+    serving: how the server runs, where checkpoints are planned. rank: which of several caches with
+    requests of their own this is; None if another rank receives its requests.
     """
     options = cache.options
     if rank is None or cache.disable:
@@ -140,6 +136,7 @@ def make_tuning(cache: HybridRadixCache, rank: int | None) -> Tuning:
             ),
             asked_for(options),
             min_branch_tokens=options.hybrid_min_branch_tokens,
+            serving=serving,
             has_states=cache.is_mamba_enabled,
         )
     if options.hybrid_record:

@@ -76,7 +76,7 @@ class MarconiLine(msgspec.Struct):
 
 
 class RecordedLine(msgspec.Struct, omit_defaults=True):
-    """What our own recorder writes, one line per request in order of arrival.
+    """What our own recorder writes, one line per request, in the order in which they ended.
 
     t, first, end: seconds since the recording began: arrival, first token, last token.
     message_starts: positions in the prompt at which messages begin. Other keys are ignored.
@@ -112,7 +112,9 @@ def write_marconi(path: Path, requests: Iterable[Request]) -> None:
 
 
 def read_recorded(path: Path, reading: Reading) -> list[Request]:
-    """Our recorder's JSON Lines. A request without a session is one of its own."""
+    """Our recorder's JSON Lines, in order of arrival. A request without a session is one of its
+    own.
+    """
 
     def convert(number: int, line: RecordedLine) -> Request:
         if not line.t <= (line.t if line.first is None else line.first):
@@ -124,7 +126,10 @@ def read_recorded(path: Path, reading: Reading) -> list[Request]:
         return make_request(session, line.turn, line.t, line.input_ids, line.output_ids, starts)
 
     what = "a recorded trace"
-    return read_lines(path, RecordedLine, convert, what, reading.limit, reading.skipped)
+    ended = read_lines(
+        path, RecordedLine, convert, what, reading.limit, reading.skipped, ordered=False
+    )
+    return sorted(ended, key=lambda request: request.arrival)
 
 
 def write_recorded(path: Path, requests: Iterable[Request]) -> None:

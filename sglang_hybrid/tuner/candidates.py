@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
-from sglang_hybrid.replay.simulator import Outcome
-from sglang_hybrid.replay.systems import Setting, Spec
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.core.eviction import Policy, Reuse, make_policy
+from sglang_hybrid.core.history import History
+from sglang_hybrid.replay.served import ServedCache
+from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator
+from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.tuner.window import Window
 
 ALPHAS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -19,6 +21,14 @@ CANDIDATES = (
 )
 
 
+def make_policies(spec: Spec, history: History | None = None) -> tuple[Policy, Policy]:
+    """One policy object for KV and one for states; those that learn share `history`."""
+    options: dict[str, Any] = dict(spec.options)
+    if spec.name == Reuse.name:
+        options["history"] = history or History()
+    return make_policy(spec.name, **options), make_policy(spec.name, **options)
+
+
 def as_text(spec: Spec) -> str:
     """What `Spec.parse` reads."""
     return f"{spec.name}:{','.join(f'{name}={value!r}' for name, value in spec.options)}"
@@ -26,14 +36,12 @@ def as_text(spec: Spec) -> str:
 
 def replay(window: Window, spec: Spec) -> list[Outcome]:
     """What each request of `window` [n] would have found under `spec`, from an empty cache on."""
-    cache = spec.build(
-        Setting(window.cost, window.budget, window.requests, window.min_branch_tokens)
-    )
-    return [cache.serve(_as_cached(request)) for request in window.requests]
-
-
-def _as_cached(request: Request) -> Request:
-    """The last token of an answer was never read by the model, so a server does not cache it."""
-    if len(request.tokens) == request.input_len:
-        return request
-    return replace(request, tokens=request.tokens[:-1])
+    kv_policy, state_policy = make_policies(spec)
+    cost, least = window.cost, window.min_branch_tokens
+    cache: Cache
+    if window.serving is not None and cost.state_bytes:
+        pools, how = window.budget, window.serving
+        cache = ServedCache(cost, pools, kv_policy, state_policy, least, how)
+    else:
+        cache = Simulator(cost, window.budget, kv_policy, least, state_policy)
+    return [cache.serve(request) for request in window.requests]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.tuner.candidates import CANDIDATES
 from sglang_hybrid.tuner.recorder import Finished, Recorder
@@ -77,6 +78,7 @@ class Tuner:
         cost: FLOPs and bytes of the served model, as the cache has them.
         rules: when and how.
         start: the candidate in force.
+        serving: how the server runs, where it plans its checkpoints.
         has_states: False for a model without recurrent state.
         search: tries candidates on a window.
     """
@@ -88,6 +90,7 @@ class Tuner:
         start: Spec = CANDIDATES[0],
         *,
         min_branch_tokens: int = 16,
+        serving: Serving | None = None,
         has_states: bool = True,
         search: Search = search,
     ) -> None:
@@ -99,6 +102,7 @@ class Tuner:
         self.last_failure = ""
         self._cost = cost
         self._min_branch_tokens = min_branch_tokens
+        self._serving = serving
         self._has_states = has_states
         self._search = search
         self._recorder = Recorder(self.rules.record_bytes)
@@ -213,7 +217,11 @@ class Tuner:
         """In the search's own thread. Whatever goes wrong there, the server goes on."""
         try:
             window = make_window(
-                records, self._cost, self._min_branch_tokens, has_states=self._has_states
+                records,
+                self._cost,
+                self._min_branch_tokens,
+                self._serving,
+                has_states=self._has_states,
             )
             self._found = self._search(window, CANDIDATES, self.rules.limits)
         except Exception as error:

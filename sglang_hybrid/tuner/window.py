@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.simulator import Split
 from sglang_hybrid.replay.traces import Request
 
@@ -27,12 +28,16 @@ UNBOUNDED = 2**62
 
 @dataclass(frozen=True)
 class Window:
-    """Requests in order of arrival, and the cache that they are replayed on."""
+    """Requests in order of arrival, and the cache that they are replayed on.
+
+    serving: how the server runs, where it plans its checkpoints; otherwise the paper's are assumed.
+    """
 
     requests: Sequence[Request]
     cost: CostModel
     budget: Split
     min_branch_tokens: int = 16
+    serving: Serving | None = None
 
     @property
     def counted_from(self) -> int:
@@ -46,7 +51,12 @@ class Window:
 
 
 def make_window(
-    records: Sequence[Finished], cost: CostModel, min_branch_tokens: int, *, has_states: bool
+    records: Sequence[Finished],
+    cost: CostModel,
+    min_branch_tokens: int,
+    serving: Serving | None,
+    *,
+    has_states: bool,
 ) -> Window:
     """`records` [n > 0] on pools as large as what running requests leave of the server's."""
     start = records[0].arrival
@@ -55,9 +65,8 @@ def make_window(
         for number, r in enumerate(records)
     ]
     slots = median_low(r.slot_room for r in records) if has_states else UNBOUNDED
-    return Window(
-        requests, cost, Split(median_low(r.kv_room for r in records), slots), min_branch_tokens
-    )
+    pools = Split(median_low(r.kv_room for r in records), slots)
+    return Window(requests, cost, pools, min_branch_tokens, serving)
 
 
 @contextmanager
@@ -70,7 +79,8 @@ def packed(window: Window) -> Iterator[int]:
         (r.session, r.turn, r.arrival, len(r.tokens), r.input_len, r.message_starts)
         for r in window.requests
     ]
-    head = pickle.dumps((window.cost, window.budget, window.min_branch_tokens, rows))
+    cache = (window.cost, window.budget, window.min_branch_tokens, window.serving)
+    head = pickle.dumps((cache, rows))
     descriptor = os.memfd_create("hybrid-window")
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -87,10 +97,10 @@ def unpack(descriptor: int) -> Window:
     """The window that `packed` wrote; its tokens are not copied."""
     content = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     start = 8 + int.from_bytes(content[:8], "little")
-    cost, budget, min_branch_tokens, rows = pickle.loads(content[8:start])
+    cache, rows = pickle.loads(content[8:start])
     requests = []
     for session, turn, arrival, length, input_len, message_starts in rows:
         tokens = np.frombuffer(content, np.int32, length, start)
         start += tokens.nbytes
         requests.append(Request(session, turn, arrival, tokens, input_len, message_starts))
-    return Window(requests, cost, budget, min_branch_tokens)
+    return Window(requests, *cache)

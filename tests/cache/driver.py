@@ -72,6 +72,7 @@ def build_cache(
     *,
     one_pass: bool = True,
     plans: bool = True,
+    rank: int | None = None,
     **more: Any,
 ) -> UnifiedRadixCache:
     """Our cache under `options`, or SGLang's own for None, on pools of their own."""
@@ -148,7 +149,7 @@ def build_cache(
     )
     if options is None:
         return UnifiedRadixCache(params)
-    return HybridRadixCache(params, options, cost, one_pass=one_pass, plans=plans)
+    return HybridRadixCache(params, options, cost, one_pass=one_pass, plans=plans, rank=rank)
 
 
 class Server:

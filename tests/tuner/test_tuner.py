@@ -1,0 +1,184 @@
+"""When the tuner searches, what it decides, and what it does when a search fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from sglang_hybrid.replay.served import Serving
+from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.tuner.candidates import CANDIDATES
+from sglang_hybrid.tuner.regret import Regrets
+from sglang_hybrid.tuner.search import Found, Limits, search
+from sglang_hybrid.tuner.tuner import PolicySwitch, Rules, Tuner
+from sglang_hybrid.tuner.window import Window
+from tests.tuner.traffic import COST, fashions, records, templates
+
+REUSE, LRU, MARCONI = CANDIDATES[0], CANDIDATES[1], CANDIDATES[4]
+RULES = Rules(window=40)
+
+
+class Script:
+    """A search that finds what it is told, and remembers what it was asked."""
+
+    def __init__(self, *found: dict[Spec, int] | Exception) -> None:
+        self.found = list(found)
+        self.windows: list[Window] = []
+
+    def __call__(self, window: Window, candidates: Sequence[Spec], limits: Limits) -> Found:
+        self.windows.append(window)
+        found = self.found.pop(0) if len(self.found) > 1 else self.found[0]
+        if isinstance(found, Exception):
+            raise found
+        return Found(1_000, found, [], 0.5)
+
+
+def tuner(script: Script, rules: Rules = RULES) -> Tuner:
+    return Tuner(COST, rules, search=script)
+
+
+def feed(it: Tuner, count: int, hit_rate: float = 0.5, evicted: bool = True) -> PolicySwitch | None:
+    """`count` requests; a search is waited for, a switch adopted. Returns the last one."""
+    last = None
+    for record in records(templates(count), hit_rate):
+        it.finished(record, evicted=evicted)
+        if it._thread is not None:
+            it._thread.join()
+        switch = it.poll()
+        if switch is not None:
+            last = switch
+            it.adopted(switch)
+    return last
+
+
+def test_nothing_is_learnt_before_the_first_eviction() -> None:
+    script = Script({REUSE: 500, LRU: 500})
+    it = tuner(script, Rules(least=1))
+    feed(it, 30, evicted=False)
+    assert script.windows == []
+    feed(it, 1)
+    assert it.info()["window"] == 5 * 31
+    feed(it, 5 * 31 - 31 - 1)
+    assert script.windows == []
+    feed(it, 1)
+    assert [len(window.requests) for window in script.windows] == [5 * 31]
+
+
+def test_the_window_is_kept_within_limits() -> None:
+    for before, window in ((1, 64), (9_000, 4_096)):
+        it = tuner(Script({REUSE: 1}), Rules())
+        it._ended = before - 1
+        feed(it, 1)
+        assert it.info()["window"] == window
+
+
+def test_a_gain_within_the_margin_changes_nothing() -> None:
+    it = tuner(Script({REUSE: 500, LRU: 504}))
+    assert feed(it, 40) is None
+    assert it.counts.runs == 1
+    assert it.counts.regret_tokens == 4
+
+
+def test_a_gain_above_it_is_offered_until_it_is_adopted() -> None:
+    it = tuner(Script({REUSE: 500, LRU: 600, MARCONI: 600}))
+    for record in records(templates(40), 0.5):
+        it.finished(record, evicted=True)
+    assert it._thread is not None
+    it._thread.join()
+    switch = it.poll()
+    assert switch is not None and switch.spec == LRU, "the first of equals"
+    assert it.poll() is switch
+    assert it.current == REUSE
+    it.adopted(switch)
+    assert (it.poll(), it.current, it.counts.switches) == (None, LRU, 1)
+    assert it.info()["last_switch"] == switch.reason
+    assert "lru instead of reuse: 600 instead of 500 of 1,000" in switch.reason
+    assert it.expected == pytest.approx(0.5 + 0.1, abs=0.01)
+
+
+def test_it_searches_again_after_a_period_and_ever_less_often() -> None:
+    script = Script({REUSE: 500, LRU: 500})
+    it = tuner(script)
+    searches = []
+    for n in range(1, 2_000):
+        feed(it, 1)
+        if len(script.windows) > len(searches):
+            searches.append(n)
+    assert searches == [40, 40 + 8 * 40, 40 + 8 * 40 + 16 * 40]
+
+
+def test_it_searches_again_when_the_hit_rate_is_another_one() -> None:
+    script = Script({REUSE: 500, LRU: 500}, {REUSE: 100, LRU: 300})
+    it = tuner(script)
+    feed(it, 40, hit_rate=0.5)
+    feed(it, 39, hit_rate=0.3)
+    assert len(script.windows) == 1
+    switch = feed(it, 1, hit_rate=0.3)
+    assert len(script.windows) == 2
+    assert switch is not None and switch.spec == LRU
+
+
+def test_a_hit_rate_near_the_expected_one_is_no_reason() -> None:
+    script = Script({REUSE: 500, LRU: 500})
+    it = tuner(script)
+    feed(it, 40, hit_rate=0.5)
+    feed(it, 200, hit_rate=0.42)
+    assert len(script.windows) == 1
+
+
+def test_regret_is_remembered() -> None:
+    regrets = Regrets()
+    for _ in range(3):
+        regrets.learn({REUSE: 1_000, LRU: 900})
+    regrets.learn({REUSE: 950, LRU: 1_000})
+    assert regrets.choose(REUSE, 0.01) == REUSE, "one bad window after three good ones"
+    for _ in range(3):
+        regrets.learn({REUSE: 950, LRU: 1_000})
+    assert regrets.choose(REUSE, 0.01) == LRU
+    regrets.forget()
+    regrets.learn({REUSE: 1_000, LRU: 900})
+    assert regrets.choose(LRU, 0.01) == REUSE
+
+
+def test_a_candidate_that_was_not_tried_is_not_judged() -> None:
+    regrets = Regrets()
+    regrets.learn({LRU: 1_000})
+    assert regrets.choose(REUSE, 0.01) == REUSE
+    regrets.learn({REUSE: 0, LRU: 0})
+    assert regrets.choose(REUSE, 0.01) == REUSE
+
+
+def test_a_failed_search_is_told_and_the_next_one_counts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    it = tuner(Script(OSError("no processes left"), {REUSE: 1, LRU: 2}))
+    with caplog.at_level(logging.WARNING):
+        assert feed(it, 40) is None
+    assert "no processes left" in caplog.text
+    assert (it.counts.runs, it.counts.failures) == (1, 1)
+    assert "no processes left" in it.info()["last_failure"]
+    switch = feed(it, 40 * RULES.period)
+    assert switch is not None and switch.spec == LRU
+
+
+def few(window: Window, _: Sequence[Spec], limits: Limits) -> Found:
+    return search(window, CANDIDATES[:3], limits)
+
+
+def test_two_phases_with_real_workers() -> None:
+    """Templates keep reuse in force; when traffic turns to fashions, LRU takes over; and back."""
+    it = Tuner(COST, Rules(window=100), serving=Serving(), search=few)
+    in_force = []
+    for phase, hit_rate in ((templates, 0.4), (fashions, 0.15), (templates, 0.1)):
+        for record in records(phase(101), hit_rate):
+            it.finished(record, evicted=True)
+            if it._thread is not None:
+                it._thread.join()
+            switch = it.poll()
+            if switch is not None:
+                it.adopted(switch)
+        in_force.append(it.current.name)
+    assert in_force == ["reuse", "lru", "reuse"]
+    assert (it.counts.runs, it.counts.failures, it.counts.switches) == (3, 0, 2)
