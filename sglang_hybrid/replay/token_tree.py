@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from sglang_hybrid.core.history import common_length
 from sglang_hybrid.core.nodes import Clock, Node, NodeTree
 from sglang_hybrid.replay.traces import TokenArray
 
@@ -32,11 +33,7 @@ class TokenTree(NodeTree):
             if child is None:
                 break
             edge: TokenArray = child.owner
-            same = min(len(edge), total - matched)
-            differ = edge[:same] != tokens[matched : matched + same]
-            first = int(differ.argmax())
-            if differ[first]:
-                return path, matched + first - first % self.page
+            same = common_length(edge, tokens[matched : matched + len(edge)])
             matched += same
             if same < len(edge):
                 return path, matched - matched % self.page

@@ -103,7 +103,7 @@ def test_the_simulator_is_the_server(name: str, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_small_difference_is_seen(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another policy, one slot less, a tenth less KV, and an answer whose last token is computed."""
+    """Another policy, one slot less, a tenth less KV, an answer whose last token is computed."""
     name = "sharegpt_55"
     theirs, pools, cost = served(name, 300, POOLS[name][0], policy)
     requests = trace(name, 300)
