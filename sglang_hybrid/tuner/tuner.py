@@ -23,6 +23,11 @@ from sglang_hybrid.tuner.window import Window, make_window
 
 logger = logging.getLogger(__name__)
 
+WARM_UP = 2
+"""Windows that are replayed where there are as many: a policy that learns would seem worse than it
+is in the server if it learnt from the last one only. The second half of that one counts.
+"""
+
 Search = Callable[[Window, Sequence[Spec], Limits], Found]
 
 
@@ -60,8 +65,8 @@ class Rules:
 
 @dataclass
 class TunerCounts:
-    """Totals since the start. regret_tokens: what the policies in force missed in the halves of
-    windows that counted, against the best candidate there.
+    """Totals. regret_tokens: what the policies in force missed, in the requests that
+    counted, against the best candidate there.
     """
 
     runs: int = 0
@@ -203,7 +208,7 @@ class Tuner:
     def _begin(self, reason: str) -> None:
         self._searched_at = self._ended
         self._seen_then = self.hit_rate
-        records = self._recorder.latest(self._window)
+        records = self._recorder.latest(WARM_UP * self._window)
         logger.info(
             "sglang_hybrid: %d policies are compared on the last %d requests: %s.",
             *(len(CANDIDATES), len(records), reason),
@@ -218,6 +223,7 @@ class Tuner:
         try:
             window = make_window(
                 records,
+                self._window // 2,
                 self._cost,
                 self._min_branch_tokens,
                 self._serving,
@@ -244,9 +250,9 @@ class Tuner:
         choice = self._regrets.choose(self.current, self.rules.margin)
         if hits.get(choice, 0) <= hits[self.current]:  # what it gained before, it did not now
             choice = self.current
-        gain = (hits[choice] - hits[self.current]) / found.counted_tokens
-        self.expected = self._seen_then + gain
+        self.expected = max(self._seen_then, hits[choice] / found.counted_tokens)
         if choice == self.current:
+            self.expected = self._seen_then
             self._period = min(2 * self._period, self.rules.rarest)
             logger.info(
                 "sglang_hybrid: %s stays, as nothing gains %.0f %% more; %.1f s.",

@@ -30,28 +30,32 @@ UNBOUNDED = 2**62
 class Window:
     """Requests in order of arrival, and the cache that they are replayed on.
 
-    serving: how the server runs, where it plans its checkpoints; otherwise the paper's are assumed.
+    counted: how many of them count, the last ones; those before fill the cache and what policies
+    learn from. serving: how the server runs, where it plans its checkpoints; otherwise the paper's
+    are assumed.
     """
 
     requests: Sequence[Request]
     cost: CostModel
     budget: Split
+    counted: int
     min_branch_tokens: int = 16
     serving: Serving | None = None
 
     @property
     def counted_from(self) -> int:
-        """The first half fills the cache and what policies learn from; the second half counts."""
-        return len(self.requests) // 2
+        """The first request that counts."""
+        return max(0, len(self.requests) - self.counted)
 
     @property
     def counted_tokens(self) -> int:
-        """Prompt tokens of the half that counts."""
+        """Prompt tokens of the requests that count."""
         return sum(request.input_len for request in self.requests[self.counted_from :])
 
 
 def make_window(
     records: Sequence[Finished],
+    counted: int,
     cost: CostModel,
     min_branch_tokens: int,
     serving: Serving | None,
@@ -66,7 +70,7 @@ def make_window(
     ]
     slots = median_low(r.slot_room for r in records) if has_states else UNBOUNDED
     pools = Split(median_low(r.kv_room for r in records), slots)
-    return Window(requests, cost, pools, min_branch_tokens, serving)
+    return Window(requests, cost, pools, counted, min_branch_tokens, serving)
 
 
 @contextmanager
@@ -79,7 +83,10 @@ def packed(window: Window) -> Iterator[int]:
         (r.session, r.turn, r.arrival, len(r.tokens), r.input_len, r.message_starts)
         for r in window.requests
     ]
-    cache = (window.cost, window.budget, window.min_branch_tokens, window.serving)
+    cache = (
+        *(window.cost, window.budget, window.counted),
+        *(window.min_branch_tokens, window.serving),
+    )
     head = pickle.dumps((cache, rows))
     descriptor = os.memfd_create("hybrid-window")
     try:

@@ -25,7 +25,7 @@ FAILED = 1
 
 
 class Score(msgspec.Struct, frozen=True):
-    """Tokens that a candidate found in the half of the window that counts, and seconds it took."""
+    """Tokens that a candidate found in the requests that count, and seconds it took."""
 
     candidate: str
     hit_tokens: int

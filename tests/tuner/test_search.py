@@ -31,7 +31,7 @@ def test_texts_are_what_the_replay_parses() -> None:
 def test_a_window_arrives_as_it_left() -> None:
     with packed(MIX) as descriptor:
         there = unpack(descriptor)
-    for field in ("cost", "budget", "min_branch_tokens", "serving"):
+    for field in ("cost", "budget", "counted", "min_branch_tokens", "serving"):
         assert getattr(there, field) == getattr(MIX, field)
     for mine, its in zip(MIX.requests, there.requests, strict=True):
         assert its.tokens.tolist() == mine.tokens.tolist()

@@ -46,7 +46,7 @@ def requests(prompts: Sequence[list[int]]) -> list[Request]:
 
 
 def window(prompts: Sequence[list[int]]) -> Window:
-    return Window(requests(prompts), COST, POOLS, 16, Serving())
+    return Window(requests(prompts), COST, POOLS, len(prompts) // 2, 16, Serving())
 
 
 def records(prompts: Sequence[list[int]], hit_rate: float = 0.0) -> list[Finished]:
