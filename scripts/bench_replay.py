@@ -17,8 +17,10 @@ import numpy as np
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import POLICIES
 from sglang_hybrid.replay.formats import Reading, read_trace
+from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.generators import generate, traffic
 from sglang_hybrid.replay.runner import Job, Runner, run_all
+from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.simulator import Simulator
 from sglang_hybrid.replay.systems import SYSTEMS, Setting, Spec
 from sglang_hybrid.replay.timing import PAPER
@@ -39,12 +41,16 @@ def processor(work: Callable[[], object], rounds: int) -> float:
     return min(spent)
 
 
-def per_policy(requests: list[Request], budget: int, rounds: int) -> None:
+def per_policy(
+    requests: list[Request], budget: int, rounds: int, serving: Serving | None = None
+) -> None:
     tokens = sum(len(request.tokens) for request in requests) / len(requests)
-    print(f"{len(requests):,} requests of {tokens:,.0f} tokens, {budget / 1e9:g} GB, one core:")
-    shared: dict[int, object] = {}
-    for name in SYSTEMS:
-        setting = Setting(COST, budget, requests, oracles=shared)  # type: ignore[arg-type]
+    rules = "the paper's rules" if serving is None else "as served"
+    size = f"{budget / 1e9:g} GB"
+    print(f"{len(requests):,} requests of {tokens:,.0f} tokens, {size}, {rules}, one core:")
+    shared: dict[int, Oracle] = {}
+    for name in SYSTEMS if serving is None else (*POLICIES, "clairvoyant", "unbounded"):
+        setting = Setting(COST, budget, requests, serving=serving, oracles=shared)
 
         def work(name: str = name, setting: Setting = setting) -> None:
             cache = Spec(name).build(setting)
@@ -134,6 +140,7 @@ def main() -> None:
         requests = read_trace(path, Reading())
     budget = int(options.gigabytes * 1e9)
     per_policy(requests, budget, options.rounds)
+    per_policy(requests, budget, options.rounds, Serving())
     candidates(requests, budget, options.workers)
     by_length(options.rounds)
     by_checkpoints(options.rounds)
