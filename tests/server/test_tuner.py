@@ -1,0 +1,119 @@
+"""A server whose traffic changes: the policy follows it, on every rank at the same request, and
+clients notice nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.server_process import ServerProcess
+from tests.server.client import ask, hybrid_cache, random_prompt
+from tests.tuner.traffic import POOLS, fashions, templates
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+WINDOW = 90
+FLAGS = (
+    *("--max-mamba-cache-size", str(POOLS.slots), "--max-total-tokens", str(POOLS.kv_tokens)),
+    *("--max-running-requests", "1", "--hybrid-slots-per-request", "1"),
+    *("--hybrid-tuner-window", str(WINDOW)),
+)
+CHECKED = {
+    "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
+    "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1",  # SGLang's tree, and our mirror of it
+}
+SWITCHED = re.compile(r"eviction is (\w+)[^:]* from request (\d+) on:")
+
+
+def words(prompt: list[int]) -> list[int]:
+    """The traffic's numbers as tokens of ordinary text: each run of them is one random prompt."""
+    starts = [at for at in range(len(prompt)) if prompt[at] % 1_000 == 0]
+    ends = [*starts[1:], len(prompt)]
+    tokens: list[int] = []
+    for start, end in zip(starts, ends, strict=True):
+        tokens += random_prompt(end - start, seed=prompt[start])
+    return tokens
+
+
+def send(server: ServerProcess, prompts: list[list[int]]) -> None:
+    for prompt in prompts:
+        record = ask(server.url, words(prompt), 4)
+        assert record["meta_info"]["completion_tokens"] == 4
+
+
+def until(what: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.2)
+
+
+def workers(server: ServerProcess) -> list[psutil.Process]:
+    found = []
+    for process in server.processes():
+        try:
+            if "sglang_hybrid.tuner.worker" in process.cmdline():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_policy_follows_the_traffic(ranks: int, model_directory: Callable[[str], Path]) -> None:
+    model = model_directory(DEFAULT_ARCHITECTURE)
+    flags = ["--model-path", str(model), "--tp-size", str(ranks), *FLAGS]
+    with ServerProcess(flags, environment=CHECKED) as server:
+
+        def runs() -> int:
+            return int(hybrid_cache(server.url)["tuner"]["runs"])
+
+        send(server, fashions(WINDOW + 10))
+        until(lambda: runs() == 1)
+        send(server, fashions(5, seed=1))
+        first = hybrid_cache(server.url)
+        send(server, templates(WINDOW + 10))
+        until(lambda: runs() >= 2)
+        send(server, templates(5, seed=1))
+        then = hybrid_cache(server.url)
+        log = server.log.read_text(errors="replace")
+        assert workers(server) == []
+    print(first, then)
+    assert (first["eviction"], then["eviction"]) == ("lru", "reuse")
+    assert [seen["tuner"]["switches"] for seen in (first, then)] == [1, 2]
+    assert "lru instead of reuse" in first["tuner"]["last_switch"]
+    assert "reuse instead of lru" in then["tuner"]["last_switch"]
+    assert then["tuner"]["failures"] == 0
+    switches = SWITCHED.findall(log)
+    assert len(switches) == 2 * ranks
+    assert len(set(switches)) == 2, "every rank at the same request"
+    assert "Traceback" not in log
+
+
+def test_a_worker_that_is_killed_changes_nothing_for_clients(
+    model_directory: Callable[[str], Path],
+) -> None:
+    model = model_directory(DEFAULT_ARCHITECTURE)
+    with ServerProcess(["--model-path", str(model), *FLAGS], environment=CHECKED) as server:
+        killed = False
+        for prompt in templates(WINDOW + 40):
+            send(server, [prompt])
+            for worker in [] if killed else workers(server):
+                worker.kill()
+                killed = True
+        assert killed, "no search was seen"
+        until(lambda: hybrid_cache(server.url)["tuner"]["runs"] == 1)
+        seen = hybrid_cache(server.url)
+        log = server.log.read_text(errors="replace")
+    assert seen["tuner"]["failures"] == 1
+    assert "status -9" in seen["tuner"]["last_failure"]
+    assert seen["eviction"] == "reuse"
+    assert "a worker ended with status -9" in log
+    assert "Traceback" not in log
