@@ -6,9 +6,8 @@ cache wherever a test has one, and from the same server with an empty cache else
 
 from __future__ import annotations
 
-import time
+import json
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -231,16 +230,19 @@ def reply_is_cached(url: str, cold_url: str, end: str) -> None:
 
 def aborted_reply(url: str, prompt: list[int]) -> list[int]:
     """What a request had said when its client took it back."""
-    with ThreadPoolExecutor(1) as pool:
-        body = {
-            "input_ids": prompt,
-            "rid": "taken-back",
-            "sampling_params": {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True},
-        }
-        pending = pool.submit(requests.post, url + "/generate", json=body, timeout=300)
-        time.sleep(1.0)
-        requests.post(url + "/abort_request", json={"rid": "taken-back"}, timeout=30)
-        record = pending.result().json()
+    body = {
+        "input_ids": prompt,
+        "rid": "taken-back",
+        "stream": True,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True},
+    }
+    record: dict = {}
+    with requests.post(url + "/generate", json=body, stream=True, timeout=300) as response:
+        lines = (line for line in response.iter_lines() if line.startswith(b"data: {"))
+        for number, line in enumerate(lines):
+            record = json.loads(line.removeprefix(b"data: "))
+            if number == 7:
+                requests.post(url + "/abort_request", json={"rid": "taken-back"}, timeout=30)
     assert record["meta_info"]["finish_reason"]["type"] == "abort"
     assert 5 < len(record["output_ids"]) < 4000
     return record["output_ids"]
