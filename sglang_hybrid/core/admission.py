@@ -90,15 +90,15 @@ def judicious(prefill: Prefill) -> list[tuple[int, Kind]]:
     return wanted
 
 
-def last_boundary(start: int, end: int, prompt_len: int, grid: int) -> int | None:
+def last_boundary(start: int, end: int, grid: int) -> int | None:
     """Where the forward of tokens [start, end) of a prompt without messages passes a boundary that
-    SGLang would keep a state at, and that is worth a free slot: the last multiple of `grid` from
-    `start`. None if more than two such forwards are left of the prompt.
+    SGLang would keep a state at: the last multiple of `grid` from `start`; None if there is none.
+
+    Nobody knows where such a prompt will be left, and when KV runs short its end goes first: a
+    state in between is worth a free slot.
     """
     boundary = start + (end - start) // grid * grid
-    if boundary == start or prompt_len - end > 2 * (end - start):
-        return None
-    return boundary
+    return boundary if boundary > start else None
 
 
 def every_chunk(prefill: Prefill, chunk: int) -> list[tuple[int, Kind]]:

@@ -118,7 +118,7 @@ class Intent(Generic[Slot]):
         return sorted(due, key=lambda planned: -planned.position)
 
     def _want_a_boundary(self, start: int, end: int, grid: int, min_branch_tokens: int) -> None:
-        boundary = last_boundary(start, end, self.prompt_len, grid)
+        boundary = last_boundary(start, end, grid)
         if boundary is not None and boundary < self.prompt_len:
             near = any(abs(boundary - at) < min_branch_tokens for at in self.pending)
             if not near:

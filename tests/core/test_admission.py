@@ -131,9 +131,7 @@ def test_a_chunks_end_is_worth_a_free_slot_only() -> None:
 
 @pytest.mark.parametrize(
     ("start", "end", "boundary"),
-    [(0, 1000, 960), (900, 1000, 964), (960, 1000, None), (300, 600, 556), (100, 300, None)],
+    [(0, 1000, 960), (900, 1000, 964), (960, 1000, None), (300, 600, 556), (100, 164, 164)],
 )
-def test_the_last_boundaries_that_sglang_would_keep(
-    start: int, end: int, boundary: int | None
-) -> None:
-    assert last_boundary(start, end, prompt_len=1000, grid=64) == boundary
+def test_the_boundary_that_sglang_would_keep(start: int, end: int, boundary: int | None) -> None:
+    assert last_boundary(start, end, grid=64) == boundary
