@@ -77,7 +77,7 @@ class HybridConfig:
     hybrid_min_branch_tokens: int = 16
     hybrid_slots_per_request: int = 0
     hybrid_burst_ms: float = 3.0
-    hybrid_tuner_workers: int = 1
+    hybrid_tuner_workers: int = 0
     hybrid_tuner_window: int = 0
     hybrid_record: str = ""
     hybrid_default_model: str = "nemotron-h"

@@ -32,10 +32,11 @@ def test_an_alpha_pins_marconi() -> None:
 
 
 def test_what_is_not_pinned_is_tuned() -> None:
-    assert parse().tuned and parse("--hybrid-alpha", "auto").tuned
-    assert not parse("--hybrid-tuner-workers", "0").tuned
-    assert not parse("--hybrid-eviction", "reuse").tuned
-    assert not parse("--hybrid-alpha", "0").tuned
+    workers = ("--hybrid-tuner-workers", "1")
+    assert parse(*workers).tuned and parse(*workers, "--hybrid-alpha", "auto").tuned
+    assert not parse().tuned
+    assert not parse(*workers, "--hybrid-eviction", "reuse").tuned
+    assert not parse(*workers, "--hybrid-alpha", "0").tuned
 
 
 def test_our_flags_are_taken_and_the_rest_is_sglangs() -> None:

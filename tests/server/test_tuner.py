@@ -23,6 +23,7 @@ WINDOW = 90
 FLAGS = (
     *("--max-mamba-cache-size", str(POOLS.slots), "--max-total-tokens", str(POOLS.kv_tokens)),
     *("--max-running-requests", "1", "--hybrid-slots-per-request", "1"),
+    *("--hybrid-tuner-workers", "1"),
     *("--hybrid-tuner-window", str(WINDOW)),
 )
 CHECKED = {
