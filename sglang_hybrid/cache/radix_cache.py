@@ -118,26 +118,24 @@ class HybridRadixCache(UnifiedRadixCache):
                 override[ComponentType.MAMBA] = MirroredMamba
         params = replace(params, component_registry_override=override)
         super().__init__(params)
+        serving = None
         if has_states and not params.disable:
             if plans and self.judicious:
+                grid = self.components[ComponentType.MAMBA].mamba_checkpoint_grid
+                chunk = params.chunked_prefill_size or 0
+                longest = params.req_to_token_pool.max_context_len
+                serving = Serving(chunk if chunk > 0 else longest, grid)
                 self.planner = Planner(
                     self.slots,
                     self.stats.skipped,
                     page_size=self.page_size,
                     min_branch_tokens=self.options.hybrid_min_branch_tokens,
-                    grid=self.components[ComponentType.MAMBA].mamba_checkpoint_grid,
+                    grid=grid,
                     one_pass=one_pass,
                 )
             decode.plan_for_pages_of(self.page_size if self.planner is not None else None)
             self.family = Family(self.planner, self.stats, self.options.hybrid_min_branch_tokens)
             self.prefill_adder_class = HybridPrefillAdder
-        serving = None
-        if self.planner is not None:
-            chunk = params.chunked_prefill_size or 0
-            grid = self.components[ComponentType.MAMBA].mamba_checkpoint_grid
-            serving = Serving(
-                chunk if chunk > 0 else params.req_to_token_pool.max_context_len, grid
-            )
         self.tuning = make_tuning(self, rank, serving)
         self._metrics = CacheMetrics(self) if params.enable_metrics else None
         logger.info(

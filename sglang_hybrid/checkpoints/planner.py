@@ -88,10 +88,6 @@ class Planner:
         self.drop(req)
         self._intents[req] = intent
 
-    def intent(self, req: Req) -> Intent | None:
-        """What is wanted and under way for `req`."""
-        return self._intents.get(req)
-
     def in_flight(self) -> list[tuple[Req, Intent]]:
         """Requests whose prefill is to leave states that are not published yet."""
         return [(req, intent) for req, intent in self._intents.items() if intent.pending]
