@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types and all tests but the slow ones, in .venv, which is made first where it is missing.
-# Arguments go to pytest: scripts/test.sh tests/core -k reuse
+# Two processes: one for the tests that start servers, one for all others. Arguments go to pytest:
+# scripts/test.sh tests/core -k reuse
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh
@@ -10,4 +11,4 @@ export OMP_WAIT_POLICY=PASSIVE # servers and their tests share the cores
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
-exec "$bin/python" -m pytest -m "not slow" "$@"
+exec "$bin/python" -m pytest -n 2 --dist loadgroup -m "not slow" "$@"

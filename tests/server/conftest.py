@@ -1,11 +1,13 @@
-"""Tiny models, built once per run, and the tests' order."""
+"""Tiny models, built once per run, the server that several modules ask, and the marks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from sglang_hybrid.models import build_tiny_model
+from sglang_hybrid.server_process import ServerProcess
+from tests.server.client import flush
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +22,23 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
     return directory
 
 
+@pytest.fixture(scope="session")
+def default_server() -> Iterator[str]:
+    """The address of a server at its defaults that reports cached tokens."""
+    with ServerProcess(["--enable-cache-report"]) as running:
+        yield running.url
+
+
+@pytest.fixture
+def url(default_server: str) -> str:
+    """The default server's address, its cache empty."""
+    flush(default_server)
+    return default_server
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One process of several runs all server tests, one after the other."""
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.server)
+            item.add_marker(pytest.mark.xdist_group("server"))

@@ -17,7 +17,17 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
+ONE_OF_A_KIND = ("nemotron-h", "qwen3-next", "falcon-mamba")
+"""Mamba2, gated delta net and Mamba1; the others take minutes more."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[] if name in ONE_OF_A_KIND else pytest.mark.slow)
+        for name in sorted(ARCHITECTURES)
+    ],
+)
 def served(
     request: pytest.FixtureRequest, model_directory: Callable[[str], Path]
 ) -> Iterator[tuple[dict[str, ServerProcess], list[Expected]]]:

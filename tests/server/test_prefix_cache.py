@@ -1,13 +1,10 @@
 """What is shared is reported: by /generate, by the OpenAI API, to a frontend program."""
 
-from collections.abc import Iterator
-
 import openai
 import pytest
 import sglang as sgl
 
-from sglang_hybrid.server_process import ServerProcess
-from tests.server.client import flush, generate, random_prompt
+from tests.server.client import generate, random_prompt
 
 DOCUMENT = " ".join(
     f"Entry {n} of the register was kept by keeper {n * 7 % 31}." for n in range(90)
@@ -15,19 +12,6 @@ DOCUMENT = " ".join(
 QUESTIONS = ("Who kept entry 3?", "Who kept entry 5?")
 SHARED = 512
 """Tokens of `DOCUMENT` that at least have to come from the cache; it has more than 600."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(["--enable-cache-report"]) as running:
-        yield running
-
-
-@pytest.fixture
-def url(server: ServerProcess) -> str:
-    """The server's address, its cache empty."""
-    flush(server.url)
-    return server.url
 
 
 @pytest.fixture
