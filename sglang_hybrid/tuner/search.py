@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 import sglang_hybrid
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.tuner.candidates import as_text
+from sglang_hybrid.tuner.regret import Ints
 from sglang_hybrid.tuner.window import Window, packed
 from sglang_hybrid.tuner.worker import Score
 
@@ -34,10 +36,12 @@ class Limits:
 
 @dataclass
 class Found:
-    """Tokens found by candidate, of `counted_tokens` prompt tokens; and what went wrong."""
+    """Tokens found in each request that counts [n], by candidate, of `counted_tokens` prompt tokens
+    in all; and what went wrong.
+    """
 
     counted_tokens: int
-    hit_tokens: dict[Spec, int] = field(default_factory=dict)
+    hits: dict[Spec, Ints] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -57,8 +61,8 @@ def search(
     with packed(window) as content, ThreadPoolExecutor(limits.workers) as threads:
         ran = threads.map(lambda share: _run(command, content, share, limits), shares)
         parts = list(ran)
-    hit_tokens = {spec: hits for part, _ in parts for spec, hits in part.items()}
-    found.hit_tokens = {spec: hit_tokens[spec] for spec in candidates if spec in hit_tokens}
+    hits = {spec: of_spec for part, _ in parts for spec, of_spec in part.items()}
+    found.hits = {spec: hits[spec] for spec in candidates if spec in hits}
     found.failures = [failure for _, failure in parts if failure]
     found.seconds = time.monotonic() - begin
     return found
@@ -66,7 +70,7 @@ def search(
 
 def _run(
     command: Sequence[str], content: int, share: Sequence[Spec], limits: Limits
-) -> tuple[dict[Spec, int], str]:
+) -> tuple[dict[Spec, Ints], str]:
     """One worker from start to end: what it found, and what went wrong, if anything did."""
     by_text = {as_text(spec): spec for spec in share}
     with _lifeline() as lifeline:
@@ -97,7 +101,7 @@ def _run(
         said = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
         failure = f"a worker ended with status {process.returncode}: {said[0]}"
     scores = [msgspec.json.decode(line, type=Score) for line in out.split(b"\n")[:-1]]
-    return {by_text[score.candidate]: score.hit_tokens for score in scores}, failure
+    return {by_text[score.candidate]: np.array(score.hits) for score in scores}, failure
 
 
 @contextmanager

@@ -23,11 +23,6 @@ from sglang_hybrid.tuner.window import Window, make_window
 
 logger = logging.getLogger(__name__)
 
-WARM_UP = 2
-"""Windows that are replayed where there are as many: a policy that learns would seem worse than it
-is in the server if it learnt from the last one only. The second half of that one counts.
-"""
-
 Search = Callable[[Window, Sequence[Spec], Limits], Found]
 
 
@@ -44,21 +39,24 @@ class PolicySwitch:
 class Rules:
     """When and how the tuner searches.
 
-    window: requests, 0 for `bootstrap` times those that ended before the first eviction (the
-    paper's section 4.2, which takes 5 to 15), within `least` and `most`. margin: share of the hit
-    tokens that a switch must gain. drift: points of hit rate between what was expected and what is
-    seen that are reason to search again. period: windows after which that is done anyway; every
-    search that changes nothing doubles it, up to `rarest`.
+    window: requests before the first search, 0 for `bootstrap` times those that ended before the
+    first eviction (the paper's section 4.2), within `least` and `most`. Every search that changes
+    nothing doubles the time to the next one. Replayed are the requests since the last search and
+    as many before them, at most `most`; the latter half counts, as policies that learn would seem
+    worse than they are in the server if they were compared while they know nothing.
+
+    margin: share of the hit tokens that a switch must gain. sure: standard errors that the gain
+    must exceed. drift: points of hit rate between what was expected and what is seen that are
+    reason to forget earlier searches, and to search again.
     """
 
     window: int = 0
-    bootstrap: int = 5
+    bootstrap: int = 2
     least: int = 64
     most: int = 4_096
     margin: float = 0.01
+    sure: float = 2.0
     drift: float = 0.1
-    period: int = 4
-    rarest: int = 32
     record_bytes: int = 64 << 20
     limits: Limits = field(default_factory=Limits)
 
@@ -82,7 +80,8 @@ class Tuner:
     Args:
         cost: FLOPs and bytes of the served model, as the cache has them.
         rules: when and how.
-        start: the candidate in force.
+        start: the policy in force.
+        candidates: what it chooses from.
         serving: how the server runs, where it plans its checkpoints.
         has_states: False for a model without recurrent state.
         search: tries candidates on a window.
@@ -94,6 +93,7 @@ class Tuner:
         rules: Rules | None = None,
         start: Spec = CANDIDATES[0],
         *,
+        candidates: Sequence[Spec] = CANDIDATES,
         min_branch_tokens: int = 16,
         serving: Serving | None = None,
         has_states: bool = True,
@@ -106,6 +106,7 @@ class Tuner:
         self.last_switch = ""
         self.last_failure = ""
         self._cost = cost
+        self._candidates = candidates
         self._min_branch_tokens = min_branch_tokens
         self._serving = serving
         self._has_states = has_states
@@ -115,7 +116,7 @@ class Tuner:
         self._window = 0  # requests; 0 until something was evicted
         self._ended = 0
         self._searched_at = 0
-        self._period = self.rules.period
+        self._gap = 0  # requests from one search to the next
         self._seen: deque[tuple[int, int]] = deque()  # hit and prompt tokens of the latest
         self._seen_hits = self._seen_tokens = 0
         self._thread: threading.Thread | None = None
@@ -129,7 +130,7 @@ class Tuner:
         self._ended += 1
         self._see(record)
         if not self._window and evicted:
-            self._window = self._first_window()
+            self._window = self._gap = self._first_window()
             logger.info(
                 "sglang_hybrid: the first eviction came after %d requests; policies are compared "
                 "after %d.",
@@ -145,6 +146,11 @@ class Tuner:
             self._thread = None
             self._conclude()
         return self._offer
+
+    def wait(self) -> None:
+        """Until the search under way, if there is one, has found what it can."""
+        if self._thread is not None:
+            self._thread.join()
 
     def adopted(self, switch: PolicySwitch) -> None:
         """`switch` is in force."""
@@ -173,7 +179,7 @@ class Tuner:
             "last_failure": self.last_failure,
             "expected_hit_rate": self.expected,
             "seen_hit_rate": self.hit_rate,
-            "regret": {str(spec): lost for spec, lost in self._regrets.by_candidate.items()},
+            "regret": {str(spec): lost for spec, lost in self._regrets.shares.items()},
         }
 
     def _first_window(self) -> int:
@@ -195,41 +201,40 @@ class Tuner:
         if not self._window or self.searching or self._offer is not None:
             return ""
         new = self._ended - self._searched_at
-        if not self._searched_at:
-            return "the first window is full" if self._ended >= self._window else ""
         if new < self._window:
             return ""
         if self.expected is not None and abs(self.hit_rate - self.expected) > self.rules.drift:
             self._regrets.forget()
-            self._period = self.rules.period
+            self._gap = self._window
             return f"the hit rate is {self.hit_rate:.1%} instead of {self.expected:.1%}"
-        return f"{new} requests after the last one" if new >= self._period * self._window else ""
+        return f"{new} requests after the last one" if new >= self._gap else ""
 
     def _begin(self, reason: str) -> None:
-        self._searched_at = self._ended
+        new, self._searched_at = self._ended - self._searched_at, self._ended
         self._seen_then = self.hit_rate
-        records = self._recorder.latest(WARM_UP * self._window)
+        records = self._recorder.latest(min(2 * new, self.rules.most))
+        counted = (len(records) + 1) // 2
         logger.info(
             "sglang_hybrid: %d policies are compared on the last %d requests: %s.",
-            *(len(CANDIDATES), len(records), reason),
+            *(len(self._candidates), len(records), reason),
         )
         self._thread = threading.Thread(
-            target=self._run, args=(records,), name="hybrid-tuner", daemon=True
+            target=self._run, args=(records, counted), name="hybrid-tuner", daemon=True
         )
         self._thread.start()
 
-    def _run(self, records: list[Finished]) -> None:
+    def _run(self, records: list[Finished], counted: int) -> None:
         """In the search's own thread. Whatever goes wrong there, the server goes on."""
         try:
             window = make_window(
                 records,
-                self._window // 2,
+                counted,
                 self._cost,
                 self._min_branch_tokens,
                 self._serving,
                 has_states=self._has_states,
             )
-            self._found = self._search(window, CANDIDATES, self.rules.limits)
+            self._found = self._search(window, self._candidates, self.rules.limits)
         except Exception as error:
             logger.debug("the search failed", exc_info=True)
             self._found = Found(0, failures=[f"{type(error).__name__}: {error}"])
@@ -242,24 +247,21 @@ class Tuner:
         for failure in found.failures:
             self.last_failure = failure
             logger.warning("sglang_hybrid: comparing policies: %s.", failure)
-        hits = found.hit_tokens
-        if self.current not in hits or not found.counted_tokens:
+        if self.current not in found.hits or not found.counted_tokens:
             return
+        hits = {spec: int(tokens.sum()) for spec, tokens in found.hits.items()}
         self.counts.regret_tokens += max(hits.values()) - hits[self.current]
-        self._regrets.learn(hits)
-        choice = self._regrets.choose(self.current, self.rules.margin)
-        if hits.get(choice, 0) <= hits[self.current]:  # what it gained before, it did not now
-            choice = self.current
-        self.expected = max(self._seen_then, hits[choice] / found.counted_tokens)
+        self._regrets.learn(found.hits)
+        choice = self._regrets.choose(self.current, self.rules.margin, self.rules.sure)
+        self.expected = self._seen_then
         if choice == self.current:
-            self.expected = self._seen_then
-            self._period = min(2 * self._period, self.rules.rarest)
+            self._gap = min(2 * self._gap, max(self._window, self.rules.most // 2))
             logger.info(
-                "sglang_hybrid: %s stays, as nothing gains %.0f %% more; %.1f s.",
+                "sglang_hybrid: %s stays, as nothing gains %.0f %% more for sure; %.1f s.",
                 *(self.current, 100 * self.rules.margin, found.seconds),
             )
             return
-        self._period = self.rules.period
+        self.expected = max(self._seen_then, hits[choice] / found.counted_tokens)
         reason = (
             f"{choice} instead of {self.current}: {hits[choice]:,} instead of "
             f"{hits[self.current]:,} of {found.counted_tokens:,} prompt tokens hit in a replay"

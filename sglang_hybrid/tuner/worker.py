@@ -25,10 +25,10 @@ FAILED = 1
 
 
 class Score(msgspec.Struct, frozen=True):
-    """Tokens that a candidate found in the requests that count, and seconds it took."""
+    """Tokens that a candidate found in each request that counts, and seconds it took."""
 
     candidate: str
-    hit_tokens: int
+    hits: list[int]
     seconds: float
 
 
@@ -47,7 +47,7 @@ def main() -> int:
         for text in flags.candidates:
             begin = time.perf_counter()
             outcomes = replay(window, Spec.parse(text))
-            hits = sum(outcome.hit_len for outcome in outcomes[window.counted_from :])
+            hits = [outcome.hit_len for outcome in outcomes[window.counted_from :]]
             line = msgspec.json.encode(Score(text, hits, time.perf_counter() - begin))
             print(line.decode(), flush=True)
     except MemoryError:

@@ -42,9 +42,9 @@ def test_a_window_arrives_as_it_left() -> None:
 def test_workers_find_what_a_replay_here_finds(workers: int) -> None:
     found = search(MIX, CANDIDATES, Limits(workers=workers))
     assert found.failures == []
-    assert list(found.hit_tokens) == list(CANDIDATES)
-    for spec, hits in found.hit_tokens.items():
-        assert hits == sum(o.hit_len for o in replay(MIX, spec)[MIX.counted_from :])
+    assert list(found.hits) == list(CANDIDATES)
+    for spec, hits in found.hits.items():
+        assert hits.tolist() == [o.hit_len for o in replay(MIX, spec)[MIX.counted_from :]]
     assert found.counted_tokens == sum(r.input_len for r in MIX.requests[20:])
 
 
@@ -53,7 +53,7 @@ def test_the_best_differs_between_the_phases() -> None:
     best = []
     for phase in (templates, fashions):
         found = search(window(phase(100)), FEW, Limits())
-        best.append(max(found.hit_tokens, key=found.hit_tokens.__getitem__).name)
+        best.append(max(found.hits, key=lambda spec: found.hits[spec].sum()).name)
     assert best == ["reuse", "lru"]
 
 
@@ -133,6 +133,6 @@ def test_a_failing_worker_is_one_failure(
     found = search(MIX, FEW, limits, failing(tmp_path, what))
     assert len(found.failures) == 1
     assert said in found.failures[0]
-    assert list(found.hit_tokens) == list(FEW[:1]), "what it found before counts"
+    assert list(found.hits) == list(FEW[:1]), "what it found before counts"
     assert psutil.Process().children() == children
     assert len(os.listdir("/proc/self/fd")) < 100

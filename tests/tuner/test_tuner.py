@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.tuner.candidates import CANDIDATES
-from sglang_hybrid.tuner.regret import Regrets
+from sglang_hybrid.tuner.regret import Ints, Regrets
 from sglang_hybrid.tuner.search import Found, Limits, search
 from sglang_hybrid.tuner.tuner import PolicySwitch, Rules, Tuner
 from sglang_hybrid.tuner.window import Window
@@ -20,8 +21,15 @@ REUSE, LRU, MARCONI = CANDIDATES[0], CANDIDATES[1], CANDIDATES[4]
 RULES = Rules(window=40)
 
 
+def even(tokens: int, requests: int = 10) -> Ints:
+    """As many tokens in each of so many requests."""
+    return np.full(requests, tokens // requests)
+
+
 class Script:
-    """A search that finds what it is told, and remembers what it was asked."""
+    """A search that finds what it is told, evenly over ten requests, and remembers what it was
+    asked.
+    """
 
     def __init__(self, *found: dict[Spec, int] | Exception) -> None:
         self.found = list(found)
@@ -32,7 +40,7 @@ class Script:
         found = self.found.pop(0) if len(self.found) > 1 else self.found[0]
         if isinstance(found, Exception):
             raise found
-        return Found(1_000, found, [], 0.5)
+        return Found(1_000, {spec: even(hits) for spec, hits in found.items()}, [], 0.5)
 
 
 def tuner(script: Script, rules: Rules = RULES) -> Tuner:
@@ -59,11 +67,11 @@ def test_nothing_is_learnt_before_the_first_eviction() -> None:
     feed(it, 30, evicted=False)
     assert script.windows == []
     feed(it, 1)
-    assert it.info()["window"] == 5 * 31
-    feed(it, 5 * 31 - 31 - 1)
+    assert it.info()["window"] == 2 * 31
+    feed(it, 2 * 31 - 31 - 1)
     assert script.windows == []
     feed(it, 1)
-    assert [len(window.requests) for window in script.windows] == [5 * 31]
+    assert [len(window.requests) for window in script.windows] == [2 * 31]
 
 
 def test_the_window_is_kept_within_limits() -> None:
@@ -74,11 +82,18 @@ def test_the_window_is_kept_within_limits() -> None:
         assert it.info()["window"] == window
 
 
+def test_the_latter_half_of_what_is_replayed_counts() -> None:
+    script = Script({REUSE: 500, LRU: 500})
+    feed(tuner(script, Rules(window=40, most=200)), 640)
+    shape = [(len(window.requests), window.counted) for window in script.windows]
+    assert shape == [(40, 20), (120, 60)] + 5 * [(200, 100)]
+
+
 def test_a_gain_within_the_margin_changes_nothing() -> None:
-    it = tuner(Script({REUSE: 500, LRU: 504}))
+    it = tuner(Script({REUSE: 1_000, LRU: 1_010}))
     assert feed(it, 40) is None
     assert it.counts.runs == 1
-    assert it.counts.regret_tokens == 4
+    assert it.counts.regret_tokens == 10
 
 
 def test_a_gain_above_it_is_offered_until_it_is_adopted() -> None:
@@ -106,7 +121,7 @@ def test_it_searches_again_after_a_period_and_ever_less_often() -> None:
         feed(it, 1)
         if len(script.windows) > len(searches):
             searches.append(n)
-    assert searches == [40, 40 + 8 * 40, 40 + 8 * 40 + 16 * 40]
+    assert searches == [40, 120, 280, 600, 1_240]
 
 
 def test_it_searches_again_when_the_hit_rate_is_another_one() -> None:
@@ -124,42 +139,56 @@ def test_a_hit_rate_near_the_expected_one_is_no_reason() -> None:
     script = Script({REUSE: 500, LRU: 500})
     it = tuner(script)
     feed(it, 40, hit_rate=0.5)
-    feed(it, 200, hit_rate=0.42)
+    feed(it, 79, hit_rate=0.42)
     assert len(script.windows) == 1
 
 
 def test_regret_is_remembered() -> None:
     regrets = Regrets()
     for _ in range(3):
-        regrets.learn({REUSE: 1_000, LRU: 900})
-    regrets.learn({REUSE: 950, LRU: 1_000})
-    assert regrets.choose(REUSE, 0.01) == REUSE, "one bad window after three good ones"
+        regrets.learn({REUSE: even(1_000), LRU: even(900)})
+    regrets.learn({REUSE: even(950), LRU: even(1_000)})
+    assert regrets.choose(REUSE, 0.01, 2) == REUSE, "one bad window after three good ones"
     for _ in range(3):
-        regrets.learn({REUSE: 950, LRU: 1_000})
-    assert regrets.choose(REUSE, 0.01) == LRU
+        regrets.learn({REUSE: even(950), LRU: even(1_000)})
+    assert regrets.choose(REUSE, 0.01, 2) == LRU
+    assert regrets.shares[LRU] == 0 < regrets.shares[REUSE]
     regrets.forget()
-    regrets.learn({REUSE: 1_000, LRU: 900})
-    assert regrets.choose(LRU, 0.01) == REUSE
+    regrets.learn({REUSE: even(1_000), LRU: even(900)})
+    assert regrets.choose(LRU, 0.01, 2) == REUSE
+
+
+def test_what_a_few_requests_gain_may_be_chance() -> None:
+    nothing = np.zeros(100, dtype=np.int64)
+    for requests, surely in ((4, False), (5, True)):
+        some = nothing.copy()
+        some[:requests] = 1_000
+        regrets = Regrets()
+        regrets.learn({REUSE: nothing, LRU: some})
+        assert (regrets.choose(REUSE, 0.01, 2) == LRU) == surely
+    regrets.learn({REUSE: nothing + 5_000, LRU: nothing})
+    assert regrets.choose(REUSE, 0.01, 2) == REUSE
 
 
 def test_a_candidate_that_was_not_tried_is_not_judged() -> None:
     regrets = Regrets()
-    regrets.learn({LRU: 1_000})
-    assert regrets.choose(REUSE, 0.01) == REUSE
-    regrets.learn({REUSE: 0, LRU: 0})
-    assert regrets.choose(REUSE, 0.01) == REUSE
+    assert regrets.choose(REUSE, 0.01, 2) == REUSE
+    regrets.learn({LRU: even(1_000)})
+    assert regrets.choose(REUSE, 0.01, 2) == REUSE
+    regrets.learn({REUSE: even(0), LRU: even(0)})
+    assert regrets.choose(REUSE, 0.01, 2) == REUSE
 
 
 def test_a_failed_search_is_told_and_the_next_one_counts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    it = tuner(Script(OSError("no processes left"), {REUSE: 1, LRU: 2}))
+    it = tuner(Script(OSError("no processes left"), {REUSE: 10, LRU: 20}))
     with caplog.at_level(logging.WARNING):
         assert feed(it, 40) is None
     assert "no processes left" in caplog.text
     assert (it.counts.runs, it.counts.failures) == (1, 1)
     assert "no processes left" in it.info()["last_failure"]
-    switch = feed(it, 40 * RULES.period)
+    switch = feed(it, 40)
     assert switch is not None and switch.spec == LRU
 
 
