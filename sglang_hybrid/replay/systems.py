@@ -136,6 +136,17 @@ def _unbounded(setting: Setting) -> Cache:
     return Simulator(setting.cost, None, Lru(), setting.min_branch_tokens)
 
 
+def _tuned(name: str) -> System:
+    """`name` of the tuner's, which replays and so builds on this module."""
+
+    def build(setting: Setting, **options: float) -> Cache:
+        from sglang_hybrid.tuner.tuned import build_tuned
+
+        return build_tuned(name, setting, **options)
+
+    return System(build, ("delay", "window"))
+
+
 SYSTEMS: dict[str, System] = {
     "none": System(_none),
     "vllm+": System(_vllm, ("block",)),
@@ -144,6 +155,7 @@ SYSTEMS: dict[str, System] = {
     **{name: _evicting(make) for name, make in POLICIES.items()},
     "tlru": _evicting(TailLru),
     "density": _evicting(Density),
+    **{name: _tuned(name) for name in ("marconi-tuned", "tuned")},
     "clairvoyant": System(_clairvoyant, ("remember",)),
     "unbounded": System(_unbounded),
 }

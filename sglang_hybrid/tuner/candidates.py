@@ -7,7 +7,7 @@ from typing import Any
 from sglang_hybrid.core.eviction import Policy, Reuse, make_policy
 from sglang_hybrid.core.history import History
 from sglang_hybrid.replay.served import ServedCache
-from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator
+from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator, Split
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.tuner.window import Window
 
@@ -39,8 +39,8 @@ def replay(window: Window, spec: Spec) -> list[Outcome]:
     kv_policy, state_policy = make_policies(spec)
     cost, least = window.cost, window.min_branch_tokens
     cache: Cache
-    if window.serving is not None and cost.state_bytes:
-        pools, how = window.budget, window.serving
+    how, pools = window.serving, window.budget
+    if how is not None and cost.state_bytes and isinstance(pools, Split):
         cache = ServedCache(cost, pools, kv_policy, state_policy, least, how)
     else:
         cache = Simulator(cost, window.budget, kv_policy, least, state_policy)

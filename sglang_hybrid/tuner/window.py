@@ -15,7 +15,7 @@ import numpy as np
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.replay.served import Serving
-from sglang_hybrid.replay.simulator import Split
+from sglang_hybrid.replay.simulator import Budget, Split
 from sglang_hybrid.replay.traces import Request
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Window:
 
     requests: Sequence[Request]
     cost: CostModel
-    budget: Split
+    budget: Budget
     counted: int
     min_branch_tokens: int = 16
     serving: Serving | None = None

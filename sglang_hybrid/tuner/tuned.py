@@ -1,0 +1,189 @@
+"""The tuner in a replay: it decides as in the server, and its choice comes into force as there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from sglang_hybrid.core.eviction import Policy
+from sglang_hybrid.core.history import History, Meeting
+from sglang_hybrid.core.nodes import Node
+from sglang_hybrid.core.pool import Pool
+from sglang_hybrid.replay.served import ServedCache
+from sglang_hybrid.replay.simulator import Outcome, Simulator, Split, Ticket
+from sglang_hybrid.replay.systems import HINDSIGHT, Setting, Spec
+from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.tuner.candidates import CANDIDATES, make_policies, replay
+from sglang_hybrid.tuner.recorder import Finished
+from sglang_hybrid.tuner.search import Found, Limits
+from sglang_hybrid.tuner.tuner import Rules, Tuner
+from sglang_hybrid.tuner.window import UNBOUNDED, Window
+
+DELAY = 32
+"""Requests that end while a search runs."""
+
+
+CHOICES = {
+    "tuned": CANDIDATES,
+    "marconi-tuned": tuple(Spec(HINDSIGHT).candidates()),
+}
+"""What a system chooses from, by its name in a replay; it starts with the first one. The paper
+tunes alpha and starts with 0.
+"""
+
+
+class Switching(Simulator):
+    """A cache in which another policy can take over. The history is fed even while the policy in
+    force does not learn from it.
+    """
+
+    def __init__(self, *arguments: Any, history: History) -> None:
+        super().__init__(*arguments)
+        self.history = self.policy.history = history
+        self.evicted = False
+
+    def switch(self, spec: Spec) -> None:
+        """`spec` chooses the victims from now on. Records, holds and the history stay, as in
+        `cache.mirror.Mirror.use`.
+        """
+        policy, state_policy = make_policies(spec, self.history)
+        policy.history = self.history
+        split = self.state_pool is not self.pool
+        self.policy = policy
+        self.pool = self._refilled(self.pool, policy)
+        self.state_pool = self._refilled(self.state_pool, state_policy) if split else self.pool
+
+    @property
+    def room(self) -> Split:
+        """KV tokens and slots that running requests leave to the cache."""
+        return self.budget if isinstance(self.budget, Split) else Split(UNBOUNDED, UNBOUNDED)
+
+    def _refilled(self, pool: Pool, policy: Policy) -> Pool:
+        self.tree.unlisten(pool)
+        filled = Pool(pool.scarce, self.cost, policy, self.tree.clock)
+        self.tree.listen(filled)
+        return filled
+
+    def _meet(self, request: Request) -> Meeting | None:
+        return super()._meet(request) if self.policy.knows_returns else None
+
+    def _evict(self, node: Node) -> None:
+        self.evicted = True
+        super()._evict(node)
+
+
+class SwitchingServed(Switching, ServedCache):
+    """The same as it is served."""
+
+    @property
+    def room(self) -> Split:
+        return Split(self.pools.kv_tokens - self.kv_in_use, self.pools.slots - self.slots_in_use)
+
+
+def switching(setting: Setting, start: Spec) -> Switching:
+    """A cache that begins with `start`."""
+    history = History()
+    policy, state_policy = make_policies(start, history)
+    cost, least = setting.cost, setting.min_branch_tokens
+    if setting.as_served:
+        pools, how = setting.pools, setting.serving
+        return SwitchingServed(cost, pools, policy, state_policy, least, how, history=history)
+    return Switching(cost, setting.budget, policy, least, state_policy, history=history)
+
+
+class TunedCache:
+    """A cache with a tuner.
+
+    Searches run here, and their results arrive `delay` requests later.
+
+    Args:
+        candidates: what it chooses from.
+        start: what is in force until its first choice.
+
+    Attributes:
+        decided: requests that had ended when a search's result arrived, and what was in force then.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        candidates: Sequence[Spec] = CANDIDATES,
+        start: Spec = CANDIDATES[0],
+        rules: Rules | None = None,
+        delay: int = DELAY,
+    ) -> None:
+        self.decided: list[tuple[int, Spec]] = []
+        self._setting = setting
+        self._delay = delay
+        self._ended = 0
+        self._due = 0
+        self.cache = switching(setting, start)
+        self.tuner = Tuner(
+            setting.cost,
+            rules,
+            start,
+            candidates=candidates,
+            min_branch_tokens=setting.min_branch_tokens,
+            serving=setting.serving,
+            search=self._search,
+        )
+
+    def serve(self, request: Request) -> Outcome:
+        outcome = self.cache.serve(request)
+        self._record(request, outcome)
+        return outcome
+
+    def begin(self, request: Request) -> Ticket:
+        return self.cache.begin(request)
+
+    def prefilled(self, ticket: Ticket) -> None:
+        self.cache.prefilled(ticket)
+
+    def finished(self, ticket: Ticket) -> None:
+        self.cache.finished(ticket)
+        self._record(ticket.request, ticket.outcome)
+
+    def _record(self, request: Request, outcome: Outcome) -> None:
+        self._ended += 1
+        room, searching = self.cache.room, self.tuner.searching
+        record = Finished(
+            request.tokens,
+            request.input_len,
+            request.arrival,
+            outcome.hit_len,
+            room.kv_tokens,
+            room.slots,
+            request.message_starts,
+        )
+        self.tuner.finished(record, evicted=self.cache.evicted)
+        if not searching:
+            self._due = self._ended + self._delay
+        if self.tuner.searching and self._ended >= self._due:
+            self._decide()
+
+    def _decide(self) -> None:
+        self.tuner.wait()
+        switch = self.tuner.poll()
+        if switch is not None:
+            self.cache.switch(switch.spec)
+            self.tuner.adopted(switch)
+        self.decided.append((self._ended, self.tuner.current))
+
+    def _search(self, window: Window, candidates: Sequence[Spec], _: Limits) -> Found:
+        if not self._setting.as_served:
+            window = replace(window, budget=self._setting.budget)
+        found = Found(window.counted_tokens)
+        for spec in candidates:
+            outcomes = replay(window, spec)[window.counted_from :]
+            found.hits[spec] = np.array([outcome.hit_len for outcome in outcomes])
+        return found
+
+
+def build_tuned(name: str, setting: Setting, delay: float = DELAY, window: float = 0) -> TunedCache:
+    """`name`: one of CHOICES. window: requests, 0 for what the rules find."""
+    candidates = CHOICES[name]
+    rules = Rules(window=int(window))
+    return TunedCache(setting, candidates, candidates[0], rules, int(delay))

@@ -1,0 +1,86 @@
+"""The tuner in a replay: when its choices arrive, and what they change."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_hybrid.replay.runner import Job, Runner
+from sglang_hybrid.replay.served import Serving
+from sglang_hybrid.replay.systems import HINDSIGHT, Setting, Spec
+from sglang_hybrid.replay.timing import PAPER
+from sglang_hybrid.tuner.candidates import CANDIDATES
+from sglang_hybrid.tuner.tuned import CHOICES, TunedCache, build_tuned, switching
+from sglang_hybrid.tuner.tuner import Rules
+from tests.tuner.traffic import COST, POOLS, fashions, requests, templates
+
+REUSE, LRU = CANDIDATES[:2]
+TRAFFIC = requests(fashions(160) + templates(160, seed=1))
+SETTINGS = {
+    "as served": Setting(COST, POOLS, TRAFFIC, serving=Serving()),
+    "two pools": Setting(COST, POOLS, TRAFFIC),
+    "one budget": Setting(COST, 80_000, TRAFFIC),
+}
+RULES = Rules(window=40)
+everywhere = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+
+
+def played(setting: Setting, delay: int, start: Spec = LRU) -> tuple[list[int], TunedCache]:
+    cache = TunedCache(setting, CANDIDATES[:3], start, RULES, delay)
+    return [cache.serve(request).hit_len for request in setting.requests], cache
+
+
+@everywhere
+def test_while_nothing_is_chosen_it_is_the_cache_it_starts_with(setting: Setting) -> None:
+    cache = TunedCache(setting, [REUSE], REUSE, RULES)
+    alone = REUSE.build(setting)
+    for request in setting.requests:
+        assert cache.serve(request) == alone.serve(request)
+    assert cache.cache.evicted
+    assert {spec for _, spec in cache.decided} == {REUSE}
+
+
+@everywhere
+def test_a_choice_takes_over_what_is_cached_when_its_search_ends(setting: Setting) -> None:
+    for delay in (0, 15):
+        hits, cache = played(setting, delay)
+        at, choice = next(decision for decision in cache.decided if decision[1] != LRU)
+        assert choice == REUSE
+        by_hand = switching(setting, LRU)
+        until = next((n for n, spec in cache.decided if n > at and spec != choice), len(hits))
+        for number, request in enumerate(setting.requests[:until]):
+            if number == at:
+                by_hand.switch(choice)
+            assert by_hand.serve(request).hit_len == hits[number]
+
+
+def test_a_search_takes_requests() -> None:
+    first = [played(SETTINGS["as served"], delay)[1].decided[0][0] for delay in (0, 15)]
+    assert first == [40, 55]
+
+
+def test_it_follows_the_traffic() -> None:
+    _, cache = played(SETTINGS["as served"], 5)
+    before = [spec for at, spec in cache.decided if at <= 160]
+    assert (set(before), cache.tuner.current) == ({LRU}, REUSE)
+
+
+def test_the_paper_tunes_alpha_and_starts_with_0() -> None:
+    alphas = CHOICES["marconi-tuned"]
+    assert list(alphas) == Spec(HINDSIGHT).candidates()
+    assert dict(alphas[0].options) == {"alpha": 0.0}
+    cache = build_tuned("marconi-tuned", SETTINGS["one budget"], delay=1, window=40)
+    assert cache.tuner.current == alphas[0]
+    for request in TRAFFIC:
+        cache.serve(request)
+    assert {spec for _, spec in cache.decided} <= set(alphas)
+    assert cache.tuner.counts.runs > 1
+
+
+@pytest.mark.parametrize("serving", [None, Serving()], ids=["paper", "served"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_it_is_replayed_by_name_and_in_time(name: str, serving: Serving | None) -> None:
+    spec = Spec.parse(f"{name}:delay=4,window=40")
+    job = Job(spec, "both", COST, POOLS, PAPER, serving=serving)
+    result = Runner({"both": TRAFFIC}).run(job)
+    assert len(result.ttft) == len(TRAFFIC)
+    assert 0 < result.hit_rate < 1
