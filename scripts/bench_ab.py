@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """SGLang's own prefix cache and ours on a real server: the same trace, the same pools, in turn.
 
-    python scripts/bench_ab.py TRACE [--json FILE] [--sglang FLAGS ...] [--ours FLAGS ...]
+    python scripts/bench_ab.py TRACE [--paired] [--json FILE] [--sglang FLAGS ...] [--ours FLAGS ...]
 
 Serves SGLang's own cache at its defaults, then with every set of flags of `CANDIDATES` (or with
 those of `--sglang`), then ours at its defaults and with every `--ours`; one server at a time. Each
 is warmed up, flushed and sent the same slice of the trace in the trace's order; a session's next
 turn is sent when the one before has been answered. The model's answers are forced to be those of
 the trace, token by token, because the next turn's prompt repeats them. Prints Markdown.
+
+With `--paired` all servers are up at once and get each request one after another, so that what else
+the machine does slows all of them alike: for times to first token where it is not quiet.
 """
 
 from __future__ import annotations
@@ -109,11 +112,14 @@ class ForcedAnswer(CustomLogitProcessor):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request; seconds from sending to the first token."""
+    """What became of one request; ttft: seconds from sending to the first token, seconds: to the
+    last.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     ttft: float = 0.0
+    seconds: float = 0.0
     error: str = ""
 
 
@@ -124,6 +130,10 @@ class Configuration:
     name: str
     flags: tuple[str, ...]
     ours: bool
+
+    @property
+    def module(self) -> str:
+        return "sglang_hybrid.launch_server" if self.ours else "sglang.launch_server"
 
 
 @dataclass
@@ -200,17 +210,20 @@ async def send(client: aiohttp.ClientSession, request: Request, processor: str) 
                     last = line.removeprefix(b"data: ")
     except (aiohttp.ClientError, TimeoutError) as error:
         return Outcome(error=f"{type(error).__name__}: {error}")
-    return read_outcome(json.loads(last), len(prompt), answer, first - start)
+    spent = time.perf_counter() - start
+    return read_outcome(json.loads(last), len(prompt), answer, first - start, spent)
 
 
-def read_outcome(record: dict[str, Any], prompt: int, answer: list[int], ttft: float) -> Outcome:
+def read_outcome(
+    record: dict[str, Any], prompt: int, answer: list[int], ttft: float, seconds: float
+) -> Outcome:
     """The last record of a stream, checked against what was asked for."""
     if "meta_info" not in record:
         return Outcome(error=f"no answer: {json.dumps(record)[:200]}")
     meta = record["meta_info"]
     if meta["prompt_tokens"] != prompt or record["output_ids"] != answer:
         return Outcome(error=f"another answer than the trace's ({meta['finish_reason']})")
-    return Outcome(prompt, meta["cached_tokens"], ttft)
+    return Outcome(prompt, meta["cached_tokens"], ttft, seconds)
 
 
 async def drive(
@@ -253,6 +266,26 @@ async def drive(
     ):
         for _ in range(concurrency):
             workers.create_task(work(client))
+    return outcomes
+
+
+async def drive_in_pairs(urls: Sequence[str], trace: Sequence[Request]) -> list[list[Outcome]]:
+    """Send every request to each server, nothing at the same time; outcomes by server.
+
+    Another server begins each time.
+    """
+    processor = ForcedAnswer.to_str()
+    outcomes: list[list[Outcome]] = [[] for _ in urls]
+    timeout = aiohttp.ClientTimeout(total=600)
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(aiohttp.ClientSession(url, timeout=timeout))
+            for url in urls
+        ]
+        for number, request in enumerate(trace):
+            for turn in range(len(urls)):
+                at = (number + turn) % len(urls)
+                outcomes[at].append(await send(clients[at], request, processor))
     return outcomes
 
 
@@ -307,9 +340,9 @@ def measure(
     A server that has not answered everything after `limit` seconds has failed.
     """
     result = Result(configuration)
-    module = "sglang_hybrid.launch_server" if configuration.ours else "sglang.launch_server"
+    flags = [*common, *configuration.flags]
     try:
-        with ServerProcess([*common, *configuration.flags], module=module) as server:
+        with ServerProcess(flags, module=configuration.module) as server:
             result.pools = pools(server.log.read_text(errors="replace"))
             warm_up(server.url, concurrency)
             before = metrics(server.url)
@@ -329,6 +362,51 @@ def measure(
     except (ServerFailed, requests.RequestException) as error:
         result.error = str(error)
     return result
+
+
+def measure_in_pairs(
+    configurations: Sequence[Configuration],
+    common: Sequence[str],
+    trace: Sequence[Request],
+    limit: float,
+) -> list[Result]:
+    """`measure` for all at once. One that fails fails all; nothing is watched meanwhile."""
+    results = [Result(configuration) for configuration in configurations]
+    try:
+        with contextlib.ExitStack() as stack:
+            servers = []
+            for result in results:
+                flags = [*common, *result.configuration.flags]
+                module = result.configuration.module
+                servers.append(stack.enter_context(ServerProcess(flags, module=module)))
+                result.pools = pools(servers[-1].log.read_text(errors="replace"))
+                warm_up(servers[-1].url, 1)
+            driving = drive_in_pairs([server.url for server in servers], trace)
+            outcomes = asyncio.run(asyncio.wait_for(driving, limit))
+    except TimeoutError:
+        outcomes, results[0].error = [], f"not done after {limit:.0f} s (--limit)"
+    except (ServerFailed, requests.RequestException) as error:
+        outcomes, results[0].error = [], str(error)
+    for result, of_one in zip(results, outcomes, strict=bool(outcomes)):
+        result.outcomes = of_one
+        result.seconds = sum(outcome.seconds for outcome in of_one)
+    return results
+
+
+def against_the_first(results: Sequence[Result]) -> str:
+    """Request by request, how times to first token compare with the first configuration's."""
+    first = results[0].outcomes
+    lines = []
+    for result in results[1:]:
+        pairs = zip(result.outcomes, first, strict=True)
+        ratios = [mine.ttft / its.ttft for mine, its in pairs if not mine.error and not its.error]
+        if ratios:
+            low, middle, high = np.percentile(ratios, (25, 50, 75)).tolist()
+            lines.append(
+                f"{result.configuration.name}: a request's time to first token is {middle:.2f}x "
+                f"({low:.2f}x to {high:.2f}x, quartiles) that of {results[0].configuration.name}."
+            )
+    return "\n".join(lines)
 
 
 def metrics(url: str) -> dict[str, float]:
@@ -404,6 +482,9 @@ def arguments() -> argparse.Namespace:
     server.add_argument("--flags", help="further flags of SGLang for every configuration")
     parser.add_argument("--concurrency", type=int, default=4, help="requests under way")
     parser.add_argument(
+        "--paired", action="store_true", help="all servers at once, one request at a time"
+    )
+    parser.add_argument(
         "--time-scale",
         type=float,
         help="seconds per second of the trace between arrivals (default: as fast as answered)",
@@ -430,6 +511,9 @@ def arguments() -> argparse.Namespace:
         if getattr(options, name) is not None
     }
     options.slice = replace(preset.slice, **changed)
+    options.running = options.running or options.concurrency
+    if options.paired:
+        options.concurrency = 1
     if min(options.slice.scale, options.slice.requests, options.concurrency) < 1:
         parser.error("--requests, --scale and --concurrency must be at least 1")
     options.kv_tokens = options.kv_tokens or preset.kv_tokens
@@ -476,7 +560,7 @@ def main() -> int:
     common = [
         *("--model-path", str(model), "--max-total-tokens", str(options.kv_tokens)),
         *("--max-mamba-cache-size", str(options.state_slots)),
-        *("--max-running-requests", str(options.running or options.concurrency)),
+        *("--max-running-requests", str(options.running)),
         *("--enable-custom-logit-processor", "--enable-metrics"),
         *shlex.split(options.flags),
     ]
@@ -496,9 +580,12 @@ def main() -> int:
     )
     results: list[Result] = []
     interrupted = False
+    candidates = CANDIDATES if options.sglang is None else options.sglang
+    chosen = configurations(candidates, options.ours)
     try:
-        candidates = CANDIDATES if options.sglang is None else options.sglang
-        for configuration in configurations(candidates, options.ours):
+        if options.paired:
+            results = measure_in_pairs(chosen, common, trace, options.limit)
+        for configuration in () if options.paired else chosen:
             print(f"{configuration.name} ...", end=" ", file=sys.stderr, flush=True)
             result = measure(
                 configuration,
@@ -525,6 +612,8 @@ def main() -> int:
     print("".join(f"Failed: {error}.\n" for error in dict.fromkeys(errors)))
     if results:
         print(table(results))
+    if options.paired and results:
+        print("\n" + against_the_first(results))
     if options.json:
         record = {
             "trace": options.trace.name,

@@ -44,11 +44,11 @@ def test_a_session_waits_for_its_own_answer_only() -> None:
 
 def test_an_answer_that_is_not_the_traces_fails() -> None:
     meta = {"prompt_tokens": 5, "cached_tokens": 2, "finish_reason": {"type": "length"}}
-    good = bench_ab.read_outcome({"meta_info": meta, "output_ids": [1, 2]}, 5, [1, 2], 0.1)
-    assert good == Outcome(5, 2, 0.1)
-    bad = bench_ab.read_outcome({"meta_info": meta, "output_ids": [1, 3]}, 5, [1, 2], 0.1)
+    good = bench_ab.read_outcome({"meta_info": meta, "output_ids": [1, 2]}, 5, [1, 2], 0.1, 0.5)
+    assert good == Outcome(5, 2, 0.1, 0.5)
+    bad = bench_ab.read_outcome({"meta_info": meta, "output_ids": [1, 3]}, 5, [1, 2], 0.1, 0.5)
     assert "another answer" in bad.error
-    assert "no answer" in bench_ab.read_outcome({"error": "too long"}, 5, [1, 2], 0.1).error
+    assert "no answer" in bench_ab.read_outcome({"error": "too long"}, 5, [1, 2], 0.1, 0.5).error
 
 
 def result(name: str, cached: int, ttft: float, *, ours: bool = False) -> Result:
@@ -99,4 +99,15 @@ def test_pools_are_read_from_the_servers_log() -> None:
     assert bench_ab.pools(log) == (
         "max_mamba_cache_size: 48, ssm_state size: 0.10GB",
         "dtype: torch.float32, #tokens: 16384, K size: 0.02 GB",
+    )
+
+
+def test_pairs_are_compared_request_by_request() -> None:
+    """The median of ratios, which one slow request does not move."""
+    first = Result(Configuration("SGLang", (), ours=False))
+    first.outcomes = [Outcome(10, 0, ttft) for ttft in (1.0, 2.0, 100.0)]
+    ours = Result(Configuration("ours", (), ours=True))
+    ours.outcomes = [Outcome(10, 5, 0.5), Outcome(10, 5, 1.0), Outcome(error="timed out")]
+    assert "ours: a request's time to first token is 0.50x" in bench_ab.against_the_first(
+        [first, ours]
     )
