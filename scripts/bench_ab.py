@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """SGLang's own prefix cache and ours on a real server: the same trace, the same pools, in turn.
 
-    python scripts/bench_ab.py TRACE [--paired] [--json FILE] [--sglang FLAGS ...] [--ours FLAGS ...]
+    python scripts/bench_ab.py TRACE [--paired] [--json FILE] [--sglang FLAGS] [--ours FLAGS]
 
 Serves SGLang's own cache at its defaults, then with every set of flags of `CANDIDATES` (or with
 those of `--sglang`), then ours at its defaults and with every `--ours`; one server at a time. Each
