@@ -180,7 +180,7 @@ class HybridConfig:
             type=count,
             metavar="N",
             default=HybridConfig.hybrid_tuner_window,
-            help="requests that they replay; 0 is five times those that ended before the first "
+            help="requests before they first do; 0 is twice those that ended before the first "
             "eviction, 64 at least and 4,096 at most (default: %(default)s)",
         )
         group.add_argument(

@@ -1,0 +1,178 @@
+"""What the tuner's choices are worth, on real traces and on traffic that changes, as Markdown.
+
+Every trace is replayed, request after request, under each candidate from the start, and with the
+tuner, which starts with `--start` and whose searches take `--delay` requests. Three numbers:
+
+* whole: hit tokens of the tuned cache over those of the best single candidate in hindsight.
+* rest: at the tuner's first decision, request n, the cache is as the starting policy left it. From
+  there on each candidate alone chooses the victims. Hit tokens of the tuner's choice in the rest
+  of the trace over those of the best of them, or of the best of those that were in force from the
+  start, if that hit more in the rest.
+* start: hit tokens of the starting policy alone over those of the best single candidate.
+"""
+
+from __future__ import annotations
+
+import argparse
+from argparse import RawDescriptionHelpFormatter as Raw
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.replay.formats import Reading, read_trace
+from sglang_hybrid.replay.generators import generate, traffic
+from sglang_hybrid.replay.served import Serving
+from sglang_hybrid.replay.systems import Setting, Spec
+from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.tuner.candidates import CANDIDATES
+from sglang_hybrid.tuner.tuned import DELAY, TunedCache, switching
+from sglang_hybrid.tuner.tuner import Rules
+
+Ints = npt.NDArray[np.int64]
+
+COST = CostModel.paper_7b()
+TRACES = Path(__file__).parents[1].parent / "shared" / "traces"
+ROWS = {
+    "taubench_airline": (5, 10),
+    "sharegpt_55": (2, 4),
+    "bbh_fewshot": (1, 2, 4),
+    "claude_code_64k": (20, 40, 80),
+    "mooncake_conversation_trace": (40, 80),
+}
+PHASES = {  # kinds of generated traffic, one after the other, and GB
+    "few-shot, chat": (2, 4),
+    "chat, few-shot": (2, 4),
+    "few-shot, agent": (5, 10),
+    "agent, few-shot": (5, 10),
+    "chat, agent, few-shot, chat": (4, 8),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Hit tokens [candidates] of each alone, in the whole trace and after the first decision at
+    request `at`, and there also [candidates] if it takes over only then.
+    """
+
+    prompt_tokens: int
+    alone: dict[Spec, int]
+    tuned: int
+    at: int
+    choice: Spec
+    searches: int
+    switches: int
+    rest_alone: dict[Spec, int]
+    rest_after: dict[Spec, int]
+
+    @property
+    def best(self) -> Spec:
+        """In hindsight, from the start."""
+        return max(self.alone, key=self.alone.__getitem__)
+
+    @property
+    def whole(self) -> float:
+        return self.tuned / max(1, self.alone[self.best])
+
+    @property
+    def rest(self) -> float:
+        """1 where nothing was decided before the end."""
+        best = max(*self.rest_alone.values(), *self.rest_after.values())
+        return self.rest_after[self.choice] / best if best else 1.0
+
+
+def measure(setting: Setting, start: Spec, rules: Rules, delay: int) -> Row:
+    requests = setting.requests
+    alone = {spec: hits(setting, spec) for spec in dict.fromkeys((start, *CANDIDATES))}
+    cache = TunedCache(setting, CANDIDATES, start, rules, delay)
+    tuned = sum(cache.serve(request).hit_len for request in requests)
+    at, choice = cache.decided[0] if cache.decided else (len(requests), start)
+    return Row(
+        sum(request.input_len for request in requests),
+        {spec: int(found.sum()) for spec, found in alone.items()},
+        tuned,
+        at,
+        choice,
+        cache.tuner.counts.runs,
+        cache.tuner.counts.switches,
+        {spec: int(found[at:].sum()) for spec, found in alone.items()},
+        {spec: int(hits(setting, start, at, spec)[at:].sum()) for spec in alone},
+    )
+
+
+def hits(setting: Setting, start: Spec, at: int = 0, then: Spec | None = None) -> Ints:
+    """Tokens hit by each request [n] under `start`, from request `at` on under `then`."""
+    cache = switching(setting, start)
+    found = []
+    for number, request in enumerate(setting.requests):
+        if number == at and then is not None and then != start:
+            cache.switch(then)
+        found.append(cache.serve(request).hit_len)
+    return np.array(found, dtype=np.int64)
+
+
+def phases(kinds: Sequence[str], seed: int) -> list[Request]:
+    """Traffic of each kind after the one before it has ended, under names of its own."""
+    requests: list[Request] = []
+    begin = 0.0
+    for number, kind in enumerate(kinds):
+        how = traffic(kind, sessions=400 if kind == "few-shot" else 60)
+        some = generate(kind, how, seed + number)
+        requests += [replace(one, arrival=one.arrival + begin) for one in some]
+        begin = requests[-1].arrival + 1
+    return requests
+
+
+def all_rows(options: argparse.Namespace) -> Iterator[tuple[str, int, list[Request]]]:
+    """Names, GB and requests."""
+    if "traces" in options.traffic:
+        for name, sizes in ROWS.items():
+            path, mooncake = options.traces / f"{name}.jsonl.gz", name.startswith("mooncake")
+            reading = Reading(2_000, 32_768) if mooncake else Reading()
+            requests = read_trace(path, reading)
+            yield from ((name, size, requests) for size in sizes)
+    if "phases" in options.traffic:
+        for name, sizes in PHASES.items():
+            requests = phases(name.split(", "), options.seed)
+            yield from ((name, size, requests) for size in sizes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Raw)
+    add = parser.add_argument
+    add("--traces", type=Path, default=TRACES, metavar="DIR", help="where the traces lie")
+    add("--traffic", nargs="+", choices=["traces", "phases"], default=["traces", "phases"])
+    add("--seed", type=int, default=0, help="of generated traffic")
+    add("--rules", choices=["paper", "served"], default="served")
+    add("--start", type=Spec.parse, default=CANDIDATES[0], help="the starting policy (reuse)")
+    add("--delay", type=int, default=DELAY, help="requests that a search takes (%(default)s)")
+    options = parser.parse_args()
+    serving = Serving() if options.rules == "served" else None
+    print(
+        "| traffic | GB | requests | best alone | hit % | start | whole | first decision "
+        "| its choice | rest | searches | switches |\n"
+        "|---|---:|---:|---|---:|---:|---:|---:|---|---:|---:|---:|"
+    )
+    for name, size, requests in all_rows(options):
+        setting = Setting(COST, size * 10**9, requests, serving=serving)
+        row = measure(setting, options.start, Rules(), options.delay)
+        best = row.alone[row.best]
+        never = row.at == len(requests)
+        cells = (
+            *(name, size, f"{len(requests):,}", row.best, percent(best / row.prompt_tokens)),
+            *(percent(row.alone[options.start] / best), percent(row.whole)),
+            *("never" if never else row.at, row.choice, "" if never else percent(row.rest)),
+            *(row.searches, row.switches),
+        )
+        print("|", " | ".join(map(str, cells)), "|", flush=True)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+if __name__ == "__main__":
+    main()
