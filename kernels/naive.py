@@ -121,6 +121,9 @@ def gated_delta_rule(
     """Gated delta net: ``S_t = a_t S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T``, ``S_t q_t``.
 
     Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks", equation 10, with ``a_t = exp(g_t)``.
+    With one decay per channel of the key, g [T, Hv, Dk], it is KDA: the decay stands on the key's
+    side, ``S_t = S_{t-1} diag(a_t) (I - b_t k_t k_t^T) + b_t v_t k_t^T`` (Kimi Team 2025, "Kimi
+    Linear", section 3).
     Shapes: q and k [T, Hk, Dk], v [T, Hv, Dv], g and beta [T, Hv] with Hk dividing Hv,
     initial_state [Hv, Dv, Dk]; returns o [T, Hv, Dv] and states [T+1, Hv, Dv, Dk]. ``l2norm`` makes
     q and k unit vectors first; scale defaults to ``Dk ** -0.5``.
@@ -135,7 +138,7 @@ def gated_delta_rule(
     s = v.new_zeros(heads, v.shape[-1], k.shape[-1]) if start is None else start.double()
     states, outputs = [s], []
     for t in range(q.shape[0]):
-        s = torch.exp(g[t])[:, None, None] * s
+        s = torch.exp(g[t]).view(heads, 1, -1) * s
         error = beta[t][:, None] * (v[t] - torch.einsum("hvk,hk->hv", s, k[t]))
         s = s + error[:, :, None] * k[t][:, None, :]
         outputs.append(torch.einsum("hvk,hk->hv", s, q[t]))
