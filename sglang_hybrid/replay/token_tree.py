@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import numpy as np
 
-from sglang_hybrid.core.history import common_length
+from sglang_hybrid.core.edges import common_bytes
 from sglang_hybrid.core.nodes import Clock, Node, NodeTree
 from sglang_hybrid.replay.traces import TokenArray
 
+TOKEN_BYTES = 4  # int32
+
 
 class TokenTree(NodeTree):
-    """`node.owner` is the tokens on the edge to `node`. Edges meet at multiples of `page` only."""
+    """`node.owner` is the tokens on the edge to `node`, as bytes. Edges meet at multiples of `page`
+    only.
+    """
 
     def __init__(self, page: int = 1, clock: Clock | None = None) -> None:
         super().__init__(clock)
@@ -26,45 +30,46 @@ class TokenTree(NodeTree):
             path.append(node)
             node = node.parent
         path.reverse()
-        node, total = below or self.root, len(tokens)
-        matched = node.depth
-        while matched < total:
-            child = node.children.get(self._key(tokens[matched : matched + self.page]))
-            if child is None:
-                break
-            edge: TokenArray = child.owner
-            same = common_length(edge, tokens[matched : matched + len(edge)])
-            matched += same
+        node, sequence = below or self.root, as_bytes(tokens)
+        start, key_bytes = TOKEN_BYTES * node.depth, TOKEN_BYTES * self.page
+        while child := node.children.get(sequence[start : start + key_bytes]):
+            edge: bytes = child.owner
+            same = common_bytes(edge, sequence, start)
+            start += same
             if same < len(edge):
+                matched = start // TOKEN_BYTES
                 return path, matched - matched % self.page
             path.append(child)
             node = child
-        return path, matched
+        return path, node.depth
 
     def beyond(self, path: list[Node], matched: int, tokens: TokenArray) -> list[Node]:
         """`path`, and the node whose edge `matched` ends on."""
         deepest = path[-1] if path else self.root
         if matched == deepest.depth:
             return path
-        key = self._key(tokens[deepest.depth : deepest.depth + self.page])
+        key = as_bytes(tokens[deepest.depth : deepest.depth + self.page])
         return [*path, deepest.children[key]]
 
     def grow(self, parent: Node, tokens: TokenArray) -> Node:
         """A new leaf with `tokens` [n] on its edge."""
-        node = self.add(parent, self._key(tokens[: self.page]), len(tokens))
-        node.owner = tokens
+        edge = as_bytes(tokens)
+        node = self.add(parent, edge[: TOKEN_BYTES * self.page], len(tokens))
+        node.owner = edge
         return node
 
     def cut(self, node: Node, depth: int) -> Node:
         """Cut `node`'s edge at `depth` and return the new node that ends there. Nobody holds it."""
-        edge: TokenArray = node.owner
+        edge: bytes = node.owner
         head_tokens = node.tokens - (node.depth - depth)
-        tail = edge[head_tokens:]
-        keys = self._key(edge[: self.page]), self._key(tail[: self.page])
-        head = self.split(node, head_tokens, *keys)
-        head.owner, node.owner = edge[:head_tokens], tail
+        split, key_bytes = TOKEN_BYTES * head_tokens, TOKEN_BYTES * self.page
+        above, below = edge[:split], edge[split:]
+        head = self.split(node, head_tokens, above[:key_bytes], below[:key_bytes])
+        head.owner, node.owner = above, below
         self.hold(head, kv=False, state=False)
         return head
 
-    def _key(self, tokens: TokenArray) -> Hashable:
-        return int(tokens[0]) if self.page == 1 else tokens.tobytes()
+
+def as_bytes(tokens: TokenArray) -> bytes:
+    """TOKEN_BYTES per token."""
+    return tokens.astype(np.int32, copy=False).tobytes()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import POLICIES, Lru, Marconi, Policy, Reuse, make_policy
 from sglang_hybrid.replay.simulator import Simulator, hit_rate
+from sglang_hybrid.replay.token_tree import TOKEN_BYTES
 from sglang_hybrid.replay.traces import Request, read_compact
 
 PAPER = CostModel.paper_7b()
@@ -118,7 +119,7 @@ def test_the_budget_is_strict_and_the_account_exact(name: str, seed: int) -> Non
         assert 0 <= outcome.hit_len <= outcome.kv_len < outcome.input_len
         assert simulator.used == held_bytes(simulator) <= budget
         for node in simulator.tree.walk():
-            assert node.tokens == len(node.owner)
+            assert TOKEN_BYTES * node.tokens == len(node.owner)
             assert not node.kv_locked
 
 
