@@ -13,5 +13,5 @@ FEW = st.binary(max_size=12).map(lambda content: bytes(byte % 3 for byte in cont
 @given(FEW, FEW, st.integers(0, 12))
 def test_as_many_as_are_alike(edge: bytes, sequence: bytes, start: int) -> None:
     start = min(start, len(sequence))
-    pairs = zip(edge, sequence[start:], strict=False)
-    assert common_bytes(edge, sequence, start) == len(list(takewhile(lambda p: p[0] == p[1], pairs)))
+    alike = (mine == other for mine, other in zip(edge, sequence[start:], strict=False))
+    assert common_bytes(edge, sequence, start) == sum(takewhile(bool, alike))
