@@ -55,7 +55,7 @@ class Rules:
     least: int = 64
     most: int = 4_096
     margin: float = 0.01
-    sure: float = 2.0
+    sure: float = 2.5
     drift: float = 0.1
     record_bytes: int = 64 << 20
     limits: Limits = field(default_factory=Limits)

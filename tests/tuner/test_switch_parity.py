@@ -18,7 +18,7 @@ pytest.importorskip("sglang")
 from tests.cache.driver import Server, Sizes, build_cache
 
 REQUESTS = requests(templates(60) + fashions(60) + templates(60, seed=1))
-SWITCHES = {40: "lru", 80: "marconi:1", 110: "reuse", 150: "marconi:0.3"}
+SWITCHES = {40: "lru", 80: "marconi:1", 130: "reuse"}
 SERVING = Serving(chunk=64, grid=64)
 
 

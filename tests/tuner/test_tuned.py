@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 
 from sglang_hybrid.replay.runner import Job, Runner
@@ -9,8 +12,10 @@ from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.systems import HINDSIGHT, Setting, Spec
 from sglang_hybrid.replay.timing import PAPER
 from sglang_hybrid.tuner.candidates import CANDIDATES
+from sglang_hybrid.tuner.search import Found, Limits
 from sglang_hybrid.tuner.tuned import CHOICES, TunedCache, build_tuned, switching
 from sglang_hybrid.tuner.tuner import Rules
+from sglang_hybrid.tuner.window import Window
 from tests.tuner.traffic import COST, POOLS, fashions, requests, templates
 
 REUSE, LRU = CANDIDATES[:2]
@@ -18,15 +23,17 @@ TRAFFIC = requests(fashions(160) + templates(160, seed=1))
 SETTINGS = {
     "as served": Setting(COST, POOLS, TRAFFIC, serving=Serving()),
     "two pools": Setting(COST, POOLS, TRAFFIC),
-    "one budget": Setting(COST, 80_000, TRAFFIC),
+    "one budget": Setting(COST, 40_000, TRAFFIC),
 }
 RULES = Rules(window=40)
 everywhere = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 
 
-def played(setting: Setting, delay: int, start: Spec = LRU) -> tuple[list[int], TunedCache]:
-    cache = TunedCache(setting, CANDIDATES[:3], start, RULES, delay)
-    return [cache.serve(request).hit_len for request in setting.requests], cache
+def played(setting: Setting, delay: int) -> TunedCache:
+    cache = TunedCache(setting, CANDIDATES[:3], LRU, RULES, delay)
+    for request in setting.requests:
+        cache.serve(request)
+    return cache
 
 
 @everywhere
@@ -39,27 +46,29 @@ def test_while_nothing_is_chosen_it_is_the_cache_it_starts_with(setting: Setting
     assert {spec for _, spec in cache.decided} == {REUSE}
 
 
+def prefer_reuse(window: Window, candidates: Sequence[Spec], limits: Limits) -> Found:
+    return Found(1_000, {spec: np.full(10, 50 * (spec == REUSE)) for spec in candidates})
+
+
 @everywhere
 def test_a_choice_takes_over_what_is_cached_when_its_search_ends(setting: Setting) -> None:
     for delay in (0, 15):
-        hits, cache = played(setting, delay)
-        at, choice = next(decision for decision in cache.decided if decision[1] != LRU)
-        assert choice == REUSE
-        by_hand = switching(setting, LRU)
-        until = next((n for n, spec in cache.decided if n > at and spec != choice), len(hits))
-        for number, request in enumerate(setting.requests[:until]):
-            if number == at:
-                by_hand.switch(choice)
-            assert by_hand.serve(request).hit_len == hits[number]
+        cache, by_hand = TunedCache(setting, CANDIDATES, LRU, RULES, delay), switching(setting, LRU)
+        cache.tuner._search = prefer_reuse
+        for number, request in enumerate(setting.requests):
+            if number == 40 + delay:
+                by_hand.switch(REUSE)
+            assert by_hand.serve(request) == cache.serve(request)
+        assert cache.decided[0] == (40 + delay, REUSE)
 
 
 def test_a_search_takes_requests() -> None:
-    first = [played(SETTINGS["as served"], delay)[1].decided[0][0] for delay in (0, 15)]
+    first = [played(SETTINGS["as served"], delay).decided[0][0] for delay in (0, 15)]
     assert first == [40, 55]
 
 
 def test_it_follows_the_traffic() -> None:
-    _, cache = played(SETTINGS["as served"], 5)
+    cache = played(SETTINGS["as served"], 5)
     before = [spec for at, spec in cache.decided if at <= 160]
     assert (set(before), cache.tuner.current) == ({LRU}, REUSE)
 
