@@ -55,21 +55,21 @@ class Targets:
 
 def ssd_tiles(width: int, size: int, dtype: torch.dtype) -> dict[str, int]:
     """Tile sizes of ``ssd_state`` for states [P, N]: small, since there are few states and many
-    multiprocessors; smaller yet for float32, whose products run outside the tensor cores."""
-    most = 32 if dtype == torch.float32 else 64
+    multiprocessors; smaller yet for float32, whose products take registers, not tensor cores."""
+    most, tokens = (32, 16) if dtype == torch.float32 else (64, 64)
     return {
         "TILE_WIDTH": min(most, triton.next_power_of_2(width)),
         "TILE_SIZE": min(most, triton.next_power_of_2(size)),
-        "TILE_TOKENS": most,
+        "TILE_TOKENS": tokens,
     }
 
 
 def delta_tiles(value: int, key: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes of ``delta_state`` for states [Dv, Dk]."""
-    most = 32 if dtype == torch.float32 else 64
+    """Tile sizes of ``delta_state`` for states [Dv, Dk]; see ``ssd_tiles``."""
+    most_values, most_keys = (16, 32) if dtype == torch.float32 else (64, 64)
     return {
-        "TILE_VALUE": min(most, triton.next_power_of_2(value)),
-        "TILE_KEY": min(most, triton.next_power_of_2(key)),
+        "TILE_VALUE": min(most_values, triton.next_power_of_2(value)),
+        "TILE_KEY": min(most_keys, triton.next_power_of_2(key)),
     }
 
 
