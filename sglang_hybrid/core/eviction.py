@@ -12,13 +12,21 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sglang_hybrid.core.cost import FloatArray
-from sglang_hybrid.core.history import History
+from sglang_hybrid.core.history import NO_SLOT, History, Place
 from sglang_hybrid.core.nodes import Clock, Node
-from sglang_hybrid.core.reuse import class_of
+from sglang_hybrid.core.reuse import NOWHERE, class_of
 from sglang_hybrid.core.table import Table
 
 NEVER = 2.0**52  # more ticks than will ever be counted
 FEW = 3
+
+
+def anchor(node: Node) -> Node | None:
+    """The nearest node above with a state: who does not find one on `node` resumes there."""
+    above = node.parent
+    while above is not None and not above.has_state:
+        above = above.parent
+    return above
 
 
 class Policy:
@@ -147,47 +155,87 @@ class Reuse(Policy):
 
     The class is that of the node's place in the history, where children and turns are counted that
     the cache has lost; the node's own numbers stand in where it has none. The age counts from the
-    last hit on the node. Weights change when an age passes into the next bin, at a time that is
-    known beforehand, and when the index is rebuilt.
+    last hit on the node. A node between two places is not resumed for its own sake. But when a
+    state is evicted, who comes back for it will resume from the state above it: that node's G is
+    the sum of both. Weights change when an age passes into the next bin, at a time that is known
+    beforehand, and when the index is rebuilt.
     """
 
     name = "reuse"
     knows_returns = True
-    columns = 5  # class, last use, savings per byte, score, time at which the score expires
+    # class, last use, the same of the state that fell to it, savings per byte, score, time at which
+    # the score expires
+    columns = 7
 
     def __init__(self, history: History | None = None) -> None:
         self.history: History = history or History()
 
     def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
         place = node.trace
-        klass = (
-            class_of(len(node.children), node.depth, node.turn) if place is None else place.klass
-        )
-        return (klass, self.history.time_unit.last_used(node), saved / freed, 0.0, -1.0)
+        if place is None:
+            klass = class_of(len(node.children), node.depth, node.turn)
+        else:
+            near = place.depth - node.depth < self.history.min_branch_tokens
+            klass = place.klass if near else NOWHERE
+        used = self.history.time_unit.last_used(node)
+        fallen = self._fallen_to(node)
+        fallen_class, fallen_since = NOWHERE, 0.0
+        if fallen is not None:
+            fallen_class, fallen_since = fallen.klass, self.history.index.since(fallen.slot)
+        return (klass, used, fallen_class, fallen_since, saved / freed, 0.0, -1.0)
 
     def scores(self, table: Table, clock: Clock) -> FloatArray:
         now = self.history.time_unit.now(clock)
         index = self.history.index
-        scores, expiry = table.column(3), table.column(4)
+        scores, expiry = table.column(5), table.column(6)
         stale = (expiry <= now).nonzero()[0]
         if table.version != index.version:
             table.version = index.version
             stale = np.arange(len(table))
         if len(stale) <= FEW:  # as between two victims, where arrays cost more than they save
             for slot in stale.tolist():
-                last_used = float(table.column(1)[slot])
-                weight, until = index.weight_until(int(table.column(0)[slot]), now - last_used)
-                worth = weight * float(table.column(2)[slot])
-                scores[slot] = worth if weight > 0 else float(table.last_used()[slot]) - NEVER
-                expiry[slot] = last_used + until
+                klass, used, fallen_class, fallen_since, saved = (
+                    float(table.column(i)[slot]) for i in range(5)
+                )
+                own, own_until = index.weight_until(int(klass), now - used)
+                more, more_until = index.weight_until(int(fallen_class), now - fallen_since)
+                total = own + more
+                scores[slot] = total * saved if total > 0 else table.last_used()[slot] - NEVER
+                expiry[slot] = min(used + own_until, fallen_since + more_until)
         else:
-            since = table.column(1).take(stale)
-            classes = table.column(0).take(stale).astype(np.int64)
-            weights, ends = index.weights(classes, now - since)
-            hopeless = table.last_used().take(stale) - NEVER
-            scores[stale] = np.where(weights > 0, weights * table.column(2).take(stale), hopeless)
-            expiry[stale] = since + ends
+            count = len(stale)
+            both = [
+                np.concatenate([table.column(i)[stale], table.column(i + 2)[stale]]) for i in (0, 1)
+            ]
+            weights, ends = index.weights(both[0].astype(np.int64), now - both[1])
+            ends += both[1]
+            weight = weights[:count] + weights[count:]
+            hopeless = table.last_used()[stale] - NEVER
+            scores[stale] = np.where(weight > 0, weight * table.column(4)[stale], hopeless)
+            expiry[stale] = np.minimum(ends[:count], ends[count:])
         return scores
+
+    def evicted(self, node: Node, score: float) -> None:
+        above = anchor(node)
+        mine = self._fallen_to(node)
+        self.forget(node)
+        if above is None or not node.has_state:
+            return
+        index = self.history.index
+        fell = [node.trace, mine, self._fallen_to(above)]
+        places = [place for place in fell if place is not None and place.slot != NO_SLOT]
+        if places:
+            latest = max(places, key=lambda place: index.since(place.slot))
+            self.history.fallen[above.id] = (above.last_used, latest)
+
+    def forget(self, node: Node) -> None:
+        self.history.fallen.pop(node.id, None)
+
+    def _fallen_to(self, node: Node) -> Place | None:
+        """The place whose state fell to `node` and has not come back since."""
+        used, place = self.history.fallen.get(node.id, (0, None))
+        known = place is not None and place.slot != NO_SLOT
+        return place if known and used == node.last_used else None
 
 
 POLICIES: dict[str, type[Policy]] = {

@@ -49,10 +49,21 @@ class Place:
     a fork.
 
     turn: sequence ends on its path, itself included. branches: children it ever had, forgotten ones
-    included.
+    included. pace: that of its last interval, or before it had one, of the interval that ended when
+    it was made: a session's gaps resemble each other.
     """
 
-    __slots__ = ("branches", "children", "depth", "edge", "is_end", "parent", "slot", "turn")
+    __slots__ = (
+        "branches",
+        "children",
+        "depth",
+        "edge",
+        "is_end",
+        "pace",
+        "parent",
+        "slot",
+        "turn",
+    )
 
     def __init__(self, parent: Place | None, edge: Fingerprints) -> None:
         self.parent = parent
@@ -62,6 +73,7 @@ class Place:
         self.depth: int = len(edge) + (parent.depth if parent else 0)
         self.turn: int = parent.turn if parent else 0
         self.is_end = False
+        self.pace = 0
         self.slot = NO_SLOT
 
     def adopt(self, child: Place) -> None:
@@ -70,7 +82,7 @@ class Place:
 
     @property
     def klass(self) -> int:
-        return class_of(self.branches, self.depth, self.turn)
+        return class_of(self.branches, self.depth, self.turn, self.pace)
 
 
 class Trail:
@@ -118,7 +130,11 @@ class Meeting:
 
 
 class History:
-    """All recent sequences. The index learns from it; `time_unit` says in which time."""
+    """All recent sequences. The index learns from it; `time_unit` says in which time.
+
+    fallen: by the id of a cache node, its last use and the place below it whose state was evicted
+    last: until the node is used again, who returns to that place resumes from the node.
+    """
 
     def __init__(
         self,
@@ -131,6 +147,7 @@ class History:
         self.max_bytes = max_bytes
         self.min_branch_tokens = min_branch_tokens
         self.held_bytes = 0
+        self.fallen: dict[int, tuple[int, Place]] = {}
         self._version = 0
         self._root = Place(None, fingerprints([]))
         self._leaves: OrderedDict[Place, None] = OrderedDict()  # oldest use first
@@ -169,14 +186,17 @@ class History:
         if meeting is None:
             meeting = self._meeting(path, matched, marks, input_len)
         self._version += 1
+        pace = 0
         if meeting.reused is not None:
-            self.index.returned(meeting.reused.slot, now)
+            pace = self.index.pace(self.index.returned(meeting.reused.slot, now))
+            meeting.reused.pace = pace
+            self.index.reclass(meeting.reused.slot, meeting.reused.klass)
         ends = {start for start in message_starts if 0 < start < min(input_len, len(marks))}
         ends |= {meeting.branch, len(marks)} - {0}
         trail = self._insert(marks, path, matched, ends)
         for place in trail:
             if place.depth in ends:
-                self._open(place, now, is_end=place.depth == len(marks))
+                self._open(place, now, pace, is_end=place.depth == len(marks))
         self._forget_oldest(keep=trail)
         self.index.observed(now)
         return Trail(trail)
@@ -257,12 +277,13 @@ class History:
         self.held_bytes += PLACE_BYTES + TOKEN_BYTES * len(edge)
         return leaf
 
-    def _open(self, place: Place, now: float, *, is_end: bool) -> None:
+    def _open(self, place: Place, now: float, pace: int, *, is_end: bool) -> None:
         """A checkpoint could have been taken at `place` by now."""
         if is_end and not place.is_end:
             place.is_end = True
             place.turn += 1
         if place.slot == NO_SLOT:
+            place.pace = pace
             place.slot = self.index.open(place.klass, now)
         else:
             self.index.reclass(place.slot, place.klass)

@@ -20,37 +20,44 @@ from sglang_hybrid.core.cost import FloatArray
 
 IntArray = npt.NDArray[np.int64]
 
-# Features of a class: children none/one/many; depth to 64 tokens, 128, .. more than 64 Ki; turn
-# 0 .. 6 and more.
-CHILDREN, DEPTHS, TURNS = 3, 12, 7
-CLASSES: Final = CHILDREN * DEPTHS * TURNS
-BINS: Final = 48  # of age, each sqrt(2) times as wide as the one before
+# Features of a class: children none/one/many; depth to 64 tokens, 128, .. more than 64 Ki; pace:
+# none, or the interval that ended before, in steps of four; turn 0 .. 6 and more.
+SHAPE: Final = (3, 12, 9, 7)
+CHILDREN, DEPTHS, PACES, TURNS = SHAPE
+CLASSES: Final = CHILDREN * DEPTHS * PACES * TURNS
+NOWHERE: Final = CLASSES  # the class of what is never resumed
+BINS: Final = 24  # of age, each twice as wide as the one before
+FIRST_GUESS: Final = 0.05  # of the hazard per bin, while nothing is known
 PRIOR_WEIGHT: Final = 8.0  # intervals that a coarser class's hazard counts for
 REBUILD_EVERY: Final = 32  # requests
 
 
-def class_of(children: int, depth: int, turn: int) -> int:
-    """Class of a position by its children, tokens from the root, and sequence ends on its path."""
+def class_of(children: int, depth: int, turn: int, pace: int = 0) -> int:
+    """Class of a position by its children, tokens from the root, sequence ends on its path, and
+    pace: 0, or that of `ReuseIndex.pace`.
+    """
     bucket = min(max((depth - 1).bit_length() - 6, 0), DEPTHS - 1)
-    return (min(children, 2) * DEPTHS + bucket) * TURNS + min(turn, TURNS - 1)
+    return ((min(children, 2) * DEPTHS + bucket) * PACES + pace) * TURNS + min(turn, TURNS - 1)
 
 
 class ReuseIndex:
     """Intervals in, weights out. Times are whatever the caller counts in; `unit` scales the
     youngest age bin.
 
-    Memory: 16 bytes per open interval and 0.4 MB of tables.
+    Memory: 16 bytes per open interval and 1 MB of tables.
     """
 
     def __init__(self, unit: float) -> None:
         self.version = 0  # of the table: weights of different versions do not compare
-        self._edges = unit * 2.0 ** (np.arange(1, BINS + 1) / 2)  # upper ends of the age bins
+        self._edges = unit * 2.0 ** np.arange(1, BINS + 1)  # upper ends of the age bins
         self._cuts = self._edges[:-1]
         self._cut_list = self._cuts.tolist()
-        self._table = np.zeros((CLASSES, BINS))
-        self._expiry = np.full((CLASSES, BINS), np.inf)
+        self._table = np.zeros((1, BINS))  # a row per class with a hazard of its own; last: zeros
+        self._expiry = np.full((1, BINS), np.inf)
+        self._row = np.zeros(CLASSES + 1, dtype=np.int64)  # of a class, NOWHERE included
         self._ended = np.zeros((CLASSES, BINS))
         self._cut_short = np.zeros((CLASSES, BINS))
+        self._known = np.zeros(CLASSES, dtype=np.bool_)  # classes that had a position
         self._class = np.full(64, -1, dtype=np.int64)  # per slot; -1: free
         self._since = np.zeros(64)
         self._free = list(range(63, -1, -1))
@@ -67,16 +74,28 @@ class ReuseIndex:
             self._free = list(range(2 * count - 1, count - 1, -1))
         slot = self._free.pop()
         self._class[slot], self._since[slot] = klass, time
+        self._known[klass] = True
         return slot
 
-    def returned(self, slot: int, time: float) -> None:
-        """It was resumed: its interval ends, and the next one begins."""
-        self._ended[self._class[slot], self._bins(time - self._since[slot])] += 1
+    def returned(self, slot: int, time: float) -> float:
+        """It was resumed: its interval ends, and the next one begins. Returns how long it was."""
+        interval = float(time - self._since[slot])
+        self._ended[self._class[slot], self._bins(interval)] += 1
         self._since[slot] = time
+        return interval
+
+    def since(self, slot: int) -> float:
+        """When its present interval began."""
+        return float(self._since[slot])
+
+    def pace(self, interval: float) -> int:
+        """What an interval tells about the next one: 1 .. PACES - 1, the shortest first."""
+        return 1 + min(bisect_right(self._cut_list, interval) // 2, PACES - 2)
 
     def reclass(self, slot: int, klass: int) -> None:
         """It now belongs to `klass`, and so will its present interval."""
         self._class[slot] = klass
+        self._known[klass] = True
 
     def close(self, slot: int) -> None:
         """It is forgotten: its interval lasted until now at least."""
@@ -96,75 +115,81 @@ class ReuseIndex:
 
     def rebuild(self) -> None:
         """Estimate hazards from all intervals and tabulate the best rates."""
+        known = self._known.nonzero()[0]
         waiting = self._class >= 0
-        cells = self._class[waiting] * BINS + self._bins(self._now - self._since[waiting])
-        still_open = np.bincount(cells, minlength=CLASSES * BINS).reshape(CLASSES, BINS)
-        hazard = hazards(self._ended, self._cut_short + still_open)
-        self._table = best_rates(hazard, np.diff(self._edges, prepend=0.0))
+        cells = known.searchsorted(self._class[waiting]) * BINS
+        cells += self._bins(self._now - self._since[waiting])
+        still_open = np.bincount(cells, minlength=len(known) * BINS).reshape(-1, BINS)
+        hazard, row = hazards(known, self._ended[known], self._cut_short[known] + still_open)
+        rates = best_rates(hazard, np.diff(self._edges, prepend=0.0))
+        self._table = np.concatenate([rates, np.zeros((1, BINS))])
         self._expiry = np.where(self._table > 0, self._edges, np.inf)
+        self._row = np.append(row, len(rates))
         self.version += 1
 
     def weight(self, klass: int, age: float) -> float:
         """Best rate of returns per unit of time for a position of `klass` last used `age` ago; 0
-        while nothing is known.
+        before the first request.
         """
-        return float(self._table[klass, self._bins(age)])
+        return self.weight_until(klass, age)[0]
 
     def weight_until(self, klass: int, age: float) -> tuple[float, float]:
         """`weights` for one position."""
-        age_bin = bisect_right(self._cut_list, age)
-        return float(self._table[klass, age_bin]), float(self._expiry[klass, age_bin])
+        row, age_bin = self._row[klass], bisect_right(self._cut_list, age)
+        return float(self._table[row, age_bin]), float(self._expiry[row, age_bin])
 
     def weights(self, klasses: IntArray, ages: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Weights [n] of classes [n] at ages [n], and the ages [n] at which each weight expires:
-        the end of its bin, or never once nothing is known to return later.
+        the end of its bin, or never where they are 0.
         """
-        cells = klasses * BINS + self._cuts.searchsorted(ages, "right")
+        cells = self._row.take(klasses) * BINS + self._cuts.searchsorted(ages, "right")
         return self._table.take(cells), self._expiry.take(cells)
 
     def _bins(self, ages: FloatArray | float) -> IntArray:
         return self._cuts.searchsorted(ages, "right")
 
 
-def hazards(ended: FloatArray, unended: FloatArray) -> FloatArray:
-    """Kaplan-Meier hazards [CLASSES, BINS]: of the intervals that reach a bin, the share that ends
-    in it.
+def hazards(
+    classes: IntArray, ended: FloatArray, unended: FloatArray
+) -> tuple[FloatArray, IntArray]:
+    """Kaplan-Meier hazards [R, BINS]: of the intervals that reach a bin, the share that ends in it;
+    and the row [CLASSES] that holds for each class.
 
-    ended, unended [CLASSES, BINS]: intervals by the bin in which they ended or were last seen. Each
-    class is shrunk towards the one with its last feature dropped: first turn, then depth, then
-    children; the coarsest towards "never returns".
+    classes [C]: rising. ended, unended [C, BINS]: their intervals by the bin in which they ended or
+    were last seen. Each class is shrunk towards the one with its last feature dropped: first turn,
+    then pace, depth and children; the coarsest towards FIRST_GUESS. A class that is not among
+    `classes` has the row of the coarser one.
     """
-    shape = (CHILDREN, DEPTHS, TURNS, BINS)
-    ends = ended.reshape(shape)
-    at_risk = np.flip(np.cumsum(np.flip((ended + unended).reshape(shape), -1), axis=-1), -1)
-    hazard: FloatArray = np.zeros((1, 1, 1, BINS))
-    for dropped in ((0, 1, 2), (1, 2), (2,), ()):
-        events = ends.sum(axis=dropped, keepdims=True)
-        exposed = at_risk.sum(axis=dropped, keepdims=True)
-        hazard = (events + PRIOR_WEIGHT * hazard) / (exposed + PRIOR_WEIGHT)
-    return hazard.reshape(CLASSES, BINS)
+    at_risk = np.flip(np.cumsum(np.flip(ended + unended, -1), axis=-1), -1)
+    rows = np.full((1, BINS), FIRST_GUESS)
+    row = np.zeros(1, dtype=np.int64)
+    finer = CLASSES
+    for size in (1, *SHAPE):
+        row = np.repeat(row, size)
+        finer //= size
+        coarse, first = np.unique(classes // finer, return_index=True)
+        if len(first):
+            ends, risk = (np.add.reduceat(counts, first) for counts in (ended, at_risk))
+            own = (ends + PRIOR_WEIGHT * rows[row[coarse]]) / (risk + PRIOR_WEIGHT)
+            row[coarse] = np.arange(len(rows), len(rows) + len(own))
+            rows = np.concatenate([rows, own])
+    return rows, row
 
 
 def best_rates(hazard: FloatArray, widths: FloatArray) -> FloatArray:
-    """G [C, K] from hazards [C, K] of bins of `widths` [K]: max over T of P(return by T) / E[time
+    """G [R, K] from hazards [R, K] of bins of `widths` [K]: max over T of P(return by T) / E[time
     until return or T].
 
     T runs over the ends of bins; a return within a bin takes half of the bin on average.
     """
-    rates = np.zeros_like(hazard)
-    known = np.flatnonzero(hazard.any(axis=0))
-    if not len(known):
-        return rates
-    bins = known[-1] + 1  # nothing is known to return later
-    distinct, which = np.unique(hazard[:, :bins], axis=0, return_inverse=True)
-    best = np.empty_like(distinct)
-    spent = widths[:bins] * (1 - distinct / 2)
-    reached = np.ones_like(distinct)
-    for start in range(bins):
-        alive = np.cumprod(1 - distinct[:, start:], axis=1)
-        reached[:, start + 1 :] = alive[:, :-1]
-        reached[:, start] = 1
-        time = np.cumsum(reached[:, start:] * spent[:, start:], axis=1)
-        best[:, start] = ((1 - alive) / time).max(axis=1)
-    rates[:, :bins] = best[which.reshape(-1)]
-    return rates
+    ends = np.ascontiguousarray(hazard.T)  # bins first: a pass over all rows at once
+    best = np.empty_like(ends)
+    spent = widths[:, None] * (1 - ends / 2)
+    reached = np.ones_like(ends)
+    for start in range(len(ends)):
+        alive = np.cumprod(1 - ends[start:], axis=0)
+        reached[start + 1 :] = alive[:-1]
+        reached[start] = 1
+        time = np.cumsum(reached[start:] * spent[start:], axis=0)
+        best[start] = ((1 - alive) / time).max(axis=0)
+    return best.T

@@ -81,16 +81,23 @@ def plain_scores(candidates: list[Facts], policy: Policy, tree: NodeTree) -> lis
     if isinstance(policy, Marconi):
         return marconi_scores(candidates, policy.alpha)
     if isinstance(policy, Reuse):
-        unit = policy.history.time_unit
-        scores = []
-        for facts in candidates:
-            node, place = facts.node, facts.node.trace
-            own = class_of(len(node.children), node.depth, node.turn)
-            age = unit.now(tree.clock) - unit.last_used(node)
-            weight = policy.history.index.weight(own if place is None else place.klass, age)
-            scores.append(weight * (facts.saved / facts.freed))
-        return scores
+        return [reuse_score(facts, policy, tree) for facts in candidates]
     raise NotImplementedError(policy.name)
+
+
+def reuse_score(facts: Facts, policy: Reuse, tree: NodeTree) -> float:
+    """Returns to the node's own place, if it has one, and to the one whose state fell to it."""
+    history, node, place = policy.history, facts.node, facts.node.trace
+    now, unit = history.time_unit.now(tree.clock), history.time_unit
+    weight = 0.0
+    if place is None or place.depth - node.depth < history.min_branch_tokens:
+        own = class_of(len(node.children), node.depth, node.turn)
+        age = now - unit.last_used(node)
+        weight += history.index.weight(own if place is None else place.klass, age)
+    used, fallen = history.fallen.get(node.id, (0, None))
+    if fallen is not None and fallen.slot >= 0 and used == node.last_used:
+        weight += history.index.weight(fallen.klass, now - history.index.since(fallen.slot))
+    return weight * (facts.saved / facts.freed)
 
 
 def marconi_scores(candidates: list[Facts], alpha: float) -> list[float]:

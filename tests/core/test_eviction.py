@@ -5,16 +5,26 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.eviction import Gdsf, Lru, Marconi, Policy, Reuse, SegLen, make_policy
+from sglang_hybrid.core.eviction import (
+    NEVER,
+    Gdsf,
+    Lru,
+    Marconi,
+    Policy,
+    Reuse,
+    SegLen,
+    make_policy,
+)
 from sglang_hybrid.core.history import History, TimeUnit
 from sglang_hybrid.core.nodes import Kind, Node, NodeTree
 from sglang_hybrid.core.pool import Pool, Scarce
-from sglang_hybrid.core.reuse import class_of
+from sglang_hybrid.core.reuse import CLASSES, class_of
 from tests.core.plain import PlainGdsf, ancestors, facts_of, plain_victim, textbook_marconi
 
 PAPER = CostModel.paper_7b()
@@ -26,7 +36,7 @@ def trained_history(unit: TimeUnit = TimeUnit.SECONDS) -> History:
     rng = random.Random(7)
     history = History(unit)
     for _ in range(300):
-        slot = history.index.open(rng.randrange(252), 0.0)
+        slot = history.index.open(rng.randrange(CLASSES), 0.0)
         if rng.random() < 0.5:
             history.index.returned(slot, rng.expovariate(0.05))
     history.index.rebuild()
@@ -83,6 +93,17 @@ class RandomTree:
         elif operation == "go" and not node.children:
             tree.remove(node)
 
+    def meet_history(self, history: History) -> None:
+        """A request ends at some node, or a little below: all on its path are found anew."""
+        nodes = self.nodes()
+        if nodes and self.rng.random() < 0.5:
+            node = self.rng.choice(nodes)
+            depth = node.depth + self.rng.choice([0, 0, 5, 100])
+            tokens = np.arange(depth) + 10_000 * node.id
+            trail = history.observe(tokens, depth, self.tree.clock)
+            for passed in (node, *ancestors(node)):
+                self.tree.trace(passed, trail.at(passed.depth))
+
     def evict(self, node: Node) -> None:
         if node.children or node.kv_locked:
             self.tree.drop_state(node)
@@ -104,12 +125,14 @@ def test_the_index_picks_the_plain_victim(
     world.tree.listen(pool)
     for _ in range(60):
         world.step()
-        if isinstance(policy, Reuse) and rng.random() < 0.1:
-            policy.history.index.rebuild()
+        if isinstance(policy, Reuse):
+            world.meet_history(policy.history)
+            if rng.random() < 0.1:
+                policy.history.index.rebuild()
         if rng.random() < 0.4:
             expected = plain_victim(world.tree, scarce, PAPER, policy, last_resort=last_resort)
             assert pool.victim(last_resort=last_resort) is expected
-            if expected is not None and rng.random() < 0.5:
+            if expected is not None:
                 world.evict(expected)
 
 
@@ -219,6 +242,34 @@ def test_reuse_prefers_what_is_known_to_come_back() -> None:
         index.open(class_of(0, 1000, first.turn), 0.0)
     index.observed(200.0)
     assert pool.victim() is first
+
+
+def test_who_comes_back_for_an_evicted_state_resumes_above_it() -> None:
+    """A session of two states, beside another leaf: as its tail goes, the state above it inherits
+    the return that is due, until it is used itself.
+    """
+    tree, history = NodeTree(), History(TimeUnit.REQUESTS)
+    policy = Reuse(history)
+    pool = Pool(Scarce.STATES, PAPER, policy, tree.clock)
+    tree.listen(pool)
+    tree.clock.advance()
+    above = tree.add(tree.root, "above", 1000)
+    tail = tree.add(above, "tail", 20)
+    for node in (above, tail):
+        tree.give_state(node, Kind.TAIL)
+    trail = history.observe(np.arange(1020), 1000, tree.clock)
+    for node in (above, tail):
+        tree.trace(node, trail.at(node.depth))
+    history.index.rebuild()
+    assert pool.cheapest() == (above, above.last_used - NEVER)  # between two places
+    policy.evicted(tail, 0.0)
+    tree.remove(tail)
+    place = trail.places[-1]
+    saved = PAPER.savings(1000, 0) / PAPER.state_bytes
+    assert pool.cheapest() == (above, history.index.weight(place.klass, 0.0) * saved)
+    tree.clock.advance()
+    tree.hit(above)
+    assert pool.cheapest() == (above, above.last_used - NEVER)
 
 
 def test_making_a_policy() -> None:

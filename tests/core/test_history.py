@@ -143,6 +143,20 @@ def test_a_session_and_a_template() -> None:
     assert trail.at(10_000) is None
 
 
+def test_a_place_has_the_pace_of_its_session() -> None:
+    history, clock = History(), Clock()
+    said = np.arange(100)
+    paces = []
+    for now in (0.0, 1.0, 31.0, 61.0):
+        clock.advance(now)
+        trail = history.observe(said, len(said) - 50, clock)
+        paces.append([place.pace for place in trail.places])
+        said = np.arange(len(said) + 100)
+    short, long = (history.index.pace(gap) for gap in (1.0, 30.0))
+    assert 0 < short < long
+    assert paces == [[0], [short, short], [short, long, long], [short, long, long, long]]
+
+
 def test_the_oldest_are_forgotten_and_counted_as_cut_short() -> None:
     history, clock = History(max_bytes=20_000), Clock()
     for i in range(200):

@@ -11,6 +11,9 @@ from sglang_hybrid.core.reuse import (
     BINS,
     CLASSES,
     DEPTHS,
+    FIRST_GUESS,
+    NOWHERE,
+    PACES,
     PRIOR_WEIGHT,
     REBUILD_EVERY,
     TURNS,
@@ -21,37 +24,47 @@ from sglang_hybrid.core.reuse import (
 )
 
 
-def features(klass: int) -> tuple[int, int, int]:
-    return klass // (DEPTHS * TURNS), klass // TURNS % DEPTHS, klass % TURNS
+def features(klass: int) -> tuple[int, int, int, int]:
+    rest, turn = divmod(klass, TURNS)
+    rest, pace = divmod(rest, PACES)
+    return *divmod(rest, DEPTHS), pace, turn
 
 
 def test_classes() -> None:
-    assert features(class_of(0, 1, 0)) == (0, 0, 0)
-    assert features(class_of(1, 64, 3)) == (1, 0, 3)
-    assert features(class_of(2, 65, 6)) == (2, 1, 6)
-    assert features(class_of(50, 10**7, 99)) == (2, DEPTHS - 1, TURNS - 1)
-    assert class_of(50, 10**7, 99) == CLASSES - 1
+    assert features(class_of(0, 1, 0)) == (0, 0, 0, 0)
+    assert features(class_of(1, 64, 3, 2)) == (1, 0, 2, 3)
+    assert features(class_of(2, 65, 6, 8)) == (2, 1, 8, 6)
+    assert features(class_of(50, 10**7, 99, PACES - 1)) == (2, DEPTHS - 1, PACES - 1, TURNS - 1)
+    assert class_of(50, 10**7, 99, PACES - 1) == CLASSES - 1
 
 
-def plain_hazard(ended: np.ndarray, unended: np.ndarray, klass: int, bin_: int) -> float:
+def plain_hazard(known: dict[int, tuple[np.ndarray, np.ndarray]], klass: int, bin_: int) -> float:
     """Kaplan-Meier by counting, shrunk up the chain of coarser classes."""
     of = features(klass)
-    hazard = 0.0
-    for kept in range(4):
-        same = [c for c in range(CLASSES) if features(c)[:kept] == of[:kept]]
-        events = sum(ended[c, bin_] for c in same)
-        exposed = sum(ended[c, bin_:].sum() + unended[c, bin_:].sum() for c in same)
+    hazard = FIRST_GUESS
+    for kept in range(5):
+        same = [c for c in known if features(c)[:kept] == of[:kept]]
+        events = sum(known[c][0][bin_] for c in same)
+        exposed = sum(counts[bin_:].sum() for c in same for counts in known[c])
         hazard = (events + PRIOR_WEIGHT * hazard) / (exposed + PRIOR_WEIGHT)
     return hazard
 
 
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 10**6), klass=st.integers(0, CLASSES - 1), bin_=st.integers(0, BINS - 1))
-def test_hazards_are_kaplan_meier_with_shrinkage(seed: int, klass: int, bin_: int) -> None:
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    classes=st.sets(st.integers(0, CLASSES - 1), max_size=30),
+    other=st.integers(0, CLASSES - 1),
+)
+def test_hazards_are_kaplan_meier_with_shrinkage(seed: int, classes: set[int], other: int) -> None:
     rng = np.random.default_rng(seed)
-    ended, unended = (rng.integers(0, 3, (CLASSES, BINS)).astype(float) for _ in range(2))
-    expected = plain_hazard(ended, unended, klass, bin_)
-    assert hazards(ended, unended)[klass, bin_] == pytest.approx(expected)
+    order = sorted(classes)
+    ended, unended = (rng.integers(0, 3, (len(order), BINS)).astype(float) for _ in range(2))
+    known = dict(zip(order, zip(ended, unended, strict=True), strict=True))
+    rows, row = hazards(np.array(order, dtype=np.int64), ended, unended)
+    for klass in (other, *order):
+        expected = [plain_hazard(known, klass, bin_) for bin_ in range(BINS)]
+        assert rows[row[klass]] == pytest.approx(expected)
 
 
 @settings(max_examples=50, deadline=None)
@@ -71,14 +84,28 @@ def test_best_rates_try_every_horizon(rows: list[list[float]], widths: list[floa
             assert rates[row, start] == pytest.approx(best)
 
 
-def test_an_index_that_knows_nothing_gives_zero() -> None:
+def test_an_index_that_knows_nothing_guesses() -> None:
+    """The less the older, for all alike; nothing is resumed nowhere."""
     index = ReuseIndex(unit=1.0)
-    slot = index.open(5, 0.0)
-    index.observed(10.0)
     assert index.weight(5, 3.0) == 0
-    index.returned(slot, 10.0)
     index.observed(10.0)
-    assert index.weight(5, 3.0) > 0
+    weights = [index.weight(5, age) for age in (1.0, 3.0, 100.0, 1000.0)]
+    assert weights == sorted(weights, reverse=True)
+    assert weights[-1] > 0
+    assert weights == [index.weight(class_of(2, 5000, 3), age) for age in (1.0, 3.0, 100.0, 1000.0)]
+    assert index.weight_until(NOWHERE, 3.0) == (0, np.inf)
+
+
+def test_pace_tells_intervals_apart_in_steps_of_four() -> None:
+    index = ReuseIndex(unit=1.0)
+    assert [index.pace(gap) for gap in (0.0, 3.9, 4.0, 15.9, 16.0, 1e9)] == [
+        1,
+        1,
+        2,
+        2,
+        3,
+        PACES - 1,
+    ]
 
 
 def test_memoryless_returns_have_one_rate_at_every_age() -> None:
@@ -100,8 +127,8 @@ def test_a_return_that_is_due_is_worth_more_than_one_that_is_far_off() -> None:
     index.rebuild()
     weights = [index.weight(7, age) for age in (0.0, 20.0, 40.0, 50.0)]
     assert weights == sorted(weights)
-    assert weights[-1] > 3 * weights[0]
-    assert index.weight(7, 500.0) == 0
+    assert weights[-1] > 2 * weights[0]
+    assert index.weight(7, 500.0) < 0.1 * weights[0]
 
 
 def test_open_and_forgotten_intervals_lower_the_hazard() -> None:
