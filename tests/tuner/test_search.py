@@ -48,13 +48,13 @@ def test_workers_find_what_a_replay_here_finds(workers: int) -> None:
     assert found.counted_tokens == sum(r.input_len for r in MIX.requests[20:])
 
 
-def test_the_best_differs_between_the_phases() -> None:
+def test_templates_are_for_reuse_and_fashions_for_recency() -> None:
     """What all other tests of decisions rest on."""
-    best = []
+    shares = []
     for phase in (templates, fashions):
-        found = search(window(phase(100)), FEW, Limits())
-        best.append(max(found.hits, key=lambda spec: found.hits[spec].sum()).name)
-    assert best == ["reuse", "lru"]
+        hits = search(window(phase(100)), FEW, Limits()).hits
+        shares.append(hits[FEW[1]].sum() / hits[FEW[0]].sum())
+    assert shares[0] < 0.7 and shares[1] >= 1
 
 
 def test_a_worker_imports_neither_torch_nor_sglang() -> None:
