@@ -164,7 +164,7 @@ def delta_state(
     if PER_CHANNEL:
         decays += b[None, :]
     else:
-        decays += 0 * b[None, :]
+        decays += 0 * b[None, :]  # the head's one decay, at every channel
     decayed = b[None, :] < KEY
     last = tl.load(decays + tl.maximum(end - 1, begin) * stride_decays_token, mask=decayed)
     total = tl.where(begin < end, last, 0.0)
