@@ -67,12 +67,12 @@ COUNTS = [1, 2, 8]
 
 
 def spread(lengths: list[int], count: int) -> list[tuple[int, int]]:
-    """``count`` positions (sequence, tokens), shared out over the sequences, odd numbers all."""
+    """``count`` positions (sequence, tokens), shared out over the sequences, inside of chunks."""
     rows = [i % len(lengths) for i in range(count)]
     asked = []
     for row in range(len(lengths)):
         share = rows.count(row)
-        asked += [(row, (i + 1) * lengths[row] // (share + 1) | 1) for i in range(share)]
+        asked += [(row, (i + 1) * lengths[row] // (share + 1) - 45) for i in range(share)]
     return asked
 
 
