@@ -194,25 +194,26 @@ class Reuse(Policy):
             stale = np.arange(len(table))
         if len(stale) <= FEW:  # as between two victims, where arrays cost more than they save
             for slot in stale.tolist():
-                klass, used, fallen_class, fallen_since, saved = (
-                    float(table.column(i)[slot]) for i in range(5)
-                )
-                own, own_until = index.weight_until(int(klass), now - used)
-                more, more_until = index.weight_until(int(fallen_class), now - fallen_since)
-                total = own + more
-                scores[slot] = total * saved if total > 0 else table.last_used()[slot] - NEVER
-                expiry[slot] = min(used + own_until, fallen_since + more_until)
+                klass, last, fallen, since, saved = (float(table.column(i)[slot]) for i in range(5))
+                weight, until = index.weight_until(int(klass), now - last)
+                extra_weight, extra_until = index.weight_until(int(fallen), now - since)
+                weight += extra_weight
+                scores[slot] = weight * saved if weight > 0 else table.last_used()[slot] - NEVER
+                expiry[slot] = min(last + until, since + extra_until)
         else:
-            count = len(stale)
-            both = [
-                np.concatenate([table.column(i)[stale], table.column(i + 2)[stale]]) for i in (0, 1)
-            ]
-            weights, ends = index.weights(both[0].astype(np.int64), now - both[1])
-            ends += both[1]
-            weight = weights[:count] + weights[count:]
-            hopeless = table.last_used()[stale] - NEVER
-            scores[stale] = np.where(weight > 0, weight * table.column(4)[stale], hopeless)
-            expiry[stale] = np.minimum(ends[:count], ends[count:])
+            used = table.column(1).take(stale)
+            weights, ends = index.weights(table.column(0).take(stale).astype(np.int64), now - used)
+            ends += used
+            fell = (table.column(2).take(stale) != NOWHERE).nonzero()[0]
+            if len(fell):
+                at = stale[fell]
+                since = table.column(3)[at]
+                extra, extra_ends = index.weights(table.column(2)[at].astype(np.int64), now - since)
+                weights[fell] += extra
+                ends[fell] = np.minimum(ends[fell], since + extra_ends)
+            hopeless = table.last_used().take(stale) - NEVER
+            scores[stale] = np.where(weights > 0, weights * table.column(4).take(stale), hopeless)
+            expiry[stale] = ends
         return scores
 
     def evicted(self, node: Node, score: float) -> None:

@@ -97,6 +97,9 @@ class Pool:
         node, score = choice
         if not self._is_dead(node):
             self.policy.evicted(node, score)
+            above = anchor(node)
+            if above is not None:
+                self.mark(above)
         return node
 
     def cheapest(self, *, last_resort: bool = False) -> tuple[Node, float] | None:
