@@ -109,9 +109,10 @@ class HybridRadixCache(UnifiedRadixCache):
             if has_states:
                 override[ComponentType.MAMBA] = RobustMamba
         else:
-            history = History() if self.options.tuned else None
+            history = History(page_size=params.page_size)
             policies = make_policies(asked_for(self.options), history)
-            self.mirror = Mirror(self.cost, *policies, has_states=has_states, history=history)
+            kept = history if self.options.tuned else None
+            self.mirror = Mirror(self.cost, *policies, has_states=has_states, history=kept)
             params = replace(params, tree_core_backend=tree_core.BACKEND)
             override[ComponentType.FULL] = MirroredFull
             if has_states:

@@ -13,20 +13,12 @@ import numpy as np
 
 from sglang_hybrid.core.cost import FloatArray
 from sglang_hybrid.core.history import NO_SLOT, History, Place
-from sglang_hybrid.core.nodes import Clock, Node
+from sglang_hybrid.core.nodes import Clock, Node, anchor
 from sglang_hybrid.core.reuse import NOWHERE, class_of
 from sglang_hybrid.core.table import Table
 
 NEVER = 2.0**52  # more ticks than will ever be counted
 FEW = 3
-
-
-def anchor(node: Node) -> Node | None:
-    """The nearest node above with a state: who does not find one on `node` resumes there."""
-    above = node.parent
-    while above is not None and not above.has_state:
-        above = above.parent
-    return above
 
 
 class Policy:
@@ -175,7 +167,7 @@ class Reuse(Policy):
         if place is None:
             klass = class_of(len(node.children), node.depth, node.turn)
         else:
-            near = place.depth - node.depth < self.history.min_branch_tokens
+            near = place.depth - node.depth < self.history.reach
             klass = place.klass if near else NOWHERE
         used = self.history.time_unit.last_used(node)
         fallen = self._fallen_to(node)
@@ -218,8 +210,7 @@ class Reuse(Policy):
 
     def evicted(self, node: Node, score: float) -> None:
         above = anchor(node)
-        mine = self._fallen_to(node)
-        self.forget(node)
+        mine, node.fallen = self._fallen_to(node), None
         if above is None or not node.has_state:
             return
         index = self.history.index
@@ -227,14 +218,11 @@ class Reuse(Policy):
         places = [place for place in fell if place is not None and place.slot != NO_SLOT]
         if places:
             latest = max(places, key=lambda place: index.since(place.slot))
-            self.history.fallen[above.id] = (above.last_used, latest)
-
-    def forget(self, node: Node) -> None:
-        self.history.fallen.pop(node.id, None)
+            above.fallen = (above.last_used, latest)
 
     def _fallen_to(self, node: Node) -> Place | None:
-        """The place whose state fell to `node` and has not come back since."""
-        used, place = self.history.fallen.get(node.id, (0, None))
+        """The place whose state fell to `node`, which was not used since."""
+        used, place = node.fallen or (0, None)
         known = place is not None and place.slot != NO_SLOT
         return place if known and used == node.last_used else None
 

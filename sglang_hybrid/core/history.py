@@ -15,15 +15,14 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sglang_hybrid.core.edges import common_bytes
 from sglang_hybrid.core.nodes import Clock, Node
 from sglang_hybrid.core.reuse import ReuseIndex, class_of
 
-Fingerprints = npt.NDArray[np.uint16]
 PLACE_BYTES = 600
 TOKEN_BYTES = 2
 NO_SLOT = -1
@@ -65,19 +64,19 @@ class Place:
         "turn",
     )
 
-    def __init__(self, parent: Place | None, edge: Fingerprints) -> None:
+    def __init__(self, parent: Place | None, edge: bytes) -> None:
         self.parent = parent
         self.edge = edge
-        self.children: dict[int, Place] = {}
+        self.children: dict[bytes, Place] = {}
         self.branches = 0
-        self.depth: int = len(edge) + (parent.depth if parent else 0)
+        self.depth: int = len(edge) // TOKEN_BYTES + (parent.depth if parent else 0)
         self.turn: int = parent.turn if parent else 0
         self.is_end = False
         self.pace = 0
         self.slot = NO_SLOT
 
     def adopt(self, child: Place) -> None:
-        self.children[int(child.edge[0])] = child
+        self.children[child.edge[:TOKEN_BYTES]] = child
         child.parent = self
 
     @property
@@ -126,14 +125,14 @@ class Meeting:
     trail: Trail
     reused: Place | None
     version: int
-    marks: Fingerprints
+    marks: bytes
 
 
 class History:
     """All recent sequences. The index learns from it; `time_unit` says in which time.
 
-    fallen: by the id of a cache node, its last use and the place below it whose state was evicted
-    last: until the node is used again, who returns to that place resumes from the node.
+    reach: tokens that a checkpoint may lie above the place that it stands for; page_size: positions
+    of checkpoints are rounded down to its multiples.
     """
 
     def __init__(
@@ -141,22 +140,23 @@ class History:
         time_unit: TimeUnit = TimeUnit.SECONDS,
         max_bytes: int = 64 << 20,
         min_branch_tokens: int = 16,
+        page_size: int = 1,
     ) -> None:
         self.time_unit = time_unit
         self.index = ReuseIndex(unit=0.125 if time_unit is TimeUnit.SECONDS else 1.0)
         self.max_bytes = max_bytes
         self.min_branch_tokens = min_branch_tokens
+        self.reach = max(min_branch_tokens, page_size)
         self.held_bytes = 0
-        self.fallen: dict[int, tuple[int, Place]] = {}
         self._version = 0
-        self._root = Place(None, fingerprints([]))
+        self._root = Place(None, b"")
         self._leaves: OrderedDict[Place, None] = OrderedDict()  # oldest use first
 
     def meet(self, prompt: npt.ArrayLike) -> Meeting:
         """Look `prompt` [n] up before its prefill. Changes nothing."""
         marks = fingerprints(prompt)
         path, matched = self._walk(marks, [])
-        return self._meeting(path, matched, marks, len(marks))
+        return self._meeting(path, matched, marks, len(marks) // TOKEN_BYTES)
 
     def observe(
         self,
@@ -181,7 +181,7 @@ class History:
             meeting, marks = None, fingerprints(ids)
         else:
             known = meeting.trail.places
-            marks = np.concatenate([meeting.marks, fingerprints(ids[input_len:])])
+            marks = meeting.marks + fingerprints(ids[input_len:])
         path, matched = self._walk(marks, known)
         if meeting is None:
             meeting = self._meeting(path, matched, marks, input_len)
@@ -191,19 +191,17 @@ class History:
             pace = self.index.pace(self.index.returned(meeting.reused.slot, now))
             meeting.reused.pace = pace
             self.index.reclass(meeting.reused.slot, meeting.reused.klass)
-        ends = {start for start in message_starts if 0 < start < min(input_len, len(marks))}
-        ends |= {meeting.branch, len(marks)} - {0}
+        ends = {start for start in message_starts if 0 < start < min(input_len, len(ids))}
+        ends |= {meeting.branch, len(ids)} - {0}
         trail = self._insert(marks, path, matched, ends)
         for place in trail:
             if place.depth in ends:
-                self._open(place, now, pace, is_end=place.depth == len(marks))
+                self._open(place, now, pace, is_end=place.depth == len(ids))
         self._forget_oldest(keep=trail)
         self.index.observed(now)
         return Trail(trail)
 
-    def _meeting(
-        self, path: list[Place], matched: int, marks: Fingerprints, input_len: int
-    ) -> Meeting:
+    def _meeting(self, path: list[Place], matched: int, marks: bytes, input_len: int) -> Meeting:
         """How a prompt that was walked along `path` meets the history."""
         usable = input_len - 1  # the last prompt token is always computed
         known_len = min(matched, usable)
@@ -216,28 +214,23 @@ class History:
         branch = known_len if gains else depth
         return Meeting(known_len, branch, Trail(path), reused, self._version, marks)
 
-    def _walk(self, marks: Fingerprints, known: list[Place]) -> tuple[list[Place], int]:
+    def _walk(self, marks: bytes, known: list[Place]) -> tuple[list[Place], int]:
         """Places that `marks` cover to their end, and how many tokens are known, the part of an
         edge included. known: places from the root on that they are known to cover.
         """
         path = list(known)
-        place, total = path[-1] if path else self._root, len(marks)
-        matched = place.depth
-        while matched < total:
-            child = place.children.get(int(marks[matched]))
-            if child is None:
-                break
-            same = common_length(child.edge, marks[matched : matched + len(child.edge)])
-            matched += same
+        place = path[-1] if path else self._root
+        start = TOKEN_BYTES * place.depth
+        while child := place.children.get(marks[start : start + TOKEN_BYTES]):
+            same = common_bytes(child.edge, marks, start)
+            start += same
             if same < len(child.edge):
                 break
             path.append(child)
             place = child
-        return path, matched
+        return path, start // TOKEN_BYTES
 
-    def _insert(
-        self, marks: Fingerprints, path: list[Place], matched: int, ends: set[int]
-    ) -> list[Place]:
+    def _insert(self, marks: bytes, path: list[Place], matched: int, ends: set[int]) -> list[Place]:
         """Make places at all `ends` and where `marks` leave the tree; return those on the path of
         `marks`.
         """
@@ -246,27 +239,29 @@ class History:
         at = {place.depth for place in path}
         for cut in sorted({matched, *ends} - at - {0}):
             if cut > matched:
-                place = self._grow(place, marks[place.depth : cut].copy())
+                place = self._grow(place, part(marks, place.depth, cut))
                 trail.append(place)
                 continue
             index = bisect_left(trail, cut, key=lambda place: place.depth)
             above = trail[index - 1] if index else self._root
-            head = self._split(above.children[int(marks[above.depth])], cut - above.depth)
+            below = above.children[part(marks, above.depth, above.depth + 1)]
+            head = self._split(below, cut - above.depth)
             trail.insert(index, head)
             place = trail[-1]
         return trail
 
     def _split(self, below: Place, head_tokens: int) -> Place:
         assert below.parent is not None
-        head = Place(below.parent, below.edge[:head_tokens])
+        cut = TOKEN_BYTES * head_tokens
+        head = Place(below.parent, below.edge[:cut])
         below.parent.adopt(head)
-        below.edge = below.edge[head_tokens:]
+        below.edge = below.edge[cut:]
         head.adopt(below)
         head.branches = 1
         self.held_bytes += PLACE_BYTES
         return head
 
-    def _grow(self, parent: Place, edge: Fingerprints) -> Place:
+    def _grow(self, parent: Place, edge: bytes) -> Place:
         leaf = Place(parent, edge)
         parent.adopt(leaf)
         parent.branches += 1
@@ -274,7 +269,7 @@ class History:
             self.index.reclass(parent.slot, parent.klass)
         self._leaves.pop(parent, None)
         self._leaves[leaf] = None
-        self.held_bytes += PLACE_BYTES + TOKEN_BYTES * len(edge)
+        self.held_bytes += PLACE_BYTES + len(edge)
         return leaf
 
     def _open(self, place: Place, now: float, pace: int, *, is_end: bool) -> None:
@@ -298,8 +293,8 @@ class History:
             place, _ = self._leaves.popitem(last=False)
             parent = place.parent
             assert parent is not None
-            del parent.children[int(place.edge[0])]
-            self.held_bytes -= PLACE_BYTES + TOKEN_BYTES * len(place.edge)
+            del parent.children[place.edge[:TOKEN_BYTES]]
+            self.held_bytes -= PLACE_BYTES + len(place.edge)
             if place.slot != NO_SLOT:
                 self.index.close(place.slot)
                 place.slot = NO_SLOT
@@ -308,22 +303,17 @@ class History:
                 self._leaves.move_to_end(parent, last=False)
 
 
-def common_length(edge: npt.NDArray[Any], others: npt.NDArray[Any]) -> int:
-    """How many elements `edge` [n] and `others` [m <= n] of the same type begin with alike. That
-    all are alike is the common case, and found at the speed of memory.
-    """
-    count = len(others)
-    if edge[:count].tobytes() == others.tobytes():
-        return count
-    return int((edge[:count] != others).argmax())
+def part(marks: bytes, start: int, end: int) -> bytes:
+    """The fingerprints of tokens [start, end)."""
+    return marks[TOKEN_BYTES * start : TOKEN_BYTES * end]
 
 
-def fingerprints(tokens: npt.ArrayLike) -> Fingerprints:
-    """Two bytes per token id [n], spread over all values; buffers such as array('q') are read
+def fingerprints(tokens: npt.ArrayLike) -> bytes:
+    """TOKEN_BYTES per token id [n], spread over all values; buffers such as array('q') are read
     without a copy.
 
     Two different tokens look alike once in 65,536 pairs; a fork is then seen one token late, on
     every rank alike.
     """
     ids = np.asarray(tokens).astype(np.uint32, copy=False)
-    return ((ids * np.uint32(2654435761)) >> np.uint32(16)).astype(np.uint16)
+    return ((ids * np.uint32(2654435761)) >> np.uint32(16)).astype(np.uint16).tobytes()

@@ -52,13 +52,15 @@ class Node:
     depth: tokens from the root to its end. anchor_depth: depth of the nearest ancestor with a
     state, 0 if none. turn: sequence ends on its path, itself included. last_used, stamp: tick and
     seconds of the last hit on this very node, or of its creation. trace: where the history met this
-    position (a history.Place), None if it never did. owner: whatever the cache hangs on it.
+    position (a history.Place), None if it never did. fallen: what a policy notes of states evicted
+    below it. owner: whatever the cache hangs on it.
     """
 
     __slots__ = (
         "anchor_depth",
         "children",
         "depth",
+        "fallen",
         "has_state",
         "hits",
         "id",
@@ -89,6 +91,7 @@ class Node:
         self.kv_locked = False
         self.state_locked = False
         self.trace: Any = None
+        self.fallen: Any = None
         self.owner: Any = None
         if parent is None:
             self.depth = self.anchor_depth = self.turn = 0
@@ -107,6 +110,14 @@ def absorbs(node: Node) -> bool:
     second child.
     """
     return not node.has_state and len(node.children) == 1 and node.parent is not None
+
+
+def anchor(node: Node) -> Node | None:
+    """The nearest node above with a state: who does not find one on `node` resumes there."""
+    above = node.parent
+    while above is not None and not above.has_state:
+        above = above.parent
+    return above
 
 
 class Listener(Protocol):
@@ -170,6 +181,8 @@ class NodeTree:
         """Take away a leaf with all it holds."""
         if node.children or node.parent is None:
             raise ValueError(f"only a leaf can be removed, not {node!r}")
+        if node.has_state:
+            self._mark_anchor(node)
         parent = node.parent
         del parent.children[node.key]
         node.parent = None
@@ -197,6 +210,7 @@ class NodeTree:
             node.has_state = False
             self._re_anchor(node, node.anchor_depth)
             self._mark(node)
+            self._mark_anchor(node)
 
     def hit(self, node: Node) -> None:
         """A request resumed from `node`. Only its own time moves, not its ancestors'."""
@@ -249,6 +263,12 @@ class NodeTree:
         while absorbs(node):
             (node,) = node.children.values()
             self._mark(node)
+
+    def _mark_anchor(self, node: Node) -> None:
+        """Mark the state above `node`, to which its own falls."""
+        above = anchor(node)
+        if above is not None:
+            self._mark(above)
 
     def _mark(self, node: Node) -> None:
         if node is not self.root:

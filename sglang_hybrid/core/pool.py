@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.eviction import Policy, anchor
+from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.nodes import Clock, Node, absorbs
 from sglang_hybrid.core.table import Table
 
@@ -97,9 +97,6 @@ class Pool:
         node, score = choice
         if not self._is_dead(node):
             self.policy.evicted(node, score)
-            above = anchor(node)
-            if above is not None:
-                self.mark(above)
         return node
 
     def cheapest(self, *, last_resort: bool = False) -> tuple[Node, float] | None:
@@ -147,11 +144,6 @@ class Pool:
         ]
 
     def _describe_marked(self) -> None:
-        for node in list(self._marked):
-            if not node.has_state:  # perhaps it lost its state: that is now its anchor's concern
-                above = anchor(node)
-                if above is not None:
-                    self._marked[above] = None
         for node in self._marked:
             table, freed = self._table_of(node)
             if table is not self._home.get(node):

@@ -90,11 +90,11 @@ def reuse_score(facts: Facts, policy: Reuse, tree: NodeTree) -> float:
     history, node, place = policy.history, facts.node, facts.node.trace
     now, unit = history.time_unit.now(tree.clock), history.time_unit
     weight = 0.0
-    if place is None or place.depth - node.depth < history.min_branch_tokens:
+    if place is None or place.depth - node.depth < history.reach:
         own = class_of(len(node.children), node.depth, node.turn)
         age = now - unit.last_used(node)
         weight += history.index.weight(own if place is None else place.klass, age)
-    used, fallen = history.fallen.get(node.id, (0, None))
+    used, fallen = node.fallen or (0, None)
     if fallen is not None and fallen.slot >= 0 and used == node.last_used:
         weight += history.index.weight(fallen.klass, now - history.index.since(fallen.slot))
     return weight * (facts.saved / facts.freed)

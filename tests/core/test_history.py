@@ -9,7 +9,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.history import NO_SLOT, History, Meeting, Place, TimeUnit
+from sglang_hybrid.core.history import (
+    NO_SLOT,
+    TOKEN_BYTES,
+    History,
+    Meeting,
+    Place,
+    TimeUnit,
+)
 from sglang_hybrid.core.nodes import Clock
 
 
@@ -75,7 +82,8 @@ def test_history_remembers_what_plain_lists_remember(seed: int, min_branch: int)
     assert sum(p.slot != NO_SLOT for p in places(history)) == len(plain.possible)
     for place in places(history):
         assert place.branches >= len(place.children)
-        assert place.depth == place.parent.depth + len(place.edge)  # type: ignore[union-attr]
+        assert place.parent is not None
+        assert place.depth == place.parent.depth + len(place.edge) // TOKEN_BYTES
 
 
 @settings(max_examples=100, deadline=None)
@@ -164,7 +172,7 @@ def test_the_oldest_are_forgotten_and_counted_as_cut_short() -> None:
         history.observe(np.arange(50) + 50 * i, 40, clock)
         assert history.held_bytes <= 20_000
     kept = places(history)
-    assert history.held_bytes == sum(600 + 2 * len(p.edge) for p in kept)
+    assert history.held_bytes == sum(600 + len(p.edge) for p in kept)
     assert len(kept) == 28
     assert history.index._cut_short.sum() == 200 - 28
     assert history.meet(np.arange(50)).known_len == 0
@@ -186,3 +194,9 @@ def test_a_sequence_larger_than_the_bound_is_held_alone() -> None:
         clock.advance()
         history.observe(np.arange(5000) + 5000 * i, 5000, clock)
     assert len(places(history)) == 1
+
+
+def test_a_page_is_within_reach() -> None:
+    """A checkpoint rounded down to its page still stands for the place below it."""
+    assert History().reach == 16
+    assert History(page_size=64).reach == 64
