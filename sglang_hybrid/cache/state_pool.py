@@ -50,8 +50,7 @@ class StateSlots:
         worth more than what is old.
         """
         if not self._cache.mirrored:
-            evictable = self._cache.mamba_evictable_size() > 0
-            return Room(self.free(), cheapest_victim=0.0 if evictable else None)
+            return Room(self.free(), evictable=self._cache.mamba_evictable_size() > 0)
         return room_for(intent, self.free(), self._cache.mirror.state_pool)
 
     @property

@@ -64,17 +64,16 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Slots that are free, and the utility of the cheapest victim, None if nothing may be pushed
-    out.
+    """Slots that are free, and whether a state may be pushed out.
 
-    value: utility of a checkpoint at a position, on the victims' scale; None if what is new is
-    always worth more, as with LRU. knows_returns: the utility says how likely a position comes
+    outlives: whether a checkpoint at a position would be worth more than the cheapest victim; None
+    if what is new always is, as with LRU. knows_returns: that says how likely a position comes
     back, by what was seen.
     """
 
     free_slots: int
-    cheapest_victim: float | None = None
-    value: Callable[[int, Kind], float] | None = None
+    evictable: bool = False
+    outlives: Callable[[int, Kind], bool] | None = None
     knows_returns: bool = False
 
 
@@ -157,10 +156,10 @@ def worth(position: int, kind: Kind, room: Room) -> Skip | None:
     A chunk's end is worth a free slot only, and so is a prompt's, which serves the same prompt
     again, unless it is known how often that happens.
     """
-    if room.cheapest_victim is None:
+    if not room.evictable:
         return Skip.NO_SLOT
     if kind is Kind.CHUNK or (kind is Kind.PROMPT_END and not room.knows_returns):
         return Skip.NOT_WORTH
-    if room.value is not None and room.value(position, kind) <= room.cheapest_victim:
+    if room.outlives is not None and not room.outlives(position, kind):
         return Skip.NOT_WORTH
     return None

@@ -147,14 +147,13 @@ def room_for(intent: Intent[Slot], free_slots: int, pool: Pool) -> Room:
     """What a state of `intent` competes with in the `pool` of state slots. States with many
     children are no victims here.
     """
-    choice = pool.cheapest()
 
-    def value(position: int, kind: Kind) -> float:
+    def outlives(position: int, kind: Kind) -> bool:
         anchor = intent.anchor_of(position)
-        return pool.worth(expected(position, kind, anchor, intent.meeting, pool.clock))
+        return pool.outlives(expected(position, kind, anchor, intent.meeting, pool.clock))
 
-    cheapest = None if choice is None else choice[1]
-    return Room(free_slots, cheapest, value, pool.policy.knows_returns)
+    evictable = pool.cheapest() is not None
+    return Room(free_slots, evictable, outlives, pool.policy.knows_returns)
 
 
 def expected(

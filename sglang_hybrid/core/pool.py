@@ -112,18 +112,21 @@ class Pool:
                 return table.lowest(self.policy.scores(table, self.clock))
         return None
 
-    def worth(self, node: Node) -> float:
-        """The score that `node`, which no tree holds yet, would have among the candidates if it
-        gave back one state.
+    def outlives(self, node: Node) -> bool:
+        """Whether `node`, which no tree holds yet, would score above the cheapest victim if it gave
+        back one state. Scores compare within one table only, so it joins theirs for the moment.
         """
         self._describe_marked()
-        saved = self.cost.savings(node.depth, node.anchor_depth)
         table = self._candidates
+        if len(self._dead) or not len(table):
+            return True
+        saved = self.cost.savings(node.depth, node.anchor_depth)
         table.put(node, self.policy.describe(node, saved, max(1, self.cost.state_bytes)))
-        score = float(self.policy.scores(table, self.clock)[-1])
+        scores = self.policy.scores(table, self.clock)
+        above = bool(scores[-1] > scores[:-1].min())
         table.discard(node)
         self.policy.forget(node)
-        return score
+        return above
 
     def candidates(self) -> Sequence[Node]:
         """What may go before a last resort, in no particular order."""

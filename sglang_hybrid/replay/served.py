@@ -68,7 +68,7 @@ class StateSlots:
     def room(self, intent: Intent[int]) -> Room:
         pool = self._cache.state_pool
         if isinstance(pool.policy, SglangLru):  # there what is new is worth more than what is old
-            return Room(self.free(), None if pool.cheapest() is None else 0.0)
+            return Room(self.free(), evictable=pool.cheapest() is not None)
         return room_for(intent, self.free(), pool)
 
 

@@ -80,19 +80,19 @@ def test_the_first_wish_takes_the_last_free_slot() -> None:
 def test_a_full_pool_takes_what_is_worth_more_than_it_pushes_out() -> None:
     prefill = Prefill(1000, hit_len=0, kv_len=400)
 
-    def value(position: int, kind: Kind) -> float:
-        return 2.0 if kind is Kind.BRANCH else 1.0
+    def outlives(position: int, kind: Kind) -> bool:
+        return kind is Kind.BRANCH
 
-    room = Room(free_slots=0, cheapest_victim=1.0, value=value, knows_returns=True)
+    room = Room(free_slots=0, evictable=True, outlives=outlives, knows_returns=True)
     decided = decide(judicious(prefill), prefill, room)
     assert skips(decided) == {Kind.BRANCH: None, Kind.PROMPT_END: Skip.NOT_WORTH}
-    cheap = replace(room, cheapest_victim=0.5)
+    cheap = replace(room, outlives=lambda position, kind: True)
     assert all(checkpoint.admitted for checkpoint in decide(judicious(prefill), prefill, cheap))
 
 
 def test_where_returns_are_not_known_a_prompts_end_takes_a_free_slot_only() -> None:
     prefill = Prefill(1000, hit_len=0, kv_len=400)
-    untold = Room(free_slots=0, cheapest_victim=1.0)
+    untold = Room(free_slots=0, evictable=True)
     decided = decide(judicious(prefill), prefill, untold)
     assert skips(decided) == {Kind.BRANCH: None, Kind.PROMPT_END: Skip.NOT_WORTH}
     assert all(c.admitted for c in decide(judicious(prefill), prefill, PLENTY))
@@ -125,7 +125,7 @@ def test_a_chunks_end_is_worth_a_free_slot_only() -> None:
     prefill = Prefill(1000, hit_len=0, kv_len=0)
     wish = [(512, Kind.CHUNK)]
     assert decide(wish, prefill, PLENTY)[0].admitted
-    full = Room(free_slots=0, cheapest_victim=0.0, value=lambda position, kind: 1.0)
+    full = Room(free_slots=0, evictable=True, outlives=lambda position, kind: True)
     assert decide(wish, prefill, full)[0].skip is Skip.NOT_WORTH
 
 

@@ -22,6 +22,7 @@ from sglang_hybrid.core.eviction import (
     make_policy,
 )
 from sglang_hybrid.core.history import History, TimeUnit
+from sglang_hybrid.core.intent import expected
 from sglang_hybrid.core.nodes import Kind, Node, NodeTree
 from sglang_hybrid.core.pool import Pool, Scarce
 from sglang_hybrid.core.reuse import CLASSES, class_of
@@ -283,3 +284,20 @@ def test_making_a_policy() -> None:
             make_policy("marconi", alpha=alpha)
     with pytest.raises(ValueError, match="'lru' has no option 'alpha'"):
         make_policy("lru", alpha=1)
+
+
+def test_a_new_state_competes_with_the_old_ones_at_their_scale() -> None:
+    """Marconi's recency is relative to the candidates: the new one must be among them."""
+    for alpha, depth, outlives in ((0.0, 200, True), (0.1, 200, True), (100.0, 20, False)):
+        tree = NodeTree()
+        pool = Pool(Scarce.STATES, PAPER, Marconi(alpha), tree.clock)
+        tree.listen(pool)
+        for _ in range(100):
+            tree.clock.advance()
+        for number in range(6):
+            tree.clock.advance()
+            tree.give_state(tree.add(tree.root, number, 200 + number), Kind.TAIL)
+        tree.clock.advance()
+        new = expected(depth, Kind.BRANCH, 0, None, tree.clock)
+        assert pool.outlives(new) is outlives
+        assert len(pool.candidates()) == 6
