@@ -93,10 +93,12 @@ class HybridConfig:
 
     @property
     def alpha(self) -> float | None:
-        """Marconi's alpha, None under another policy."""
+        """Marconi's alpha, None under another policy; tuned, it starts at 0 as in the paper."""
         if self.policy is not Eviction.MARCONI:
             return None
-        return DEFAULT_ALPHA if self.hybrid_alpha is None else self.hybrid_alpha
+        if self.hybrid_alpha is None:
+            return 0.0 if self.tuned else DEFAULT_ALPHA
+        return self.hybrid_alpha
 
     @property
     def pinned(self) -> bool:
@@ -106,7 +108,8 @@ class HybridConfig:
     @property
     def tuned(self) -> bool:
         """Whether other policies are tried on the traffic."""
-        return not self.pinned and self.hybrid_tuner_workers > 0
+        tunable = self.hybrid_eviction in (Eviction.AUTO, Eviction.MARCONI)
+        return tunable and self.hybrid_alpha is None and self.hybrid_tuner_workers > 0
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -130,8 +133,8 @@ class HybridConfig:
             metavar="NUMBER",
             default=AUTO_ALPHA,
             help="weight of FLOP efficiency against recency for --hybrid-eviction marconi; 0 is "
-            f"LRU. A number pins that policy; auto is {DEFAULT_ALPHA:g} under --hybrid-eviction "
-            "marconi, and what the tuner finds without it (default: %(default)s)",
+            "LRU. A number pins that policy; auto is what the tuner finds, or "
+            f"{DEFAULT_ALPHA:g} under --hybrid-eviction marconi without one (default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-admission",
@@ -173,7 +176,8 @@ class HybridConfig:
             metavar="N",
             default=HybridConfig.hybrid_tuner_workers,
             help="processes of lowest priority that now and then replay recent requests under "
-            "other policies, for --hybrid-eviction auto; 0 turns that off (default: %(default)s)",
+            "other policies, for --hybrid-eviction auto, or other alphas, for marconi; 0 turns "
+            "that off (default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-tuner-window",

@@ -39,6 +39,12 @@ def test_what_is_not_pinned_is_tuned() -> None:
     assert not parse(*workers, "--hybrid-alpha", "0").tuned
 
 
+def test_marconi_without_an_alpha_is_tuned_from_0_on() -> None:
+    tuned = parse("--hybrid-tuner-workers", "1", "--hybrid-eviction", "marconi")
+    assert (tuned.policy, tuned.alpha, tuned.tuned) == (Eviction.MARCONI, 0.0, True)
+    assert parse("--hybrid-eviction", "marconi").alpha == 1.0
+
+
 def test_our_flags_are_taken_and_the_rest_is_sglangs() -> None:
     config, rest = HybridConfig.split(
         ["--model-path", "m", "--hybrid-admission", "all", "--hybrid-min-branch-tokens=3", "--x"]

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
-from sglang_hybrid.core.history import History, Meeting
+from sglang_hybrid.core.history import Meeting
 from sglang_hybrid.core.nodes import Clock, Kind, Node, NodeTree
 from sglang_hybrid.core.pool import Pool, Scarce
 
@@ -27,8 +27,8 @@ class Mirror:
 
     Args:
         cost: FLOPs from the model's config, bytes from the pools that were allocated.
-        kv_policy, state_policy: one object for each pool; both may learn from one history.
-        history: fed even while no policy learns from it, for one that will.
+        kv_policy, state_policy: one object for each pool; both may learn from one history, which
+            is fed on while others are in force.
         has_states: False for a model without recurrent state. There every node can be resumed
             from, so every node counts as holding a state of no bytes.
     """
@@ -40,11 +40,10 @@ class Mirror:
         state_policy: Policy,
         *,
         has_states: bool,
-        history: History | None = None,
     ) -> None:
         self.cost = cost
         self.has_states = has_states
-        self.history = history or kv_policy.history
+        self.history = kv_policy.history
         self.clock = Clock()
         self._kv_policy = kv_policy
         self._state_policy = state_policy

@@ -111,8 +111,7 @@ class HybridRadixCache(UnifiedRadixCache):
         else:
             history = History(page_size=params.page_size)
             policies = make_policies(asked_for(self.options), history)
-            kept = history if self.options.tuned else None
-            self.mirror = Mirror(self.cost, *policies, has_states=has_states, history=kept)
+            self.mirror = Mirror(self.cost, *policies, has_states=has_states)
             params = replace(params, tree_core_backend=tree_core.BACKEND)
             override[ComponentType.FULL] = MirroredFull
             if has_states:

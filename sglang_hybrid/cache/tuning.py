@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_hybrid.config import Eviction
 from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.tuner.candidates import make_policies
+from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE, make_policies
 from sglang_hybrid.tuner.recorder import Finished, TraceFile, compact
 from sglang_hybrid.tuner.search import Limits
 from sglang_hybrid.tuner.tuner import PolicySwitch, Rules, Tuner
@@ -135,6 +136,7 @@ def make_tuning(
                 limits=Limits(workers=options.hybrid_tuner_workers),
             ),
             asked_for(options),
+            candidates=CANDIDATES if options.hybrid_eviction is Eviction.AUTO else MARCONI_ALONE,
             min_branch_tokens=options.hybrid_min_branch_tokens,
             serving=serving,
             has_states=cache.is_mamba_enabled,

@@ -20,6 +20,9 @@ CANDIDATES = (
     *(Spec("marconi", (("alpha", alpha),)) for alpha in ALPHAS),
 )
 
+MARCONI_ALONE = tuple(Spec("marconi", (("alpha", alpha),)) for alpha in (0.0, *ALPHAS))
+"""What the paper chooses from; it starts with the first one."""
+
 
 def make_policies(spec: Spec, history: History | None = None) -> tuple[Policy, Policy]:
     """One policy object for KV and one for states; those that learn share `history`."""

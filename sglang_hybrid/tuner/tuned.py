@@ -14,9 +14,9 @@ from sglang_hybrid.core.nodes import Node
 from sglang_hybrid.core.pool import Pool
 from sglang_hybrid.replay.served import ServedCache
 from sglang_hybrid.replay.simulator import Outcome, Simulator, Split, Ticket
-from sglang_hybrid.replay.systems import HINDSIGHT, Setting, Spec
+from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.traces import Request
-from sglang_hybrid.tuner.candidates import CANDIDATES, make_policies, replay
+from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE, make_policies, replay
 from sglang_hybrid.tuner.recorder import Finished
 from sglang_hybrid.tuner.search import Found, Limits
 from sglang_hybrid.tuner.tuner import Rules, Tuner
@@ -28,11 +28,9 @@ DELAY = 32
 
 CHOICES = {
     "tuned": CANDIDATES,
-    "marconi-tuned": tuple(Spec(HINDSIGHT).candidates()),
+    "marconi-tuned": MARCONI_ALONE,
 }
-"""What a system chooses from, by its name in a replay; it starts with the first one. The paper
-tunes alpha and starts with 0.
-"""
+"""What a system chooses from, by its name in a replay; it starts with the first one."""
 
 
 class Switching(Simulator):

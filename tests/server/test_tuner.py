@@ -15,7 +15,7 @@ import pytest
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.server_process import ServerProcess
 from tests.server.client import ask, hybrid_cache, random_prompt
-from tests.tuner.traffic import POOLS, fashions, templates
+from tests.tuner.traffic import POOLS, bursts, conversations, templates
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -30,7 +30,7 @@ CHECKED = {
     "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
     "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1",  # SGLang's tree, and our mirror of it
 }
-SWITCHED = re.compile(r"eviction is (\w+)[^:]* from request (\d+) on:")
+SWITCHED = re.compile(r"eviction is marconi ([\d.]+) from request (\d+) on:")
 
 
 def words(prompt: list[int]) -> list[int]:
@@ -69,28 +69,36 @@ def workers(server: ServerProcess) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_policy_follows_the_traffic(ranks: int, model_directory: Callable[[str], Path]) -> None:
+    """Marconi, whose best alpha differs: reuse serves all of this traffic best."""
     model = model_directory(DEFAULT_ARCHITECTURE)
     flags = ["--model-path", str(model), "--tp-size", str(ranks), *FLAGS]
+    flags += ["--hybrid-eviction", "marconi"]
     with ServerProcess(flags, environment=CHECKED) as server:
 
-        def runs() -> int:
-            return int(hybrid_cache(server.url)["tuner"]["runs"])
+        def tuner() -> dict:
+            return hybrid_cache(server.url)["tuner"]
 
-        send(server, fashions(WINDOW + 10))
-        until(lambda: runs() == 1)
-        send(server, fashions(5, seed=1))
-        first = hybrid_cache(server.url)
-        send(server, templates(WINDOW + 10))
-        until(lambda: runs() >= 2)
-        send(server, templates(5, seed=1))
-        then = hybrid_cache(server.url)
+        def serve(prompts: list[list[int]], switches: int) -> dict:
+            """Until the policy has changed so often, or all is sent."""
+            for at in range(0, len(prompts), 10):
+                send(server, prompts[at : at + 10])
+                until(lambda: not tuner()["searching"])
+                if tuner()["switches"] >= switches:
+                    break
+            send(server, prompts[-5:])
+            return hybrid_cache(server.url)
+
+        start = hybrid_cache(server.url)
+        first = serve(conversations(6 * WINDOW), switches=1)
+        then = serve(bursts(12 * WINDOW), switches=2)
         log = server.log.read_text(errors="replace")
         assert workers(server) == []
-    print(first, then)
-    assert (first["eviction"], then["eviction"]) == ("lru", "reuse")
+    print(start, first, then)
+    assert start["alpha"] == 0
+    assert first["alpha"] >= 0.1
+    assert then["alpha"] < first["alpha"]
     assert [seen["tuner"]["switches"] for seen in (first, then)] == [1, 2]
-    assert "lru instead of reuse" in first["tuner"]["last_switch"]
-    assert "reuse instead of lru" in then["tuner"]["last_switch"]
+    assert "instead of marconi 0:" in first["tuner"]["last_switch"]
     assert then["tuner"]["failures"] == 0
     switches = SWITCHED.findall(log)
     assert len(switches) == 2 * ranks

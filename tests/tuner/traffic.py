@@ -1,5 +1,7 @@
-"""Traffic in two phases: few-shot templates, where knowing what returns is best, and documents that
-are asked about in turn for a while and then never again, where recency is.
+"""Traffic in phases: few-shot templates, where knowing what returns is best; documents that are
+asked about in turn for a while and then never again, where recency is; conversations in turn, of
+which the longer ones are worth more; documents that are asked about at once or never again, where
+length misleads.
 """
 
 from __future__ import annotations
@@ -34,6 +36,30 @@ def fashions(count: int, seed: int = 0) -> list[list[int]]:
     """Prompts about three documents in turn, five about each, then about three others."""
     names = [100 + i // 15 * 3 + i % 3 for i in range(count)]
     return [run(name, 200) + run(20_000 + 1_000 * seed + i, 12) for i, name in enumerate(names)]
+
+
+def conversations(count: int, seed: int = 0) -> list[list[int]]:
+    """Five conversations in turn; one in ten turns is the last, and another one begins."""
+    source = random.Random(seed)
+    said = [run(100 + k, 40) for k in range(5)]
+    prompts = []
+    for i in range(count):
+        at = i % 5
+        said[at] = said[at] + run(20_000 + 1_000 * seed + i, 60)
+        prompts.append(said[at])
+        if len(said[at]) > 500 or source.random() < 0.1:
+            said[at] = run(40_000 + 1_000 * seed + i, 40)
+    return prompts
+
+
+def bursts(count: int, seed: int = 0) -> list[list[int]]:
+    """Documents that are asked about once, or five times on end, and never again."""
+    source = random.Random(seed)
+    names = [name for name in range(count) for _ in range(source.choice((1, 1, 5)))]
+    return [
+        run(1_000 + name, 150) + run(20_000 + 1_000 * seed + i, 12)
+        for i, name in enumerate(names[:count])
+    ]
 
 
 def requests(prompts: Sequence[list[int]]) -> list[Request]:
