@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--format", metavar="NAME", help=", ".join(FORMATS))
     add("--limit", type=int, help="the first N requests only")
     add("--max-input", type=int, help="leave out Mooncake's longer prompts")
+    add("--stitch", action="store_true", help="fill Mooncake's answers in from later prompts")
     add("--skip-bad", action="store_true", help="count bad lines and go on")
     add("--tokenizer", metavar="DIR", help="a model's directory, for conversations of text")
     add("--generate", metavar="KIND", help=", ".join(KINDS))
@@ -160,7 +161,13 @@ def _traffic(options: argparse.Namespace, console: Console) -> tuple[str, Sequen
     if options.generate is None:
         rate = 1.0 if options.session_rate is None else options.session_rate
         reading = Reading(
-            options.limit, options.max_input, options.tokenizer, rate, options.seed, skipped
+            options.limit,
+            options.max_input,
+            options.tokenizer,
+            rate,
+            options.seed,
+            skipped,
+            options.stitch,
         )
         requests = read_trace(options.trace, reading, options.format)
         name = options.trace.name.split(".")[0]

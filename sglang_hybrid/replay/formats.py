@@ -20,6 +20,7 @@ from sglang_hybrid.replay.conversations import (
     OpenAi,
     ShareGpt,
 )
+from sglang_hybrid.replay.stitch import stitched
 from sglang_hybrid.replay.traces import (
     CompactLine,
     Fresh,
@@ -43,7 +44,8 @@ SAME_START = 32  # tokens; requests that share them may share more
 
 @dataclass
 class Reading:
-    """How to read. limit: requests. max_input: Mooncake's longer prompts are left out.
+    """How to read. limit: requests. max_input: Mooncake's longer prompts are left out. stitch: its
+    unknown tokens are taken from the prompts that go on from them.
 
     session_rate: sessions a second, and seed of their arrivals, where a format has no clock.
     """
@@ -54,6 +56,7 @@ class Reading:
     session_rate: float = 1.0
     seed: int = 0
     skipped: Skipped = field(default_factory=Skipped)
+    stitch: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,8 @@ def _compact(path: Path, reading: Reading) -> list[Request]:
 
 
 def _mooncake(path: Path, reading: Reading) -> list[Request]:
-    return read_mooncake(path, reading.limit, reading.max_input, reading.skipped)
+    requests = read_mooncake(path, reading.limit, reading.max_input, reading.skipped)
+    return stitched(requests) if reading.stitch else requests
 
 
 FORMATS = {
