@@ -37,7 +37,7 @@ def test_any_position_is_the_recurrence() -> None:
     programs = ["interpreted_checkpoint_states.py"]
     if importlib.util.find_spec("sglang"):
         programs.append("interpreted_with_sglang.py")
-    interpret(programs, "not slow", 20, 250)
+    interpret(programs, "not slow", 8, 250)
 
 
 @pytest.mark.slow

@@ -17,14 +17,14 @@ CONFIGURATIONS = {
 }
 
 
-ONE_OF_A_KIND = ("nemotron-h", "qwen3-next", "falcon-mamba")
-"""Mamba2, gated delta net and Mamba1; the others take minutes more."""
+IN_EVERY_RUN = ("nemotron-h", "qwen3-next")
+"""Mamba2 and gated delta net; the others take minutes more."""
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[] if name in ONE_OF_A_KIND else pytest.mark.slow)
+        pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow)
         for name in sorted(ARCHITECTURES)
     ],
 )

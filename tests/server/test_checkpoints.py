@@ -263,6 +263,7 @@ def test_the_forks_of_a_program_share_its_prompt(url: str) -> None:
     assert before["hit_tokens"] >= 3 * (tokens - 1)
 
 
+@pytest.mark.slow
 def test_a_state_that_is_off_by_one_would_be_seen(
     model_directory: Callable[[str], Path], sglangs_own: str
 ) -> None:

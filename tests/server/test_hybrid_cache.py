@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import requests
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
@@ -99,6 +100,7 @@ def test_what_the_cache_did_is_told(model_directory: Callable[[str], Path]) -> N
     assert _metric(metrics, "alpha") == 0.5
 
 
+@pytest.mark.slow
 def test_a_model_without_recurrent_state(model_directory: Callable[[str], Path]) -> None:
     """With a policy it is served by our cache, and every shared prefix is hit to the token."""
     prompts = conversation()

@@ -4,10 +4,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.server_process import ServerProcess
 from tests.server.client import ask, generate, hybrid_cache, random_prompt
 from tests.server.expected import NEW_TOKENS, agree, expect
+
+pytestmark = pytest.mark.slow
 
 CHECKED = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
 """Ends the server at the first match, insert or eviction in which the ranks differ."""
