@@ -36,9 +36,7 @@ def url(default_server: str) -> str:
     return default_server
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """One process of several runs all server tests, one after the other."""
-    for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.server)
-            item.add_marker(pytest.mark.xdist_group("server"))
+    item.add_marker(pytest.mark.server)
+    item.add_marker(pytest.mark.xdist_group("server"))
