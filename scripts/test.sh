@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Lint, types and all tests but the slow ones, in .venv, which is made first where it is missing.
-# Two processes: one for the tests that start servers, one for all others. Arguments go to pytest:
+# Two processes; a file's tests stay in one, for they share servers. Arguments go to pytest:
 # scripts/test.sh tests/core -k reuse
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,4 +11,4 @@ export OMP_WAIT_POLICY=PASSIVE # servers and their tests share the cores
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
-exec "$bin/python" -m pytest -n 2 --dist loadgroup -m "not slow" "$@"
+exec "$bin/python" -m pytest -n 2 --dist loadfile -m "not slow" "$@"

@@ -37,6 +37,4 @@ def url(default_server: str) -> str:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """One process of several runs all server tests, one after the other."""
     item.add_marker(pytest.mark.server)
-    item.add_marker(pytest.mark.xdist_group("server"))
