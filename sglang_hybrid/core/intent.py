@@ -152,8 +152,7 @@ def room_for(intent: Intent[Slot], free_slots: int, pool: Pool) -> Room:
         anchor = intent.anchor_of(position)
         return pool.outlives(expected(position, kind, anchor, intent.meeting, pool.clock))
 
-    evictable = pool.cheapest() is not None
-    return Room(free_slots, evictable, outlives, pool.policy.knows_returns)
+    return Room(free_slots, pool.evictable, outlives, pool.policy.knows_returns)
 
 
 def expected(

@@ -112,6 +112,12 @@ class Pool:
                 return table.lowest(self.policy.scores(table, self.clock))
         return None
 
+    @property
+    def evictable(self) -> bool:
+        """Whether anything may go before a last resort."""
+        self._describe_marked()
+        return len(self._dead) + len(self._candidates) > 0
+
     def outlives(self, node: Node) -> bool:
         """Whether `node`, which no tree holds yet, would score above the cheapest victim if it gave
         back one state. Scores compare within one table only, so it joins theirs for the moment.

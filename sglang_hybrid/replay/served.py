@@ -68,7 +68,7 @@ class StateSlots:
     def room(self, intent: Intent[int]) -> Room:
         pool = self._cache.state_pool
         if isinstance(pool.policy, SglangLru):  # there what is new is worth more than what is old
-            return Room(self.free(), evictable=pool.cheapest() is not None)
+            return Room(self.free(), evictable=pool.evictable)
         return room_for(intent, self.free(), pool)
 
 
