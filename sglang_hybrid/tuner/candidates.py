@@ -8,20 +8,13 @@ from sglang_hybrid.core.eviction import Policy, Reuse, make_policy
 from sglang_hybrid.core.history import History
 from sglang_hybrid.replay.served import ServedCache
 from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator, Split
-from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.replay.systems import HINDSIGHT, Spec
 from sglang_hybrid.tuner.window import Window
 
-ALPHAS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Of Marconi. At 0 it is LRU."""
+MARCONI_ALONE = tuple(Spec(HINDSIGHT).candidates())
+"""What the paper chooses from; it starts with the first one, whose alpha is 0: LRU."""
 
-CANDIDATES = (
-    Spec("reuse"),
-    Spec("lru"),
-    *(Spec("marconi", (("alpha", alpha),)) for alpha in ALPHAS),
-)
-
-MARCONI_ALONE = tuple(Spec("marconi", (("alpha", alpha),)) for alpha in (0.0, *ALPHAS))
-"""What the paper chooses from; it starts with the first one."""
+CANDIDATES = (Spec("reuse"), Spec("lru"), *MARCONI_ALONE[1:])
 
 
 def make_policies(spec: Spec, history: History | None = None) -> tuple[Policy, Policy]:
