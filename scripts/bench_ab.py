@@ -131,9 +131,10 @@ class Configuration:
     flags: tuple[str, ...]
     ours: bool
 
-    @property
-    def module(self) -> str:
-        return "sglang_hybrid.launch_server" if self.ours else "sglang.launch_server"
+    def server(self, common: Sequence[str]) -> ServerProcess:
+        """With the flags that all have in common, and its own."""
+        module = "sglang_hybrid.launch_server" if self.ours else "sglang.launch_server"
+        return ServerProcess([*common, *self.flags], module=module)
 
 
 @dataclass
@@ -340,9 +341,8 @@ def measure(
     A server that has not answered everything after `limit` seconds has failed.
     """
     result = Result(configuration)
-    flags = [*common, *configuration.flags]
     try:
-        with ServerProcess(flags, module=configuration.module) as server:
+        with configuration.server(common) as server:
             result.pools = pools(server.log.read_text(errors="replace"))
             warm_up(server.url, concurrency)
             before = metrics(server.url)
@@ -376,9 +376,7 @@ def measure_in_pairs(
         with contextlib.ExitStack() as stack:
             servers = []
             for result in results:
-                flags = [*common, *result.configuration.flags]
-                module = result.configuration.module
-                servers.append(stack.enter_context(ServerProcess(flags, module=module)))
+                servers.append(stack.enter_context(result.configuration.server(common)))
                 result.pools = pools(servers[-1].log.read_text(errors="replace"))
                 warm_up(servers[-1].url, 1)
             driving = drive_in_pairs([server.url for server in servers], trace)
@@ -584,8 +582,8 @@ def main() -> int:
     chosen = configurations(candidates, options.ours)
     try:
         if options.paired:
-            results = measure_in_pairs(chosen, common, trace, options.limit)
-        for configuration in () if options.paired else chosen:
+            results, chosen = measure_in_pairs(chosen, common, trace, options.limit), []
+        for configuration in chosen:
             print(f"{configuration.name} ...", end=" ", file=sys.stderr, flush=True)
             result = measure(
                 configuration,

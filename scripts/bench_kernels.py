@@ -297,7 +297,7 @@ def agree(layer: Layer, batch: Batch, count: int, asked: list[tuple[int, int]]) 
     """All three ways leave the same states, to bfloat16's rounding. Raises AssertionError."""
     first = len(batch.lengths)
     kept = slice(first, first + count)
-    targets = target_list(batch, asked, first)
+    targets = target_list(batch.cu, asked, first, batch.hidden.device)
     found = []
     for run in (
         lambda: layer.prefill(batch, leave=ours(layer, targets)),
@@ -314,12 +314,13 @@ def agree(layer: Layer, batch: Batch, count: int, asked: list[tuple[int, int]]) 
         torch.testing.assert_close(windows, found[0][1], rtol=2e-2, atol=2e-2)
 
 
-def target_list(batch: Batch, asked: list[tuple[int, int]], first: int) -> cs.Targets:
-    """The positions, to slots from ``first`` on."""
-    device = batch.hidden.device
+def target_list(
+    cu: list[int], asked: list[tuple[int, int]], first: int, device: torch.device
+) -> cs.Targets:
+    """The positions in sequences that begin at ``cu``, to slots from ``first`` on."""
     return cs.Targets(
         torch.tensor([s for s, _ in asked], device=device),
-        torch.tensor([batch.cu[s] + p for s, p in asked], device=device),
+        torch.tensor([cu[s] + p for s, p in asked], device=device),
         torch.arange(first, first + len(asked), device=device),
     )
 
@@ -347,7 +348,7 @@ def bench(shapes: list[Shape], batches: dict[str, list[int]]) -> None:
             for count in COUNTS:
                 asked = spread(lengths, count)
                 agree(layer, batch, count, asked)
-                targets = target_list(batch, asked, len(lengths))
+                targets = target_list(batch.cu, asked, len(lengths), hidden.device)
                 cells = [shape.name, name, f"{alone:.3f}", str(count)]
                 for leave in (ours(layer, targets), sglangs(layer, targets)):
                     took = milliseconds(lambda: layer.prefill(batch, leave=leave))  # noqa: B023
@@ -391,11 +392,7 @@ def check(device: str, dtype: torch.dtype, tolerance: float) -> None:
         pool = torch.full((len(asked), heads, width, size), torch.nan, device=device)
         cs.save_ssd_states(
             pool,
-            cs.Targets(
-                torch.tensor([s for s, _ in asked], device=device),
-                torch.tensor([cu[s] + p for s, p in asked], device=device),
-                torch.arange(len(asked), device=device),
-            ),
+            target_list(cu, asked, 0, pool.device),
             x=x,
             dt=dt.view(heads, chunks, chunk),
             A=A,

@@ -132,13 +132,14 @@ def leave_one_out(bench: Bench, grid: Sequence[Constants], rules: str) -> None:
     print(f"\nover all rows: {sum(chosen_means) / max(len(chosen_means), 1):.1f} %")
 
 
+def read_named(folder: Path, name: str) -> list[Request]:
+    """One of SIZES; Mooncake's are the first 2,000 of at most 32 Ki tokens."""
+    limit = 2_000 if name.startswith("mooncake") else None
+    return read_trace(folder / f"{name}.jsonl.gz", Reading(limit, max_input=32_768))
+
+
 def read_traces(folder: Path) -> tuple[Runner, list[Row]]:
-    """Mooncake's are the first 2,000 of at most 32 Ki tokens."""
-    traces: dict[str, Sequence[Request]] = {}
-    for name in SIZES:
-        limit = 2_000 if name.startswith("mooncake") else None
-        traces[name] = read_trace(folder / f"{name}.jsonl.gz", Reading(limit, max_input=32_768))
-    return Runner(traces), rows_of(SIZES)
+    return Runner({name: read_named(folder, name) for name in SIZES}), rows_of(SIZES)
 
 
 def generate_traces(seeds: int) -> tuple[Runner, list[Row]]:

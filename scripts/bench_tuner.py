@@ -14,18 +14,19 @@ tuner, which starts with `--start` and whose searches take `--delay` requests. T
 from __future__ import annotations
 
 import argparse
+import sys
 from argparse import RawDescriptionHelpFormatter as Raw
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.replay.formats import Reading, read_trace
+from scripts.bench_policies import COST, RULES, SIZES, TRACES, read_named
 from sglang_hybrid.replay.generators import generate, traffic
-from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.traces import Request
 from sglang_hybrid.tuner.candidates import CANDIDATES
@@ -34,16 +35,7 @@ from sglang_hybrid.tuner.tuner import Rules
 
 Ints = npt.NDArray[np.int64]
 
-COST = CostModel.paper_7b()
-TRACES = Path(__file__).parents[1].parent / "shared" / "traces"
-ROWS = {
-    "taubench_airline": (5, 10),
-    "sharegpt_55": (2, 4),
-    "bbh_fewshot": (1, 2, 4),
-    "claude_code_64k": (20, 40, 80),
-    "mooncake_conversation_trace": (40, 80),
-}
-PHASES = {  # kinds of generated traffic, one after the other, and GB
+PHASES: dict[str, tuple[float, ...]] = {  # kinds of generated traffic, one after the other, and GB
     "few-shot, chat": (2, 4),
     "chat, few-shot": (2, 4),
     "few-shot, agent": (5, 10),
@@ -126,13 +118,11 @@ def phases(kinds: Sequence[str], seed: int) -> list[Request]:
     return requests
 
 
-def all_rows(options: argparse.Namespace) -> Iterator[tuple[str, int, list[Request]]]:
+def all_rows(options: argparse.Namespace) -> Iterator[tuple[str, float, list[Request]]]:
     """Names, GB and requests."""
     if "traces" in options.traffic:
-        for name, sizes in ROWS.items():
-            path, mooncake = options.traces / f"{name}.jsonl.gz", name.startswith("mooncake")
-            reading = Reading(2_000, 32_768) if mooncake else Reading()
-            requests = read_trace(path, reading)
+        for name, sizes in SIZES.items():
+            requests = read_named(options.traces, name)
             yield from ((name, size, requests) for size in sizes)
     if "phases" in options.traffic:
         for name, sizes in PHASES.items():
@@ -146,18 +136,17 @@ def main() -> None:
     add("--traces", type=Path, default=TRACES, metavar="DIR", help="where the traces lie")
     add("--traffic", nargs="+", choices=["traces", "phases"], default=["traces", "phases"])
     add("--seed", type=int, default=0, help="of generated traffic")
-    add("--rules", choices=["paper", "served"], default="served")
+    add("--rules", choices=[*RULES], default="served")
     add("--start", type=Spec.parse, default=CANDIDATES[0], help="the starting policy (reuse)")
     add("--delay", type=int, default=DELAY, help="requests that a search takes (%(default)s)")
     options = parser.parse_args()
-    serving = Serving() if options.rules == "served" else None
     print(
         "| traffic | GB | requests | best alone | hit % | start | whole | first decision "
         "| its choice | rest | searches | switches |\n"
         "|---|---:|---:|---|---:|---:|---:|---:|---|---:|---:|---:|"
     )
     for name, size, requests in all_rows(options):
-        setting = Setting(COST, size * 10**9, requests, serving=serving)
+        setting = Setting(COST, int(size * 1e9), requests, serving=RULES[options.rules])
         row = measure(setting, options.start, Rules(), options.delay)
         best = row.alone[row.best]
         never = row.at == len(requests)
