@@ -142,6 +142,22 @@ class Mamba2:
                     states[c] = self.states[s][c * chunk - begin].to(dtype)
         return dt.view(heads, count, chunk), states
 
+    def save(
+        self, pool: Pool, asked: list[tuple[int, int]], dt: Tensor, chunk_states: Tensor
+    ) -> None:
+        """What was asked for, by the kernel, to the pool."""
+        cs.save_ssd_states(
+            pool.states,
+            targets(self.cu, asked, pool.slots),
+            x=self.x,
+            dt=dt,
+            A=self.A,
+            B=self.B,
+            chunk_states=chunk_states,
+            cu_seqlens=torch.tensor(self.cu),
+            initial_states=self.initial,
+        )
+
 
 ssd_shapes = st.sampled_from(
     [
@@ -163,17 +179,7 @@ def test_mamba2(seed, lengths, shape, chunk, dtype, kept, started):
     asked = asked_for(d, lengths, chunk)
     pool = Pool(d, len(asked), batch.states[0].shape[1:], kept)
     dt, chunk_states = batch.chunked(chunk, kept)
-    cs.save_ssd_states(
-        pool.states,
-        targets(batch.cu, asked, pool.slots),
-        x=batch.x,
-        dt=dt,
-        A=batch.A,
-        B=batch.B,
-        chunk_states=chunk_states,
-        cu_seqlens=torch.tensor(batch.cu),
-        initial_states=batch.initial,
-    )
+    batch.save(pool, asked, dt, chunk_states)
     exact = dtype == kept == torch.float32
     pool.check([batch.states[s][p] for s, p in asked], FP32 if exact else BF16)
 
@@ -183,16 +189,7 @@ def test_mamba2_at_a_chunk_border_is_the_chunk_state_itself():
     batch = Mamba2(d, [10, 140], (2, 1, 32, 16), torch.bfloat16, False)
     dt, chunk_states = batch.chunked(64, torch.float32)
     pool = Pool(d, 2, (2, 32, 16), torch.float32)
-    cs.save_ssd_states(
-        pool.states,
-        targets(batch.cu, [(1, 118), (1, 54)], pool.slots),
-        x=batch.x,
-        dt=dt,
-        A=batch.A,
-        B=batch.B,
-        chunk_states=chunk_states,
-        cu_seqlens=torch.tensor(batch.cu),
-    )
+    batch.save(pool, [(1, 118), (1, 54)], dt, chunk_states)
     assert torch.equal(pool.states[pool.slots], chunk_states[[2, 1]])
 
 
@@ -204,17 +201,9 @@ def test_mamba2_reads_slices_and_transposes_as_they_are():
     both = torch.cat([batch.x.flatten(1), batch.B.flatten(1)], dim=1).T.contiguous().T
     asked = [(0, 69), (1, 1), (0, 3)]
     pool = Pool(d, 3, (2, 32, 16), torch.float32)
-    cs.save_ssd_states(
-        pool.states,
-        targets(batch.cu, asked, pool.slots),
-        x=both[:, :64].unflatten(1, (2, 32)),
-        dt=dt,
-        A=batch.A,
-        B=both[:, 64:].unflatten(1, (1, 16)),
-        chunk_states=chunk_states,
-        cu_seqlens=torch.tensor(batch.cu),
-        initial_states=batch.initial,
-    )
+    batch.x = both[:, :64].unflatten(1, (2, 32))
+    batch.B = both[:, 64:].unflatten(1, (1, 16))
+    batch.save(pool, asked, dt, chunk_states)
     pool.check([batch.states[s][p] for s, p in asked], FP32)
 
 
@@ -318,15 +307,5 @@ def test_mamba2_at_the_shapes_of_models(shape, dtype):
     asked = asked_for(d, lengths, chunk)
     pool = Pool(d, len(asked), batch.states[0].shape[1:], torch.float32)
     dt, chunk_states = batch.chunked(chunk, torch.float32)
-    cs.save_ssd_states(
-        pool.states,
-        targets(batch.cu, asked, pool.slots),
-        x=batch.x,
-        dt=dt,
-        A=batch.A,
-        B=batch.B,
-        chunk_states=chunk_states,
-        cu_seqlens=torch.tensor(batch.cu),
-        initial_states=batch.initial,
-    )
+    batch.save(pool, asked, dt, chunk_states)
     pool.check([batch.states[s][p] for s, p in asked], FP32 if dtype == torch.float32 else BF16)
