@@ -38,10 +38,10 @@ def register() -> None:
     check_sglang_version()
     from sglang.srt.platforms import current_platform
 
-    from sglang_hybrid.cache import radix_cache
+    from sglang_hybrid.cache import factory
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform
 
-    radix_cache.register()
+    factory.register()
     _one_state_buffer_for_pure_state_space_models()
     if isinstance(current_platform, HybridCpuPlatform):
         _use_torch_native_attention_on_cpu()

@@ -12,11 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.registry import (
-    TreeCacheBuildContext,
-    create_unified_radix_cache,
-    register_radix_cache_backend,
-)
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -35,13 +30,10 @@ from sglang_hybrid.cache.tuning import asked_for, make_tuning
 from sglang_hybrid.checkpoints import decode
 from sglang_hybrid.checkpoints.family import Family
 from sglang_hybrid.checkpoints.planner import Planned, Planner
-from sglang_hybrid.checkpoints.roles import RoleTokens, role_tokens
-from sglang_hybrid.checkpoints.strategy import why_unplanned
-from sglang_hybrid.checkpoints.tracks import supports_state_tracks
-from sglang_hybrid.config import BACKEND, Admission, Eviction, HybridConfig
+from sglang_hybrid.checkpoints.roles import RoleTokens
+from sglang_hybrid.config import Admission, Eviction, HybridConfig
 from sglang_hybrid.core.history import History
 from sglang_hybrid.core.nodes import Kind
-from sglang_hybrid.patching import is_patched
 from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.telemetry.metrics import CacheMetrics
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
@@ -354,53 +346,3 @@ class HybridRadixCache(UnifiedRadixCache):
 
 def _publish(req: Req, report: RequestReport) -> None:
     req.customized_info = {**(req.customized_info or {}), "hybrid_cache": [report.as_dict()]}
-
-
-def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-
-    from sglang_hybrid.cache.sizes import cost_of_model
-
-    options = HybridConfig.from_environment()
-    cost = cost_of_model(context.model_config.hf_config)
-
-    unplanned = why_unplanned(context.server_args)
-    if not is_patched(ScheduleBatch.prepare_for_extend):
-        unplanned = "an engine that was not started through sglang_hybrid.launch_server"
-    judicious = options.hybrid_admission is Admission.JUDICIOUS
-    if unplanned and judicious and context.is_hybrid_ssm:
-        logger.warning(
-            "sglang_hybrid: with %s states are taken where SGLang tracks them.", unplanned
-        )
-    roles = role_tokens(context.tp_worker) if judicious and not unplanned else None
-    one_pass = supports_state_tracks(context.tp_worker.model_runner)
-
-    def build(params: CacheInitParams) -> HybridRadixCache:
-        return HybridRadixCache(
-            params,
-            options,
-            cost,
-            roles,
-            one_pass=one_pass,
-            plans=not unplanned,
-            rank=_rank(),
-        )
-
-    cache: UnifiedRadixCache = create_unified_radix_cache(context, cache_class=build)
-    return cache
-
-
-def _rank() -> int | None:
-    """This cache's number among those with requests of their own, None if another rank receives
-    its requests (scheduler.py, ingest_requests).
-    """
-    from sglang.srt.runtime_context import get_parallel
-
-    here = get_parallel()
-    receives = here.pp_rank == 0 and here.attn_tp_rank == 0 and here.attn_cp_rank == 0
-    return (here.attn_dp_rank or here.dp_rank or 0) if receives else None
-
-
-def register() -> None:
-    """Make `--radix-cache-backend hybrid` known to SGLang in this process."""
-    register_radix_cache_backend(BACKEND, _factory)

@@ -1,0 +1,72 @@
+"""`--radix-cache-backend hybrid`: what SGLang calls to have our cache built."""
+
+from __future__ import annotations
+
+import logging
+
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.registry import (
+    TreeCacheBuildContext,
+    create_unified_radix_cache,
+    register_radix_cache_backend,
+)
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sglang_hybrid.cache.radix_cache import HybridRadixCache
+from sglang_hybrid.checkpoints.roles import role_tokens
+from sglang_hybrid.checkpoints.strategy import why_unplanned
+from sglang_hybrid.checkpoints.tracks import supports_state_tracks
+from sglang_hybrid.config import BACKEND, Admission, HybridConfig
+from sglang_hybrid.patching import is_patched
+
+logger = logging.getLogger(__name__)
+
+
+def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from sglang_hybrid.cache.sizes import cost_of_model
+
+    options = HybridConfig.from_environment()
+    cost = cost_of_model(context.model_config.hf_config)
+
+    unplanned = why_unplanned(context.server_args)
+    if not is_patched(ScheduleBatch.prepare_for_extend):
+        unplanned = "an engine that was not started through sglang_hybrid.launch_server"
+    judicious = options.hybrid_admission is Admission.JUDICIOUS
+    if unplanned and judicious and context.is_hybrid_ssm:
+        logger.warning(
+            "sglang_hybrid: with %s states are taken where SGLang tracks them.", unplanned
+        )
+    roles = role_tokens(context.tp_worker) if judicious and not unplanned else None
+    one_pass = supports_state_tracks(context.tp_worker.model_runner)
+
+    def build(params: CacheInitParams) -> HybridRadixCache:
+        return HybridRadixCache(
+            params,
+            options,
+            cost,
+            roles,
+            one_pass=one_pass,
+            plans=not unplanned,
+            rank=_rank(),
+        )
+
+    cache: UnifiedRadixCache = create_unified_radix_cache(context, cache_class=build)
+    return cache
+
+
+def _rank() -> int | None:
+    """This cache's number among those with requests of their own, None if another rank receives
+    its requests (scheduler.py, ingest_requests).
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    here = get_parallel()
+    receives = here.pp_rank == 0 and here.attn_tp_rank == 0 and here.attn_cp_rank == 0
+    return (here.attn_dp_rank or here.dp_rank or 0) if receives else None
+
+
+def register() -> None:
+    """Make `--radix-cache-backend hybrid` known to SGLang in this process."""
+    register_radix_cache_backend(BACKEND, _factory)
