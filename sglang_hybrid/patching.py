@@ -16,6 +16,7 @@ import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
+import importlib.util
 import inspect
 import linecache
 import re
@@ -171,8 +172,15 @@ def install() -> None:
 
 
 def verify() -> None:
-    """Apply every patch to the installed files without importing them; raises `PatchError`."""
-    root = Path(str(importlib.metadata.distribution("sglang").locate_file("")))
+    """Apply every patch to the files that would be imported, without that; raises `PatchError`.
+
+    Those lie elsewhere than the package's metadata where SGLang is an editable install, as it is in
+    its own container images.
+    """
+    found = importlib.util.find_spec("sglang")
+    if found is None or not found.submodule_search_locations:
+        raise PatchError(f"sglang is not installed; install sglang=={SGLANG_VERSION}.")
+    root = Path(found.submodule_search_locations[0]).parent
     for patch in load_patches().values():
         try:
             released = (root / patch.path).read_bytes()

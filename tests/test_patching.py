@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,27 @@ def test_a_patch_without_a_hash_is_refused() -> None:
 def test_the_shipped_patches_fit_the_installed_sglang() -> None:
     patching.verify()
     assert patching.load_patches()
+
+
+def test_the_files_are_looked_for_where_python_would_import_them(tmp_path: Path) -> None:
+    """An editable install of SGLang has its metadata in one place and its files in another."""
+    installed = Path(patching.importlib.metadata.distribution("sglang").locate_file(""))
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    paths = list(patching.load_patches())
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes((installed / path).read_bytes())
+
+    def verify() -> subprocess.CompletedProcess[str]:
+        code = "from sglang_hybrid import patching; patching.verify()"
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    assert verify().returncode == 0
+    (tmp_path / paths[-1]).write_text("another release")
+    assert f"{paths[-1]} of the installed sglang" in verify().stderr
 
 
 def test_patches_come_before_any_module_they_change() -> None:
