@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.checkpoints.roles import role_tokens
 from sglang_hybrid.checkpoints.strategy import why_unplanned
-from sglang_hybrid.checkpoints.tracks import supports_state_tracks
+from sglang_hybrid.checkpoints.tracks import why_split
 from sglang_hybrid.config import BACKEND, Admission, HybridConfig
 from sglang_hybrid.patching import is_patched
 
@@ -39,7 +39,9 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
             "sglang_hybrid: with %s states are taken where SGLang tracks them.", unplanned
         )
     roles = role_tokens(context.tp_worker) if judicious and not unplanned else None
-    one_pass = supports_state_tracks(context.tp_worker.model_runner)
+    split = why_split(context.tp_worker.model_runner) if context.is_hybrid_ssm else None
+    if split and judicious and not unplanned and _rank() == 0:
+        logger.info("sglang_hybrid: prefills are split where they leave a state, since %s.", split)
 
     def build(params: CacheInitParams) -> HybridRadixCache:
         return HybridRadixCache(
@@ -47,7 +49,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
             options,
             cost,
             roles,
-            one_pass=one_pass,
+            one_pass=split is None,
             plans=not unplanned,
             rank=_rank(),
         )

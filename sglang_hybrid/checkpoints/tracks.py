@@ -1,25 +1,24 @@
 """Recurrent states that a prefill leaves in slots of the state pool, at any of its positions.
 
 `StateTracks` travels with SGLang's batch and says which states are wanted. `PrefillTracks` is made
-from it once per forward; every recurrent layer of the patched SGLang calls it
+from it once per forward; every recurrent layer of the patched SGLang uses it
 (patches/sglang-0.5.23/0007). A state is the last K-1 inputs of the layer's convolution (its window)
 and the layer's matrix:
 
-* Mamba2: the chunked scan ends a copy of the sequence at each position (SGLang's `track_states`).
-* Gated delta net: the scan returns the state in front of every 64th token; the tokens between it
-  and the position are run once more.
+* Windows are written before the convolution runs, from its inputs.
+* Matrices of Mamba2 and of the gated delta net are written inside the scan, from its chunk states
+  (``kernels/checkpoint_states.py``); the scans of the CPU platform pick them out themselves.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-CHUNK = 64
-"""Tokens between the states that the gated delta net's prefill returns (fla's CHUNK_SIZE)."""
+from sglang_hybrid.kernels import checkpoint_states
+from sglang_hybrid.kernels.checkpoint_states import Targets
+from sglang_hybrid.kernels.chunks import Positions
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,10 @@ class StateTracks:
 
 
 class PrefillTracks:
-    """`StateTracks` as the layers of one forward read them; n states, all tensors on ``device``.
+    """`StateTracks` as the layers of one forward read them: n states, tensors on the pool's device.
 
-    ``sequence`` [n] is the index in the batch and ``ends`` [n] the packed tokens that are read up
-    to the position; ``slots`` [n] is where the state goes and ``owners`` [n] the slot that the
-    sequence starts from and ends in, both physical.
+    ``targets`` are the states, those inside the sequences first and those at their ends behind
+    them; ``positions`` says the same on the host: (sequence, tokens of this prefill).
     """
 
     def __init__(
@@ -53,138 +51,126 @@ class PrefillTracks:
         extend_lens: list[int],
         slots: Tensor,
         cache_indices: Tensor,
-        width: int,
+        cu_seqlens: Tensor,
     ) -> None:
-        """Lengths are the batch's, per sequence; ``width`` is K-1, the inputs in a window.
+        """Lengths are the batch's, per sequence. slots [n] are where the states go, and
+        cache_indices [S] where the sequences start from and end in, all physical; cu_seqlens
+        [S + 1] are the bounds of the packed batch on the device.
 
         Nothing waits for the device. Raises ValueError for a position outside its prefill.
         """
         check(tracks, prefix_lens, extend_lens)
-        self.device = slots.device
-        rows = torch.tensor(tracks.rows)
-        lengths = torch.tensor(extend_lens)
-        prefix = torch.tensor(prefix_lens)[rows]
-        self._starts = (lengths.cumsum(0) - lengths)[rows]
-        self._read = torch.tensor(tracks.positions) - prefix
-        self._complete = self._read == lengths[rows]
-        chunks = (lengths + CHUNK - 1) // CHUNK
-        self._first_chunk = (chunks.cumsum(0) - chunks)[rows]
-
-        offsets = self._read[:, None] + torch.arange(-width, 0)
-        self._stitched = bool((offsets < 0).any())
-        self.sequence, self.ends, resumed, self._inputs, earlier = self._put(
+        self._cu_seqlens = cu_seqlens
+        self._cache_indices = cache_indices
+        read = [
+            position - prefix_lens[row]
+            for row, position in zip(tracks.rows, tracks.positions, strict=True)
+        ]
+        at_end = [taken == extend_lens[row] for row, taken in zip(tracks.rows, read, strict=True)]
+        order = sorted(range(len(read)), key=at_end.__getitem__)
+        self._inside = at_end.count(False)
+        self.positions: Positions = [(tracks.rows[i], read[i]) for i in order]
+        starts = torch.tensor(extend_lens).cumsum(0) - torch.tensor(extend_lens)
+        rows = torch.tensor([row for row, _ in self.positions])
+        sequences, ends, places, resumed = _put(
+            slots.device,
             rows,
-            self._starts + self._read,
-            prefix > 0,
-            self._starts[:, None] + offsets.clamp(min=0),
-            offsets + width,
+            starts[rows] + torch.tensor([taken for _, taken in self.positions]),
+            torch.tensor(order),
+            torch.tensor(prefix_lens) > 0,
         )
-        self.slots = slots.long()
-        self.owners = cache_indices[self.sequence].long()
-        if self._stitched:
-            self._resumed = resumed.bool()[:, None, None]
-            self._is_earlier = (earlier < width)[:, None]
-            self._earlier = earlier.clamp(max=width - 1)[:, None]
+        self._resumed = resumed.bool()
+        self.targets = Targets(sequences, ends, slots.long()[places])
 
-    def save_windows(self, inputs: Tensor, conv_states: Tensor) -> None:
+    @property
+    def inside(self) -> Targets:
+        """The targets in front of the last token of their sequence."""
+        n, t = self._inside, self.targets
+        return Targets(t.sequences[:n], t.ends[:n], t.slots[:n])
+
+    def save_windows(self, conv_states: Tensor, inputs: Tensor) -> None:
         """Write the window at every position; to be called before the convolution runs.
 
         inputs [T, D] is what the convolution reads, packed, and conv_states [slots, D, K-1] the
         pool: what a window lacks in front of this prefill is in the sequence's own slot, if it has
         a prefix, and zero otherwise.
         """
-        windows = inputs[self._inputs].transpose(1, 2).to(conv_states.dtype)
-        if self._stitched:
-            before = torch.where(self._resumed, conv_states[self.owners], 0)
-            before = before.gather(2, self._earlier.expand_as(before))
-            windows = torch.where(self._is_earlier, before, windows)
-        conv_states[self.slots] = windows
-
-    def save_states(self, states: Tensor, ssm_states: Tensor) -> None:
-        """Write Mamba2's tracked states [1, n, H, P, N] to the pool [slots, H, P, N]."""
-        ssm_states[self.slots] = states[0].to(ssm_states.dtype)
-
-    def replay(
-        self,
-        extend: Callable[..., Any],
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        chunk_states: Tensor | None,
-        ssm_states: Tensor,
-    ) -> None:
-        """Write the gated delta net's states to the pool [slots, Hv, Dv, Dk]; after its prefill.
-
-        ``extend`` is the prefill kernel as SGLang's dispatcher calls it and chunk_states
-        [1, chunks, Hv, Dv, Dk] what it returned. Shapes: key [1, T, Hk, Dk], value [1, T, Hv, Dv],
-        g and beta [1, T, Hv]. Raises RuntimeError if the kernel returned no chunk states.
-        """
-        if chunk_states is None:
-            raise RuntimeError(
-                "This gated delta net kernel returns no states inside a prefill; start the server "
-                "with --linear-attn-prefill-backend triton."
-            )
-        plan = self._replay
-        ssm_states[self.slots[plan.complete]] = ssm_states[self.owners[plan.complete]]
-        if plan.partial.numel() == 0:
-            return
-        states = chunk_states[0, plan.chunks].float()
-        k = key[:, plan.tokens]
-        extend(
-            q=k,  # only the states are wanted; the keys have the queries' shape
-            k=k,
-            v=value[:, plan.tokens],
-            g=g[:, plan.tokens],
-            beta=beta[:, plan.tokens],
-            ssm_states=states,
-            cache_indices=plan.indices,
-            query_start_loc=plan.bounds,
+        save = checkpoint_states.save_windows if inputs.is_cuda else _save_windows
+        save(
+            conv_states,
+            self.targets,
+            inputs=inputs,
+            owners=self._cache_indices,
+            resumed=self._resumed,
+            cu_seqlens=self._cu_seqlens,
         )
-        ssm_states[self.slots[plan.partial]] = states.to(ssm_states.dtype)
 
-    @cached_property
-    def _replay(self) -> "_Replay":
-        partial = (~self._complete).nonzero()[:, 0]
-        chunk, count = (self._read - 1) // CHUNK, (self._read - 1) % CHUNK + 1
-        begins, counts = (self._starts + chunk * CHUNK)[partial], count[partial]
-        bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        spread = (begins - bounds[:-1]).repeat_interleave(counts)
-        complete, partial, chunks, tokens, bounds, indices = self._put(
-            self._complete.nonzero()[:, 0],
-            partial,
-            (self._first_chunk + chunk)[partial],
-            spread + torch.arange(len(spread)),
-            bounds,
-            torch.arange(len(partial)),
-        )
-        return _Replay(complete, partial, chunks, tokens, bounds.int(), indices.int())
+    def into(self, ssm_states: Tensor) -> "StateWriter":
+        """These states, written to a layer's pool [slots, ...] by its scan."""
+        return StateWriter(self, ssm_states)
 
-    def _put(self, *values: Tensor) -> list[Tensor]:
-        """The values as int64 on the device, all in one copy."""
-        packed = torch.cat([value.flatten() for value in values])
-        if self.device.type == "cuda":
-            packed = packed.pin_memory()
-        moved = packed.to(self.device, non_blocking=True)
-        parts = torch.split(moved, [value.numel() for value in values])
-        return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
+    def copy_ends(self, ssm_states: Tensor) -> None:
+        """Copy the states at the ends of sequences from the slots that these ended in."""
+        n, t = self._inside, self.targets
+        ssm_states[t.slots[n:]] = ssm_states[self._cache_indices[t.sequences[n:]].long()]
 
 
 @dataclass(frozen=True)
-class _Replay:
-    """Which states the prefill left in the sequence's own slot, and which tokens run once more.
+class StateWriter:
+    """What a scan calls to leave states in one layer's pool; its keywords are those of
+    ``kernels/checkpoint_states.py``, chunk states and all as the scan holds them."""
 
-    ``complete`` and ``partial`` share out the n tracks. For each partial one: ``chunks`` is the row
-    of the state in front of its last chunk, ``tokens[bounds[i] : bounds[i + 1]]`` are the 1 to 64
-    tokens from there, ``indices`` counts them.
-    """
+    tracks: PrefillTracks
+    pool: Tensor
 
-    complete: Tensor
-    partial: Tensor
-    chunks: Tensor
-    tokens: Tensor
-    bounds: Tensor
-    indices: Tensor
+    def save_ssd_states(self, **scan: Any) -> None:
+        """Mamba2, after its state passing: write the states at all targets."""
+        checkpoint_states.save_ssd_states(self.pool, self.tracks.targets, **scan)
+
+    def save_delta_states(self, **scan: Any) -> None:
+        """Gated delta net, after its chunk states: write the states inside the sequences.
+
+        Those at the ends are left to `PrefillTracks.copy_ends`: the scan carries them in float32,
+        while its chunk states are of the model's dtype.
+        """
+        checkpoint_states.save_delta_states(self.pool, self.tracks.inside, **scan)
+
+    def put(self, states: Tensor) -> None:
+        """Write states [n, ...] of a scan that was asked for ``tracks.positions``."""
+        self.pool[self.tracks.targets.slots] = states.to(self.pool.dtype)
+
+
+def _save_windows(
+    pool: Tensor,
+    targets: Targets,
+    *,
+    inputs: Tensor,
+    owners: Tensor,
+    resumed: Tensor,
+    cu_seqlens: Tensor,
+) -> None:
+    """``checkpoint_states.save_windows`` in plain torch."""
+    past = pool.shape[2]
+    starts = cu_seqlens[targets.sequences].long()[:, None]
+    tokens = targets.ends[:, None] + torch.arange(-past, 0, device=pool.device)
+    windows = inputs[tokens.maximum(starts)].transpose(1, 2).to(pool.dtype)
+    earlier = tokens < starts
+    if earlier.any():
+        before = pool[owners[targets.sequences].long()]
+        before = torch.where(resumed[targets.sequences][:, None, None], before, 0)
+        step = (tokens - starts + past).clamp(max=past - 1)
+        before = before.gather(2, step[:, None].expand_as(before))
+        windows = torch.where(earlier[:, None], before, windows)
+    pool[targets.slots] = windows
+
+
+def _put(device: torch.device, *values: Tensor) -> list[Tensor]:
+    """Flat lists of integers as int64 on the device, all in one copy."""
+    packed = torch.cat([value.long() for value in values])
+    if device.type == "cuda":
+        packed = packed.pin_memory()
+    moved = packed.to(device, non_blocking=True)
+    return list(torch.split(moved, [len(value) for value in values]))
 
 
 def check(tracks: StateTracks, prefix_lens: list[int], extend_lens: list[int]) -> None:
@@ -205,16 +191,19 @@ def check(tracks: StateTracks, prefix_lens: list[int], extend_lens: list[int]) -
             )
 
 
-def prefill_tracks(backend: Any, forward_batch: Any, cache_indices: Tensor) -> PrefillTracks:
+def prefill_tracks(
+    backend: Any, forward_batch: Any, cache_indices: Tensor, cu_seqlens: Tensor
+) -> PrefillTracks:
     """The tracks of an SGLang ``ForwardBatch`` that has ``state_tracks``, for its layers.
 
-    cache_indices [S] are the physical slots of the batch's sequences. Raises RuntimeError if the
-    linear-attention ``backend`` is one that would not write them.
+    cache_indices [S] are the physical slots of the batch's sequences and cu_seqlens [S + 1] their
+    bounds. Raises RuntimeError if the linear-attention ``backend`` is one that would not write
+    them.
     """
     if not writes_tracks(backend):
         raise RuntimeError(
             f"{type(backend).__name__} cannot write states inside a prefill; ask "
-            "supports_state_tracks() first and split the prefill instead."
+            "why_split() first and split the prefill instead."
         )
     tracks: StateTracks = forward_batch.state_tracks
     return PrefillTracks(
@@ -223,7 +212,7 @@ def prefill_tracks(backend: Any, forward_batch: Any, cache_indices: Tensor) -> P
         forward_batch.extend_seq_lens_cpu,
         backend._translate_mamba_indices(tracks.slots),
         cache_indices,
-        backend.conv_states_shape[-1],
+        cu_seqlens,
     )
 
 
@@ -243,21 +232,30 @@ def writes_tracks(backend: Any) -> bool:
     return type(backend) is Mamba2AttnBackend
 
 
-def supports_state_tracks(model_runner: Any) -> bool:
-    """Whether a prefill of this SGLang ``ModelRunner`` writes the states that a batch asks for.
+def why_split(model_runner: Any) -> str | None:
+    """Why a prefill of this SGLang ``ModelRunner`` cannot write the states that a batch asks for,
+    so that it is split at the positions instead; None if it can.
 
-    Where it does not, a prefill must be split at the positions instead: other recurrent layers
-    (KDA, lightning attention, short convolution, Mamba1), other kernels, two-batch overlap, and
-    layers inside a CUDA graph. To be asked when the graphs are captured.
+    Where it cannot: other recurrent layers (KDA, lightning attention, short convolution, Mamba1),
+    other kernels, two-batch overlap, and layers inside a CUDA graph. To be asked when the graphs
+    are captured.
     """
     from sglang.srt.layers.attention.mamba.mamba1 import MambaMixer1
 
     backend = model_runner.attn_backend
-    return (
-        writes_tracks(getattr(backend, "linear_attn_backend", backend))
-        and not any(isinstance(module, MambaMixer1) for module in model_runner.model.modules())
-        and not _in_a_graph(model_runner)
-    )
+    linear = getattr(backend, "linear_attn_backend", backend)
+    if any(isinstance(module, MambaMixer1) for module in model_runner.model.modules()):
+        return "Mamba1 has no states inside its prefill"
+    if not writes_tracks(linear):
+        kernel = getattr(getattr(linear, "kernel_dispatcher", None), "extend_kernel", None)
+        name = type(linear).__name__ + (f" with {type(kernel).__name__}" if kernel else "")
+        return f"{name} writes no states inside a prefill"
+    if _in_a_graph(model_runner):
+        return (
+            "its recurrent layers are inside a prefill's CUDA graph "
+            "(--disable-prefill-cuda-graph leaves it out)"
+        )
+    return None
 
 
 def _in_a_graph(model_runner: Any) -> bool:

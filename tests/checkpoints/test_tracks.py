@@ -24,7 +24,7 @@ from sglang_hybrid.checkpoints.tracks import (
     PrefillTracks,
     StateTracks,
     prefill_tracks,
-    supports_state_tracks,
+    why_split,
 )
 from tests.checkpoints.layers import CHUNK, KERNEL, Asked, Case, Outcome, run_gdn, run_mamba2
 
@@ -122,8 +122,8 @@ def test_a_batch_that_asks_for_nothing_leaves_only_final_states(run: Run) -> Non
 
 
 def tracks(rows: list[int], positions: list[int]) -> PrefillTracks:
-    slots = torch.arange(len(rows))
-    return PrefillTracks(StateTracks(rows, positions, slots), [8, 0], [2, 5], slots, slots, 3)
+    slots, bounds = torch.arange(len(rows)), torch.tensor([0, 2, 7])
+    return PrefillTracks(StateTracks(rows, positions, slots), [8, 0], [2, 5], slots, slots, bounds)
 
 
 @pytest.mark.parametrize("row, position", [(0, 8), (0, 11), (1, 0), (1, 6)])
@@ -138,15 +138,9 @@ def test_a_row_outside_the_batch_is_refused(row: int) -> None:
         tracks([row], [1])
 
 
-def test_a_kernel_without_chunk_states_is_refused() -> None:
-    empty = torch.empty(0)
-    with pytest.raises(RuntimeError, match="--linear-attn-prefill-backend triton"):
-        tracks([0], [9]).replay(print, empty, empty, empty, empty, None, empty)
-
-
 def test_another_backend_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"SimpleNamespace cannot write .* split"):
-        prefill_tracks(SimpleNamespace(), SimpleNamespace(), torch.empty(0))
+        prefill_tracks(SimpleNamespace(), SimpleNamespace(), torch.empty(0), torch.empty(0))
 
 
 def test_no_state_at_all_is_refused() -> None:
@@ -184,7 +178,7 @@ def runner(
     mis: bool = False,
     graphs: str | None = None,
 ) -> Any:
-    """A model runner as far as `supports_state_tracks` looks at it."""
+    """A model runner as far as `why_split` looks at it."""
     backend = object.__new__(kind)
     backend.enable_mis = mis
     backend.kernel_dispatcher = SimpleNamespace(extend_kernel=object.__new__(kernel))
@@ -202,21 +196,21 @@ MIXER, NEMOTRON = made(MambaMixer2), made(BrokenOut, mixer=made(MambaMixer2))
 
 
 @pytest.mark.parametrize(
-    "model_runner, supported",
+    "model_runner, reason",
     [
-        (runner(Mamba2AttnBackend), True),
-        (runner(Mamba2AttnBackend, made(MambaMixer1)), False),
-        (runner(GDNAttnBackend), True),
-        (runner(GDNAttnBackend, kernel=OtherKernel), False),
-        (runner(GDNAttnBackend, mis=True), False),
-        (runner(OtherDevice), False),
-        (runner(KDAAttnBackend), False),
-        (runner(Mamba2AttnBackend, MIXER), True),
-        (runner(Mamba2AttnBackend, MIXER, graphs="breakable"), False),
-        (runner(Mamba2AttnBackend, NEMOTRON, graphs="breakable"), True),
-        (runner(Mamba2AttnBackend, NEMOTRON, graphs="full"), False),
-        (runner(GDNAttnBackend, graphs="breakable"), True),
-        (runner(GDNAttnBackend, graphs="full"), False),
+        (runner(Mamba2AttnBackend), None),
+        (runner(Mamba2AttnBackend, made(MambaMixer1)), "Mamba1 has no states"),
+        (runner(GDNAttnBackend), None),
+        (runner(GDNAttnBackend, kernel=OtherKernel), "GDNAttnBackend with OtherKernel writes no"),
+        (runner(GDNAttnBackend, mis=True), "GDNAttnBackend with TritonGDNKernel writes no"),
+        (runner(OtherDevice), "OtherDevice with"),
+        (runner(KDAAttnBackend), "KDAAttnBackend with"),
+        (runner(Mamba2AttnBackend, MIXER), None),
+        (runner(Mamba2AttnBackend, MIXER, graphs="breakable"), "inside a prefill's CUDA graph"),
+        (runner(Mamba2AttnBackend, NEMOTRON, graphs="breakable"), None),
+        (runner(Mamba2AttnBackend, NEMOTRON, graphs="full"), "inside a prefill's CUDA graph"),
+        (runner(GDNAttnBackend, graphs="breakable"), None),
+        (runner(GDNAttnBackend, graphs="full"), "inside a prefill's CUDA graph"),
     ],
     ids=[
         "mamba2",
@@ -234,11 +228,12 @@ MIXER, NEMOTRON = made(MambaMixer2), made(BrokenOut, mixer=made(MambaMixer2))
         "gdn-full-graph",
     ],
 )
-def test_which_models_write_tracks(model_runner: Any, supported: bool) -> None:
-    assert supports_state_tracks(model_runner) is supported
+def test_which_prefills_are_split(model_runner: Any, reason: str | None) -> None:
+    found = why_split(model_runner)
+    assert found is None if reason is None else reason in str(found)
 
 
 def test_a_model_without_attention_has_the_backend_alone() -> None:
     model_runner = runner(Mamba2AttnBackend)
     model_runner.attn_backend = model_runner.attn_backend.linear_attn_backend
-    assert supports_state_tracks(model_runner)
+    assert why_split(model_runner) is None

@@ -12,7 +12,7 @@ from sglang.kernels.ops.mamba.triton_ops.ssd_state_passing import _state_passing
 from sglang.srt.layers.attention.mamba.mamba2_metadata import Mamba2Metadata
 
 from sglang_hybrid.kernels import checkpoint_states as cs
-from tests.checkpoints.interpreted_ssd import run_without_a_device
+from tests.checkpoints.interpreted_scans import run_without_a_device
 
 CLOSE = 1e-4
 """SGLang's scan takes decays from differences of a running sum, ours does not."""

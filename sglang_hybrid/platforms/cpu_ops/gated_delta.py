@@ -4,16 +4,22 @@ Each function keeps the name, the parameters and the in-place effects of the Tri
 for; the arithmetic is in ``sglang_hybrid.kernels.gated_delta_rule``.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from sglang_hybrid.kernels.chunks import Positions
 from sglang_hybrid.kernels.gated_delta_rule import (
     gated_delta_rule_prefill,
     gated_delta_rule_step,
 )
 from sglang_hybrid.platforms.cpu_ops.mamba2 import live_rows
+
+if TYPE_CHECKING:
+    from sglang_hybrid.checkpoints.tracks import StateWriter
 
 CHUNK = 64
 """Tokens between two of the states that ``chunk_gated_delta_rule`` returns (fla's CHUNK_SIZE)."""
@@ -49,6 +55,7 @@ def chunk_gated_delta_rule(
     head_first: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     inplace_update: bool = True,
+    state_writer: StateWriter | None = None,
 ) -> tuple[Tensor, None, Tensor]:
     """Prefill of a packed batch: (o [1, T, Hv, Dv], None, states at chunk starts).
 
@@ -57,7 +64,7 @@ def chunk_gated_delta_rule(
     with ``inplace_update``, leaves its final state there; a negative slot means zeros and nothing
     left.
     The states [1, chunks, Hv, Dv, Dk] (float32) are those in front of every 64th token of each
-    sequence, sequence after sequence.
+    sequence, sequence after sequence. ``state_writer`` gets the states that it is for.
     """
     if cu_seqlens is None or initial_state is None or initial_state_indices is None or head_first:
         raise ValueError(
@@ -70,6 +77,7 @@ def chunk_gated_delta_rule(
     slots = initial_state_indices[owners].long()
     states = initial_state.new_zeros((sequences, *initial_state.shape[1:]), dtype=torch.float32)
     states[owners] = initial_state[slots].float()
+    grid = chunk_starts(bounds)
     done = gated_delta_rule_prefill(
         q[0],
         k[0],
@@ -80,15 +88,17 @@ def chunk_gated_delta_rule(
         scale=scale,
         l2norm=use_qk_l2norm_in_kernel,
         initial_states=states,
-        positions=chunk_starts(bounds),
+        positions=[*grid, *(state_writer.tracks.positions if state_writer else ())],
         chunk=CHUNK,
     )
+    if state_writer is not None:
+        state_writer.put(done.states_at[len(grid) :])
     if inplace_update:
         initial_state[slots] = done.final_states[owners].to(initial_state.dtype)
-    return done.y[None], None, done.states_at[None]
+    return done.y[None], None, done.states_at[None, : len(grid)]
 
 
-def chunk_starts(bounds: list[int]) -> Positions:
+def chunk_starts(bounds: list[int]) -> list[tuple[int, int]]:
     """The positions in front of every 64th token of each sequence."""
     return [
         (s, at) for s in range(len(bounds) - 1) for at in range(0, bounds[s + 1] - bounds[s], CHUNK)

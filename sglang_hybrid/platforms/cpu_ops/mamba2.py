@@ -4,13 +4,19 @@ Each function keeps the name, the parameters and the in-place effects of the ker
 ``sglang.srt.layers.attention.mamba.mamba``; the arithmetic is in ``sglang_hybrid.kernels``.
 """
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sglang_hybrid.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_step
 from sglang_hybrid.kernels.ssd import selective_state_step, ssd_prefill
+
+if TYPE_CHECKING:
+    from sglang_hybrid.checkpoints.tracks import StateWriter
 
 PAD_SLOT_ID = -1
 
@@ -157,6 +163,7 @@ def mamba_chunk_scan_combined(
     return_track_states: bool = False,
     track_seq_idx: Tensor | None = None,
     track_end_locs: Tensor | None = None,
+    state_writer: StateWriter | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Mamba2 prefill: (states on SGLang's grid, final states, tracked states); y goes to ``out``.
 
@@ -169,6 +176,8 @@ def mamba_chunk_scan_combined(
     * final [S, H, P, N].
     * tracked [1, n, H, P, N]: the state of sequence ``track_seq_idx[i]`` when the packed batch has
       been read up to ``track_end_locs[i]``; None if nothing is tracked.
+
+    ``state_writer`` gets the states that it is for.
 
     This is the varlen call that ``MambaMixer2`` makes; anything else raises ValueError.
     """
@@ -185,6 +194,7 @@ def mamba_chunk_scan_combined(
     if track_seq_idx is not None and track_end_locs is not None:
         pairs = zip(track_seq_idx.tolist(), track_end_locs.tolist(), strict=True)
         tracked = [(s, end - bounds[s]) for s, end in pairs]
+    written = state_writer.tracks.positions if state_writer else ()
     done = ssd_prefill(
         x[0],
         dt[0],
@@ -198,11 +208,14 @@ def mamba_chunk_scan_combined(
         dt_softplus=dt_softplus,
         dt_limit=dt_limit,
         initial_states=initial_states,
-        positions=grid + tracked,
+        positions=[*grid, *tracked, *written],
         out=out[0],
     )
     dtype = C.dtype if state_dtype is None else state_dtype
-    states = done.states_at.to(dtype)
+    behind = len(grid) + len(tracked)
+    if state_writer is not None:
+        state_writer.put(done.states_at[behind:])
+    states = done.states_at[:behind].to(dtype)
     return (
         states[: len(grid)].unsqueeze(0),
         done.final_states.to(dtype),
