@@ -6,8 +6,8 @@
 The layer is the projections, SGLang's convolution and SGLang's scan, in bfloat16, with a float32
 state pool. States are left at positions spread over the batch, none on a chunk's border:
 * ours: `kernels/checkpoint_states.py`, one launch for the windows and one for the states;
-* SGLang: its second varlen pass (`_track_states_at`, with patch 0007, which lets a sequence have
-  several) and the copies into the pool;
+* SGLang: its second varlen pass (`_track_states_at`), once for as many states as a sequence has,
+  since one pass takes one per sequence, and the copies into the pool;
 * split: the prefill stops at every position and copies the slot.
 
 Without a GPU only the kernels' results are checked, in Triton's interpreter.
@@ -197,27 +197,38 @@ def ours(layer: Layer, targets: cs.Targets) -> Leave:
 
 
 def sglangs(layer: Layer, targets: cs.Targets) -> Leave:
-    """States by SGLang's second pass; windows by indices that are made once per forward."""
+    """States by SGLang's second pass; windows by indices that are made once per forward.
+
+    Targets come in the order of their sequences.
+    """
     from sglang.kernels.ops.mamba.triton_ops.ssd_combined import _track_states_at
 
     window = targets.ends[:, None] + torch.arange(1 - TAPS, 0, device=targets.ends.device)
+    rows, passes = targets.sequences.tolist(), dict[int, list[int]]()
+    for i, row in enumerate(rows):
+        passes.setdefault(i - rows.index(row), []).append(i)
+    parts = [
+        cs.Targets(targets.sequences[part], targets.ends[part], targets.slots[part])
+        for part in passes.values()
+    ]
 
     def leave(stage: str, batch: Batch, **t: Any) -> None:
         if stage == "inputs":
             layer.windows[targets.slots] = t["inputs"][window].transpose(1, 2)
         else:
-            found = _track_states_at(
-                t["B"],
-                t["x"],
-                t["dt"],
-                t["decays"],
-                t["states"],
-                batch.cu_seqlens,
-                t["start"],
-                targets.sequences,
-                targets.ends,
-            )
-            layer.states[targets.slots] = found[0].to(layer.states.dtype)
+            for part in parts:
+                found = _track_states_at(
+                    t["B"],
+                    t["x"],
+                    t["dt"],
+                    t["decays"],
+                    t["states"],
+                    batch.cu_seqlens,
+                    t["start"],
+                    part.sequences,
+                    part.ends,
+                )
+                layer.states[part.slots] = found[0].to(layer.states.dtype)
 
     return leave
 
