@@ -11,6 +11,7 @@ index).
 from __future__ import annotations
 
 from bisect import bisect_right
+from math import frexp
 from typing import Final
 
 import numpy as np
@@ -42,16 +43,18 @@ def class_of(children: int, depth: int, turn: int, pace: int = 0) -> int:
 
 class ReuseIndex:
     """Intervals in, weights out. Times are whatever the caller counts in; `unit` scales the
-    youngest age bin.
+    youngest age bin: a power of two, so that an age's bin is its exponent.
 
     Memory: 16 bytes per open interval and 1 MB of tables.
     """
 
     def __init__(self, unit: float) -> None:
+        if unit <= 0 or frexp(unit)[0] != 0.5:
+            raise ValueError(f"The unit of a reuse index must be a power of two, not {unit}.")
         self.version = 0  # of the table: weights of different versions do not compare
+        self._per_unit = 1 / unit
         self._edges = unit * 2.0 ** np.arange(1, BINS + 1)  # upper ends of the age bins
-        self._cuts = self._edges[:-1]
-        self._cut_list = self._cuts.tolist()
+        self._cut_list = self._edges[:-1].tolist()
         self._table = np.zeros((1, BINS))  # a row per class with a hazard of its own; last: zeros
         self._expiry = np.full((1, BINS), np.inf)
         self._row = np.zeros(CLASSES + 1, dtype=np.int64)  # of a class, NOWHERE included
@@ -80,7 +83,7 @@ class ReuseIndex:
     def returned(self, slot: int, time: float) -> float:
         """It was resumed: its interval ends, and the next one begins. Returns how long it was."""
         interval = float(time - self._since[slot])
-        self._ended[self._class[slot], self._bins(interval)] += 1
+        self._ended[self._class[slot], self._bin(interval)] += 1
         self._since[slot] = time
         return interval
 
@@ -90,7 +93,7 @@ class ReuseIndex:
 
     def pace(self, interval: float) -> int:
         """What an interval tells about the next one: 1 .. PACES - 1, the shortest first."""
-        return 1 + min(bisect_right(self._cut_list, interval) // 2, PACES - 2)
+        return 1 + min(self._bin(interval) // 2, PACES - 2)
 
     def reclass(self, slot: int, klass: int) -> None:
         """It now belongs to `klass`, and so will its present interval."""
@@ -99,7 +102,7 @@ class ReuseIndex:
 
     def close(self, slot: int) -> None:
         """It is forgotten: its interval lasted until now at least."""
-        self._cut_short[self._class[slot], self._bins(self._now - self._since[slot])] += 1
+        self._cut_short[self._class[slot], self._bin(self._now - self._since[slot])] += 1
         self._class[slot] = -1
         self._free.append(slot)
 
@@ -116,9 +119,11 @@ class ReuseIndex:
     def rebuild(self) -> None:
         """Estimate hazards from all intervals and tabulate the best rates."""
         known = self._known.nonzero()[0]
-        waiting = self._class >= 0
-        cells = known.searchsorted(self._class[waiting]) * BINS
-        cells += self._bins(self._now - self._since[waiting])
+        position = np.zeros(CLASSES, dtype=np.int64)
+        position[known] = np.arange(len(known))
+        waiting = (self._class >= 0).nonzero()[0]
+        cells = position.take(self._class.take(waiting)) * BINS
+        cells += self._bins(self._now - self._since.take(waiting))
         still_open = np.bincount(cells, minlength=len(known) * BINS).reshape(-1, BINS)
         hazard, row = hazards(known, self._ended[known], self._cut_short[known] + still_open)
         rates = best_rates(hazard, np.diff(self._edges, prepend=0.0))
@@ -135,18 +140,24 @@ class ReuseIndex:
 
     def weight_until(self, klass: int, age: float) -> tuple[float, float]:
         """`weights` for one position."""
-        row, age_bin = self._row[klass], bisect_right(self._cut_list, age)
+        row, age_bin = self._row[klass], self._bin(age)
         return float(self._table[row, age_bin]), float(self._expiry[row, age_bin])
 
     def weights(self, klasses: IntArray, ages: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Weights [n] of classes [n] at ages [n], and the ages [n] at which each weight expires:
         the end of its bin, or never where they are 0.
         """
-        cells = self._row.take(klasses) * BINS + self._cuts.searchsorted(ages, "right")
+        cells = self._row.take(klasses) * BINS + self._bins(ages)
         return self._table.take(cells), self._expiry.take(cells)
 
-    def _bins(self, ages: FloatArray | float) -> IntArray:
-        return self._cuts.searchsorted(ages, "right")
+    def _bin(self, age: float) -> int:
+        return bisect_right(self._cut_list, age)
+
+    def _bins(self, ages: FloatArray) -> IntArray:
+        """`_bin` of each: the exponent in units, several times faster than a search."""
+        exponents = np.frexp(np.maximum(ages, 0.0) * self._per_unit)[1]
+        bins: IntArray = (exponents - 1).clip(0, BINS - 1)
+        return bins
 
 
 def hazards(

@@ -84,6 +84,24 @@ def test_best_rates_try_every_horizon(rows: list[list[float]], widths: list[floa
             assert rates[row, start] == pytest.approx(best)
 
 
+@pytest.mark.parametrize("unit", [0.125, 1.0])
+def test_ages_fall_into_the_same_bins_one_by_one_and_together(unit: float) -> None:
+    index = ReuseIndex(unit)
+    edges = unit * 2.0 ** np.arange(-2, BINS + 3)
+    ages = np.concatenate([[-1.0, 0.0], edges, np.nextafter(edges, 0), np.nextafter(edges, 1e300)])
+    index.open(0, 0.0)
+    index.observed(0.0)
+    weights, expiry = index.weights(np.zeros(len(ages), dtype=np.int64), ages)
+    for age, weight, until in zip(ages.tolist(), weights, expiry, strict=True):
+        assert (weight, until) == index.weight_until(0, age)
+    assert len(set(weights.tolist())) > 1
+
+
+def test_a_unit_that_is_no_power_of_two_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"power of two, not 0\.3"):
+        ReuseIndex(unit=0.3)
+
+
 def test_an_index_that_knows_nothing_guesses() -> None:
     """The less the older, for all alike; nothing is resumed nowhere."""
     index = ReuseIndex(unit=1.0)
