@@ -40,8 +40,8 @@ class StateTracks:
 class PrefillTracks:
     """`StateTracks` as the layers of one forward read them: n states, tensors on the pool's device.
 
-    ``targets`` are the states, those inside the sequences first and those at their ends behind
-    them; ``positions`` says the same on the host: (sequence, tokens of this prefill).
+    ``targets`` are the states: first those ``inside`` the sequences, then those at their ends.
+    ``positions`` says the same on the host: (sequence, tokens of this prefill).
     """
 
     def __init__(
@@ -61,14 +61,13 @@ class PrefillTracks:
         """
         check(tracks, prefix_lens, extend_lens)
         self._cu_seqlens = cu_seqlens
-        self._cache_indices = cache_indices
+        self._owners = cache_indices
         read = [
             position - prefix_lens[row]
             for row, position in zip(tracks.rows, tracks.positions, strict=True)
         ]
         at_end = [taken == extend_lens[row] for row, taken in zip(tracks.rows, read, strict=True)]
         order = sorted(range(len(read)), key=at_end.__getitem__)
-        self._inside = at_end.count(False)
         self.positions: Positions = [(tracks.rows[i], read[i]) for i in order]
         starts = torch.tensor(extend_lens).cumsum(0) - torch.tensor(extend_lens)
         rows = torch.tensor([row for row, _ in self.positions])
@@ -80,13 +79,11 @@ class PrefillTracks:
             torch.tensor(prefix_lens) > 0,
         )
         self._resumed = resumed.bool()
-        self.targets = Targets(sequences, ends, slots.long()[places])
-
-    @property
-    def inside(self) -> Targets:
-        """The targets in front of the last token of their sequence."""
-        n, t = self._inside, self.targets
-        return Targets(t.sequences[:n], t.ends[:n], t.slots[:n])
+        places = slots.long()[places]
+        n = at_end.count(False)
+        self.targets = Targets(sequences, ends, places)
+        self.inside = Targets(sequences[:n], ends[:n], places[:n])
+        self._end_slots, self._end_owners = places[n:], cache_indices[sequences[n:]].long()
 
     def save_windows(self, conv_states: Tensor, inputs: Tensor) -> None:
         """Write the window at every position; to be called before the convolution runs.
@@ -100,7 +97,7 @@ class PrefillTracks:
             conv_states,
             self.targets,
             inputs=inputs,
-            owners=self._cache_indices,
+            owners=self._owners,
             resumed=self._resumed,
             cu_seqlens=self._cu_seqlens,
         )
@@ -111,8 +108,7 @@ class PrefillTracks:
 
     def copy_ends(self, ssm_states: Tensor) -> None:
         """Copy the states at the ends of sequences from the slots that these ended in."""
-        n, t = self._inside, self.targets
-        ssm_states[t.slots[n:]] = ssm_states[self._cache_indices[t.sequences[n:]].long()]
+        ssm_states[self._end_slots] = ssm_states[self._end_owners]
 
 
 @dataclass(frozen=True)
