@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
 
 from sglang_hybrid.core.admission import Skip
+from sglang_hybrid.core.intent import Wish
 from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.telemetry.stats import Evicted
 
@@ -78,6 +79,7 @@ class RobustMamba(MambaComponent):
             skip = self._skip(req, kind)
             if skip is not None:
                 self.cache.stats.skipped[skip.value] += 1
+                self.cache.notes.not_taken(req, Wish(position, kind, req.rid), skip)
                 return 0
         length: int | None = super().prepare_for_caching_req(
             req=req,
@@ -181,13 +183,13 @@ class RobustMamba(MambaComponent):
             whole = node in self.tree_core.evictable_device_leaves
             what = Evicted.LEAF if whole else Evicted.STATE
             self.cache.stats.evicted[what.value] += 1
-            self.state_dropped(node)
+            self.state_dropped(node, what)
         return freed
 
     def state_given(self, node: UnifiedTreeNode) -> None:
         """`node` just got a state."""
 
-    def state_dropped(self, node: UnifiedTreeNode) -> None:
+    def state_dropped(self, node: UnifiedTreeNode, what: Evicted) -> None:
         """`node` just lost its state."""
 
     def _skip(self, req: Req, kind: Kind) -> Skip | None:
@@ -237,7 +239,8 @@ class MirroredMamba(RobustMamba):
     def state_given(self, node: UnifiedTreeNode) -> None:
         self.cache.mirror.state_given(node, self.cache.pending[1])
 
-    def state_dropped(self, node: UnifiedTreeNode) -> None:
+    def state_dropped(self, node: UnifiedTreeNode, what: Evicted) -> None:
+        self.cache.notes.state_lost(node, what)
         self.cache.mirror.state_dropped(node)
 
     def acquire_component_lock(
@@ -303,10 +306,15 @@ class CountedFull(FullComponent):
         target: EvictLayer = EvictLayer.DEVICE,
         **kwargs: Any,
     ) -> tuple[int, int]:
-        if EvictLayer.DEVICE in target and not self._has_state(node):
-            self.cache.stats.evicted[Evicted.KV.value] += 1
+        if EvictLayer.DEVICE in target:
+            if not self._has_state(node):
+                self.cache.stats.evicted[Evicted.KV.value] += 1
+            self.kv_dropped(node)
         freed: tuple[int, int] = super().evict_component(node, *args, target=target, **kwargs)
         return freed
+
+    def kv_dropped(self, node: UnifiedTreeNode) -> None:
+        """The leaf `node` loses its KV."""
 
     def _has_state(self, node: UnifiedTreeNode) -> bool:
         return (
@@ -317,6 +325,9 @@ class CountedFull(FullComponent):
 
 class MirroredFull(CountedFull):
     """KV whose leaves are evicted by what they save."""
+
+    def kv_dropped(self, node: UnifiedTreeNode) -> None:
+        self.cache.notes.kv_lost(node)
 
     def acquire_component_lock(
         self, node: UnifiedTreeNode, result: Any, lock_host: bool = False

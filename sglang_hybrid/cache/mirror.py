@@ -48,6 +48,7 @@ class Mirror:
         self._kv_policy = kv_policy
         self._state_policy = state_policy
         self._records: dict[int, Node] = {}
+        self.asked: Pool | None = None  # the pool that chose the last victim
         self._build()
 
     def _build(self) -> None:
@@ -154,10 +155,12 @@ class Mirror:
 
     def kv_victim(self) -> UnifiedTreeNode | None:
         """The leaf whose KV should go, or None."""
+        self.asked = self.kv_pool
         return _owner(self.kv_pool.victim())
 
     def state_victim(self) -> UnifiedTreeNode | None:
         """The node whose state should go; one with many children only if there is no other."""
+        self.asked = self.state_pool
         return _owner(self.state_pool.victim(last_resort=True))
 
     # What to admit.

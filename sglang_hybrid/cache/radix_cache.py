@@ -22,7 +22,9 @@ from sglang_hybrid.cache.components import (
     MirroredMamba,
     RobustMamba,
 )
+from sglang_hybrid.cache.explain import Explainer
 from sglang_hybrid.cache.mirror import Mirror
+from sglang_hybrid.cache.notes import Notes
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from sglang_hybrid.cache.sizes import measured_cost
 from sglang_hybrid.cache.state_pool import StateSlots
@@ -87,7 +89,9 @@ class HybridRadixCache(UnifiedRadixCache):
         self.handed_over: Planned | None = None  # the one of them that it carries itself
         self.planner: Planner | None = None
         self.slots = StateSlots(self)
-        self._roles = roles or RoleTokens()
+        self.roles = roles or RoleTokens()
+        self.notes = Notes(self)
+        self.explainer = Explainer(self, self.notes)
         self._reports: WeakKeyDictionary[Req, RequestReport] = WeakKeyDictionary()
         self._kv_lens: WeakKeyDictionary[Req, int] = WeakKeyDictionary()
         self._messages: WeakKeyDictionary[Req, list[int]] = WeakKeyDictionary()
@@ -124,6 +128,7 @@ class HybridRadixCache(UnifiedRadixCache):
                     min_branch_tokens=self.options.hybrid_min_branch_tokens,
                     grid=grid,
                     one_pass=one_pass,
+                    note=self.notes.not_taken,
                 )
             decode.plan_for_pages_of(self.page_size if self.planner is not None else None)
             self.family = Family(self.planner, self.stats, self.options.hybrid_min_branch_tokens)
@@ -180,9 +185,7 @@ class HybridRadixCache(UnifiedRadixCache):
         known = self._reports.get(req)
         if known is not None and known.started:
             return
-        if known is None and self.mirrored:
-            self.mirror.arrived(req.time_stats.created_time or None)
-            self.mirror.hit(self.tree_core.node_by_id(result.best_match_node))
+        node = self.tree_core.node_by_id(result.best_match_node)
         hit = result.device_prefix_len + result.host_hit_length
         kv_only = max(0, result.full_kv_hit_length - hit) if self.is_mamba_enabled else 0
         if no_slot:
@@ -192,7 +195,13 @@ class HybridRadixCache(UnifiedRadixCache):
         else:
             usable = len(key) - len(key) % self.page_size
             missed = Missed.NOTHING if hit >= usable else Missed.NOT_STORED
-        self._reports[req] = RequestReport(len(req.origin_input_ids), hit, kv_only, missed)
+        report = RequestReport(len(req.origin_input_ids), hit, kv_only, missed)
+        self._reports[req] = report
+        if known is None and self.mirrored:
+            self.mirror.arrived(req.time_stats.created_time or None)
+        self.notes.met(req, report, result.full_kv_hit_length, node)
+        if known is None and self.mirrored:
+            self.mirror.hit(node)
 
     def has_met(self, req: Req) -> bool:
         """Whether this request was looked up before."""
@@ -203,11 +212,14 @@ class HybridRadixCache(UnifiedRadixCache):
         if self.planner is None or req.skip_radix_cache_insert:
             return
         prompt = req.full_untruncated_fill_ids
+        meeting = self.mirror.meet(prompt) if self.mirrored else None
+        if meeting is not None:
+            self.notes.knew(req, meeting.known_len)
         self.planner.intend(
             req,
             len(prompt),
             self._kv_lens.get(req, req.prefix_len),
-            meeting=self.mirror.meet(prompt) if self.mirrored else None,
+            meeting=meeting,
             shared=self.family.shared(req),
             message_starts=self.message_starts(req),
         )
@@ -257,6 +269,7 @@ class HybridRadixCache(UnifiedRadixCache):
 
     def reset(self) -> None:
         super().reset()
+        self.notes.emptied()
         if self.planner is not None:
             self.planner.forget_all()
 
@@ -301,7 +314,7 @@ class HybridRadixCache(UnifiedRadixCache):
         """Where the messages of a prompt begin; looked for once per request."""
         starts = self._messages.get(req)
         if starts is None:
-            starts = self._messages[req] = self._roles.message_starts(req.origin_input_ids)
+            starts = self._messages[req] = self.roles.message_starts(req.origin_input_ids)
         return starts
 
     def _begin(self, req: Req) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
     from sglang_hybrid.checkpoints.planner import Intent
+    from sglang_hybrid.core.intent import Wish
 
 
 class StateSlots:
@@ -28,10 +29,13 @@ class StateSlots:
         """Slots that cost nothing."""
         return free_slots(self._allocator)
 
-    def take(self) -> torch.Tensor | None:
-        """A slot [1], pushing out the cheapest victim if none is free; None if nothing may go."""
-        if not self.make_room():
-            return None
+    def take(self, wish: Wish | None = None) -> torch.Tensor | None:
+        """A slot [1] for `wish`, pushing out the cheapest victim if none is free; None if nothing
+        may go.
+        """
+        with self._cache.notes.making_room_for(wish):
+            if not self.make_room():
+                return None
         slot: torch.Tensor | None = self._allocator.alloc(1)
         return slot
 

@@ -8,7 +8,7 @@ the state is copied when the next forward begins. After the forward the cache pu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -30,6 +30,8 @@ Planned: TypeAlias = plans.Planned[torch.Tensor]
 Intent: TypeAlias = plans.Intent[torch.Tensor]
 Slots: TypeAlias = plans.Slots[torch.Tensor]
 
+Note: TypeAlias = "Callable[[Req, plans.Wish, Skip], None]"
+
 
 class Planner:
     """The intents of all requests that are being prefilled.
@@ -41,6 +43,7 @@ class Planner:
         min_branch_tokens: what a branch must gain.
         grid: tokens between the boundaries at which SGLang would keep a state.
         one_pass: the kernels can take states in the middle of a forward.
+        note: is told what is not taken.
     """
 
     def __init__(
@@ -52,8 +55,10 @@ class Planner:
         min_branch_tokens: int,
         grid: int,
         one_pass: bool,
+        note: Note | None = None,
     ) -> None:
         self.one_pass = one_pass
+        self._note = note
         self._slots = slots
         self._skipped = skipped
         self._page_size = page_size
@@ -83,8 +88,9 @@ class Planner:
         )
         intent: Intent
         intent, micro_branches = plans.intend(prefill, meeting, self._min_branch_tokens)
-        if micro_branches:
-            self._skipped[Skip.MICRO_BRANCH.value] += micro_branches
+        intent.owner = req.rid
+        for branch in micro_branches:
+            self._skip(req, plans.Wish(branch.position, branch.kind, req.rid), Skip.MICRO_BRANCH)
         self.drop(req)
         self._intents[req] = intent
 
@@ -136,22 +142,26 @@ class Planner:
         return sum(len(intent.planned) for intent in self._intents.values())
 
     def _pass(self, req: Req, intent: Intent) -> list[Planned]:
-        return self._count(
-            *intent.passed(
-                self._slots, req.prefix_len, req.extend_end, self._grid, self._min_branch_tokens
-            )
+        taken, skipped = intent.passed(
+            self._slots, req.prefix_len, req.extend_end, self._grid, self._min_branch_tokens
         )
+        for wish, skip in skipped:
+            self._skip(req, wish, skip)
+        return taken
 
     def _stop(self, req: Req, intent: Intent) -> list[Planned]:
         """The state at which this forward begins, if it is wanted."""
         start = req.prefix_len
         here = [at for at in intent.wanted if at == start > intent.hit_len]
-        return self._count(*intent.take(self._slots, here, start))
-
-    def _count(self, taken: list[Planned], skipped: list[Skip]) -> list[Planned]:
-        for skip in skipped:
-            self._skipped[skip.value] += 1
+        taken, skipped = intent.take(self._slots, here, start)
+        for wish, skip in skipped:
+            self._skip(req, wish, skip)
         return taken
+
+    def _skip(self, req: Req, wish: plans.Wish, skip: Skip) -> None:
+        self._skipped[skip.value] += 1
+        if self._note is not None:
+            self._note(req, wish, skip)
 
 
 def _tracks(tracked: list[tuple[int, Planned]]) -> StateTracks | None:

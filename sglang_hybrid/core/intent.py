@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from sglang_hybrid.core.admission import (
+    Checkpoint,
     Prefill,
     Room,
     Skip,
@@ -21,9 +22,23 @@ from sglang_hybrid.core.admission import (
 )
 from sglang_hybrid.core.history import Meeting
 from sglang_hybrid.core.nodes import Clock, Kind, Node
-from sglang_hybrid.core.pool import Pool
+from sglang_hybrid.core.pool import Contest, Pool
 
 Slot = TypeVar("Slot")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A state that a prefill wants.
+
+    owner: whose prefill it is. contest: how it compared with the cheapest victim, None if that was
+    not asked.
+    """
+
+    position: int
+    kind: Kind
+    owner: str = ""
+    contest: Contest | None = None
 
 
 @dataclass
@@ -41,8 +56,10 @@ class Slots(Protocol[Slot]):
     def free(self) -> int:
         """Slots that cost nothing."""
 
-    def take(self) -> Slot | None:
-        """A slot, pushing out the cheapest victim if none is free; None if nothing may go."""
+    def take(self, wish: Wish | None = None) -> Slot | None:
+        """A slot for `wish`, pushing out the cheapest victim if none is free; None if nothing may
+        go.
+        """
 
     def give_back(self, slot: Slot) -> None:
         """`take` undone."""
@@ -57,7 +74,8 @@ class Intent(Generic[Slot]):
 
     prompt_len: tokens to prefill, the hit included. wanted: kind by position, none of them passed
     yet. messages: whether it is known where the prompt's messages begin. laid: positions of all
-    states on the way.
+    states on the way. owner: a name for the request. contest: of the last position that was weighed
+    against a victim.
     """
 
     prompt_len: int
@@ -67,6 +85,8 @@ class Intent(Generic[Slot]):
     meeting: Meeting | None
     planned: list[Planned[Slot]] = field(default_factory=list)
     laid: list[int] = field(default_factory=list)
+    owner: str = ""
+    contest: Contest | None = None
 
     @property
     def pending(self) -> list[int]:
@@ -79,7 +99,7 @@ class Intent(Generic[Slot]):
 
     def passed(
         self, slots: Slots[Slot], start: int, end: int, grid: int, min_branch_tokens: int
-    ) -> tuple[list[Planned[Slot]], list[Skip]]:
+    ) -> tuple[list[Planned[Slot]], list[tuple[Wish, Skip]]]:
         """A forward of tokens [start, end) is about to run: the states that it takes on its way,
         and why others are not taken.
         """
@@ -89,20 +109,21 @@ class Intent(Generic[Slot]):
 
     def take(
         self, slots: Slots[Slot], positions: Iterable[int], passed: int
-    ) -> tuple[list[Planned[Slot]], list[Skip]]:
+    ) -> tuple[list[Planned[Slot]], list[tuple[Wish, Skip]]]:
         """Slots for those of `positions` that are worth one, and why others get none; what lies at
         or before `passed` is wanted no more.
         """
         taken: list[Planned[Slot]] = []
-        skipped: list[Skip] = []
+        skipped: list[tuple[Wish, Skip]] = []
         for position in positions:
             kind = self.wanted[position]
-            skip = None
+            skip = self.contest = None
             if slots.free() <= 0:
                 skip = worth(position, kind, slots.room(self))
-            slot = slots.take() if skip is None else None
+            wish = Wish(position, kind, self.owner, self.contest)
+            slot = slots.take(wish) if skip is None else None
             if slot is None:
-                skipped.append(skip or Skip.NO_SLOT)
+                skipped.append((wish, skip or Skip.NO_SLOT))
                 continue
             taken.append(Planned(position, kind, slot))
             self.laid.append(position)
@@ -127,17 +148,17 @@ class Intent(Generic[Slot]):
 
 def intend(
     prefill: Prefill, meeting: Meeting | None, min_branch_tokens: int
-) -> tuple[Intent[Slot], int]:
-    """What the prefill of a prompt that met the history in `meeting` should leave, and how many of
-    its branch points gain too few tokens.
+) -> tuple[Intent[Slot], list[Checkpoint]]:
+    """What the prefill of a prompt that met the history in `meeting` should leave, and those of its
+    branch points that gain too few tokens.
     """
     wanted: dict[int, Kind] = {}
-    micro_branches = 0
+    micro_branches: list[Checkpoint] = []
     for checkpoint in place(judicious(prefill), prefill, min_branch_tokens):
         if checkpoint.admitted:
             wanted[checkpoint.position] = checkpoint.kind
         elif checkpoint.skip is Skip.MICRO_BRANCH and checkpoint.kind is Kind.BRANCH:
-            micro_branches += 1
+            micro_branches.append(checkpoint)
     messages = bool(prefill.message_starts)
     intent = Intent[Slot](prefill.prompt_len, prefill.hit_len, wanted, messages, meeting)
     return intent, micro_branches
@@ -150,7 +171,9 @@ def room_for(intent: Intent[Slot], free_slots: int, pool: Pool) -> Room:
 
     def outlives(position: int, kind: Kind) -> bool:
         anchor = intent.anchor_of(position)
-        return pool.outlives(expected(position, kind, anchor, intent.meeting, pool.clock))
+        new = expected(position, kind, anchor, intent.meeting, pool.clock)
+        intent.contest = pool.contest(new)
+        return intent.contest is None or intent.contest.wins
 
     return Room(free_slots, pool.evictable, outlives, pool.policy.knows_returns)
 

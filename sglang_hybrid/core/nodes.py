@@ -53,7 +53,8 @@ class Node:
     state, 0 if none. turn: sequence ends on its path, itself included. last_used, stamp: tick and
     seconds of the last hit on this very node, or of its creation. trace: where the history met this
     position (a history.Place), None if it never did. fallen: what a policy notes of states evicted
-    below it. owner: whatever the cache hangs on it.
+    below it. taken: tick and seconds at which its state was taken. mark: hash of all tokens down to
+    its end, None until somebody asked. owner: whatever the cache hangs on it.
     """
 
     __slots__ = (
@@ -68,10 +69,12 @@ class Node:
         "kind",
         "kv_locked",
         "last_used",
+        "mark",
         "owner",
         "parent",
         "stamp",
         "state_locked",
+        "taken",
         "tokens",
         "trace",
         "turn",
@@ -92,6 +95,8 @@ class Node:
         self.state_locked = False
         self.trace: Any = None
         self.fallen: Any = None
+        self.taken = (clock.tick, clock.stamp)
+        self.mark: int | None = None
         self.owner: Any = None
         if parent is None:
             self.depth = self.anchor_depth = self.turn = 0
@@ -200,7 +205,7 @@ class NodeTree:
         node.kind = kind
         if not node.has_state:
             node.has_state = True
-            node.last_used, node.stamp = self.clock.tick, self.clock.stamp
+            node.last_used, node.stamp = node.taken = self.clock.tick, self.clock.stamp
             self._re_anchor(node, node.depth)
         self._mark(node)
 

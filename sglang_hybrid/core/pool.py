@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from sglang_hybrid.core.cost import CostModel
@@ -57,6 +58,18 @@ def absorbed_tokens(node: Node) -> int:
     return tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """Two scores of one policy: what a new state would have, and what the cheapest victim has."""
+
+    new: float
+    cheapest: float
+
+    @property
+    def wins(self) -> bool:
+        return self.new > self.cheapest
+
+
 class Pool:
     """Candidates of one pool under one policy. Listens to a NodeTree; `victim` chooses, the cache
     evicts.
@@ -76,6 +89,7 @@ class Pool:
         self._many_children = Table(policy.columns)
         self._home: dict[Node, Table] = {}  # the table a node is in
         self._marked: dict[Node, None] = {}
+        self.last_score = -math.inf  # of the last victim
 
     def mark(self, node: Node) -> None:
         """Something about `node` changed."""
@@ -95,6 +109,7 @@ class Pool:
         if choice is None:
             return None
         node, score = choice
+        self.last_score = score
         if not self._is_dead(node):
             self.policy.evicted(node, score)
         return node
@@ -118,21 +133,22 @@ class Pool:
         self._describe_marked()
         return len(self._dead) + len(self._candidates) > 0
 
-    def outlives(self, node: Node) -> bool:
-        """Whether `node`, which no tree holds yet, would score above the cheapest victim if it gave
-        back one state. Scores compare within one table only, so it joins theirs for the moment.
+    def contest(self, node: Node) -> Contest | None:
+        """The score that `node`, which no tree holds yet, would have if it gave back one state,
+        beside the cheapest victim's; None if something goes that has no score. Scores compare
+        within one table only, so it joins theirs for the moment.
         """
         self._describe_marked()
         table = self._candidates
         if len(self._dead) or not len(table):
-            return True
+            return None
         saved = self.cost.savings(node.depth, node.anchor_depth)
         table.put(node, self.policy.describe(node, saved, max(1, self.cost.state_bytes)))
         scores = self.policy.scores(table, self.clock)
-        above = bool(scores[-1] > scores[:-1].min())
+        contest = Contest(float(scores[-1]), float(scores[:-1].min()))
         table.discard(node)
         self.policy.forget(node)
-        return above
+        return contest
 
     def candidates(self) -> Sequence[Node]:
         """What may go before a last resort, in no particular order."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sglang_hybrid.core.admission import Prefill, Room
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
-from sglang_hybrid.core.intent import Intent, Planned, intend, room_for
+from sglang_hybrid.core.intent import Intent, Planned, Wish, intend, room_for
 from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.replay.policies import SglangLru
 from sglang_hybrid.replay.simulator import Outcome, Simulator, Split, Ticket
@@ -52,7 +52,7 @@ class StateSlots:
         cache = self._cache
         return cache.pools.slots - cache.states_used - cache.slots_in_use
 
-    def take(self) -> int | None:
+    def take(self, wish: Wish | None = None) -> int | None:
         if not self.make_room():
             return None
         self._cache.slots_in_use += 1

@@ -44,7 +44,7 @@ class Slots:
     def free(self) -> int:
         return self.left
 
-    def take(self) -> torch.Tensor | None:
+    def take(self, wish: Any = None) -> torch.Tensor | None:
         if not self.left:
             return None
         self.left -= 1

@@ -299,5 +299,6 @@ def test_a_new_state_competes_with_the_old_ones_at_their_scale() -> None:
             tree.give_state(tree.add(tree.root, number, 200 + number), Kind.TAIL)
         tree.clock.advance()
         new = expected(depth, Kind.BRANCH, 0, None, tree.clock)
-        assert pool.outlives(new) is outlives
+        contest = pool.contest(new)
+        assert contest is not None and contest.wins is outlives
         assert len(pool.candidates()) == 6

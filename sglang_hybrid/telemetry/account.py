@@ -1,0 +1,163 @@
+"""Why a prompt was not hit further: the account that a server gives of it.
+
+The server fills an `Account` in (`cache/explain.py`), it travels as JSON, and `telling.py` says it
+in words. Positions are tokens from the prompt's start.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+
+class Reason(Enum):
+    """Why no checkpoint is at a position."""
+
+    NOT_WANTED = "not_wanted"  # nobody asked for one there
+    MICRO_BRANCH = "micro_branch"  # it would have gained too few tokens
+    NO_SLOT = "no_slot"  # nothing was free and nothing could be pushed out
+    NOT_WORTH = "not_worth"  # it was worth no more than what it would have pushed out
+    GRID = "grid"  # SGLang tracks states at multiples of its grid only
+    EVICTED = "evicted"
+    UNKNOWN = "unknown"  # nothing is remembered about it
+
+
+class Rest(Enum):
+    """Why KV is not stored further than it is."""
+
+    NEW = "new"  # never sent before
+    EVICTED = "evicted"
+    GONE = "gone"  # sent before and no longer stored; when it went is not remembered
+    UNKNOWN = "unknown"  # never sent, or no longer stored: what was sent is not remembered
+
+
+class Ago(msgspec.Struct, frozen=True):
+    """A time, counted back from the newest request that the cache was asked for."""
+
+    requests: int
+    seconds: float
+
+
+class Checkpoint(msgspec.Struct):
+    """A state in the tree; what is None is not recorded."""
+
+    position: int
+    kind: str | None = None
+    taken: Ago | None = None
+    last_used: Ago | None = None
+    hits: int | None = None
+
+
+class Taker(msgspec.Struct):
+    """A state that got another one's slot, for the prefill of `request`; score: what it was worth
+    beside it, if that was asked.
+    """
+
+    position: int
+    kind: str
+    request: str
+    score: float | None = None
+
+
+class Gap(msgspec.Struct):
+    """A position at which a checkpoint would have helped.
+
+    gain: tokens that it would have saved. kind: of the checkpoint that was wanted or evicted. when:
+    it was decided. request: whose prefill wanted it. short: "states" or "kv", the pool that ran
+    short when it was evicted. score, against: what `policy` gave it, and what it gave the one that
+    stayed or came. with_kv: its KV was evicted with it.
+    """
+
+    position: int
+    gain: int
+    reason: Reason
+    kind: str | None = None
+    when: Ago | None = None
+    request: str | None = None
+    policy: str | None = None
+    short: str | None = None
+    score: float | None = None
+    against: float | None = None
+    taker: Taker | None = None
+    hits: int | None = None
+    unused: Ago | None = None
+    with_kv: bool = False
+
+
+class Unstored(msgspec.Struct):
+    """Tokens [start, end) of the usable prompt, whose KV is not stored.
+
+    known: how far they were sent before, as far as that is remembered. when, short, policy: of the
+    eviction.
+    """
+
+    start: int
+    end: int
+    why: Rest
+    known: int | None = None
+    when: Ago | None = None
+    short: str | None = None
+    policy: str | None = None
+
+
+class Request(msgspec.Struct):
+    """The account is of a request that came, when it came.
+
+    missed: as in its response. left: positions and kinds of the states that it left. refused: those
+    that it wanted to leave and did not get. now: where it would resume if it were sent again.
+    """
+
+    request_id: str
+    when: Ago | None
+    missed: str
+    started: bool
+    left: list[tuple[int, str]]
+    refused: list[Gap]
+    now: int
+
+
+class House(msgspec.Struct):
+    """What the server has and remembers.
+
+    states: the model has recurrent state. recorded: skipped and evicted states are remembered.
+    grid: tokens between the states that SGLang tracks, None if the cache takes them where it wants.
+    decisions, of: entries in the log, and room for them. emptied: when the cache was.
+    """
+
+    policy: str
+    admission: str
+    states: bool
+    recorded: bool
+    page_size: int
+    min_branch_tokens: int
+    grid: int | None
+    state_slots: int | None
+    state_slots_free: int | None
+    kv_room: int
+    kv_free: int
+    decisions: int
+    of: int
+    full: bool
+    emptied: Ago | None = None
+
+
+class Account(msgspec.Struct):
+    """Where a prompt matches and why not deeper.
+
+    usable: tokens that can be hit: all but the last one, in whole pages. kv: how far KV is stored.
+    hit: where the prefill resumes. checkpoint: the state that it resumes from. deeper: where one
+    would have helped, deepest first. unstored: what lies behind `kv`. leaves: positions and kinds
+    of the states that a prefill of this prompt would leave now.
+    """
+
+    prompt: int
+    usable: int
+    kv: int
+    hit: int
+    checkpoint: Checkpoint | None
+    deeper: list[Gap]
+    unstored: Unstored | None
+    leaves: list[tuple[int, str]]
+    house: House
+    request: Request | None = None

@@ -1,0 +1,478 @@
+"""Why a prompt was not hit further: each reason from a situation that has it, on the real tree."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sglang_hybrid.cache.explain_messages import ExplainReq
+from sglang_hybrid.checkpoints.roles import RoleTokens
+from sglang_hybrid.telemetry.account import Account, Reason, Rest
+from sglang_hybrid.telemetry.decisions import Decisions
+from sglang_hybrid.telemetry.recent import Recent
+from sglang_hybrid.telemetry.telling import mend, tell
+from tests.cache.backends import options
+from tests.cache.driver import MAMBA, Server, Sizes, build_cache
+from tests.cache.test_rules import node, run
+
+
+def server(policy: str = "reuse", admission: str = "judicious", **more: Any) -> Server:
+    sizes = {name: more.pop(name) for name in list(more) if name in Sizes.__dataclass_fields__}
+    how = {name: more.pop(name) for name in ("plans", "one_pass", "rank") if name in more}
+    where = Sizes(**sizes)
+    return Server(build_cache(where, options(policy, admission, **more), **how), where)
+
+
+def explain(it: Server, tokens: list[int], **scope: Any) -> Account:
+    account: Account = it.cache.explainer.of_prompt(array("q", tokens), **scope)
+    assert list(tell(account))
+    return account
+
+
+def of_request(it: Server, request_id: str) -> Account:
+    account: Account = it.cache.explainer.of_request(
+        request_id, it.cache.notes.recent.get(request_id)
+    )
+    assert list(tell(account))
+    return account
+
+
+def reasons(account: Account) -> dict[int, Reason]:
+    return {gap.position: gap.reason for gap in account.deeper}
+
+
+def said(account: Account) -> str:
+    return "\n".join(tell(account))
+
+
+# What is there.
+
+
+def test_a_prompt_that_nobody_sent() -> None:
+    account = explain(server(), run(100))
+    assert (account.prompt, account.usable, account.kv, account.hit) == (100, 99, 0, 0)
+    assert (account.checkpoint, account.deeper) == (None, [])
+    assert account.unstored is not None and account.unstored.why is Rest.NEW
+    assert account.leaves == [(99, "prompt_end")]
+    assert "Tokens 0 to 99 were never sent before." in said(account)
+
+
+def test_the_checkpoint_that_is_used() -> None:
+    it = server()
+    it.serve(run(100), [7], stamp=10.0)
+    it.serve([*run(100), 5], [7], stamp=30.0)
+    it.serve(run(50, 3), [7], stamp=31.0)
+    account = explain(it, [*run(100), *run(9, 4)])
+    assert account.hit == 100
+    used = account.checkpoint
+    assert used is not None and used.taken is not None and used.last_used is not None
+    assert (used.position, used.kind, used.hits) == (100, "tail", 1)
+    assert (used.taken.requests, used.taken.seconds) == (2, 21.0)
+    assert (used.last_used.requests, used.last_used.seconds) == (1, 1.0)
+    assert "token 100: answer's end; taken 2 requests (21 s) ago, 1 hit" in said(account)
+
+
+def test_an_identical_prompt_misses_nothing() -> None:
+    it = server()
+    it.serve(run(100), [7])
+    account = explain(it, run(100))
+    assert (account.hit, account.deeper, account.unstored) == (99, [], None)
+    assert "Nothing was missed." in said(account)
+
+
+# Why there is none.
+
+
+def test_nobody_branched_there_before() -> None:
+    it = server()
+    it.serve(run(100), run(5, 1))
+    account = explain(it, [*run(60), *run(30, 2)])
+    assert (account.kv, account.hit) == (60, 0)
+    assert reasons(account) == {60: Reason.NOT_WANTED}
+    assert account.deeper[0].gain == 60
+    assert account.leaves == [(60, "branch"), (89, "prompt_end")]
+    assert "never stored: no earlier prompt left the stored ones here" in said(account)
+    assert mend(account) is None
+    it.serve([*run(60), *run(30, 2)], [7])
+    assert explain(it, [*run(60), *run(30, 3)]).hit == 60
+
+
+def test_a_micro_branch() -> None:
+    it = server(hybrid_min_branch_tokens=16)
+    it.serve(run(100), [7])
+    it.serve([*run(100), *run(50, 1)], [7])
+    prompt = [*run(100), *run(7, 1), *run(30, 2)]
+    account = explain(it, prompt)
+    assert (account.kv, account.hit) == (107, 100)
+    assert reasons(account) == {107: Reason.MICRO_BRANCH}
+    it.serve(prompt, [7])  # and now it was decided, not only foreseen
+    account = explain(it, [*run(100), *run(7, 1), *run(30, 3)])
+    assert reasons(account) == {107: Reason.MICRO_BRANCH}
+    assert account.deeper[0].request == "3"
+    assert mend(account) == "--hybrid-min-branch-tokens 7 or less; it is 16."
+    lenient = server(hybrid_min_branch_tokens=7)
+    lenient.serve(run(100), [7])
+    lenient.serve([*run(100), *run(50, 1)], [7])
+    lenient.serve(prompt, [7])
+    assert explain(lenient, [*run(100), *run(7, 1), *run(30, 3)]).hit == 107
+
+
+def test_no_slot_was_free_and_nothing_could_go() -> None:
+    it = server(states=1)  # the request's own state takes it
+    it.serve(run(50, 1), [7])
+    account = explain(it, run(50, 1))
+    assert (account.kv, account.hit) == (49, 0)
+    assert reasons(account) == {49: Reason.NO_SLOT}
+    assert account.deeper[0].request == "1"
+    assert "no slot was free and nothing could be pushed out" in said(account)
+    advice = mend(account)
+    assert advice is not None and "--max-mamba-cache-size above 1" in advice
+
+
+def test_a_prompts_end_takes_free_slots_only() -> None:
+    it = server("marconi", hybrid_alpha=1.0, states=2)
+    it.serve(run(100), [7])
+    it.serve(run(100, 1), [7])
+    account = explain(it, run(100, 1)[:100])
+    assert reasons(account) == {99: Reason.NOT_WORTH}
+    assert account.deeper[0].kind == "prompt_end"
+    assert account.deeper[0].score is None
+    assert "it takes free slots only" in said(account)
+
+
+def test_worth_no_more_than_the_cheapest() -> None:
+    it = server("marconi", hybrid_alpha=100.0, states=3)
+    it.serve(run(900, 1), [7])
+    it.serve(run(900, 2), [7])
+    it.serve(run(30, 3), [7])
+    for k in (4, 5):
+        it.serve([*run(20, 3), *run(900, k)], [7])
+    account = explain(it, [*run(20, 3), *run(9, 6)])
+    gap = account.deeper[0]
+    assert (gap.position, gap.reason, gap.kind) == (20, Reason.NOT_WORTH, "branch")
+    assert gap.score is not None and gap.against is not None and gap.score <= gap.against
+    assert f"{gap.score:.3g} against {gap.against:.3g} by marconi" in said(account)
+
+
+def test_evicted_for_a_state_that_was_worth_more() -> None:
+    it = server(states=4)
+    it.serve(run(100), run(5, 1))
+    it.serve([*run(60), *run(30, 2)], [3])
+    for k in range(5, 9):
+        it.serve(run(80, k), [1])
+    account = explain(it, [*run(60), *run(30, 3)])
+    (gap,) = account.deeper
+    assert (gap.position, gap.reason, gap.kind) == (60, Reason.EVICTED, "branch")
+    assert (gap.short, gap.policy, gap.with_kv) == ("states", "reuse", True)
+    assert gap.taker is not None and gap.taker.score is not None and gap.score is not None
+    assert (gap.taker.position, gap.taker.kind) == (79, "prompt_end")
+    assert gap.taker.score > gap.score
+    assert account.unstored is not None and account.unstored.why is Rest.EVICTED
+    assert account.unstored.known == 60
+    advice = mend(account)
+    assert advice is not None and "--max-mamba-cache-size above 4" in advice
+
+
+def test_a_state_that_went_alone() -> None:
+    it = server("marconi", "all", hybrid_alpha=10.0)
+    it.serve(run(20), run(5, 1))
+    hold = it.cache.lock(node(it, [*run(20), *run(5, 1)[:4]]).id)  # the deeper one stays
+    it.cache.evict(EvictParams(num_tokens=0, mamba_num=1))
+    it.cache.unlock(hold)
+    account = explain(it, [*run(20), 9])
+    assert (account.kv, account.hit) == (20, 0)
+    (gap,) = account.deeper
+    assert (gap.position, gap.reason, gap.kind) == (20, Reason.EVICTED, "prompt_end")
+    assert (gap.with_kv, gap.taker) == (False, None)
+    assert "its slot went to a running request" in said(account)
+
+
+def test_evicted_when_kv_ran_short() -> None:
+    it = server(kv=400)
+    it.serve(run(150), [7])
+    for k in (1, 2, 3):
+        it.serve(run(150, k), [7])
+    account = explain(it, [*run(150), 9])
+    assert account.kv == 0
+    assert {gap.short for gap in account.deeper} == {"kv"}
+    assert all(gap.with_kv for gap in account.deeper)
+    assert account.unstored is not None
+    assert (account.unstored.why, account.unstored.short) == (Rest.EVICTED, "kv")
+    assert account.unstored.known == 150
+    advice = mend(account)
+    assert advice is not None and "more KV" in advice
+    stranger = explain(it, [1, *run(150)])
+    assert stranger.deeper == []
+    assert stranger.unstored is not None and stranger.unstored.why is Rest.NEW
+
+
+def test_kv_that_went_so_long_ago_that_only_the_history_knows() -> None:
+    it = server(kv=400)
+    it.cache.notes.decisions = Decisions(entries=1)
+    for k in range(4):
+        it.serve(run(150, k), [7])
+    account = explain(it, run(150))
+    assert account.unstored is not None
+    assert (account.unstored.why, account.unstored.known) == (Rest.GONE, 149)
+    assert account.deeper == []
+    assert len(it.cache.notes.decisions) == 1
+
+
+def test_a_leaf_that_a_prompt_shares_in_part() -> None:
+    """What was evicted reached further than this prompt goes along with it."""
+    it = server(kv=400)
+    it.serve(run(150), [7])
+    for k in (1, 2, 3):
+        it.serve(run(150, k), [7])
+    account = explain(it, [*run(40), *run(30, 9)])
+    assert account.unstored is not None
+    assert (account.unstored.why, account.unstored.known) == (Rest.EVICTED, 40)
+
+
+def test_states_on_a_grid() -> None:
+    it = server("marconi", "all", states=16, extra_buffer=True, grid=64)
+    it.serve(run(200), run(5, 1))
+    account = explain(it, [*run(150), *run(30, 2)])
+    assert account.kv == 150
+    assert reasons(account)[150] is Reason.GRID
+    assert account.house.grid == 64
+    assert account.leaves == []
+    assert mend(account) == "--hybrid-admission judicious, which takes exact states."
+
+
+def test_positions_are_whole_pages() -> None:
+    it = server(page=16, extra_buffer=True, grid=16)
+    it.serve(run(100), [7])
+    account = explain(it, [*run(60), *run(40, 2)])
+    assert (account.usable, account.kv) == (96, 48)
+    assert set(reasons(account)) == {48}
+    assert account.leaves == [(48, "branch"), (96, "prompt_end")]
+
+
+def test_a_model_without_states() -> None:
+    it = server("gdsf", states=0, kv=400)
+    it.serve(run(150), [7])
+    account = explain(it, [*run(60), *run(30, 2)])
+    assert (account.hit, account.kv, account.checkpoint, account.deeper) == (60, 60, None, [])
+    assert "this model needs no states" in said(account)
+    for k in (1, 2, 3):
+        it.serve(run(150, k), [7])
+    account = explain(it, run(150))
+    assert account.hit == 0
+    assert account.unstored is not None and account.unstored.why is Rest.EVICTED
+
+
+def test_under_lru_it_says_what_is_not_recorded() -> None:
+    it = server("lru", states=3)
+    it.serve(run(100), [7])
+    it.serve(run(100, 1), [7])
+    account = explain(it, [*run(100, 1), 5])
+    assert account.checkpoint is not None
+    assert (account.checkpoint.position, account.checkpoint.kind) == (100, None)
+    account = explain(it, [*run(60, 1), *run(30, 2)])
+    assert reasons(account) == {60: Reason.UNKNOWN}
+    assert account.unstored is not None and account.unstored.why is Rest.UNKNOWN
+    assert "Under --hybrid-eviction lru nothing is recorded" in said(account)
+    assert of_request(it, "2").hit == 0
+
+
+def test_an_emptied_cache() -> None:
+    it = server(states=4)
+    for k in range(6):
+        it.serve(run(80, k), [1])
+    assert explain(it, run(80)).deeper
+    it.flush()
+    account = explain(it, run(80))
+    assert account.deeper == []
+    assert account.unstored is not None and account.unstored.why is Rest.GONE
+    assert account.house.emptied is not None
+    assert "The cache was emptied" in said(account)
+
+
+def test_prompts_with_another_key_share_nothing() -> None:
+    it = server(states=4)
+    for k in range(6):
+        it.serve(run(80, k), [1])
+    assert explain(it, run(80)).deeper
+    assert explain(it, run(80), extra_key="adapter").deeper == []
+    assert explain(it, run(80), cache_salt="tenant").deeper == []
+
+
+def test_where_the_last_message_would_get_its_state() -> None:
+    it = server()
+    it.cache.roles = RoleTokens({"user": [(-7, -8)]})
+    prompt = [-7, -8, *run(40), -7, -8, *run(20, 1)]
+    assert explain(it, prompt).leaves == [(42, "message"), (63, "prompt_end")]
+
+
+# A request that came.
+
+
+def test_a_request_is_explained_as_of_when_it_came() -> None:
+    it = server(states=4)
+    it.serve(run(100), run(5, 1))  # 1
+    it.serve([*run(60), *run(30, 2)], [3])  # 2
+    it.serve([*run(60), *run(30, 3)], [3])  # 3
+    second = of_request(it, "2")
+    assert (second.kv, second.hit) == (60, 0)
+    assert reasons(second) == {60: Reason.NOT_WANTED}
+    assert second.request is not None
+    assert (60, "branch") in second.request.left
+    third = of_request(it, "3")
+    assert third.checkpoint is not None
+    assert (third.checkpoint.position, third.checkpoint.kind) == (60, "branch")
+    assert third.checkpoint.hits == 0  # its own is not counted
+    it.cache.evict(EvictParams(num_tokens=0, mamba_num=100))
+    again = of_request(it, "2")  # the branch's state went, but for this one it was not there yet
+    assert reasons(again) == {60: Reason.NOT_WANTED}
+    assert again.request is not None and again.request.now == 0
+    it.serve([*run(60), *run(30, 4)], [3])
+    assert reasons(of_request(it, "4")) == {60: Reason.EVICTED}
+
+
+def test_what_a_request_wanted_to_leave_and_did_not() -> None:
+    it = server("marconi", hybrid_alpha=1.0, states=2)
+    it.serve(run(100), [7])
+    it.serve(run(100, 1), [7])
+    account = of_request(it, "2")
+    assert account.request is not None
+    assert account.request.left == [(100, "tail")]
+    assert [(gap.position, gap.reason) for gap in account.request.refused] == [
+        (99, Reason.NOT_WORTH)
+    ]
+    assert "It left none at token 99" in said(account)
+
+
+def test_a_state_was_there_but_no_slot_to_copy_it_into() -> None:
+    it = server(states=2)
+    it.serve(run(100), [7])
+    holder = it.arrive(run(50, 1))
+    assert it.admit(holder)
+    it.prefill_step(holder)
+    req = it.arrive([*run(100), 5])
+    it.look_up(req)
+    account = of_request(it, req.rid)
+    it.send_back(req)
+    if account.request is not None and account.request.missed == "no_slot":
+        assert account.hit == 0
+        assert "no free slot to copy it into" in said(account)
+        assert mend(account) is not None
+    else:
+        pytest.fail(f"it found a slot: {account}")
+
+
+def test_an_unknown_request_and_an_empty_prompt() -> None:
+    it = server()
+    it.serve(run(20), [7])
+    answer = it.cache.explainer.answer(ExplainReq(request_id="nobody"))
+    assert answer.account is None
+    assert "no request 'nobody' is among the last 1 that came; at most 256" in answer.error
+    assert it.cache.explainer.answer(ExplainReq(input_ids=[])).error == "the prompt has no tokens."
+    assert it.cache.explainer.answer(ExplainReq(input_ids=run(30))).account["kv"] == 20
+    assert it.cache.explainer.answer(ExplainReq(request_id="1")).account["prompt"] == 20
+
+
+def test_health_checks_are_not_kept() -> None:
+    it = server()
+    req = it.arrive(run(20))
+    req.rid = "HEALTH_CHECK_1"
+    it.admit(req)
+    it.prefill_step(req)
+    it.finish(req)
+    assert len(it.cache.notes.recent) == 0
+
+
+def test_recent_requests_are_bounded_in_number_and_bytes() -> None:
+    it = server()
+    it.cache.notes.recent = Recent(requests=3)
+    for k in range(5):
+        it.serve(run(30, k), [7])
+    kept = it.cache.notes.recent
+    assert [kept.get(str(rid)) is not None for rid in range(1, 6)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+    it.cache.notes.recent = small = Recent(max_bytes=8 * 50)
+    for k in range(5):
+        it.serve(run(40, k), [7])
+    assert len(small) == 1
+
+
+# Asking changes nothing.
+
+
+def observables(it: Server) -> dict[str, Any]:
+    """Everything that a later decision could depend on."""
+    cache, tree = it.cache, it.cache.tree_core
+    nodes = []
+    stack = [tree.root_node]
+    while stack:
+        node = stack.pop()
+        state = node.component_data[MAMBA]
+        record = cache.mirror.record(node)
+        nodes.append(
+            (
+                node.id,
+                len(node.key) if node.key is not None else 0,
+                node.last_access_time,
+                node.hit_count,
+                [data.lock_ref for data in node.component_data],
+                state.value is not None,
+                (record.hits, record.last_used, record.stamp, record.taken, record.kind),
+            )
+        )
+        stack.extend(node.children.values())
+    history = cache.mirror.history
+    return {
+        "nodes": nodes,
+        "clock": (cache.mirror.clock.tick, cache.mirror.clock.stamp),
+        "stats": cache.stats.as_dict(),
+        "free": it.free(),
+        "history": None if history is None else (history.held_bytes, history._version),
+        "decisions": (cache.notes.decisions.count, len(cache.notes.recent)),
+        "victim": [
+            choice and (choice[0].id, choice[1])
+            for choice in (
+                cache.mirror.kv_pool.cheapest(),
+                cache.mirror.state_pool.cheapest(last_resort=True),
+            )
+        ],
+    }
+
+
+@pytest.mark.parametrize("policy", ["reuse", "marconi", "gdsf", "seglen"])
+def test_asking_changes_nothing(policy: str) -> None:
+    """Two caches serve the same traffic; one is asked about everything after each request."""
+    quiet, asked = (server(policy, states=5, kv=700) for _ in range(2))
+    prompts = [
+        [*run(60 + 7 * (k % 3), k % 4), *run(20 + k, 10 + k % 5), *run(k % 3, 30)]
+        for k in range(24)
+    ]
+    for at, prompt in enumerate(prompts):
+        stamp = 1.0 + at
+        assert quiet.serve(prompt, [7], stamp) == asked.serve(prompt, [7], stamp)
+        before = observables(asked)
+        for other in prompts:
+            explain(asked, other)
+            explain(asked, [*other[:50], 3])
+        of_request(asked, str(at + 1))
+        assert observables(asked) == before
+        asked.check()
+    seen, twin = observables(asked), observables(quiet)
+    assert seen["stats"] == twin["stats"]
+    assert seen["stats"]["evicted"] and seen["stats"]["checkpoints_skipped"]
+    while quiet.cache.mamba_evictable_size():  # and the same victims in the same order
+        for it in (quiet, asked):
+            it.cache.evict(EvictParams(num_tokens=0, mamba_num=1))
+        assert quiet.free() == asked.free()
+        assert _depths(quiet) == _depths(asked)
+
+
+def _depths(it: Server) -> list[tuple[int, bool]]:
+    return sorted((record.depth, record.has_state) for record in it.cache.mirror.tree.walk())
