@@ -77,6 +77,7 @@ class HybridConfig:
     hybrid_min_branch_tokens: int = 16
     hybrid_slots_per_request: int = 0
     hybrid_burst_ms: float = 3.0
+    hybrid_drain_seconds: float = 3.0
     hybrid_tuner_workers: int = 0
     hybrid_tuner_window: int = 0
     hybrid_record: str = ""
@@ -169,6 +170,14 @@ class HybridConfig:
             default=HybridConfig.hybrid_burst_ms,
             help="an idle server that gets a long prompt waits this long for requests sent at the "
             "same time, so that they can share its prefix; 0 turns it off (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-drain-seconds",
+            type=nonnegative,
+            metavar="SECONDS",
+            default=HybridConfig.hybrid_drain_seconds,
+            help="how long running requests may go on after SIGTERM or Ctrl-C; then they end with "
+            "an error of status 503 (default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-tuner-workers",

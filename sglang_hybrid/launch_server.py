@@ -7,6 +7,7 @@ accelerator it serves on the CPU.
 import argparse
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -100,10 +101,16 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
 
 
 def run(server_args: "ServerArgs") -> int:
-    """Serve until stopped, then end every process that was started."""
-    from sglang.launch_server import run_server
-    from sglang.srt.utils import kill_process_tree
+    """Serve until stopped, then end every process that was started.
 
+    SIGTERM ends a server that serves with status 0, one that still starts with 143; Ctrl-C ends
+    either with 130.
+    """
+    from sglang.launch_server import run_server
+
+    from sglang_hybrid.shutdown import end_processes, exit_status
+
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         run_server(server_args)
     except KeyboardInterrupt:
@@ -112,8 +119,8 @@ def run(server_args: "ServerArgs") -> int:
         logger.debug("start-up failed", exc_info=True)
         return _fail(_one_line(error))
     finally:
-        kill_process_tree(os.getpid(), include_parent=False)
-    return 0
+        end_processes()
+    return exit_status()
 
 
 def _with_default_model(argv: list[str]) -> tuple[list[str], str]:

@@ -40,7 +40,9 @@ def register() -> None:
 
     from sglang_hybrid.cache import factory
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform
+    from sglang_hybrid.shutdown import leave_ctrl_c_to_the_first_process
 
+    leave_ctrl_c_to_the_first_process()
     factory.register()
     _one_state_buffer_for_pure_state_space_models()
     if isinstance(current_platform, HybridCpuPlatform):

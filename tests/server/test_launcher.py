@@ -1,23 +1,16 @@
-"""Starting and stopping: what a user does wrong ends in one sentence; what was started ends."""
+"""Starting: what a user does wrong ends in one sentence, and what was started ends."""
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
-
-from sglang_hybrid.server_process import ServerProcess
-
-SIGNALS = {"ctrl-c": signal.SIGINT, "sigterm": signal.SIGTERM}
 
 
 def launch(*arguments: str, environment: dict[str, str] | None = None) -> str:
@@ -103,38 +96,6 @@ def test_a_mistake_ends_in_one_sentence(
     sentence = said[mistake].result()
     for part in parts:
         assert part in sentence
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[dict[str, ServerProcess]]:
-    """A server without any flag for each signal, started side by side."""
-    servers = {name: ServerProcess() for name in SIGNALS}
-    with ExitStack() as stack:
-        for server in servers.values():
-            server.start()
-            stack.callback(server.stop)
-        for server in servers.values():
-            server.wait_until_healthy()
-        yield servers
-
-
-def test_the_default_model_is_said_to_be_random(running: dict[str, ServerProcess]) -> None:
-    for server in running.values():
-        lines = server.log.read_text().splitlines()
-        assert len([line for line in lines if "its weights are random" in line]) == 1
-
-
-@pytest.mark.parametrize("name", SIGNALS)
-def test_everything_ends_with_the_server(running: dict[str, ServerProcess], name: str) -> None:
-    server = running[name]
-    processes = server.processes()
-    assert len(processes) >= 3
-    assert server.process is not None
-    server.process.send_signal(SIGNALS[name])
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and any(map(alive, processes)):
-        time.sleep(0.1)
-    assert not any(map(alive, processes))
 
 
 def test_help_shows_our_flags_in_a_group_of_their_own() -> None:

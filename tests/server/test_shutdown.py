@@ -1,0 +1,206 @@
+"""How a server ends: running requests end, in time or with an error, and nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+from sglang_hybrid.server_process import ServerProcess
+from tests.server.client import random_prompt
+
+LIMIT = 10
+"""Seconds within which everything is gone after SIGTERM, and at worst after Ctrl-C."""
+
+ENDLESS = 4_000
+"""Tokens of a request that takes longer than a server that ends may."""
+
+CUT = "The server is shutting down."
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Ending:
+    """A server with requests under way that gets a signal."""
+
+    def __init__(self, *flags: str) -> None:
+        self.server = ServerProcess(flags)
+        self.server.start()
+
+    def begin(self, stream: str, tokens: int) -> Future[list[str]]:
+        """Send a streaming request to /generate or the chat; its events, once it has started."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        bodies: dict[str, dict[str, Any]] = {
+            "/generate": {"input_ids": random_prompt(50, seed=1), "sampling_params": sampling},
+            "/v1/chat/completions": {
+                "model": "default",
+                "messages": [{"role": "user", "content": "Who keeps the archive?"}],
+                "max_tokens": tokens,
+                "ignore_eos": True,
+            },
+        }
+        body = bodies[stream] | {"stream": True}
+        response = requests.post(self.server.url + stream, json=body, stream=True, timeout=60)
+        response.raise_for_status()
+        lines = response.iter_lines()
+        first = next(lines)
+
+        def rest() -> list[str]:
+            return [line.decode() for line in (first, *lines) if line]
+
+        return self._threads.submit(rest)
+
+    def kill(self, number: signal.Signals, *, group: bool = False) -> None:
+        """Send a signal to the first process, or as a terminal does to all of the group."""
+        self.processes = self.server.processes()
+        self._memory = {number for process in self.processes for number in shared_by(process)}
+        self._since = time.monotonic()
+        assert self.server.process is not None
+        (os.killpg if group else os.kill)(self.server.process.pid, number)
+
+    def wait(self) -> int:
+        """Status of the first process, after every process has gone within the limit."""
+        assert self.server.process is not None
+        while any(map(alive, self.processes)) and time.monotonic() < self._since + LIMIT:
+            self.server.process.poll()
+            time.sleep(0.05)
+        assert not any(map(alive, self.processes))
+        return self.server.process.wait(1)
+
+    def left_in_shared_memory(self) -> list[Path]:
+        assert self._memory, "it had some"
+        return [Path(entry) for entry in os.scandir(SHARED_MEMORY) if entry.inode() in self._memory]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.server.wait_until_healthy()
+        with ThreadPoolExecutor(4) as self._threads:
+            yield
+
+
+def shared_by(process: psutil.Process) -> list[int]:
+    """Inodes of the shared memory that a process has mapped."""
+    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    return [int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line]
+
+
+@contextmanager
+def ending(*flags: str) -> Iterator[Ending]:
+    it = Ending(*flags)
+    try:
+        with it.running():
+            yield it
+    finally:
+        it.server.stop()
+
+
+def error_of_generate(events: list[str]) -> dict[str, Any]:
+    assert events[-1] == "data: [DONE]"
+    reason: dict[str, Any] = json.loads(events[-2].removeprefix("data: "))["meta_info"][
+        "finish_reason"
+    ]
+    return reason
+
+
+def error_of_chat(events: list[str]) -> dict[str, Any]:
+    assert events[-1] == "data: [DONE]"
+    error: dict[str, Any] = json.loads(events[-2].removeprefix("data: "))["error"]
+    return error
+
+
+def test_sigterm_ends_streams_with_an_error_and_leaves_nothing() -> None:
+    with ending() as it:
+        said = it.server.log.read_text()
+        generate, chat = it.begin("/generate", ENDLESS), it.begin("/v1/chat/completions", ENDLESS)
+        it.kill(signal.SIGTERM)
+        while requests.get(it.server.url + "/health", timeout=5).status_code != 503:
+            time.sleep(0.05)  # it ends with a connection error if that is never said
+        assert it.wait() == 0
+        assert it.left_in_shared_memory() == []
+        cut = error_of_generate(generate.result(5))
+        error = error_of_chat(chat.result(5))
+    assert (cut["type"], cut["message"], cut["status_code"]) == ("abort", CUT, 503)
+    assert (error["message"], error["code"]) == (CUT, 503)
+    assert said.count("its weights are random") == 1
+    assert "Traceback" not in it.server.log.read_text(errors="replace")
+
+
+def test_ctrl_c_lets_a_request_end_that_ends_in_time() -> None:
+    """The terminal sends it to every process; only the first one may act on it."""
+    with ending("--hybrid-drain-seconds", "60") as it:
+        generate = it.begin("/generate", 40)
+        segment = next(path for path in SHARED_MEMORY.glob("sglang_loads_*") if mapped(path, it))
+        with segment.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+            it.kill(signal.SIGINT, group=True)
+            assert it.wait() == 130
+            assert it.left_in_shared_memory() == [segment], "somebody else looks at this one"
+        segment.unlink()
+        events = generate.result(5)
+    assert error_of_generate(events)["type"] == "length"
+    assert len(events) > 30
+    assert "Traceback" not in it.server.log.read_text(errors="replace")
+
+
+def mapped(path: Path, it: Ending) -> bool:
+    inode = path.stat().st_ino
+    return any(inode in shared_by(process) for process in it.server.processes())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "signals", "status"),
+    [
+        (["--tp-size", "2"], [signal.SIGTERM], 0),
+        (["--hybrid-drain-seconds", "60"], [signal.SIGINT, signal.SIGINT], 130),
+        (["--hybrid-drain-seconds", "60"], [signal.SIGTERM, signal.SIGTERM], 143),
+        (["--hybrid-drain-seconds", "0"], [signal.SIGTERM], 0),
+    ],
+)
+def test_every_other_way(flags: list[str], signals: list[signal.Signals], status: int) -> None:
+    with ending(*flags) as it:
+        generate = it.begin("/generate", ENDLESS)
+        for number in signals:
+            it.kill(number)
+            time.sleep(0.5)
+        assert it.wait() == status
+        assert it.left_in_shared_memory() == []
+        if len(signals) == 1:
+            assert error_of_generate(generate.result(5))["message"] == CUT
+        else:
+            assert generate.exception(5) is not None, "it was cut off without a word"
+
+
+@pytest.mark.slow
+def test_a_client_that_does_not_read_holds_nothing_up() -> None:
+    """Its connection cannot close: what was sent is still in the system's buffers."""
+    with ending() as it:
+        body = {
+            "input_ids": random_prompt(3_000, seed=1),
+            "sampling_params": {"max_new_tokens": 1_000, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": 0,  # makes every event a long one
+            "stream": True,
+        }
+        with requests.post(it.server.url + "/generate", json=body, stream=True, timeout=60):
+            time.sleep(20)
+            it.kill(signal.SIGTERM)
+            assert it.wait() == 0
+            assert it.left_in_shared_memory() == []
+        assert "connections are still open" in it.server.log.read_text(errors="replace")
