@@ -5,6 +5,7 @@ Nothing is locked, no access is counted, and the tree stays as it is.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
+logger = logging.getLogger(__name__)
+
 Events: TypeAlias = Sequence[tuple[int, list[Decision]]]
 """Decisions by position, as `Decisions.along` finds them."""
 
@@ -68,6 +71,13 @@ class Explainer:
 
     def answer(self, asked: ExplainReq) -> ExplainReqOutput:
         """The account that is asked for, or one sentence that says why there is none."""
+        try:
+            return self._answer(asked)
+        except Exception:  # whatever was asked, the scheduler goes on
+            logger.exception("sglang_hybrid: no account could be given.")
+            return ExplainReqOutput(error="the account failed; the server's log says why.")
+
+    def _answer(self, asked: ExplainReq) -> ExplainReqOutput:
         if self._cache.disable:
             return ExplainReqOutput(error="the server runs without a prefix cache.")
         if asked.request_id is None:
@@ -127,11 +137,14 @@ class Explainer:
         gaps = self._gaps(before, hit, usable)
         if self._cache.is_mamba_enabled and seen.kv > hit:
             gaps.setdefault(seen.kv, self._nothing_noted(seen.kv, hit, branch=True))
+        left = sorted(seen.report.checkpoints)
+        taken = {position for position, _ in left}
         refused = {
             event.wish.position: self._gap(event.wish.position, hit, event)
             for _, events in everything
             for event in events
             if isinstance(event, NotTaken)
+            and event.wish.position not in taken
             and event.order >= seen.order
             and event.wish.owner == request_id[:NAME_LENGTH]
         }
@@ -151,7 +164,7 @@ class Explainer:
                 self._ago(seen.at),
                 seen.report.missed.value,
                 seen.report.started,
-                [(position, kind.value) for position, kind in sorted(seen.report.checkpoints)],
+                [(position, kind.value) for position, kind in left],
                 _deepest_first(refused),
                 now.hit,
             ),

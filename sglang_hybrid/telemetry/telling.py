@@ -18,6 +18,9 @@ KINDS = {
 FREE_SLOTS_ONLY = ("chunk", "prompt_end")
 """Kinds that push nothing out where nobody knows how often they come back (core/admission.py)."""
 
+WORTH_MENDING = 16
+"""Tokens that a checkpoint must have saved for a flag to be named."""
+
 SHOWN = 12
 """Positions that are told one by one."""
 
@@ -50,6 +53,8 @@ def mend(account: Account) -> str | None:
     if account.request is not None and account.request.missed == "no_slot":
         return _more_slots(house)
     for gap in account.deeper:
+        if gap.gain < WORTH_MENDING:
+            continue
         if gap.reason in (Reason.NO_SLOT, Reason.NOT_WORTH) or gap.short == "states":
             return _more_slots(house)
         if gap.short == "kv":
@@ -106,7 +111,7 @@ def _why(gap: Gap, house: House) -> str:
         return f"wanted{when}, but no slot was free and nothing could be pushed out"
     if gap.reason is Reason.NOT_WORTH:
         if gap.score is not None:
-            worth = f"{gap.score:.3g} against {gap.against:.3g} by {gap.policy}"
+            worth = f"{_score(gap.score)} against {_score(gap.against)} by {gap.policy}"
             return f"wanted{when}, but worth no more than the cheapest state ({worth}); pool full"
         if gap.kind in FREE_SLOTS_ONLY:
             return f"wanted{when}, but it takes free slots only; pool full"
@@ -126,14 +131,12 @@ def _why(gap: Gap, house: House) -> str:
 
 def _evicted(gap: Gap) -> str:
     short = {"states": "state slots", "kv": "KV"}.get(gap.short or "", "room")
-    score = "" if gap.score is None else f" at {gap.score:.3g}"
-    said = f"evicted {_ago(gap.when)} by {gap.policy}{score}, when {short} ran short"
+    said = f"evicted {_ago(gap.when)} by {gap.policy}{_worth(gap.score)}, when {short} ran short"
     if gap.taker is not None:
-        worth = "" if gap.taker.score is None else f", worth {gap.taker.score:.3g}"
         kind = KINDS.get(gap.taker.kind, gap.taker.kind)
         said += (
             f"; its slot went to the {kind} at token {gap.taker.position:,} "
-            f"of request {gap.taker.request}{worth}"
+            f"of request {gap.taker.request}{_worth(gap.taker.score)}"
         )
     elif gap.short == "states":
         said += "; its slot went to a running request"
@@ -185,7 +188,7 @@ def _remembered(account: Account) -> Iterator[str]:
     elif house.full and any(gap.reason is Reason.UNKNOWN for gap in account.deeper):
         yield f"Only the last {house.of:,} decisions are remembered."
     if house.emptied is not None and (account.deeper or account.unstored):
-        yield f"The cache was emptied {_ago(house.emptied)}; nothing before counts."
+        yield f"The cache was emptied {_ago(house.emptied)}; what was noted before is gone."
 
 
 def _more_slots(house: House) -> str:
@@ -205,6 +208,15 @@ def _more_kv(house: House) -> str:
     return (
         f"more KV: --max-total-tokens above {house.kv_room:,}, or a larger --mem-fraction-static."
     )
+
+
+def _worth(score: float | None) -> str:
+    return "" if score is None else f" (worth {_score(score)})"
+
+
+def _score(score: float | None) -> str:
+    """Scores compare within one policy only; below 0, nobody is expected to come back."""
+    return "nothing" if score is None or score < 0 else f"{score:.3g}"
 
 
 def _positions(places: list[tuple[int, str]]) -> str:

@@ -100,24 +100,30 @@ def test_nobody_branched_there_before() -> None:
     assert explain(it, [*run(60), *run(30, 3)]).hit == 60
 
 
-def test_a_micro_branch() -> None:
-    it = server(hybrid_min_branch_tokens=16)
-    it.serve(run(100), [7])
-    it.serve([*run(100), *run(50, 1)], [7])
-    prompt = [*run(100), *run(7, 1), *run(30, 2)]
+@pytest.mark.parametrize("gain, least", [(30, 40), (7, 16)])
+def test_a_micro_branch(gain: int, least: int) -> None:
+    def after_two_prompts(least: int) -> Server:
+        it = server(hybrid_min_branch_tokens=least)
+        it.serve(run(100), [7])
+        it.serve([*run(100), *run(90, 1)], [7])
+        return it
+
+    it = after_two_prompts(least)
+    prompt = [*run(100), *run(gain, 1), *run(50, 2)]
     account = explain(it, prompt)
-    assert (account.kv, account.hit) == (107, 100)
-    assert reasons(account) == {107: Reason.MICRO_BRANCH}
-    it.serve(prompt, [7])  # and now it was decided, not only foreseen
-    account = explain(it, [*run(100), *run(7, 1), *run(30, 3)])
-    assert reasons(account) == {107: Reason.MICRO_BRANCH}
-    assert account.deeper[0].request == "3"
-    assert mend(account) == "--hybrid-min-branch-tokens 7 or less; it is 16."
-    lenient = server(hybrid_min_branch_tokens=7)
-    lenient.serve(run(100), [7])
-    lenient.serve([*run(100), *run(50, 1)], [7])
+    assert (account.kv, account.hit) == (100 + gain, 100)
+    assert reasons(account) == {100 + gain: Reason.MICRO_BRANCH}
+    assert account.deeper[0].request is None  # foreseen
+    it.serve(prompt, [7])
+    again = [*run(100), *run(gain, 1), *run(50, 3)]
+    account = explain(it, again)
+    assert reasons(account) == {100 + gain: Reason.MICRO_BRANCH}
+    assert account.deeper[0].request == "3"  # decided
+    worth_a_flag = "--hybrid-min-branch-tokens 30 or less; it is 40."
+    assert mend(account) == (worth_a_flag if gain >= 16 else None)
+    lenient = after_two_prompts(gain)
     lenient.serve(prompt, [7])
-    assert explain(lenient, [*run(100), *run(7, 1), *run(30, 3)]).hit == 107
+    assert explain(lenient, again).hit == 100 + gain
 
 
 def test_no_slot_was_free_and_nothing_could_go() -> None:
@@ -372,6 +378,8 @@ def test_an_unknown_request_and_an_empty_prompt() -> None:
     assert "no request 'nobody' is among the last 1 that came; at most 256" in answer.error
     assert it.cache.explainer.answer(ExplainReq(input_ids=[])).error == "the prompt has no tokens."
     assert it.cache.explainer.answer(ExplainReq(input_ids=run(30))).account["kv"] == 20
+    impossible = it.cache.explainer.answer(ExplainReq(input_ids=[1 << 70]))
+    assert impossible.account is None and "the server's log says why" in impossible.error
     assert it.cache.explainer.answer(ExplainReq(request_id="1")).account["prompt"] == 20
 
 

@@ -1,0 +1,170 @@
+"""Says why a prompt, or a recent request, was not hit further in the server's prefix cache.
+
+    python scripts/explain_request.py --prompt "Once upon a time"
+    python scripts/explain_request.py --messages chat.json
+    python scripts/explain_request.py --request-id 5f0c...
+
+The server must have been started with sglang_hybrid.launch_server. Asking changes nothing in its
+cache. A request's id is `meta_info.id` of a /generate response and `id` of an OpenAI one. Times
+count back from the newest request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import requests
+
+from sglang_hybrid.telemetry.account import Account
+from sglang_hybrid.telemetry.telling import tell
+
+TIMEOUT = 60.0  # seconds; a busy server answers between two steps
+
+
+class Failed(Exception):
+    """Why there is no account, in one sentence."""
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    try:
+        account = explain(options)
+    except Failed as failed:
+        print(f"error: {failed}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(msgspec.to_builtins(account), indent=2))
+    else:
+        print("\n".join(tell(account)))
+    return 0
+
+
+def explain(options: argparse.Namespace) -> Account:
+    """Ask the server. Raises `Failed`."""
+    server = Server(options.url.rstrip("/"), options.api_key)
+    body: dict[str, Any] = {"extra_key": options.extra_key, "cache_salt": options.cache_salt}
+    if options.request_id is not None:
+        body["request_id"] = options.request_id
+    else:
+        body["input_ids"] = _tokens(server, options)
+    answer = server.post("/hybrid_cache/explain", body)
+    try:
+        return msgspec.convert(answer, Account)
+    except msgspec.ValidationError as error:
+        raise Failed(f"{server.url} runs another version of sglang_hybrid ({error}).") from None
+
+
+def _tokens(server: Server, options: argparse.Namespace) -> list[int]:
+    """The prompt's token ids; text and messages are tokenized by the server."""
+    if options.input_ids is not None:
+        return _numbers(options.input_ids)
+    if options.messages is not None:
+        chat = _read_json(options.messages)
+        body = chat if isinstance(chat, dict) else {"messages": chat}
+        if not isinstance(body.get("messages"), list):
+            raise Failed(
+                f"{options.messages} is neither a list of messages nor an object that has one."
+            )
+        keep = ("messages", "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
+        body = {name: body[name] for name in keep if name in body}
+    elif options.prompt_file is not None:
+        body = {"prompt": _read(options.prompt_file)}
+    else:
+        body = {"prompt": options.prompt}
+    tokens: list[int] = server.post("/tokenize", body)["tokens"]
+    return tokens
+
+
+class Server:
+    """A running server."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self.url = url
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON that it answers. Raises `Failed`."""
+        try:
+            response = requests.post(
+                self.url + path, json=body, headers=self._headers, timeout=TIMEOUT
+            )
+        except requests.Timeout:
+            raise Failed(f"{self.url} did not answer within {TIMEOUT:.0f} s.") from None
+        except requests.RequestException:
+            raise Failed(f"no server answers at {self.url}.") from None
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = {}
+        if response.ok:
+            return answer
+        why = answer.get("error") or answer.get("message") if isinstance(answer, dict) else None
+        if response.status_code in (401, 403):
+            raise Failed(f"{self.url} wants its API key; give it with --api-key.")
+        if response.status_code == 404 and why in (None, "Not Found"):
+            raise Failed(
+                f"{self.url} has no {path}; was it started with sglang_hybrid.launch_server?"
+            )
+        raise Failed(_sentence(why) if why else f"{path} answered {response.status_code}.")
+
+
+def _sentence(why: Any) -> str:
+    if isinstance(why, dict):  # OpenAI's shape
+        why = why.get("message", why)
+    return str(why)
+
+
+def _numbers(text: str) -> list[int]:
+    """Ids as `1,2,3` or as a JSON list, or from a file that holds either (`@FILE`)."""
+    if text.startswith("@"):
+        text = _read(Path(text[1:]))
+    try:
+        numbers = [int(number) for number in text.strip().strip("[]").split(",")]
+    except ValueError:
+        raise Failed("--input-ids wants numbers with commas between them.") from None
+    if not all(0 <= number < 1 << 31 for number in numbers):
+        raise Failed("--input-ids wants token ids: numbers from 0 on, below 2**31.")
+    return numbers
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(_read(path))
+    except ValueError as error:
+        raise Failed(f"{path} is not JSON: {error}.") from None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise Failed(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--url", default="http://127.0.0.1:30000")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", help="text, tokenized as for /generate")
+    what.add_argument("--prompt-file", type=Path, help="the same from a file")
+    what.add_argument(
+        "--messages",
+        type=Path,
+        help="JSON: messages, or the body of a chat completion; the server's template is applied",
+    )
+    what.add_argument("--input-ids", help="token ids, 1,2,3 or @FILE")
+    what.add_argument("--request-id", help="one of the recent requests")
+    parser.add_argument("--extra-key", help="the extra_key that the prompt is sent with, if any")
+    parser.add_argument("--cache-salt", help="the cache_salt that it is sent with, if any")
+    parser.add_argument("--api-key", help="of the server, if it wants one")
+    parser.add_argument("--json", action="store_true", help="the account as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
