@@ -20,6 +20,9 @@ from sglang_hybrid.core.model_config import read_layers
 
 FloatArray = npt.NDArray[np.float64]
 
+TOKENS_PER_STATE = 1_000
+MOST_STATES_TO_KV = 1.5
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -108,6 +111,20 @@ class CostModel:
     def with_sizes(self, *, kv_bytes_per_token: int, state_bytes: int) -> CostModel:
         """The same FLOPs with the bytes that the pools really allocated."""
         return replace(self, kv_bytes_per_token=kv_bytes_per_token, state_bytes=state_bytes)
+
+    @property
+    def states_to_kv(self) -> float:
+        """Bytes of states for each byte of KV, where checkpoints are planned: one state per 1,000
+        tokens, so that both pools run full together.
+
+        At most 1.5: where a state is as large as thousands of tokens, one long prompt must still
+        find room for its KV. SGLang's 0.9 is meant for a state per chunk of a prefill. Measured in
+        docs/benchmarks.md.
+        """
+        if not self.kv_bytes_per_token:
+            return MOST_STATES_TO_KV
+        tokens = self.state_bytes / self.kv_bytes_per_token
+        return min(tokens / TOKENS_PER_STATE, MOST_STATES_TO_KV)
 
     @overload
     def flops(self, depth: int) -> int: ...

@@ -17,6 +17,9 @@ from sglang_hybrid.replay.served import Running, ServedCache, Serving, way_to
 from sglang_hybrid.replay.simulator import Budget, Outcome, Simulator, Split, Ticket
 from sglang_hybrid.replay.traces import Request, TokenArray
 
+SGLANG_STATES_TO_KV = 0.9
+"""SGLang's default of --mamba-full-memory-ratio."""
+
 
 class NoCache:
     """Every prompt is computed."""
@@ -158,7 +161,7 @@ class SglangCache(Simulator):
         self.chunk = chunk
         self.interval = interval
         if isinstance(budget, int):
-            budget = Split.sglang(budget, cost)
+            budget = Split.of(budget, cost, SGLANG_STATES_TO_KV)
         self.kv_policy = PathLru()
         super().__init__(cost, budget, self.kv_policy, 0, Lru(blind_to_children=True))
 

@@ -75,8 +75,10 @@ class Split:
     slots: int
 
     @classmethod
-    def sglang(cls, budget: int, cost: CostModel, states_to_kv: float = 0.9) -> Split:
-        """`budget` bytes, split as SGLang's --mamba-full-memory-ratio does (0.9 by default)."""
+    def of(cls, budget: int, cost: CostModel, states_to_kv: float | None = None) -> Split:
+        """`budget` bytes, split as --mamba-full-memory-ratio does; None: as we default it."""
+        if states_to_kv is None:
+            states_to_kv = cost.states_to_kv
         for_states = int(budget * states_to_kv / (1 + states_to_kv)) if cost.state_bytes else 0
         slots = for_states // cost.state_bytes if cost.state_bytes else 2**62
         kv_bytes = cost.kv_bytes_per_token

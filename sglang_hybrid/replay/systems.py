@@ -49,12 +49,12 @@ class Setting:
 
     @property
     def pools(self) -> Split:
-        """The budget in two pools, split as SGLang does if it is one number of bytes."""
+        """The budget in two pools, split as the server does if it is one number of bytes."""
         if isinstance(self.budget, Split):
             return self.budget
         if self.budget is None:
             return Split(2**62, 2**62)
-        return Split.sglang(self.budget, self.cost)
+        return Split.of(self.budget, self.cost)
 
     @cached_property
     def oracle(self) -> Oracle:

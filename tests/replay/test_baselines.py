@@ -292,11 +292,19 @@ def test_a_state_exists_only_once_its_prefill_has_run() -> None:
 
 
 def test_a_split_as_sglang_makes_it() -> None:
-    budget = Split.sglang(19 * GB, PAPER)
+    budget = Split.of(19 * GB, PAPER, 0.9)
     assert budget.slots == 9 * GB // PAPER.state_bytes
     assert budget.kv_tokens == pytest.approx(10 * GB / PAPER.kv_bytes_per_token, abs=1)
     attention = replace(PAPER, state_bytes=0)
-    assert Split.sglang(GB, attention).kv_tokens == GB // PAPER.kv_bytes_per_token
+    assert Split.of(GB, attention, 0.9).kv_tokens == GB // PAPER.kv_bytes_per_token
+    assert Split.of(GB, attention).kv_tokens == GB // PAPER.kv_bytes_per_token
+
+
+def test_a_split_as_we_default_it_has_a_state_per_thousand_tokens() -> None:
+    budget = Split.of(10 * GB, PAPER)
+    assert budget.kv_tokens / budget.slots == pytest.approx(1_000, rel=1e-2)
+    large = replace(PAPER, state_bytes=100 * PAPER.state_bytes)
+    assert Split.of(1_000 * GB, large).slots == 600 * GB // large.state_bytes
 
 
 def test_two_pools_that_learn_share_one_history() -> None:
