@@ -93,9 +93,15 @@ def test_the_model_is_in_the_volume(served: tuple[Container, str]) -> None:
     assert (model / "config.json").stat().st_uid == 10001
 
 
-def test_sigterm(served: tuple[Container, str]) -> None:
-    container, _ = served
+def test_a_sigterm_ends_a_stream_and_everything_that_runs(served: tuple[Container, str]) -> None:
+    container, url = served
     processes = container.processes()
-    processes[0].send_signal(signal.SIGTERM)
-    assert container.process.wait(10) in (0, 128 + signal.SIGTERM)
+    body: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "max_tokens": 4_000}
+    body |= {"stream": True, "ignore_eos": True}
+    with requests.post(url + "/v1/chat/completions", json=body, stream=True, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        processes[0].send_signal(signal.SIGTERM)
+        assert container.process.wait(10) == 0
+        assert any(b"shutting down" in line for line in lines)
     assert not any(map(psutil.Process.is_running, processes))
