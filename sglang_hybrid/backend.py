@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from sglang_hybrid.advice import RADIX_CACHE_DISABLED
 from sglang_hybrid.config import BACKEND, HybridConfig
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.preflight import StartupError, read_config
@@ -55,6 +56,7 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
         print(f"sglang_hybrid: {flag} is served by SGLang's own prefix cache.", flush=True)
         return []
     if flags.disable_radix_cache:
+        print(f"sglang_hybrid: {RADIX_CACHE_DISABLED}", flush=True)
         return []
     if flags.radix_cache_backend == BACKEND:
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.registry import (
@@ -12,9 +13,10 @@ from sglang.srt.mem_cache.registry import (
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from sglang_hybrid.advice import Setting, advise
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.checkpoints.roles import role_tokens
-from sglang_hybrid.checkpoints.strategy import why_unplanned
+from sglang_hybrid.checkpoints.strategy import WITHOUT_PAGES, why_unplanned
 from sglang_hybrid.checkpoints.tracks import why_split
 from sglang_hybrid.config import BACKEND, Admission, HybridConfig
 from sglang_hybrid.patching import is_patched
@@ -54,8 +56,48 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
             rank=_rank(),
         )
 
-    cache: UnifiedRadixCache = create_unified_radix_cache(context, cache_class=build)
+    cache: HybridRadixCache = create_unified_radix_cache(context, cache_class=build)
+    if not context.disable_radix_cache:
+        cache.advice = advise(_setting(context, cache))
+    for line in cache.advice if _rank() == 0 else ():
+        logger.warning("sglang_hybrid: %s", line)
     return cache
+
+
+def _setting(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Setting:
+    """What this rank serves with, for advice."""
+    from sglang.srt.mem_cache.allocation_sizing import get_mamba_tracking_slots
+    from sglang.srt.runtime_context import (
+        attention_backends,
+        get_exec,
+        get_parallel,
+        get_schedule,
+    )
+
+    runner: Any = context.tp_worker.model_runner
+    schedule, mamba = get_schedule(), get_exec().mamba
+    asked = schedule.max_running_requests
+    return Setting(
+        slots=cache.req_to_token_pool.mamba_allocator.size if cache.is_mamba_enabled else 0,
+        held=1
+        + get_mamba_tracking_slots(
+            extra_buffer=mamba.enable_mamba_extra_buffer,
+            overlap=not schedule.disable_overlap_schedule,
+            lazy=mamba.enable_mamba_extra_buffer_lazy,
+        ),
+        counted=runner.kv_cache_configurator._calculate_mamba_ratio(),
+        running=runner.max_running_requests,
+        asked=asked and max(1, asked // get_parallel().attn_dp_size),
+        kv_tokens=cache.token_to_kv_pool_allocator.size,
+        kv_costs=cache.cost.kv_bytes_per_token > 1,
+        context=context.model_config.context_len,
+        page_size=cache.page_size,
+        pages_needed=not set(attention_backends()) <= set(WITHOUT_PAGES),
+        planned=cache.plans_checkpoints,
+        all_admitted=not cache.judicious,
+        no_buffer=not mamba.enable_mamba_extra_buffer,
+        no_buffer_asked=context.server_args.mamba_radix_cache_strategy == "no_buffer",
+    )
 
 
 def _rank() -> int | None:

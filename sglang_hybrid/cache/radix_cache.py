@@ -83,6 +83,7 @@ class HybridRadixCache(UnifiedRadixCache):
     ) -> None:
         self.options = options or HybridConfig.from_environment()
         self.judicious = self.options.hybrid_admission is Admission.JUDICIOUS
+        self.advice: list[str] = []  # what its flags should rather be, for the report
         self.stats = CacheStats()
         self.pending = NOTHING_PENDING  # position and kind of the checkpoint under way
         self.due: list[Planned] = []  # planned states that the insertion under way publishes
@@ -134,7 +135,8 @@ class HybridRadixCache(UnifiedRadixCache):
             self.family = Family(self.planner, self.stats, self.options.hybrid_min_branch_tokens)
             self.prefill_adder_class = HybridPrefillAdder
         self.tuning = make_tuning(self, rank, serving)
-        self._metrics = CacheMetrics(self) if params.enable_metrics else None
+        one_of_its_kind = params.enable_metrics and rank is not None  # ranks do the same
+        self._metrics = CacheMetrics(self) if one_of_its_kind else None
         logger.info(
             "sglang_hybrid: eviction %s, admission %s; a state is %s bytes, a KV token %s.",
             self.options.policy.value,
@@ -354,6 +356,7 @@ class HybridRadixCache(UnifiedRadixCache):
             "state_slots_free": None if allocator is None else allocator.available_size(),
             **self.stats.as_dict(),
             "tuner": self.tuning.info(),
+            "advice": self.advice,
         }
 
 

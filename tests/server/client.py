@@ -1,6 +1,7 @@
 """What the server tests send and read back."""
 
 import random
+import re
 from dataclasses import dataclass
 
 import requests
@@ -79,6 +80,13 @@ def hybrid_cache(url: str) -> dict:
     return requests.get(url + "/server_info", timeout=30).json()["internal_states"][0][
         "hybrid_cache"
     ]
+
+
+def metric(url: str, name: str) -> float:
+    """The one sample of /metrics that `sglang_hybrid:` and `name`, a regular expression, name."""
+    text = requests.get(url + "/metrics", timeout=30).text
+    (value,) = re.findall(rf"^sglang_hybrid:{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    return float(value)
 
 
 def flush(url: str) -> None:

@@ -1,16 +1,14 @@
 """Our cache: a starved server serves, what it did is told, a model without states is served too."""
 
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import requests
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.server_process import ServerProcess
-from tests.server.client import ask, flush, hybrid_cache, random_prompt
+from tests.server.client import ask, flush, hybrid_cache, metric, random_prompt
 
 
 def cold_and_warm(url: str, prompts: list[list[int]]) -> tuple[list[dict], list[dict]]:
@@ -63,6 +61,9 @@ def test_a_server_short_of_slots_serves_a_burst(model_directory: Callable[[str],
         ]
         seen = hybrid_cache(server.url)
         assert seen["checkpoints_skipped"]["no_slot"] > 0
+        let, leave = seen["advice"]
+        assert "let 12 requests run at once instead of 16" in let
+        assert "leave 0 for checkpoints" in leave
         flush(server.url)
         assert hybrid_cache(server.url)["state_slots_free"] == 12
         assert server.process is not None and server.process.poll() is None
@@ -82,7 +83,8 @@ def test_what_the_cache_did_is_told(model_directory: Callable[[str], Path]) -> N
             for seed in (12, 13, 14)
         ]
         after = hybrid_cache(server.url)
-        metrics = requests.get(server.url + "/metrics", timeout=30).text
+        hits, alpha = metric(server.url, "hit_tokens_total"), metric(server.url, "alpha")
+        branches = metric(server.url, 'checkpoints_admitted_total{.*reason="branch".*}')
     assert [report["hit_tokens"] for report in reports] == [0, 0, 701]
     assert [report["missed"] for report in reports] == ["not_stored", "no_state", "not_stored"]
     assert [report["kv_only_tokens"] for report in reports] == [0, 701, 0]
@@ -95,9 +97,8 @@ def test_what_the_cache_did_is_told(model_directory: Callable[[str], Path]) -> N
     assert after["kv_only_tokens"] - before["kv_only_tokens"] == 701
     assert after["flops_saved"] > before["flops_saved"]
     assert (after["eviction"], after["alpha"]) == ("marconi", 0.5)
-    assert _metric(metrics, "hit_tokens_total") == after["hit_tokens"]
-    assert _metric(metrics, 'checkpoints_admitted_total{.*reason="branch".*}') == 1
-    assert _metric(metrics, "alpha") == 0.5
+    assert (hits, branches, alpha) == (after["hit_tokens"], 1, 0.5)
+    assert after["advice"] == [], "nothing but what was asked for"
 
 
 @pytest.mark.slow
@@ -120,9 +121,3 @@ def _common(left: list[int], right: list[int]) -> int:
     """Tokens that two sequences begin with alike."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
-
-
-def _metric(text: str, name: str) -> float:
-    pattern = rf"^sglang_hybrid:{name}(?:{{.*}})? (\S+)$"
-    (value,) = re.findall(pattern, text, re.MULTILINE)
-    return float(value)

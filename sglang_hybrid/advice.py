@@ -1,0 +1,158 @@
+"""Start-up advice: one line for each setting that makes the cache inert or wasteful, with the flag
+that mends it.
+
+The numbers are those of one rank after its pools were allocated. The lines go into the log once and
+into the report of /server_info.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_hybrid.core.cost import TOKENS_PER_STATE
+
+LONGEST = 16_384
+"""KV tokens that one checkpoint can be expected to stand for at most. A turn leaves two or three
+checkpoints, whether it is a chat's of some hundred tokens or an agent's of some ten thousand; with
+more KV than this for each free slot, slots run out while most of the KV has never been used."""
+
+SHORTEST = 32
+"""KV tokens that it can be expected to stand for at least. With less KV than this for each free
+slot, KV runs out while most of the slots have never been used."""
+
+RADIX_CACHE_DISABLED = (
+    "the prefix cache is off, so every prompt is computed from its start; leave out "
+    "--disable-radix-cache."
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one rank serves with.
+
+    Args:
+        slots: state slots that were allocated; 0 for a model without recurrent state.
+        held: slots that a running request holds.
+        counted: slots that it counts for when SGLang caps the running requests.
+        running: requests that may run at once.
+        asked: requests that were asked to, None if nobody asked.
+        kv_tokens: size of the KV pool.
+        kv_costs: KV tokens take memory, which they do not without any attention layer.
+        context: tokens of the longest request.
+        page_size: tokens of a page.
+        pages_needed: the attention backend needs pages of several tokens.
+        planned: prefills leave the states that we want, and not those that SGLang tracks.
+        all_admitted: because of `--hybrid-admission all`.
+        no_buffer: SGLang's strategy keeps states at the ends of prompts and answers only.
+        no_buffer_asked: it was asked for by name.
+    """
+
+    slots: int
+    held: int
+    counted: int
+    running: int
+    asked: int | None
+    kv_tokens: int
+    kv_costs: bool
+    context: int
+    page_size: int
+    pages_needed: bool
+    planned: bool
+    all_admitted: bool
+    no_buffer: bool
+    no_buffer_asked: bool
+
+    @property
+    def free(self) -> int:
+        """Slots for checkpoints when as many requests run as may."""
+        return max(0, self.slots - self.running * self.held)
+
+
+def advise(it: Setting) -> list[str]:
+    """The lines for a setting, none if there is nothing to mend."""
+    lines = [] if it.slots == 0 else [_running(it), _room(it), _balance(it), _branches(it)]
+    return [line for line in (*lines, _pages(it)) if line]
+
+
+def _running(it: Setting) -> str | None:
+    """The state pool caps the running requests below what was asked for."""
+    if it.asked is None or it.running >= it.asked or it.slots // it.counted >= it.asked:
+        return None
+    return (
+        f"the {it.slots:,} state slots let {it.running:,} requests run at once instead of "
+        f"{it.asked:,}, since each counts for {it.counted}; raise --max-mamba-cache-size to "
+        f"{it.asked * it.counted:,}."
+    )
+
+
+def _room(it: Setting) -> str | None:
+    """Each running request should find a slot for at least one checkpoint: the end of its answer,
+    which the next turn resumes from.
+    """
+    if it.free >= it.running:
+        return None
+    fewer = it.slots // (it.held + 1)
+    return (
+        f"{it.running:,} running requests hold {it.slots - it.free:,} of the {it.slots:,} state "
+        f"slots and leave {it.free:,} for checkpoints, less than one for each; raise "
+        f"--max-mamba-cache-size to {it.running * (it.held + 1):,}"
+        + (f" or lower --max-running-requests to {fewer:,}." if fewer else ".")
+    )
+
+
+def _balance(it: Setting) -> str | None:
+    """The two pools should run out at about the same time.
+
+    KV without a state that leads to it gives no hits, and a slot without KV holds nothing. What
+    traffic needs is not known at start, so only what suits no usual traffic is named: more than
+    `LONGEST` KV tokens (or than the longest request has) for each slot that checkpoints can have,
+    or less than `SHORTEST`.
+    """
+    if it.free < it.running:
+        return None  # `_room` has said it
+    each = it.kv_tokens / it.free
+    found = (
+        f"{it.kv_tokens:,} KV tokens for {it.free:,} free state slots are {each:,.0f} for each, "
+        "so that"
+    )
+    if it.kv_costs and each > min(LONGEST, it.context):
+        usual = min(TOKENS_PER_STATE, it.context)
+        return (
+            f"{found} slots run out while most of the KV is unused; raise --max-mamba-cache-size "
+            f"to {it.slots - it.free + it.kv_tokens // usual:,} or lower --max-total-tokens to "
+            f"{it.free * usual:,}."
+        )
+    if each < SHORTEST:
+        return (
+            f"{found} KV runs out while most of the slots are unused; raise --max-total-tokens to "
+            f"{it.free * TOKENS_PER_STATE:,} or lower --max-mamba-cache-size to "
+            f"{it.slots - it.free + max(it.running, it.kv_tokens // TOKENS_PER_STATE):,}."
+        )
+    return None
+
+
+def _branches(it: Setting) -> str | None:
+    """States at branches are what hybrid prefixes are shared by."""
+    if it.planned or not it.no_buffer:
+        return None
+    if it.all_admitted:
+        mend = "use --hybrid-admission judicious"
+    elif it.no_buffer_asked:
+        mend = "leave out --mamba-radix-cache-strategy no_buffer"
+    else:
+        mend = "use --mamba-radix-cache-strategy extra_buffer if the model can"
+    return (
+        "with SGLang's strategy no_buffer no state is kept where prompts branch, so that prompts "
+        f"which share a beginning and then differ do not hit; {mend}."
+    )
+
+
+def _pages(it: Setting) -> str | None:
+    """Branches and hits lie on whole pages."""
+    if it.page_size == 1:
+        return None
+    also = " and an --attention-backend without pages, such as triton" if it.pages_needed else ""
+    return (
+        f"branches and hits are rounded down to pages of {it.page_size:,} tokens, up to "
+        f"{it.page_size - 1:,} of which are computed again each time; use --page-size 1{also}."
+    )
