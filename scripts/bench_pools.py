@@ -1,0 +1,104 @@
+#!/usr/bin/env python3
+"""How memory is best split between KV and states: hit rates by KV tokens per state slot.
+
+    python scripts/bench_pools.py [--policy reuse] [--generated SEEDS]
+
+The rows of bench_policies.py as served, for a model whose state is as large as 409 tokens of KV
+(the paper's 7B) and for one where it is 6,234 (sizes of Nemotron-H-8B; 2.3 times the memory).
+Percent of prompt tokens, the mean of each trace's sizes. The first column is SGLang's default of
+--mamba-full-memory-ratio. Then, for each trace, what the others would choose. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.bench_policies import COST, TRACES, Row, generate_traces, read_traces
+from sglang_hybrid.core.cost import MOST_STATES_TO_KV, TOKENS_PER_STATE, CostModel
+from sglang_hybrid.replay.runner import Job, Runner
+from sglang_hybrid.replay.served import Serving
+from sglang_hybrid.replay.simulator import Split
+from sglang_hybrid.replay.systems import Spec
+
+
+@dataclass(frozen=True)
+class Model:
+    """Bytes of a model, more memory than the rows say, and what to try; the first is SGLang's."""
+
+    name: str
+    cost: CostModel
+    memory: float
+    tokens_per_state: tuple[int, ...]
+
+
+MODELS = (
+    Model("paper 7B", COST, 1.0, (454, 600, 800, 1_000, 1_200, 1_600, 2_000)),
+    Model(
+        "Nemotron-H-8B",
+        COST.with_sizes(kv_bytes_per_token=16_384, state_bytes=102_137_856),
+        2.3,
+        (6_927, 4_156, 2_078, 1_100, 542),
+    ),
+)
+
+
+def hit_rate(runner: Runner, model: Model, row: Row, tokens: int, policy: Spec) -> float:
+    """Percent, with so many KV tokens per state slot."""
+    trace, size = row
+    cost = model.cost
+    ratio = cost.state_bytes / (tokens * cost.kv_bytes_per_token)
+    pools = Split.of(int(size * model.memory * 1e9), cost, ratio)
+    return 100 * runner.run(Job(policy, trace, cost, pools, serving=Serving())).hit_rate
+
+
+def table(runner: Runner, rows: Sequence[Row], model: Model, policy: Spec) -> None:
+    columns = model.tokens_per_state
+    print(f"\n{model.name}, {policy}; KV tokens per state slot (states' share of the memory)\n")
+    size = model.cost.state_bytes / model.cost.kv_bytes_per_token
+    heads = [f"{tokens:,} ({size / (size + tokens):.0%})" for tokens in columns]
+    print(f"| trace | {heads[0]}, SGLang's | {' | '.join(heads[1:])} |")
+    print("|---|" + "---:|" * len(columns))
+    found: dict[str, list[float]] = {}
+    for trace in dict.fromkeys(trace for trace, _ in rows):
+        mine = [row for row in rows if row[0] == trace]
+        found[trace] = [
+            mean(hit_rate(runner, model, row, tokens, policy) for row in mine) for tokens in columns
+        ]
+        print(f"| {trace} | {' | '.join(f'{rate:.1f}' for rate in found[trace])} |", flush=True)
+    means = [mean(rates) for rates in zip(*found.values(), strict=True)]
+    print(f"| **mean** | {' | '.join(f'{rate:.1f}' for rate in means)} |")
+    print("\nChosen by the other traces: ", end="")
+    for trace, rates in found.items():
+        others = [
+            sum(column) - rates[i] for i, column in enumerate(zip(*found.values(), strict=True))
+        ]
+        best = max(range(len(columns)), key=others.__getitem__)
+        print(f"{trace} {columns[best]:,} ({rates[best] - rates[0]:+.1f}); ", end="")
+    print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--policy", default="reuse")
+    parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
+    parser.add_argument("--generated", type=int, metavar="SEEDS", help="generated traffic instead")
+    options = parser.parse_args()
+    generated = options.generated
+    runner, rows = generate_traces(generated) if generated else read_traces(options.traces)
+    print(
+        f"Our default: a state per {TOKENS_PER_STATE:,} tokens, at most {MOST_STATES_TO_KV} bytes "
+        "of states per byte of KV."
+    )
+    for model in MODELS:
+        table(runner, rows, model, Spec.parse(options.policy))
+
+
+if __name__ == "__main__":
+    main()
