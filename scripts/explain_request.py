@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class Failed(Exception):
 
 
 def main() -> int:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in `| head`
     options = _parser().parse_args()
     try:
         account = explain(options)

@@ -65,8 +65,8 @@ class Gap(msgspec.Struct):
 
     gain: tokens that it would have saved. kind: of the checkpoint that was wanted or evicted. when:
     it was decided. request: whose prefill wanted it. short: "states" or "kv", the pool that ran
-    short when it was evicted. score, against: what `policy` gave it, and what it gave the cheapest one
-    that could go; below 0 nobody is expected to come back. with_kv: its KV was evicted with it.
+    short when it was evicted. score, against: what `policy` gave it, and what it gave the cheapest
+    one that could go; below 0 nobody is expected to come back. with_kv: its KV was evicted with it.
     """
 
     position: int

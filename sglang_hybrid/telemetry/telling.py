@@ -30,7 +30,8 @@ def tell(account: Account) -> Iterator[str]:
     request = account.request
     if request is not None:
         started = "" if request.started else ", which has not been prefilled yet"
-        yield f"request {request.request_id}, {_ago(request.when)}{started}, found:"
+        when = "" if request.when is None else f", {_ago(request.when)}"
+        yield f"request {request.request_id}{when}{started}, found:"
     prompt = _count(account.prompt, "token")
     yield f"prompt      {prompt}; a hit can reach token {account.usable:,}"
     yield f"KV          stored to token {account.kv:,}"
