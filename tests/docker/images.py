@@ -25,6 +25,8 @@ def why_not() -> str:
     missing = [name for name in ("buildah", "debootstrap", "unshare") if not shutil.which(name)]
     if missing:
         return f"{', '.join(missing)} not installed (apt-get install buildah debootstrap)"
+    if subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], check=False).returncode:
+        return "namespaces cannot be made here"
     if not apt_mirror():
         return "apt knows no mirror of Debian bookworm; set APT_MIRROR"
     return ""
