@@ -42,7 +42,7 @@ from sglang_hybrid.telemetry.decisions import (
     next_mark,
 )
 from sglang_hybrid.telemetry.recent import Seen, Used
-from sglang_hybrid.telemetry.stats import Evicted
+from sglang_hybrid.telemetry.stats import Evicted, Missed
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
@@ -101,7 +101,7 @@ class Explainer:
         used = self._deepest(path)
         hit = kv if not self._cache.is_mamba_enabled else used.position if used else 0
         known = None
-        if self._cache.mirrored:
+        if self._cache.mirrored and extra_key is None and not cache_salt:  # it knows no namespaces
             meeting = self._cache.mirror.meet(prompt)
             known = None if meeting is None else meeting.known_len
         mark = first_mark(extra_key, cache_salt)
@@ -134,9 +134,11 @@ class Explainer:
             for at, events in everything
             if (kept := [event for event in events if event.order < seen.order])
         ]
-        gaps = self._gaps(before, hit, usable)
-        if self._cache.is_mamba_enabled and seen.kv > hit:
-            gaps.setdefault(seen.kv, self._nothing_noted(seen.kv, hit, branch=True))
+        gaps: dict[int, Gap] = {}
+        if seen.report.missed is not Missed.NO_SLOT:  # there a state was not missing
+            gaps = self._gaps(before, hit, usable)
+            if self._cache.is_mamba_enabled and seen.kv > hit:
+                gaps.setdefault(seen.kv, self._nothing_noted(seen.kv, hit, branch=True))
         left = sorted(seen.report.checkpoints)
         taken = {position for position, _ in left}
         refused = {

@@ -147,14 +147,14 @@ class Notes:
         self.recent.put(req.rid, seen)
 
     def knew(self, req: Req, known_len: int) -> None:
-        """So much of the prompt of `req` was sent before."""
+        """So much of the prompt of `req` was sent before, under whatever key and salt."""
         seen = self.recent.get(req.rid)
-        if seen is not None:
+        if seen is not None and req.extra_key is None and not req.cache_salt:
             seen.known = known_len
 
     def used(self, node: UnifiedTreeNode, position: int) -> Used | None:
-        """The checkpoint of `node`, at `position`; None for the root."""
-        if position == 0:
+        """The checkpoint of `node`, at `position`; None for the root and where there are none."""
+        if position == 0 or not self._cache.is_mamba_enabled:
             return None
         if not self._cache.mirrored:
             return Used(position)
