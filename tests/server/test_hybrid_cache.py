@@ -5,9 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.server_process import ServerProcess
+from tests import dashboard
 from tests.server.client import ask, flush, hybrid_cache, metric, random_prompt
 
 
@@ -85,6 +88,7 @@ def test_what_the_cache_did_is_told(model_directory: Callable[[str], Path]) -> N
         after = hybrid_cache(server.url)
         hits, alpha = metric(server.url, "hit_tokens_total"), metric(server.url, "alpha")
         branches = metric(server.url, 'checkpoints_admitted_total{.*reason="branch".*}')
+        text = requests.get(server.url + "/metrics", timeout=30).text
     assert [report["hit_tokens"] for report in reports] == [0, 0, 701]
     assert [report["missed"] for report in reports] == ["not_stored", "no_state", "not_stored"]
     assert [report["kv_only_tokens"] for report in reports] == [0, 701, 0]
@@ -99,6 +103,11 @@ def test_what_the_cache_did_is_told(model_directory: Callable[[str], Path]) -> N
     assert (after["eviction"], after["alpha"]) == ("marconi", 0.5)
     assert (hits, branches, alpha) == (after["hit_tokens"], 1, 0.5)
     assert after["advice"] == [], "nothing but what was asked for"
+    exported = {
+        sample.name for family in text_string_to_metric_families(text) for sample in family.samples
+    }
+    asked = {name for name in dashboard.metrics() if name.startswith("sglang:")}
+    assert len(asked) == 7 and asked <= exported
 
 
 @pytest.mark.slow

@@ -1,0 +1,100 @@
+"""The dashboard and what is provisioned around it; tests/server/test_dashboard.py asks for data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from tests.dashboard import DASHBOARD, DOCKER, metrics, panels
+from tests.telemetry.test_metrics import read
+
+
+def test_grafanas_library_reads_every_field() -> None:
+    """It drops what it does not know, and adds defaults."""
+    register_default_plugins()
+    kept = json.loads(json.dumps(Dashboard.from_json(DASHBOARD), cls=JSONEncoder))
+    assert lost(DASHBOARD, kept) == []
+    assert lost({**DASHBOARD, "titel": "misspelt"}, kept) == ["/titel"]
+
+
+def lost(given: Any, kept: Any, path: str = "") -> list[str]:
+    """Paths of `given` that are not in `kept`, or differ."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        pairs = [(value, kept.get(key), f"{path}/{key}") for key, value in given.items()]
+    elif isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        pairs = [(*pair, f"{path}/{at}") for at, pair in enumerate(zip(given, kept, strict=True))]
+    else:
+        return [] if given == kept else [path]
+    return [found for pair in pairs for found in lost(*pair)]
+
+
+def test_panels_have_their_own_number_and_place() -> None:
+    assert len({panel["id"] for panel in panels()}) == len(panels())
+    taken: set[tuple[int, int]] = set()
+    for panel in panels():
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_our_metrics_are_there() -> None:
+    """Those of SGLang are looked for on a server, in tests/server/test_hybrid_cache.py."""
+    steps = """
+cache.stats.admitted["branch"] = cache.stats.skipped["no_slot"] = cache.stats.evicted["leaf"] = 1
+metrics.update()
+"""
+    tuner = {"runs": 1, "failures": 0, "seconds": 0.5, "switches": 0}
+    exported = {name.split("[")[0] for name in read(steps, "marconi", 1.0, tuner)}
+    ours = {name for name in metrics() if name.startswith("sglang_hybrid:")}
+    assert len(ours) == 11
+    assert ours <= exported
+
+
+def provisioned(name: str) -> Any:
+    return yaml.safe_load((DOCKER / name).read_text())
+
+
+def test_services_find_one_another() -> None:
+    compose = provisioned("compose.yaml")
+    services = compose["services"]
+    (job,) = provisioned("prometheus.yml")["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["server:30000"]}]
+    assert "--enable-metrics" in services["server"]["command"]
+    (source,) = provisioned("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    assert services.keys() == {"server", "prometheus", "grafana"}
+    assert (
+        source["jsonData"]["timeInterval"]
+        == provisioned("prometheus.yml")["global"]["scrape_interval"]
+    )
+
+
+def test_what_is_mounted_is_there() -> None:
+    compose = provisioned("compose.yaml")
+    mounts = {
+        place: source
+        for service in compose["services"].values()
+        for source, place, *_ in (volume.split(":") for volume in service["volumes"])
+    }
+    for source in mounts.values():
+        assert source in compose["volumes"] or (DOCKER / source).exists()
+    (provider,) = provisioned("grafana/provisioning/dashboards/dashboards.yaml")["providers"]
+    folder = DOCKER / mounts[provider["options"]["path"]]
+    assert [path.name for path in folder.iterdir()] == ["prefix-cache.json"]
+    environment = compose["services"]["grafana"]["environment"]
+    home = Path(environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert (folder / home.name).exists() and str(home.parent) == provider["options"]["path"]
+    build = compose["services"]["server"]["build"]
+    assert (DOCKER / build["context"] / build["dockerfile"]).exists()
