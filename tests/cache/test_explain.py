@@ -313,6 +313,22 @@ def test_prompts_with_another_key_share_nothing() -> None:
         assert account.unstored is not None and account.unstored.why is Rest.UNKNOWN
 
 
+def test_what_was_sent_with_a_key_is_found_with_it() -> None:
+    it = server(states=4)
+    for k in range(6):
+        req = it.arrive(run(80, k))
+        req.extra_key = "adapter"
+        assert it.admit(req)
+        assert it.prefill_step(req)
+        it.decode(req, [7])
+        it.finish(req)
+    assert set(reasons(explain(it, run(80), extra_key="adapter")).values()) == {Reason.EVICTED}
+    assert explain(it, run(80, 5), extra_key="adapter").hit == 79
+    assert explain(it, run(80)).deeper == []
+    assert explain(it, run(80, 5)).kv == 0
+    assert of_request(it, "1").request is not None
+
+
 def test_where_the_last_message_would_get_its_state() -> None:
     it = server()
     it.cache.roles = RoleTokens({"user": [(-7, -8)]})
@@ -343,6 +359,20 @@ def test_a_request_is_explained_as_of_when_it_came() -> None:
     assert again.request is not None and again.request.now == 0
     it.serve([*run(60), *run(30, 4)], [3])
     assert reasons(of_request(it, "4")) == {60: Reason.EVICTED}
+
+
+def test_a_request_that_is_looked_up_again_and_again() -> None:
+    it = server()
+    it.serve(run(100), [7], stamp=1.0)
+    req = it.arrive([*run(100), 5], stamp=9.0)
+    for _ in range(3):
+        assert it.look_up(req) == 100
+        it.send_back(req)
+    account = of_request(it, req.rid)
+    assert account.checkpoint is not None and account.checkpoint.last_used is not None
+    assert (account.checkpoint.hits, account.checkpoint.last_used.requests) == (0, 1)
+    assert account.request is not None and not account.request.started
+    assert "which has not been prefilled yet" in said(account)
 
 
 def test_what_a_request_wanted_to_leave_and_did_not() -> None:
