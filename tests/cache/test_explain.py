@@ -361,6 +361,18 @@ def test_a_request_is_explained_as_of_when_it_came() -> None:
     assert reasons(of_request(it, "4")) == {60: Reason.EVICTED}
 
 
+def test_a_position_that_was_left_for_another_reason_was_not_refused() -> None:
+    it = server(hybrid_min_branch_tokens=40)
+    it.serve(run(100), [7])
+    it.serve([*run(100), *run(50, 1)], [7])
+    it.serve([*run(100), *run(10, 1)], [7])  # a micro-branch at its end, which is kept as such
+    account = of_request(it, "3")
+    assert (account.hit, account.kv) == (100, 109)
+    assert account.request is not None
+    assert (109, "prompt_end") in account.request.left
+    assert account.request.refused == []
+
+
 def test_a_request_that_is_looked_up_again_and_again() -> None:
     it = server()
     it.serve(run(100), [7], stamp=1.0)

@@ -63,6 +63,7 @@ def test_the_oldest_are_forgotten() -> None:
     for order in (5, 6, 7):
         log.add(20, mark([*range(50)], 20), decision(order))
     assert [position for position, _ in log.along(tokens, first_mark())] == [20]
+    assert len(log._at) == 1  # nothing is left of position 10
     log.clear((9, 9.0))
     assert (len(log), log.count, log.emptied) == (0, 8, (9, 9.0))
     assert list(log.along(tokens, first_mark())) == []
