@@ -31,6 +31,7 @@ BINS: Final = 24  # of age, each twice as wide as the one before
 FIRST_GUESS: Final = 0.05  # of the hazard per bin, while nothing is known
 PRIOR_WEIGHT: Final = 8.0  # intervals that a coarser class's hazard counts for
 REBUILD_EVERY: Final = 32  # requests
+SEARCHED: Final = 1_000  # ages that are searched for among the bins
 
 
 def class_of(children: int, depth: int, turn: int, pace: int = 0) -> int:
@@ -54,7 +55,8 @@ class ReuseIndex:
         self.version = 0  # of the table: weights of different versions do not compare
         self._per_unit = 1 / unit
         self._edges = unit * 2.0 ** np.arange(1, BINS + 1)  # upper ends of the age bins
-        self._cut_list = self._edges[:-1].tolist()
+        self._cuts = self._edges[:-1]
+        self._cut_list = self._cuts.tolist()
         self._table = np.zeros((1, BINS))  # a row per class with a hazard of its own; last: zeros
         self._expiry = np.full((1, BINS), np.inf)
         self._row = np.zeros(CLASSES + 1, dtype=np.int64)  # of a class, NOWHERE included
@@ -154,9 +156,13 @@ class ReuseIndex:
         return bisect_right(self._cut_list, age)
 
     def _bins(self, ages: FloatArray) -> IntArray:
-        """`_bin` of each: the exponent in units, several times faster than a search."""
-        exponents = np.frexp(np.maximum(ages, 0.0) * self._per_unit)[1]
-        bins: IntArray = (exponents - 1).clip(0, BINS - 1)
+        """`_bin` of each; of many it is the exponent in units, much faster than a search."""
+        if len(ages) < SEARCHED:
+            return self._cuts.searchsorted(ages, "right")
+        bins: IntArray = np.frexp(np.maximum(ages, 0.0) * self._per_unit)[1]
+        np.maximum(bins, 1, out=bins)
+        np.minimum(bins, BINS, out=bins)
+        bins -= 1
         return bins
 
 
@@ -194,13 +200,13 @@ def best_rates(hazard: FloatArray, widths: FloatArray) -> FloatArray:
     T runs over the ends of bins; a return within a bin takes half of the bin on average.
     """
     ends = np.ascontiguousarray(hazard.T)  # bins first: a pass over all rows at once
-    best = np.empty_like(ends)
-    spent = widths[:, None] * (1 - ends / 2)
-    reached = np.ones_like(ends)
-    for start in range(len(ends)):
-        alive = np.cumprod(1 - ends[start:], axis=0)
-        reached[start + 1 :] = alive[:-1]
-        reached[start] = 1
-        time = np.cumsum(reached[start:] * spent[start:], axis=0)
-        best[start] = ((1 - alive) / time).max(axis=0)
+    stays, spent = 1 - ends, widths[:, None] * (1 - ends / 2)
+    best, alive, time = (np.empty_like(ends) for _ in range(3))  # after bin T, from a start on
+    for start in range(len(ends) - 1, -1, -1):  # one bin earlier: all that follows is reached less
+        later = slice(start + 1, None)
+        alive[later] *= stays[start]
+        time[later] *= stays[start]
+        time[later] += spent[start]
+        alive[start], time[start] = stays[start], spent[start]
+        np.divide(1 - alive[start:], time[start:]).max(axis=0, out=best[start])
     return best.T

@@ -16,6 +16,7 @@ from sglang_hybrid.core.reuse import (
     PACES,
     PRIOR_WEIGHT,
     REBUILD_EVERY,
+    SEARCHED,
     TURNS,
     ReuseIndex,
     best_rates,
@@ -92,6 +93,9 @@ def test_ages_fall_into_the_same_bins_one_by_one_and_together(unit: float) -> No
     index.open(0, 0.0)
     index.observed(0.0)
     weights, expiry = index.weights(np.zeros(len(ages), dtype=np.int64), ages)
+    many = np.tile(ages, 1 + SEARCHED // len(ages))
+    again, _ = index.weights(np.zeros(len(many), dtype=np.int64), many)
+    assert (again.reshape(-1, len(ages)) == weights).all()
     for age, weight, until in zip(ages.tolist(), weights, expiry, strict=True):
         assert (weight, until) == index.weight_until(0, age)
     assert len(set(weights.tolist())) > 1
