@@ -1,7 +1,7 @@
 """Mamba1: the scan agrees with the recurrence."""
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_cases import (
     BF16,
@@ -30,6 +30,7 @@ def inputs(d, tokens, channels, size, dtype=torch.float32):
 
 @few
 @given(seeds, batches(), st.sampled_from([(12, 4), (3, 16), (1, 1)]), chunks, st.booleans())
+@example(5376, [15, 69], (1, 1), 4, True)  # its state crosses zero
 def test_prefill_is_the_recurrence(seed, lengths, shape, chunk, started):
     d, cu = Draw(seed), bounds(lengths)
     x, dt, A, B, C = inputs(d, cu[-1], *shape)
