@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang_hybrid.cache.explain_messages import ExplainReq, ExplainReqOutput
 from sglang_hybrid.cache.notes import Notes
 from sglang_hybrid.core.admission import Prefill
+from sglang_hybrid.core.history import Meeting
 from sglang_hybrid.core.intent import Intent, intend
 from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.telemetry.account import (
@@ -99,11 +100,11 @@ class Explainer:
         usable = self._usable(len(prompt))
         path, kv = self._walk(prompt, usable, extra_key, cache_salt)
         used = self._deepest(path)
-        hit = kv if not self._cache.is_mamba_enabled else used.position if used else 0
+        hit = self._hit(used, kv)
+        meeting = self._cache.mirror.meet(prompt) if self._cache.mirrored else None
         known = None
-        if self._cache.mirrored and extra_key is None and not cache_salt:  # it knows no namespaces
-            meeting = self._cache.mirror.meet(prompt)
-            known = None if meeting is None else meeting.known_len
+        if meeting is not None and extra_key is None and not cache_salt:  # it knows no namespaces
+            known = meeting.known_len
         mark = first_mark(extra_key, cache_salt)
         events = list(self._notes.decisions.along(prompt, mark))
         gaps = self._gaps(events, hit, usable)
@@ -119,7 +120,7 @@ class Explainer:
             checkpoint=self._checkpoint(used),
             deeper=_deepest_first(gaps),
             unstored=self._unstored(prompt, mark, events, kv, known),
-            leaves=self._would_leave(prompt, hit, kv),
+            leaves=self._would_leave(prompt, hit, kv, meeting),
             house=self._house(),
         )
 
@@ -150,7 +151,7 @@ class Explainer:
             and event.order >= seen.order
             and event.wish.owner == request_id[:NAME_LENGTH]
         }
-        now = self.of_prompt(seen.tokens, seen.extra_key, seen.cache_salt)
+        path, kv = self._walk(seen.tokens, usable, seen.extra_key, seen.cache_salt)
         return Account(
             prompt=len(seen.tokens),
             usable=usable,
@@ -160,7 +161,7 @@ class Explainer:
             deeper=_deepest_first(gaps),
             unstored=self._unstored(seen.tokens, mark, before, seen.kv, seen.known),
             leaves=[],
-            house=now.house,
+            house=self._house(),
             request=Request(
                 request_id,
                 self._ago(seen.at),
@@ -168,7 +169,7 @@ class Explainer:
                 seen.report.started,
                 [(position, kind.value) for position, kind in left],
                 _deepest_first(refused),
-                now.hit,
+                self._hit(self._deepest(path), kv),
             ),
         )
 
@@ -213,14 +214,21 @@ class Explainer:
                 return self._notes.used(node, depth)
         return None
 
-    def _would_leave(self, prompt: array[int], hit: int, kv: int) -> list[tuple[int, str]]:
+    def _hit(self, used: Used | None, kv: int) -> int:
+        """Tokens that a hit on this state skips, or on so much KV where nothing else is needed."""
+        if not self._cache.is_mamba_enabled:
+            return kv
+        return used.position if used else 0
+
+    def _would_leave(
+        self, prompt: array[int], hit: int, kv: int, meeting: Meeting | None
+    ) -> list[tuple[int, str]]:
         """Where the prefill of this prompt would want to leave a state; whether there is room is
         not asked.
         """
         cache = self._cache
         if cache.planner is None:
             return []
-        meeting = cache.mirror.meet(prompt) if cache.mirrored else None
         prefill = Prefill(
             len(prompt),
             hit,
