@@ -69,7 +69,8 @@ class PrefillTracks:
         at_end = [taken == extend_lens[row] for row, taken in zip(tracks.rows, read, strict=True)]
         order = sorted(range(len(read)), key=at_end.__getitem__)
         self.positions: Positions = [(tracks.rows[i], read[i]) for i in order]
-        starts = torch.tensor(extend_lens).cumsum(0) - torch.tensor(extend_lens)
+        lengths = torch.tensor(extend_lens)
+        starts = lengths.cumsum(0) - lengths
         rows = torch.tensor([row for row, _ in self.positions])
         sequences, ends, places, resumed = _put(
             slots.device,
