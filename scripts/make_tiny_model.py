@@ -24,7 +24,12 @@ def main(arguments: list[str] | None = None) -> int:
         help="directory of the model; with 'all', the directory that gets one for each",
     )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--scale", default="tiny", help=f"one of {', '.join(SCALES)}")
+    parser.add_argument(
+        "--scale",
+        default="tiny",
+        help=f"one of {', '.join(SCALES)}; 8b has the sizes of Nemotron-H-8B and no weights, for "
+        "--load-format dummy (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     if options.architecture == "all":
         targets = {name: options.output / name for name in ARCHITECTURES}

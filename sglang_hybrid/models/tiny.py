@@ -23,7 +23,7 @@ from sglang_hybrid.models.architectures.base import MAX_LENGTH
 from sglang_hybrid.models.tokenizer import EOS, PAD, SPECIAL_TOKENS, TURN_END, write_tokenizer
 
 DEFAULT_ARCHITECTURE = "nemotron-h"
-SCALES: tuple[Scale, ...] = ("tiny", "25m", "100m")
+SCALES: tuple[Scale, ...] = ("tiny", "25m", "100m", "8b")
 
 
 def build_tiny_model(
@@ -120,11 +120,10 @@ def _write(model: Model, directory: Path) -> None:
         "do_sample": False,
     }
     _write_json(directory / "generation_config.json", generation)
-    save_file(
-        model.weights.tensors, str(directory / "model.safetensors"), metadata={"format": "pt"}
-    )
-    # safetensors writes files that only their owner may read.
-    (directory / "model.safetensors").chmod(0o644)
+    if model.weights is not None:
+        weights = directory / "model.safetensors"
+        save_file(model.weights.tensors, str(weights), metadata={"format": "pt"})
+        weights.chmod(0o644)  # safetensors writes files that only their owner may read
     _write_json(directory / "config.json", model.config)
 
 

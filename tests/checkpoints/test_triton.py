@@ -1,15 +1,19 @@
-"""SGLang's patched scans leave states at any positions; in Triton's interpreter, on the CPU."""
+"""SGLang's patched scans leave states at any positions: in Triton's interpreter, and on a GPU."""
 
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 
-def test_scans_leave_several_states_of_a_sequence_in_any_order() -> None:
+@pytest.mark.parametrize("where", ["interpreter", "GPU"])
+def test_scans_leave_several_states_of_a_sequence_in_any_order(where: str) -> None:
     pytest.importorskip("triton")
-    program = [sys.executable, "-m", "tests.checkpoints.interpreted_scans"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    if where == "GPU" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    program = [sys.executable, "-m", "tests.checkpoints.launched_scans"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1" if where == "interpreter" else "0"}
     done = subprocess.run(program, capture_output=True, text=True, timeout=250, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

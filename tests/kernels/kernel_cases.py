@@ -3,6 +3,7 @@
 Everything is drawn from one seed that hypothesis chooses and prints when a test fails.
 """
 
+import os
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 
@@ -15,6 +16,10 @@ from sglang_hybrid.kernels.chunks import Scanned
 
 FP32, BF16 = 1e-5, 1e-2
 RECENT = 8  # tokens
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
+"""Where Triton kernels are launched; the tests make their tensors and compare them on the CPU."""
 
 torch.set_num_threads(1)  # these tensors are tiny: a second thread would only wait for the first
 
@@ -32,6 +37,14 @@ def batches(draw: st.DrawFn, longest: int = 140) -> list[int]:
     )
     lengths = draw(st.lists(length, min_size=1, max_size=4))
     return lengths if sum(lengths) else [1]
+
+
+def placed(tensor: Tensor) -> Tensor:
+    """The tensor on `DEVICE`, with the strides that it has."""
+    if tensor.device == DEVICE:
+        return tensor
+    memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(DEVICE)
+    return memory.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 def bounds(lengths: list[int]) -> list[int]:

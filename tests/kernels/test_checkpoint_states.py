@@ -1,4 +1,6 @@
-"""States at any position of a prefill: Triton kernels in the interpreter, and what is refused."""
+"""States at any position of a prefill: Triton kernels in the interpreter and on a GPU, and what is
+refused.
+"""
 
 import importlib.util
 import os
@@ -17,8 +19,10 @@ from sglang_hybrid.kernels import checkpoint_states as cs
 HERE = Path(__file__).parent
 
 
-def interpret(programs: list[str], marked: str, examples: int, timeout: int) -> None:
-    """Runs the tests of ``programs`` in Triton's interpreter, with a fresh seed."""
+def run(
+    programs: list[str], marked: str, examples: int, timeout: int, *, gpu: bool = False
+) -> None:
+    """Runs the tests of ``programs`` in Triton's interpreter or on the GPU, with a fresh seed."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked]
     command += [f"--hypothesis-seed={secrets.randbits(31)}", *(str(HERE / p) for p in programs)]
     print(*command)
@@ -27,23 +31,31 @@ def interpret(programs: list[str], marked: str, examples: int, timeout: int) -> 
         capture_output=True,
         text=True,
         timeout=timeout,
-        env={**os.environ, "TRITON_INTERPRET": "1", "EXAMPLES": str(examples)},
+        env={**os.environ, "TRITON_INTERPRET": "0" if gpu else "1", "EXAMPLES": str(examples)},
         cwd=HERE.parents[1],
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-1000:]
 
 
+def programs() -> list[str]:
+    """The first needs no SGLang."""
+    with_sglang = ["launched_with_sglang.py"] if importlib.util.find_spec("sglang") else []
+    return ["launched_checkpoint_states.py", *with_sglang]
+
+
 def test_any_position_is_the_recurrence() -> None:
-    programs = ["interpreted_checkpoint_states.py"]
-    if importlib.util.find_spec("sglang"):
-        programs.append("interpreted_with_sglang.py")
-    interpret(programs, "not slow", 8, 250)
+    run(programs(), "not slow", 8, 250)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_any_position_is_the_recurrence_at_length() -> None:
-    interpret(["interpreted_checkpoint_states.py"], "slow or not slow", 300, 1700)
+    run(["launched_checkpoint_states.py"], "slow or not slow", 300, 1700)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_any_position_is_the_recurrence_on_a_gpu() -> None:
+    run(programs(), "slow or not slow", 100, 280, gpu=True)
 
 
 def targets(n: int) -> cs.Targets:
@@ -64,7 +76,7 @@ def mamba2(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def test_nothing_is_launched_for_no_target() -> None:
-    """On the CPU every launch fails."""
+    """With tensors on the CPU every launch fails."""
     cu_seqlens = torch.tensor([0, 70])
     cs.save_ssd_states(torch.zeros(3, 2, 32, 16), targets(0), **mamba2())
     cs.save_delta_states(

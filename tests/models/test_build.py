@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.models import (
     ARCHITECTURES,
     build_tiny_model,
@@ -51,6 +52,18 @@ def test_a_model_has_all_its_files(name: str, model_dirs: dict[str, Path]) -> No
     assert config["dtype"] == "float32"
 
 
+def test_the_8b_scale_has_the_layers_of_nemotron_h_8b_and_no_weights(tmp_path: Path) -> None:
+    model = build_tiny_model("nemotron-h", tmp_path / "model", scale="8b")
+    assert sorted(path.name for path in model.iterdir()) == [
+        name for name in FILES if name != "model.safetensors"
+    ]
+    config = json.loads((model / "config.json").read_text())
+    pattern = config["hybrid_override_pattern"]
+    assert [pattern.count(kind) for kind in "M*-"] == [24, 4, 24]
+    cost = CostModel.from_config(config)
+    assert (cost.state_bytes, cost.kv_bytes_per_token) == (102_137_856, 16_384)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_another_seed_gives_other_weights_of_the_same_model(name: str) -> None:
     first, second = (ARCHITECTURES[name](seed, "tiny") for seed in (0, 1))
@@ -80,7 +93,7 @@ def test_another_process_writes_the_same_bytes(model_dirs: dict[str, Path], tmp_
     ("arguments", "complaint"),
     [
         (["--architecture", "hyena"], "Unknown architecture 'hyena'; choose one of: nemotron-h"),
-        (["--scale", "7b"], "Unknown scale '7b'; choose one of: tiny, 25m, 100m."),
+        (["--scale", "7b"], "Unknown scale '7b'; choose one of: tiny, 25m, 100m, 8b."),
         (["--architecture", "mamba2", "--scale", "100m"], "'mamba2' has no scale '100m'"),
     ],
 )

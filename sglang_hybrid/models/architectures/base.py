@@ -9,7 +9,7 @@ from typing import Any, Literal
 from sglang_hybrid.models.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, VOCAB_SIZE
 from sglang_hybrid.models.weights import Weights
 
-Scale = Literal["tiny", "25m", "100m"]
+Scale = Literal["tiny", "25m", "100m", "8b"]
 
 MAX_LENGTH = 32768
 """Positions that every tiny model claims to support."""
@@ -28,10 +28,12 @@ BASE_CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Model:
-    """The content of ``config.json`` and ``model.safetensors``."""
+    """The content of ``config.json`` and ``model.safetensors``; no weights for a scale that is
+    served with ``--load-format dummy``.
+    """
 
     config: dict[str, Any]
-    weights: Weights
+    weights: Weights | None
 
 
 Architecture = Callable[[int, Scale], Model]

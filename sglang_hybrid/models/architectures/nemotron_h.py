@@ -39,12 +39,26 @@ SIZES = {
         mlp=2048,
         chunk=128,
     ),
+    # nvidia/Nemotron-H-8B-Base-8K's config.json.
+    "8b": _Sizes(
+        pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-",
+        mamba=Mamba2Shape(hidden=4096, heads=128, head_dim=64, groups=8, state=128),
+        attention=AttentionShape(heads=32, kv_heads=8, head_dim=128),
+        mlp=21504,
+        chunk=128,
+    ),
 }
 
 
 def nemotron_h(seed: int, scale: Scale) -> Model:
-    """A Nemotron-H model; the default of the project and the only one with larger scales."""
+    """A Nemotron-H model; the default of the project and the only one with larger scales.
+
+    "8b" has the sizes of Nemotron-H-8B and no weights.
+    """
     sizes = SIZES[scale]
+    if scale == "8b":
+        large = {"dtype": "bfloat16", "vocab_size": 131_072, "max_position_embeddings": 131_072}
+        return Model(_config(sizes) | large, None)
     return Model(_config(sizes), _weights(sizes, seed))
 
 

@@ -1,46 +1,29 @@
 """States written inside a prefill are those of the recurrence; run by test_checkpoint_states.
 
-Triton reads TRITON_INTERPRET=1 when it is imported, hence tests in a process of their own. Whatever
-a kernel must not read is poisoned: targets before they are written, padding, and the state of a
-chunk in which a sequence starts.
+The kernels run on a GPU, or in Triton's interpreter with TRITON_INTERPRET=1. Triton reads that
+variable when it is imported, hence tests in a process of their own. Whatever a kernel must not read
+is poisoned: targets before they are written, padding, and the state of a chunk in which a sequence
+starts.
 """
 
 import math
 import os
 import secrets
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from kernel_cases import BF16, FP32, Draw, batches, bounds, few, seeds
+from kernel_cases import BF16, FP32, INTERPRETED, Draw, batches, bounds, few, placed, seeds
 from torch import Tensor
-from triton import language as tl
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from sglang_hybrid.kernels import checkpoint_states as cs
 from sglang_hybrid.kernels import naive
 
-_multiply, _cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
-
-
-def _multiply_values(self, a, b, *more):
-    """The interpreter holds bf16 as its bits, and would multiply those."""
-    a, b = (_cast(self, t, tl.float32) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b))
-    return _multiply(self, a, b, *more)
-
-
-def _cast_to_nearest(self, value, dtype):
-    """The interpreter would cut float32 off to bf16; devices round to the nearest, ties to even."""
-    if (value.dtype.scalar, dtype.scalar) == (tl.float32, tl.bfloat16):
-        bits = torch.from_numpy(np.ascontiguousarray(value.data)).bfloat16().view(torch.uint16)
-        return TensorHandle(bits.numpy(), dtype.scalar)
-    return _cast(self, value, dtype)
-
-
-InterpreterBuilder.create_dot = _multiply_values
-InterpreterBuilder.cast_impl = _cast_to_nearest
+if INTERPRETED:
+    import interpreter  # noqa: F401
 
 some = settings(
     few, max_examples=int(os.environ.get("EXAMPLES", "20")), phases=[Phase.explicit, Phase.generate]
@@ -82,6 +65,20 @@ class Pool:
         assert torch.equal(raw[self.others], before[self.others])
         edge = self.numel * self.memory.element_size()
         assert torch.equal(raw[:, edge:], before[:, edge:])
+
+
+def launch(save: Callable[..., None], pool: Pool, wanted: cs.Targets, **arguments: Any) -> None:
+    """Call a kernel with everything where it runs; the pool has what it wrote afterwards."""
+    memory = placed(pool.memory)
+    save(
+        memory.as_strided(pool.states.size(), pool.states.stride()),
+        cs.Targets(placed(wanted.sequences), placed(wanted.ends), placed(wanted.slots)),
+        **{
+            name: placed(value) if isinstance(value, Tensor) else value
+            for name, value in arguments.items()
+        },
+    )
+    pool.memory.copy_(memory)
 
 
 def asked_for(d: Draw, lengths: list[int], chunk: int, start: int = 0) -> list[tuple[int, int]]:
@@ -146,8 +143,9 @@ class Mamba2:
         self, pool: Pool, asked: list[tuple[int, int]], dt: Tensor, chunk_states: Tensor
     ) -> None:
         """What was asked for, by the kernel, to the pool."""
-        cs.save_ssd_states(
-            pool.states,
+        launch(
+            cs.save_ssd_states,
+            pool,
             targets(self.cu, asked, pool.slots),
             x=self.x,
             dt=dt,
@@ -239,8 +237,9 @@ def test_delta_rule(seed, lengths, dtype, kept, per_channel, started):
         ).to(dtype)
     asked = asked_for(d, lengths, cs.DELTA_CHUNK, start=1)
     pool = Pool(d, len(asked), (heads, value, key), kept)
-    cs.save_delta_states(
-        pool.states,
+    launch(
+        cs.save_delta_states,
+        pool,
         targets(cu, asked, pool.slots),
         keys=k,
         corrections=corrections,
@@ -278,8 +277,9 @@ def test_windows(seed, lengths, width, channels, dtype, slot_type, transposed):
     owners = torch.arange(len(pool.memory) - len(lengths), len(pool.memory))
     pool.others = torch.cat([pool.others, owners])
     resumed = d.flags(len(lengths))
-    cs.save_windows(
-        pool.states,
+    launch(
+        cs.save_windows,
+        pool,
         targets(cu, asked, pool.slots.to(slot_type)),
         inputs=x,
         owners=owners.to(slot_type),
