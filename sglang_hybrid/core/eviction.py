@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sglang_hybrid.core.cost import FloatArray
-from sglang_hybrid.core.history import NO_SLOT, History, Place
+from sglang_hybrid.core.history import History
+from sglang_hybrid.core.history_tree import NO_SLOT, Place
 from sglang_hybrid.core.nodes import Clock, Node, anchor
 from sglang_hybrid.core.reuse import NOWHERE, class_of
 from sglang_hybrid.core.table import Table

@@ -6,7 +6,7 @@ theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -31,14 +31,15 @@ Slot = TypeVar("Slot")
 class Wish:
     """A state that a prefill wants.
 
-    owner: whose prefill it is. contest: how it compared with the cheapest victim, None if that was
-    not asked.
+    owner: whose prefill it is, and tenant: whose request that is. contest: how it compared with the
+    cheapest victim, None if that was not asked.
     """
 
     position: int
     kind: Kind
     owner: str = ""
     contest: Contest | None = None
+    tenant: Hashable = None
 
 
 @dataclass
@@ -74,8 +75,8 @@ class Intent(Generic[Slot]):
 
     prompt_len: tokens to prefill, the hit included. wanted: kind by position, none of them passed
     yet. messages: whether it is known where the prompt's messages begin. laid: positions of all
-    states on the way. owner: a name for the request. contest: of the last position that was weighed
-    against a victim.
+    states on the way. owner, tenant: names for the request and for its sender. contest: of the last
+    position that was weighed against a victim.
     """
 
     prompt_len: int
@@ -87,6 +88,7 @@ class Intent(Generic[Slot]):
     laid: list[int] = field(default_factory=list)
     owner: str = ""
     contest: Contest | None = None
+    tenant: Hashable = None
 
     @property
     def pending(self) -> list[int]:
@@ -120,7 +122,7 @@ class Intent(Generic[Slot]):
             skip = self.contest = None
             if slots.free() <= 0:
                 skip = worth(position, kind, slots.room(self))
-            wish = Wish(position, kind, self.owner, self.contest)
+            wish = Wish(position, kind, self.owner, self.contest, self.tenant)
             slot = slots.take(wish) if skip is None else None
             if slot is None:
                 skipped.append((wish, skip or Skip.NO_SLOT))

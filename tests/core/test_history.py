@@ -9,14 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.history import (
-    NO_SLOT,
-    TOKEN_BYTES,
-    History,
-    Meeting,
-    Place,
-    TimeUnit,
-)
+from sglang_hybrid.core.history import History, Meeting, TimeUnit
+from sglang_hybrid.core.history_tree import NO_SLOT, TOKEN_BYTES, Place
 from sglang_hybrid.core.nodes import Clock
 
 
@@ -50,8 +44,8 @@ class PlainHistory:
         self.sequences.append(sequence)
 
 
-def places(history: History) -> list[Place]:
-    found, stack = [], list(history._root.children.values())
+def places(history: History, tenant: str | None = None) -> list[Place]:
+    found, stack = [], list(history.tree(tenant).root.children.values())
     while stack:
         place = stack.pop()
         found.append(place)
@@ -194,6 +188,65 @@ def test_a_sequence_larger_than_the_bound_is_held_alone() -> None:
         clock.advance()
         history.observe(np.arange(5000) + 5000 * i, 5000, clock)
     assert len(places(history)) == 1
+
+
+def test_tenants_know_nothing_of_one_another() -> None:
+    """What a tenant finds, and leaves, is what it finds alone; the index counts both."""
+    rng = random.Random(5)
+    alone, shared, clock = History(), History(), Clock()
+    for number in range(120):
+        clock.advance(float(number))
+        prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 60))]
+        for tenant in ("a", "b"):
+            if tenant == "b":
+                found, known = (history.meet(prompt, "b") for history in (alone, shared))
+                assert (found.known_len, found.branch) == (known.known_len, known.branch)
+                assert [place.depth for place in found.trail.places] == [
+                    place.depth for place in known.trail.places
+                ]
+                alone.observe([*prompt, 1], len(prompt), clock, tenant="b")
+            shared.observe([*prompt, 1], len(prompt), clock, tenant=tenant)
+    mine, its = places(alone, "b"), places(shared, "b")
+    assert sorted((p.depth, p.branches, p.turn) for p in mine) == sorted(
+        (p.depth, p.branches, p.turn) for p in its
+    )
+    assert shared.index._ended.sum() == 2 * alone.index._ended.sum() > 0
+    assert shared.held_bytes == sum(shared.tree(tenant).held_bytes for tenant in "ab")
+
+
+def test_a_flood_of_one_tenant_leaves_the_others_what_they_have() -> None:
+    history, clock = History(max_bytes=20_000), Clock()
+    for i in range(5):
+        history.observe(np.arange(50) + 50 * i, 40, clock, tenant="small")
+    for i in range(500):
+        clock.advance(float(i))
+        history.observe(np.arange(50) + 50 * i, 40, clock, tenant="flood")
+        assert history.held_bytes <= 20_000
+    assert len(places(history, "small")) == 5
+    assert history.meet(np.arange(50) + 50 * 499, "flood").known_len == 49
+
+
+def test_many_tenants_stay_within_the_bound() -> None:
+    history, clock = History(max_bytes=20_000), Clock()
+    for i in range(200):
+        clock.advance(float(i))
+        history.observe(np.arange(50), 40, clock, tenant=i)
+        assert history.held_bytes <= 20_000
+    assert len(history._trees) == len(history._shares) == 28
+    assert history.meet(np.arange(50), 199).known_len == 49
+    assert history.meet(np.arange(50), 0).known_len == 0
+
+
+def test_a_match_of_a_tree_that_was_forgotten_since_is_not_taken_up() -> None:
+    history, clock = History(max_bytes=1_500), Clock()
+    first = np.arange(50)
+    history.observe(first, 40, clock, tenant="a")
+    meeting = history.meet(first, "a")
+    assert meeting.known_len == 49
+    history.observe(np.arange(400), 40, clock, tenant="b")
+    assert not places(history, "a")
+    trail = history.observe(first, 50, clock, meeting=meeting, tenant="a")
+    assert trail.places == places(history, "a")
 
 
 def test_a_page_is_within_reach() -> None:
