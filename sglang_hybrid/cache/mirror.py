@@ -7,7 +7,7 @@ SGLang's TreeCore and components own KV, states, locks and the tree itself. The 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -140,12 +140,15 @@ class Mirror:
         node: UnifiedTreeNode,
         root: UnifiedTreeNode,
         message_starts: Sequence[int] = (),
+        tenant: Hashable = None,
     ) -> None:
-        """A sequence ended; `node` is the deepest one on its path that the tree holds."""
+        """A sequence of `tenant` ended; `node` is the deepest one on its path that the tree
+        holds.
+        """
         if self.history is None:
             return
         last = message_starts[-1:]
-        trail = self.history.observe(tokens, input_len, self.clock, last)
+        trail = self.history.observe(tokens, input_len, self.clock, last, tenant=tenant)
         while node is not root:
             record = self._records[node.id]
             self.tree.trace(record, trail.at(record.depth))
@@ -165,10 +168,12 @@ class Mirror:
 
     # What to admit.
 
-    def meet(self, prompt: array[int]) -> Meeting | None:
-        """How a prompt meets the history, before its prefill; None for a policy without one."""
+    def meet(self, prompt: array[int], tenant: Hashable = None) -> Meeting | None:
+        """How a prompt meets its tenant's history, before its prefill; None for a policy without
+        one.
+        """
         history = self._state_policy.history
-        return None if history is None else history.meet(prompt)
+        return None if history is None else history.meet(prompt, tenant)
 
     # Whether it is all true.
 
