@@ -105,8 +105,7 @@ class Intent(Generic[Slot]):
         """A forward of tokens [start, end) is about to run: the states that it takes on its way,
         and why others are not taken.
         """
-        if not self.messages:
-            self._want_a_boundary(start, end, grid, min_branch_tokens)
+        self._want_a_boundary(start, end, grid, min_branch_tokens)
         return self.take(slots, [at for at in self.wanted if start < at <= end], end)
 
     def take(
@@ -167,8 +166,8 @@ def intend(
 
 
 def room_for(intent: Intent[Slot], free_slots: int, pool: Pool) -> Room:
-    """What a state of `intent` competes with in the `pool` of state slots. States with many
-    children are no victims here.
+    """What a state of `intent` competes with in the `pool` of state slots. States that the policy
+    spares are no victims here.
     """
 
     def outlives(position: int, kind: Kind) -> bool:

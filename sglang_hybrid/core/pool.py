@@ -74,9 +74,8 @@ class Pool:
     """Candidates of one pool under one policy. Listens to a NodeTree; `victim` chooses, the cache
     evicts.
 
-    Three tables, asked in this order: leaves without a state (nothing can be resumed from them, so
-    they go first, oldest first), nodes with at most one child, and, only when asked for, states
-    with many children.
+    Three tables, asked in this order: leaves without a state, oldest first; candidates, lowest
+    score first; and, only when asked for, the states with several children that a policy spares.
     """
 
     def __init__(self, scarce: Scarce, cost: CostModel, policy: Policy, clock: Clock) -> None:
@@ -86,7 +85,7 @@ class Pool:
         self.clock = clock
         self._dead = Table(0)
         self._candidates = Table(policy.columns)
-        self._many_children = Table(policy.columns)
+        self._forks = Table(policy.columns)
         self._home: dict[Node, Table] = {}  # the table a node is in
         self._marked: dict[Node, None] = {}
         self.last_score = -math.inf  # of the last victim
@@ -121,7 +120,7 @@ class Pool:
         self._describe_marked()
         if len(self._dead):
             return self._dead.lowest(self._dead.last_used())[0], -math.inf
-        tables = (self._candidates, self._many_children) if last_resort else (self._candidates,)
+        tables = (self._candidates, self._forks) if last_resort else (self._candidates,)
         for table in tables:
             if len(table):
                 return table.lowest(self.policy.scores(table, self.clock))
@@ -194,9 +193,9 @@ class Pool:
             return None, 0
         if self._is_dead(node):
             return self._dead, freed
-        if len(node.children) > 1 and not self.policy.blind_to_children:
-            return self._many_children, freed
+        if len(node.children) > 1 and self.policy.spares_forks:
+            return self._forks, freed
         return self._candidates, freed
 
     def _is_dead(self, node: Node) -> bool:
-        return not node.has_state and not self.policy.blind_to_children
+        return not node.has_state and self.policy.stateless_first

@@ -166,7 +166,7 @@ class SglangCache(Simulator):
         if isinstance(budget, int):
             budget = Split.of(budget, cost, SGLANG_STATES_TO_KV)
         self.kv_policy = PathLru()
-        super().__init__(cost, budget, self.kv_policy, 0, Lru(blind_to_children=True))
+        super().__init__(cost, budget, self.kv_policy, 0, Lru(stateless_first=False))
 
     def serve(self, request: Request) -> Outcome:
         ticket = self.begin(request)
