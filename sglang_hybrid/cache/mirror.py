@@ -48,7 +48,7 @@ class Mirror:
         self._kv_policy = kv_policy
         self._state_policy = state_policy
         self._records: dict[int, Node] = {}
-        self.asked: Pool | None = None  # the pool that chose the last victim
+        self.asked: Pool | None  # the pool that chose the last victim
         self._build()
 
     def _build(self) -> None:
@@ -60,6 +60,7 @@ class Mirror:
         self._records = {}
 
     def _fill_pools(self) -> None:
+        self.asked = None
         self.kv_pool = Pool(Scarce.KV, self.cost, self._kv_policy, self.clock)
         self.state_pool = Pool(Scarce.STATES, self.cost, self._state_policy, self.clock)
         self.tree.listen(self.kv_pool)
