@@ -184,6 +184,7 @@ class Mirror:
         kv_tokens, states: what SGLang accounts for, held and evictable together. Raises
         AssertionError that lists what differs.
         """
+        self.tree.settle(len(self._records))
         problems = [f"root: {self.tree.root!r}"] if self._records[root.id].parent else []
         seen = 0
         tokens = held_states = 0
