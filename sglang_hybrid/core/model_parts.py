@@ -34,7 +34,11 @@ def first(config: Config, *names: str, default: Any = None) -> Any:
 
 def integer(config: Config, *names: str, default: int | None = None) -> int:
     """`first`, which must be a whole number that a model's size can be. Raises ValueError."""
-    value = first(config, *names, default=default)
+    return size(config, first(config, *names, default=default), *names)
+
+
+def size(config: Config, value: Any, *names: str) -> int:
+    """`value`, that `config` has under one of `names`, as a size of a model. Raises ValueError."""
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
@@ -101,7 +105,7 @@ def moe_of(config: Config, inner: int, shared_inner: int = 0, *, gated: bool = T
         active=integer(config, "num_experts_per_tok"),
         gated=gated,
         shared_inner=shared_inner,
-        latent=None if latent is None else int(latent),
+        latent=None if latent is None else size(config, latent, "moe_latent_size"),
     )
 
 
@@ -117,7 +121,7 @@ def mamba2_of(config: Config) -> Layer:
     return mamba2(
         hidden,
         heads,
-        inner // heads if head_dim == "auto" else int(head_dim),
+        inner // heads if head_dim == "auto" else size(config, head_dim, "mamba_head_dim"),
         integer(config, "mamba_n_groups", "mamba_ngroups", "n_groups", default=1),
         integer(config, "mamba_d_state", "ssm_state_size", "state_size"),
         integer(config, "mamba_d_conv", "conv_kernel", default=4),
@@ -135,5 +139,5 @@ def mamba1_of(config: Config) -> Layer:
         inner,
         integer(config, "mamba_d_state", "state_size"),
         integer(config, "mamba_d_conv", "conv_kernel", default=4),
-        -(-hidden // 16) if rank == "auto" else int(rank),
+        -(-hidden // 16) if rank == "auto" else size(config, rank, "mamba_dt_rank"),
     )
