@@ -170,8 +170,7 @@ class Reuse(Policy):
         if place is None:
             klass = class_of(len(node.children), node.depth, node.turn)
         else:
-            near = place.depth - node.depth < self.history.reach
-            klass = place.klass if near else NOWHERE
+            klass = place.klass if self._is_near(node) else NOWHERE
         used = self.history.time_unit.last_used(node)
         fallen = self._fallen_to(node)
         fallen_class, fallen_since = NOWHERE, 0.0
@@ -217,11 +216,17 @@ class Reuse(Policy):
         if above is None or not node.has_state:
             return
         index = self.history.index
-        fell = [node.trace, mine, self._fallen_to(above)]
+        own = node.trace if self._is_near(node) else None
+        fell = [own, mine, self._fallen_to(above)]
         places = [place for place in fell if place is not None and place.slot != NO_SLOT]
         if places:
             latest = max(places, key=lambda place: index.since(place.slot))
             above.fallen = (above.last_used, latest)
+
+    def _is_near(self, node: Node) -> bool:
+        """Whether who comes back to the place of `node` would have resumed from it."""
+        place = node.trace
+        return place is not None and place.depth - node.depth < self.history.reach
 
     def _fallen_to(self, node: Node) -> Place | None:
         """The place whose state fell to `node`, which was not used since."""

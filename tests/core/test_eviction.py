@@ -279,6 +279,30 @@ def test_who_comes_back_for_an_evicted_state_resumes_above_it() -> None:
     assert pool.cheapest() == (above, above.last_used - NEVER)
 
 
+def test_a_state_between_two_places_leaves_nothing_to_the_one_above() -> None:
+    """Who comes back resumes from the tail, which is there; not from the state above the middle."""
+    tree, history = NodeTree(), History(TimeUnit.REQUESTS)
+    policy = Reuse(history)
+    pool = Pool(Scarce.STATES, PAPER, policy, tree.clock)
+    tree.listen(pool)
+    tree.clock.advance()
+    above = tree.add(tree.root, "above", 1000)
+    middle = tree.add(above, "middle", 500)
+    tail = tree.add(middle, "tail", 500)
+    for node in (above, middle, tail):
+        tree.give_state(node, Kind.TAIL)
+    trail = history.observe(np.arange(2000), 1900, tree.clock)
+    for node in (above, middle, tail):
+        tree.trace(node, trail.at(node.depth))
+    history.index.rebuild()
+    policy.evicted(middle, 0.0)
+    tree.drop_state(middle)
+    assert above.fallen is None
+    policy.evicted(tail, 0.0)
+    tree.remove(tail)
+    assert above.fallen is not None
+
+
 def test_making_a_policy() -> None:
     policy = make_policy("marconi", alpha=0.7)
     assert isinstance(policy, Marconi)
