@@ -156,12 +156,12 @@ class Pool:
 
     def contest(self, node: Node) -> Contest | None:
         """The score that `node`, which no tree holds yet, would have if it gave back one state,
-        beside the cheapest victim's; None if something goes that has no score. Scores compare
-        within one table only, so it joins theirs for the moment.
+        beside the cheapest victim's; None if what goes has no score. Scores compare within one
+        table only, so it joins theirs for the moment.
         """
         self._describe()
         table = self._candidates
-        if len(self._dead) or not len(table):
+        if self._dead_free(self.cost.state_bytes) or not len(table):
             return None
         saved = self.cost.savings(node.depth, node.anchor_depth)
         table.put(node, self.policy.describe(node, saved, max(1, self.cost.state_bytes)))
@@ -170,6 +170,16 @@ class Pool:
         table.discard(node)
         self.policy.forget(node)
         return contest
+
+    def _dead_free(self, needed: int) -> bool:
+        """Whether leaves without a state give back so many bytes of what is scarce."""
+        if self.scarce is not Scarce.SHARED:
+            return len(self._dead) > 0
+        for node in self._dead.nodes:
+            needed -= freed_bytes(node, self.scarce, self.cost)
+            if needed <= 0:
+                return True
+        return False
 
     def candidates(self) -> Sequence[Node]:
         """What may go before a last resort, in no particular order."""

@@ -26,6 +26,7 @@ from sglang_hybrid.replay.systems import HINDSIGHT, SYSTEMS, Spec, smallest_budg
 from sglang_hybrid.replay.timing import PAPER, PrefillTime
 from sglang_hybrid.replay.traces import Request, Skipped, whole_file
 
+ONE_MEMORY = "one"
 DEFAULT_POLICIES = "none,vllm+,sglang+,sglang,lru,marconi-best,reuse,clairvoyant,unbounded"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -73,7 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--to", default="recorded", metavar="NAME", help="format of --record")
     add = parser.add_argument_group("cache").add_argument
     add("--cache", help="sizes, as 5GB,10GB: one budget for KV and states")
-    add("--pools", help="pools that do not lend, as TOKENS:SLOTS,TOKENS:SLOTS")
+    add(
+        "--pools",
+        help="pools that do not lend, as TOKENS:SLOTS,TOKENS:SLOTS; one, with --rules served and "
+        "--cache: KV and states share all bytes",
+    )
     add("--model", type=Path, metavar="PATH", help="a config.json, or the directory it is in")
     add("--profile", choices=PROFILES, help="a cost profile instead of a model's (paper-7b)")
     add("--policy", default=DEFAULT_POLICIES, help=f"{', '.join([*SYSTEMS, HINDSIGHT])}")
@@ -216,16 +221,22 @@ def _serving(options: argparse.Namespace) -> Serving | None:
     if options.rules == "paper":
         if given:
             raise ValueError(f"--{next(iter(given))} is for --rules served only")
+        if options.pools == ONE_MEMORY:
+            raise ValueError(
+                "--pools one is for --rules served; by the paper's rules it is so anyway"
+            )
         return None
     for name, value in given.items():
         if value < 1:
             raise ValueError(f"--{name} must be 1 or more, not {value}")
-    return Serving(**given)
+    return Serving(**given, one_memory=options.pools == ONE_MEMORY)
 
 
 def _budgets(options: argparse.Namespace, cost: CostModel) -> list[Budget]:
     """Raises ValueError for one that holds less than a state and a token."""
-    if (options.cache is None) == (options.pools is None):
+    if options.pools == ONE_MEMORY and options.cache is None:
+        raise ValueError("--pools one shares the bytes of --cache; give that too")
+    if options.pools != ONE_MEMORY and (options.cache is None) == (options.pools is None):
         raise ValueError("give --cache or --pools, one of them")
     budgets: list[Budget] = []
     if options.cache is not None:

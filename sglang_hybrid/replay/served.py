@@ -22,11 +22,13 @@ from sglang_hybrid.replay.traces import Request, TokenArray
 @dataclass(frozen=True)
 class Serving:
     """How the server runs: prompt tokens per forward (--chunked-prefill-size), and the tokens
-    between the boundaries at which SGLang would keep a state (its Mamba cache chunk).
+    between the boundaries at which SGLang would keep a state (its Mamba cache chunk). one_memory:
+    KV and states share all bytes; otherwise each has a pool.
     """
 
     chunk: int = 8_192
     grid: int = 64
+    one_memory: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -49,12 +49,16 @@ class Setting:
         return self.serving is not None and self.cost.state_bytes > 0
 
     @property
-    def pools(self) -> Split:
-        """The budget in two pools, split as the server does if it is one number of bytes."""
+    def memory(self) -> Split | int:
+        """The budget as it is served: in one memory, or in two pools, split as the server does if
+        it is one number of bytes.
+        """
         if isinstance(self.budget, Split):
             return self.budget
         if self.budget is None:
             return Split(2**62, 2**62)
+        if self.serving is not None and self.serving.one_memory:
+            return self.budget
         return Split.of(self.budget, self.cost)
 
     @cached_property
@@ -83,7 +87,7 @@ def _evicting(make: Callable[..., Policy]) -> System:
             served = SglangLru if make is Lru else make
             return ServedCache(
                 setting.cost,
-                setting.pools,
+                setting.memory,
                 *_pair(served, options),
                 setting.min_branch_tokens,
                 setting.serving,
@@ -134,7 +138,7 @@ def _clairvoyant(setting: Setting, remember: int = 1) -> Cache:
     least = setting.min_branch_tokens
     if setting.as_served:
         return ServedClairvoyant(
-            setting.cost, setting.pools, setting.oracle, least, setting.serving
+            setting.cost, setting.memory, setting.oracle, least, setting.serving
         )
     return ClairvoyantCache(setting.cost, setting.budget, setting.oracle, bool(remember), least)
 

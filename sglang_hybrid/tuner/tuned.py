@@ -78,7 +78,9 @@ class SwitchingServed(Switching, ServedCache):
 
     @property
     def room(self) -> Split:
-        return Split(self.pools.kv_tokens - self.kv_in_use, self.pools.slots - self.slots_in_use)
+        memory = self.memory
+        assert isinstance(memory, Split)
+        return Split(memory.kv_tokens - self.kv_in_use, memory.slots - self.slots_in_use)
 
 
 def switching(setting: Setting, start: Spec) -> Switching:
@@ -87,8 +89,10 @@ def switching(setting: Setting, start: Spec) -> Switching:
     policy, state_policy = make_policies(start, history)
     cost, least = setting.cost, setting.min_branch_tokens
     if setting.as_served:
-        pools, how = setting.pools, setting.serving
-        return SwitchingServed(cost, pools, policy, state_policy, least, how, history=history)
+        memory, how = setting.memory, setting.serving
+        if not isinstance(memory, Split):
+            raise ValueError("the tuner replays two pools; leave --pools one out")
+        return SwitchingServed(cost, memory, policy, state_policy, least, how, history=history)
     return Switching(cost, setting.budget, policy, least, state_policy, history=history)
 
 

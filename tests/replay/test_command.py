@@ -260,6 +260,8 @@ MISTAKES = [
     ([], "give a trace or --generate KIND, one of them"),
     (["missing.jsonl", "--cache", "1GB"], "there is no trace missing.jsonl"),
     (CHAT, "give --cache or --pools, one of them"),
+    ([*CHAT, "--pools", "one", "--rules", "served"], "--pools one shares the bytes of --cache"),
+    ([*CHAT, "--pools", "one", "--cache", "1GB"], "--pools one is for --rules served"),
     ([*CHAT, "--cache", "1GB", "--pools", "1:1"], "give --cache or --pools, one of them"),
     ([*CHAT, "--cache", "20MB"], "a cache of 20MB (20,000,000 bytes) holds no state"),
     ([*CHAT, "--cache", "much"], "'much' is no size; write 5GB"),

@@ -36,12 +36,12 @@ def numbers(start: int, count: int) -> list[int]:
 
 def build(
     name: str,
-    pools: Split,
+    budget: Split | int,
     requests: list[Request],
     least: int = 16,
     serving: Serving | None = None,
 ) -> ServedCache:
-    setting = Setting(PAPER, pools, requests, least, serving or Serving())
+    setting = Setting(PAPER, budget, requests, least, serving or Serving())
     cache = Spec.parse(name).build(setting)
     assert isinstance(cache, ServedCache)
     return cache
@@ -112,9 +112,11 @@ def test_requests_may_overlap(name: str, seed: int) -> None:
     """In any interleaving the account stays exact, and in the end nobody holds anything."""
     rng = random.Random(seed)
     requests = traffic_of(rng)
+    one_memory = rng.random() < 0.5
     pools = Split(rng.randrange(20, 400), rng.randrange(1, 12))
-    serving = Serving(rng.randrange(5, 60), rng.randrange(1, 20))
-    cache = build(name, pools, requests, 3, serving)
+    memory = pools.kv_tokens * PAPER.kv_bytes_per_token + pools.slots * PAPER.state_bytes
+    serving = Serving(rng.randrange(5, 60), rng.randrange(1, 20), one_memory)
+    cache = build(name, memory if one_memory else pools, requests, 3, serving)
     waiting, prefilling, decoding = list(requests), [], []
     while waiting or prefilling or decoding:
         step = rng.randrange(3)
@@ -140,8 +142,11 @@ def check(cache: ServedCache, running: list[Running]) -> None:
     inside = [one for one in running if one.intent is not None]
     assert cache.kv_in_use == sum(one.allocated - one.shared for one in inside)
     assert cache.slots_in_use == len(inside)
-    assert cache.kv_used + cache.kv_in_use <= cache.pools.kv_tokens
-    assert cache.states_used + cache.slots_in_use <= cache.pools.slots
+    if isinstance(cache.memory, Split):
+        assert cache.kv_used + cache.kv_in_use <= cache.memory.kv_tokens
+        assert cache.states_used + cache.slots_in_use <= cache.memory.slots
+    else:
+        assert cache.used <= cache.memory
     for pool in (cache.pool, cache.state_pool):
         assert not pool.check(nodes)
 
