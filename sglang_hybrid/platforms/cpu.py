@@ -59,6 +59,15 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
 
+    def get_torch_profiler_activity_str(self) -> str:
+        """A name of its own: SGLang records the activity CPU by itself, and twice if this is it
+        (utils/profile_utils.py).
+        """
+        return "HYBRID_CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def get_device_total_memory(self, device_id: int = 0) -> int:
         return memory_limit()
 
