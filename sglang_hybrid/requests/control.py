@@ -20,7 +20,8 @@ from sglang.srt.managers.io_struct import (
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_hybrid.requests.control_messages import ControlFailed
-from sglang_hybrid.requests.refusals import REFUSALS, Refused, released
+from sglang_hybrid.requests.errors import Refused
+from sglang_hybrid.requests.refusals import REFUSALS, released
 
 if TYPE_CHECKING:
     from sglang.srt.managers.communicator import FanOutCommunicator

@@ -20,6 +20,7 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_hybrid.requests import fields
+from sglang_hybrid.requests.errors import Refused
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -29,14 +30,6 @@ LONGEST_SLEEP = 10.0
 
 ACTIVITIES = ("CPU", "GPU", "MEM", "CUDA_PROFILER", "RPD", "XPU")
 STAGES = ("prefill", "decode")
-
-
-class Refused(ValueError):
-    """A request is not done. status_code: of the HTTP answer."""
-
-    def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
-        super().__init__(message)
-        self.status_code = status
 
 
 def released(scheduler: Scheduler) -> bool:

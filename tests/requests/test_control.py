@@ -24,7 +24,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_hybrid.requests.control import dispatch, handlers
 from sglang_hybrid.requests.control_messages import ControlFailed
-from sglang_hybrid.requests.refusals import Refused
+from sglang_hybrid.requests.errors import Refused
 
 
 def prompt(rid: str) -> TokenizedGenerateReqInput:
