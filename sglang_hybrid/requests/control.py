@@ -60,6 +60,9 @@ def dispatch(scheduler: Scheduler, request: Any) -> Any:
         return scheduler._request_dispatcher(request)
     except Refused as refused:
         status, message = refused.status_code, str(refused)
+    except (ValueError, AssertionError) as error:  # SGLang's own checks
+        logger.error("sglang_hybrid: %s is refused: %s", type(request).__name__, error)
+        status, message = HTTPStatus.BAD_REQUEST, str(error) or type(error).__name__
     except Exception as error:
         logger.exception("sglang_hybrid: %s failed; the server goes on.", type(request).__name__)
         status = HTTPStatus.INTERNAL_SERVER_ERROR

@@ -135,3 +135,22 @@ def test_who_asked_is_told_and_nobody_else() -> None:
         other.cancel()
 
     asyncio.run(ask())
+
+
+def test_what_sglang_checks_itself_is_a_refusal() -> None:
+    def checks(request: Any) -> None:
+        raise ValueError("the version must not be empty.")
+
+    failed = dispatch(Scheduler(checks), UpdateWeightVersionReqInput(new_version=""))
+    assert (failed.status, failed.message) == (400, "the version must not be empty.")
+
+
+@pytest.mark.parametrize("field", ["tools", "messages", "response_format"])
+@pytest.mark.parametrize("value", [5, ["a"], "a"])
+def test_a_body_of_other_types_is_a_mistake_of_its_sender(field: str, value: Any) -> None:
+    from pydantic import ValidationError
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+    body: Any = {"model": "default", "messages": [{"role": "user", "content": "a"}], field: value}
+    with pytest.raises(ValidationError):
+        ChatCompletionRequest(**body)

@@ -4,10 +4,11 @@ import asyncio
 from datetime import timedelta
 
 import pytest
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from sglang_hybrid.requests import rendezvous
 from sglang_hybrid.requests.errors import Refused
-from sglang_hybrid.requests.rendezvous import limited, master_listens
+from sglang_hybrid.requests.rendezvous import master_listens, met
 from sglang_hybrid.server_process import free_port
 
 
@@ -48,6 +49,13 @@ def test_the_master_waits_for_nobody_here() -> None:
     asyncio.run(master_listens("nowhere.invalid", "", rank=0))
 
 
-def test_only_the_meeting_is_limited() -> None:
-    assert limited(timedelta(minutes=30)) == rendezvous.MEMBERS
-    assert limited(timedelta(seconds=5)) == timedelta(seconds=5)
+def test_a_group_whose_members_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "MEMBERS", timedelta(seconds=1))
+    with pytest.raises(RuntimeError, match="1"):  # torch's own sentence names the seconds
+        met(f"tcp://127.0.0.1:{free_port()}", 2, 0, "g")
+
+
+def test_a_group_whose_members_meet() -> None:
+    group = met(f"tcp://127.0.0.1:{free_port()}", 1, 0, "g")
+    assert (group["rank"], group["world_size"]) == (0, 1)
+    assert group["store"].timeout == default_pg_timeout
