@@ -7,6 +7,7 @@ accelerator it serves on the CPU.
 import argparse
 import logging
 import os
+import secrets
 import signal
 import sys
 import warnings
@@ -80,6 +81,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_pools,
         check_port,
     )
+    from sglang_hybrid.tenants import KEY_VARIABLE
 
     load_plugins()
     parser = _Parser(prog=f"python -m {PROGRAM}.launch_server", description=__doc__)
@@ -115,6 +117,8 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
             flags.model_path, flags.dtype, flags.max_total_tokens, flags.max_mamba_cache_size
         )
     options.to_environment()
+    if options.hybrid_record:  # all ranks give a tenant the same name
+        os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
     sglang_argv += choose_backend(flags, options)
     try:
         return prepare_server_args(sglang_argv)

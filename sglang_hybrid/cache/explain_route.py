@@ -16,6 +16,7 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_hybrid.cache.explain_messages import ExplainReq, ExplainReqOutput
 from sglang_hybrid.config import BACKEND
 from sglang_hybrid.requests import fields
+from sglang_hybrid.tenants import stored_under
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -30,12 +31,15 @@ BYTES_BESIDE_TOKENS = 64 << 10
 
 
 class Question(msgspec.Struct):
-    """A prompt as token ids, or the id of a recent request."""
+    """A prompt as token ids, or the id of a recent request; with the extra key, salt and adapter
+    (its name) that it is sent with, since nothing is told of other tenants.
+    """
 
     input_ids: list[int] | None = None
     request_id: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
+    lora_path: str | None = None
 
 
 _, DEFINITIONS = msgspec.json.schema_components([Question])
@@ -70,9 +74,20 @@ async def explain(request: Request) -> JSONResponse:
         question = await _read(request, manager)
     except ValueError as error:
         return _refuse(HTTPStatus.BAD_REQUEST, str(error))
+    adapter = None
+    if question.lora_path is not None:
+        loaded = manager.lora_registry.get_all_adapters().get(question.lora_path)
+        if loaded is None:
+            return _refuse(HTTPStatus.NOT_FOUND, f"no adapter {question.lora_path!r} is loaded.")
+        adapter = loaded.lora_id
     manager.auto_create_handle_loop()
     answers: list[ExplainReqOutput] = await _communicator(manager)(
-        ExplainReq(**msgspec.structs.asdict(question))
+        ExplainReq(
+            input_ids=question.input_ids,
+            request_id=question.request_id,
+            extra_key=stored_under(question.extra_key, adapter),
+            cache_salt=question.cache_salt,
+        )
     )
     accounts = [answer.account for answer in answers if answer.account is not None]
     if not accounts:

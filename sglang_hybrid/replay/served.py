@@ -15,7 +15,7 @@ from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.intent import Intent, Planned, Wish, intend, room_for
 from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.replay.policies import SglangLru
-from sglang_hybrid.replay.simulator import Outcome, Simulator, Split, Ticket
+from sglang_hybrid.replay.simulator import Outcome, Simulator, Split, Ticket, serve_in_steps
 from sglang_hybrid.replay.traces import Request, TokenArray
 
 
@@ -74,7 +74,8 @@ class StateSlots:
 
 class ServedCache(Simulator):
     """Two pools, planned checkpoints, chunked prefill; what a running request has computed beyond
-    the tree takes room too.
+    the tree takes room too: `kv_in_use`, and in `slots_in_use` its own state and those that are not
+    published yet.
 
     A request that does not fit, alone or beside those that run, is served without the cache; the
     server would refuse it or let it wait. Under `SglangLru` victims are SGLang's own choice.
@@ -92,15 +93,10 @@ class ServedCache(Simulator):
         super().__init__(cost, pools, policy, min_branch_tokens, state_policy)
         self.pools = pools
         self.serving = serving or Serving()
-        self.kv_in_use = 0  # tokens of running requests that the tree does not hold
-        self.slots_in_use = 0  # of running requests, and of states that are not published yet
         self._slots = StateSlots(self)
 
     def serve(self, request: Request) -> Outcome:
-        ticket = self.begin(request)
-        self.prefilled(ticket)
-        self.finished(ticket)
-        return ticket.outcome
+        return serve_in_steps(self, request)
 
     def begin(self, request: Request) -> Running:
         """Look the prompt up, hold what it hit, and take a slot for its own state."""
@@ -166,9 +162,9 @@ class ServedCache(Simulator):
         ends on, is cut there.
         """
         prompt = request.tokens[: request.input_len - 1]
-        path, matched = self.tree.find(prompt)
+        path, matched = self.tree.find(prompt, tenant=request.tenant)
         if matched > (path[-1].depth if path else 0):
-            below = self.tree.beyond(path, matched, prompt)[-1]
+            below = self.tree.beyond(path, matched, prompt, request.tenant)[-1]
             path = [*path, self._cut(below, matched)]
         self._passed(request, path)
         at = next((i for i in range(len(path), 0, -1) if path[i - 1].has_state), 0)
@@ -222,16 +218,16 @@ class ServedCache(Simulator):
         that. KV that the tree has already is given back.
         """
         end = due[0].position
-        tokens = running.request.tokens[:end]
-        path, matched = self.tree.find(tokens, running.held)
+        tokens, tenant = running.request.tokens[:end], running.request.tenant
+        path, matched = self.tree.find(tokens, running.held, tenant)
         self._touch(path)
         deepest = path[-1] if path else self.tree.root
         if matched > deepest.depth:
-            below = self.tree.beyond(path, matched, tokens)[-1]
+            below = self.tree.beyond(path, matched, tokens, tenant)[-1]
             self._touch([below])
             deepest = self._cut(below, matched)
         if matched < end:
-            deepest = self.tree.grow(deepest, tokens[matched:])
+            deepest = self.tree.grow(deepest, tokens[matched:], tenant)
         self._touch([deepest])
         self.kv_used += end - matched
         self.kv_in_use -= end - running.shared
@@ -273,7 +269,9 @@ class ServedCache(Simulator):
         request = running.request
         meeting = None if running.intent is None else running.intent.meeting
         starts = request.message_starts[-1:]
-        trail = history.observe(tokens, request.input_len, self.tree.clock, starts, meeting)
+        trail = history.observe(
+            tokens, request.input_len, self.tree.clock, starts, meeting, request.tenant
+        )
         for node in way_to(running.held):
             self.tree.trace(node, trail.at(node.depth))
 
