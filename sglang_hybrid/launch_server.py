@@ -12,6 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Never
 
 from sglang_hybrid import patching
@@ -82,6 +83,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_port,
     )
     from sglang_hybrid.tenants import KEY_VARIABLE
+    from sglang_hybrid.tuner import trace_file
 
     load_plugins()
     parser = _Parser(prog=f"python -m {PROGRAM}.launch_server", description=__doc__)
@@ -117,7 +119,12 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
             flags.model_path, flags.dtype, flags.max_total_tokens, flags.max_mamba_cache_size
         )
     options.to_environment()
-    if options.hybrid_record:  # all ranks give a tenant the same name
+    if options.hybrid_record:
+        try:
+            trace_file.check(Path(options.hybrid_record))
+        except trace_file.RecordingError as error:
+            raise StartupError(f"--hybrid-record: {error}") from None
+        # All ranks give a tenant the same name.
         os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
     sglang_argv += choose_backend(flags, options)
     try:
