@@ -21,6 +21,7 @@ from sglang.srt.managers.io_struct import (
 
 from sglang_hybrid.requests import fields
 from sglang_hybrid.requests.errors import Refused
+from sglang_hybrid.requests.folders import profile_folder
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -99,7 +100,7 @@ def profile(scheduler: Scheduler, request: ProfileReq) -> None:
         text = getattr(request, name) or ""
         if "/" in text or "\0" in text or len(text) > fields.LONGEST_NAME:
             raise Refused(f"{name} is {fields.shown(text)}; it becomes part of a file's name.")
-    directory = request.output_dir or os.getenv("SGLANG_TORCH_PROFILER_DIR", "/tmp")
+    directory = request.output_dir or profile_folder()
     try:
         path = Path(directory).expanduser()
         path.mkdir(parents=True, exist_ok=True)

@@ -202,13 +202,28 @@ def test_other_endpoints_alone_and_streaming(
         ("/stop_expert_distribution_record", {}, "--expert-distribution-recorder-mode"),
         ("/dump_expert_distribution_record", {}, "--expert-distribution-recorder-mode"),
         ("/stop_profile", {}, "nothing is profiled"),
-        ("/start_profile", {"output_dir": "/proc/nowhere"}, "output_dir is '/proc/nowhere':"),
         ("/start_profile", {"activities": ["MEM"]}, "needs another device"),
         ("/start_profile", {"num_steps": 0}, "num_steps is 0; it must be from 1"),
     ],
 )
 def test_what_has_no_stream(default_server: str, path: str, body: Any, said: str) -> None:
     assert_says(refused(default_server, path, body), said)
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/configure_logging", "dump_requests_folder"),
+        ("/configure_logging", "crash_dump_folder"),
+        ("/start_profile", "output_dir"),
+    ],
+)
+def test_a_request_does_not_say_where_to_write(default_server: str, path: str, field: str) -> None:
+    """Not without the admin key, which this server has none of."""
+    body = {field: "/proc/nowhere"}
+    response = requests.post(default_server + path, json=body, timeout=60)
+    assert response.status_code == 403
+    assert_says(response.json()["error"]["message"], f"{field} is '/proc/nowhere'")
 
 
 def assert_says(sentence: str, pattern: str) -> None:
