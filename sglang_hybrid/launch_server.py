@@ -108,7 +108,10 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         weights=flags.load_format != "dummy",
         tokenizer=flags.tokenizer_path is None and not flags.skip_tokenizer_init,
     )
-    options, sglang_argv = HybridConfig.split(argv)
+    try:
+        options, sglang_argv = HybridConfig.split(argv)
+    except ValueError as error:
+        raise StartupError(str(error)) from None
     counted = 1 if flags.disable_radix_cache else SLOTS_PER_REQUEST
     counted = options.hybrid_slots_per_request or counted
     states = has_recurrent_state(flags.model_path)
