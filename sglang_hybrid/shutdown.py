@@ -132,7 +132,10 @@ def _watch(loop: asyncio.AbstractEventLoop, died: Callable[[str], None]) -> list
             if not title or not title[0].startswith(TITLE):
                 continue
             descriptor = os.pidfd_open(process.pid)
-        except (psutil.NoSuchProcess, ProcessLookupError):
+        except (
+            psutil.NoSuchProcess,
+            OSError,
+        ):  # where that is forbidden, SGLang's watchdog sees it
             continue
         who = f"{title[0].removeprefix(TITLE)} (process {process.pid})"
         loop.add_reader(descriptor, died, who)
