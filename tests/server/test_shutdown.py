@@ -6,8 +6,10 @@ import json
 import mmap
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -273,3 +275,32 @@ def test_a_client_that_does_not_read_holds_nothing_up() -> None:
             assert it.wait() == 0
             assert it.left_in_shared_memory() == []
         assert "connections are still open" in it.server.log.read_text(errors="replace")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "status"),
+    [
+        ("shutdown", 0),
+        ("exit", 0),
+        ("sglang::scheduler", PROCESS_DIED),
+        ("sglang::detokenizer", PROCESS_DIED),
+    ],
+)
+def test_an_engine_leaves_nothing(
+    way: str, status: int, model_directory: Callable[[str], Path]
+) -> None:
+    command = ["-m", "tests.server.engine_ends", str(model_directory("nemotron-h")), way]
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == status, done.stderr[-3000:]
+    memory = json.loads(next(line for line in done.stdout.splitlines() if line[:1] == "["))
+    deadline = time.monotonic() + LIMIT  # Python's resource tracker outlives all others
+    while (left := remaining(memory)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert memory and not left
+
+
+def remaining(inodes: list[int]) -> list[str]:
+    return [entry.name for entry in os.scandir(SHARED_MEMORY) if entry.inode() in inodes]
