@@ -31,6 +31,7 @@ from tests.documented import ROOT, commands
 
 COMMANDS = sorted(commands())
 LAUNCHER, REPLAY = "python -m sglang_hybrid.launch_server", "python -m sglang_hybrid.replay"
+TESTS = "python -m pytest"
 README = (ROOT / "README.md").read_text()
 
 
@@ -49,7 +50,15 @@ def is_script(command: str) -> bool:
 
 
 def is_known(command: str) -> bool:
-    kinds = (LAUNCHER, REPLAY, "pip install -e ", "docker", "curl ", "source .venv/bin/activate")
+    kinds = (
+        LAUNCHER,
+        REPLAY,
+        TESTS,
+        "pip install -e ",
+        "docker",
+        "curl ",
+        "source .venv/bin/activate",
+    )
     return command.startswith(kinds) or is_script(command)
 
 
@@ -153,6 +162,11 @@ def test_the_optional_dependencies_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = {name for one in of("pip install") for name in re.findall(r"\[(\w+)\]", one)}
     assert named and named <= extras["optional-dependencies"].keys()
+
+
+def test_tests_are_there() -> None:
+    files = [word for one in of(TESTS) for word in words(one) if word.endswith(".py")]
+    assert files and all((ROOT / name).exists() for name in files)
 
 
 def test_docker_commands_name_files_that_are_there() -> None:

@@ -78,6 +78,7 @@ def test_a_torn_line_is_removed_when_a_recording_goes_on(
     last_bytes: int,
 ) -> None:
     """Also where lines are longer than what is read of a file at first."""
+    caplog.set_level(logging.WARNING)
     monkeypatch.setattr(trace_file, "LAST_BYTES", last_bytes)
     path, some = tmp_path / "trace.jsonl", records(templates(4))
     record(path, some[:3])
