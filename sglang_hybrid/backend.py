@@ -60,7 +60,7 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
         return []
     if flags.radix_cache_backend == BACKEND:
         return []
-    if asked or _has_recurrent_state(flags.model_path):
+    if asked or has_recurrent_state(flags.model_path):
         return ["--radix-cache-backend", BACKEND]
     return []
 
@@ -72,7 +72,7 @@ def registered_backends() -> list[str]:
     return sorted({BACKEND, *registered_radix_cache_backends()})
 
 
-def _has_recurrent_state(model_path: str) -> bool:
+def has_recurrent_state(model_path: str) -> bool:
     """Whether a model keeps states; True where its config is not at hand, for it may."""
     directory = Path(model_path).expanduser()
     if not directory.is_dir():

@@ -214,7 +214,9 @@ class HybridConfig:
 
     @classmethod
     def split(cls, argv: Sequence[str]) -> tuple[HybridConfig, list[str]]:
-        """Our part of a command line that has been checked already, and what is left for SGLang."""
+        """Our part of a command line that has been parsed already, and what is left for SGLang.
+        Raises ValueError for flags that do not fit together.
+        """
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         cls.add_flags(parser)
         namespace, rest = parser.parse_known_args(list(argv))
@@ -248,7 +250,13 @@ class HybridConfig:
         known = {field.name: values[field.name] for field in fields(cls)}
         known["hybrid_eviction"] = Eviction(known["hybrid_eviction"])
         known["hybrid_admission"] = Admission(known["hybrid_admission"])
-        return cls(**known)
+        config = cls(**known)
+        if config.hybrid_alpha is not None and config.policy is not Eviction.MARCONI:
+            raise ValueError(
+                f"--hybrid-alpha {config.hybrid_alpha:g} belongs to --hybrid-eviction marconi and "
+                f"means nothing to {config.policy.value}; leave one of the two flags out."
+            )
+        return config
 
 
 class _Raising(argparse.ArgumentParser):

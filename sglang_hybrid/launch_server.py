@@ -12,9 +12,11 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Never
 
 from sglang_hybrid import patching
+from sglang_hybrid.startup import STARTUP_ERROR, cannot_start, fail, failure, private_files
 
 # At import, not in main(): SGLang's processes are spawned, import this file again and must have
 # the hook before they import SGLang.
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
 
 PROGRAM = "sglang_hybrid"
 USAGE_ERROR = 2
-STARTUP_ERROR = 1
 
 logger = logging.getLogger(PROGRAM)
 
@@ -51,8 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         patching.verify()
         server_args = prepare(arguments)
     except (StartupError, UnsupportedSGLang, patching.PatchError) as error:
-        return _fail(str(error))
+        return fail(str(error))
     return run(server_args)
+
+
+def command() -> Never:
+    """`main` as a program."""
+    from sglang_hybrid.shutdown import leave
+
+    leave(main())
 
 
 def prepare(argv: Sequence[str]) -> "ServerArgs":
@@ -61,12 +69,21 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-    from sglang_hybrid.backend import choose_backend
+    from sglang_hybrid.backend import choose_backend, has_recurrent_state
     from sglang_hybrid.config import HybridConfig
-    from sglang_hybrid.platforms.cpu import HybridCpuPlatform
+    from sglang_hybrid.platforms.cpu import HybridCpuPlatform, check_flags
     from sglang_hybrid.platforms.sizing import check_memory
-    from sglang_hybrid.preflight import StartupError, check_model, check_port
+    from sglang_hybrid.preflight import (
+        SLOTS_PER_REQUEST,
+        StartupError,
+        check_adapters,
+        check_device,
+        check_model,
+        check_pools,
+        check_port,
+    )
     from sglang_hybrid.tenants import KEY_VARIABLE
+    from sglang_hybrid.tuner import trace_file
 
     load_plugins()
     parser = _Parser(prog=f"python -m {PROGRAM}.launch_server", description=__doc__)
@@ -84,24 +101,39 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     if note:
         print(f"{PROGRAM}: {note}", flush=True)
     check_port(flags.host, flags.port)
+    check_device(flags.device)
+    check_adapters(flags.lora_paths)
     check_model(
         flags.model_path,
         weights=flags.load_format != "dummy",
         tokenizer=flags.tokenizer_path is None and not flags.skip_tokenizer_init,
     )
+    try:
+        options, sglang_argv = HybridConfig.split(argv)
+    except ValueError as error:
+        raise StartupError(str(error)) from None
+    counted = 1 if flags.disable_radix_cache else SLOTS_PER_REQUEST
+    counted = options.hybrid_slots_per_request or counted
+    states = has_recurrent_state(flags.model_path)
+    check_pools(flags.max_total_tokens, flags.max_mamba_cache_size, counted if states else 0)
     if isinstance(current_platform, HybridCpuPlatform):
+        check_flags(flags)
         check_memory(
             flags.model_path, flags.dtype, flags.max_total_tokens, flags.max_mamba_cache_size
         )
-    options, sglang_argv = HybridConfig.split(argv)
     options.to_environment()
-    if options.hybrid_record:  # all ranks give a tenant the same name
+    if options.hybrid_record:
+        try:
+            trace_file.check(Path(options.hybrid_record))
+        except trace_file.RecordingError as error:
+            raise StartupError(f"--hybrid-record: {error}") from None
+        # All ranks give a tenant the same name.
         os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
     sglang_argv += choose_backend(flags, options)
     try:
         return prepare_server_args(sglang_argv)
     except (ValueError, AssertionError, OSError) as error:
-        raise StartupError(_one_line(error)) from error
+        raise StartupError(cannot_start(error)) from error
 
 
 def run(server_args: "ServerArgs") -> int:
@@ -112,18 +144,22 @@ def run(server_args: "ServerArgs") -> int:
     """
     from sglang.launch_server import run_server
 
-    from sglang_hybrid.shutdown import end_processes, exit_status
+    from sglang_hybrid.processes import end_processes
+    from sglang_hybrid.shutdown import exit_status
 
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        run_server(server_args)
-    except KeyboardInterrupt:
-        return 130
-    except (ValueError, AssertionError, OSError, RuntimeError) as error:
-        logger.debug("start-up failed", exc_info=True)
-        return _fail(_one_line(error))
-    finally:
-        end_processes()
+    with private_files():
+        try:
+            run_server(server_args)
+        except KeyboardInterrupt:
+            return 130
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else STARTUP_ERROR
+        except Exception as error:
+            logger.debug("start-up failed", exc_info=True)
+            return fail(cannot_start(failure() or error))
+        finally:
+            end_processes()
     return exit_status()
 
 
@@ -165,15 +201,5 @@ def _choose_device(argv: Sequence[str]) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return f"the server cannot start: {text}"
-
-
-def _fail(message: str) -> int:
-    print(f"{PROGRAM}: {message}", file=sys.stderr, flush=True)
-    return STARTUP_ERROR
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

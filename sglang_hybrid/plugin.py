@@ -40,9 +40,9 @@ def register() -> None:
 
     from sglang_hybrid.cache import factory
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform
-    from sglang_hybrid.shutdown import leave_ctrl_c_to_the_first_process
+    from sglang_hybrid.processes import ignore_signals_for_the_first_process
 
-    leave_ctrl_c_to_the_first_process()
+    ignore_signals_for_the_first_process()
     factory.register()
     _settle_states()
     if isinstance(current_platform, HybridCpuPlatform):

@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,13 @@ from safetensors import SafetensorError, safe_open
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+LEAST_TOKENS = 16
+"""KV tokens: with fewer, the request that SGLang sends to itself at the start never runs."""
+
+SLOTS_PER_REQUEST = 3
+"""State slots that a running request counts for with a prefix cache, unless that is set
+(--hybrid-slots-per-request); 1 without."""
 
 
 class StartupError(Exception):
@@ -30,6 +38,59 @@ def check_port(host: str, port: int) -> None:
                 f"cannot listen on {host}:{port} ({reason}); stop the program that uses it or "
                 "choose another --port."
             ) from None
+
+
+def check_device(device: str | None) -> None:
+    """Raise `StartupError` if torch sees no device of this kind."""
+    import torch
+
+    if device in (None, "cpu") or not re.fullmatch(r"\w+", str(device)):
+        return
+    module = getattr(torch, str(device), None)
+    if module is None or not module.is_available():
+        raise StartupError(
+            f"--device {device}: torch {torch.__version__} sees no such device here; leave out "
+            "--device, or give --device cpu."
+        )
+
+
+def check_pools(tokens: int | None, slots: int | None, counted: int) -> None:
+    """Raise `StartupError` if no request could run on pools of these sizes.
+
+    tokens: of KV, slots: of states; None is as many as there is room for. counted: slots that a
+    running request counts for, 0 for a model without recurrent state.
+    """
+    if tokens is not None and tokens < LEAST_TOKENS:
+        raise StartupError(
+            f"--max-total-tokens {tokens} is too small for any request; give {LEAST_TOKENS} at "
+            "least, or leave it out."
+        )
+    if slots is not None and slots < counted:
+        raise StartupError(
+            f"--max-mamba-cache-size {slots} is too small for any request, which counts for "
+            f"{counted} state slots; give {counted} at least, or leave it out."
+        )
+
+
+def check_adapters(given: Sequence[object] | None) -> None:
+    """Raise `StartupError` for a LoRA adapter (`--lora-paths`) that is no directory of one.
+
+    given: entries as `path`, `name=path` or an object with `lora_path`.
+    """
+    for entry in given or ():
+        path = entry.get("lora_path") if isinstance(entry, dict) else str(entry).split("=", 1)[-1]
+        where = Path(str(path)).expanduser()
+        if where.is_dir():
+            if not (where / "adapter_config.json").exists():
+                raise StartupError(
+                    f"--lora-paths: directory {str(path)!r} has no adapter_config.json; is it an "
+                    "adapter's?"
+                )
+        elif not _HUB_NAME.fullmatch(str(path)) and "://" not in str(path):
+            raise StartupError(
+                f"--lora-paths: {str(path)!r} does not exist; give an adapter's directory, or a "
+                "name on the Hugging Face hub."
+            )
 
 
 def check_model(model_path: str, *, weights: bool = True, tokenizer: bool = True) -> None:

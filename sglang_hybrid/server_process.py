@@ -29,6 +29,7 @@ class ServerProcess:
         port: where it listens on 127.0.0.1; a free port by default.
         module: the program; `sglang.launch_server` for the unmodified server.
         environment: variables set for the server on top of this process's.
+        directory: where it runs; here by default.
         timeout: seconds to wait until it is healthy.
     """
 
@@ -39,11 +40,13 @@ class ServerProcess:
         port: int | None = None,
         module: str = "sglang_hybrid.launch_server",
         environment: dict[str, str] | None = None,
+        directory: Path | None = None,
         timeout: float = 300.0,
     ) -> None:
         self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self._timeout = timeout
+        self._directory = directory
         self._command = [
             *(sys.executable, "-m", module),
             *("--host", "127.0.0.1", "--port", str(self.port)),
@@ -80,6 +83,7 @@ class ServerProcess:
             stdout=self._log_descriptor,
             stderr=subprocess.STDOUT,
             env=self._environment,
+            cwd=self._directory,
             start_new_session=True,  # a Ctrl-C for us is passed on by stop(), once
         )
         os.close(self._log_descriptor)

@@ -1,27 +1,30 @@
 """How a server ends: requests get a few seconds and then an error, and nothing stays behind.
 
 SGLang by itself lets requests go on after SIGTERM for as long as they take, waits for open streams
-after Ctrl-C, and kills its processes in a way that leaves their shared memory (there is a note on
-that in sglang/srt/utils/stale_shm_cleanup.py). Patch 0013 hands the end of an HTTP server to
-`end_on_signal`; other ways to serve (gRPC, several tokenizer processes) end as SGLang ends them.
+after Ctrl-C, and kills itself when one of its processes has died, without a word to the requests
+that run. Patches 0013 and 0017 hand the end of an HTTP server to `end_on_signal`; other ways to
+serve (gRPC, several tokenizer processes) end as SGLang ends them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
-import multiprocessing
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
-from pathlib import Path
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import psutil
 
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.processes import end_processes, note_shared_memory
+from sglang_hybrid.startup import cannot_start, fail, failure, remove_private_files
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -30,6 +33,12 @@ logger = logging.getLogger(__name__)
 
 MESSAGE = "The server is shutting down."
 """What a request that is cut off is told, with status 503."""
+
+DIED = "A process of the server has ended, so it cannot go on."
+"""What it is told if that was not asked for."""
+
+PROCESS_DIED = os.EX_SOFTWARE
+"""Exit status (70) of a server that ends because one of its processes did."""
 
 STEP = 0.1
 """Seconds between two looks at what is left."""
@@ -40,46 +49,112 @@ RELEASE_SECONDS = 3.5
 CLOSE_SECONDS = 2.7
 """How long the HTTP server may take to stop; after each stream it has a task of 2 seconds left."""
 
-SHARED_MEMORY = Path("/dev/shm")
+TITLE = "sglang::"
+"""How SGLang's processes call themselves, but for the first."""
 
-_noted: set[int] = set()  # inodes of shared memory whose processes may have ended since
-_received: list[int] = []
+
+@dataclass
+class _End:
+    """Why the server ends, once it does. status: its exit status."""
+
+    reached: bool = False
+    status: int = 0
+    because_of: str = ""
+
+
+_end = _End()
 
 
 def exit_status() -> int:
-    """Status of a server that ended when it was asked to: 130 after Ctrl-C, otherwise 0."""
-    return 128 + signal.SIGINT if _received[:1] == [signal.SIGINT] else 0
+    """Of this server: 130 after Ctrl-C, 70 if a process died, otherwise 0."""
+    return _end.status
 
 
 async def end_on_signal(manager: TokenizerManager) -> None:
-    """Wait for SIGTERM or SIGINT, then end the server that `manager` serves.
+    """Wait for SIGTERM, SIGINT or the death of a process, then end the server of `manager`.
 
     Requests that run go on for `--hybrid-drain-seconds`; what is left then, or still comes, ends
     with an error of status 503. The schedulers release what they hold, and the HTTP server stops.
-    A second signal ends everything at once, and so does whatever hangs.
+    If a process died, requests end at once. A second signal ends everything at once, and so does
+    whatever hangs.
     """
     if threading.current_thread() is not threading.main_thread():
         return  # nobody can be asked there: Python hands signals to the main thread
     loop = asyncio.get_running_loop()
-    asked = asyncio.Event()
+    ended = asyncio.Event()
 
-    def ask(number: int) -> None:
-        _received.append(number)
-        if asked.is_set():
+    def asked(number: int) -> None:
+        if ended.is_set():
             leave_at_once(128 + number)
-        asked.set()
+        _end.status = 128 + number if number == signal.SIGINT else 0
+        _end.reached = True
+        ended.set()
+
+    def died(who: str) -> None:
+        if not ended.is_set():
+            _end.reached, _end.status, _end.because_of = True, PROCESS_DIED, who
+            ended.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ask, number)
-    await asked.wait()
+        loop.add_signal_handler(number, asked, number)
+    # What SGLang's processes send to the first one when they fail.
+    loop.add_signal_handler(signal.SIGQUIT, died, "a process, which reported an error,")
+    watch = _watch(loop, died)
     note_shared_memory()
-    await _drain(manager, HybridConfig.from_environment().hybrid_drain_seconds)
-    await _release(manager)
+    await ended.wait()
+    for descriptor in watch:
+        loop.remove_reader(descriptor)
+    note_shared_memory()
+    if manager._subprocess_watchdog is not None:
+        manager._subprocess_watchdog.stop()
+    manager.gracefully_exit = True  # /health says 503 from now on
+    if _end.because_of:
+        await _give_up(manager)
+        message = DIED
+    else:
+        await _drain(manager, HybridConfig.from_environment().hybrid_drain_seconds)
+        await _release(manager)
+        message = MESSAGE
     assert manager._server_stop_hook is not None
+    _leave_in_time()
     manager._server_stop_hook()
-    await _cut(manager, CLOSE_SECONDS)  # is cancelled when the HTTP server has stopped
+    await _cut(manager, CLOSE_SECONDS, message)  # is cancelled when the HTTP server has stopped
     logger.warning("sglang_hybrid: connections are still open; leaving without them.")
     leave_at_once(exit_status())
+
+
+def _watch(loop: asyncio.AbstractEventLoop, died: Callable[[str], None]) -> list[int]:
+    """Have `died` called when one of SGLang's processes ends; descriptors of the processes."""
+    descriptors = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            title = process.cmdline()[:1]
+            if not title or not title[0].startswith(TITLE):
+                continue
+            descriptor = os.pidfd_open(process.pid)
+        except (
+            psutil.NoSuchProcess,
+            OSError,
+        ):  # where that is forbidden, SGLang's watchdog sees it
+            continue
+        who = f"{title[0].removeprefix(TITLE)} (process {process.pid})"
+        loop.add_reader(descriptor, died, who)
+        descriptors.append(descriptor)
+    return descriptors
+
+
+async def _give_up(manager: TokenizerManager) -> None:
+    """A process died: tell all requests, and let SGLang dump what is known of it."""
+    logger.error(
+        "sglang_hybrid: %s has ended; %d running requests end with an error, and so does the "
+        "server, with status %d.",
+        *(_end.because_of, len(manager.rid_to_state), PROCESS_DIED),
+    )
+    dump = asyncio.create_task(asyncio.to_thread(manager.dump_requests_before_crash))
+    if manager.crash_dump_folder:  # it is to have the requests that run
+        await dump
+    while not dump.done():  # with CUDA it waits a minute for core dumps
+        await _cut(manager, STEP, DIED)
 
 
 async def _drain(manager: TokenizerManager, seconds: float) -> None:
@@ -87,9 +162,6 @@ async def _drain(manager: TokenizerManager, seconds: float) -> None:
     from sglang.srt.managers.tokenizer_manager import ServerStatus
     from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
 
-    manager.gracefully_exit = True  # /health says 503 from now on
-    if manager._subprocess_watchdog is not None:
-        manager._subprocess_watchdog.stop()
     if manager.rid_to_state:
         logger.warning(
             "sglang_hybrid: shutting down; %d running requests have %g seconds to end.",
@@ -122,7 +194,7 @@ async def _release(manager: TokenizerManager) -> None:
         await _cut(manager, STEP)
 
 
-async def _cut(manager: TokenizerManager, seconds: float) -> None:
+async def _cut(manager: TokenizerManager, seconds: float, message: str = MESSAGE) -> None:
     """End every request that is there, or comes within so many seconds, with an error.
 
     Here and not in the scheduler, whose current step may take longer than there is time.
@@ -130,7 +202,7 @@ async def _cut(manager: TokenizerManager, seconds: float) -> None:
     from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    reason = FINISH_ABORT(MESSAGE, HTTPStatus.SERVICE_UNAVAILABLE).to_json()
+    reason = FINISH_ABORT(message, HTTPStatus.SERVICE_UNAVAILABLE).to_json()
     loop = asyncio.get_running_loop()
     until = loop.time() + seconds
     while True:
@@ -141,53 +213,73 @@ async def _cut(manager: TokenizerManager, seconds: float) -> None:
         await asyncio.sleep(STEP)
 
 
-def leave_at_once(status: int) -> Never:
-    """End every process of the server, this one with `status`, and their shared memory."""
-    end_processes()
-    os._exit(status)
+def _leave_in_time() -> None:
+    """The HTTP server's last steps block the loop, and so everything that could end it."""
+    timer = threading.Timer(CLOSE_SECONDS + 1, lambda: leave_at_once(exit_status()))
+    timer.daemon = True
+    timer.start()
 
 
-def end_processes() -> None:
-    """Kill every process that this one has started, and remove the shared memory they leave."""
-    from sglang.srt.utils import kill_process_tree
+def kill_process_tree(
+    parent_pid: int | None,
+    include_parent: bool = True,
+    skip_pid: int | None = None,
+    wait_timeout: float | None = 60,
+) -> None:
+    """SGLang's function of this name (utils/common.py), but for this process's own tree: there
+    nothing is left behind, and this process ends with a status that says why.
+    """
+    if parent_pid not in (None, os.getpid()) or skip_pid is not None:
+        from sglang.srt.utils import common
 
-    note_shared_memory()
-    kill_process_tree(os.getpid(), include_parent=False)
-    ours = _noted - _mapped(pid for pid in psutil.pids() if pid != os.getpid())
-    if not ours:
+        common.kill_process_tree(parent_pid, include_parent, skip_pid, wait_timeout)
         return
-    for entry in os.scandir(SHARED_MEMORY):
-        if entry.inode() in ours:
-            Path(entry).unlink(missing_ok=True)
+    if parent_pid is not None and include_parent:
+        leave_after_failure()
+    end_processes()
 
 
-def note_shared_memory() -> None:
-    """Remember the shared memory of this process and of those that it has started."""
-    children = psutil.Process().children(recursive=True)
-    _noted.update(_mapped([os.getpid(), *(child.pid for child in children)]))
-
-
-def _mapped(pids: Iterable[int]) -> set[int]:
-    """Inodes of the shared memory that any of these processes has mapped.
-
-    Not its names, for a semaphore is mapped under another name than it ends up with. `maps` and not
-    psutil's `smaps`, for which the kernel walks through all memory of a process.
+def leave_after_failure() -> Never:
+    """End the server because something failed, with a status that says so and nothing left. SGLang
+    kills it, with SIGKILL.
     """
-    found: set[int] = set()
-    for pid in pids:
-        try:
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        except OSError:  # it has ended, or is not ours
-            continue
-        found.update(int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line)
-    return found
+    told = failure()
+    if told is not None:
+        leave_at_once(fail(cannot_start(told)))
+    if _end.reached:
+        leave_at_once(exit_status())
+    if _starting():
+        leave_at_once(fail(cannot_start("something failed that the lines above tell of")))
+    print(f"sglang_hybrid: {DIED}", file=sys.stderr, flush=True)
+    leave_at_once(PROCESS_DIED)
 
 
-def leave_ctrl_c_to_the_first_process() -> None:
-    """In a process that SGLang has started: do nothing on Ctrl-C.
+def _starting() -> bool:
+    """Whether an HTTP server has not answered its own first request yet."""
+    server: Any = sys.modules.get("sglang.srt.entrypoints.http_server")
+    if server is None:
+        return False
+    state = server._global_state
+    return state is None or state.tokenizer_manager.server_status.name == "Starting"
 
-    A terminal sends it to every process; the first one ends the others when their time has come.
+
+def leave_at_once(status: int) -> Never:
+    """End every process of the server, this one with `status`, and what they leave."""
+    end_processes()
+    remove_private_files()
+    _exit(status)
+
+
+def leave(status: int) -> Never:
+    """End this process, its exit functions done, without tearing the interpreter down: threads of
+    libraries outlive that, and Triton's extension says of what they hold that it leaked.
     """
-    started = multiprocessing.parent_process() is not None
-    if started and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    atexit._run_exitfuncs()
+    _exit(status)
+
+
+def _exit(status: int) -> Never:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -21,7 +21,6 @@ def test_auto_is_the_reuse_index() -> None:
 
 def test_alpha_belongs_to_marconi() -> None:
     assert parse("--hybrid-eviction", "marconi", "--hybrid-alpha", "0.5").alpha == 0.5
-    assert parse("--hybrid-eviction", "lru", "--hybrid-alpha", "0.5").alpha is None
 
 
 def test_an_alpha_pins_marconi() -> None:
@@ -104,3 +103,15 @@ def test_a_bad_value_in_the_environment_is_one_sentence(name: str, value: str) -
     with pytest.raises(ValueError) as caught:
         HybridConfig.from_environment({name: value})
     assert value in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("policy", ["lru", "reuse", "gdsf", "seglen"])
+def test_an_alpha_that_means_nothing_is_refused(policy: str) -> None:
+    said = rf"--hybrid-alpha 0.7 belongs to --hybrid-eviction marconi .* {policy}"
+    with pytest.raises(ValueError, match=said):
+        parse("--hybrid-eviction", policy, "--hybrid-alpha", "0.7")
+    with pytest.raises(ValueError, match=said):
+        HybridConfig.from_environment(
+            {"SGLANG_HYBRID_EVICTION": policy, "SGLANG_HYBRID_ALPHA": "0.7"}
+        )
+    assert parse("--hybrid-eviction", policy, "--hybrid-alpha", "auto").alpha is None

@@ -11,7 +11,10 @@ from safetensors.numpy import save_file
 
 from sglang_hybrid.preflight import (
     StartupError,
+    check_adapters,
+    check_device,
     check_model,
+    check_pools,
     check_port,
     read_config,
     weight_bytes,
@@ -147,3 +150,36 @@ def test_a_port_in_use() -> None:
 def test_a_port_that_is_none(port: int) -> None:
     with pytest.raises(StartupError, match=f"cannot listen on 127.0.0.1:{port}"):
         check_port("127.0.0.1", port)
+
+
+def test_a_device_that_is_not_there() -> None:
+    check_device(None)
+    check_device("cpu")
+    for device in ("mtia", "xpu", "nowhere"):
+        with pytest.raises(StartupError, match=rf"--device {device}: torch .* sees no such device"):
+            check_device(device)
+
+
+def test_pools_that_hold_no_request() -> None:
+    check_pools(None, None, 3)
+    check_pools(16, 3, 3)
+    check_pools(16, 0, 0)
+    with pytest.raises(StartupError, match=r"--max-total-tokens 1 .* give 16 at least"):
+        check_pools(1, None, 3)
+    with pytest.raises(StartupError, match=r"--max-mamba-cache-size 0 .* give 3 at least"):
+        check_pools(None, 0, 3)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    whole, empty = tmp_path / "whole", tmp_path / "empty"
+    for directory in (whole, empty):
+        directory.mkdir()
+    (whole / "adapter_config.json").write_text("{}")
+    check_adapters(None)
+    check_adapters([str(whole), f"name={whole}", {"lora_path": str(whole)}, "owner/name"])
+    for given in (str(empty), f"name={empty}"):
+        with pytest.raises(StartupError, match=r"has no adapter_config\.json"):
+            check_adapters([given])
+    for given in ("/nowhere", "name=/nowhere", {"lora_name": "a", "lora_path": "/nowhere"}):
+        with pytest.raises(StartupError, match="--lora-paths: '/nowhere' does not exist"):
+            check_adapters([given])

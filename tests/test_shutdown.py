@@ -91,7 +91,7 @@ def test_requests_may_end_until_the_time_is_over(schedulers: list[str]) -> None:
         await _drain(manager, LONG)
 
     run(end_soon)
-    assert manager.gracefully_exit and manager.told == ["watchdog off"]
+    assert manager.told == []
     manager = Manager("a")
     run(_drain, manager, 0.2)
     assert list(manager.rid_to_state) == ["a"]

@@ -1,11 +1,12 @@
 """`POST /hybrid_cache/explain`: from HTTP to the schedulers and back (patch 0012)."""
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated
+from http import HTTPStatus
+from typing import TYPE_CHECKING
 
-from fastapi import APIRouter
+import msgspec
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.runtime_context import get_parallel
@@ -14,6 +15,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_hybrid.cache.explain_messages import ExplainReq, ExplainReqOutput
 from sglang_hybrid.config import BACKEND
+from sglang_hybrid.requests import fields
 from sglang_hybrid.tenants import stored_under
 
 if TYPE_CHECKING:
@@ -21,41 +23,62 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 
-Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+BYTES_PER_TOKEN = 16
+"""A token id in JSON takes fewer, its comma and blanks included."""
+
+BYTES_BESIDE_TOKENS = 64 << 10
+"""Of a body: keys, salt and request id."""
 
 
-class Question(BaseModel):
+class Question(msgspec.Struct):
     """A prompt as token ids, or the id of a recent request; with the extra key, salt and adapter
     (its name) that it is sent with, since nothing is told of other tenants.
     """
 
-    input_ids: list[Token] | None = None
+    input_ids: list[int] | None = None
     request_id: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
     lora_path: str | None = None
 
 
-@router.post("/hybrid_cache/explain")
+_, DEFINITIONS = msgspec.json.schema_components([Question])
+
+
+@router.post(
+    "/hybrid_cache/explain",
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": DEFINITIONS["Question"]}},
+        }
+    },
+)
 @auth_level(AuthLevel.ADMIN_OPTIONAL)  # it tells what others sent
-async def explain(question: Question) -> JSONResponse:
+async def explain(request: Request) -> JSONResponse:
     """An `Account` (telemetry/account.py). With several data-parallel ranks it is that of the rank
     that knows the request, or that would hit most of the prompt.
+
+    A prompt that is too long or not of this model's tokens ends here: neither this process nor a
+    scheduler spends time on it.
     """
     from sglang.srt.entrypoints.http_server import get_global_state
 
     manager = get_global_state().tokenizer_manager
     if resolving_view(manager.server_args).radix_cache_backend != BACKEND:
         return _refuse(
-            404, "this server does not run sglang_hybrid's cache (--radix-cache-backend hybrid)."
+            HTTPStatus.NOT_FOUND,
+            "this server does not run sglang_hybrid's cache (--radix-cache-backend hybrid).",
         )
-    if (question.input_ids is None) == (question.request_id is None):
-        return _refuse(400, "give either input_ids or request_id.")
+    try:
+        question = await _read(request, manager)
+    except ValueError as error:
+        return _refuse(HTTPStatus.BAD_REQUEST, str(error))
     adapter = None
     if question.lora_path is not None:
         loaded = manager.lora_registry.get_all_adapters().get(question.lora_path)
         if loaded is None:
-            return _refuse(404, f"no adapter {question.lora_path!r} is loaded.")
+            return _refuse(HTTPStatus.NOT_FOUND, f"no adapter {question.lora_path!r} is loaded.")
         adapter = loaded.lora_id
     manager.auto_create_handle_loop()
     answers: list[ExplainReqOutput] = await _communicator(manager)(
@@ -68,8 +91,38 @@ async def explain(question: Question) -> JSONResponse:
     )
     accounts = [answer.account for answer in answers if answer.account is not None]
     if not accounts:
-        return _refuse(404, answers[0].error or "no answer.")
+        return _refuse(HTTPStatus.NOT_FOUND, answers[0].error or "no answer.")
     return JSONResponse(max(accounts, key=lambda account: (account["hit"], account["kv"])))
+
+
+async def _read(request: Request, manager: "TokenizerManager") -> Question:
+    """The question in a request's body; raises ValueError."""
+    longest = manager.context_len
+    most = BYTES_BESIDE_TOKENS + BYTES_PER_TOKEN * longest
+    body, size = bytearray(), 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= most:
+            body += part  # the rest is read too: a client that still sends takes no answer
+    if size > most:
+        raise ValueError(
+            f"the body has {size:,} bytes; a prompt of {longest:,} tokens, this server's longest, "
+            f"takes {most:,} at most."
+        )
+    try:
+        question = msgspec.json.decode(body, type=Question)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"the body is no question: {error}.") from None
+    ids = question.input_ids
+    if (ids is None) == (question.request_id is None):
+        raise ValueError("give either input_ids or request_id.")
+    if ids is not None:
+        if len(ids) > longest:
+            raise ValueError(
+                f"the prompt has {len(ids):,} tokens; the longest of this server has {longest:,}."
+            )
+        fields.token_ids("input_ids", ids, manager.model_config.vocab_size)
+    return question
 
 
 @lru_cache(maxsize=1)
@@ -84,5 +137,5 @@ def _communicator(manager: "TokenizerManager") -> FanOutCommunicator:
     return communicator
 
 
-def _refuse(status: int, why: str) -> JSONResponse:
+def _refuse(status: HTTPStatus, why: str) -> JSONResponse:
     return JSONResponse({"error": why}, status)

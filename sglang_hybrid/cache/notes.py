@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-
 from sglang_hybrid.core.admission import Skip
 from sglang_hybrid.core.intent import Wish
 from sglang_hybrid.core.nodes import Clock, Node
@@ -138,8 +136,6 @@ class Notes:
         """`req` was looked up, again perhaps, and would resume from `node`, whose use by it is not
         counted yet.
         """
-        if req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
-            return
         whose = tenant_of(req)
         if not self._someone_came:
             self._someone_came, self._first = True, whose

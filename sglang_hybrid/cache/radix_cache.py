@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -190,8 +191,12 @@ class HybridRadixCache(UnifiedRadixCache):
 
         SGLang matches a waiting request many times, to rank it and to try to admit it. The first
         time counts as its access; the last one before its prefill is what it is reported to have
-        found.
+        found. A health probe is no traffic: it is not counted, noted or recorded and leaves nothing
+        in the tree.
         """
+        if req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
+            req.skip_radix_cache_insert = True
+            return
         self._kv_lens[req] = result.full_kv_hit_length
         known = self._reports.get(req)
         if known is not None and known.started:
@@ -377,6 +382,7 @@ class HybridRadixCache(UnifiedRadixCache):
             "state_slots_free": None if allocator is None else allocator.available_size(),
             **self.stats.as_dict(),
             "tuner": self.tuning.info(),
+            "recording": self.tuning.recording(),
             "advice": self.advice,
         }
 

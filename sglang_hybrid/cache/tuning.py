@@ -15,8 +15,9 @@ from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.tenants import TenantNames, tenant_of
 from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE, make_policies
-from sglang_hybrid.tuner.recorder import Finished, TraceFile, compact
+from sglang_hybrid.tuner.recorder import Finished, compact
 from sglang_hybrid.tuner.search import Limits
+from sglang_hybrid.tuner.trace_file import TraceFile
 from sglang_hybrid.tuner.tuner import PolicySwitch, Rules, Tuner
 
 if TYPE_CHECKING:
@@ -114,6 +115,10 @@ class Tuning:
         """For /server_info."""
         return None if self.tuner is None else self.tuner.info()
 
+    def recording(self) -> dict[str, Any] | None:
+        """For /server_info."""
+        return None if self.file is None else self.file.info()
+
 
 def make_tuning(
     cache: HybridRadixCache, rank: int | None, serving: Serving | None = None
@@ -121,7 +126,8 @@ def make_tuning(
     """What may change the policy in `cache`.
 
     serving: how the server runs, where checkpoints are planned. rank: which of several caches with
-    requests of their own this is; None if another rank receives its requests.
+    requests of their own this is; None if another rank receives its requests. Raises
+    `RecordingError` if requests cannot be recorded where they should be.
     """
     options = cache.options
     if rank is None or cache.disable:
@@ -144,8 +150,5 @@ def make_tuning(
         path = Path(options.hybrid_record)
         if rank:
             path = path.with_name(f"{rank}-{path.name}")
-        try:
-            file = TraceFile(path)
-        except OSError as error:
-            logger.error("sglang_hybrid: --hybrid-record %s: %s.", path, error.strerror)
+        file = TraceFile(path)
     return Tuning(cache, tuner, file)

@@ -27,6 +27,9 @@ def activate() -> str | None:
     # Read by the OpenMP runtime of the processes started from here. Threads that spin while they
     # wait make decoding ten times slower as soon as anything else wants the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # What SGLang waits for when a process has died: GPUs that settle, and their core dumps.
+    os.environ.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
+    os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
     return "sglang_hybrid.platforms.cpu.HybridCpuPlatform"
 
 

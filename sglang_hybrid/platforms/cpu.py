@@ -5,6 +5,7 @@ For correctness, tests and small models. SGLang's own CPU engine (`SGLANG_USE_CP
 takes its torch-native allocators, samplers and attention (sglang/srt/platforms/interface.py).
 """
 
+import argparse
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,26 @@ from sglang_hybrid.platforms.sizing import (
     MEMORY_FRACTION,
     model_sizes,
 )
+from sglang_hybrid.preflight import StartupError
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
+
+NOT_ON_CPU = {
+    "enable_hierarchical_cache": "SGLang registers its host memory with CUDA",
+    "speculative_algorithm": "SGLang checks drafts with CUDA kernels (sgl_kernel)",
+}
+"""SGLang's flags that do not work without an accelerator, and why."""
+
+
+def check_flags(flags: argparse.Namespace) -> None:
+    """Raise `StartupError` for a flag that cannot work on this platform."""
+    for name, why in NOT_ON_CPU.items():
+        if getattr(flags, name, None):
+            flag = "--" + name.replace("_", "-")
+            raise StartupError(f"{flag} does not work on the CPU: {why}; leave it out.")
 
 
 class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -58,6 +74,15 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
+
+    def get_torch_profiler_activity_str(self) -> str:
+        """A name of its own: SGLang records the activity CPU by itself, and twice if this is it
+        (utils/profile_utils.py).
+        """
+        return "HYBRID_CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
         return memory_limit()

@@ -119,7 +119,7 @@ def write_marconi(path: Path, requests: Iterable[Request]) -> None:
 
 def read_recorded(path: Path, reading: Reading) -> list[Request]:
     """Our recorder's JSON Lines, in order of arrival. A request without a session is one of its
-    own.
+    own. The last line may be torn: the server was stopped while it wrote.
     """
 
     def convert(number: int, line: RecordedLine) -> Request:
@@ -135,7 +135,7 @@ def read_recorded(path: Path, reading: Reading) -> list[Request]:
 
     what = "a recorded trace"
     ended = read_lines(
-        path, RecordedLine, convert, what, reading.limit, reading.skipped, ordered=False
+        path, RecordedLine, convert, what, reading.limit, reading.skipped, ordered=False, torn=True
     )
     return sorted(ended, key=lambda request: request.arrival)
 

@@ -47,14 +47,14 @@ class TraceError(ValueError):
 
 @dataclass
 class Skipped:
-    """Bad lines are an error, unless `allow` is set: then they are counted."""
+    """Bad lines are an error, unless `allow` is set (--skip-bad): then they are counted."""
 
     allow: bool = False
     count: int = 0
 
     def bad(self, sentence: str, cause: Exception | None = None) -> None:
         if not self.allow:
-            raise TraceError(sentence) from cause
+            raise TraceError(f"{sentence}; --skip-bad leaves such lines out") from cause
         self.count += 1
 
 
@@ -172,11 +172,13 @@ def read_lines(
     limit: int | None = None,
     skipped: Skipped | None = None,
     ordered: bool = True,
+    torn: bool = False,
 ) -> list[Request]:
     """Decode every line of `path` as `schema` and convert it, given its number from 1.
 
     `convert` raises ValueError for what cannot be, and returns None for what is left out. ordered:
-    arrivals must not go back. Stops after `limit` requests. Raises TraceError.
+    arrivals must not go back. torn: a last line without its end is counted as skipped. Stops after
+    `limit` requests. Raises TraceError.
     """
     skipped = skipped or Skipped()
     decoder = msgspec.json.Decoder(schema)
@@ -198,6 +200,9 @@ def read_lines(
             kind = f"not a line of {what}"
             if isinstance(error, msgspec.DecodeError | UnicodeDecodeError):
                 kind = kind if isinstance(error, msgspec.ValidationError) else "not JSON"
+            if torn and kind == "not JSON" and not text.endswith(b"\n"):
+                skipped.count += 1
+                continue
             skipped.bad(f"{here}: {kind} ({error})", error)
             continue
         if request is not None:

@@ -25,6 +25,9 @@ from sglang_hybrid.tuner.window import Window, make_window
 
 logger = logging.getLogger(__name__)
 
+MOST_DOUBLINGS = 10
+"""Of the time between two searches that fail."""
+
 Search = Callable[[Window, Sequence[Spec], Limits], Found]
 
 
@@ -132,6 +135,8 @@ class Tuner:
         self._gap = 0  # requests from one search to the next
         self._seen: deque[tuple[int, int]] = deque()  # hit and prompt tokens of the latest
         self._seen_hits = self._seen_tokens = 0
+        self._failed = 0  # searches in a row
+        self._rests_until = 0  # requests
         self._thread: threading.Thread | None = None
         self._found: Found | None = None
         self._seen_then = 0.0
@@ -195,6 +200,8 @@ class Tuner:
             **vars(self.counts),
             "last_switch": self.last_switch,
             "last_failure": self.last_failure,
+            "failed_in_a_row": self._failed,
+            "rests_for_requests": max(0, self._rests_until - self._ended),
             "expected_hit_rate": self.expected,
             "seen_hit_rate": self.hit_rate,
             "regret": {str(spec): lost for spec, lost in self._regrets.shares.items()},
@@ -217,6 +224,8 @@ class Tuner:
     def _reason(self) -> str:
         """Why a search is due now; empty if none is."""
         if not self._window or self.searching or self._offer is not None:
+            return ""
+        if self._ended < self._rests_until:
             return ""
         if self._left is not None and self._ended - self._switched_at >= self._next_check:
             return f"{self._left} was left {self._ended - self._switched_at} requests ago"
@@ -278,9 +287,7 @@ class Tuner:
         self.counts.runs += 1
         self.counts.seconds += found.seconds
         self.counts.failures += len(found.failures)
-        for failure in found.failures:
-            self.last_failure = failure
-            logger.warning("sglang_hybrid: comparing policies: %s.", failure)
+        self._rest_after(found.failures)
         if self.current not in found.hits or not found.counted_tokens:
             return
         replayed = found.hits[self.current]
@@ -311,6 +318,29 @@ class Tuner:
             f"{hits[self.current]:,} of {found.counted_tokens:,} prompt tokens hit in a replay"
         )
         self._offer = PolicySwitch(self.counts.switches + 1, choice, reason)
+
+    def _rest_after(self, failures: Sequence[str]) -> None:
+        """Every further failed search in a row doubles the requests until the next one; only the
+        first of them is a line in the log.
+        """
+        if not failures:
+            if self._failed:
+                logger.info(
+                    "sglang_hybrid: comparing policies works again; it failed %d times.",
+                    self._failed,
+                )
+            self._failed = 0
+            return
+        self.last_failure = failures[-1]
+        self._failed += 1
+        rest = self._window << min(self._failed - 1, MOST_DOUBLINGS)
+        self._rests_until = self._ended + rest
+        if self._failed == 1:
+            logger.warning(
+                "sglang_hybrid: comparing policies: %s. The next attempt comes after %d requests, "
+                "and ever later while it fails; /server_info counts the failures.",
+                *(self.last_failure, rest),
+            )
 
     def _watch(self, hits: Mapping[Spec, int]) -> None:
         """After a switch: what was left behind comes back if it would have found as much."""

@@ -8,6 +8,7 @@ is evicted is shown under it; what is admitted, under `judicious`.
 from __future__ import annotations
 
 from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -430,3 +431,23 @@ def test_a_model_without_states_is_served_too() -> None:
     it.cache.evict(EvictParams(num_tokens=3))
     it.check()
     assert sum(stats(it)["evicted"].values()) == stats(it)["evicted"]["kv"] > 0
+
+
+@pytest.mark.parametrize("policy", ["reuse", "lru"])
+def test_a_health_probe_is_no_traffic(policy: str, tmp_path: Path) -> None:
+    where = Sizes()
+    flags = options(policy, "judicious", hybrid_record=str(tmp_path / "trace.jsonl"))
+    it = Server(build_cache(where, flags, rank=0), where)
+    it.serve(run(100), [1, 2])
+    seen, free = stats(it), it.free()
+    probe = it.arrive(run(20), rid="HEALTH_CHECK_1")
+    assert it.admit(probe)
+    while not it.prefill_step(probe):
+        pass
+    it.decode(probe, [5])
+    it.finish(probe)
+    it.check()
+    assert (stats(it), it.free()) == (seen, free)
+    it.cache.tuning.file.close()
+    assert len((tmp_path / "trace.jsonl").read_text().splitlines()) == 1
+    assert it.serve(run(100), [1, 2]) > 0

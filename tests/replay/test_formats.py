@@ -238,6 +238,19 @@ def test_a_truncated_line_and_a_truncated_archive(tmp_path: Path) -> None:
     assert reading.skipped.count == 1
 
 
+def test_the_torn_last_line_of_a_recording_is_counted(tmp_path: Path) -> None:
+    """Other formats are not ours to forgive, nor is a bad line before the last one."""
+    path = tmp_path / "trace.jsonl"
+    text = (json.dumps(RECORDED) + "\n") * 3
+    path.write_text(text[:-20])
+    reading = Reading()
+    assert len(read_trace(path, reading)) == 2
+    assert reading.skipped.count == 1
+    path.write_text(text[:-20] + "\n" + text)
+    with pytest.raises(TraceError, match=r":3: not JSON .*; --skip-bad leaves such lines out"):
+        read_trace(path, Reading())
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -84,4 +84,4 @@ HybridPrefillAdder.preempt_to_schedule = preempt
 HybridRadixCache.server_info = information
 
 if __name__ == "__main__":
-    launch_server.main()
+    launch_server.command()

@@ -6,8 +6,10 @@ import json
 import mmap
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +29,8 @@ ENDLESS = 4_000
 """Tokens of a request that takes longer than a server that ends may."""
 
 CUT = "The server is shutting down."
+DIED = "A process of the server has ended, so it cannot go on."
+PROCESS_DIED = 70
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -69,11 +73,25 @@ class Ending:
 
     def kill(self, number: signal.Signals, *, group: bool = False) -> None:
         """Send a signal to the first process, or as a terminal does to all of the group."""
-        self.processes = self.server.processes()
-        self._memory = {number for process in self.processes for number in shared_by(process)}
-        self._since = time.monotonic()
+        self._remember()
         assert self.server.process is not None
         (os.killpg if group else os.kill)(self.server.process.pid, number)
+
+    def kill_child(self, title: str) -> None:
+        """SIGKILL to one of SGLang's processes."""
+        self._remember()
+        (child,) = [one for one in self.processes if title in one.cmdline()[0]]
+        child.kill()
+
+    def _remember(self) -> None:
+        self.processes = self.server.processes()
+        self._memory = {number for process in self.processes for number in shared_by(process)}
+        (self._report,) = {
+            path
+            for process in self.processes[1:]
+            if (path := process.environ().get("SGLANG_HYBRID_FAILURE"))
+        }
+        self._since = time.monotonic()
 
     def wait(self) -> int:
         """Status of the first process, after every process has gone within the limit."""
@@ -87,6 +105,9 @@ class Ending:
     def left_in_shared_memory(self) -> list[Path]:
         assert self._memory, "it had some"
         return [Path(entry) for entry in os.scandir(SHARED_MEMORY) if entry.inode() in self._memory]
+
+    def left_in_temporary_files(self) -> bool:
+        return Path(self._report).parent.exists()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -126,20 +147,23 @@ def error_of_chat(events: list[str]) -> dict[str, Any]:
 
 
 def test_sigterm_ends_streams_with_an_error_and_leaves_nothing() -> None:
+    """Sent to every process, as shells, `timeout` and systemd do; only the first acts on it."""
     with ending() as it:
         said = it.server.log.read_text()
         generate, chat = it.begin("/generate", ENDLESS), it.begin("/v1/chat/completions", ENDLESS)
-        it.kill(signal.SIGTERM)
+        it.kill(signal.SIGTERM, group=True)
         while requests.get(it.server.url + "/health", timeout=5).status_code != 503:
             time.sleep(0.05)  # it ends with a connection error if that is never said
         assert it.wait() == 0
         assert it.left_in_shared_memory() == []
+        assert not it.left_in_temporary_files()
         cut = error_of_generate(generate.result(5))
         error = error_of_chat(chat.result(5))
     assert (cut["type"], cut["message"], cut["status_code"]) == ("abort", CUT, 503)
     assert (error["message"], error["code"]) == (CUT, 503)
     assert said.count("its weights are random") == 1
-    assert "Traceback" not in it.server.log.read_text(errors="replace")
+    log = it.server.log.read_text(errors="replace")
+    assert "Traceback" not in log and "leaked" not in log
 
 
 def test_ctrl_c_lets_a_request_end_that_ends_in_time() -> None:
@@ -156,6 +180,53 @@ def test_ctrl_c_lets_a_request_end_that_ends_in_time() -> None:
     assert error_of_generate(events)["type"] == "length"
     assert len(events) > 30
     assert "Traceback" not in it.server.log.read_text(errors="replace")
+
+
+def test_a_process_that_dies_ends_requests_and_the_server() -> None:
+    with ending() as it:
+        generate, chat = it.begin("/generate", ENDLESS), it.begin("/v1/chat/completions", ENDLESS)
+        it.kill_child("detokenizer")
+        assert it.wait() == PROCESS_DIED
+        assert it.left_in_shared_memory() == []
+        assert not it.left_in_temporary_files()
+        cut, error = error_of_generate(generate.result(5)), error_of_chat(chat.result(5))
+        log = it.server.log.read_text(errors="replace")
+    assert (cut["type"], cut["message"], cut["status_code"]) == ("abort", DIED, 503)
+    assert (error["message"], error["code"]) == (DIED, 503)
+    assert "Traceback" not in log
+    assert "sglang_hybrid: detokenizer (process" in log and "2 running requests" in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "victim"),
+    [
+        ([], "sglang::scheduler"),
+        (["--tp-size", "2"], "TP0"),
+        (["--tp-size", "2"], "TP1"),
+        (["--tp-size", "2"], "detokenizer"),
+    ],
+)
+def test_every_other_process_that_dies(flags: list[str], victim: str) -> None:
+    with ending(*flags) as it:
+        generate = it.begin("/generate", ENDLESS)
+        it.kill_child(victim)
+        assert it.wait() == PROCESS_DIED
+        assert it.left_in_shared_memory() == []
+        assert error_of_generate(generate.result(5))["message"] == DIED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--tp-size", "2"]])
+def test_when_the_first_process_is_killed_nothing_stays(flags: list[str]) -> None:
+    with ending(*flags) as it:
+        it.begin("/generate", ENDLESS)
+        it.kill(signal.SIGKILL)
+        assert it.wait() == -signal.SIGKILL
+        deadline = time.monotonic() + LIMIT  # Python's resource tracker outlives all others
+        while it.left_in_shared_memory() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert it.left_in_shared_memory() == []
 
 
 def mapped(path: Path, it: Ending) -> bool:
@@ -204,3 +275,32 @@ def test_a_client_that_does_not_read_holds_nothing_up() -> None:
             assert it.wait() == 0
             assert it.left_in_shared_memory() == []
         assert "connections are still open" in it.server.log.read_text(errors="replace")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "status"),
+    [
+        ("shutdown", 0),
+        ("exit", 0),
+        ("sglang::scheduler", PROCESS_DIED),
+        ("sglang::detokenizer", PROCESS_DIED),
+    ],
+)
+def test_an_engine_leaves_nothing(
+    way: str, status: int, model_directory: Callable[[str], Path]
+) -> None:
+    command = ["-m", "tests.server.engine_ends", str(model_directory("nemotron-h")), way]
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == status, done.stderr[-3000:]
+    memory = json.loads(next(line for line in done.stdout.splitlines() if line[:1] == "["))
+    deadline = time.monotonic() + LIMIT  # Python's resource tracker outlives all others
+    while (left := remaining(memory)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert memory and not left
+
+
+def remaining(inodes: list[int]) -> list[str]:
+    return [entry.name for entry in os.scandir(SHARED_MEMORY) if entry.inode() in inodes]

@@ -299,3 +299,28 @@ def test_what_was_learnt_before_the_window_is_replayed_too() -> None:
                 it._thread.join()
             assert it.poll() is None
     assert it.counts.runs == 2
+
+
+def test_searches_that_fail_come_ever_less_often_and_are_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Their workers are killed as soon as they start."""
+    caplog.set_level(logging.INFO)
+    asked = []
+
+    def killed(window: Window, candidates: Sequence[Spec], limits: Limits) -> Found:
+        asked.append(it.info()["recorded"])
+        if len(asked) > 4:
+            return Found(1_000, {REUSE: even(500), LRU: even(500)}, [], 0.5)
+        return Found(1_000, failures=["a worker ended with status -9: it said nothing"] * 2)
+
+    it = Tuner(COST, RULES, search=killed)
+    feed(it, 40 + 40 + 80 + 160)
+    assert asked == [40, 80, 160, 320]
+    assert (it.counts.failures, it.info()["failed_in_a_row"]) == (8, 4)
+    assert it.info()["rests_for_requests"] == 320
+    said = [line.getMessage() for line in caplog.records if line.levelno >= logging.WARNING]
+    assert len(said) == 1 and "status -9" in said[0] and "after 40 requests" in said[0]
+    feed(it, 320)
+    assert it.info()["failed_in_a_row"] == 0
+    assert "comparing policies works again; it failed 4 times" in caplog.text

@@ -1,0 +1,181 @@
+"""Rules for the values of single fields. Knows nothing of SGLang.
+
+Each function raises ValueError with a sentence that names the field, its value and its range.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+MOST_SAMPLES = 1_024
+"""Answers to one prompt (`n`). SGLang copies the prompt that many times before it looks at it."""
+
+MOST_TOP_LOGPROBS = 1_000
+"""Alternatives per token."""
+
+MOST_LOGPROBS = 1 << 22
+"""Log probabilities in one answer. Each takes about 100 bytes in each of three processes."""
+
+LARGEST_BIAS = 10**9
+HIGHEST_TEMPERATURE = 10**6
+"""Larger ones are not finite in float32 when they meet a logit, and then nothing can be drawn."""
+
+INT64 = 1 << 63
+
+RANGES: Mapping[str, tuple[float, float]] = {
+    "n": (1, MOST_SAMPLES),
+    "temperature": (0, HIGHEST_TEMPERATURE),
+    "max_new_tokens": (0, INT64 - 1),
+    "min_new_tokens": (0, INT64 - 1),
+    "top_k": (-1, (1 << 31) - 1),
+}
+"""Of sampling parameters, beside what SGLang itself checks (sampling_params.py, `verify`)."""
+
+LONGEST_NUMBER = 200
+"""Bits of a number that a sentence shows."""
+
+LONGEST_NAME = 128
+"""Characters of what becomes part of a file's name."""
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
+_short.maxlist = _short.maxdict = 4
+
+_EXPECTED = re.compile(
+    r"Expected `(?P<wanted>[^`]*)`, got `(?P<got>[^`]*)`(?: - at `(?P<where>[^`]*)`)?"
+)
+
+
+def within(field: str, value: float, least: float, most: float) -> None:
+    """`value` is a number from `least` to `most`."""
+    if not least <= value <= most:
+        raise ValueError(
+            f"{field} is {shown(value)}; it must be from {_number(least)} to {_number(most)}."
+        )
+
+
+def token_ids(field: str, ids: Sequence[int], vocabulary: int) -> None:
+    """`ids` [n] are tokens of a vocabulary of so many."""
+    try:
+        held = array("q", ids)
+    except (TypeError, OverflowError):
+        at = next(i for i, token in enumerate(ids) if not _is_int64(token))
+    else:
+        numbers = np.frombuffer(held, np.int64)
+        bad = (numbers < 0) | (numbers >= vocabulary)
+        if not bad.any():
+            return
+        at = int(bad.argmax())
+    raise ValueError(
+        f"{field}[{at}] is {shown(ids[at])}; a token id of this model is a whole number from 0 to "
+        f"{vocabulary - 1}."
+    )
+
+
+def logprobs(start: int, top: int, chosen: int, prompt: int, answer: int) -> None:
+    """The log probabilities that a request asks for.
+
+    start: `logprob_start_len`. top: `top_logprobs_num`. chosen: how many `token_ids_logprob`.
+    prompt, answer: tokens of the prompt, and of the longest answer.
+    """
+    within("logprob_start_len", start, -1, prompt)
+    within("top_logprobs_num", top, 0, MOST_TOP_LOGPROBS)
+    positions = answer + (prompt - start if start >= 0 else 0)
+    asked = positions * (1 + top + chosen)
+    if asked > MOST_LOGPROBS and top + chosen:
+        raise ValueError(
+            f"top_logprobs_num is {top} and token_ids_logprob names {chosen} tokens, which makes "
+            f"up to {asked:,} log probabilities for {positions:,} tokens; at most "
+            f"{MOST_LOGPROBS:,} are given. Ask for fewer, raise logprob_start_len or lower "
+            "max_new_tokens."
+        )
+
+
+def sampling_params(
+    params: Mapping[str, Any], schema: type[msgspec.Struct], internal: frozenset[str]
+) -> None:
+    """Sampling parameters have the types of `schema`, whose fields are all that a client may set,
+    and lie in their ranges.
+    """
+    for name in params:
+        if name in internal:
+            raise ValueError(f"sampling_params.{name} is set by the server itself; leave it out.")
+    typed("sampling_params", params, schema)
+    for name, value in params.items():
+        if name in RANGES and value is not None:
+            within(f"sampling_params.{name}", value, *RANGES[name])
+        elif type(value) is int and not -INT64 <= value < INT64:
+            raise ValueError(f"sampling_params.{name} is {shown(value)}; it must fit in 64 bits.")
+    for token, bias in (params.get("logit_bias") or {}).items():
+        if not abs(bias) <= LARGEST_BIAS:
+            within(f"sampling_params.logit_bias[{token!r}]", bias, -LARGEST_BIAS, LARGEST_BIAS)
+    patterns = params.get("stop_regex") or ()
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        regular_expression("sampling_params.stop_regex", pattern)
+
+
+def typed(field: str, value: object, schema: type[msgspec.Struct]) -> None:
+    """`value` is an object with the types of `schema`."""
+    try:
+        msgspec.convert(value, schema)
+    except msgspec.ValidationError as error:
+        raise ValueError(of_types(error, field, value)) from None
+
+
+def regular_expression(field: str, pattern: str) -> None:
+    """`pattern` compiles."""
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(
+            f"{field} is {shown(pattern)}, which is no regular expression: {error}."
+        ) from None
+
+
+def positions(field: str, given: Sequence[int], prompt: int) -> None:
+    """`given` [n > 0] are rising positions in a prompt of so many tokens."""
+    if not given:
+        raise ValueError(f"{field} is empty; leave it out, or give positions in the prompt.")
+    for at, position in enumerate(given):
+        before = given[at - 1] if at else -1
+        if not _is_int64(position) or not before < position < prompt:
+            raise ValueError(
+                f"{field}[{at}] is {shown(position)}; positions must rise and be from 0 to "
+                f"{prompt - 1}."
+            )
+
+
+def of_types(error: msgspec.ValidationError, where: str, value: Any = None) -> str:
+    """A sentence from msgspec's error; `value` is what was converted, at the path `where`."""
+    found = _EXPECTED.match(str(error))
+    if found is None:
+        return f"{where}: {error}."
+    path = (found["where"] or "$").removeprefix("$")
+    name = re.match(r"\.(\w+)", path)
+    shows = ""
+    if name is not None and isinstance(value, Mapping) and name[1] in value:
+        shows = f" is {shown(value[name[1]])}; it"
+    wanted = found["wanted"].replace(" | ", " or ")
+    return f"{where}{path}{shows} must be {wanted}, not {found['got']}."
+
+
+def shown(value: object) -> str:
+    """`value` as Python writes it, shortened."""
+    if isinstance(value, int) and value.bit_length() > LONGEST_NUMBER:
+        return f"a number of {value.bit_length():,} bits"
+    return _short.repr(value)
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def _is_int64(value: object) -> bool:
+    return isinstance(value, int) and -INT64 <= value < INT64

@@ -1,0 +1,100 @@
+"""A start that fails: what a child process died of is told by the first process, in one sentence.
+
+SGLang's processes print a traceback and have the first process killed. Here the first that fails
+writes its error into a file of the first process, which prints it (patch 0018).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+logger = logging.getLogger("sglang_hybrid")
+
+STARTUP_ERROR = 1
+"""Exit status of a server that could not start."""
+
+REPORT = "SGLANG_HYBRID_FAILURE"
+"""The environment variable that names the file."""
+
+LONGEST = 500
+"""Characters of a sentence."""
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """A directory for this process's temporary files, among them the sockets of all its processes,
+    and for the report of a failure. It is removed at the end.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="sglang-hybrid-"))
+    before, tempfile.tempdir = tempfile.tempdir, str(directory)
+    os.environ[REPORT] = str(directory / "failure")
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+        remove_private_files()
+
+
+def remove_private_files() -> None:
+    """Also at an end that unwinds nothing."""
+    report = os.environ.pop(REPORT, None)
+    if report is not None:
+        shutil.rmtree(Path(report).parent, ignore_errors=True)
+
+
+def tell_failure(error: BaseException) -> bool:
+    """In a process that fails at its start: note `error` for the first process. False if nobody
+    reads it, as in an `sglang.Engine`.
+    """
+    path = os.environ.get(REPORT)
+    if path is None:
+        return False
+    logger.debug("start-up failed", exc_info=error)
+    try:
+        with open(path, "x") as file:  # the first failure is the cause of the others
+            file.write(one_line(error))
+    except FileExistsError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def failure() -> str | None:
+    """In the first process: what was noted, None if nothing was."""
+    path = os.environ.get(REPORT)
+    try:
+        return None if path is None else Path(path).read_text()
+    except OSError:
+        return None
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one sentence, without the lines that some libraries add."""
+    text = " ".join(str(error).split())
+    if len(text) > LONGEST:
+        text = f"{text[:LONGEST]} ..."
+    name = type(error).__name__
+    if not text:
+        return name
+    plain = isinstance(error, ValueError | AssertionError | OSError | RuntimeError)
+    return text if plain else f"{name}: {text}"
+
+
+def fail(message: str) -> int:
+    """Print the one sentence of a start that failed; returns the exit status."""
+    print(f"sglang_hybrid: {message}", file=sys.stderr, flush=True)
+    return STARTUP_ERROR
+
+
+def cannot_start(error: BaseException | str) -> str:
+    """The sentence for an error that nobody foresaw."""
+    text = error if isinstance(error, str) else one_line(error)
+    return f"the server cannot start: {text}"

@@ -1,0 +1,156 @@
+"""A scheduler that cannot do what it is asked answers, and the answer reaches who asked."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.communicator import FanOutCommunicator
+from sglang.srt.managers.io_struct import (
+    BatchTokenizedGenerateReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    SlowDownReqInput,
+    TokenizedGenerateReqInput,
+    UpdateWeightVersionReqInput,
+    UpdateWeightVersionReqOutput,
+    msgpack_decode,
+    msgpack_encode,
+)
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_hybrid.requests.control import dispatch, handlers
+from sglang_hybrid.requests.control_messages import ControlFailed
+from sglang_hybrid.requests.errors import Refused
+
+
+def prompt(rid: str) -> TokenizedGenerateReqInput:
+    return TokenizedGenerateReqInput(
+        rid=rid,
+        input_text=None,
+        input_ids=None,
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=SamplingParams(),
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=False,
+    )
+
+
+class Scheduler:
+    """What is used of SGLang's: `handler` is called with every request."""
+
+    def __init__(self, handler: Any, *, idle: bool = True) -> None:
+        self._request_dispatcher = handler
+        self.sent: list[Any] = []
+        send = SimpleNamespace(send_output=lambda output, _: self.sent.append(output))
+        self.ipc_channels = SimpleNamespace(send_to_tokenizer=send)
+        saver = SimpleNamespace(enabled=True)
+        self.weight_updater = SimpleNamespace(memory_saver_adapter=saver, offload_tags=set())
+        self._engine_paused = False
+        self.is_fully_idle = lambda ignore_waiting: idle
+
+
+def breaks(request: Any) -> None:
+    raise KeyError("broken")
+
+
+def test_what_a_handler_answers_is_passed_on() -> None:
+    answer = UpdateWeightVersionReqOutput()
+    assert (
+        dispatch(Scheduler(lambda _: answer), UpdateWeightVersionReqInput(new_version="x"))
+        is answer
+    )
+
+
+def test_a_handler_that_raises_is_an_answer() -> None:
+    failed = dispatch(Scheduler(breaks), UpdateWeightVersionReqInput(new_version="x"))
+    assert failed.request == "UpdateWeightVersionReqInput" and failed.status == 500
+    assert "KeyError: 'broken'" in failed.message
+    assert msgpack_decode(msgpack_encode(failed)) == failed
+
+
+def test_a_prompt_that_fails_ends_alone() -> None:
+    done = []
+
+    def handle(request: Any) -> None:
+        if request.rid == "bad":
+            raise TypeError("no")
+        done.append(request.rid)
+
+    scheduler = Scheduler(handle)
+    batch = BatchTokenizedGenerateReqInput(batch=[prompt("a"), prompt("bad"), prompt("b")])
+    assert dispatch(scheduler, batch) is None
+    assert done == ["a", "b"]
+    (abort,) = scheduler.sent
+    assert abort.rid == "bad" and abort.finished_reason["status_code"] == 500
+    assert "TypeError: no" in abort.finished_reason["message"]
+
+
+def test_memory_is_not_released_under_running_requests() -> None:
+    refused = dispatch(Scheduler(breaks, idle=False), ReleaseMemoryOccupationReqInput())
+    assert refused.status == HTTPStatus.CONFLICT and "while requests run" in refused.message
+
+
+def test_what_was_not_released_is_not_resumed_and_nothing_is_computed_meanwhile() -> None:
+    scheduler = Scheduler(lambda _: None)
+    assert "was not released" in dispatch(scheduler, ResumeMemoryOccupationReqInput()).message
+    assert dispatch(scheduler, ReleaseMemoryOccupationReqInput()) is None
+    scheduler.weight_updater.offload_tags.update(("kv_cache", "weights", "cuda_graph"))
+    assert "released already" in dispatch(scheduler, ReleaseMemoryOccupationReqInput()).message
+    dispatch(scheduler, prompt("early"))
+    assert scheduler.sent[0].finished_reason["status_code"] == HTTPStatus.SERVICE_UNAVAILABLE
+    assert dispatch(scheduler, ResumeMemoryOccupationReqInput()) is None
+
+
+@pytest.mark.parametrize(("seconds", "done"), [(None, True), (-1, True), (2, True), (1e9, False)])
+def test_a_server_is_slowed_down_within_bounds(seconds: float | None, done: bool) -> None:
+    answer = dispatch(Scheduler(lambda _: None), SlowDownReqInput(forward_sleep_time=seconds))
+    assert (answer is None) == done
+
+
+def test_who_asked_is_told_and_nobody_else() -> None:
+    sent: list[Any] = []
+    manager: Any = SimpleNamespace(
+        mine=FanOutCommunicator(sent.append, 1), other=FanOutCommunicator(sent.append, 1)
+    )
+    receive = handlers(manager)
+
+    async def ask() -> None:
+        mine = asyncio.create_task(manager.mine(UpdateWeightVersionReqInput(new_version="x")))
+        other = asyncio.create_task(manager.other(SlowDownReqInput(forward_sleep_time=None)))
+        await asyncio.sleep(0)
+        receive(ControlFailed(request="UpdateWeightVersionReqInput", message="no.", status=409))
+        with pytest.raises(Refused, match=r"no\.") as refused:
+            await mine
+        assert refused.value.status_code == 409
+        assert not other.done()
+        other.cancel()
+
+    asyncio.run(ask())
+
+
+def test_what_sglang_checks_itself_is_a_refusal() -> None:
+    def checks(request: Any) -> None:
+        raise ValueError("the version must not be empty.")
+
+    failed = dispatch(Scheduler(checks), UpdateWeightVersionReqInput(new_version=""))
+    assert (failed.status, failed.message) == (400, "the version must not be empty.")
+
+
+@pytest.mark.parametrize("field", ["tools", "messages", "response_format"])
+@pytest.mark.parametrize("value", [5, ["a"], "a"])
+def test_a_body_of_other_types_is_a_mistake_of_its_sender(field: str, value: Any) -> None:
+    from pydantic import ValidationError
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+    body: Any = {"model": "default", "messages": [{"role": "user", "content": "a"}], field: value}
+    with pytest.raises(ValidationError):
+        ChatCompletionRequest(**body)

@@ -1,0 +1,102 @@
+"""Two bad minutes: what is answered is right, and at the end nothing is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.replay.formats import RecordedLine
+from sglang_hybrid.server_process import ServerProcess
+from tests.server.chaos import Chaos, Clients
+from tests.server.client import random_prompt
+from tests.server.test_shutdown import alive, shared_by
+from tests.server.test_soak import CHECKED, FLAGS, PRIORITIES, RUNNING, answers_stand, emptied
+
+SECONDS = 120
+AT_ONCE = 100
+"""Requests from one moment in which nothing runs to the next."""
+
+EVERYTHING = {"scheduler stopped", "weights reloaded", "disk filled", "worker killed"}
+"""What happens in every run; whether a flush finds a moment of its own is chance."""
+
+SLOTS = 2 * RUNNING
+EARLIER = 3_000
+"""Requests that were recorded before the server was started."""
+
+LIMIT = 15
+"""Seconds within which a server that is asked to end has ended."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_bad_minutes(model_directory: Callable[[str], Path], tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    model, recording = model_directory(DEFAULT_ARCHITECTURE), tmp_path / "trace.jsonl"
+    write_earlier(recording)
+    command = [
+        *("--model-path", str(model), "--max-mamba-cache-size", str(SLOTS)),
+        *("--hybrid-record", str(recording)),
+        *("--hybrid-tuner-workers", "1", "--hybrid-tuner-window", "64"),
+        *FLAGS,
+        *PRIORITIES,
+    ]
+    with ServerProcess(command, module="tests.server.checked", environment=CHECKED) as server:
+        clients, chaos = Clients(server.url, seed), Chaos(server, model, recording, seed)
+        asyncio.run(use(clients, chaos))
+        print(clients.outcomes, chaos.happened)
+        assert set(chaos.happened) >= EVERYTHING
+        assert clients.outcomes["read slowly"] and clients.outcomes["hung up"]
+        assert len(clients.watched) > AT_ONCE / 10
+        answers_stand(server.url, clients.watched)
+        assert emptied(server)["state_slots_free"] == SLOTS
+        told = emptied(server)["recording"]
+        assert told["left_out"] > 0 and told["failure"] == ""
+        log = server.log.read_text(errors="replace")
+        assert "Traceback" not in log
+        nothing_stays(server)
+    lines = recording.read_bytes().splitlines(keepends=True)
+    assert all(line.endswith(b"\n") for line in lines)
+    arrivals = [msgspec.json.decode(line, type=RecordedLine).t for line in lines]
+    assert len(arrivals) == EARLIER + told["written"]
+    assert min(arrivals[EARLIER:]) >= max(arrivals[:EARLIER])
+
+
+async def use(clients: Clients, chaos: Chaos) -> None:
+    """Clients and disturbances side by side, for `SECONDS`."""
+    stop = asyncio.Event()
+    disturb = asyncio.create_task(chaos.run(stop))
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until and not disturb.done():
+        await clients.send(AT_ONCE)
+    stop.set()
+    await disturb
+
+
+def write_earlier(recording: Path) -> None:
+    """A recording that is larger than the server's log will be."""
+    tokens = random_prompt(1_000, seed=1)
+    with recording.open("wb") as file:
+        for number in range(EARLIER):
+            file.write(msgspec.json.encode(RecordedLine(number / 10, tokens, [1])) + b"\n")
+
+
+def nothing_stays(server: ServerProcess) -> None:
+    """End the server; no process and no shared memory of it is left."""
+    processes = server.processes()
+    memory = {inode for process in processes for inode in shared_by(process)}
+    assert memory
+    assert server.stop() == 130
+    deadline = time.monotonic() + LIMIT
+    while any(map(alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [process for process in processes if alive(process)]
+    assert not [entry for entry in os.scandir("/dev/shm") if entry.inode() in memory]

@@ -1,0 +1,50 @@
+"""The programs and requests of README, against a server: only its address is another one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.documented import ROOT, commands, python_blocks
+
+ADDRESS = re.compile(r"(?:http://)?(?:localhost|127\.0\.0\.1):30000")
+REQUESTS = [one for one in commands() if one.startswith("curl ")]
+EXPLAIN = [one for one in commands() if one.startswith("python scripts/explain_request.py ")]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("command", REQUESTS)
+def test_a_request(url: str, command: str) -> None:
+    done = subprocess.run(
+        shlex.split(ADDRESS.sub(url, command)), capture_output=True, check=True, timeout=60
+    )
+    assert json.loads(done.stdout)["meta_info"]["completion_tokens"] == 8
+
+
+@pytest.mark.parametrize("number", range(len(python_blocks("README.md"))))
+def test_a_program(url: str, number: int, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"  # the frontend language reads a function's source
+    program.write_text(ADDRESS.sub(url, python_blocks("README.md")[number]))
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("command", EXPLAIN)
+def test_an_explanation(url: str, command: str, tmp_path: Path) -> None:
+    (tmp_path / "story.txt").write_text("The keeper of the archive wrote a story. " * 20)
+    words = shlex.split(ADDRESS.sub(url, command).replace("scripts/", f"{ROOT}/scripts/"))
+    done = subprocess.run(
+        [sys.executable, *words[1:]], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "to compute" in done.stdout

@@ -1,0 +1,186 @@
+"""Every command that README and the other pages show is accepted as it is shown.
+
+What starts a server or takes minutes is parsed by its own program and stopped there; everything
+else runs. tests/server/test_documented.py runs what needs a server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sglang
+
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.patching import load_patches
+from sglang_hybrid.replay.__main__ import main as replay
+from sglang_hybrid.telemetry.stats import Missed
+from tests.documented import ROOT, commands
+
+COMMANDS = sorted(commands())
+LAUNCHER, REPLAY = "python -m sglang_hybrid.launch_server", "python -m sglang_hybrid.replay"
+TESTS = "python -m pytest"
+README = (ROOT / "README.md").read_text()
+
+
+def words(command: str) -> list[str]:
+    """Of a command, without the variables that it sets."""
+    return [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
+
+
+def of(prefix: str) -> list[str]:
+    """The commands that begin so, and say more than that."""
+    return [command for command in COMMANDS if command.startswith(prefix + " ")]
+
+
+def is_script(command: str) -> bool:
+    return words(command)[words(command)[0].startswith("python")].startswith("scripts/")
+
+
+def is_known(command: str) -> bool:
+    kinds = (
+        LAUNCHER,
+        REPLAY,
+        TESTS,
+        "pip install -e ",
+        "docker",
+        "curl ",
+        "source .venv/bin/activate",
+    )
+    return command.startswith(kinds) or is_script(command)
+
+
+def test_no_command_is_left_out() -> None:
+    assert len(COMMANDS) > 30
+    assert [command for command in COMMANDS if not is_known(command)] == []
+
+
+class Parsed(Exception):
+    """A program has accepted its arguments."""
+
+
+@pytest.fixture
+def stops_when_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, *arguments: Any) -> None:
+        parse(self, *arguments)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+
+
+@pytest.mark.parametrize("command", of(LAUNCHER))
+def test_a_server_takes_its_flags(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_hybrid import launch_server
+
+    flags = words(command.removeprefix(LAUNCHER))
+    stop = SystemExit if "--help" in flags else Parsed
+    parse = launch_server._Parser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, *arguments: Any) -> None:
+        parse(self, *arguments)
+        raise Parsed
+
+    monkeypatch.setattr(launch_server._Parser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(
+        launch_server, "_with_default_model", lambda argv: (["--model-path", "default", *argv], "")
+    )
+    with pytest.raises(stop) as stopped:
+        launch_server.prepare(flags)
+    assert not getattr(stopped.value, "code", 0)
+
+
+@pytest.mark.parametrize("command", of(REPLAY))
+def test_a_replay_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = {"t": 0.5, "input_ids": list(range(300, 400)), "output_ids": [1, 2, 3]}
+    trace = tmp_path / "TRACE"
+    trace.write_text("".join(json.dumps(line | {"t": float(t)}) + "\n" for t in range(5)))
+    assert replay(words(command.removeprefix(REPLAY))) == 0
+
+
+@pytest.mark.parametrize(
+    "command", [one for one in COMMANDS if is_script(one) and one.split()[0] == "python"]
+)
+def test_a_script_takes_its_arguments(
+    command: str, stops_when_parsed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, script, *arguments = words(command)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    with pytest.raises(Parsed):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    "command", [one for one in COMMANDS if is_script(one) and one.split()[0] != "python"]
+)
+def test_a_script_is_there_and_takes_its_arguments(
+    command: str, stops_when_parsed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, *arguments = words(command)
+    path = ROOT / script
+    assert path.exists()
+    if path.suffix == ".sh":
+        assert os.access(path, os.X_OK)
+        subprocess.run(["bash", "-n", str(path)], check=True)
+    elif arguments:
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+        with pytest.raises(Parsed):
+            runpy.run_path(str(path), run_name="__main__")
+
+
+def test_patches_are_applied_to_a_checkout(tmp_path: Path) -> None:
+    """`scripts/apply_patches.sh DIR`, on copies of the files that patches change."""
+    assert "scripts/apply_patches.sh DIR" in COMMANDS
+    released = Path(sglang.__file__).parents[1]
+    paths = load_patches()
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(released / path, tmp_path / path)
+    script = ROOT / "scripts/apply_patches.sh"
+    subprocess.run([script, tmp_path], check=True, stdout=subprocess.DEVNULL)
+    for path, patch in paths.items():
+        assert (tmp_path / path).read_text() == patch.apply((released / path).read_bytes())
+
+
+def test_the_optional_dependencies_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {name for one in of("pip install") for name in re.findall(r"\[(\w+)\]", one)}
+    assert named and named <= extras["optional-dependencies"].keys()
+
+
+def test_tests_are_there() -> None:
+    files = [word for one in of(TESTS) for word in words(one) if word.endswith(".py")]
+    assert files and all((ROOT / name).exists() for name in files)
+
+
+def test_docker_commands_name_files_that_are_there() -> None:
+    files = {name for one in of("docker") for name in re.findall(r"-f (\S+)", one)}
+    assert files and all((ROOT / name).exists() for name in files)
+
+
+def test_the_table_of_flags_is_complete() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    HybridConfig.add_flags(parser)
+    flags = {action.option_strings[0] for action in parser._actions}
+    assert set(re.findall(r"^\| `(--hybrid-[\w-]+)` \|", README, re.MULTILINE)) == flags
+
+
+def test_every_word_of_a_report_is_explained() -> None:
+    rows = set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE))
+    assert {one.value for kind in (Missed, Kind) for one in kind} <= rows

@@ -1,0 +1,78 @@
+"""Which key opens which route, for every route that we add and every one that names its level."""
+
+import json
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+
+EVERYBODY = {"none", "api", "admin", "wrong"}
+OPEN_TO = {
+    # level of a route: {setup of keys: what lets a request in}
+    "normal": {
+        "no keys": EVERYBODY,
+        "api key": {"api"},
+        "admin key": EVERYBODY,
+        "both keys": {"api"},
+    },
+    "admin_optional": {
+        "no keys": EVERYBODY,
+        "api key": {"api"},
+        "admin key": {"admin"},
+        "both keys": {"admin"},
+    },
+    "admin_force": {
+        "no keys": set(),
+        "api key": set(),
+        "admin key": {"admin"},
+        "both keys": {"admin"},
+    },
+}
+
+
+class Route(NamedTuple):
+    path: str
+    method: str
+    level: str | None
+    lets_in: dict[str, dict[str, bool]]
+
+
+def listed(which: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.keys_of_routes", which],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def routes() -> list[Route]:
+    return [Route(*row) for row in listed("patched")]
+
+
+@pytest.fixture(scope="module")
+def ours(routes: list[Route]) -> list[Route]:
+    """Those that SGLang by itself does not have."""
+    released = {tuple(row) for row in listed("released")}
+    return [route for route in routes if (route.path, route.method) not in released]
+
+
+def test_every_route_that_we_add_names_its_level(ours: list[Route]) -> None:
+    assert "/hybrid_cache/explain" in {route.path for route in ours}
+    assert [route.path for route in ours if route.level is None] == []
+
+
+def test_a_route_is_open_to_the_keys_of_its_level(routes: list[Route], ours: list[Route]) -> None:
+    """SGLang's routes of included routers too: FastAPI hides them as it hid ours."""
+    named = [route for route in routes if route.level is not None]
+    assert {"/flush_cache", "/scale_elastic_ep"} <= {route.path for route in named}
+    assert set(route.path for route in ours) <= {route.path for route in named}
+    for route in named:
+        assert route.level is not None
+        for setup, keys in OPEN_TO[route.level].items():
+            let_in = {key for key, came_in in route.lets_in[setup].items() if came_in}
+            assert let_in == keys, f"{route.method} {route.path} ({route.level}) with {setup}"
