@@ -15,6 +15,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
+from sglang_hybrid.config import CPU_ATTENTION
 from sglang_hybrid.platforms.memory import memory_limit, memory_used
 from sglang_hybrid.platforms.sizing import (
     DTYPES,
@@ -44,7 +45,7 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "cpu"
 
     def get_default_attention_backend(self) -> str:
-        return "torch_native"
+        return CPU_ATTENTION
 
     def get_dispatch_key_name(self) -> str:
         return "native"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hybrid.platforms.cpu_ops import gated_delta, mamba1, mamba2, moe, tracking
+from sglang_hybrid.platforms.cpu_ops import gated_delta, mamba1, mamba2, moe, pool, tracking
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,12 @@ _GDN_BACKEND = "sglang.srt.layers.attention.linear.gdn_backend"
 _GDN_KERNELS = "sglang.srt.layers.attention.linear.kernels.gdn_triton"
 _GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
 _NATIVE_MOE = "sglang.srt.layers.moe.fused_moe_native"
+_ALLOCATION = "sglang.srt.mem_cache.allocation"
 _QWEN2_MOE = "sglang.srt.models.qwen2_moe"
 _QWEN3_NEXT = "sglang.srt.models.qwen3_next"
 
 BINDINGS: tuple[Binding, ...] = (
+    Binding(_ALLOCATION, "get_last_loc_triton", pool.last_slots),
     Binding(_MAMBA, "causal_conv1d_fn", mamba2.causal_conv1d_fn, creates=True),
     Binding(_MAMBA, "causal_conv1d_fn_triton", mamba2.causal_conv1d_fn, creates=True),
     Binding(_MAMBA, "causal_conv1d_update", mamba2.causal_conv1d_update, creates=True),
