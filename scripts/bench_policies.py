@@ -3,7 +3,9 @@ size of the cache, request after request, starting cold, by the paper's rules an
 
 Token hit rates in percent. Rows whose distance is below a point do not count in the mean. With
 --leave-one-out the constants of `core.reuse` that --vary names are chosen by the mean over all
-other traces, and what that choice reaches on the trace left out is reported.
+other traces, and what that choice reaches on the trace left out is reported. With --changes N the
+traffic is N requests of one generated kind and then another kind: what is hit of that, beside a
+server that starts with it.
 """
 
 from __future__ import annotations
@@ -12,16 +14,18 @@ import argparse
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sglang_hybrid.core import reuse
 from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.replay.arrivals import Draw
 from sglang_hybrid.replay.formats import Reading, read_trace
 from sglang_hybrid.replay.generators import generate, traffic
 from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.served import Serving
-from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.replay.simulator import Split
+from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.traces import Request
 
 TRACES = Path(__file__).parents[1].parent / "shared" / "traces"
@@ -38,7 +42,16 @@ GENERATED: dict[str, tuple[float, ...]] = {
     "agent": (5, 10),
     "few-shot": (1, 2, 4),
     "fan-out": (2, 5),
+    "transcript": (1, 2, 3, 5),
 }
+CHANGES = (
+    ("agent", "few-shot"),
+    ("few-shot", "chat"),
+    ("chat", "few-shot"),
+    ("few-shot", "transcript"),
+)
+CHANGES_GB = 0.7
+AFTER = (100, 200, 400, 800, 1_500)
 LRU, CLAIRVOYANT = Spec("lru"), Spec("clairvoyant")
 RULES = {"paper": None, "served": Serving()}
 Row = tuple[str, float]  # trace, GB
@@ -157,6 +170,42 @@ def rows_of(sizes: Mapping[str, Sequence[float]]) -> list[Row]:
     return [(trace, size) for trace, gigabytes in sizes.items() for size in gigabytes]
 
 
+def small(kind: str, requests: int, seed: int) -> list[Request]:
+    """Generated traffic of short prompts, so that many requests are soon replayed."""
+    per_session = {"chat": 5, "agent": 18, "few-shot": 1, "transcript": 5}[kind]
+    how = traffic(
+        kind,
+        sessions=max(4, requests // per_session),
+        session_rate=5.0 if kind == "few-shot" else None,
+        shared={"agent": Draw("const", 1_500), "transcript": None}.get(
+            kind, Draw("lognormal", 400, 0.5)
+        ),
+    )
+    return generate(kind, how, seed)
+
+
+def changes(requests: int) -> None:
+    """Hit rates of the first requests of a new kind of traffic, after another one and fresh."""
+    titles = " | ".join(f"first {count:,}" for count in AFTER)
+    print(f"\nReuse, as served, {CHANGES_GB} GB; after the change / fresh\n\n| change | {titles} |")
+    print("|---|" + "---:|" * len(AFTER))
+    pools = Split.of(int(CHANGES_GB * 1e9), COST)
+    for first, then in CHANGES:
+        before, after = small(first, requests, 1), small(then, 2 * AFTER[-1], 2)
+        start = before[-1].arrival + 60
+        after = [replace(r, arrival=r.arrival + start) for r in after][: AFTER[-1]]
+        found = []
+        for served in (before + after, after):
+            cache = Spec("reuse").build(Setting(COST, pools, served, serving=Serving()))
+            found.append([cache.serve(request).hit_len for request in served][-len(after) :])
+        cells = []
+        for count in AFTER:
+            tokens = sum(request.input_len for request in after[:count])
+            rates = [100 * sum(hits[:count]) / tokens for hits in found]
+            cells.append(f"{rates[0]:.1f} / {rates[1]:.1f}")
+        print(f"| {len(before):,} of {first}, then {then} | {' | '.join(cells)} |", flush=True)
+
+
 def parse_grid(varied: Sequence[str]) -> list[Constants]:
     """NAME=V,V,.. to all combinations."""
     axes = []
@@ -182,7 +231,11 @@ def main() -> None:
         help="constants of core.reuse, for --leave-one-out",
     )
     parser.add_argument("--leave-one-out", action="store_true")
+    parser.add_argument("--changes", type=int, metavar="N", help="requests before a change of kind")
     options = parser.parse_args()
+    if options.changes is not None:
+        changes(options.changes)
+        return
     generated = options.generated
     bench = Bench(*(generate_traces(generated) if generated else read_traces(options.traces)))
     for rules in options.rules:

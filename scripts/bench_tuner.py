@@ -9,6 +9,8 @@ tuner, which starts with `--start` and whose searches take `--delay` requests. T
   of the trace over those of the best of them, or of the best of those that were in force from the
   start, if that hit more in the rest.
 * start: hit tokens of the starting policy alone over those of the best single candidate.
+
+"gain" is what the tuned cache hit more than the starting policy alone, in points of the hit rate.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import numpy.typing as npt
 
-from scripts.bench_policies import COST, RULES, SIZES, TRACES, read_named
+from scripts.bench_policies import COST, GENERATED, RULES, SIZES, TRACES, read_named
 from sglang_hybrid.replay.generators import generate, traffic
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.traces import Request
@@ -42,6 +44,7 @@ PHASES: dict[str, tuple[float, ...]] = {  # kinds of generated traffic, one afte
     "agent, few-shot": (5, 10),
     "chat, agent, few-shot, chat": (4, 8),
 }
+TRAFFIC = ("traces", "transcripts", "phases")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Row:
     choice: Spec
     searches: int
     switches: int
+    taken_back: int
     rest_alone: dict[Spec, int]
     rest_after: dict[Spec, int]
 
@@ -68,6 +72,10 @@ class Row:
     @property
     def whole(self) -> float:
         return self.tuned / max(1, self.alone[self.best])
+
+    def gain(self, start: Spec) -> float:
+        """Share of the prompt tokens."""
+        return (self.tuned - self.alone[start]) / self.prompt_tokens
 
     @property
     def rest(self) -> float:
@@ -90,6 +98,7 @@ def measure(setting: Setting, start: Spec, rules: Rules, delay: int) -> Row:
         choice,
         cache.tuner.counts.runs,
         cache.tuner.counts.switches,
+        cache.tuner.counts.taken_back,
         {spec: int(found[at:].sum()) for spec, found in alone.items()},
         {spec: int(hits(setting, start, at, spec)[at:].sum()) for spec in alone},
     )
@@ -124,6 +133,10 @@ def all_rows(options: argparse.Namespace) -> Iterator[tuple[str, float, list[Req
         for name, sizes in SIZES.items():
             requests = read_named(options.traces, name)
             yield from ((name, size, requests) for size in sizes)
+    if "transcripts" in options.traffic:
+        requests = generate("transcript", traffic("transcript"), options.seed)
+        name = f"transcript, seed {options.seed}"
+        yield from ((name, size, requests) for size in GENERATED["transcript"])
     if "phases" in options.traffic:
         for name, sizes in PHASES.items():
             requests = phases(name.split(", "), options.seed)
@@ -134,16 +147,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Raw)
     add = parser.add_argument
     add("--traces", type=Path, default=TRACES, metavar="DIR", help="where the traces lie")
-    add("--traffic", nargs="+", choices=["traces", "phases"], default=["traces", "phases"])
+    add("--traffic", nargs="+", choices=TRAFFIC, default=TRAFFIC)
     add("--seed", type=int, default=0, help="of generated traffic")
     add("--rules", choices=[*RULES], default="served")
     add("--start", type=Spec.parse, default=CANDIDATES[0], help="the starting policy (reuse)")
     add("--delay", type=int, default=DELAY, help="requests that a search takes (%(default)s)")
     options = parser.parse_args()
     print(
-        "| traffic | GB | requests | best alone | hit % | start | whole | first decision "
-        "| its choice | rest | searches | switches |\n"
-        "|---|---:|---:|---|---:|---:|---:|---:|---|---:|---:|---:|"
+        "| traffic | GB | requests | best alone | hit % | start | whole | gain | first decision "
+        "| its choice | rest | searches | switches | taken back |\n"
+        "|---|---:|---:|---|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|"
     )
     for name, size, requests in all_rows(options):
         setting = Setting(COST, int(size * 1e9), requests, serving=RULES[options.rules])
@@ -153,8 +166,9 @@ def main() -> None:
         cells = (
             *(name, size, f"{len(requests):,}", row.best, percent(best / row.prompt_tokens)),
             *(percent(row.alone[options.start] / best), percent(row.whole)),
+            f"{100 * row.gain(options.start):+.2f}",
             *("never" if never else row.at, row.choice, "" if never else percent(row.rest)),
-            *(row.searches, row.switches),
+            *(row.searches, row.switches, row.taken_back),
         )
         print("|", " | ".join(map(str, cells)), "|", flush=True)
 

@@ -5,8 +5,9 @@
     python scripts/explain_request.py --request-id 5f0c...
 
 The server must have been started with sglang_hybrid.launch_server. Asking changes nothing in its
-cache. A request's id is `meta_info.id` of a /generate response and `id` of an OpenAI one. Times
-count back from the newest request.
+cache. A request's id is `meta_info.id` of a /generate response and `id` of an OpenAI one. A prompt
+that is sent with an extra key, a cache salt or an adapter is explained with them only. Times count
+back from the newest request of the same tenant.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ def main() -> int:
 def explain(options: argparse.Namespace) -> Account:
     """Ask the server. Raises `Failed`."""
     server = Server(options.url.rstrip("/"), options.api_key)
-    body: dict[str, Any] = {"extra_key": options.extra_key, "cache_salt": options.cache_salt}
+    body: dict[str, Any] = {
+        "extra_key": options.extra_key,
+        "cache_salt": options.cache_salt,
+        "lora_path": options.lora_path,
+    }
     if options.request_id is not None:
         body["request_id"] = options.request_id
     else:
@@ -163,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--request-id", help="one of the recent requests")
     parser.add_argument("--extra-key", help="the extra_key that the prompt is sent with, if any")
     parser.add_argument("--cache-salt", help="the cache_salt that it is sent with, if any")
+    parser.add_argument("--lora-path", help="the adapter's name that it is sent with, if any")
     parser.add_argument("--api-key", help="of the server, if it wants one")
     parser.add_argument("--json", action="store_true", help="the account as JSON")
     return parser

@@ -7,6 +7,7 @@ accelerator it serves on the CPU.
 import argparse
 import logging
 import os
+import secrets
 import signal
 import sys
 import warnings
@@ -65,6 +66,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform
     from sglang_hybrid.platforms.sizing import check_memory
     from sglang_hybrid.preflight import StartupError, check_model, check_port
+    from sglang_hybrid.tenants import KEY_VARIABLE
 
     load_plugins()
     parser = _Parser(prog=f"python -m {PROGRAM}.launch_server", description=__doc__)
@@ -93,6 +95,8 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         )
     options, sglang_argv = HybridConfig.split(argv)
     options.to_environment()
+    if options.hybrid_record:  # all ranks give a tenant the same name
+        os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
     sglang_argv += choose_backend(flags, options)
     try:
         return prepare_server_args(sglang_argv)

@@ -22,7 +22,6 @@ from sglang_hybrid.core.intent import Intent, intend
 from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.telemetry.account import (
     Account,
-    Ago,
     Checkpoint,
     Gap,
     House,
@@ -33,17 +32,18 @@ from sglang_hybrid.telemetry.account import (
     Unstored,
 )
 from sglang_hybrid.telemetry.decisions import (
+    FIRST_MARK,
     NAME_LENGTH,
     Decision,
     KvLost,
     Moment,
     NotTaken,
     StateLost,
-    first_mark,
     next_mark,
 )
 from sglang_hybrid.telemetry.recent import Seen, Used
 from sglang_hybrid.telemetry.stats import Evicted, Missed
+from sglang_hybrid.tenants import Tenant, tenant
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
@@ -81,32 +81,42 @@ class Explainer:
     def _answer(self, asked: ExplainReq) -> ExplainReqOutput:
         if self._cache.disable:
             return ExplainReqOutput(error="the server runs without a prefix cache.")
+        whose = tenant(asked.extra_key, asked.cache_salt)
+        explanation = Explanation(self._cache, self._notes, whose)
         if asked.request_id is None:
             if not asked.input_ids:
                 return ExplainReqOutput(error="the prompt has no tokens.")
-            prompt = array("q", asked.input_ids)
-            account = self.of_prompt(prompt, asked.extra_key, asked.cache_salt)
+            account = explanation.of_prompt(array("q", asked.input_ids))
         else:
-            seen = self._notes.recent.get(asked.request_id)
+            seen = self._notes.recent.get(whose, asked.request_id)
             if seen is None:
-                return ExplainReqOutput(error=self._unknown(asked.request_id))
-            account = self.of_request(asked.request_id, seen)
+                return ExplainReqOutput(error=explanation.unknown(asked.request_id))
+            account = explanation.of_request(asked.request_id, seen)
         return ExplainReqOutput(account=msgspec.to_builtins(account))
 
-    def of_prompt(
-        self, prompt: array[int], extra_key: str | None = None, cache_salt: str | None = None
-    ) -> Account:
+
+class Explanation:
+    """What one tenant is told. Nothing in it depends on what other tenants sent, but that room was
+    taken.
+    """
+
+    def __init__(self, cache: HybridRadixCache, notes: Notes, whose: Tenant) -> None:
+        self._cache = cache
+        self._notes = notes
+        self._tenant = whose
+        self._log = notes.decisions.of(whose)
+        self._now = notes.recent.newest(whose)
+
+    def of_prompt(self, prompt: array[int]) -> Account:
         """What a request with this prompt would find now."""
         usable = self._usable(len(prompt))
-        path, kv = self._walk(prompt, usable, extra_key, cache_salt)
+        path, kv = self._walk(prompt, usable)
         used = self._deepest(path)
         hit = self._hit(used, kv)
-        meeting = self._cache.mirror.meet(prompt) if self._cache.mirrored else None
-        known = None
-        if meeting is not None and extra_key is None and not cache_salt:  # it knows no namespaces
-            known = meeting.known_len
-        mark = first_mark(extra_key, cache_salt)
-        events = list(self._notes.decisions.along(prompt, mark))
+        mirrored = self._cache.mirrored
+        meeting = self._cache.mirror.meet(prompt, self._tenant) if mirrored else None
+        known = None if meeting is None else meeting.known_len
+        events = list(self._log.along(prompt))
         gaps = self._gaps(events, hit, usable)
         if self._cache.is_mamba_enabled:
             ends = [depth for depth, _ in path if depth > hit] + [kv] * (kv > hit)
@@ -119,7 +129,7 @@ class Explainer:
             hit=hit,
             checkpoint=self._checkpoint(used),
             deeper=_deepest_first(gaps),
-            unstored=self._unstored(prompt, mark, events, kv, known),
+            unstored=self._unstored(prompt, events, kv, known),
             leaves=self._would_leave(prompt, hit, kv, meeting),
             house=self._house(),
         )
@@ -128,8 +138,7 @@ class Explainer:
         """What this request found when it came, and what it left."""
         usable = self._usable(len(seen.tokens))
         hit = seen.report.hit_tokens
-        mark = first_mark(seen.extra_key, seen.cache_salt)
-        everything = list(self._notes.decisions.along(seen.tokens, mark))
+        everything = list(self._log.along(seen.tokens))
         before = [
             (at, kept)
             for at, events in everything
@@ -151,7 +160,7 @@ class Explainer:
             and event.order >= seen.order
             and event.wish.owner == request_id[:NAME_LENGTH]
         }
-        path, kv = self._walk(seen.tokens, usable, seen.extra_key, seen.cache_salt)
+        path, kv = self._walk(seen.tokens, usable)
         return Account(
             prompt=len(seen.tokens),
             usable=usable,
@@ -159,7 +168,7 @@ class Explainer:
             hit=hit,
             checkpoint=self._checkpoint(seen.used),
             deeper=_deepest_first(gaps),
-            unstored=self._unstored(seen.tokens, mark, before, seen.kv, seen.known),
+            unstored=self._unstored(seen.tokens, before, seen.kv, seen.known),
             leaves=[],
             house=self._house(),
             request=Request(
@@ -181,13 +190,14 @@ class Explainer:
         return max(0, length - 1) // page * page
 
     def _walk(
-        self, prompt: array[int], usable: int, extra_key: str | None, cache_salt: str | None
+        self, prompt: array[int], usable: int
     ) -> tuple[list[tuple[int, UnifiedTreeNode]], int]:
         """Nodes that the prompt covers to their end, with their depths, and how far KV is stored,
         part of an edge included. As SGLang's own walk (unified_tree_core.py:906-955), which cuts
         that edge.
         """
         tree, page = self._cache.tree_core, self._cache.page_size
+        extra_key, cache_salt = self._tenant or (None, None)
         key = RadixKey(
             prompt, extra_key, is_bigram=tree.is_eagle, limit=usable, cache_salt=cache_salt
         )
@@ -255,7 +265,8 @@ class Explainer:
     def _gap(self, position: int, hit: int, event: Decision) -> Gap:
         when = self._ago(event.at)
         if isinstance(event, NotTaken):
-            wish, contest = event.wish, event.wish.contest
+            wish = event.wish
+            contest = wish.contest if self._notes.one_tenant else None
             return Gap(
                 position,
                 position - hit,
@@ -269,7 +280,8 @@ class Explainer:
             )
         assert isinstance(event, StateLost)
         taker = event.taker
-        contest = None if taker is None else taker.contest
+        scores = self._notes.one_tenant
+        contest = taker.contest if taker is not None and scores else None
         return Gap(
             position,
             position - hit,
@@ -278,7 +290,7 @@ class Explainer:
             when,
             policy=event.policy,
             short=None if event.short is None else event.short.value,
-            score=event.score,
+            score=event.score if scores else None,
             taker=None
             if taker is None
             else Taker(
@@ -301,11 +313,11 @@ class Explainer:
             return Gap(position, gain, Reason.GRID, kind)
         if cache.judicious and gain < cache.options.hybrid_min_branch_tokens:
             return Gap(position, gain, Reason.MICRO_BRANCH, kind)
-        forgotten = not cache.mirrored or self._notes.decisions.full
+        forgotten = not cache.mirrored or self._log.full
         return Gap(position, gain, Reason.UNKNOWN if forgotten else Reason.NOT_WANTED, kind)
 
     def _unstored(
-        self, tokens: array[int], mark: int, events: Events, kv: int, known: int | None
+        self, tokens: array[int], events: Events, kv: int, known: int | None
     ) -> Unstored | None:
         """What lies behind the stored KV. An evicted edge tells of it if the prompt goes on along
         that edge: to its end, or as far as the history knows the prompt.
@@ -318,7 +330,7 @@ class Explainer:
             if not isinstance(event, KvLost) or event.end <= kv:
                 continue
             reached = event.end <= len(tokens) and (
-                next_mark(mark, tokens, 0, event.end) == event.end_mark
+                next_mark(FIRST_MARK, tokens, 0, event.end) == event.end_mark
             )
             if (reached or (known or 0) > kv) and (lost is None or event.order > lost.order):
                 lost = event
@@ -343,21 +355,18 @@ class Explainer:
             used.hits,
         )
 
-    def _ago(self, at: Moment | None) -> Ago | None:
-        now = self._notes.now()
-        return None if at is None or now is None else _between(at, now)
+    def _ago(self, at: Moment | None) -> float | None:
+        return None if at is None or self._now is None else _between(at, self._now)
 
     def _grid(self) -> int:
         """Tokens between the states that SGLang tracks."""
         return int(self._cache.components[ComponentType.MAMBA].mamba_checkpoint_grid)
 
     def _house(self) -> House:
-        cache, decisions = self._cache, self._notes.decisions
-        slots = free = None
+        cache = self._cache
+        slots = None
         if cache.is_mamba_enabled:
-            allocator = cache.req_to_token_pool.mamba_allocator
-            slots, free = int(allocator.size), int(allocator.available_size())
-        kv_free = int(cache.token_to_kv_pool_allocator.available_size())
+            slots = int(cache.req_to_token_pool.mamba_allocator.size)
         return House(
             policy=cache.policy_name,
             admission=cache.options.hybrid_admission.value,
@@ -367,25 +376,24 @@ class Explainer:
             min_branch_tokens=cache.options.hybrid_min_branch_tokens,
             grid=self._grid() if cache.is_mamba_enabled and cache.planner is None else None,
             state_slots=slots,
-            state_slots_free=free,
             kv_room=int(cache.token_to_kv_pool_allocator.size),
-            kv_free=kv_free,
-            decisions=len(decisions),
-            of=decisions.entries,
-            full=decisions.full,
-            emptied=self._ago(decisions.emptied),
+            full=self._log.full,
+            emptied=self._ago(self._notes.decisions.emptied),
         )
 
-    def _unknown(self, request_id: str) -> str:
+    def unknown(self, request_id: str) -> str:
+        """That no request of this tenant has this id, in one sentence."""
         recent = self._notes.recent
         return (
-            f"no request {request_id!r} is among the last {len(recent)} that came; at most "
-            f"{recent.requests} are kept, and fewer if their prompts are long."
+            f"no request {request_id!r} with this extra key, salt and adapter is among the last "
+            f"{recent.of(self._tenant)} that came; at most {recent.requests} are kept, and fewer "
+            "if their prompts are long."
         )
 
 
-def _between(then: Moment, now: Moment) -> Ago:
-    return Ago(now[0] - then[0], max(0.0, now[1] - then[1]))
+def _between(then: Moment, now: Moment) -> float:
+    """Seconds."""
+    return max(0.0, now[1] - then[1])
 
 
 def _deepest_first(gaps: dict[int, Gap]) -> list[Gap]:

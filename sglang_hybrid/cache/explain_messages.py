@@ -6,7 +6,9 @@ from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 
 
 class ExplainReq(BaseReq):
-    """Explain the prompt `input_ids`, or the recent request `request_id` if that is given."""
+    """Explain the prompt `input_ids`, or the recent request `request_id` if that is given. The
+    extra key is the one that it is stored under (`tenants.stored_under`).
+    """
 
     input_ids: list[int] | None = None
     request_id: str | None = None

@@ -14,6 +14,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_hybrid.cache.explain_messages import ExplainReq, ExplainReqOutput
 from sglang_hybrid.config import BACKEND
+from sglang_hybrid.tenants import stored_under
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -24,12 +25,15 @@ Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class Question(BaseModel):
-    """A prompt as token ids, or the id of a recent request."""
+    """A prompt as token ids, or the id of a recent request; with the extra key, salt and adapter
+    (its name) that it is sent with, since nothing is told of other tenants.
+    """
 
     input_ids: list[Token] | None = None
     request_id: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
+    lora_path: str | None = None
 
 
 @router.post("/hybrid_cache/explain")
@@ -47,9 +51,20 @@ async def explain(question: Question) -> JSONResponse:
         )
     if (question.input_ids is None) == (question.request_id is None):
         return _refuse(400, "give either input_ids or request_id.")
+    adapter = None
+    if question.lora_path is not None:
+        loaded = manager.lora_registry.get_all_adapters().get(question.lora_path)
+        if loaded is None:
+            return _refuse(404, f"no adapter {question.lora_path!r} is loaded.")
+        adapter = loaded.lora_id
     manager.auto_create_handle_loop()
     answers: list[ExplainReqOutput] = await _communicator(manager)(
-        ExplainReq(**question.model_dump())
+        ExplainReq(
+            input_ids=question.input_ids,
+            request_id=question.request_id,
+            extra_key=stored_under(question.extra_key, adapter),
+            cache_salt=question.cache_salt,
+        )
     )
     accounts = [answer.account for answer in answers if answer.account is not None]
     if not accounts:

@@ -7,7 +7,7 @@ SGLang's TreeCore and components own KV, states, locks and the tree itself. The 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -48,7 +48,7 @@ class Mirror:
         self._kv_policy = kv_policy
         self._state_policy = state_policy
         self._records: dict[int, Node] = {}
-        self.asked: Pool | None = None  # the pool that chose the last victim
+        self.asked: Pool | None  # the pool that chose the last victim
         self._build()
 
     def _build(self) -> None:
@@ -60,6 +60,7 @@ class Mirror:
         self._records = {}
 
     def _fill_pools(self) -> None:
+        self.asked = None
         self.kv_pool = Pool(Scarce.KV, self.cost, self._kv_policy, self.clock)
         self.state_pool = Pool(Scarce.STATES, self.cost, self._state_policy, self.clock)
         self.tree.listen(self.kv_pool)
@@ -140,12 +141,15 @@ class Mirror:
         node: UnifiedTreeNode,
         root: UnifiedTreeNode,
         message_starts: Sequence[int] = (),
+        tenant: Hashable = None,
     ) -> None:
-        """A sequence ended; `node` is the deepest one on its path that the tree holds."""
+        """A sequence of `tenant` ended; `node` is the deepest one on its path that the tree
+        holds.
+        """
         if self.history is None:
             return
         last = message_starts[-1:]
-        trail = self.history.observe(tokens, input_len, self.clock, last)
+        trail = self.history.observe(tokens, input_len, self.clock, last, tenant=tenant)
         while node is not root:
             record = self._records[node.id]
             self.tree.trace(record, trail.at(record.depth))
@@ -165,10 +169,12 @@ class Mirror:
 
     # What to admit.
 
-    def meet(self, prompt: array[int]) -> Meeting | None:
-        """How a prompt meets the history, before its prefill; None for a policy without one."""
+    def meet(self, prompt: array[int], tenant: Hashable = None) -> Meeting | None:
+        """How a prompt meets its tenant's history, before its prefill; None for a policy without
+        one.
+        """
         history = self._state_policy.history
-        return None if history is None else history.meet(prompt)
+        return None if history is None else history.meet(prompt, tenant)
 
     # Whether it is all true.
 
@@ -178,6 +184,7 @@ class Mirror:
         kv_tokens, states: what SGLang accounts for, held and evictable together. Raises
         AssertionError that lists what differs.
         """
+        self.tree.settle(len(self._records))
         problems = [f"root: {self.tree.root!r}"] if self._records[root.id].parent else []
         seen = 0
         tokens = held_states = 0

@@ -19,17 +19,18 @@ from sglang_hybrid.core.admission import Skip
 from sglang_hybrid.core.intent import Wish
 from sglang_hybrid.core.nodes import Clock, Node
 from sglang_hybrid.telemetry.decisions import (
+    FIRST_MARK,
     NAME_LENGTH,
     Decisions,
     KvLost,
     Moment,
     NotTaken,
     StateLost,
-    first_mark,
     next_mark,
 )
 from sglang_hybrid.telemetry.recent import Recent, Seen, Used
 from sglang_hybrid.telemetry.stats import Evicted, RequestReport
+from sglang_hybrid.tenants import Tenant, tenant, tenant_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -39,12 +40,19 @@ if TYPE_CHECKING:
 
 
 class Notes:
-    """The decisions and the recent requests of one cache."""
+    """The decisions and the recent requests of one cache, apart for each tenant.
+
+    one_tenant: no second one has come yet. Scores are compared with those of other tenants' states,
+    so they are told only then.
+    """
 
     def __init__(self, cache: HybridRadixCache) -> None:
         self.decisions = Decisions()
         self.recent = Recent()
         self._cache = cache
+        self.one_tenant = True
+        self._someone_came = False
+        self._first: Tenant = None
         self._taker: Wish | None = None
 
     def now(self) -> Moment | None:
@@ -68,7 +76,8 @@ class Notes:
             return
         mark = self._mark_in(req, wish.position)
         order, now = self.decisions.count, moment(self._cache.mirror.clock)
-        self.decisions.add(wish.position, mark, NotTaken(order, now, _short(wish), skip))
+        decision = NotTaken(order, now, _short(wish), skip)
+        self.decisions.add(tenant_of(req), wish.position, mark, decision)
 
     def state_lost(self, node: UnifiedTreeNode, what: Evicted) -> None:
         """The state of `node` is evicted; the node is still in the tree."""
@@ -76,6 +85,8 @@ class Notes:
         record = mirror.record(node)
         pool = mirror.asked
         score = None if pool is None or math.isinf(pool.last_score) else pool.last_score
+        whose = _tenant_of_node(node)
+        taker = self._taker
         lost = StateLost(
             self.decisions.count,
             moment(mirror.clock),
@@ -84,12 +95,12 @@ class Notes:
             None if pool is None else pool.scarce,
             pool.policy.name if pool else self._cache.policy_name,
             score,
-            self._taker,
+            taker if taker is not None and taker.tenant == whose else None,
             record.hits,
             record.taken,
             (record.last_used, record.stamp),
         )
-        self.decisions.add(record.depth, self.mark(record), lost)
+        self.decisions.add(whose, record.depth, self.mark(record), lost)
 
     def kv_lost(self, node: UnifiedTreeNode) -> None:
         """The KV of the leaf `node` is evicted; the node is still in the tree."""
@@ -100,7 +111,7 @@ class Notes:
         assert record.parent is not None
         above = record.parent.mark
         if above is None:
-            above = first_mark(node.key.extra_key, node.key.cache_salt)
+            above = FIRST_MARK
         first = min(self._cache.page_size, record.tokens)
         pool = mirror.asked
         lost = KvLost(
@@ -113,7 +124,8 @@ class Notes:
             pool.policy.name if pool else self._cache.policy_name,
             (record.last_used, record.stamp),
         )
-        self.decisions.add(start + first, next_mark(above, node.key.token_ids, 0, first), lost)
+        mark = next_mark(above, node.key.token_ids, 0, first)
+        self.decisions.add(_tenant_of_node(node), start + first, mark, lost)
 
     def emptied(self) -> None:
         """The cache was flushed."""
@@ -128,15 +140,18 @@ class Notes:
         """
         if req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
             return
-        known = self.recent.get(req.rid)
+        whose = tenant_of(req)
+        if not self._someone_came:
+            self._someone_came, self._first = True, whose
+        self.one_tenant = self.one_tenant and whose == self._first
+        known = self.recent.get(whose, req.rid)
         used = self.used(node, report.hit_tokens)
         if known is not None and known.used is not None and used is not None:
             same = known.used.position == used.position
             used = known.used if same else used  # its own use is counted by now
         seen = Seen(
             req.origin_input_ids,
-            req.extra_key,
-            req.cache_salt,
+            whose,
             report,
             kv,
             used,
@@ -144,12 +159,12 @@ class Notes:
             self.now(),
             None if known is None else known.known,
         )
-        self.recent.put(req.rid, seen)
+        self.recent.put(whose, req.rid, seen)
 
     def knew(self, req: Req, known_len: int) -> None:
-        """So much of the prompt of `req` was sent before, under whatever key and salt."""
-        seen = self.recent.get(req.rid)
-        if seen is not None and req.extra_key is None and not req.cache_salt:
+        """So much of the prompt of `req` was sent before by its tenant."""
+        seen = self.recent.get(tenant_of(req), req.rid)
+        if seen is not None:
             seen.known = known_len
 
     def used(self, node: UnifiedTreeNode, position: int) -> Used | None:
@@ -171,17 +186,15 @@ class Notes:
         while at.mark is None and at.parent is not None:
             way.append(at)
             at = at.parent
-        mark = at.mark
+        mark = FIRST_MARK if at.mark is None else at.mark
         for node in reversed(way):
             key = node.owner.key
-            if mark is None:
-                mark = first_mark(key.extra_key, key.cache_salt)
             mark = node.mark = next_mark(mark, key.token_ids, 0, len(key))
-        return first_mark() if mark is None else mark
+        return mark
 
     def _mark_in(self, req: Req, position: int) -> int:
         """The mark of a position in what `req` prefills, from the node that it goes on from."""
-        start, mark = 0, first_mark(req.extra_key, req.cache_salt)
+        start, mark = 0, FIRST_MARK
         if req.last_node is not None:
             record = self._cache.mirror.record(self._cache.tree_core.node_by_id(req.last_node))
             if 0 < record.depth <= position:
@@ -191,6 +204,10 @@ class Notes:
 
 def moment(clock: Clock) -> Moment:
     return clock.tick, clock.stamp
+
+
+def _tenant_of_node(node: UnifiedTreeNode) -> Tenant:
+    return tenant(node.key.extra_key, node.key.cache_salt)
 
 
 def _short(wish: Wish) -> Wish:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
 
+ENDLESS = 1 << 40
+"""More tokens than any prompt has."""
+
+
 class HybridPrefillAdder(PrefillAdder):
     """SGLang's adder with three more reasons to say no.
 
@@ -26,15 +30,20 @@ class HybridPrefillAdder(PrefillAdder):
       none (memory_pool.py:1595-1622), which ends the scheduler.
     * A sibling's prefill under way will leave a state that saves more than the wait costs.
     * A state is wanted in the middle of a forward and the kernels cannot take it there: the
-      prefill stops there, as if the chunk were full.
+      prefill stops there, as if the chunk were full. Without chunked prefill SGLang could not go
+      on with a prefill that stopped: there the chunk is larger than any prompt.
     """
 
     tree_cache: HybridRadixCache
     chunked_req_limit: int | None
+    rem_chunk_tokens: int | None
 
     def __init__(self, *args: Any, waiting_queue: Sequence[Req] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._promised = 0  # slots of requests already in this batch
+        self._unlimited = self.rem_chunk_tokens is None and self.tree_cache.splits_prefills
+        if self._unlimited:
+            self.rem_chunk_tokens = ENDLESS
         self.tree_cache.family.now_waiting(waiting_queue)
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
@@ -52,7 +61,7 @@ class HybridPrefillAdder(PrefillAdder):
         result = super().add_one_req(req, *args, **kwargs)
         if len(self.can_run_list) > admitted:
             self._promised += needed
-            self.tree_cache.family.admitted(req)
+            self.tree_cache.admitted(req)
         else:
             self.tree_cache.intend_nothing(req)
         return result
@@ -68,6 +77,8 @@ class HybridPrefillAdder(PrefillAdder):
     def _select_prefill_admission(
         self, req: Req, *, has_chunked_req: bool = False, **kwargs: Any
     ) -> _PrefillAdmission | AddReqResult:
+        if self._unlimited and self._too_many_inputs(req):
+            return AddReqResult.OTHER
         admission = super()._select_prefill_admission(
             req, has_chunked_req=has_chunked_req, **kwargs
         )
@@ -83,6 +94,13 @@ class HybridPrefillAdder(PrefillAdder):
         if cut is None:
             return admission
         return replace(admission, extend_len=cut - start, is_chunked=True, max_new_tokens=0)
+
+    def _too_many_inputs(self, req: Req) -> bool:
+        """SGLang's bound on a batch where nothing is cut into chunks: the first request may exceed
+        --max-prefill-tokens, further ones may not.
+        """
+        new = len(req.full_untruncated_fill_ids) - req.prefix_len - req.host_hit_length
+        return bool(self.can_run_list) and self.ceil_paged_tokens(new) >= self.rem_input_tokens
 
     def _send_back(self, req: Req) -> None:
         """Undo the look-up of a request that stays in the queue (scheduler.py:4283-4300)."""

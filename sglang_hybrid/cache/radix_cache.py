@@ -39,6 +39,7 @@ from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.telemetry.metrics import CacheMetrics
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
+from sglang_hybrid.tenants import tenant_of
 from sglang_hybrid.tuner.candidates import make_policies
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ class HybridRadixCache(UnifiedRadixCache):
         if self.planner is None or req.skip_radix_cache_insert:
             return
         prompt = req.full_untruncated_fill_ids
-        meeting = self.mirror.meet(prompt) if self.mirrored else None
+        meeting = self.mirror.meet(prompt, tenant_of(req)) if self.mirrored else None
         if meeting is not None:
             self.notes.knew(req, meeting.known_len)
         self.planner.intend(
@@ -226,10 +227,21 @@ class HybridRadixCache(UnifiedRadixCache):
             message_starts=self.message_starts(req),
         )
 
+    def admitted(self, req: Req) -> None:
+        """It joined."""
+        self.family.admitted(req)
+        if self.planner is not None:
+            self.planner.admitted(req)
+
     def intend_nothing(self, req: Req) -> None:
         """It did not join."""
         if self.planner is not None:
             self.planner.drop(req)
+
+    @property
+    def splits_prefills(self) -> bool:
+        """Whether a prefill must stop where a state is wanted."""
+        return self.planner is not None and not self.planner.one_pass
 
     def next_cut(self, req: Req, start: int, end: int) -> int | None:
         """Where a prefill of tokens [start, end) must stop so that a state can be copied."""
@@ -263,6 +275,7 @@ class HybridRadixCache(UnifiedRadixCache):
                 self.tree_core.node_by_id(req.last_node),
                 self.tree_core.root_node,
                 self.message_starts(req),
+                tenant_of(req),
             )
 
     def on_release(self, req: Req, *args: Any, **kwargs: Any) -> None:

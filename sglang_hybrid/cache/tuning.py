@@ -6,7 +6,6 @@ Every rank has a `Tuning`; the one that receives requests also has the tuner and
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_hybrid.config import Eviction
 from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.tenants import TenantNames, tenant_of
 from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE, make_policies
 from sglang_hybrid.tuner.recorder import Finished, TraceFile, compact
 from sglang_hybrid.tuner.search import Limits
@@ -53,6 +53,7 @@ class Tuning:
         self.tuner = tuner
         self.file = file
         self._cache = cache
+        self._names = TenantNames()
         self._ended = 0
 
     def finished(self, req: Req, up_to: int) -> None:
@@ -63,22 +64,20 @@ class Tuning:
         cache, tree = self._cache, self._cache.tree_core
         input_len = len(req.origin_input_ids)
         answer = req.full_untruncated_fill_ids[input_len : up_to + 1]
-        scope = 0
-        if req.extra_key is not None or req.cache_salt is not None:
-            scope = zlib.crc32(repr((req.extra_key, req.cache_salt)).encode())
         states = 0
         if cache.is_mamba_enabled:
             states = cache.req_to_token_pool.mamba_allocator.available_size()
             states += tree.mamba_evictable_size() + tree.mamba_protected_size()
         kv = cache.token_to_kv_pool_allocator.available_size()
         record = Finished(
-            compact(req.origin_input_ids, answer, scope),
+            compact(req.origin_input_ids, answer),
             input_len,
             req.time_stats.created_time or float(self._ended),
             cache.hit_tokens(req),
             kv_room=int(kv + tree.full_evictable_size() + tree.full_protected_size()),
             slot_room=int(states),
             message_starts=tuple(cache.message_starts(req)),
+            tenant=self._names.name(tenant_of(req)),
         )
         if self.file is not None:
             self.file.add(record)

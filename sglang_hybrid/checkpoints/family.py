@@ -3,12 +3,13 @@ others, and they wait for it."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from sglang_hybrid.checkpoints.planner import Planner
 from sglang_hybrid.core.siblings import Siblings, as_key, common_prefix
+from sglang_hybrid.tenants import tenant_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -39,23 +40,25 @@ class Family:
         """The queue as it is before a batch is filled."""
         if self._planner is None:
             return
-        waiting = {req.rid: req for req in queue}
-        for rid in [rid for rid in self._siblings.names() if rid not in waiting]:
-            self._siblings.remove(rid)
-        for rid, req in waiting.items():
-            if rid not in self._siblings:
-                self._siblings.add(rid, req.origin_input_ids, _scope(req))
+        waiting = dict.fromkeys(queue)
+        for req in [req for req in self._siblings.names() if req not in waiting]:
+            self._siblings.remove(req)
+        for req in waiting:
+            if req not in self._siblings:
+                self._siblings.add(req, req.origin_input_ids, tenant_of(req))
 
     def shared(self, req: Req) -> list[int]:
-        """Lengths of the prefixes that requests in the queue share with `req`, ascending."""
-        if req.rid not in self._siblings:
+        """Lengths of the prefixes that requests of its tenant in the queue share with `req`,
+        ascending.
+        """
+        if req not in self._siblings:
             return []
-        return self._siblings.shared(req.rid, self._min_branch_tokens)
+        return self._siblings.shared(req, self._min_branch_tokens)
 
     def admitted(self, req: Req) -> None:
         """It is in a batch now."""
-        if req.rid in self._siblings:
-            self._siblings.remove(req.rid)
+        if req in self._siblings:
+            self._siblings.remove(req)
         self._waited.pop(req, None)
 
     def waits_for_a_sibling(self, req: Req) -> bool:
@@ -78,7 +81,7 @@ class Family:
         if usable < best:
             return False
         for other, intent in self._planner.in_flight():
-            if other is req or _scope(other) != _scope(req):
+            if other is req or tenant_of(other) != tenant_of(req):
                 continue
             deepest = max(intent.pending)
             if deepest < best:
@@ -93,7 +96,3 @@ class Family:
         if key is None:
             key = self._keys[req] = as_key(req.origin_input_ids)
         return key
-
-
-def _scope(req: Req) -> Hashable:
-    return (req.extra_key, req.cache_salt)

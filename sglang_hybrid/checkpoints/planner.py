@@ -17,6 +17,7 @@ import torch
 from sglang_hybrid.checkpoints.tracks import StateTracks
 from sglang_hybrid.core import intent as plans
 from sglang_hybrid.core.admission import Prefill, Skip
+from sglang_hybrid.tenants import tenant_of
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -65,6 +66,7 @@ class Planner:
         self._min_branch_tokens = min_branch_tokens
         self._grid = grid
         self._intents: WeakKeyDictionary[Req, Intent] = WeakKeyDictionary()
+        self._micro_branches: WeakKeyDictionary[Req, list[plans.Wish]] = WeakKeyDictionary()
 
     def intend(
         self,
@@ -76,7 +78,9 @@ class Planner:
         shared: Sequence[int] = (),
         message_starts: Sequence[int] = (),
     ) -> None:
-        """`req` is admitted with `req.prefix_len` tokens hit: say what its prefill should leave."""
+        """`req` may be admitted with `req.prefix_len` tokens hit: say what its prefill should
+        leave. Nothing is counted before `admitted`.
+        """
         prefill = Prefill(
             prompt_len,
             req.prefix_len,
@@ -88,11 +92,18 @@ class Planner:
         )
         intent: Intent
         intent, micro_branches = plans.intend(prefill, meeting, self._min_branch_tokens)
-        intent.owner = req.rid
-        for branch in micro_branches:
-            self._skip(req, plans.Wish(branch.position, branch.kind, req.rid), Skip.MICRO_BRANCH)
+        intent.owner, intent.tenant = req.rid, tenant_of(req)
         self.drop(req)
         self._intents[req] = intent
+        self._micro_branches[req] = [
+            plans.Wish(branch.position, branch.kind, intent.owner, tenant=intent.tenant)
+            for branch in micro_branches
+        ]
+
+    def admitted(self, req: Req) -> None:
+        """`req` joined a batch: what it will not leave is counted, once."""
+        for wish in self._micro_branches.pop(req, ()):
+            self._skip(req, wish, Skip.MICRO_BRANCH)
 
     def in_flight(self) -> list[tuple[Req, Intent]]:
         """Requests whose prefill is to leave states that are not published yet."""
@@ -128,6 +139,7 @@ class Planner:
 
     def drop(self, req: Req) -> None:
         """`req` goes away: what is under way for it will not be published."""
+        self._micro_branches.pop(req, None)
         intent = self._intents.pop(req, None)
         if intent is not None:
             for planned in intent.planned:

@@ -19,6 +19,7 @@ from sglang_hybrid.core.layers import Layer
 from sglang_hybrid.core.model_config import read_layers
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 TOKENS_PER_STATE = 1_000
 MOST_STATES_TO_KV = 1.5

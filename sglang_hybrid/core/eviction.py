@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sglang_hybrid.core.cost import FloatArray
-from sglang_hybrid.core.history import NO_SLOT, History, Place
+from sglang_hybrid.core.history import History
+from sglang_hybrid.core.history_tree import NO_SLOT, Place
 from sglang_hybrid.core.nodes import Clock, Node, anchor
 from sglang_hybrid.core.reuse import NOWHERE, class_of
 from sglang_hybrid.core.table import Table
@@ -24,16 +25,18 @@ FEW = 3
 class Policy:
     """The contract, and its simplest form: one column that is the score.
 
-    columns: how many numbers `describe` returns. blind_to_children: candidates are all that frees
-    something, however many children they have, in one order (SGLang's state LRU), instead of nodes
-    with at most one child. knows_returns: scores say how likely a position comes back, by what was
-    seen. history: what the policy learns from; the cache feeds it every request and links its nodes
-    to it (`node.trace`).
+    columns: how many numbers `describe` returns. stateless_first: leaves without a state are
+    evicted before anything else, since nothing can be resumed from them; otherwise they compete
+    (SGLang's order). spares_forks: states with several children are evicted only where nothing else
+    is left (the paper's rule, section 4.2). knows_returns: scores say how likely a position comes
+    back, by what was seen. history: what the policy learns from; the cache feeds it every request
+    and links its nodes to it (`node.trace`).
     """
 
     name: ClassVar[str]
     columns: ClassVar[int] = 1
-    blind_to_children: bool = False
+    stateless_first: bool = True
+    spares_forks: ClassVar[bool] = False
     knows_returns: ClassVar[bool] = False
     history: History | None = None
 
@@ -55,15 +58,13 @@ class Policy:
 
 
 class Lru(Policy):
-    """Least recently used. With `blind_to_children` also over nodes with many children, as SGLang
-    0.5.23 does for states.
-    """
+    """Least recently used."""
 
     name = "lru"
     columns = 0
 
-    def __init__(self, blind_to_children: bool = False) -> None:
-        self.blind_to_children = blind_to_children
+    def __init__(self, stateless_first: bool = True) -> None:
+        self.stateless_first = stateless_first
 
     def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
         return ()
@@ -77,10 +78,12 @@ class Marconi(Policy):
     section 4.2).
 
     Recency is linear in the tick of the last hit. The minima are left out: they shift all scores
-    alike.
+    alike. States with several children are spared, as in the paper; where traffic forks often and
+    never comes back to the forks, that fills the cache with them (docs/benchmarks.md).
     """
 
     name = "marconi"
+    spares_forks = True
 
     def __init__(self, alpha: float = 0.0) -> None:
         if not alpha >= 0:

@@ -6,7 +6,7 @@ theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -31,14 +31,15 @@ Slot = TypeVar("Slot")
 class Wish:
     """A state that a prefill wants.
 
-    owner: whose prefill it is. contest: how it compared with the cheapest victim, None if that was
-    not asked.
+    owner: whose prefill it is, and tenant: whose request that is. contest: how it compared with the
+    cheapest victim, None if that was not asked.
     """
 
     position: int
     kind: Kind
     owner: str = ""
     contest: Contest | None = None
+    tenant: Hashable = None
 
 
 @dataclass
@@ -74,8 +75,8 @@ class Intent(Generic[Slot]):
 
     prompt_len: tokens to prefill, the hit included. wanted: kind by position, none of them passed
     yet. messages: whether it is known where the prompt's messages begin. laid: positions of all
-    states on the way. owner: a name for the request. contest: of the last position that was weighed
-    against a victim.
+    states on the way. owner, tenant: names for the request and for its sender. contest: of the last
+    position that was weighed against a victim.
     """
 
     prompt_len: int
@@ -87,6 +88,7 @@ class Intent(Generic[Slot]):
     laid: list[int] = field(default_factory=list)
     owner: str = ""
     contest: Contest | None = None
+    tenant: Hashable = None
 
     @property
     def pending(self) -> list[int]:
@@ -103,8 +105,7 @@ class Intent(Generic[Slot]):
         """A forward of tokens [start, end) is about to run: the states that it takes on its way,
         and why others are not taken.
         """
-        if not self.messages:
-            self._want_a_boundary(start, end, grid, min_branch_tokens)
+        self._want_a_boundary(start, end, grid, min_branch_tokens)
         return self.take(slots, [at for at in self.wanted if start < at <= end], end)
 
     def take(
@@ -120,7 +121,7 @@ class Intent(Generic[Slot]):
             skip = self.contest = None
             if slots.free() <= 0:
                 skip = worth(position, kind, slots.room(self))
-            wish = Wish(position, kind, self.owner, self.contest)
+            wish = Wish(position, kind, self.owner, self.contest, self.tenant)
             slot = slots.take(wish) if skip is None else None
             if slot is None:
                 skipped.append((wish, skip or Skip.NO_SLOT))
@@ -165,8 +166,8 @@ def intend(
 
 
 def room_for(intent: Intent[Slot], free_slots: int, pool: Pool) -> Room:
-    """What a state of `intent` competes with in the `pool` of state slots. States with many
-    children are no victims here.
+    """What a state of `intent` competes with in the `pool` of state slots. States that the policy
+    spares are no victims here.
     """
 
     def outlives(position: int, kind: Kind) -> bool:

@@ -11,11 +11,13 @@ from sglang_hybrid.core.model_parts import (
     attention_of,
     first,
     integer,
+    layer_count,
     mamba1_of,
     mamba2_of,
     mixer_kinds,
     mlp_of,
     moe_of,
+    size,
 )
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -32,8 +34,19 @@ class ModelLayers:
 
 def read_layers(config: Config) -> ModelLayers:
     """Layers of `config`, or of its `text_config`. An unknown family is read as a decoder of
-    attention and MLP.
+    attention and MLP. Raises ValueError, in one sentence, for a config that cannot be read,
+    whatever it holds.
     """
+    try:
+        return _read(config)
+    except (ArithmeticError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"the config of model_type {config.get('model_type')!r} cannot be read "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def _read(config: Config) -> ModelLayers:
     text = config.get("text_config")
     if isinstance(text, Mapping):
         config = {"model_type": config.get("model_type"), **text}
@@ -79,7 +92,7 @@ def _nemotron_h(config: Config) -> list[Layer]:
 def _falcon_h1(config: Config) -> list[Layer]:
     """Every block runs Mamba-2 and attention side by side, then an MLP."""
     block = [mamba2_of(config), attention_of(config), mlp_of(config)]
-    return block * integer(config, "num_hidden_layers")
+    return block * layer_count(config)
 
 
 def _granite(config: Config) -> list[Layer]:
@@ -93,7 +106,7 @@ def _granite(config: Config) -> list[Layer]:
 
 def _bamba(config: Config) -> list[Layer]:
     with_attention = set(config.get("attn_layer_indices") or ())
-    count = integer(config, "num_hidden_layers")
+    count = layer_count(config)
     kinds = ["attention" if i in with_attention else "mamba" for i in range(count)]
     return _blocks(config, kinds, mamba2_of, mlp_of(config))
 
@@ -104,7 +117,7 @@ def _jamba(config: Config) -> list[Layer]:
     expert_offset = integer(config, "expert_layer_offset", default=1)
     many = integer(config, "num_experts", default=1) > 1
     layers = []
-    for i in range(integer(config, "num_hidden_layers")):
+    for i in range(layer_count(config)):
         layers.append(attention_of(config) if i % period == offset else mamba1_of(config))
         sparse = many and i % expert_period == expert_offset
         layers.append(
@@ -116,7 +129,7 @@ def _jamba(config: Config) -> list[Layer]:
 def _qwen3_next(config: Config) -> list[Layer]:
     """Qwen3-Next and Qwen3.5: gated delta net, and gated attention in every fourth block."""
     interval = integer(config, "full_attention_interval", default=4)
-    count = integer(config, "num_hidden_layers")
+    count = layer_count(config)
     kinds = mixer_kinds(
         config, ["linear" if (i + 1) % interval else "attention" for i in range(count)]
     )
@@ -142,7 +155,7 @@ def _qwen3_next(config: Config) -> list[Layer]:
 
 
 def _lfm2(config: Config) -> list[Layer]:
-    count, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
+    count, hidden = layer_count(config), integer(config, "hidden_size")
     with_attention = set(config.get("full_attn_idxs") or ())
     kinds = mixer_kinds(
         config, ["attention" if i in with_attention else "conv" for i in range(count)]
@@ -150,7 +163,8 @@ def _lfm2(config: Config) -> list[Layer]:
     conv = short_conv(hidden, integer(config, "conv_L_cache", default=3))
     inner = integer(config, "block_ff_dim", "intermediate_size")
     if config.get("model_type") == "lfm2" and config.get("block_auto_adjust_ff_dim", True):
-        inner = int(first(config, "block_ffn_dim_multiplier", default=1.0) * (2 * inner // 3))
+        factor = float(first(config, "block_ffn_dim_multiplier", default=1.0))
+        inner = size(config, factor * (2 * inner // 3), "block_ffn_dim_multiplier")
         multiple = integer(config, "block_multiple_of", default=256)
         inner = -(-inner // multiple) * multiple
     dense = integer(config, "num_dense_layers", default=2) if config.get("num_experts") else count
@@ -191,7 +205,7 @@ def _zamba2(config: Config) -> list[Layer]:
 
 def _pure(mixer: Callable[[Config], Layer]) -> Callable[[Config], list[Layer]]:
     def read(config: Config) -> list[Layer]:
-        return [mixer(config)] * integer(config, "num_hidden_layers", "n_layer")
+        return [mixer(config)] * layer_count(config, "num_hidden_layers", "n_layer")
 
     return read
 
@@ -212,7 +226,7 @@ def _decoder(config: Config) -> list[Layer]:
     """A plain decoder; sliding windows where `layer_types` says so, experts where the config has
     some.
     """
-    count = integer(config, "num_hidden_layers", "n_layer")
+    count = layer_count(config, "num_hidden_layers", "n_layer")
     kinds = mixer_kinds(config, ["attention"] * count)
     window = integer(config, "sliding_window", default=0)
     if config.get("num_local_experts") or config.get("num_experts"):

@@ -11,6 +11,11 @@ Config = Mapping[str, Any]
 # Activations of an MLP with two matrices; every other one is taken for a gated MLP (three).
 UNGATED_ACTIVATIONS = ("relu2", "relu")
 
+LARGEST = 10**9
+"""Largest size that a config may name."""
+
+MOST_LAYERS = 10_000
+
 
 def first(config: Config, *names: str, default: Any = None) -> Any:
     """The first of `names` that the config sets; an error that names them if none is set and there
@@ -28,14 +33,45 @@ def first(config: Config, *names: str, default: Any = None) -> Any:
 
 
 def integer(config: Config, *names: str, default: int | None = None) -> int:
-    return int(first(config, *names, default=default))
+    """`first`, which must be a whole number that a model's size can be. Raises ValueError."""
+    return size(config, first(config, *names, default=default), *names)
+
+
+def size(config: Config, value: Any, *names: str) -> int:
+    """`value`, that `config` has under one of `names`, as a size of a model. Raises ValueError."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        number = -1
+    if isinstance(value, bool) or not 0 <= number <= LARGEST:
+        raise ValueError(
+            f"the config of model_type {config.get('model_type')!r} has {str(value)[:40]!r} as "
+            f"{' / '.join(names)}, which is no size of a model"
+        )
+    return number
+
+
+def layer_count(config: Config, *names: str) -> int:
+    """The number of layers. Raises ValueError for more than any model has."""
+    count = integer(config, *(names or ("num_hidden_layers",)))
+    if count > MOST_LAYERS:
+        raise ValueError(
+            f"the config of model_type {config.get('model_type')!r} has {count} layers, which are "
+            "more than a model has"
+        )
+    return count
 
 
 def mixer_kinds(config: Config, default: list[str]) -> list[str]:
     """Kind of mixer per layer, whatever the family calls the list."""
     names = {"mamba": "mamba", "linear_attention": "linear", "full_attention": "attention"}
     kinds = config.get("layer_types") or config.get("layers_block_type") or default
-    return [names.get(kind, kind) for kind in kinds]
+    if not isinstance(kinds, list | tuple):
+        raise ValueError(
+            f"the config of model_type {config.get('model_type')!r} has {str(kinds)[:40]!r} for "
+            "its kinds of layers, which is no list"
+        )
+    return [names.get(str(kind), str(kind)) for kind in kinds]
 
 
 def attention_of(config: Config, *, window: int = 0, gated: bool = False) -> Layer:
@@ -69,7 +105,7 @@ def moe_of(config: Config, inner: int, shared_inner: int = 0, *, gated: bool = T
         active=integer(config, "num_experts_per_tok"),
         gated=gated,
         shared_inner=shared_inner,
-        latent=None if latent is None else int(latent),
+        latent=None if latent is None else size(config, latent, "moe_latent_size"),
     )
 
 
@@ -85,7 +121,7 @@ def mamba2_of(config: Config) -> Layer:
     return mamba2(
         hidden,
         heads,
-        inner // heads if head_dim == "auto" else int(head_dim),
+        inner // heads if head_dim == "auto" else size(config, head_dim, "mamba_head_dim"),
         integer(config, "mamba_n_groups", "mamba_ngroups", "n_groups", default=1),
         integer(config, "mamba_d_state", "ssm_state_size", "state_size"),
         integer(config, "mamba_d_conv", "conv_kernel", default=4),
@@ -103,5 +139,5 @@ def mamba1_of(config: Config) -> Layer:
         inner,
         integer(config, "mamba_d_state", "state_size"),
         integer(config, "mamba_d_conv", "conv_kernel", default=4),
-        -(-hidden // 16) if rank == "auto" else int(rank),
+        -(-hidden // 16) if rank == "auto" else size(config, rank, "mamba_dt_rank"),
     )

@@ -7,7 +7,7 @@ anything.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from enum import Enum
 from typing import Any, Protocol
 
@@ -126,18 +126,30 @@ def anchor(node: Node) -> Node | None:
 
 
 class Listener(Protocol):
-    """Whoever must know that a record changed: a pool."""
+    """Whoever must know that a record changed: a pool. settle: the tree's, to be called before
+    anchors are read.
+    """
+
+    settle: Callable[[], None]
 
     def mark(self, node: Node) -> None: ...
 
     def forget(self, node: Node) -> None: ...
 
 
+SETTLED_AT_ONCE = 256
+"""Nodes whose anchors are brought up to date in one go."""
+
+
 class NodeTree:
-    """The records of one cache. Every method leaves depths, anchors and listeners' marks true."""
+    """The records of one cache. Every method leaves depths and listeners' marks true, and anchors,
+    too, unless a state came or went above more than SETTLED_AT_ONCE nodes: then the rest follows
+    with the next calls of `settle`.
+    """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock = clock or Clock()
+        self._unsettled: list[list[Node]] = []  # siblings whose anchor may be another one
         self._listeners: list[Listener] = []
         self._next_id = 1
         self.root = Node(0, None, 0, self.clock)
@@ -145,6 +157,7 @@ class NodeTree:
     def listen(self, listener: Listener) -> None:
         """From now on tell `listener` what changes, beginning with every node there is."""
         self._listeners.append(listener)
+        listener.settle = self.settle
         for node in self.walk():
             listener.mark(node)
 
@@ -206,14 +219,14 @@ class NodeTree:
         if not node.has_state:
             node.has_state = True
             node.last_used, node.stamp = node.taken = self.clock.tick, self.clock.stamp
-            self._re_anchor(node, node.depth)
+            self._re_anchor(node)
         self._mark(node)
 
     def drop_state(self, node: Node) -> None:
         """`node` loses its checkpoint: what it anchored falls to its own anchor."""
         if node.has_state:
             node.has_state = False
-            self._re_anchor(node, node.anchor_depth)
+            self._re_anchor(node)
             self._mark(node)
             self._mark_anchor(node)
 
@@ -252,14 +265,33 @@ class NodeTree:
         parent.children[key] = node
         node.parent, node.key = parent, key
 
-    def _re_anchor(self, node: Node, anchor_depth: int) -> None:
-        stack = list(node.children.values())
-        while stack:
-            below = stack.pop()
-            below.anchor_depth = anchor_depth
-            self._mark(below)
-            if not below.has_state:
-                stack.extend(below.children.values())
+    def settle(self, most: int = SETTLED_AT_ONCE) -> None:
+        """Bring the anchors of at most `most` more nodes up to date."""
+        unsettled = self._unsettled
+        while unsettled and most > 0:
+            siblings = unsettled[-1]
+            node = siblings.pop()
+            if not siblings:
+                unsettled.pop()
+            above = node.parent
+            if above is None:  # it was removed meanwhile
+                continue
+            most -= 1
+            anchor_depth = above.depth if above.has_state else above.anchor_depth
+            if node.anchor_depth == anchor_depth:
+                continue
+            node.anchor_depth = anchor_depth
+            self._mark(node)
+            if not node.has_state and node.children:
+                unsettled.append(list(node.children.values()))
+
+    def _re_anchor(self, node: Node) -> None:
+        """A state came to `node` or went: what is below it, down to the next states, has another
+        anchor.
+        """
+        if node.children:
+            self._unsettled.append(list(node.children.values()))
+            self.settle()
 
     def _mark_chain(self, node: Node) -> None:
         """Mark the leaf, if any, that `node` is absorbed into: the bytes it takes along are

@@ -1,16 +1,17 @@
 """A pool that runs short, its candidates in arrays, and the choice of a victim.
 
-A changed node is only marked. When a victim is wanted the marked ones are described anew, and one
-pass of the policy over dense arrays finds the lowest score: no Python object is scanned, nothing is
-sorted.
+A changed node is only marked. When a victim is wanted the marked ones are described anew, a
+bounded number of them, and one pass of the policy over dense arrays finds the lowest score: no
+Python object is scanned, nothing is sorted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
@@ -58,6 +59,11 @@ def absorbed_tokens(node: Node) -> int:
     return tokens
 
 
+DESCRIBED_AT_ONCE = 1_024
+"""Marked nodes that one choice describes anew; the rest keep what was known of them until the next
+one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Contest:
     """Two scores of one policy: what a new state would have, and what the cheapest victim has."""
@@ -74,9 +80,8 @@ class Pool:
     """Candidates of one pool under one policy. Listens to a NodeTree; `victim` chooses, the cache
     evicts.
 
-    Three tables, asked in this order: leaves without a state (nothing can be resumed from them, so
-    they go first, oldest first), nodes with at most one child, and, only when asked for, states
-    with many children.
+    Three tables, asked in this order: leaves without a state, oldest first; candidates, lowest
+    score first; and, only when asked for, the states with several children that a policy spares.
     """
 
     def __init__(self, scarce: Scarce, cost: CostModel, policy: Policy, clock: Clock) -> None:
@@ -86,10 +91,11 @@ class Pool:
         self.clock = clock
         self._dead = Table(0)
         self._candidates = Table(policy.columns)
-        self._many_children = Table(policy.columns)
+        self._forks = Table(policy.columns)
         self._home: dict[Node, Table] = {}  # the table a node is in
         self._marked: dict[Node, None] = {}
         self.last_score = -math.inf  # of the last victim
+        self.settle: Callable[[], None] = _nothing_to_settle
 
     def mark(self, node: Node) -> None:
         """Something about `node` changed."""
@@ -118,10 +124,23 @@ class Pool:
         """The next victim and its score, without choosing it: lowest score, then oldest use, then
         lowest id. A leaf without a state is worth less than any score.
         """
-        self._describe_marked()
+        self._describe()
+        while True:
+            choice = self._lowest(last_resort)
+            if choice is not None and choice[0] not in self._marked:
+                return choice
+            if choice is not None:
+                self._describe_one(choice[0])
+            elif self._marked:
+                self._describe()
+            else:
+                return None
+
+    def _lowest(self, last_resort: bool) -> tuple[Node, float] | None:
+        """The lowest of what the tables hold."""
         if len(self._dead):
             return self._dead.lowest(self._dead.last_used())[0], -math.inf
-        tables = (self._candidates, self._many_children) if last_resort else (self._candidates,)
+        tables = (self._candidates, self._forks) if last_resort else (self._candidates,)
         for table in tables:
             if len(table):
                 return table.lowest(self.policy.scores(table, self.clock))
@@ -130,7 +149,9 @@ class Pool:
     @property
     def evictable(self) -> bool:
         """Whether anything may go before a last resort."""
-        self._describe_marked()
+        self._describe()
+        while self._marked and not (len(self._dead) or len(self._candidates)):
+            self._describe()
         return len(self._dead) + len(self._candidates) > 0
 
     def contest(self, node: Node) -> Contest | None:
@@ -138,7 +159,7 @@ class Pool:
         beside the cheapest victim's; None if something goes that has no score. Scores compare
         within one table only, so it joins theirs for the moment.
         """
-        self._describe_marked()
+        self._describe()
         table = self._candidates
         if len(self._dead) or not len(table):
             return None
@@ -152,7 +173,7 @@ class Pool:
 
     def candidates(self) -> Sequence[Node]:
         """What may go before a last resort, in no particular order."""
-        self._describe_marked()
+        self._describe(len(self._marked))
         return self._dead.nodes + self._candidates.nodes
 
     def check(self, nodes: Iterable[Node]) -> list[str]:
@@ -168,20 +189,25 @@ class Pool:
             f"{self.scarce.value}: {node!r} is gone" for node in gone
         ]
 
-    def _describe_marked(self) -> None:
-        for node in self._marked:
-            table, freed = self._table_of(node)
-            if table is not self._home.get(node):
-                self._leave(node)
-            if table is None:
-                continue
-            self._home[node] = table
-            if table is self._dead:
-                table.put(node, ())
-            else:
-                saved = self.cost.savings(node.depth, node.anchor_depth) if node.has_state else 0
-                table.put(node, self.policy.describe(node, saved, freed))
-        self._marked.clear()
+    def _describe(self, most: int = DESCRIBED_AT_ONCE) -> None:
+        """Describe `most` marked nodes anew, those first that were marked first."""
+        self.settle()
+        for node in list(islice(self._marked, most)):
+            self._describe_one(node)
+
+    def _describe_one(self, node: Node) -> None:
+        self._marked.pop(node, None)
+        table, freed = self._table_of(node)
+        if table is not self._home.get(node):
+            self._leave(node)
+        if table is None:
+            return
+        self._home[node] = table
+        if table is self._dead:
+            table.put(node, ())
+        else:
+            saved = self.cost.savings(node.depth, node.anchor_depth) if node.has_state else 0
+            table.put(node, self.policy.describe(node, saved, freed))
 
     def _leave(self, node: Node) -> None:
         table = self._home.pop(node, None)
@@ -194,9 +220,13 @@ class Pool:
             return None, 0
         if self._is_dead(node):
             return self._dead, freed
-        if len(node.children) > 1 and not self.policy.blind_to_children:
-            return self._many_children, freed
+        if len(node.children) > 1 and self.policy.spares_forks:
+            return self._forks, freed
         return self._candidates, freed
 
     def _is_dead(self, node: Node) -> bool:
-        return not node.has_state and not self.policy.blind_to_children
+        return not node.has_state and self.policy.stateless_first
+
+
+def _nothing_to_settle() -> None:
+    """For a pool that listens to no tree yet."""

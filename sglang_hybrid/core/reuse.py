@@ -6,6 +6,10 @@ they were resumed (ended intervals) and how long others have been waiting (open 
 estimates the hazard of a return per bin of age (Kaplan-Meier, shrunk towards coarser classes), and
 from the hazards the best rate of returns that keeping a position of a given age can buy (a Gittins
 index).
+
+The past fades in two ways (`IntervalCounts`). The estimate remembers about LONG intervals of a
+class. A second one remembers about SHORT. Where the short one foretold what happened since clearly
+better, the traffic of that class has changed, and the long one starts over from the short one.
 """
 
 from __future__ import annotations
@@ -15,11 +19,9 @@ from math import frexp
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from sglang_hybrid.core.cost import FloatArray
-
-IntArray = npt.NDArray[np.int64]
+from sglang_hybrid.core.cost import FloatArray, IntArray
+from sglang_hybrid.core.interval_counts import IntervalCounts
 
 # Features of a class: children none/one/many; depth to 64 tokens, 128, .. more than 64 Ki; pace:
 # none, or the interval that ended before, in steps of four; turn 0 .. 6 and more.
@@ -32,6 +34,11 @@ FIRST_GUESS: Final = 0.05  # of the hazard per bin, while nothing is known
 PRIOR_WEIGHT: Final = 8.0  # intervals that a coarser class's hazard counts for
 REBUILD_EVERY: Final = 32  # requests
 SEARCHED: Final = 1_000  # ages that are searched for among the bins
+LONG = 2_048  # half-lives, in intervals of a class
+SHORT = 32
+REFUTED = 6.0  # by how much (in nats) the short estimate must foretell better
+LEAST: Final = 1e-4  # probability of what nobody expects
+EVIDENCE = 64  # intervals of a class after which evidence counts half
 
 
 def class_of(children: int, depth: int, turn: int, pace: int = 0) -> int:
@@ -46,7 +53,7 @@ class ReuseIndex:
     """Intervals in, weights out. Times are whatever the caller counts in; `unit` scales the
     youngest age bin: a power of two, so that an age's bin is its exponent.
 
-    Memory: 16 bytes per open interval and 1 MB of tables.
+    Memory: 40 bytes per open interval and 4 MB of tables.
     """
 
     def __init__(self, unit: float) -> None:
@@ -60,8 +67,9 @@ class ReuseIndex:
         self._table = np.zeros((1, BINS))  # a row per class with a hazard of its own; last: zeros
         self._expiry = np.full((1, BINS), np.inf)
         self._row = np.zeros(CLASSES + 1, dtype=np.int64)  # of a class, NOWHERE included
-        self._ended = np.zeros((CLASSES, BINS))
-        self._cut_short = np.zeros((CLASSES, BINS))
+        self._long = IntervalCounts(LONG, CLASSES, BINS)
+        self._short = IntervalCounts(SHORT, CLASSES, BINS)
+        self._news = News()
         self._known = np.zeros(CLASSES, dtype=np.bool_)  # classes that had a position
         self._class = np.full(64, -1, dtype=np.int64)  # per slot; -1: free
         self._since = np.zeros(64)
@@ -78,15 +86,25 @@ class ReuseIndex:
             self._since = np.concatenate([self._since, np.zeros(count)])
             self._free = list(range(2 * count - 1, count - 1, -1))
         slot = self._free.pop()
-        self._class[slot], self._since[slot] = klass, time
+        self._class[slot] = klass
         self._known[klass] = True
+        self._begins(slot, klass, time)
         return slot
+
+    def _begins(self, slot: int, klass: int, time: float) -> None:
+        self._since[slot] = time
+        self._long.begins(slot, klass)
+        self._short.begins(slot, klass)
+        self._news.begins(slot)
 
     def returned(self, slot: int, time: float) -> float:
         """It was resumed: its interval ends, and the next one begins. Returns how long it was."""
         interval = float(time - self._since[slot])
-        self._ended[self._class[slot], self._bin(interval)] += 1
-        self._since[slot] = time
+        klass, age_bin = int(self._class[slot]), self._bin(interval)
+        self._long.ends(slot, klass, age_bin)
+        self._short.ends(slot, klass, age_bin)
+        self._news.ends(slot, klass, age_bin)
+        self._begins(slot, klass, time)
         return interval
 
     def since(self, slot: int) -> float:
@@ -99,12 +117,19 @@ class ReuseIndex:
 
     def reclass(self, slot: int, klass: int) -> None:
         """It now belongs to `klass`, and so will its present interval."""
-        self._class[slot] = klass
-        self._known[klass] = True
+        before = int(self._class[slot])
+        if before != klass:
+            self._long.moves(slot, before, klass)
+            self._short.moves(slot, before, klass)
+            self._class[slot] = klass
+            self._known[klass] = True
 
     def close(self, slot: int) -> None:
         """It is forgotten: its interval lasted until now at least."""
-        self._cut_short[self._class[slot], self._bin(self._now - self._since[slot])] += 1
+        klass, age_bin = int(self._class[slot]), self._bin(self._now - self._since[slot])
+        self._long.is_lost(slot, klass, age_bin)
+        self._short.is_lost(slot, klass, age_bin)
+        self._news.survived(slot, klass, age_bin)
         self._class[slot] = -1
         self._free.append(slot)
 
@@ -124,10 +149,17 @@ class ReuseIndex:
         position = np.zeros(CLASSES, dtype=np.int64)
         position[known] = np.arange(len(known))
         waiting = (self._class >= 0).nonzero()[0]
-        cells = position.take(self._class.take(waiting)) * BINS
-        cells += self._bins(self._now - self._since.take(waiting))
-        still_open = np.bincount(cells, minlength=len(known) * BINS).reshape(-1, BINS)
-        hazard, row = hazards(known, self._ended[known], self._cut_short[known] + still_open)
+        classes, age_bins = (
+            self._class.take(waiting),
+            self._bins(self._now - self._since.take(waiting)),
+        )
+        cells = position.take(classes) * BINS + age_bins
+        self._news.look(waiting, classes, age_bins)
+        for klass in self._news.refuted():
+            self._long.start_over(self._short, klass, waiting[classes == klass])
+        hazard, row = hazards(known, *self._long.of(known, waiting, classes, cells))
+        short, _ = hazards(known, *self._short.of(known, waiting, classes, cells))
+        self._news.expect(known, hazard[row[known]], short[row[known]])
         rates = best_rates(hazard, np.diff(self._edges, prepend=0.0))
         self._table = np.concatenate([rates, np.zeros((1, BINS))])
         self._expiry = np.where(self._table > 0, self._edges, np.inf)
@@ -164,6 +196,70 @@ class ReuseIndex:
         np.minimum(bins, BINS, out=bins)
         bins -= 1
         return bins
+
+
+class News:
+    """What happened to the intervals since the last look, and how well two estimates foretold it.
+
+    Every bin of age that an interval passed through is one trial: it ended there or it did not.
+    """
+
+    def __init__(self) -> None:
+        self._ended = np.zeros((CLASSES, BINS))
+        self._steps = np.zeros((CLASSES, BINS + 1))  # differences, along bins, of those that passed
+        self._seen = np.zeros(64, dtype=np.int64)  # by interval id: bins that were counted
+        self._known: IntArray = np.zeros(0, dtype=np.int64)
+        self._gain_if_ended = self._gain_if_not = np.zeros((0, BINS))  # of the short estimate
+        self._evidence = np.zeros(CLASSES)
+
+    def begins(self, interval: int) -> None:
+        """An interval begins under this id."""
+        if interval >= len(self._seen):
+            self._seen = np.concatenate([self._seen, np.zeros(interval + 1, dtype=np.int64)])
+        self._seen[interval] = 0
+
+    def ends(self, interval: int, klass: int, age_bin: int) -> None:
+        """It ended in this bin, having passed those before."""
+        self._ended[klass, age_bin] += 1
+        self.survived(interval, klass, age_bin)
+
+    def survived(self, interval: int, klass: int, age_bin: int) -> None:
+        """It passed all bins before this one."""
+        seen = self._seen[interval]
+        if age_bin > seen:
+            self._steps[klass, seen] += 1
+            self._steps[klass, age_bin] -= 1
+            self._seen[interval] = age_bin
+
+    def look(self, intervals: IntArray, classes: IntArray, age_bins: IntArray) -> None:
+        """The open intervals [n] are in these bins [n] by now. Weigh what happened."""
+        seen = self._seen.take(intervals)
+        on = (age_bins > seen).nonzero()[0]
+        np.add.at(self._steps, (classes[on], seen[on]), 1)
+        np.add.at(self._steps, (classes[on], age_bins[on]), -1)
+        self._seen[intervals[on]] = age_bins[on]
+        ended = self._ended[self._known]
+        passed = np.cumsum(self._steps[self._known], axis=1)[:, :BINS]
+        gain = (ended * self._gain_if_ended + passed * self._gain_if_not).sum(axis=1)
+        fade = 2.0 ** (-ended.sum(axis=1) / EVIDENCE - passed[:, 0] / EVIDENCE)
+        self._evidence[self._known] = np.maximum(
+            fade * self._evidence[self._known] + gain, -REFUTED
+        )
+        self._ended[:] = 0
+        self._steps[:] = 0
+
+    def refuted(self) -> list[int]:
+        """Classes of which the short estimate knows more than the long one; once each."""
+        classes: list[int] = (self._evidence > REFUTED).nonzero()[0].tolist()
+        self._evidence[classes] = 0.0
+        return classes
+
+    def expect(self, known: IntArray, long: FloatArray, short: FloatArray) -> None:
+        """The hazards [C, BINS] that both estimates have for the classes `known` [C] from now."""
+        long, short = np.clip(long, LEAST, 1 - LEAST), np.clip(short, LEAST, 1 - LEAST)
+        self._known = known
+        self._gain_if_ended = np.log(short) - np.log(long)
+        self._gain_if_not = np.log1p(-short) - np.log1p(-long)
 
 
 def hazards(

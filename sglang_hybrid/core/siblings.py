@@ -17,7 +17,7 @@ NEIGHBOURS = 64  # that one prompt is compared with on either side
 
 
 class Siblings:
-    """Prompts by name. Only prompts of one `scope` (cache salt, adapter) can share a prefix."""
+    """Prompts by name. Only prompts of one `tenant` can share a prefix."""
 
     def __init__(self) -> None:
         self._prompts: dict[Hashable, tuple[Hashable, bytes]] = {}
@@ -33,31 +33,31 @@ class Siblings:
         """Those that wait."""
         return self._prompts.keys()
 
-    def add(self, name: Hashable, prompt: npt.ArrayLike, scope: Hashable = None) -> None:
+    def add(self, name: Hashable, prompt: npt.ArrayLike, tenant: Hashable = None) -> None:
         """`prompt` [n] token ids waits from now on. Raises ValueError for a name that waits
         already.
         """
         if name in self._prompts:
             raise ValueError(f"{name!r} waits already")
         key = as_key(prompt)
-        self._prompts[name] = (scope, key)
-        insort(self._sorted.setdefault(scope, []), key)
+        self._prompts[name] = (tenant, key)
+        insort(self._sorted.setdefault(tenant, []), key)
 
     def remove(self, name: Hashable) -> None:
         """It does not wait any more. Raises KeyError if it never did."""
-        scope, key = self._prompts.pop(name)
-        keys = self._sorted[scope]
+        tenant, key = self._prompts.pop(name)
+        keys = self._sorted[tenant]
         del keys[bisect_left(keys, key)]
         if not keys:
-            del self._sorted[scope]
+            del self._sorted[tenant]
 
     def shared(self, name: Hashable, at_least: int) -> list[int]:
         """Distinct lengths >= `at_least` of what `name` shares with others, ascending.
 
         Both have a token left behind a shared prefix, for the last one is always computed.
         """
-        scope, key = self._prompts[name]
-        keys = self._sorted[scope]
+        tenant, key = self._prompts[name]
+        keys = self._sorted[tenant]
         own = bisect_left(keys, key)
         usable = len(key) // TOKEN_BYTES - 1
         after = range(own + 1, min(own + 1 + NEIGHBOURS, len(keys)))

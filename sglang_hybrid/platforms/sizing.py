@@ -103,7 +103,9 @@ def check_memory(model_path: str, dtype: str, total_tokens: int | None, slots: i
 
 
 def _stored_bytes(config: dict[str, Any]) -> int:
-    text = config.get("text_config") or config
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        text = config
     return _VALUE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")), 2)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from sglang_hybrid.core.admission import Prefill
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Lru
-from sglang_hybrid.core.history import History, Meeting, Trail
+from sglang_hybrid.core.history import History, Meeting
+from sglang_hybrid.core.history_tree import Trail
 from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import Clairvoyant, PathLru
@@ -112,11 +113,13 @@ class BlockCache:
                 self.stored += 1
 
     def _names(self, request: Request, length: int) -> list[int]:
-        """A name for each full block of the first `length` tokens: its tokens and all before."""
+        """A name for each full block of the first `length` tokens: its tenant, its tokens and all
+        before.
+        """
         count = length // self.block
         rows = request.tokens[: count * self.block].reshape(count, self.block)
         names = []
-        name = 0
+        name = hash(request.tenant)
         for row in rows:
             name = hash((name, row.tobytes()))
             names.append(name)
@@ -163,7 +166,7 @@ class SglangCache(Simulator):
         if isinstance(budget, int):
             budget = Split.of(budget, cost, SGLANG_STATES_TO_KV)
         self.kv_policy = PathLru()
-        super().__init__(cost, budget, self.kv_policy, 0, Lru(blind_to_children=True))
+        super().__init__(cost, budget, self.kv_policy, 0, Lru(stateless_first=False))
 
     def serve(self, request: Request) -> Outcome:
         ticket = self.begin(request)
@@ -186,9 +189,9 @@ class SglangCache(Simulator):
     def _look_up(self, request: Request) -> tuple[Ticket, list[Node], int]:
         self.tree.clock.advance(request.arrival)
         prompt = request.tokens[: request.input_len - 1]
-        path, matched = self.tree.find(prompt)
+        path, matched = self.tree.find(prompt, tenant=request.tenant)
         if matched > (path[-1].depth if path else 0):
-            below = self.tree.beyond(path, matched, prompt)[-1]
+            below = self.tree.beyond(path, matched, prompt, request.tenant)[-1]
             path = [*path, self.tree.cut(below, matched)]
         resumable = [node for node in path if node.has_state]
         hit = resumable[-1] if resumable else self.tree.root
@@ -243,12 +246,18 @@ class ClairvoyantCache(Simulator):
     def _meet(self, request: Request) -> Meeting | None:
         if self._history is None:
             return None
-        return self._history.meet(request.tokens[: request.input_len])
+        return self._history.meet(request.tokens[: request.input_len], request.tenant)
 
     def _remember(self, ticket: Ticket, path: list[Node]) -> None:
         if self._history is not None:
             request, clock = ticket.request, self.tree.clock
-            self._history.observe(request.tokens, request.input_len, clock, meeting=ticket.meeting)
+            self._history.observe(
+                request.tokens,
+                request.input_len,
+                clock,
+                meeting=ticket.meeting,
+                tenant=request.tenant,
+            )
 
     def _passed(self, request: Request, path: list[Node]) -> None:
         self._now = max(self._now, self._oracle.tick(request))
@@ -273,11 +282,12 @@ class ServedClairvoyant(ServedCache):
         self._history = History(max_bytes=2**40)
 
     def _meet(self, request: Request) -> Meeting | None:
-        meeting = self._history.meet(request.tokens[: request.input_len])
+        meeting = self._history.meet(request.tokens[: request.input_len], request.tenant)
         return replace(meeting, trail=Future(self._oracle, request, self._now))
 
     def _learn(self, running: Running, tokens: TokenArray) -> None:
-        self._history.observe(tokens, running.request.input_len, self.tree.clock)
+        request = running.request
+        self._history.observe(tokens, request.input_len, self.tree.clock, tenant=request.tenant)
 
     def _passed(self, request: Request, path: list[Node]) -> None:
         self._now = max(self._now, self._oracle.tick(request))

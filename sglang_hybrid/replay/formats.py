@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -82,7 +82,9 @@ class RecordedLine(msgspec.Struct, omit_defaults=True):
     """What our own recorder writes, one line per request, in the order in which they ended.
 
     t, first, end: seconds since the recording began: arrival, first token, last token.
-    message_starts: positions in the prompt at which messages begin. Other keys are ignored.
+    message_starts: positions in the prompt at which messages begin. tenant: a name without meaning
+    for the cache salt, extra key and adapter together; prompts of different ones share nothing.
+    Other keys are ignored.
     """
 
     t: Seconds
@@ -93,6 +95,7 @@ class RecordedLine(msgspec.Struct, omit_defaults=True):
     message_starts: list[Annotated[int, Meta(ge=0)]] = []
     first: Seconds | None = None
     end: Seconds | None = None
+    tenant: str = ""
 
 
 def read_marconi(path: Path, reading: Reading) -> list[Request]:
@@ -109,7 +112,7 @@ def read_marconi(path: Path, reading: Reading) -> list[Request]:
 
 def write_marconi(path: Path, requests: Iterable[Request]) -> None:
     with whole_file(path) as file:
-        for r in requests:
+        for r in of_one_tenant(requests, "marconi"):
             prompt, answer = _parts(r)
             write_line(file, MarconiLine(r.session, r.turn, r.arrival, prompt, answer))
 
@@ -126,7 +129,9 @@ def read_recorded(path: Path, reading: Reading) -> list[Request]:
         if list(starts) != sorted(starts) or (starts and starts[-1] >= len(line.input_ids)):
             raise ValueError("its message_starts do not rise within the prompt")
         session = number - 1 if line.session is None else line.session
-        return make_request(session, line.turn, line.t, line.input_ids, line.output_ids, starts)
+        return make_request(
+            session, line.turn, line.t, line.input_ids, line.output_ids, starts, line.tenant
+        )
 
     what = "a recorded trace"
     ended = read_lines(
@@ -139,7 +144,8 @@ def write_recorded(path: Path, requests: Iterable[Request]) -> None:
     with whole_file(path) as file:
         for r in requests:
             starts = list(r.message_starts)
-            write_line(file, RecordedLine(r.arrival, *_parts(r), r.session, r.turn, starts))
+            line = RecordedLine(r.arrival, *_parts(r), r.session, r.turn, starts, tenant=r.tenant)
+            write_line(file, line)
 
 
 def write_compact(path: Path, requests: Iterable[Request]) -> None:
@@ -149,7 +155,7 @@ def write_compact(path: Path, requests: Iterable[Request]) -> None:
     of_session: dict[int, tuple[int, Request]] = {}
     alike: dict[bytes, tuple[int, Request]] = {}
     with whole_file(path) as file:
-        for number, r in enumerate(requests):
+        for number, r in enumerate(of_one_tenant(requests, "compact")):
             prompt, start = r.tokens[: r.input_len], r.tokens[:SAME_START].tobytes()
             base, shared = None, 0
             for known in (of_session.get(r.session), alike.get(start)):
@@ -255,6 +261,21 @@ def common_prefix(one: TokenArray, other: TokenArray) -> int:
     differ = one[:length] != other[:length]
     first = int(np.argmax(differ)) if length else 0
     return first if length and differ[first] else length
+
+
+def of_one_tenant(requests: Iterable[Request], name: str) -> Iterator[Request]:
+    """The requests; raises ValueError at the first of another tenant, which format `name` cannot
+    tell apart.
+    """
+    tenant: str | None = None
+    for request in requests:
+        if tenant is not None and request.tenant != tenant:
+            raise ValueError(
+                f"format {name!r} does not say which tenant a request is of, and these are of "
+                "several; write them as 'recorded'"
+            )
+        tenant = request.tenant
+        yield request
 
 
 def _parts(request: Request) -> tuple[list[int], list[int]]:

@@ -38,8 +38,8 @@ class Oracle:
         steps: list[Steps] = []
         for index in range(len(requests) - 1, -1, -1):
             request = requests[index]
-            steps.append(self._look(tree, request.tokens))
-            self._pass(tree, request.tokens[: request.input_len - 1], index + 1)
+            steps.append(self._look(tree, request.tokens, request.tenant))
+            self._pass(tree, request.tokens[: request.input_len - 1], index + 1, request.tenant)
         self._steps = steps[::-1]
         self._requests = list(requests)  # their identities are the keys
         self._ticks = {id(request): tick for tick, request in enumerate(requests, start=1)}
@@ -58,11 +58,11 @@ class Oracle:
         return tick
 
     @staticmethod
-    def _look(tree: TokenTree, tokens: TokenArray) -> Steps:
-        path, matched = tree.find(tokens)
+    def _look(tree: TokenTree, tokens: TokenArray, tenant: str) -> Steps:
+        path, matched = tree.find(tokens, tenant=tenant)
         depths: list[int] = []
         ticks: list[float] = []
-        for node in tree.beyond(path, matched, tokens):
+        for node in tree.beyond(path, matched, tokens, tenant):
             if ticks and ticks[-1] == node.trace:
                 depths.pop(), ticks.pop()
             depths.append(min(node.depth, matched))
@@ -70,15 +70,15 @@ class Oracle:
         return Steps(depths, ticks)
 
     @staticmethod
-    def _pass(tree: TokenTree, prompt: TokenArray, tick: int) -> None:
-        """A request passes every position of `prompt` at `tick`."""
-        path, matched = tree.find(prompt)
+    def _pass(tree: TokenTree, prompt: TokenArray, tick: int, tenant: str) -> None:
+        """A request of `tenant` passes every position of `prompt` at `tick`."""
+        path, matched = tree.find(prompt, tenant=tenant)
         deepest = path[-1] if path else tree.root
         if matched > deepest.depth:
-            below = tree.beyond(path, matched, prompt)[-1]
+            below = tree.beyond(path, matched, prompt, tenant)[-1]
             deepest = tree.cut(below, matched)
             path = [*path, deepest]
         if matched < len(prompt):
-            path = [*path, tree.grow(deepest, prompt[matched:])]
+            path = [*path, tree.grow(deepest, prompt[matched:], tenant)]
         for node in path:
             node.trace = float(tick)

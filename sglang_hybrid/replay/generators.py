@@ -1,4 +1,4 @@
-"""Synthetic traffic with a seed: chat, agent, few-shot, fan-out.
+"""Synthetic traffic with a seed: chat, agent, few-shot, fan-out, transcript.
 
 Tokens are random ids of a vocabulary: two sequences share exactly what they were made to share,
 save for chance.
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_hybrid.replay.arrivals import Azure, Draw, session_starts
 from sglang_hybrid.replay.traces import Request, TokenArray, make_request
@@ -20,10 +21,11 @@ class Traffic:
     """What a workload is made of. Lengths in tokens, times in seconds.
 
     shared: length of what several sessions begin with: the system prompt of chats, system prompt
-    and tools of agents, the examples of a few-shot template, the document of a fan-out. templates:
-    how many different ones there are; popular ones come more often (Zipf). turns: requests in a
-    session, in a fan-out those sent at once. question, answer: of each request. think: from one
-    request of a session to the next. azure: supplies arrivals of sessions, and questions and
+    and tools of agents, the examples of a few-shot template, the document of a fan-out, what a
+    session adds to its transcript. templates: how many different ones there are, or transcripts
+    that grow side by side; popular ones come more often (Zipf). turns: requests in a session, in a
+    fan-out those sent at once. question, answer: of each request. think: from one request of a
+    session to the next. azure: supplies arrivals of sessions, and questions and
     answers in the place of `question` and `answer`.
     """
 
@@ -75,6 +77,16 @@ KINDS: dict[str, Traffic] = {
         answer=Draw("lognormal", 150, 0.8),
         think=Draw("exp", 0.2),
     ),
+    "transcript": Traffic(
+        sessions=200,
+        session_rate=0.1,
+        templates=3,
+        shared=Draw("lognormal", 800, 0.6),
+        turns=Draw("poisson", 5),
+        question=Draw("lognormal", 40, 0.8),
+        answer=Draw("lognormal", 120, 0.8),
+        think=Draw("exp", 1),
+    ),
 }
 
 
@@ -101,8 +113,11 @@ def generate(kind: str, how: Traffic, seed: int) -> list[Request]:
     """Requests in order of arrival; the same seed, the same trace."""
     rng = np.random.default_rng(seed)
     maker = _Maker(how, rng)
-    make: Callable[[int, float], Iterator[Request]]
-    make = maker.fan_out if kind == "fan-out" else maker.conversation
+    makers: dict[str, Callable[[int, float], Iterator[Request]]] = {
+        "fan-out": maker.fan_out,
+        "transcript": maker.transcript,
+    }
+    make = makers.get(kind, maker.conversation)
     starts = _starts(how, rng)
     requests = [r for number, start in enumerate(starts) for r in make(number, start)]
     requests.sort(key=lambda request: request.arrival)
@@ -123,6 +138,7 @@ class _Maker:
         popularity = 1 / np.arange(1, how.templates + 1)
         self._popularity = popularity / popularity.sum()
         self._next_session = 0
+        self._transcripts: dict[int, TokenArray] = {}
 
     def conversation(self, number: int, start: float) -> Iterator[Request]:
         """Each turn adds a question to all that was said. It ends early at `max_input` tokens."""
@@ -152,6 +168,30 @@ class _Maker:
             yield make_request(self._next_session, 0, time, prompt, answer, starts)
             self._next_session += 1
             time += float(pause)
+
+    def transcript(self, number: int, start: float) -> Iterator[Request]:
+        """A transcript has grown by a piece, and each question is asked behind all of it; the next
+        session's piece follows this one's, without questions and answers in between. At `max_input`
+        tokens another transcript begins.
+        """
+        which = int(self.rng.choice(max(1, len(self._shared)), p=self._popularity_of_transcripts()))
+        (length,) = self.how.shared.lengths(self.rng, 1)
+        said = np.concatenate([self._transcripts.get(which, self._text(0)), self._text(length)])
+        (questions,) = self.how.turns.lengths(self.rng, 1)
+        asked = [self._exchange() for _ in range(questions)]
+        if len(said) + max(len(question) for question, _ in asked) > self.how.max_input:
+            said = said[-length:][: self.how.max_input // 2]
+        self._transcripts[which] = said
+        time = start
+        pauses = self.how.think.draw(self.rng, questions)
+        for (question, answer), pause in zip(asked, pauses, strict=True):
+            prompt = np.concatenate([said, question])[: self.how.max_input]
+            yield make_request(self._next_session, 0, time, prompt, answer, (0, len(said)))
+            self._next_session += 1
+            time += float(pause)
+
+    def _popularity_of_transcripts(self) -> npt.NDArray[np.float64]:
+        return self._popularity if len(self._shared) else np.ones(1)
 
     def _beginning(self) -> TokenArray:
         if not self._shared:

@@ -16,12 +16,12 @@ from sglang_hybrid.replay.future import NEVER
 class PathLru(Policy):
     """Least recently used leaf; a use counts for the whole path, as in an attention-only cache.
 
-    Every node with something to free is a candidate (`blind_to_children`), but inner nodes never
+    Every node with something to free is a candidate (not `stateless_first`), but inner nodes never
     go before a leaf. Whoever replays calls `touch` and marks the nodes.
     """
 
     name = "path-lru"
-    blind_to_children = True
+    stateless_first = False
 
     def __init__(self) -> None:
         self._times: dict[int, int] = {}
@@ -45,7 +45,7 @@ class SglangLru(Policy):
     """
 
     name = "sglang-lru"
-    blind_to_children = True
+    stateless_first = False
 
     def __init__(self) -> None:
         self._now = 0

@@ -166,9 +166,9 @@ class ServedCache(Simulator):
         ends on, is cut there.
         """
         prompt = request.tokens[: request.input_len - 1]
-        path, matched = self.tree.find(prompt)
+        path, matched = self.tree.find(prompt, tenant=request.tenant)
         if matched > (path[-1].depth if path else 0):
-            below = self.tree.beyond(path, matched, prompt)[-1]
+            below = self.tree.beyond(path, matched, prompt, request.tenant)[-1]
             path = [*path, self._cut(below, matched)]
         self._passed(request, path)
         at = next((i for i in range(len(path), 0, -1) if path[i - 1].has_state), 0)
@@ -222,16 +222,16 @@ class ServedCache(Simulator):
         that. KV that the tree has already is given back.
         """
         end = due[0].position
-        tokens = running.request.tokens[:end]
-        path, matched = self.tree.find(tokens, running.held)
+        tokens, tenant = running.request.tokens[:end], running.request.tenant
+        path, matched = self.tree.find(tokens, running.held, tenant)
         self._touch(path)
         deepest = path[-1] if path else self.tree.root
         if matched > deepest.depth:
-            below = self.tree.beyond(path, matched, tokens)[-1]
+            below = self.tree.beyond(path, matched, tokens, tenant)[-1]
             self._touch([below])
             deepest = self._cut(below, matched)
         if matched < end:
-            deepest = self.tree.grow(deepest, tokens[matched:])
+            deepest = self.tree.grow(deepest, tokens[matched:], tenant)
         self._touch([deepest])
         self.kv_used += end - matched
         self.kv_in_use -= end - running.shared
@@ -273,7 +273,9 @@ class ServedCache(Simulator):
         request = running.request
         meeting = None if running.intent is None else running.intent.meeting
         starts = request.message_starts[-1:]
-        trail = history.observe(tokens, request.input_len, self.tree.clock, starts, meeting)
+        trail = history.observe(
+            tokens, request.input_len, self.tree.clock, starts, meeting, request.tenant
+        )
         for node in way_to(running.held):
             self.tree.trace(node, trail.at(node.depth))
 

@@ -138,7 +138,7 @@ class Simulator:
         """Match the prompt, then insert the whole sequence with the checkpoints it deserves."""
         ticket, path, matched = self._look_up(request)
         ends: dict[int, Kind | None] = {**ticket.ends, len(request.tokens): Kind.TAIL}
-        path = self._insert(request.tokens, path, matched, ends)
+        path = self._insert(request.tokens, path, matched, ends, request.tenant)
         self._passed(request, path)
         self._remember(ticket, path)
         return ticket.outcome
@@ -147,7 +147,7 @@ class Simulator:
         """Match the prompt, and hold what it resumes from."""
         ticket, path, matched = self._look_up(request)
         if ticket.outcome.hit_len:
-            passed = self.tree.beyond(path, matched, request.tokens)
+            passed = self.tree.beyond(path, matched, request.tokens, request.tenant)
             hit_len = ticket.outcome.hit_len
             self._hold(ticket, next(node for node in passed if node.depth >= hit_len))
         return ticket
@@ -171,7 +171,7 @@ class Simulator:
         """
         self.tree.clock.advance(request.arrival)
         usable = request.input_len - 1  # the last prompt token is always computed
-        path, matched = self.tree.find(request.tokens)
+        path, matched = self.tree.find(request.tokens, tenant=request.tenant)
         kv_len = min(matched, usable)
         hit, hit_len = self.tree.root, 0
         for node in path:
@@ -179,7 +179,7 @@ class Simulator:
                 hit, hit_len = node, node.depth
         if not self.cost.state_bytes and kv_len:  # KV alone is enough
             hit_len = kv_len
-            passed = self.tree.beyond(path, matched, request.tokens)
+            passed = self.tree.beyond(path, matched, request.tokens, request.tenant)
             hit = next(node for node in passed if node.depth >= kv_len)
         if hit is not self.tree.root:
             self.tree.hit(hit)
@@ -199,14 +199,20 @@ class Simulator:
     def _meet(self, request: Request) -> Meeting | None:
         """How its prompt meets the history."""
         history = self.policy.history
-        return None if history is None else history.meet(request.tokens[: request.input_len])
+        if history is None:
+            return None
+        return history.meet(request.tokens[: request.input_len], request.tenant)
 
     def _remember(self, ticket: Ticket, path: list[Node]) -> None:
         history = self.policy.history
         if history is not None:
             request, clock = ticket.request, self.tree.clock
             trail = history.observe(
-                request.tokens, request.input_len, clock, meeting=ticket.meeting
+                request.tokens,
+                request.input_len,
+                clock,
+                meeting=ticket.meeting,
+                tenant=request.tenant,
             )
             for node in path:
                 self.tree.trace(node, trail.at(node.depth))
@@ -219,8 +225,9 @@ class Simulator:
     ) -> list[Node]:
         """Insert what was computed by now and hold its end instead of what was held before."""
         known = ticket.held if self.cost.state_bytes else None  # without states it may lie beside
-        path, matched = self.tree.find(tokens, known)
-        path = self._insert(tokens, path, matched, ends)
+        tenant = ticket.request.tenant
+        path, matched = self.tree.find(tokens, known, tenant)
+        path = self._insert(tokens, path, matched, ends, tenant)
         self._passed(ticket.request, path)
         deepest = max(path, key=lambda node: node.depth, default=None)
         if deepest is not None and deepest.depth == len(tokens):
@@ -248,14 +255,15 @@ class Simulator:
         path: list[Node],
         matched: int,
         ends: dict[int, Kind | None],
+        tenant: str = "",
     ) -> list[Node]:
-        """Store `tokens` with nodes at `ends`, those of a kind with states; return the nodes on
-        their path. What cannot fit is not stored at all.
+        """Store `tokens` of `tenant` with nodes at `ends`, those of a kind with states; return the
+        nodes on their path. What cannot fit is not stored at all.
         """
         stored = {node.depth for node in path if node.has_state}
         kv = len(tokens) - matched
         states = sum(1 for end, kind in ends.items() if kind and end not in stored)
-        touched = self.tree.beyond(path, matched, tokens)
+        touched = self.tree.beyond(path, matched, tokens, tenant)
         if not self._make_room(kv, states, touched):
             return path
         self.kv_used += kv
@@ -266,7 +274,8 @@ class Simulator:
                 at[cut] = self.tree.cut(next(node for node in touched if node.depth > cut), cut)
         start = matched
         for end in sorted(end for end in ends if end > matched):
-            at[end] = self.tree.grow(at[start] if start else self.tree.root, tokens[start:end])
+            above = at[start] if start else self.tree.root
+            at[end] = self.tree.grow(above, tokens[start:end], tenant)
             start = end
         for end, kind in ends.items():
             if kind:

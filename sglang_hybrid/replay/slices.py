@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +103,8 @@ def reusable_tokens(trace: Sequence[Request]) -> int:
         for earlier in trace[:number]:
             if best == len(prompt):
                 break
+            if earlier.tenant != request.tenant:
+                continue
             if len(earlier.tokens) > best and earlier.tokens[best] == prompt[best]:
                 best = max(best, _common(prompt, earlier.tokens))
         total += best
@@ -119,6 +121,8 @@ def _shorten(trace: Sequence[Request], number: int, limit: int) -> Request:
     keep = np.ones(len(request.tokens), dtype=np.bool_)
     keep[request.input_len + limit :] = False
     for earlier in trace[:number]:
+        if earlier.tenant != request.tenant:
+            continue
         end = earlier.input_len + limit
         if end < min(len(earlier.tokens), len(prompt)) and prompt[end] == earlier.tokens[end]:
             keep[end : max(end, _common(prompt, earlier.tokens))] = False
@@ -126,7 +130,7 @@ def _shorten(trace: Sequence[Request], number: int, limit: int) -> Request:
 
 
 def _with(request: Request, tokens: TokenArray, input_len: int) -> Request:
-    return Request(request.session, request.turn, request.arrival, tokens, input_len)
+    return replace(request, tokens=tokens, input_len=input_len, message_starts=())
 
 
 def _common(one: TokenArray, other: TokenArray) -> int:

@@ -90,7 +90,7 @@ def _evicting(make: Callable[..., Policy]) -> System:
         policy, other = _pair(make, options)
         return Simulator(setting.cost, setting.budget, policy, setting.min_branch_tokens, other)
 
-    hidden = ("history", "blind_to_children")
+    hidden = ("history", "stateless_first")
     options = [name for name in signature(make).parameters if name not in hidden]
     return System(build, tuple(options))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import numpy as np
 
 from sglang_hybrid.core.edges import common_bytes
@@ -13,14 +15,16 @@ TOKEN_BYTES = 4  # int32
 
 class TokenTree(NodeTree):
     """`node.owner` is the tokens on the edge to `node`, as bytes. Edges meet at multiples of `page`
-    only.
+    only. Sequences of different tenants have nothing but the root in common.
     """
 
     def __init__(self, page: int = 1, clock: Clock | None = None) -> None:
         super().__init__(clock)
         self.page = page
 
-    def find(self, tokens: TokenArray, below: Node | None = None) -> tuple[list[Node], int]:
+    def find(
+        self, tokens: TokenArray, below: Node | None = None, tenant: str = ""
+    ) -> tuple[list[Node], int]:
         """Nodes that `tokens` [n] cover to their end, and how many tokens are stored, the part of
         an edge included. below: a node that `tokens` are known to pass, to save the way there.
         """
@@ -31,8 +35,8 @@ class TokenTree(NodeTree):
             node = node.parent
         path.reverse()
         node, sequence = below or self.root, as_bytes(tokens)
-        start, key_bytes = TOKEN_BYTES * node.depth, TOKEN_BYTES * self.page
-        while child := node.children.get(sequence[start : start + key_bytes]):
+        start = TOKEN_BYTES * node.depth
+        while child := node.children.get(self._key(node, sequence, start, tenant)):
             edge: bytes = child.owner
             same = common_bytes(edge, sequence, start)
             start += same
@@ -43,18 +47,20 @@ class TokenTree(NodeTree):
             node = child
         return path, node.depth
 
-    def beyond(self, path: list[Node], matched: int, tokens: TokenArray) -> list[Node]:
+    def beyond(
+        self, path: list[Node], matched: int, tokens: TokenArray, tenant: str = ""
+    ) -> list[Node]:
         """`path`, and the node whose edge `matched` ends on."""
         deepest = path[-1] if path else self.root
         if matched == deepest.depth:
             return path
         key = as_bytes(tokens[deepest.depth : deepest.depth + self.page])
-        return [*path, deepest.children[key]]
+        return [*path, deepest.children[self._key(deepest, key, 0, tenant)]]
 
-    def grow(self, parent: Node, tokens: TokenArray) -> Node:
+    def grow(self, parent: Node, tokens: TokenArray, tenant: str = "") -> Node:
         """A new leaf with `tokens` [n] on its edge."""
         edge = as_bytes(tokens)
-        node = self.add(parent, edge[: TOKEN_BYTES * self.page], len(tokens))
+        node = self.add(parent, self._key(parent, edge, 0, tenant), len(tokens))
         node.owner = edge
         return node
 
@@ -64,10 +70,15 @@ class TokenTree(NodeTree):
         head_tokens = node.tokens - (node.depth - depth)
         split, key_bytes = TOKEN_BYTES * head_tokens, TOKEN_BYTES * self.page
         above, below = edge[:split], edge[split:]
-        head = self.split(node, head_tokens, above[:key_bytes], below[:key_bytes])
+        head = self.split(node, head_tokens, node.key, below[:key_bytes])
         head.owner, node.owner = above, below
         self.hold(head, kv=False, state=False)
         return head
+
+    def _key(self, parent: Node, sequence: bytes, start: int, tenant: str) -> Hashable:
+        """The name of `parent`'s child whose edge begins as `sequence` does at byte `start`."""
+        key = sequence[start : start + TOKEN_BYTES * self.page]
+        return (tenant, key) if tenant and parent is self.root else key
 
 
 def as_bytes(tokens: TokenArray) -> bytes:

@@ -28,7 +28,8 @@ Tokens = list[Annotated[int, Meta(ge=-(2**31), lt=2**31)]]
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request: `tokens` [input_len + output_len] are its prompt and its answer; `arrival` is in
-    seconds. message_starts: positions in the prompt at which the client's messages begin.
+    seconds. message_starts: positions in the prompt at which the client's messages begin. tenant:
+    requests of different ones share nothing.
     """
 
     session: int
@@ -37,6 +38,7 @@ class Request:
     tokens: TokenArray
     input_len: int
     message_starts: tuple[int, ...] = ()
+    tenant: str = ""
 
 
 class TraceError(ValueError):
@@ -152,13 +154,14 @@ def make_request(
     prompt: npt.ArrayLike,
     answer: npt.ArrayLike,
     message_starts: tuple[int, ...] = (),
+    tenant: str = "",
 ) -> Request:
     """A request from its parts. Raises ValueError for an empty prompt."""
     first = np.asarray(prompt, dtype=np.int32)
     if not len(first):
         raise ValueError("its prompt is empty")
     tokens = np.concatenate([first, np.asarray(answer, dtype=np.int32)])
-    return Request(session, turn, arrival, tokens, len(first), message_starts)
+    return Request(session, turn, arrival, tokens, len(first), message_starts, tenant)
 
 
 def read_lines(

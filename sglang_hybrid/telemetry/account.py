@@ -1,7 +1,8 @@
 """Why a prompt was not hit further: the account that a server gives of it.
 
 The server fills an `Account` in (`cache/explain.py`), it travels as JSON, and `telling.py` says it
-in words. Positions are tokens from the prompt's start.
+in words. Positions are tokens from the prompt's start. Times are seconds, counted back from the
+newest request of the same tenant; None where they are not recorded.
 """
 
 from __future__ import annotations
@@ -32,20 +33,13 @@ class Rest(Enum):
     UNKNOWN = "unknown"  # never sent, or no longer stored: what was sent is not remembered
 
 
-class Ago(msgspec.Struct, frozen=True):
-    """A time, counted back from the newest request that the cache was asked for."""
-
-    requests: int
-    seconds: float
-
-
 class Checkpoint(msgspec.Struct):
     """A state in the tree; what is None is not recorded."""
 
     position: int
     kind: str | None = None
-    taken: Ago | None = None
-    last_used: Ago | None = None
+    taken: float | None = None
+    last_used: float | None = None
     hits: int | None = None
 
 
@@ -66,14 +60,15 @@ class Gap(msgspec.Struct):
     gain: tokens that it would have saved. kind: of the checkpoint that was wanted or evicted. when:
     it was decided. request: whose prefill wanted it. short: "states" or "kv", the pool that ran
     short when it was evicted. score, against: what `policy` gave it, and what it gave the cheapest
-    one that could go; below 0 nobody is expected to come back. with_kv: its KV was evicted with it.
+    one that could go; below 0 nobody is expected to come back; None once several tenants came.
+    taker: the same tenant's state that got its slot. with_kv: its KV was evicted with it.
     """
 
     position: int
     gain: int
     reason: Reason
     kind: str | None = None
-    when: Ago | None = None
+    when: float | None = None
     request: str | None = None
     policy: str | None = None
     short: str | None = None
@@ -81,7 +76,7 @@ class Gap(msgspec.Struct):
     against: float | None = None
     taker: Taker | None = None
     hits: int | None = None
-    unused: Ago | None = None
+    unused: float | None = None
     with_kv: bool = False
 
 
@@ -96,7 +91,7 @@ class Unstored(msgspec.Struct):
     end: int
     why: Rest
     known: int | None = None
-    when: Ago | None = None
+    when: float | None = None
     short: str | None = None
     policy: str | None = None
 
@@ -109,7 +104,7 @@ class Request(msgspec.Struct):
     """
 
     request_id: str
-    when: Ago | None
+    when: float | None
     missed: str
     started: bool
     left: list[tuple[int, str]]
@@ -122,7 +117,7 @@ class House(msgspec.Struct):
 
     states: the model has recurrent state. recorded: skipped and evicted states are remembered.
     grid: tokens between the states that SGLang tracks, None if the cache takes them where it wants.
-    decisions, of: entries in the log, and room for them. emptied: when the cache was.
+    full: older decisions about this tenant's prompts are forgotten. emptied: when the cache was.
     """
 
     policy: str
@@ -133,13 +128,9 @@ class House(msgspec.Struct):
     min_branch_tokens: int
     grid: int | None
     state_slots: int | None
-    state_slots_free: int | None
     kv_room: int
-    kv_free: int
-    decisions: int
-    of: int
     full: bool
-    emptied: Ago | None = None
+    emptied: float | None = None
 
 
 class Account(msgspec.Struct):

@@ -1,16 +1,18 @@
 """Why checkpoints are not there: a bounded log of states that were not taken and of what was
 evicted.
 
-An entry is filed under a position and a mark, the hash of all tokens before that position: so it is
-found from a prompt's tokens alone, whatever the tree looks like by then. Marks go on from one
-another, so a tree that keeps them on its nodes hashes each of its tokens once.
+An entry is filed under its tenant, a position and a mark, the hash of all tokens before that
+position: so it is found from a prompt's tokens alone, whatever the tree looks like by then. Marks
+go on from one another, so a tree that keeps them on its nodes hashes each of its tokens once. Each
+tenant has a log of its own; when all of them together are full, the longest one loses its oldest
+entry.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +22,7 @@ from sglang_hybrid.core.admission import Skip
 from sglang_hybrid.core.intent import Wish
 from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.core.pool import Scarce
+from sglang_hybrid.core.shares import Shares
 from sglang_hybrid.telemetry.stats import Evicted
 
 ENTRIES = 4_096
@@ -32,11 +35,8 @@ Moment = tuple[int, float]
 """A tick (requests) and a stamp (seconds) of the cache's clock."""
 
 
-def first_mark(extra_key: str | None = None, cache_salt: str | None = None) -> int:
-    """The mark of position 0; prompts with another key or salt share nothing."""
-    if extra_key is None and not cache_salt:
-        return 0
-    return zlib.crc32(repr((extra_key, cache_salt or None)).encode())
+FIRST_MARK = 0
+"""The mark of position 0."""
 
 
 def next_mark(mark: int, tokens: npt.ArrayLike, start: int, end: int) -> int:
@@ -96,8 +96,48 @@ class KvLost(Decision):
     last_used: Moment
 
 
+class TenantLog:
+    """The latest decisions about one tenant's prompts. full: older ones were forgotten."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self._queue: deque[tuple[int, int]] = deque()
+        self._at: dict[tuple[int, int], list[Decision]] = {}
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, position: int, mark: int, decision: Decision) -> None:
+        """File `decision`."""
+        key = (position, mark)
+        self._queue.append(key)
+        self._at.setdefault(key, []).append(decision)
+
+    def forget_oldest(self) -> None:
+        """Drop the oldest entry; there must be one."""
+        self.full = True
+        oldest = self._queue.popleft()
+        there = self._at[oldest]
+        del there[0]
+        if not there:
+            del self._at[oldest]
+
+    def along(self, tokens: npt.ArrayLike) -> Iterator[tuple[int, list[Decision]]]:
+        """Positions of `tokens` [n] at which something was decided, ascending, each with the
+        decisions, oldest first.
+        """
+        ids = _words(tokens)
+        here, mark = 0, FIRST_MARK
+        for position in sorted({position for position, _ in self._at if position <= len(ids)}):
+            mark = zlib.crc32(ids[here:position], mark)
+            here = position
+            decisions = self._at.get((position, mark))
+            if decisions is not None:
+                yield position, decisions
+
+
 class Decisions:
-    """The last `entries` decisions.
+    """The logs of all tenants, `entries` in all.
 
     count: of all there ever were. emptied: when the cache was emptied, None if it never was.
     """
@@ -106,50 +146,37 @@ class Decisions:
         self.entries = entries
         self.count = 0
         self.emptied: Moment | None = None
-        self._queue: deque[tuple[int, int]] = deque()
-        self._at: dict[tuple[int, int], list[Decision]] = {}
+        self._logs: dict[Hashable, TenantLog] = {}
+        self._shares = Shares()
+        self._nothing = TenantLog()
 
-    def add(self, position: int, mark: int, decision: Decision) -> None:
-        """File `decision`, which has the next order, and forget the oldest one if there are too
-        many.
-        """
+    def __len__(self) -> int:
+        return self._shares.total
+
+    def of(self, tenant: Hashable) -> TenantLog:
+        """The log of `tenant`, to be read only."""
+        return self._logs.get(tenant, self._nothing)
+
+    def add(self, tenant: Hashable, position: int, mark: int, decision: Decision) -> None:
+        """File `decision`, which has the next order; forget another one if there are too many."""
         self.count += 1
-        key = (position, mark)
-        self._queue.append(key)
-        self._at.setdefault(key, []).append(decision)
-        if len(self._queue) > self.entries:
-            oldest = self._queue.popleft()
-            there = self._at[oldest]
-            del there[0]
-            if not there:
-                del self._at[oldest]
+        log = self._logs.get(tenant)
+        if log is None:
+            log = self._logs[tenant] = TenantLog()
+        log.add(position, mark, decision)
+        self._shares.change(tenant, 1)
+        if len(self) > self.entries:
+            largest = self._shares.largest()
+            self._logs[largest].forget_oldest()
+            self._shares.change(largest, -1)
+            if not len(self._logs[largest]):
+                del self._logs[largest]
 
     def clear(self, now: Moment | None) -> None:
         """The cache was emptied: nothing that happened before says why something is missing."""
-        self._queue.clear()
-        self._at.clear()
+        self._logs.clear()
+        self._shares = Shares()
         self.emptied = now
-
-    def along(self, tokens: npt.ArrayLike, mark: int) -> Iterator[tuple[int, list[Decision]]]:
-        """Positions of `tokens` [n] at which something was decided, ascending, each with the
-        decisions, oldest first. mark: `first_mark` of their namespace.
-        """
-        ids = _words(tokens)
-        here = 0
-        for position in sorted({position for position, _ in self._at if position <= len(ids)}):
-            mark = zlib.crc32(ids[here:position], mark)
-            here = position
-            decisions = self._at.get((position, mark))
-            if decisions is not None:
-                yield position, decisions
-
-    @property
-    def full(self) -> bool:
-        """Whether older decisions may have been forgotten."""
-        return len(self._queue) >= self.entries
-
-    def __len__(self) -> int:
-        return len(self._queue)
 
 
 def _words(tokens: npt.ArrayLike) -> memoryview:

@@ -65,6 +65,7 @@ class CacheMetrics:
             "failures": "Worker processes that did not end well.",
             "seconds": "Seconds that comparisons took.",
             "switches": "Changes of the policy in force.",
+            "taken_back": "Changes that a later comparison undid.",
             "regret_tokens": "Tokens that the policy in force missed against the best one.",
         }
         self._tuner: dict[str, Counter] = {

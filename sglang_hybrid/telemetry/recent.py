@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.core.shares import Shares
 from sglang_hybrid.telemetry.decisions import Moment
 from sglang_hybrid.telemetry.stats import RequestReport
+from sglang_hybrid.tenants import Tenant
 
 REQUESTS = 256
 BYTES = 32 << 20
@@ -30,13 +33,12 @@ class Used:
 class Seen:
     """A request when it was looked up last before its prefill.
 
-    tokens: of its prompt. kv: how far KV was stored. known: how far it was sent before, None if
-    nothing remembers that. order: decisions before it. report: grows with what it leaves.
+    tokens: of its prompt. kv: how far KV was stored. known: how far its tenant sent it before, None
+    if nothing remembers that. order: decisions before it. report: grows with what it leaves.
     """
 
     tokens: array[int]
-    extra_key: str | None
-    cache_salt: str | None
+    tenant: Tenant
     report: RequestReport
     kv: int
     used: Used | None
@@ -44,34 +46,60 @@ class Seen:
     at: Moment | None
     known: int | None = None
 
-    def bytes(self) -> int:
-        return len(self.tokens) * self.tokens.itemsize
-
 
 class Recent:
-    """The last requests by id, within `requests` and `max_bytes`."""
+    """The last requests of each tenant by id, within `requests` and `max_bytes` in all: when there
+    are too many, the tenant with most of them, or of their bytes, loses its oldest one.
+    """
 
     def __init__(self, requests: int = REQUESTS, max_bytes: int = BYTES) -> None:
         self.requests = requests
         self.max_bytes = max_bytes
-        self._bytes = 0
-        self._seen: OrderedDict[str, Seen] = OrderedDict()
-
-    def put(self, request_id: str, seen: Seen) -> None:
-        """Remember a request, or what it found at a later look-up."""
-        self._drop(request_id)
-        self._seen[request_id] = seen
-        self._bytes += seen.bytes() + len(request_id)
-        while len(self._seen) > self.requests or self._bytes > self.max_bytes:
-            self._drop(next(iter(self._seen)))
-
-    def get(self, request_id: str) -> Seen | None:
-        return self._seen.get(request_id)
+        self._counts = Shares()
+        self._bytes = Shares()
+        self._seen: dict[Hashable, OrderedDict[str, Seen]] = {}
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return self._counts.total
 
-    def _drop(self, request_id: str) -> None:
-        seen = self._seen.pop(request_id, None)
+    def put(self, tenant: Hashable, request_id: str, seen: Seen) -> None:
+        """Remember a request, or what it found at a later look-up."""
+        self._drop(tenant, request_id)
+        self._seen.setdefault(tenant, OrderedDict())[request_id] = seen
+        self._counts.change(tenant, 1)
+        self._bytes.change(tenant, _bytes(request_id, seen))
+        while self._counts.total > self.requests:
+            self._drop_oldest(self._counts.largest())
+        while self._bytes.total > self.max_bytes:
+            self._drop_oldest(self._bytes.largest())
+
+    def get(self, tenant: Hashable, request_id: str) -> Seen | None:
+        return self._seen.get(tenant, OrderedDict()).get(request_id)
+
+    def of(self, tenant: Hashable) -> int:
+        """How many requests of `tenant` are remembered."""
+        return self._counts.of(tenant)
+
+    def newest(self, tenant: Hashable) -> Moment | None:
+        """When the newest request of `tenant` that is remembered came."""
+        times = (
+            seen.at
+            for seen in self._seen.get(tenant, OrderedDict()).values()
+            if seen.at is not None
+        )
+        return max(times, default=None)
+
+    def _drop_oldest(self, tenant: Hashable) -> None:
+        self._drop(tenant, next(iter(self._seen[tenant])))
+
+    def _drop(self, tenant: Hashable, request_id: str) -> None:
+        seen = self._seen.get(tenant, OrderedDict()).pop(request_id, None)
         if seen is not None:
-            self._bytes -= seen.bytes() + len(request_id)
+            self._counts.change(tenant, -1)
+            self._bytes.change(tenant, -_bytes(request_id, seen))
+            if not self._seen[tenant]:
+                del self._seen[tenant]
+
+
+def _bytes(request_id: str, seen: Seen) -> int:
+    return len(seen.tokens) * seen.tokens.itemsize + len(request_id)

@@ -84,7 +84,9 @@ class CacheStats:
             "hit_tokens": self.hit_tokens,
             "kv_only_tokens": self.kv_only_tokens,
             "hit_rate": self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
-            "flops_saved": self.flops_saved,
+            "flops_saved": float(
+                self.flops_saved
+            ),  # beyond 64 bits SGLang's messages refuse an int
             "waited_for_a_sibling": self.waited,
             "checkpoints_admitted": dict(self.admitted),
             "checkpoints_skipped": dict(self.skipped),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sglang_hybrid.telemetry.account import Account, Ago, Gap, House, Reason, Rest
+from sglang_hybrid.telemetry.account import Account, Gap, House, Reason, Rest
 
 KINDS = {
     "branch": "branch point",
@@ -140,7 +140,7 @@ def _evicted(gap: Gap) -> str:
             f"of request {gap.taker.request}{_worth(gap.taker.score)}"
         )
     elif gap.short == "states":
-        said += "; its slot went to a running request"
+        said += "; another request needed the slot"
     if gap.hits is not None and gap.unused is not None:
         said += f"; {_count(gap.hits, 'hit')}, unused for {_span(gap.unused)}"
     return said
@@ -187,7 +187,7 @@ def _remembered(account: Account) -> Iterator[str]:
             "evicted, nor of when a state was taken and used."
         )
     elif house.full and any(gap.reason is Reason.UNKNOWN for gap in account.deeper):
-        yield f"Only the last {house.of:,} decisions are remembered."
+        yield "Older decisions are forgotten."
     if house.emptied is not None and (account.deeper or account.unstored):
         yield f"The cache was emptied {_ago(house.emptied)}; what was noted before is gone."
 
@@ -200,14 +200,12 @@ def _more_slots(house: House) -> str:
 
 
 def _more_kv(house: House) -> str:
-    slots, free = house.state_slots or 0, house.state_slots_free or 0
-    if free > slots // 2:
-        return (
-            f"more KV: a smaller --mamba-full-memory-ratio, for {free:,} of {slots:,} state slots "
-            "are free."
-        )
+    more = f"more KV: --max-total-tokens above {house.kv_room:,}, or a larger --mem-fraction-static"
+    if house.state_slots is None:
+        return more + "."
     return (
-        f"more KV: --max-total-tokens above {house.kv_room:,}, or a larger --mem-fraction-static."
+        f"{more}; or a smaller --mamba-full-memory-ratio, where /server_info shows that state "
+        "slots stay free."
     )
 
 
@@ -224,14 +222,18 @@ def _positions(places: list[tuple[int, str]]) -> str:
     return ", ".join(f"{position:,} ({KINDS.get(kind, kind)})" for position, kind in places)
 
 
-def _ago(ago: Ago | None) -> str:
-    if ago is None:
+def _ago(seconds: float | None) -> str:
+    if seconds is None:
         return "at an unknown time"
-    return "at the newest request" if ago.requests == 0 else f"{_span(ago)} ago"
+    return "just now" if seconds == 0 else f"{_span(seconds)} ago"
 
 
-def _span(ago: Ago) -> str:
-    return f"{_count(ago.requests, 'request')} ({ago.seconds:.0f} s)"
+def _span(seconds: float) -> str:
+    """To about two digits."""
+    for size, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def _count(number: int, thing: str) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -30,7 +32,8 @@ class Finished:
     """A request that ended. tokens: int32, its prompt of `input_len` tokens and its answer.
 
     arrival: seconds on any clock. kv_room, slot_room: KV tokens and state slots that running
-    requests left to the cache when it ended.
+    requests left to the cache when it ended. tenant: a name for who sent it, "" for a request
+    without cache salt, extra key and adapter.
     """
 
     tokens: TokenArray
@@ -40,19 +43,18 @@ class Finished:
     kv_room: int
     slot_room: int
     message_starts: tuple[int, ...] = ()
+    tenant: str = ""
 
     @property
     def held_bytes(self) -> int:
         return RECORD_BYTES + self.tokens.nbytes + 8 * len(self.message_starts)
 
 
-def compact(prompt: Sequence[int], answer: Sequence[int], scope: int = 0) -> TokenArray:
-    """Token ids as int32. scope: prompts of different scopes share nothing, so their ids differ."""
+def compact(prompt: Sequence[int], answer: Sequence[int]) -> TokenArray:
+    """Token ids as int32."""
     tokens = np.empty(len(prompt) + len(answer), dtype=np.int32)
     tokens[: len(prompt)] = prompt
     tokens[len(prompt) :] = answer
-    if scope:
-        tokens ^= np.int32(scope & 0x7FFFFFFF)
     return tokens
 
 
@@ -91,7 +93,7 @@ class TraceFile:
         self.path = path
         self.written = 0
         self.left_out = 0
-        self._file = path.open("wb")
+        self._file = open_private(path)
         self._queue: queue.Queue[Finished | None] = queue.Queue(LONGEST_QUEUE)
         self._thread = threading.Thread(target=self._write_all, name="hybrid-record", daemon=True)
         self._thread.start()
@@ -127,6 +129,13 @@ class TraceFile:
                 self.written += 1
 
 
+def open_private(path: Path) -> BinaryIO:
+    """An empty file for writing that nobody but its owner can read. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.fchmod(descriptor, 0o600)  # it may have been there
+    return os.fdopen(descriptor, "wb")
+
+
 def as_line(record: Finished, t: float) -> RecordedLine:
     tokens = record.tokens
     return RecordedLine(
@@ -134,4 +143,5 @@ def as_line(record: Finished, t: float) -> RecordedLine:
         tokens[: record.input_len].tolist(),
         tokens[record.input_len :].tolist(),
         message_starts=list(record.message_starts),
+        tenant=record.tenant,
     )

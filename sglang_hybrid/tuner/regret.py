@@ -1,4 +1,6 @@
-"""What each candidate lost so far against the others, and when that is reason to switch."""
+"""What each candidate lost so far against the others, and when that is reason to switch or to go
+back.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class Regrets:
         best = max(1.0, self._tokens.max(initial=0))
         return dict(zip(self._specs, ((best - self._tokens) / best).tolist(), strict=True))
 
-    def learn(self, hits: Mapping[Spec, Ints]) -> None:
+    def learn(self, hits: Mapping[Spec, Ints | FloatArray]) -> None:
         """A search found so many tokens [n] in each request, under each candidate. Where another
         one tried other candidates, it is forgotten.
         """
@@ -64,3 +66,28 @@ class Regrets:
         errors = np.sqrt(np.maximum(squares + squares[now] - 2 * self._products[now], 0.0))
         enough = (gains > margin * self._tokens[now]) & (gains > sure * errors)
         return self._specs[int(np.where(enough, gains, 0.0).argmax())] if enough.any() else current
+
+
+class Advantages:
+    """How much more a policy found in the server than in a replay of the same requests.
+
+    A replay begins with an empty cache and knows nothing, so that a policy that learns looks worse
+    in it than it is. What was seen while a policy was in force says by how much. A policy that
+    found less than in its replay gets no handicap: requests that overlap cost every policy hits.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[Spec, float] = {}  # per request
+
+    def learn(self, spec: Spec, seen: Ints, replayed: Ints) -> None:
+        """`spec` was in force: tokens [n] that requests hit, and would have hit in a replay."""
+        more = float(np.mean(seen - replayed))
+        known = self._tokens.get(spec)
+        self._tokens[spec] = more if known is None else OLDER * known + (1 - OLDER) * more
+
+    def added(self, hits: Mapping[Spec, Ints]) -> dict[Spec, FloatArray]:
+        """What each policy would find in the server, as far as that is known."""
+        return {
+            spec: found.astype(np.float64) + max(0.0, self._tokens.get(spec, 0.0))
+            for spec, found in hits.items()
+        }

@@ -8,16 +8,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.tuner.candidates import CANDIDATES
 from sglang_hybrid.tuner.recorder import Finished, Recorder
-from sglang_hybrid.tuner.regret import Regrets
+from sglang_hybrid.tuner.regret import Advantages, Ints, Regrets
 from sglang_hybrid.tuner.search import Found, Limits, search
 from sglang_hybrid.tuner.window import Window, make_window
 
@@ -46,8 +48,11 @@ class Rules:
     worse than they are in the server if they were compared while they know nothing.
 
     margin: share of the hit tokens that a switch must gain. sure: standard errors that the gain
-    must exceed. drift: points of hit rate between what was expected and what is seen that are
-    reason to forget earlier searches, and to search again.
+    must exceed. Both grow with every switch that was taken back. probation: share of the window
+    after which a switch is looked at again, and then after twice as many requests each time: what
+    was left behind comes back unless it did worse on the requests since. drift: points of hit rate
+    between what was expected and what is seen that are reason to forget earlier searches, and to
+    search again.
     """
 
     window: int = 0
@@ -56,6 +61,7 @@ class Rules:
     most: int = 4_096
     margin: float = 0.01
     sure: float = 2.5
+    probation: float = 0.5
     drift: float = 0.1
     record_bytes: int = 64 << 20
     limits: Limits = field(default_factory=Limits)
@@ -63,14 +69,15 @@ class Rules:
 
 @dataclass
 class TunerCounts:
-    """Totals. regret_tokens: what the policies in force missed, in the requests that
-    counted, against the best candidate there.
+    """Totals. taken_back: switches that a later comparison undid. regret_tokens: what the policies
+    in force missed, in the requests that counted, against the best candidate there.
     """
 
     runs: int = 0
     failures: int = 0
     seconds: float = 0.0
     switches: int = 0
+    taken_back: int = 0
     regret_tokens: int = 0
 
 
@@ -113,6 +120,12 @@ class Tuner:
         self._search = search
         self._recorder = Recorder(self.rules.record_bytes)
         self._regrets = Regrets()
+        self._advantages = Advantages()
+        self._left: Spec | None = None  # what the last switch left behind, while that is watched
+        self._switched_at = 0
+        self._next_check = 0  # requests after the switch
+        self._compared: Sequence[Spec] = candidates
+        self._seen_hit_lens: Ints = np.zeros(0, dtype=np.int64)  # of the requests that count
         self._window = 0  # requests; 0 until something was evicted
         self._ended = 0
         self._searched_at = 0
@@ -154,6 +167,11 @@ class Tuner:
 
     def adopted(self, switch: PolicySwitch) -> None:
         """`switch` is in force."""
+        back = switch.spec == self._left
+        self.counts.taken_back += back
+        self._left = None if back else self.current
+        self._switched_at = self._ended
+        self._next_check = max(1, round(self.rules.probation * self._window))
         self.current, self.last_switch = switch.spec, switch.reason
         self.counts.switches += 1
         self._offer = None
@@ -200,6 +218,8 @@ class Tuner:
         """Why a search is due now; empty if none is."""
         if not self._window or self.searching or self._offer is not None:
             return ""
+        if self._left is not None and self._ended - self._switched_at >= self._next_check:
+            return f"{self._left} was left {self._ended - self._switched_at} requests ago"
         new = self._ended - self._searched_at
         if new < self._window:
             return ""
@@ -210,13 +230,27 @@ class Tuner:
         return f"{new} requests after the last one" if new >= self._gap else ""
 
     def _begin(self, reason: str) -> None:
-        new, self._searched_at = self._ended - self._searched_at, self._ended
+        """Compare all candidates on what came since the last search; or, after a switch, what was
+        left behind with what is in force on what came since, after as many requests of before as
+        are recorded.
+        """
+        since = self._ended - self._switched_at
+        if self._left is None or since < self._next_check:
+            new, self._searched_at = self._ended - self._searched_at, self._ended
+            records = self._recorder.latest(min(2 * new, self.rules.most))
+            counted = (len(records) + 1) // 2
+            self._compared = self._candidates
+        else:
+            records = self._recorder.latest(self.rules.most)
+            counted = min(since, (len(records) + 1) // 2)
+            self._compared = (self.current, self._left)
+            self._next_check *= 2
         self._seen_then = self.hit_rate
-        records = self._recorder.latest(min(2 * new, self.rules.most))
-        counted = (len(records) + 1) // 2
+        known = min(counted, since)  # before, another policy was in force
+        self._seen_hit_lens = np.array([record.hit_len for record in records[-known:]])
         logger.info(
             "sglang_hybrid: %d policies are compared on the last %d requests: %s.",
-            *(len(self._candidates), len(records), reason),
+            *(len(self._compared), len(records), reason),
         )
         self._thread = threading.Thread(
             target=self._run, args=(records, counted), name="hybrid-tuner", daemon=True
@@ -234,7 +268,7 @@ class Tuner:
                 self._serving,
                 has_states=self._has_states,
             )
-            self._found = self._search(window, self._candidates, self.rules.limits)
+            self._found = self._search(window, self._compared, self.rules.limits)
         except Exception as error:
             logger.debug("the search failed", exc_info=True)
             self._found = Found(0, failures=[f"{type(error).__name__}: {error}"])
@@ -249,16 +283,26 @@ class Tuner:
             logger.warning("sglang_hybrid: comparing policies: %s.", failure)
         if self.current not in found.hits or not found.counted_tokens:
             return
-        hits = {spec: int(tokens.sum()) for spec, tokens in found.hits.items()}
-        self.counts.regret_tokens += max(hits.values()) - hits[self.current]
-        self._regrets.learn(found.hits)
-        choice = self._regrets.choose(self.current, self.rules.margin, self.rules.sure)
+        replayed = found.hits[self.current]
+        known = len(self._seen_hit_lens)
+        if 0 < known <= len(replayed):
+            self._advantages.learn(self.current, self._seen_hit_lens, replayed[-known:])
+        tokens = self._advantages.added(found.hits)
+        hits = {spec: int(of_spec.sum()) for spec, of_spec in tokens.items()}
         self.expected = self._seen_then
+        if self._compared is not self._candidates:
+            self._watch(hits)
+            return
+        self.counts.regret_tokens += max(hits.values()) - hits[self.current]
+        self._regrets.learn(tokens)
+        strictness = 1 + self.counts.taken_back
+        margin, sure = self.rules.margin * strictness, self.rules.sure * strictness
+        choice = self._regrets.choose(self.current, margin, sure)
         if choice == self.current:
             self._gap = min(2 * self._gap, max(self._window, self.rules.most // 2))
             logger.info(
                 "sglang_hybrid: %s stays, as nothing gains %.0f %% more for sure; %.1f s.",
-                *(self.current, 100 * self.rules.margin, found.seconds),
+                *(self.current, 100 * margin, found.seconds),
             )
             return
         self.expected = max(self._seen_then, hits[choice] / found.counted_tokens)
@@ -267,3 +311,19 @@ class Tuner:
             f"{hits[self.current]:,} of {found.counted_tokens:,} prompt tokens hit in a replay"
         )
         self._offer = PolicySwitch(self.counts.switches + 1, choice, reason)
+
+    def _watch(self, hits: Mapping[Spec, int]) -> None:
+        """After a switch: what was left behind comes back if it would have found as much."""
+        left = self._left
+        if left is None or left not in hits:
+            return
+        if hits[left] < hits[self.current]:
+            if self._next_check > self.rules.most:
+                self._left = None  # it has proved itself
+            return
+        self._regrets.forget()
+        reason = (
+            f"{left} again instead of {self.current}: since the switch {hits[left]:,} instead of "
+            f"{hits[self.current]:,} prompt tokens would have been hit"
+        )
+        self._offer = PolicySwitch(self.counts.switches + 1, left, reason)

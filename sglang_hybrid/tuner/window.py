@@ -65,7 +65,7 @@ def make_window(
     """`records` [n > 0] on pools as large as what running requests leave of the server's."""
     start = records[0].arrival
     requests = [
-        Request(number, 0, r.arrival - start, r.tokens, r.input_len, r.message_starts)
+        Request(number, 0, r.arrival - start, r.tokens, r.input_len, r.message_starts, r.tenant)
         for number, r in enumerate(records)
     ]
     slots = median_low(r.slot_room for r in records) if has_states else UNBOUNDED
@@ -80,7 +80,7 @@ def packed(window: Window) -> Iterator[int]:
     Written piece by piece, so that other threads of this process are not held up.
     """
     rows = [
-        (r.session, r.turn, r.arrival, len(r.tokens), r.input_len, r.message_starts)
+        (r.session, r.turn, r.arrival, len(r.tokens), r.input_len, r.message_starts, r.tenant)
         for r in window.requests
     ]
     cache = (
@@ -106,8 +106,8 @@ def unpack(descriptor: int) -> Window:
     start = 8 + int.from_bytes(content[:8], "little")
     cache, rows = pickle.loads(content[8:start])
     requests = []
-    for session, turn, arrival, length, input_len, message_starts in rows:
+    for session, turn, arrival, length, input_len, message_starts, tenant in rows:
         tokens = np.frombuffer(content, np.int32, length, start)
         start += tokens.nbytes
-        requests.append(Request(session, turn, arrival, tokens, input_len, message_starts))
+        requests.append(Request(session, turn, arrival, tokens, input_len, message_starts, tenant))
     return Window(requests, *cache)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.allocation import alloc_req_slots
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -178,14 +180,26 @@ class Server:
 
     # One request, step by step.
 
-    def arrive(self, tokens: Sequence[int], stamp: float = 0.0) -> Req:
+    def arrive(
+        self,
+        tokens: Sequence[int],
+        stamp: float = 0.0,
+        *,
+        rid: str | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        lora_id: str | None = None,
+    ) -> Req:
         """A request that waits."""
         self._rid += 1
         req = Req(
-            rid=str(self._rid),
+            rid=str(self._rid) if rid is None else rid,
+            extra_key=extra_key,
+            cache_salt=cache_salt,
+            lora_id=lora_id,
             origin_input_text="",
             origin_input_ids=array("q", tokens),
-            sampling_params=SamplingParams(temperature=0, max_new_tokens=1_000),
+            sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
         )
         req.time_stats.created_time = stamp
         return req
@@ -211,25 +225,33 @@ class Server:
         return hit
 
     def admit(self, req: Req) -> bool:
-        """Look up and lock; False, and nothing is held, if it does not fit now."""
+        """Look up, and what the cache's PrefillAdder does; False, and nothing is held, if it does
+        not join a batch now (scheduler.py, get_new_batch_prefill).
+        """
         self.look_up(req)
         if not self._fits(req):
             self.send_back(req)
             return False
-        if self._plans:
-            self.cache.intend(req)
-        req.lock = self.cache.lock(req.last_node)
-        self.running.append(req)
-        return True
+        return self.try_to_add(req)
+
+    def try_to_add(self, req: Req) -> bool:
+        """What the PrefillAdder says of a request that was looked up."""
+        adder = self._adder([req])
+        unfinished = any(other.extend_end < _length(other) for other in self.running)
+        verdict = adder.add_one_req(req, has_chunked_req=unfinished, truncation_align_size=None)
+        if req in adder.can_run_list:
+            self.running.append(req)
+            return True
+        if verdict is not AddReqResult.CONTINUE:
+            self.send_back(req)
+        return False
 
     def prefill_step(self, req: Req) -> bool:
-        """One chunk; True if the prompt is done."""
-        total = len(req.full_untruncated_fill_ids)
+        """One forward; True if the prompt is done."""
+        total = _length(req)
         first = not req.kv.holds_kv
-        req.extend_end = min(req.prefix_len + (self.chunk or total), total)
-        if self._plans:
-            cut = self.cache.next_cut(req, req.prefix_len, req.extend_end)
-            req.extend_end = cut or req.extend_end
+        if not first and req.extend_end == req.prefix_len:
+            self.look_ahead(req)
         prefix = self.cache.prefix_device_indices(req) if first and req.prefix_len else None
         alloc_req_slots(self.pool, [req], self.cache)
         if prefix is not None:
@@ -250,6 +272,12 @@ class Server:
         if not done:
             req.init_next_round_input()
         return done
+
+    def look_ahead(self, req: Req) -> None:
+        """Say where the next forward of a prefill that was begun ends."""
+        adder = self._adder()
+        adder.add_chunked_req(req)
+        assert req in adder.can_run_list, "a prefill that was begun cannot go on"
 
     def decode(self, req: Req, answer: Sequence[int]) -> None:
         """All of `answer` at once. The last token's KV is never computed."""
@@ -287,9 +315,15 @@ class Server:
 
     # Whole requests.
 
-    def serve(self, tokens: Sequence[int], answer: Sequence[int], stamp: float = 0.0) -> int:
+    def serve(
+        self,
+        tokens: Sequence[int],
+        answer: Sequence[int],
+        stamp: float = 0.0,
+        cache_salt: str | None = None,
+    ) -> int:
         """A request from arrival to end, alone; returns its hit length."""
-        req = self.arrive(tokens, stamp)
+        req = self.arrive(tokens, stamp, cache_salt=cache_salt)
         if not self.admit(req):
             raise RuntimeError("the request does not fit into the pools, even alone")
         hit = int(req.prefix_len)
@@ -306,6 +340,7 @@ class Server:
                 request.tokens[: request.input_len].astype(np.int64).tolist(),
                 request.tokens[request.input_len :].astype(np.int64).tolist() or [0],
                 request.arrival,
+                request.tenant or None,
             )
             for request in requests
         ]
@@ -341,6 +376,20 @@ class Server:
         assert states + cached + own == self.sizes.states, (states, cached, own)
         taken = self.pool.mamba_allocator.free_slots.tolist()
         assert len(set(taken)) == len(taken), "a slot was freed twice"
+
+    def _adder(self, waiting: Sequence[Req] = ()) -> PrefillAdder:
+        """What fills a batch: the cache's own, or SGLang's (patch 0005)."""
+        ours = getattr(self.cache, "prefill_adder_class", None)
+        kind = PrefillAdder if ours is None else partial(ours, waiting_queue=waiting)
+        return kind(
+            self.sizes.page,
+            self.cache,
+            self.allocator,
+            None,
+            new_token_ratio=0.0,
+            rem_input_tokens=1 << 30,
+            rem_chunk_tokens=self.chunk or None,
+        )
 
     def kv_to_be_had(self) -> int:
         """KV that is free or evictable and promised to no running request."""
@@ -382,6 +431,11 @@ class Server:
     def _end(self, req: Req, reason: Any) -> None:
         self.running.remove(req)
         req.finished_reason = reason
+
+
+def _length(req: Req) -> int:
+    """Tokens that its prefill computes or skips."""
+    return len(req.full_untruncated_fill_ids)
 
 
 def _pages(length: int, page: int) -> int:

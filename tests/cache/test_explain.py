@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sglang_hybrid.cache.explain import Explanation
 from sglang_hybrid.cache.explain_messages import ExplainReq
 from sglang_hybrid.checkpoints.roles import RoleTokens
 from sglang_hybrid.telemetry.account import Account, Reason, Rest
 from sglang_hybrid.telemetry.decisions import Decisions
 from sglang_hybrid.telemetry.recent import Recent
 from sglang_hybrid.telemetry.telling import mend, tell
+from sglang_hybrid.tenants import tenant
 from tests.cache.backends import options
 from tests.cache.driver import MAMBA, Server, Sizes, build_cache
 from tests.cache.test_rules import node, run
@@ -26,16 +28,20 @@ def server(policy: str = "reuse", admission: str = "judicious", **more: Any) -> 
     return Server(build_cache(where, options(policy, admission, **more), **how), where)
 
 
-def explain(it: Server, tokens: list[int], **scope: Any) -> Account:
-    account: Account = it.cache.explainer.of_prompt(array("q", tokens), **scope)
+def explain(it: Server, tokens: list[int], **whose: str | None) -> Account:
+    account = told(it, **whose).of_prompt(array("q", tokens))
     assert list(tell(account))
     return account
 
 
+def told(it: Server, extra_key: str | None = None, cache_salt: str | None = None) -> Explanation:
+    return Explanation(it.cache, it.cache.notes, tenant(extra_key, cache_salt))
+
+
 def of_request(it: Server, request_id: str) -> Account:
-    account: Account = it.cache.explainer.of_request(
-        request_id, it.cache.notes.recent.get(request_id)
-    )
+    seen = it.cache.notes.recent.get(tenant(None, None), request_id)
+    assert seen is not None
+    account = told(it).of_request(request_id, seen)
     assert list(tell(account))
     return account
 
@@ -70,9 +76,8 @@ def test_the_checkpoint_that_is_used() -> None:
     used = account.checkpoint
     assert used is not None and used.taken is not None and used.last_used is not None
     assert (used.position, used.kind, used.hits) == (100, "tail", 1)
-    assert (used.taken.requests, used.taken.seconds) == (2, 21.0)
-    assert (used.last_used.requests, used.last_used.seconds) == (1, 1.0)
-    assert "token 100: answer's end; taken 2 requests (21 s) ago, 1 hit" in said(account)
+    assert (used.taken, used.last_used) == (21.0, 1.0)
+    assert "token 100: answer's end; taken 21 s ago, 1 hit, the last one 1.0 s ago" in said(account)
 
 
 def test_an_identical_prompt_misses_nothing() -> None:
@@ -193,7 +198,7 @@ def test_a_state_that_went_alone() -> None:
     (gap,) = account.deeper
     assert (gap.position, gap.reason, gap.kind) == (20, Reason.EVICTED, "prompt_end")
     assert (gap.with_kv, gap.taker) == (False, None)
-    assert "its slot went to a running request" in said(account)
+    assert "another request needed the slot" in said(account)
 
 
 def test_evicted_when_kv_ran_short() -> None:
@@ -309,8 +314,7 @@ def test_prompts_with_another_key_share_nothing() -> None:
     for scope in ({"extra_key": "adapter"}, {"cache_salt": "tenant"}):
         account = explain(it, run(80), **scope)
         assert (account.kv, account.deeper) == (0, [])
-        # The history does not tell namespaces apart, so it is not asked.
-        assert account.unstored is not None and account.unstored.why is Rest.UNKNOWN
+        assert account.unstored is not None and account.unstored.why is Rest.NEW
 
 
 def test_what_was_sent_with_a_key_is_found_with_it() -> None:
@@ -326,7 +330,9 @@ def test_what_was_sent_with_a_key_is_found_with_it() -> None:
     assert explain(it, run(80, 5), extra_key="adapter").hit == 79
     assert explain(it, run(80)).deeper == []
     assert explain(it, run(80, 5)).kv == 0
-    assert of_request(it, "1").request is not None
+    adapters = it.cache.notes.recent.get(tenant("adapter", None), "1")
+    assert adapters is not None
+    assert told(it, "adapter").of_request("1", adapters).request is not None
 
 
 def test_where_the_last_message_would_get_its_state() -> None:
@@ -382,7 +388,7 @@ def test_a_request_that_is_looked_up_again_and_again() -> None:
         it.send_back(req)
     account = of_request(it, req.rid)
     assert account.checkpoint is not None and account.checkpoint.last_used is not None
-    assert (account.checkpoint.hits, account.checkpoint.last_used.requests) == (0, 1)
+    assert (account.checkpoint.hits, account.checkpoint.last_used) == (0, 8.0)
     assert account.request is not None and not account.request.started
     assert "which has not been prefilled yet" in said(account)
 
@@ -422,7 +428,10 @@ def test_an_unknown_request_and_an_empty_prompt() -> None:
     it.serve(run(20), [7])
     answer = it.cache.explainer.answer(ExplainReq(request_id="nobody"))
     assert answer.account is None
-    assert "no request 'nobody' is among the last 1 that came; at most 256" in answer.error
+    assert (
+        "no request 'nobody' with this extra key, salt and adapter is among the last 1"
+        in answer.error
+    )
     assert it.cache.explainer.answer(ExplainReq(input_ids=[])).error == "the prompt has no tokens."
     assert it.cache.explainer.answer(ExplainReq(input_ids=run(30))).account["kv"] == 20
     impossible = it.cache.explainer.answer(ExplainReq(input_ids=[1 << 70]))
@@ -446,7 +455,7 @@ def test_recent_requests_are_bounded_in_number_and_bytes() -> None:
     for k in range(5):
         it.serve(run(30, k), [7])
     kept = it.cache.notes.recent
-    assert [kept.get(str(rid)) is not None for rid in range(1, 6)] == [
+    assert [kept.get(tenant(None, None), str(rid)) is not None for rid in range(1, 6)] == [
         False,
         False,
         True,
@@ -489,7 +498,7 @@ def observables(it: Server) -> dict[str, Any]:
         "clock": (cache.mirror.clock.tick, cache.mirror.clock.stamp),
         "stats": cache.stats.as_dict(),
         "free": it.free(),
-        "history": None if history is None else (history.held_bytes, history._version),
+        "history": None if history is None else (history.held_bytes, history._versions),
         "decisions": (cache.notes.decisions.count, len(cache.notes.recent)),
         "victim": [
             choice and (choice[0].id, choice[1])

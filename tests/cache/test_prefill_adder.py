@@ -1,11 +1,16 @@
 """Our PrefillAdder: what it decides beyond SGLang's."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, _PrefillAdmission
 
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
+from tests.cache.backends import options
+from tests.cache.driver import Server, Sizes, build_cache
+from tests.cache.test_rules import run
 
 REQUEST = SimpleNamespace()
 FITS = _PrefillAdmission(
@@ -32,6 +37,7 @@ def admit(
     adder.tree_cache = SimpleNamespace(next_cut=lambda *_: cut)
     adder.rem_chunk_tokens = 60
     adder.new_chunked_req = SimpleNamespace() if in_this_batch else None
+    adder._unlimited = False
     return adder._select_prefill_admission(REQUEST, has_chunked_req=from_before)
 
 
@@ -55,3 +61,58 @@ def test_one_that_fits_whole_fills_the_room_beside_it(
     monkeypatch: pytest.MonkeyPatch, unfinished: str
 ) -> None:
     assert admit(monkeypatch, FITS, **{unfinished: True}) is FITS
+
+
+def server(*, one_pass: bool = True, **sizes: int) -> Server:
+    where = Sizes(**sizes)
+    return Server(build_cache(where, options("reuse"), one_pass=one_pass), where)
+
+
+def test_without_chunked_prefill_a_prefill_is_split_where_kernels_need_that() -> None:
+    it = server(one_pass=False)
+    document = run(100)
+    it.serve([*document, *run(50, 1)], [7])
+    req = it.arrive([*document, *run(50, 2)])
+    assert it.admit(req)
+    ends = [req.extend_end]
+    while not it.prefill_step(req):
+        it.look_ahead(req)
+        ends.append(req.extend_end)
+    assert ends == [100, 149, 150]  # and not all 150 at once
+    assert it.cache.planner.in_flight() == []
+    it.finish(req)
+    assert it.probe([*document, *run(50, 3)]) == 100
+
+
+def test_a_batch_without_chunks_keeps_its_bound() -> None:
+    it = server(one_pass=False)
+    adder = it._adder()
+    adder.rem_input_tokens = 120
+    verdicts = []
+    for seed in range(3):
+        req = it.arrive(run(100, seed))
+        it.look_up(req)
+        verdicts.append(adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None))
+    assert len(adder.can_run_list) == 1, "one prefill that is split at a time"
+    assert verdicts[-1] is AddReqResult.OTHER
+
+
+def test_a_request_that_does_not_fit_is_counted_once_it_does() -> None:
+    """Fifty attempts, one micro-branch."""
+    it = server(kv=400)
+    document = run(100)
+    it.serve([*document, *run(60, 1)], [7])
+    for seed in (2, 3):  # a state at the branch, and a prompt that leaves it 8 tokens further down
+        it.serve([*document, *run(40, seed)], [7])
+    holder = it.arrive(run(180, 9))
+    assert it.admit(holder)
+    it.prefill_step(holder)
+    waiting = it.arrive([*document, *run(60, 1)[:8], *run(190, 8)])
+    before = dict(it.cache.stats.skipped), it.cache.notes.decisions.count
+    for _ in range(50):
+        it.look_up(waiting)
+        assert not it.try_to_add(waiting)
+    assert (dict(it.cache.stats.skipped), it.cache.notes.decisions.count) == before
+    it.finish(holder)
+    assert it.admit(waiting)
+    assert it.cache.stats.skipped["micro_branch"] - before[0].get("micro_branch", 0) == 1

@@ -120,3 +120,16 @@ def test_only_the_rank_that_receives_requests_tunes() -> None:
     assert first.tuner is not None and first.poll() == []
     assert build_cache(sizes, options("reuse"), rank=0).tuning.tuner is None
     assert build_cache(sizes, HybridConfig(), rank=0).tuning.tuner is None
+
+
+def test_the_pool_that_chose_last_is_forgotten_with_its_policy() -> None:
+    """An explanation must not name a pool of before."""
+    sizes = SIZES["states"]
+    server = Server(build_cache(sizes, HybridConfig()), sizes)
+    mirror = server.cache.mirror
+    for after in (lambda: switch(server, CANDIDATES[1]), server.flush):
+        for number in range(12):
+            server.serve(run(number, 60), [7], float(number + 1))
+        assert mirror.asked is not None
+        after()
+        assert mirror.asked is None

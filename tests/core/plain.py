@@ -55,10 +55,11 @@ def plain_victim(
     """The victim by the definitions; for GDSF see PlainGdsf."""
     everything = [facts_of(node, scarce, cost) for node in tree.walk()]
     everything = [facts for facts in everything if facts.freed]
-    if not policy.blind_to_children:
+    if policy.stateless_first:
         dead = [facts.node for facts in everything if not facts.node.has_state]
         if dead:
             return min(dead, key=lambda node: (node.last_used, node.id))
+    if policy.spares_forks:
         few = [facts for facts in everything if len(facts.node.children) <= 1]
         if not few and not last_resort:
             return None
@@ -124,6 +125,12 @@ def textbook_marconi(candidates: list[Facts], alpha: float) -> dict[int, float]:
         facts.node.id: r + alpha * e
         for facts, r, e in zip(candidates, recency, efficiency, strict=True)
     }
+
+
+class PaperLru(Lru):
+    """Least recently used, states with several children spared."""
+
+    spares_forks = True
 
 
 class PlainGdsf:

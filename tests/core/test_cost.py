@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.layers import Layer, attention, mlp, short_conv
-from sglang_hybrid.core.model_config import read_layers
+from sglang_hybrid.core.model_config import FAMILIES, read_layers
 
 NEMOTRON = {
     "model_type": "nemotron_h",
@@ -285,3 +285,75 @@ def test_a_missing_field_is_named() -> None:
     config = {key: value for key, value in NEMOTRON.items() if key != "ssm_state_size"}
     with pytest.raises(ValueError, match=r"'nemotron_h' lacks mamba_d_state / ssm_state_size"):
         CostModel.from_config(config)
+
+
+EVERYTHING = {
+    **NEMOTRON,
+    **GRANITE,
+    "layer_types": None,
+    "num_hidden_layers": 4,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "attn_layer_indices": [1],
+    "full_attn_idxs": [1],
+    "layers_block_type": ["mamba", "attention", "hybrid", "mamba"],
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "sliding_window": 64,
+    "block_ffn_dim_multiplier": 1.0,
+    "hybrid_override_pattern": "M-*E",
+    "text_config": None,
+}
+CONFIGS = [EVERYTHING | {"model_type": family} for family in (*FAMILIES, "llama", "brand_new")]
+odd = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**13), 10**13),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.integers(0, 9), max_size=3),
+    st.dictionaries(st.text(max_size=2), st.integers(0, 9), max_size=2),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(CONFIGS), st.data())
+def test_whatever_a_config_holds_it_is_read_or_refused_in_one_sentence(
+    config: dict[str, object], data: st.DataObject
+) -> None:
+    """A list as `intermediate_size`, no heads, a million layers: the server says "a guess"."""
+    names = data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=3))
+    changed = config | {name: data.draw(odd) for name in names}
+    try:
+        cost = CostModel.from_config(changed)
+    except ValueError as error:
+        assert str(error).startswith("the config of model_type")
+        assert "\n" not in str(error)
+    else:
+        assert cost.flops(1_000) >= 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("intermediate_size", [1, 2]), ("num_attention_heads", 0), ("num_hidden_layers", 10**12)],
+)
+def test_unusual_configs_are_refused(field: str, value: object) -> None:
+    llama = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+    }
+    assert CostModel.from_config(llama).linear > 0
+    with pytest.raises(ValueError, match="the config of model_type 'llama'"):
+        CostModel.from_config(llama | {field: value})

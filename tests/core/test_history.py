@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.history import (
-    NO_SLOT,
-    TOKEN_BYTES,
-    History,
-    Meeting,
-    Place,
-    TimeUnit,
-)
+from sglang_hybrid.core.history import History, Meeting, TimeUnit
+from sglang_hybrid.core.history_tree import NO_SLOT, TOKEN_BYTES, Place
 from sglang_hybrid.core.nodes import Clock
 
 
@@ -50,8 +47,8 @@ class PlainHistory:
         self.sequences.append(sequence)
 
 
-def places(history: History) -> list[Place]:
-    found, stack = [], list(history._root.children.values())
+def places(history: History, tenant: str | None = None) -> list[Place]:
+    found, stack = [], list(history.tree(tenant).root.children.values())
     while stack:
         place = stack.pop()
         found.append(place)
@@ -114,12 +111,31 @@ def test_a_meeting_saves_the_way_and_changes_nothing(seed: int) -> None:
         shapes = [[(p.depth, p.slot, p.klass) for p in trail.places] for trail in trails]
         assert shapes[0] == shapes[1]
     one, other = (history.index for history in histories)
-    for name in ("_ended", "_cut_short", "_class", "_since"):
+    for name in ("_class", "_since"):
         assert np.array_equal(getattr(one, name), getattr(other, name))
+    for name in ("_ended", "_cut_short", "_number"):
+        assert np.array_equal(getattr(one._long, name), getattr(other._long, name))
+
+
+def watched(history: History) -> Counter[str]:
+    """Counts what the index is told of intervals from now on."""
+    happened: Counter[str] = Counter()
+
+    def counted(name: str, tell: Callable[..., Any]) -> Callable[..., Any]:
+        def told(*arguments: Any) -> Any:
+            happened[name] += 1
+            return tell(*arguments)
+
+        return told
+
+    for name in ("returned", "close"):
+        setattr(history.index, name, counted(name, getattr(history.index, name)))
+    return happened
 
 
 def test_a_session_and_a_template() -> None:
     history, clock = History(TimeUnit.REQUESTS), Clock()
+    happened = watched(history)
     rng = np.random.default_rng(0)
     template = rng.integers(0, 1000, 100)
 
@@ -137,9 +153,9 @@ def test_a_session_and_a_template() -> None:
     assert history.meet(np.concatenate([template, question()])).branch == 100
     ask(template, question())  # finds the branch
     ask(template, question())  # resumes from it
-    assert history.index._ended.sum() == 1
+    assert happened["returned"] == 1
     turn2, _ = ask(first, question())
-    assert history.index._ended.sum() == 2
+    assert happened["returned"] == 2
     trail = history.observe(turn2, len(turn2) - 20, clock)
     fork = trail.at(100)
     assert fork is not None
@@ -167,6 +183,7 @@ def test_a_place_has_the_pace_of_its_session() -> None:
 
 def test_the_oldest_are_forgotten_and_counted_as_cut_short() -> None:
     history, clock = History(max_bytes=20_000), Clock()
+    happened = watched(history)
     for i in range(200):
         clock.advance(float(i))
         history.observe(np.arange(50) + 50 * i, 40, clock)
@@ -174,7 +191,7 @@ def test_the_oldest_are_forgotten_and_counted_as_cut_short() -> None:
     kept = places(history)
     assert history.held_bytes == sum(600 + len(p.edge) for p in kept)
     assert len(kept) == 28
-    assert history.index._cut_short.sum() == 200 - 28
+    assert happened["close"] == 200 - 28
     assert history.meet(np.arange(50)).known_len == 0
     assert history.meet(np.arange(50) + 50 * 199).known_len == 49
 
@@ -194,6 +211,66 @@ def test_a_sequence_larger_than_the_bound_is_held_alone() -> None:
         clock.advance()
         history.observe(np.arange(5000) + 5000 * i, 5000, clock)
     assert len(places(history)) == 1
+
+
+def test_tenants_know_nothing_of_one_another() -> None:
+    """What a tenant finds, and leaves, is what it finds alone; the index counts both."""
+    rng = random.Random(5)
+    alone, shared, clock = History(), History(), Clock()
+    of_one, of_both = watched(alone), watched(shared)
+    for number in range(120):
+        clock.advance(float(number))
+        prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 60))]
+        for tenant in ("a", "b"):
+            if tenant == "b":
+                found, known = (history.meet(prompt, "b") for history in (alone, shared))
+                assert (found.known_len, found.branch) == (known.known_len, known.branch)
+                assert [place.depth for place in found.trail.places] == [
+                    place.depth for place in known.trail.places
+                ]
+                alone.observe([*prompt, 1], len(prompt), clock, tenant="b")
+            shared.observe([*prompt, 1], len(prompt), clock, tenant=tenant)
+    mine, its = places(alone, "b"), places(shared, "b")
+    assert sorted((p.depth, p.branches, p.turn) for p in mine) == sorted(
+        (p.depth, p.branches, p.turn) for p in its
+    )
+    assert of_both["returned"] == 2 * of_one["returned"] > 0
+    assert shared.held_bytes == sum(shared.tree(tenant).held_bytes for tenant in "ab")
+
+
+def test_a_flood_of_one_tenant_leaves_the_others_what_they_have() -> None:
+    history, clock = History(max_bytes=20_000), Clock()
+    for i in range(5):
+        history.observe(np.arange(50) + 50 * i, 40, clock, tenant="small")
+    for i in range(500):
+        clock.advance(float(i))
+        history.observe(np.arange(50) + 50 * i, 40, clock, tenant="flood")
+        assert history.held_bytes <= 20_000
+    assert len(places(history, "small")) == 5
+    assert history.meet(np.arange(50) + 50 * 499, "flood").known_len == 49
+
+
+def test_many_tenants_stay_within_the_bound() -> None:
+    history, clock = History(max_bytes=20_000), Clock()
+    for i in range(200):
+        clock.advance(float(i))
+        history.observe(np.arange(50), 40, clock, tenant=i)
+        assert history.held_bytes <= 20_000
+    assert len(history._trees) == len(history._shares) == 28
+    assert history.meet(np.arange(50), 199).known_len == 49
+    assert history.meet(np.arange(50), 0).known_len == 0
+
+
+def test_a_match_of_a_tree_that_was_forgotten_since_is_not_taken_up() -> None:
+    history, clock = History(max_bytes=1_500), Clock()
+    first = np.arange(50)
+    history.observe(first, 40, clock, tenant="a")
+    meeting = history.meet(first, "a")
+    assert meeting.known_len == 49
+    history.observe(np.arange(400), 40, clock, tenant="b")
+    assert not places(history, "a")
+    trail = history.observe(first, 50, clock, meeting=meeting, tenant="a")
+    assert trail.places == places(history, "a")
 
 
 def test_a_page_is_within_reach() -> None:

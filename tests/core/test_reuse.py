@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import heapq
+import random
+from collections import deque
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -212,3 +217,82 @@ def test_the_table_is_rebuilt_often_at_first_then_every_some_requests() -> None:
     assert rebuilt[0] == 0
     assert gaps.max() == gaps[-1] == REBUILD_EVERY
     assert gaps[0] < 3
+
+
+# What was learnt fades when the traffic changes.
+
+
+class Traffic:
+    """Positions of one class, one a second. A share of them returns, after `gap` seconds on average
+    and once; the others never do. All are forgotten after 2,000 more.
+    """
+
+    def __init__(self, index: ReuseIndex, klass: int, seed: int) -> None:
+        self.index, self.klass, self.source = index, klass, random.Random(seed)
+        self.now = 0.0
+        self.waiting: deque[int] = deque()
+        self.due: list[tuple[float, int]] = []
+
+    def go_on(self, count: int, share: float, gap: float) -> None:
+        for _ in range(count):
+            self.now += 1.0
+            while self.due and self.due[0][0] <= self.now:
+                time, slot = heapq.heappop(self.due)
+                self.index.returned(slot, time)
+            slot = self.index.open(self.klass, self.now)
+            self.waiting.append(slot)
+            if self.source.random() < share:
+                heapq.heappush(self.due, (self.now + self.source.expovariate(1 / gap), slot))
+            if len(self.waiting) > 2_000:
+                self.index.close(self.waiting.popleft())
+            self.index.observed(self.now)
+
+    def requests_until_known(self, share: float, gap: float, rate: float) -> int:
+        """After how many positions the index is within a factor of 1.5 of `rate`, for good."""
+        known = 0
+        for number in range(0, 1_200, 20):
+            self.go_on(20, share, gap)
+            self.index.rebuild()
+            ratio = self.index.weight(self.klass, 0.0) / rate
+            if not 1 / 1.5 < ratio < 1.5:
+                known = number + 20
+        return known
+
+
+CHANGES = [((0.9, 10.0), (0.1, 10.0)), ((0.05, 10.0), (0.7, 10.0)), ((0.8, 4.0), (0.3, 40.0))]
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+@pytest.mark.parametrize(
+    "count", [20_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_a_change_of_traffic_is_learnt_nearly_as_fast_as_on_a_fresh_index(
+    count: int, before: tuple[float, float], after: tuple[float, float]
+) -> None:
+    """However much was learnt of the other kind."""
+    klass = class_of(0, 500, 1)
+    sure = Traffic(ReuseIndex(1.0), klass, 7)
+    sure.go_on(6_000, *after)
+    sure.index.rebuild()
+    rate = sure.index.weight(klass, 0.0)
+    took: list[list[int]] = []
+    for first in (0, count):
+        trained = Traffic(ReuseIndex(1.0), klass, 0)
+        trained.go_on(first, *before)
+        runs = []
+        for seed in range(7):
+            traffic = copy.deepcopy(trained)
+            traffic.source = random.Random(seed)
+            runs.append(traffic.requests_until_known(*after, rate))
+        took.append(runs)
+    fresh, used = (sorted(runs)[len(runs) // 2] for runs in took)
+    assert used <= 2 * fresh + 60, took
+
+
+def test_traffic_that_stays_as_it_is_is_never_forgotten() -> None:
+    """Chance alone does not refute what was learnt."""
+    index, klass = ReuseIndex(1.0), class_of(0, 500, 1)
+    started_over = []
+    index._long.start_over = lambda *what: started_over.append(what)  # type: ignore[method-assign]
+    Traffic(index, klass, 1).go_on(30_000, 0.5, 10.0)
+    assert len(started_over) <= 3

@@ -54,11 +54,12 @@ def test_kv_without_a_state_is_absorbed_by_the_only_child() -> None:
     assert freed_bytes(lower, Scarce.SHARED, PAPER) == 50 * KV + STATE
 
 
-def test_a_node_with_many_children_is_kept_until_the_last_resort() -> None:
+def test_marconi_spares_a_fork_until_the_last_resort() -> None:
     tree = NodeTree()
     fork = checkpoint(tree, tree.root, 100, Kind.BRANCH)
     children = [checkpoint(tree, fork, 10) for _ in range(2)]
-    pool = watch(tree, Scarce.STATES)
+    assert watch(tree, Scarce.STATES).victim() is fork  # under any other policy it competes
+    pool = watch(tree, Scarce.STATES, Marconi())
     assert fork not in pool.candidates()
     for child in children:
         tree.hold(child, kv=True, state=True)
@@ -66,12 +67,13 @@ def test_a_node_with_many_children_is_kept_until_the_last_resort() -> None:
     assert pool.victim(last_resort=True) is fork
 
 
-def test_lru_blind_to_children_takes_the_fork_first() -> None:
+def test_a_fork_that_is_the_oldest_is_evicted_first() -> None:
     tree = NodeTree()
     fork = checkpoint(tree, tree.root, 100, Kind.BRANCH)
     for _ in range(2):
         checkpoint(tree, fork, 10)
-    assert watch(tree, Scarce.STATES, Lru(blind_to_children=True)).victim() is fork
+    for policy in (Lru(), Lru(stateless_first=False)):
+        assert watch(tree, Scarce.STATES, policy).victim() is fork
 
 
 def test_what_a_request_holds_is_no_candidate() -> None:

@@ -39,9 +39,9 @@ def test_shared_prefixes_are_those_of_all_pairs(waiting: list[list[int]], at_lea
     assert len(siblings) == 0
 
 
-def test_scopes_share_nothing() -> None:
+def test_tenants_share_nothing() -> None:
     siblings = Siblings()
-    siblings.add("a", [1, 2, 3, 4], scope="adapter")
+    siblings.add("a", [1, 2, 3, 4], tenant="adapter")
     siblings.add("b", [1, 2, 3, 5])
     siblings.add("c", [1, 2, 3, 6])
     assert siblings.shared("a", 1) == []

@@ -1,11 +1,13 @@
 """Tensor-parallel ranks share the cores that this process may use."""
 
 import os
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import sglang.srt.platforms  # noqa: F401 (finds our platform; that cannot be imported before it)
 
+from sglang_hybrid.platforms import cpu
 from sglang_hybrid.platforms.cpu import bind_cores
 
 VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -40,3 +42,39 @@ def test_the_users_binding_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "7|8")
     bind_cores(2)
     assert os.environ[VARIABLE] == "7|8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ({"dp_size": 2}, 2),
+        ({"dp_size": 2, "tp_size": 2}, 4),
+        ({"dp_size": 2, "tp_size": 2, "enable_dp_attention": True}, 2),
+        ({"pp_size": 3}, 3),
+    ],
+)
+def test_every_rank_counts(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, int], ranks: int
+) -> None:
+    asked = []
+    monkeypatch.setattr(cpu, "bind_cores", asked.append)
+    args = SimpleNamespace(
+        **{
+            **dict.fromkeys(("tp_size", "pp_size", "dp_size"), 1),
+            "enable_dp_attention": False,
+            "model_path": "owner/name",
+            "dtype": "auto",
+            **dict.fromkeys(
+                (
+                    "sampling_backend",
+                    "mem_fraction_static",
+                    "max_total_tokens",
+                    "max_mamba_cache_size",
+                    "max_running_requests",
+                )
+            ),
+            **flags,
+        }
+    )
+    cpu.HybridCpuPlatform().apply_server_args_defaults(args)
+    assert asked == [ranks]

@@ -24,6 +24,7 @@ from sglang_hybrid.replay.baselines import (
 )
 from sglang_hybrid.replay.future import NEVER, Oracle
 from sglang_hybrid.replay.policies import TailLru
+from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator, Split, hit_rate
 from sglang_hybrid.replay.systems import SYSTEMS, Setting, Spec
 from sglang_hybrid.replay.traces import Request, read_compact
@@ -315,6 +316,22 @@ def test_two_pools_that_learn_share_one_history() -> None:
 
 
 ATTENTION = replace(PAPER, state_bytes=0)
+
+
+@pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize("name", [n for n in SYSTEMS if n != "none"])
+def test_tenants_share_nothing(name: str, served: bool) -> None:
+    """A conversation goes on from its own turns, and is new to every other tenant."""
+    turns = [request(numbers(0, 600 * n), numbers(600 * n, 300)) for n in (1, 2, 3)]
+    requests = [
+        replace(turns[turn], arrival=float(at), tenant=tenant)
+        for at, (tenant, turn) in enumerate(
+            [("a", 0), ("a", 1), ("b", 1), ("", 1), ("a", 2), ("b", 2)], start=1
+        )
+    ]
+    setting = Setting(PAPER, 2**40, requests, serving=Serving() if served else None)
+    found = [outcome.hit_len for outcome in map(Spec(name).build(setting).serve, requests)]
+    assert [hit > 0 for hit in found] == [False, True, False, False, True, True]
 
 
 @pytest.mark.parametrize("name", [n for n in SYSTEMS if n not in ("none", "vllm+")])

@@ -167,6 +167,18 @@ def test_what_is_written_is_read_again(tmp_path: Path, name: str, suffix: str) -
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
+def test_tenants_are_recorded_and_in_no_other_format(tmp_path: Path) -> None:
+    tokens = np.arange(50, dtype=np.int32)
+    requests = [Request(k, 0, float(k), tokens, 40, (), tenant) for k, tenant in enumerate("aab")]
+    write_trace(tmp_path / "t.jsonl", requests, "recorded")
+    read = read_trace(tmp_path / "t.jsonl", Reading())
+    assert [request.tenant for request in read] == ["a", "a", "b"]
+    for name in set(WRITABLE) - {"recorded"}:
+        with pytest.raises(ValueError, match="write them as 'recorded'"):
+            write_trace(tmp_path / "other.jsonl", requests, name)
+        assert not (tmp_path / "other.jsonl").exists()
+
+
 def test_compact_says_a_prefix_once(tmp_path: Path) -> None:
     tokens = np.arange(10_000, dtype=np.int32)
     ends = [5_000 + 500 * i for i in range(10)]

@@ -63,6 +63,26 @@ def test_a_fan_out_asks_about_one_document_at_once() -> None:
     assert common_prefix(requests[0].tokens, requests[5].tokens) < 5
 
 
+def test_a_transcript_grows_and_is_asked_about_at_every_stage() -> None:
+    how = traffic(
+        "transcript", templates=1, turns=Draw("const", 3), think=Draw("const", 0), max_input=6_000
+    )
+    requests = generate("transcript", how, 0)
+    stages = [requests[at : at + 3] for at in range(0, len(requests), 3)]
+    assert len(stages) == how.sessions
+    grown = begun = 0
+    before = stages[0][0].tokens[:0]
+    for stage in stages:
+        said = [request.tokens[: request.message_starts[-1]] for request in stage]
+        assert all(np.array_equal(said[0], other) for other in said)
+        if len(said[0]) > len(before) and np.array_equal(said[0][: len(before)], before):
+            grown += 1
+        else:
+            begun += 1
+        before = said[0]
+    assert grown > 0.8 * len(stages) and begun > 5
+
+
 def test_reuse_differs_by_kind() -> None:
     def rate(kind: str) -> float:
         simulator = Simulator(CostModel.paper_7b(), None, Lru())

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +21,7 @@ pytest.importorskip("sglang")
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes, build_cache
 
+TENANTS = "of three tenants: "
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 SERVING = Serving(chunk=2_048, grid=64)
 POLICIES = {
@@ -46,6 +47,9 @@ POOLS = {
 
 @cache
 def trace(name: str, limit: int | None = None) -> list[Request]:
+    if name.startswith(TENANTS):
+        requests = trace(name.removeprefix(TENANTS), limit)
+        return [replace(r, tenant=("", "a", "b")[k * 7 % 3]) for k, r in enumerate(requests)]
     path = TRACES / f"{name}.jsonl.gz"
     if not path.exists():
         pytest.skip(f"../shared/traces/{path.name} is not here")
@@ -99,6 +103,16 @@ def compare(name: str, limit: int | None, pools: Split, policy: str) -> None:
 @pytest.mark.parametrize("name", ["sharegpt_55", "taubench_airline"])
 def test_the_simulator_is_the_server(name: str, policy: str) -> None:
     compare(name, 300, POOLS[name][0], policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tenants_share_nothing_in_either(policy: str) -> None:
+    """What one request sends is hit by its own tenant only."""
+    pools = POOLS["sharegpt_55"][0]
+    compare(f"{TENANTS}sharegpt_55", 300, pools, policy)
+    apart, _, _ = served(f"{TENANTS}sharegpt_55", 300, pools, policy)
+    together, _, _ = served("sharegpt_55", 300, pools, policy)
+    assert sum(apart.hits) < sum(together.hits)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -97,7 +97,7 @@ def test_mistakes_end_in_one_sentence(url: str, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "empty.json").write_text("{}")
     for arguments, why in (
-        (["--request-id", "nobody"], "no request 'nobody' is among the last"),
+        (["--request-id", "nobody"], "no request 'nobody' with this extra key, salt and adapter"),
         (["--input-ids", "1,two"], "numbers with commas"),
         (["--input-ids", f"1,{1 << 70}"], "below 2**31"),
         (["--input-ids", "@nowhere"], "nowhere cannot be read: No such file"),

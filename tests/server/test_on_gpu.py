@@ -38,7 +38,8 @@ MATRIX = [
     pytest.param(architecture, configuration, id=f"{architecture}, {configuration}")
     for architecture in sorted(set(ARCHITECTURES) - {"transformer"})
     for configuration in CONFIGURATIONS
-    if configuration in ("default", "float32") or architecture in (DEFAULT_ARCHITECTURE, "qwen3-next")
+    if configuration in ("default", "float32")
+    or architecture in (DEFAULT_ARCHITECTURE, "qwen3-next")
 ]
 NEW_TOKENS = 6
 ROUNDING = 0.01

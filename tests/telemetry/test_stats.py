@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import msgspec
+
 from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
 
@@ -42,3 +44,10 @@ def test_what_is_handed_out_does_not_change_later() -> None:
     found = stats.as_dict()
     stats.evicted["leaf"] += 1
     assert found["evicted"] == {"leaf": 1}
+
+
+def test_totals_of_years_can_be_sent() -> None:
+    """SGLang's messages refuse integers beyond 64 bits."""
+    stats = CacheStats()
+    stats.served(RequestReport(30, 10, 5, Missed.NO_STATE), flops_saved=2**70)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats.as_dict()))["flops_saved"] == 2.0**70

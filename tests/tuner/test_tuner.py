@@ -11,7 +11,7 @@ import pytest
 from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.tuner.candidates import CANDIDATES
-from sglang_hybrid.tuner.regret import Ints, Regrets
+from sglang_hybrid.tuner.regret import Advantages, Ints, Regrets
 from sglang_hybrid.tuner.search import Found, Limits, search
 from sglang_hybrid.tuner.tuner import PolicySwitch, Rules, Tuner
 from sglang_hybrid.tuner.window import Window
@@ -141,6 +141,82 @@ def test_a_hit_rate_near_the_expected_one_is_no_reason() -> None:
     feed(it, 40, hit_rate=0.5)
     feed(it, 79, hit_rate=0.42)
     assert len(script.windows) == 1
+
+
+class Costs:
+    """A search that finds so many tokens in every request that counts."""
+
+    def __init__(self, *found: dict[Spec, int]) -> None:
+        self.found = list(found)
+        self.compared: list[list[Spec]] = []
+        self.counted: list[int] = []
+
+    def __call__(self, window: Window, candidates: Sequence[Spec], limits: Limits) -> Found:
+        self.compared.append(list(candidates))
+        self.counted.append(window.counted)
+        found = self.found.pop(0) if len(self.found) > 1 else self.found[0]
+        tokens = {spec: np.full(window.counted, hits) for spec, hits in found.items()}
+        return Found(100 * window.counted, tokens, [], 0.5)
+
+
+def test_a_switch_that_lost_since_is_taken_back() -> None:
+    better, worse = {REUSE: 10, LRU: 20}, {REUSE: 10, LRU: 9}
+    script = Costs(better, worse, better)
+    it = Tuner(COST, RULES, search=script)
+    feed(it, 40, hit_rate=0)
+    assert it.current == LRU
+    feed(it, 19, hit_rate=0)
+    assert len(script.compared) == 1, "half a window has to pass"
+    back = feed(it, 1, hit_rate=0)
+    assert script.compared[1] == [LRU, REUSE] and script.counted[1] == 20
+    assert back is not None and back.spec == REUSE
+    assert "reuse again instead of lru: since the switch 200 instead of 180" in back.reason
+    assert (it.counts.switches, it.counts.taken_back) == (2, 1)
+    feed(it, 20, hit_rate=0)
+    assert script.compared[2:] == [list(CANDIDATES)], "what came back is not on probation"
+
+
+def test_after_a_switch_that_was_taken_back_a_gain_must_be_twice_as_sure() -> None:
+    before = [{REUSE: 1_000, LRU: 1_015}, {REUSE: 1_000, LRU: 1_000}, {REUSE: 1_000, LRU: 1_015}]
+    it = Tuner(COST, RULES, search=Costs(*before))
+    assert feed(it, 40, hit_rate=0) is not None
+    feed(it, 20, hit_rate=0)
+    assert (it.current, it.counts.taken_back) == (REUSE, 1), "of equals, the one that was there"
+    feed(it, 400, hit_rate=0)
+    assert it.counts.runs > 3
+    assert it.current == REUSE
+
+
+def test_a_switch_that_proves_itself_is_looked_at_ever_less_often() -> None:
+    script = Costs({REUSE: 10, LRU: 20})
+    it = Tuner(COST, Rules(window=40, most=200), search=script)
+    feed(it, 40 + 400, hit_rate=0)
+    watched = [
+        n for n, specs in zip(script.counted, script.compared, strict=True) if len(specs) == 2
+    ]
+    assert watched == [20, 40, 60, 100], "20, 40, 80, 160 since, at most half of what is recorded"
+    assert (it.current, it.counts.taken_back) == (LRU, 0)
+
+
+def test_what_the_policy_in_force_was_seen_to_hit_beats_what_a_replay_says_of_it() -> None:
+    """A replay begins empty, and a policy that learns looks worse in it than it was."""
+    script = Costs({REUSE: 10, LRU: 30})
+    for hit_rate, current in ((0.0, LRU), (0.5, REUSE)):
+        it = Tuner(COST, RULES, search=script)
+        feed(it, 200, hit_rate=hit_rate)
+        assert it.current == current
+
+
+def test_a_policy_that_hit_less_than_in_its_replay_gets_no_handicap() -> None:
+    advantages = Advantages()
+    advantages.learn(REUSE, even(100), even(500))
+    advantages.learn(LRU, even(500), even(100))
+    hits = advantages.added({REUSE: even(500), LRU: even(100), MARCONI: even(200)})
+    assert {spec: found.sum() for spec, found in hits.items()} == {
+        REUSE: 500,
+        LRU: 500,
+        MARCONI: 200,
+    }
 
 
 def test_regret_is_remembered() -> None:

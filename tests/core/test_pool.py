@@ -1,0 +1,86 @@
+"""The work of one choice is bounded, whatever changed since the last one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.eviction import SegLen
+from sglang_hybrid.core.nodes import SETTLED_AT_ONCE, Kind, Node, NodeTree, anchor
+from sglang_hybrid.core.pool import DESCRIBED_AT_ONCE, Pool, Scarce
+
+PAPER = CostModel.paper_7b()
+CHILDREN = 20_000
+
+
+class Counting(SegLen):
+    """Counts what it describes."""
+
+    described = 0
+
+    def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
+        self.described += 1
+        return super().describe(node, saved, freed)
+
+
+def fork() -> tuple[NodeTree, Node, Pool, Counting]:
+    """A state with many children, each with a state, all described."""
+    tree, policy = NodeTree(), Counting()
+    pool = Pool(Scarce.STATES, PAPER, policy, tree.clock)
+    tree.listen(pool)
+    above = tree.add(tree.root, "above", 100)
+    tree.give_state(above, Kind.BRANCH)
+    for name in range(CHILDREN):
+        tree.give_state(tree.add(above, name, 10 + name % 7), Kind.TAIL)
+    assert len(pool.candidates()) == CHILDREN + 1
+    policy.described = 0
+    return tree, above, pool, policy
+
+
+@pytest.mark.parametrize("what", ["drop", "give"])
+def test_a_state_above_many_children_changes(what: str) -> None:
+    tree, above, pool, policy = fork()
+    tree.drop_state(above)
+    if what == "give":
+        pool.candidates()
+        tree.settle(CHILDREN)
+        pool.candidates()
+        tree.give_state(above, Kind.BRANCH)
+    choices = 0
+    while True:
+        policy.described = 0
+        assert pool.cheapest() is not None
+        if not policy.described:
+            break
+        assert policy.described <= DESCRIBED_AT_ONCE
+        choices += 1
+        assert choices < 2 * CHILDREN / SETTLED_AT_ONCE
+    for node in tree.walk():
+        nearest = anchor(node)
+        assert node.anchor_depth == (0 if nearest is None else nearest.depth)
+    assert pool.check(tree.walk()) == []
+
+
+def test_what_changed_meanwhile_is_never_chosen_by_what_was_known_of_it() -> None:
+    """A node that is held, or gone, while thousands wait to be described."""
+    tree, above, pool, _ = fork()
+    source = random.Random(1)
+    children = list(above.children.values())
+    for child in source.sample(children, 5_000):  # so many wait
+        tree.hit(child)
+    chosen = pool.cheapest()
+    assert chosen is not None
+    for _ in range(200):
+        assert chosen is not None
+        node, _ = chosen
+        if source.random() < 0.5:
+            tree.hold(node, kv=True, state=True)
+        else:
+            tree.drop_state(node)
+            tree.remove(node)
+        following = pool.cheapest()
+        assert following is not None and following[0] is not node
+        assert not following[0].state_locked
+        chosen = following
