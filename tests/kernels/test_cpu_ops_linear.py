@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kernel_cases import BF16, FP32, Draw, assert_close
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
 from sglang_hybrid.platforms import sizing
 from sglang_hybrid.platforms.cpu_ops import linear
@@ -57,6 +59,33 @@ def test_an_updated_weight_is_packed_again():
     assert_close(linear.apply(linear_layer, x), expected, FP32, "between")
     linear.pack(linear_layer)
     assert_close(linear.apply(linear_layer, x), expected, FP32, "after")
+
+
+class Layer(torch.nn.Module):
+    """A layer of a model whose loader copies in place, as SGLang's do."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.quant_method = UnquantizedLinearMethod()
+
+    def load_weights(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in named:
+            self.get_parameter(name).data.copy_(tensor)
+
+
+@pytest.mark.usefixtures("packs_everything")
+def test_updates_from_tensors_reach_the_packed_copy():
+    d = Draw(7)
+    model, x, new = Layer(d.normal(24, 40)), d.normal(5, 40), d.normal(24, 40)
+    linear.pack(model)
+    updater = SimpleNamespace(
+        _assert_weight_cache_inactive=lambda operation: None, get_model=lambda: model
+    )
+    found = WeightUpdater.load_weights_from_distributed(updater, [("weight", new)])
+    assert found[0]
+    assert_close(model.quant_method.apply(model, x), x.double() @ new.double().T, FP32)
+    assert model.__dict__[linear._ATTRIBUTE] is not None
 
 
 @pytest.mark.usefixtures("packs_everything")

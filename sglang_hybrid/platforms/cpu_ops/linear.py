@@ -44,16 +44,12 @@ def product(
 
 def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """The product with a layer's weight, for SGLang's `UnquantizedLinearMethod.apply`."""
-    return product(x, layer.weight, bias, layer.__dict__.get(_ATTRIBUTE))
+    return product(x, layer.weight, bias, _packed(layer))
 
 
 def lm_head_product(lm_head: Any, hidden_states: Tensor) -> Tensor:
-    """Logits [n, V] of hidden states [n, D] (patch 0020); a tied embedding is packed when it first
-    serves as a head.
-    """
-    if _ATTRIBUTE not in lm_head.__dict__:
-        pack(lm_head)
-    return product(hidden_states, lm_head.weight, None, lm_head.__dict__[_ATTRIBUTE])
+    """Logits [n, V] of hidden states [n, D] (patch 0020)."""
+    return product(hidden_states, lm_head.weight, None, _packed(lm_head))
 
 
 def pack(layer: Any) -> None:
@@ -86,11 +82,21 @@ def pack_lm_head(layer: Any) -> None:
 
 
 def unpack(layer: Any) -> None:
-    """Drop the packed copy; for SGLang's `restore_weights_before_loading`."""
+    """Drop the packed copy, which is made again when it is needed next; for SGLang's
+    `restore_weights_before_loading`, and for updates without it (patch 0021).
+    """
     global _packed_bytes
     packed = layer.__dict__.pop(_ATTRIBUTE, None)
     if packed is not None:
         _packed_bytes -= layer.weight.numel() * layer.weight.element_size()
+
+
+def _packed(layer: Any) -> Tensor | None:
+    """The packed copy, or None. A tied embedding gets one when it first serves as a head."""
+    if _ATTRIBUTE not in layer.__dict__:
+        pack(layer)
+    packed: Tensor | None = layer.__dict__[_ATTRIBUTE]
+    return packed
 
 
 def _served(x: Tensor, weight: Tensor) -> bool:
