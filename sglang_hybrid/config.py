@@ -137,7 +137,7 @@ class HybridConfig:
             metavar="NUMBER",
             default=AUTO_ALPHA,
             help="weight of FLOP efficiency against recency for --hybrid-eviction marconi; 0 is "
-            "LRU. A number pins that policy; auto is what the tuner finds, or "
+            "recency alone. A number pins that policy; auto is what the tuner finds, or "
             f"{DEFAULT_ALPHA:g} under --hybrid-eviction marconi without one (default: %(default)s)",
         )
         group.add_argument(

@@ -222,6 +222,11 @@ class Mirror:
         """The record of a node of SGLang's tree."""
         return self._records[node.id]
 
+    def __contains__(self, node: UnifiedTreeNode) -> bool:
+        """Whether `node` is in SGLang's tree still."""
+        record = self._records.get(node.id)
+        return record is not None and record.owner is node
+
     def __len__(self) -> int:
         return len(self._records)
 

@@ -1,4 +1,4 @@
-"""SGLang's Python TreeCore, telling the mirror what it does to the tree."""
+"""SGLang's Python TreeCore, telling the mirror what it does to the tree, with our look-up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_core_backend
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
+from sglang_hybrid.cache.tree_match import TreeMatcher
+
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
     from sglang.srt.mem_cache.unified_cache.components.base import TreeComponent
@@ -28,11 +31,17 @@ class HybridTreeCore(UnifiedTreeCore):
         mirror: Mirror,
     ) -> None:
         self.mirror = mirror
+        self._matcher = TreeMatcher(self)
         super().__init__(params, components)
 
     def reset(self) -> None:
         super().reset()
         self.mirror.reset(self.root_node)
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        if len(params.key) < self.page_size or not self._matcher.usable:
+            return super().match_prefix(params)
+        return self._matcher.match(params)
 
     def _add_new_node(self, parent: UnifiedTreeNode, *args: Any, **kwargs: Any) -> UnifiedTreeNode:
         node = super()._add_new_node(parent, *args, **kwargs)

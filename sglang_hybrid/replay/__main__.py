@@ -82,8 +82,9 @@ def _parser() -> argparse.ArgumentParser:
         "--rules",
         choices=["paper", "served"],
         default="paper",
-        help="paper: its admission, request after request; served: two pools (--cache is split as "
-        "SGLang does) and the server's planned checkpoints, hit by hit what it hits (%(default)s)",
+        help="paper: its admission, and the cache holds what is cached; served: what the server "
+        "plans and hits, with room for running requests, in two pools, into which --cache is split "
+        "as the server splits its memory; `sglang` splits as SGLang does (%(default)s)",
     )
     add("--chunk", type=int, help="served: prompt tokens per forward (8192)")
     add("--grid", type=int, help="served: tokens between SGLang's own states (64)")
@@ -275,8 +276,9 @@ def _run(runner: Runner, jobs: list[Job], workers: int, console: Console) -> lis
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
     progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
     with progress:
-        task = progress.add_task("replaying", total=len(jobs))
-        return run_all(runner, jobs, workers, lambda: progress.advance(task))
+        total = sum(runner.steps(job) for job in jobs)
+        task = progress.add_task("requests replayed", total=total)
+        return run_all(runner, jobs, workers, lambda count: progress.advance(task, count))
 
 
 def _show(

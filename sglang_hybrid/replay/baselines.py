@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from sglang_hybrid.core.admission import Prefill
@@ -15,11 +17,20 @@ from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import Clairvoyant, PathLru
 from sglang_hybrid.replay.served import Running, ServedCache, Serving, way_to
-from sglang_hybrid.replay.simulator import Budget, Outcome, Simulator, Split, Ticket
+from sglang_hybrid.replay.simulator import (
+    Budget,
+    Outcome,
+    Simulator,
+    Split,
+    Ticket,
+    serve_in_steps,
+)
 from sglang_hybrid.replay.traces import Request, TokenArray
 
 SGLANG_STATES_TO_KV = 0.9
 """SGLang's default of --mamba-full-memory-ratio."""
+SGLANG_RUNNING_STATES = 3
+"""State slots that a running request holds there, with `extra_buffer` (sglang-notes section 1)."""
 
 
 class NoCache:
@@ -38,10 +49,21 @@ class NoCache:
 
 @dataclass(slots=True)
 class Block:
-    """A cached block: whether a hit used its KV, and whether one resumed from its state."""
+    """A cached block: whether a hit used its KV, whether one resumed from its state, and how many
+    running requests need it.
+    """
 
     kv_reused: bool = False
     state_reused: bool = False
+    held: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class BlockTicket(Ticket):
+    """A request that holds cached blocks by their names, and takes `own_blocks` beside them."""
+
+    names: list[int] = field(default_factory=list)
+    own_blocks: int = 0
 
 
 class BlockCache:
@@ -49,11 +71,14 @@ class BlockCache:
     out, strictly within the budget (paper section 5.1).
 
     A use touches the whole prefix, the deepest block first, so the oldest block is always one that
-    no other needs. Of a sequence that does not fit, the beginning is kept. stored, kv_reused,
+    no other needs. Of a sequence that does not fit, the beginning is kept. with_running: the budget
+    also holds the blocks that running requests fill, and what these hold stays. stored, kv_reused,
     state_reused: blocks so far, for the paper's figure 3a.
     """
 
-    def __init__(self, cost: CostModel, budget: Budget, block: int = 32) -> None:
+    def __init__(
+        self, cost: CostModel, budget: Budget, block: int = 32, *, with_running: bool = False
+    ) -> None:
         self.block = block
         each = block * cost.kv_bytes_per_token + cost.state_bytes
         if isinstance(budget, Split):
@@ -61,20 +86,24 @@ class BlockCache:
         else:
             self.capacity = 2**62 if budget is None else budget // max(each, 1)
         self.used_by_block = each
+        self.with_running = with_running
         self.stored = self.kv_reused = self.state_reused = 0
         self._blocks: OrderedDict[int, Block] = OrderedDict()
+        self._in_use = 0  # blocks of running requests that are not cached
 
     @property
     def used(self) -> int:
         """Bytes that it holds now."""
-        return len(self._blocks) * self.used_by_block
+        return (len(self._blocks) + self._in_use) * self.used_by_block
 
     def serve(self, request: Request) -> Outcome:
+        if self.with_running:
+            return serve_in_steps(self, request)
         ticket = self.begin(request)
-        self._store(request, len(request.tokens))
+        self._store(self._names(request, len(request.tokens)))
         return ticket.outcome
 
-    def begin(self, request: Request) -> Ticket:
+    def begin(self, request: Request) -> BlockTicket:
         names = self._names(request, request.input_len - 1)
         found = 0
         while found < len(names) and names[found] in self._blocks:
@@ -89,28 +118,76 @@ class BlockCache:
             self.state_reused += not last.state_reused
             last.state_reused = True
         hit = found * self.block
-        return Ticket(request, Outcome(request.input_len, hit, hit), {})
+        ticket = BlockTicket(request, Outcome(request.input_len, hit, hit), {})
+        if self.with_running:
+            self._hold(ticket, names[:found])
+            own = -(-request.input_len // self.block) - found
+            ticket.apart = not self._make_room(own)
+            self._own(ticket, 0 if ticket.apart else own)
+        return ticket
 
     def prefilled(self, ticket: Ticket) -> None:
-        self._store(ticket.request, ticket.request.input_len)
+        self._publish(ticket, ticket.request.input_len)
 
     def finished(self, ticket: Ticket) -> None:
-        self._store(ticket.request, len(ticket.request.tokens))
+        self._publish(ticket, len(ticket.request.tokens))
+        assert isinstance(ticket, BlockTicket)
+        self._own(ticket, 0)
+        self._hold(ticket, [])
 
-    def _store(self, request: Request, length: int) -> None:
-        names = self._names(request, length)[: self.capacity]
+    def _publish(self, ticket: Ticket, length: int) -> None:
+        """What was computed up to `length` is cached; a last block that is not full stays the
+        request's own.
+        """
+        assert isinstance(ticket, BlockTicket)
+        if ticket.apart:
+            return
+        self._own(ticket, 0)
+        names = self._store(self._names(ticket.request, length))
+        if self.with_running:
+            self._hold(ticket, names)
+            self._own(ticket, -(-length // self.block) - len(names))
+
+    def _store(self, names: list[int]) -> list[int]:
+        """Cache as many blocks, from the first on, as there is room for; returns their names."""
+        names = names[: self.capacity - self._in_use]
         for name in reversed(names):
             if name in self._blocks:
                 self._blocks.move_to_end(name)
-        missing = [name for name in names if name not in self._blocks]
-        while len(self._blocks) + len(missing) > self.capacity:
-            self._blocks.popitem(last=False)
+        there = {name for name in names if name in self._blocks}
+        if not self._make_room(len(names) - len(there), there):
+            return [name for name in names if name in there]
         for name in reversed(names):
             if name in self._blocks:
                 self._blocks.move_to_end(name)
             else:
                 self._blocks[name] = Block()
                 self.stored += 1
+        return names
+
+    def _make_room(self, blocks: int, kept: Container[int] = ()) -> bool:
+        """Evict until so many more fit, the oldest first; not what is held, nor `kept`. False,
+        and nothing is evicted, if they cannot.
+        """
+        over = max(0, len(self._blocks) + self._in_use + blocks - self.capacity)
+        free = (name for name, block in self._blocks.items() if not block.held and name not in kept)
+        victims = list(islice(free, over))
+        if len(victims) < over:
+            return False
+        for name in victims:
+            del self._blocks[name]
+        return True
+
+    def _hold(self, ticket: BlockTicket, names: list[int]) -> None:
+        for name in names:
+            self._blocks[name].held += 1
+        for name in ticket.names:
+            self._blocks[name].held -= 1
+        ticket.names = names
+
+    def _own(self, ticket: BlockTicket, blocks: int) -> None:
+        self._in_use += blocks - ticket.own_blocks
+        ticket.own_blocks = blocks
 
     def _names(self, request: Request, length: int) -> list[int]:
         """A name for each full block of the first `length` tokens: its tenant, its tokens and all
@@ -129,8 +206,14 @@ class BlockCache:
 class SglangPlus(Simulator):
     """SGLang+: Marconi's admission, least recently used leaf (paper section 5.1)."""
 
-    def __init__(self, cost: CostModel, budget: Budget, min_branch_tokens: int = 16) -> None:
-        super().__init__(cost, budget, PathLru(), min_branch_tokens, PathLru())
+    def __init__(
+        self,
+        cost: CostModel,
+        budget: Budget,
+        min_branch_tokens: int = 16,
+        running_states: int | None = None,
+    ) -> None:
+        super().__init__(cost, budget, PathLru(), min_branch_tokens, PathLru(), running_states)
 
     def _passed(self, request: Request, path: list[Node]) -> None:
         for pool in {self.pool, self.state_pool}:
@@ -158,6 +241,7 @@ class SglangCache(Simulator):
         chunk: int = 8_192,
         interval: int = 256,
         page: int = 1,
+        running_states: int | None = None,
     ) -> None:
         self.page = page
         self.grid = grid
@@ -166,21 +250,24 @@ class SglangCache(Simulator):
         if isinstance(budget, int):
             budget = Split.of(budget, cost, SGLANG_STATES_TO_KV)
         self.kv_policy = PathLru()
-        super().__init__(cost, budget, self.kv_policy, 0, Lru(stateless_first=False))
+        policy = Lru(stateless_first=False)
+        super().__init__(cost, budget, self.kv_policy, 0, policy, running_states)
 
     def serve(self, request: Request) -> Outcome:
-        ticket = self.begin(request)
-        self.prefilled(ticket)
-        self.finished(ticket)
-        return ticket.outcome
+        return serve_in_steps(self, request)
 
     def prefilled(self, ticket: Ticket) -> None:
+        if ticket.apart:
+            return
+        self._own(ticket, 0, ticket.own_states)
         for end in sorted(ticket.ends):
             self._publish(ticket, ticket.request.tokens[:end], {end: ticket.ends[end]})
+        self._own_rest(ticket)
 
     def finished(self, ticket: Ticket) -> None:
         request = ticket.request
-        if self.interval:
+        self._own(ticket, 0, 0)
+        if self.interval and not ticket.apart:
             end = (len(request.tokens) - 1) // self.interval * self.interval
             if end > request.input_len:
                 self._publish(ticket, request.tokens[:end], {end: Kind.TAIL})

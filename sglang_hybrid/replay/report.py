@@ -8,7 +8,7 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -18,7 +18,9 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from sglang_hybrid.replay import plots
+from sglang_hybrid.replay.baselines import SGLANG_RUNNING_STATES
 from sglang_hybrid.replay.figures import Plot, clock, draw
+from sglang_hybrid.replay.runner import Result
 from sglang_hybrid.replay.study import Study, size_words
 
 MARK = "sglang_hybrid replay report"
@@ -88,6 +90,9 @@ class Report:
             timed=study.first.time is not None,
             plots=[(plot, Markup(_svg(plot.figure))) for plot in drawn],
             cost=first.job.cost,
+            serving=first.job.serving,
+            sglang_states=SGLANG_RUNNING_STATES,
+            clairvoyant_leads=leads("clairvoyant", middle),
             clock=clock(study),
             command=self.command,
             seed=self.seed,
@@ -102,6 +107,12 @@ class Report:
         with suppress(OSError):
             return MARK in (self.directory / "index.html").read_text()[:500]
         return False
+
+
+def leads(name: str, results: Mapping[str, Result]) -> bool:
+    """Whether no system found more, but one without bounds."""
+    others = [r.hit_tokens for other, r in results.items() if other not in (name, "unbounded")]
+    return name in results and results[name].hit_tokens >= max(others, default=0)
 
 
 def _svg(figure: Figure) -> str:

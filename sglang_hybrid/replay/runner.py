@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ from sglang_hybrid.replay.simulator import Budget, Outcome, Split
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.timing import PrefillTime, Timeline, paper_ttft
 from sglang_hybrid.replay.traces import Request
+
+LOOK_EVERY = 0.2
+"""Seconds between two looks at how far the workers are."""
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -106,10 +110,15 @@ class Result:
 
 @dataclass
 class Runner:
-    """Traces by name, and what is known of their future."""
+    """Traces by name, and what is known of their future. served: called after each request."""
 
     traces: dict[str, Sequence[Request]]
     oracles: dict[int, Oracle] = field(default_factory=dict)
+    served: Callable[[], None] = lambda: None
+
+    def steps(self, job: Job) -> int:
+        """Requests that `run` serves."""
+        return len(job.spec.candidates()) * len(self.traces[job.trace])
 
     def run(self, job: Job) -> Result:
         """The best in hindsight is that with the most hit tokens; the first of equals."""
@@ -130,9 +139,12 @@ class Runner:
         outcomes: list[Outcome]
         ttft: list[float] = []
         if job.time is None:
-            outcomes = [cache.serve(request) for request in requests]
+            outcomes = []
+            for request in requests:
+                outcomes.append(cache.serve(request))
+                self.served()
         else:
-            served = Timeline(cache, job.time).run(requests)
+            served = Timeline(cache, job.time, self.served).run(requests)
             outcomes = [one.outcome for one in served]
             ttft = [one.ttft for one in served]
         blocks = None
@@ -151,38 +163,55 @@ class Runner:
 
 
 def run_all(
-    runner: Runner, jobs: Sequence[Job], workers: int = 1, done: Callable[[], None] = lambda: None
+    runner: Runner,
+    jobs: Sequence[Job],
+    workers: int = 1,
+    served: Callable[[int], None] = lambda _: None,
 ) -> list[Result]:
-    """Results in the jobs' order. done: called after each. workers: processes; with one, none is
-    started. Raises ChildProcessError if one dies.
+    """Results in the jobs' order.
+
+    Args:
+        runner: holds the traces.
+        jobs: what to run.
+        workers: processes; with one, none is started.
+        served: called with the number of requests served since it was called last.
+
+    Raises:
+        ChildProcessError: a process died.
     """
-    results = dict(_run_all(runner, jobs, workers, done))
-    return [results[index] for index in range(len(jobs))]
-
-
-def _run_all(
-    runner: Runner, jobs: Sequence[Job], workers: int, done: Callable[[], None]
-) -> Iterator[tuple[int, Result]]:
     if workers <= 1 or len(jobs) <= 1:
-        for index, job in enumerate(jobs):
-            result = runner.run(job)
-            done()
-            yield index, result
-        return
+        alone = Runner(runner.traces, runner.oracles, lambda: served(1))
+        return [alone.run(job) for job in jobs]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _start_worker, (runner.traces,)) as pool:
-        futures = {pool.submit(_work, job): index for index, job in enumerate(jobs)}
+    count = context.Value("q", 0)
+    seen = 0
+    with ProcessPoolExecutor(workers, context, _start_worker, (runner.traces, count)) as pool:
+        futures = [pool.submit(_work, job) for job in jobs]
+        waiting = set(futures)
         try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-                done()
+            while waiting:
+                done, waiting = wait(waiting, LOOK_EVERY, FIRST_COMPLETED)
+                now = count.value
+                served(now - seen)
+                seen = now
+                for future in done:
+                    future.result()  # one that failed ends it all
         except BrokenProcessPool as error:
             raise ChildProcessError("a worker died, perhaps for memory: use fewer") from error
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        return [future.result() for future in futures]
 
 
-def _start_worker(traces: dict[str, Sequence[Request]]) -> None:
+def _start_worker(traces: dict[str, Sequence[Request]], count: Synchronized[int]) -> None:
     global _worker
-    _worker = Runner(traces)
+
+    def served() -> None:
+        with count.get_lock():
+            count.value += 1
+
+    _worker = Runner(traces, served=served)
 
 
 def _work(job: Job) -> Result:

@@ -15,7 +15,7 @@ from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.intent import Intent, Planned, Wish, intend, room_for
 from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.replay.policies import SglangLru
-from sglang_hybrid.replay.simulator import Outcome, Simulator, Split, Ticket
+from sglang_hybrid.replay.simulator import Outcome, Simulator, Split, Ticket, serve_in_steps
 from sglang_hybrid.replay.traces import Request, TokenArray
 
 
@@ -74,7 +74,8 @@ class StateSlots:
 
 class ServedCache(Simulator):
     """Two pools, planned checkpoints, chunked prefill; what a running request has computed beyond
-    the tree takes room too.
+    the tree takes room too: `kv_in_use`, and in `slots_in_use` its own state and those that are not
+    published yet.
 
     A request that does not fit, alone or beside those that run, is served without the cache; the
     server would refuse it or let it wait. Under `SglangLru` victims are SGLang's own choice.
@@ -92,15 +93,10 @@ class ServedCache(Simulator):
         super().__init__(cost, pools, policy, min_branch_tokens, state_policy)
         self.pools = pools
         self.serving = serving or Serving()
-        self.kv_in_use = 0  # tokens of running requests that the tree does not hold
-        self.slots_in_use = 0  # of running requests, and of states that are not published yet
         self._slots = StateSlots(self)
 
     def serve(self, request: Request) -> Outcome:
-        ticket = self.begin(request)
-        self.prefilled(ticket)
-        self.finished(ticket)
-        return ticket.outcome
+        return serve_in_steps(self, request)
 
     def begin(self, request: Request) -> Running:
         """Look the prompt up, hold what it hit, and take a slot for its own state."""

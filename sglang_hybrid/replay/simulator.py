@@ -2,8 +2,9 @@
 model.
 
 Admission is the paper's: the branch point of the prompt, if it gains enough tokens, and the last
-token. A policy that keeps a history also knows branch points whose KV was evicted. The budget holds
-what is cached; what running requests compute before it is cached is not in it.
+token. A policy that keeps a history also knows branch points whose KV was evicted. By the paper's
+rules the budget holds what is cached; what running requests compute before it is cached is in it
+only where it is said to be.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def hit_rate(outcomes: Iterable[Outcome]) -> float:
 @dataclass(slots=True, eq=False)
 class Ticket:
     """A request under way. ends: positions of its prompt at which a state is kept. held: the node
-    that must stay meanwhile. meeting: how its prompt met the history, if there is one.
+    that must stay meanwhile. meeting: how its prompt met the history, if there is one. own_kv and
+    own_states: tokens and states that it takes of the budget beside what is cached. apart: there
+    was no room for it, so it leaves nothing.
     """
 
     request: Request
@@ -51,6 +54,9 @@ class Ticket:
     ends: dict[int, Kind]
     held: Node | None = None
     meeting: Meeting | None = None
+    own_kv: int = 0
+    own_states: int = 0
+    apart: bool = False
 
 
 class Cache(Protocol):
@@ -88,12 +94,22 @@ class Split:
 Budget = int | Split | None
 
 
+def serve_in_steps(cache: Cache, request: Request) -> Outcome:
+    """`request` alone, from the beginning to the end."""
+    ticket = cache.begin(request)
+    cache.prefilled(ticket)
+    cache.finished(ticket)
+    return ticket.outcome
+
+
 class Simulator:
     """A cache that holds at most `budget` (bytes, two pools, or None: unbounded) and evicts by
     `policy`.
 
-    state_policy: the policy of the state slots of a split budget, where `policy` is the KV's. A
-    model without state resumes wherever its KV reaches.
+    state_policy: the policy of the state slots of a split budget, where `policy` is the KV's.
+    running_states: where it is not None, the budget also holds what running requests compute: the
+    KV beyond what they hold of the cache, and so many states each. A model without state resumes
+    wherever its KV reaches.
     """
 
     page = 1
@@ -105,14 +121,18 @@ class Simulator:
         policy: Policy,
         min_branch_tokens: int = 16,
         state_policy: Policy | None = None,
+        running_states: int | None = None,
     ) -> None:
         self.cost = cost
         self.budget = budget
         self.min_branch_tokens = min_branch_tokens
         self.tree = TokenTree(self.page)
         self.policy = policy
-        self.kv_used = 0  # tokens
+        self.running_states = running_states
+        self.kv_used = 0  # tokens that are cached
         self.states_used = 0
+        self.kv_in_use = 0  # of running requests, beside those
+        self.slots_in_use = 0
         self._running: Counter[Node] = Counter()
         kv_scarce = Scarce.KV if isinstance(budget, Split) else Scarce.SHARED
         self.pool = Pool(kv_scarce, cost, policy, self.tree.clock)
@@ -126,9 +146,9 @@ class Simulator:
 
     @property
     def used(self) -> int:
-        """Bytes that it holds now."""
-        kv = self.kv_used * self.cost.kv_bytes_per_token
-        return kv + self.states_used * self.cost.state_bytes
+        """Bytes that it holds now, of running requests too where the budget holds those."""
+        kv, states = self.kv_used + self.kv_in_use, self.states_used + self.slots_in_use
+        return kv * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
 
     def run(self, requests: Iterable[Request]) -> list[Outcome]:
         """Serve every request, in order."""
@@ -136,6 +156,8 @@ class Simulator:
 
     def serve(self, request: Request) -> Outcome:
         """Match the prompt, then insert the whole sequence with the checkpoints it deserves."""
+        if self.running_states is not None:
+            return serve_in_steps(self, request)
         ticket, path, matched = self._look_up(request)
         ends: dict[int, Kind | None] = {**ticket.ends, len(request.tokens): Kind.TAIL}
         path = self._insert(request.tokens, path, matched, ends, request.tenant)
@@ -150,20 +172,51 @@ class Simulator:
             passed = self.tree.beyond(path, matched, request.tokens, request.tenant)
             hit_len = ticket.outcome.hit_len
             self._hold(ticket, next(node for node in passed if node.depth >= hit_len))
+        self._admit(ticket)
         return ticket
 
     def prefilled(self, ticket: Ticket) -> None:
         """Publish the prompt and its checkpoints."""
         request = ticket.request
-        prompt = request.tokens[: request.input_len]
-        self._publish(ticket, prompt, {**ticket.ends, len(prompt): None})
+        if not ticket.apart:
+            self._own(ticket, 0, ticket.own_states)  # what it computed becomes the cache's
+            prompt = request.tokens[: request.input_len]
+            self._publish(ticket, prompt, {**ticket.ends, len(prompt): None})
+            self._own_rest(ticket)
 
     def finished(self, ticket: Ticket) -> None:
         """Publish the answer and the tail."""
         request = ticket.request
-        path = self._publish(ticket, request.tokens, {len(request.tokens): Kind.TAIL})
-        self._hold(ticket, None)
-        self._remember(ticket, path)
+        self._own(ticket, 0, 0)
+        if not ticket.apart:
+            path = self._publish(ticket, request.tokens, {len(request.tokens): Kind.TAIL})
+            self._hold(ticket, None)
+            self._remember(ticket, path)
+
+    def _admit(self, ticket: Ticket) -> None:
+        """Make room for what the request computes. One that finds none runs beside the cache; the
+        server would let it wait, or refuse it.
+        """
+        if self.running_states is None:
+            return
+        kv, states = ticket.request.input_len - ticket.outcome.hit_len, self.running_states
+        if self._make_room(kv, states, []):
+            self._own(ticket, kv, states)
+        else:
+            ticket.apart = True
+            self._hold(ticket, None)
+
+    def _own_rest(self, ticket: Ticket) -> None:
+        """After a prefill: what of the prompt is not cached by now stays the request's own."""
+        if self.running_states is not None:
+            cached = 0 if ticket.held is None else ticket.held.depth
+            self._own(ticket, max(0, ticket.request.input_len - cached), ticket.own_states)
+
+    def _own(self, ticket: Ticket, kv: int, states: int) -> None:
+        """`ticket` takes so much of the budget from now on, instead of what it took."""
+        self.kv_in_use += kv - ticket.own_kv
+        self.slots_in_use += states - ticket.own_states
+        ticket.own_kv, ticket.own_states = kv, states
 
     def _look_up(self, request: Request) -> tuple[Ticket, list[Node], int]:
         """What it finds and which checkpoints it deserves; the nodes on its whole path, and how
@@ -287,9 +340,10 @@ class Simulator:
         if self.budget is None:
             return None
         if isinstance(self.budget, Split):
-            if self.states_used + states > self.budget.slots:
+            if self.states_used + self.slots_in_use + states > self.budget.slots:
                 return self.state_pool
-            return self.pool if self.kv_used + kv > self.budget.kv_tokens else None
+            kv += self.kv_used + self.kv_in_use
+            return self.pool if kv > self.budget.kv_tokens else None
         needed = kv * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
         return self.pool if self.used + needed > self.budget else None
 
@@ -312,9 +366,9 @@ class Simulator:
         return self._short(kv, states) is None
 
     def _could_fit(self, kv: int, states: int, path: list[Node]) -> bool:
-        """Whether it would fit beside nothing but `path`."""
-        kv += path[-1].depth if path else 0
-        states += sum(node.has_state for node in path)
+        """Whether it would fit beside nothing but `path` and what running requests compute."""
+        kv += self.kv_in_use + (path[-1].depth if path else 0)
+        states += self.slots_in_use + sum(node.has_state for node in path)
         if isinstance(self.budget, Split):
             return kv <= self.budget.kv_tokens and states <= self.budget.slots
         needed = kv * self.cost.kv_bytes_per_token + states * self.cost.state_bytes

@@ -11,6 +11,7 @@ from typing import Any
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import POLICIES, Lru, Policy, make_policy
 from sglang_hybrid.replay.baselines import (
+    SGLANG_RUNNING_STATES,
     BlockCache,
     ClairvoyantCache,
     NoCache,
@@ -107,17 +108,26 @@ def _none(setting: Setting) -> Cache:
 
 
 def _vllm(setting: Setting, block: int = 32) -> Cache:
-    return BlockCache(setting.cost, setting.budget, int(block))
+    with_running = setting.serving is not None
+    return BlockCache(setting.cost, setting.budget, int(block), with_running=with_running)
 
 
 def _sglang_plus(setting: Setting) -> Cache:
-    return SglangPlus(setting.cost, setting.budget, setting.min_branch_tokens)
+    running_states = None if setting.serving is None else 1
+    return SglangPlus(setting.cost, setting.budget, setting.min_branch_tokens, running_states)
 
 
 def _sglang(setting: Setting, grid: int = 64, chunk: int = 8_192, interval: int = 256) -> Cache:
     if not setting.cost.state_bytes:  # then it is a plain radix cache
-        return SglangPlus(setting.cost, setting.budget, setting.min_branch_tokens)
-    return SglangCache(setting.cost, setting.budget, int(grid), int(chunk), int(interval))
+        return _sglang_plus(setting)
+    return SglangCache(
+        setting.cost,
+        setting.budget,
+        int(grid),
+        int(chunk),
+        int(interval),
+        running_states=None if setting.serving is None else SGLANG_RUNNING_STATES,
+    )
 
 
 def _clairvoyant(setting: Setting, remember: int = 1) -> Cache:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.replay.baselines import (
+    SGLANG_RUNNING_STATES,
     BlockCache,
     ClairvoyantCache,
     NoCache,
@@ -25,7 +26,7 @@ from sglang_hybrid.replay.baselines import (
 from sglang_hybrid.replay.future import NEVER, Oracle
 from sglang_hybrid.replay.policies import TailLru
 from sglang_hybrid.replay.served import Serving
-from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator, Split, hit_rate
+from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator, Split, Ticket, hit_rate
 from sglang_hybrid.replay.systems import SYSTEMS, Setting, Spec
 from sglang_hybrid.replay.traces import Request, read_compact
 
@@ -172,6 +173,74 @@ def test_sglang_is_sglang(kv: int, states: int) -> None:
     ours = SglangCache(COST, Split(sizes.kv, states - 3), chunk=2_048, interval=0, page=16)
     assert [ours.serve(one).hit_len for one in requests] == theirs
     assert sum(theirs) > 0
+    slots = Split(sizes.kv, states)
+    with_running = SglangCache(COST, slots, 64, 2_048, 0, page=16, running_states=3)
+    assert [with_running.serve(one).hit_len for one in requests] == theirs
+
+
+# Budgets that running requests share.
+
+
+def with_running(budget: int) -> list[BlockCache | SglangPlus | SglangCache]:
+    split = Split.of(budget, PAPER, 0.9)
+    return [
+        BlockCache(PAPER, budget, with_running=True),
+        SglangPlus(PAPER, budget, running_states=1),
+        SglangCache(PAPER, split, running_states=SGLANG_RUNNING_STATES),
+    ]
+
+
+@pytest.mark.parametrize("system", range(3))
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**9), st.integers(20, 200))
+def test_running_requests_are_in_the_budget(system: int, seed: int, states: int) -> None:
+    """Requests overlap; what all hold together never exceeds the budget, and nothing is left of
+    those that ended.
+    """
+    budget = states * PAPER.state_bytes
+    rng = random.Random(seed)
+    cache = with_running(budget)[system]
+    running: list[tuple[Ticket, bool]] = []
+    waiting = traffic(seed, 40, 400)
+    while waiting or running:
+        if waiting and rng.random() < 0.5:
+            running.append((cache.begin(waiting.pop(0)), False))
+        elif running:
+            ticket, prefilled = running.pop(rng.randrange(len(running)))
+            if prefilled:
+                cache.finished(ticket)
+            else:
+                cache.prefilled(ticket)
+                running.append((ticket, True))
+        assert cache.used <= budget
+    if isinstance(cache, BlockCache):
+        assert cache.used == len(cache._blocks) * cache.used_by_block
+        assert not any(block.held for block in cache._blocks.values())
+    else:
+        assert (cache.kv_in_use, cache.slots_in_use, cache._running) == (0, 0, {})
+
+
+@pytest.mark.parametrize("system", range(3))
+def test_a_running_request_takes_room_from_what_is_cached(system: int) -> None:
+    """A small prompt is cached and found; while one that needs all the memory runs, it is not, and
+    one that needs more than all runs beside the cache and takes nothing.
+    """
+    cache = with_running(20 * PAPER.state_bytes)[system]
+    small = request(numbers(0, 200), [1])
+    again = request([*small.tokens.tolist(), 2, 3], [4])
+    hits(cache, small, again)
+    assert hits(cache, again)[0] > 100
+    before = cache.used
+    huge = cache.begin(request(numbers(10_000, 1_000_000), [1]))
+    assert huge.apart
+    assert cache.used == before
+    cache.prefilled(huge)
+    cache.finished(huge)
+    assert hits(cache, again)[0] > 100
+    kv = (18 * 32, 7_700, 4_290)[system]
+    big = cache.begin(request(numbers(10_000, kv), [1]))
+    assert not big.apart
+    assert cache.serve(again).hit_len == 0
 
 
 # The future.

@@ -21,8 +21,8 @@ from sglang_hybrid.replay.__main__ import main, parse_bytes
 from sglang_hybrid.replay.figures import cached_bytes, flop_efficiency
 from sglang_hybrid.replay.formats import Reading, read_trace, recognise
 from sglang_hybrid.replay.generators import generate, traffic
-from sglang_hybrid.replay.report import MARK
-from sglang_hybrid.replay.runner import Job, Runner, run_all
+from sglang_hybrid.replay.report import MARK, leads
+from sglang_hybrid.replay.runner import Job, Result, Runner, run_all
 from sglang_hybrid.replay.simulator import Simulator, hit_rate
 from sglang_hybrid.replay.study import paper_model
 from sglang_hybrid.replay.systems import ALPHAS, Spec
@@ -116,10 +116,14 @@ def test_workers_find_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     traces = {"chat": generate("chat", traffic("chat", sessions=6), 0)}
     specs = [Spec("lru"), Spec("reuse"), Spec("clairvoyant"), Spec("sglang"), Spec("vllm+")]
     jobs = [Job(spec, "chat", COST, 3 * 10**8, PAPER) for spec in specs]
-    done: list[int] = []
-    apart = run_all(Runner(dict(traces)), jobs, 2, lambda: done.append(1))
-    alone = run_all(Runner(dict(traces)), jobs)
-    assert len(done) == len(jobs)
+    results: list[list[Result]] = []
+    for workers in (1, 2):
+        steps: list[int] = []
+        found = run_all(Runner(dict(traces)), jobs, workers, steps.append)
+        assert sum(steps) == len(jobs) * len(traces["chat"])
+        assert max(steps) < sum(steps), "progress within the jobs"
+        results.append(found)
+    apart, alone = results
     for one, other in zip(apart, alone, strict=True):
         assert one.job == other.job
         assert np.array_equal(one.hit_len, other.hit_len)
@@ -205,10 +209,11 @@ def test_a_report_says_what_was_run(report: Path) -> None:
         "--policy none,vllm+,sglang+,lru,marconi:1,reuse,clairvoyant",
         "seed 0",
         "26,787,840 bytes",
-        "for a cache that knows the future",
         "One run each",
+        "running requests compute is not in it, for any policy",
+        "It is greedy, so it is no bound",
     ):
-        assert words in text
+        assert words in " ".join(text.split())
 
 
 def test_a_report_of_one_size_looks_at_others(trace: Path, tmp_path: Path) -> None:
@@ -223,6 +228,25 @@ def test_a_report_of_one_size_looks_at_others(trace: Path, tmp_path: Path) -> No
     page = Page((directory / "index.html").read_text())
     assert set(page.figures) == PLOTS - {"ttft_p95"}
     assert "hit rate in other words" in (directory / "index.html").read_text()
+
+
+def test_a_report_as_served_says_what_its_budgets_hold(trace: Path, tmp_path: Path) -> None:
+    arguments = [str(trace), "--cache", "400MB", "--policy", "lru,sglang", "--rules", "served"]
+    assert main([*arguments, "--instant", "--report", str(tmp_path / "report")]) == 0
+    text = " ".join((tmp_path / "report" / "index.html").read_text().split())
+    assert "As served: every budget also holds what running requests compute" in text
+    assert "(3 with sglang, one per block with vllm+)" in text
+
+
+def test_the_clairvoyant_is_shown_as_a_ceiling_only_where_it_is_one() -> None:
+    runner = Runner({"chat": generate("chat", traffic("chat", sessions=6), 0)})
+    found = {
+        name: runner.run(Job(Spec(name), "chat", COST, 3 * 10**8))
+        for name in ("none", "lru", "unbounded")
+    }
+    assert not leads("none", found)
+    assert leads("lru", found)  # what has no bound does not count
+    assert not leads("clairvoyant", found)
 
 
 def test_a_report_on_split_pools(trace: Path, tmp_path: Path) -> None:
