@@ -5,8 +5,8 @@
 
 Builds llama.cpp's server from the source that llama-cpp-python's release carries (pip, cmake, ninja
 and a C++ compiler are needed), makes a Nemotron-H of 100 M random weights, converts it with
-llama.cpp's own converter, and asks both servers, one at a time, over HTTP and with token ids.
-Prints Markdown. A second run finds what the first one built in the scratch directory.
+llama.cpp's own converter, and asks both servers in turn, over HTTP and with token ids. Prints
+Markdown. A second run finds what the first one built in the scratch directory.
 """
 
 from __future__ import annotations
@@ -188,37 +188,42 @@ def convert(source: Path, model: Path, weights: Path) -> None:
     subprocess.run([sys.executable, "-c", CONVERT, *arguments], check=True, capture_output=True)
 
 
-def measure(server: Server, rounds: int) -> tuple[dict[str, float], list[int]]:
-    """Medians of what is compared, in the order of the table, and the tokens of one answer."""
-    source = random.Random(0)
-    seen: dict[str, list[float]] = {}
+def measure(server: Server, source: random.Random) -> Iterator[tuple[str, float]]:
+    """What is compared, in the order of the table."""
 
     def text(length: int) -> list[int]:
         return [source.randrange(300, 32_000) for _ in range(length)]
 
-    def note(what: str, value: float) -> None:
-        seen.setdefault(what, []).append(value)
+    for length in PREFILLS:
+        yield f"prefill of {length:,}, tokens/s", length / server.ask(text(length), 1).first
+    for count in BATCHES:
+        answers = server.ask_together([text(64) for _ in range(count)], DECODED)
+        yield f"decode, {count} at once, tokens/s", count / median(one.step for one in answers)
+    turn = text(DOCUMENT)
+    turn += server.ask(turn, ANSWER).tokens + text(TURN)
+    yield f"second turn behind {DOCUMENT:,}, ms", 1e3 * server.ask(turn, ANSWER).first
+    document = text(DOCUMENT)
+    third = [server.ask(document + text(TURN), ANSWER) for _ in range(3)][-1]
+    yield f"third question about {DOCUMENT:,}, ms", 1e3 * third.first
+    clients = server.ask_together([text(CLIENT_PROMPT) for _ in range(CLIENTS)], ANSWER)
+    what = f"{CLIENTS} clients at once with {CLIENT_PROMPT:,}"
+    yield f"{what}: median first token, ms", 1e3 * median(one.first for one in clients)
+    yield f"{what}: all answered, ms", 1e3 * max(one.last for one in clients)
 
-    said = server.ask(text(100), ANSWER).tokens
-    for _ in range(rounds):
-        for length in PREFILLS:
-            first = server.ask(text(length), 1).first
-            note(f"prefill of {length:,}, tokens/s", length / first)
-        for count in BATCHES:
-            answers = server.ask_together([text(64) for _ in range(count)], DECODED)
-            step = median(answer.step for answer in answers)
-            note(f"decode, {count} at once, tokens/s", count / step)
-        turn = text(DOCUMENT)
-        turn += server.ask(turn, ANSWER).tokens + text(TURN)
-        note(f"second turn behind {DOCUMENT:,}, ms", 1e3 * server.ask(turn, ANSWER).first)
-        document = text(DOCUMENT)
-        third = [server.ask(document + text(TURN), ANSWER) for _ in range(3)][-1]
-        note(f"third question about {DOCUMENT:,}, ms", 1e3 * third.first)
-        clients = server.ask_together([text(CLIENT_PROMPT) for _ in range(CLIENTS)], ANSWER)
-        what = f"{CLIENTS} clients at once with {CLIENT_PROMPT:,}"
-        note(f"{what}: median first token, ms", 1e3 * median(one.first for one in clients))
-        note(f"{what}: all answered, ms", 1e3 * max(one.last for one in clients))
-    return {what: median(values) for what, values in seen.items()}, said
+
+def compare(servers: Sequence[Server], rounds: int) -> dict[str, list[float]]:
+    """Medians of every measure, a value per server. Both do the same work in turn, so what else
+    the machine does slows both.
+    """
+    seen: dict[str, list[list[float]]] = {}
+    for nth in range(rounds):
+        both = (measure(server, random.Random(nth)) for server in servers)
+        for pair in zip(*both, strict=True):
+            seen.setdefault(pair[0][0], []).append([value for _, value in pair])
+    return {
+        what: [median(of_one) for of_one in zip(*values, strict=True)]
+        for what, values in seen.items()
+    }
 
 
 def main() -> int:
@@ -233,17 +238,18 @@ def main() -> int:
         build_tiny_model("nemotron-h", model, scale="100m")
     if not weights.exists():
         convert(source, model, weights)
-    with ours(model) as server:
-        mine, my_answer = measure(server, options.rounds)
-    with peer(program, weights) as server:
-        theirs, their_answer = measure(server, options.rounds)
-    same = sum(a == b for a, b in zip(my_answer, their_answer, strict=False))
+    draw = random.Random(-1)
+    greedy = [draw.randrange(300, 32_000) for _ in range(100)]
+    with ours(model) as server, peer(program, weights) as other:
+        answers = [one.ask(greedy, ANSWER).tokens for one in (server, other)]
+        found = compare((server, other), options.rounds)
+    same = sum(a == b for a, b in zip(*answers, strict=True))
     print(f"Machine: {machine()}. Date: {date.today()}. llama.cpp of {RELEASE}. ", end="")
     print(f"Command: `{shlex.join(['python', *sys.argv])}`.\n")
     print("| float32 | sglang_hybrid | llama.cpp | speedup of ours |\n|---|---:|---:|---:|")
-    for what, value in mine.items():
-        ratio = value / theirs[what] if what.endswith("tokens/s") else theirs[what] / value
-        print(f"| {what} | {value:,.0f} | {theirs[what]:,.0f} | {ratio:.2f} |")
+    for what, (mine, theirs) in found.items():
+        ratio = mine / theirs if what.endswith("tokens/s") else theirs / mine
+        print(f"| {what} | {mine:,.0f} | {theirs:,.0f} | {ratio:.2f} |")
     print(f"\nOf {ANSWER} tokens of one greedy answer {same} are the same.")
     return 0
 
