@@ -81,6 +81,7 @@ class Mirror:
         """The cache was emptied. What the history knows stays true, so it stays."""
         self._build()
         self._records[root.id] = self.tree.root
+        self.tree.root.owner = root
 
     def added(self, node: UnifiedTreeNode) -> None:
         parent = self._records[node.parent.id]

@@ -172,10 +172,18 @@ class HybridRadixCache(UnifiedRadixCache):
         return hasattr(self, "mirror")
 
     def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
-        result = super()._match_tree(params)
+        result = self._just_ranked(params) or super()._match_tree(params)
         if params.req is not None and not self.is_mamba_enabled and not self.disable:
             self.met(params.req, params.key, result)
         return result
+
+    def _just_ranked(self, params: MatchPrefixParams) -> MatchResult | None:
+        """What a request finds that SGLang looks up to rank it; None if nothing is known of it, or
+        if something is to be done with the result.
+        """
+        if params.cow_mamba or not self.mirrored or self.linker is not None or self.disable:
+            return None
+        return self.tree_core.known_match(params)
 
     def met(self, req: Req, key: Any, result: MatchResult, *, no_slot: bool = False) -> None:
         """A request is about to be admitted with this match.

@@ -39,9 +39,12 @@ class HybridTreeCore(UnifiedTreeCore):
         self.mirror.reset(self.root_node)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        if len(params.key) < self.page_size or not self._matcher.usable:
-            return super().match_prefix(params)
-        return self._matcher.match(params)
+        result = self._matcher.match(params)
+        return super().match_prefix(params) if result is None else result
+
+    def known_match(self, params: MatchPrefixParams) -> MatchResult | None:
+        """The result of the last look-up of `params.req`, if it holds still; None otherwise."""
+        return self._matcher.known(params)
 
     def _add_new_node(self, parent: UnifiedTreeNode, *args: Any, **kwargs: Any) -> UnifiedTreeNode:
         node = super()._add_new_node(parent, *args, **kwargs)

@@ -28,17 +28,21 @@ ON_DEVICE = {ComponentType.FULL, ComponentType.MAMBA}
 TOKEN_BYTES = array("q").itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LastMatch:
-    """Where the last look-up of a request ended: `depth` tokens of `prompt`, at the end of `node`.
+    """Where the last look-up of a request ended: `depth` tokens of `prompt`, at the end of `node`;
+    `best`: the node that it resumes from.
 
     prompt: the request's own token ids, which nobody changes; another prompt is another object.
     """
 
     prompt: array[int]
-    namespace: tuple[str | None, str | None]
+    extra_key: str | None
+    cache_salt: str | None
     node: UnifiedTreeNode
     depth: int
+    best: UnifiedTreeNode
+    result: MatchResult
 
 
 class TreeMatcher:
@@ -54,35 +58,58 @@ class TreeMatcher:
         self._core = core
         self._last: WeakKeyDictionary[Req, LastMatch] = WeakKeyDictionary()
 
-    @property
-    def usable(self) -> bool:
-        """Whether all that can be matched is on the device, token by token."""
-        core = self._core
-        known = ON_DEVICE.issuperset(component.component_type for component in core.components)
-        return known and not core.enable_hicache and not core.is_eagle
-
-    def match(self, params: MatchPrefixParams) -> MatchResult:
-        """What SGLang's `match_prefix` returns for a key of at least one page."""
-        key, core = params.key, self._core
-        usable = len(key) - len(key) % core.page_size
-        node, depth, actions = self._walk(*self._start(params.req, key, usable), key, usable)
-        if params.req is not None:
-            namespace = key.extra_key, key.cache_salt
-            self._last[params.req] = LastMatch(params.req.origin_input_ids, namespace, node, depth)
-        return self._result(params, node, depth, actions)
-
-    def _start(self, req: Req | None, key: RadixKey, usable: int) -> tuple[UnifiedTreeNode, int]:
-        last = None if req is None else self._last.get(req)
+    def match(self, params: MatchPrefixParams) -> MatchResult | None:
+        """What SGLang's `match_prefix` returns; None if only SGLang can tell: nothing to match, or
+        not all that can be matched is on the device, token by token.
+        """
+        key, core, req = params.key, self._core, params.req
         if (
-            req is None
-            or last is None
+            core.enable_hicache
+            or core.is_eagle
+            or not ON_DEVICE.issuperset(core.components_by_type)
+        ):
+            return None
+        usable = len(key)
+        usable -= usable % core.page_size
+        if not usable:
+            return None
+        last = None if req is None else self._still_there(req, key, usable)
+        start = (core.root_node, 0) if last is None else (last.node, last.depth)
+        node, depth, actions = self._walk(*start, key, usable)
+        best, resumed = self._deepest_state(node, depth)
+        result = self._result(params, node, depth, best, resumed)
+        if req is not None:
+            self._last[req] = LastMatch(
+                req.origin_input_ids, key.extra_key, key.cache_salt, node, depth, best, result
+            )
+        return result._replace(cache_actions=actions) if actions else result
+
+    def known(self, params: MatchPrefixParams) -> MatchResult | None:
+        """What the last look-up of the same request returned, if it would return that again."""
+        key, req, page = params.key, params.req, self._core.page_size
+        usable = len(key)
+        last = None if req is None else self._still_there(req, key, usable)
+        if last is None:
+            return None
+        deeper = last.depth + page <= usable
+        if deeper and key.child_key_at(last.depth, page) in last.node.children:
+            return None
+        best, _ = self._deepest_state(last.node, last.depth)
+        return last.result if best is last.best else None
+
+    def _still_there(self, req: Req, key: RadixKey, usable: int) -> LastMatch | None:
+        """The last look-up of `req`, if it was of this prompt and ended in what is still cached."""
+        last = self._last.get(req)
+        if (
+            last is None
             or last.depth > usable
             or last.prompt is not req.origin_input_ids
-            or last.namespace != (key.extra_key, key.cache_salt)
+            or last.extra_key != key.extra_key
+            or last.cache_salt != key.cache_salt
             or last.node not in self._core.mirror
         ):
-            return self._core.root_node, 0
-        return last.node, last.depth
+            return None
+        return last
 
     def _walk(
         self, node: UnifiedTreeNode, depth: int, key: RadixKey, usable: int
@@ -103,10 +130,14 @@ class TreeMatcher:
         return node, depth, []
 
     def _result(
-        self, params: MatchPrefixParams, node: UnifiedTreeNode, depth: int, actions: list[Any]
+        self,
+        params: MatchPrefixParams,
+        node: UnifiedTreeNode,
+        depth: int,
+        best: UnifiedTreeNode,
+        resumed: int,
     ) -> MatchResult:
         core = self._core
-        best, resumed = self._deepest_state(node, depth)
         result = MatchResult(
             device_prefix_len=resumed,
             last_device_node=best,
@@ -125,7 +156,7 @@ class TreeMatcher:
             last_device_node=best.id,
             last_host_node=best.id,
             best_match_node=best.id,
-            cache_actions=actions,
+            cache_actions=[],
         )
 
     def _deepest_state(self, node: UnifiedTreeNode, depth: int) -> tuple[UnifiedTreeNode, int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from sglang_hybrid.checkpoints.planner import Planner
-from sglang_hybrid.core.siblings import Siblings, as_key, common_prefix
+from sglang_hybrid.core.siblings import TOKEN_BYTES, Siblings, as_key
 from sglang_hybrid.tenants import tenant_of
 
 if TYPE_CHECKING:
@@ -83,11 +83,11 @@ class Family:
         for other, intent in self._planner.in_flight():
             if other is req or tenant_of(other) != tenant_of(req):
                 continue
-            deepest = max(intent.pending)
-            if deepest < best:
+            nearest = min((at for at in intent.pending if at >= best), default=usable + 1)
+            if nearest > usable:
                 continue
-            same = min(usable, common_prefix(self._key(req), self._key(other)))
-            if any(best <= position <= same for position in intent.pending):
+            shared = memoryview(self._key(other))[: nearest * TOKEN_BYTES]
+            if self._key(req).startswith(shared):
                 return True
         return False
 

@@ -358,12 +358,12 @@ class ServedClairvoyant(ServedCache):
     def __init__(
         self,
         cost: CostModel,
-        pools: Split,
+        memory: Split | int,
         oracle: Oracle,
         min_branch_tokens: int = 16,
         serving: Serving | None = None,
     ) -> None:
-        super().__init__(cost, pools, Clairvoyant(), Clairvoyant(), min_branch_tokens, serving)
+        super().__init__(cost, memory, Clairvoyant(), Clairvoyant(), min_branch_tokens, serving)
         self._oracle = oracle
         self._now = 0
         self._history = History(max_bytes=2**40)

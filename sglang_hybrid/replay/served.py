@@ -49,8 +49,7 @@ class StateSlots:
         self._cache = cache
 
     def free(self) -> int:
-        cache = self._cache
-        return cache.pools.slots - cache.states_used - cache.slots_in_use
+        return self._cache.free_states
 
     def take(self, wish: Wish | None = None) -> int | None:
         if not self.make_room():
@@ -59,8 +58,11 @@ class StateSlots:
         return self._cache.slots_in_use
 
     def make_room(self) -> bool:
-        """Whether a slot is free, evicting a state if that helps."""
-        return self.free() > 0 or self._cache.evict_a_state()
+        """Whether a slot is free, evicting if that helps."""
+        while self.free() <= 0:
+            if not self._cache.evict_for_a_state():
+                return False
+        return True
 
     def give_back(self, slot: int) -> None:
         self._cache.slots_in_use -= 1
@@ -73,9 +75,9 @@ class StateSlots:
 
 
 class ServedCache(Simulator):
-    """Two pools, planned checkpoints, chunked prefill; what a running request has computed beyond
-    the tree takes room too: `kv_in_use`, and in `slots_in_use` its own state and those that are not
-    published yet.
+    """Planned checkpoints and chunked prefill, in two pools or in one memory of so many bytes. What
+    a running request has computed beyond the tree takes room too: `kv_in_use`, and in
+    `slots_in_use` its own state and those that are not published yet.
 
     A request that does not fit, alone or beside those that run, is served without the cache; the
     server would refuse it or let it wait. Under `SglangLru` victims are SGLang's own choice.
@@ -84,14 +86,14 @@ class ServedCache(Simulator):
     def __init__(
         self,
         cost: CostModel,
-        pools: Split,
+        memory: Split | int,
         policy: Policy,
         state_policy: Policy,
         min_branch_tokens: int = 16,
         serving: Serving | None = None,
     ) -> None:
-        super().__init__(cost, pools, policy, min_branch_tokens, state_policy)
-        self.pools = pools
+        super().__init__(cost, memory, policy, min_branch_tokens, state_policy)
+        self.memory = memory
         self.serving = serving or Serving()
         self._slots = StateSlots(self)
 
@@ -100,7 +102,7 @@ class ServedCache(Simulator):
 
     def begin(self, request: Request) -> Running:
         """Look the prompt up, hold what it hit, and take a slot for its own state."""
-        if _computed(request) > self.pools.kv_tokens or self.pools.slots < 1:
+        if not self._could_hold(_computed(request), states=1):
             return Running(request, Outcome(request.input_len, 0, 0), {})
         hit, kv_len = self._match(request)
         self.tree.clock.advance(request.arrival or None)  # 0 is no stamp for the server
@@ -153,9 +155,23 @@ class ServedCache(Simulator):
         self._hold(ticket, None)
         ticket.intent = None
 
-    def evict_a_state(self) -> bool:
-        """Whether a state could be pushed out."""
+    @property
+    def free_states(self) -> int:
+        """States for which there is room now."""
+        if isinstance(self.memory, Split):
+            return self.memory.slots - self.states_used - self.slots_in_use
+        return (self.memory - self.used) // max(1, self.cost.state_bytes)
+
+    def evict_for_a_state(self) -> bool:
+        """Whether something could be pushed out that makes room for states."""
         return self._push_out(self.state_pool.victim(last_resort=True))
+
+    def _could_hold(self, kv: int, states: int) -> bool:
+        """Whether so many tokens and states fit into the memory if nothing else is there."""
+        if isinstance(self.memory, Split):
+            return kv <= self.memory.kv_tokens and states <= self.memory.slots
+        bytes_ = kv * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
+        return bytes_ <= self.memory
 
     def _match(self, request: Request) -> tuple[Node, int]:
         """The node to resume from, and how far KV alone reaches; an edge that the prompt leaves, or
@@ -177,7 +193,7 @@ class ServedCache(Simulator):
 
     def _room_beside(self, source: Node) -> bool:
         """Whether a request can have a slot beside the state that it copies."""
-        if self.pools.slots < 2:
+        if not self._could_hold(source.depth, states=2):
             return False
         if self._slots.free() > 0:
             return True
@@ -193,8 +209,8 @@ class ServedCache(Simulator):
         more, if there is none.
         """
         needed = length - running.allocated
-        while self.kv_used + self.kv_in_use + needed > self.pools.kv_tokens:
-            if not self._push_out(self.pool.victim()):
+        while self._short(needed, 0) is not None:
+            if not self._push_out(self.pool.victim(last_resort=True)):
                 self._give_up(running)
                 return False
         self.kv_in_use += needed

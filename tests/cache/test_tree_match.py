@@ -25,11 +25,15 @@ def plain(server: Server, params: MatchPrefixParams) -> MatchResult:
 
 def look_up(server: Server, req: Req, limit: int | None = None) -> MatchResult:
     key = RadixKey(req.origin_input_ids, req.extra_key, limit=limit, cache_salt=req.cache_salt)
+    before = server.cache.tree_core.known_match(MatchPrefixParams(key=key, req=req))
     ours = server.cache.tree_core.match_prefix(MatchPrefixParams(key=key, req=req))
     again = server.cache.tree_core.match_prefix(MatchPrefixParams(key=key, req=req))
+    known = server.cache.tree_core.known_match(MatchPrefixParams(key=key, req=req))
     theirs = plain(server, MatchPrefixParams(key=key, req=req))
     assert ours == theirs
+    assert before in (None, theirs)
     assert again == theirs
+    assert known == theirs or (known is None and len(key) < server.sizes.page)
     return ours
 
 
