@@ -1,9 +1,13 @@
-"""How a packed batch of sequences is cut into chunks.
+"""How a packed batch of sequences is cut into chunks, and how states pass from chunk to chunk.
 
 A packed batch holds its sequences one after the other: sequence ``s`` is
 ``tokens[cu_seqlens[s] : cu_seqlens[s + 1]]``. Chunks are counted from each sequence's own start, so
-what a sequence computes does not depend on its neighbours in the batch.
+what a sequence computes does not depend on its neighbours in the batch. The tokens that remain
+behind a sequence's last whole chunk are a shorter chunk. Such chunks are computed last, those of
+several sequences together.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,39 +29,146 @@ class Scanned(NamedTuple):
     states_at: Tensor
 
 
+class Asked(NamedTuple):
+    """A requested position: the index of the request, and after how many tokens of which chunk."""
+
+    request: int
+    chunk: int
+    tokens: int
+
+
 @dataclass(frozen=True)
 class Block:
-    """A run of consecutive chunks that is computed at once.
+    """n chunks of L tokens that are computed at once.
 
-    ``token`` [n, L] is the packed index of each token, ``valid`` [n, L] is false on the padding
-    behind a sequence's last token (there ``token`` repeats that last token), ``full`` says that
-    there is no padding. ``sequence[i]``, ``opens[i]`` and ``closes[i]`` say which sequence chunk i
-    belongs to and whether it is its first or its last. ``begin`` and ``end`` bound the block's
-    packed tokens. ``asked`` lists the requested positions that fall into it: (index of the request,
-    chunk in this block, tokens of that chunk consumed, 1 to L).
+    ``sequences[i]`` is the sequence of chunk i, and ``counts[i]`` how many of its L tokens are its
+    own; the others repeat its last token and must count for nothing. Those are the false ones in
+    ``valid`` [n, L] (None: there are none). ``tokens`` [n * L] are indices of the packed batch
+    (None: the tokens from ``begin`` on, in order). ``asked`` are the requested positions inside.
     """
 
-    token: Tensor
-    valid: Tensor
-    full: bool
-    sequence: list[int]
-    opens: list[bool]
-    closes: list[bool]
+    length: int
+    sequences: list[int]
+    counts: list[int]
     begin: int
-    end: int
-    asked: list[tuple[int, int, int]]
+    tokens: Tensor | None
+    valid: Tensor | None
+    asked: list[Asked]
 
-    def store(self, y: Tensor, out: Tensor) -> None:
-        """Writes chunked rows y [n, L, ...] to their tokens in out [T, ...]."""
-        rows = y.flatten(0, 1)
-        out[self.begin : self.end] = rows if self.full else rows[self.valid.flatten()]
+    def rows(self, packed: Tensor) -> Tensor:
+        """Rows of packed [T, ...] as float32 [n, L, ...]; a view where it can be."""
+        n = len(self.sequences)
+        if self.tokens is None:
+            rows = packed[self.begin : self.begin + n * self.length]
+        else:
+            rows = packed.index_select(0, self.tokens)
+        return rows.float().view(n, self.length, *packed.shape[1:])
 
-    def gather(self, packed: Tensor) -> Tensor:
-        """Rows of packed [T, ...] as float32 [n, L, ...]; padding repeats the last token."""
-        if self.full:
-            shape = (*self.token.shape, *packed.shape[1:])
-            return packed[self.begin : self.end].float().reshape(shape)
-        return packed[self.token].float()
+    def counting(self, rows: Tensor) -> Tensor:
+        """Rows [n, L, ...], zero where a token counts for nothing."""
+        if self.valid is None:
+            return rows
+        return rows.masked_fill(~self.valid.view(*self.valid.shape, *[1] * (rows.dim() - 2)), 0.0)
+
+    def view(self, packed: Tensor) -> Tensor | None:
+        """Where in packed [T, ...] the chunks' rows [n, L, ...] lie; None if not side by side."""
+        if self.tokens is not None:
+            return None
+        n = len(self.sequences)
+        return packed[self.begin : self.begin + n * self.length].view(
+            n, self.length, *packed.shape[1:]
+        )
+
+    def store(self, rows: Tensor, packed: Tensor) -> None:
+        """Write chunked rows [n, L, ...] to their tokens in packed [T, ...]."""
+        place = self.view(packed)
+        if place is not None:
+            place.copy_(rows)
+        elif self.tokens is not None:
+            flat, tokens = rows.flatten(0, 1).to(packed.dtype), self.tokens
+            if self.valid is not None:
+                flat, tokens = flat[self.valid.flatten()], tokens[self.valid.flatten()]
+            packed.index_copy_(0, tokens, flat)
+
+
+class States:
+    """The state of every sequence while its chunks are computed in order: float32 [S, ...]."""
+
+    def __init__(
+        self,
+        initial: Tensor | None,
+        positions: Positions,
+        cu_seqlens: list[int],
+        shape: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        """``initial`` [S, ...] are the first states (None: zeros), ``shape`` is that of one state.
+
+        Raises ValueError for initial states of another shape and for positions outside their
+        sequence.
+        """
+        sequences = len(cu_seqlens) - 1
+        check_positions(positions, cu_seqlens)
+        if initial is None:
+            zero = torch.zeros(*shape, dtype=torch.float32, device=device)
+            self.current = [zero] * sequences
+        else:
+            if tuple(initial.shape) != (sequences, *shape):
+                raise ValueError(
+                    f"Initial states have shape {tuple(initial.shape)}; this batch needs "
+                    f"{(sequences, *shape)}."
+                )
+            self.current = list(initial.float())
+        self.found = torch.empty(len(positions), *shape, dtype=torch.float32, device=device)
+        for request, (sequence, tokens) in enumerate(positions):
+            if tokens == 0:
+                self.found[request] = self.current[sequence]
+
+    def pass_through(self, block: Block, factor: Tensor, addend: Tensor) -> Tensor:
+        """Advance through a block whose chunk i makes ``factor[i] * state + addend[i]`` of a state.
+
+        Shapes: addend [n, ...], factor the same or broadcast to it. Returns the states [n, ...]
+        that enter the chunks, and notes those that were asked for at the ends of chunks.
+        """
+        if len(block.sequences) == 1:
+            sequence = block.sequences[0]
+            entering = self.current[sequence][None]
+            self.current[sequence] = torch.addcmul(addend[0], entering[0], factor[0])
+            self.note(block, self.current)
+            return entering
+        entering = torch.empty_like(addend)
+        into = entering.unbind(0)
+        parts = zip(block.sequences, addend.unbind(0), factor.unbind(0), strict=True)
+        leaving = []
+        for i, (sequence, added, kept) in enumerate(parts):
+            if i == 0 or sequence != block.sequences[i - 1]:
+                into[i].copy_(self.current[sequence])
+            goes_on = i + 1 < len(into) and block.sequences[i + 1] == sequence
+            if goes_on:
+                leaving.append(torch.addcmul(added, into[i], kept, out=into[i + 1]))
+            else:
+                leaving.append(torch.addcmul(added, into[i], kept))
+                self.current[sequence] = leaving[i]
+        self.note(block, leaving, by_chunk=True)
+        return entering
+
+    def note(self, block: Block, states: Sequence[Tensor], *, by_chunk: bool = False) -> None:
+        """Keep the states at the ends of chunks that were asked for.
+
+        ``states`` are those of the sequences, or those that leave the block's chunks.
+        """
+        for request, chunk, tokens in block.asked:
+            if tokens == block.counts[chunk]:
+                self.found[request] = states[chunk if by_chunk else block.sequences[chunk]]
+
+    def final(self) -> Tensor:
+        """The states [S, ...] behind the last tokens."""
+        return self.current[0][None] if len(self.current) == 1 else torch.stack(self.current)
+
+
+def inside(block: Block) -> list[Asked]:
+    """The requested positions that are not at the end of their chunk."""
+    return [asked for asked in block.asked if asked.tokens < block.counts[asked.chunk]]
 
 
 def check_positions(positions: Positions, cu_seqlens: list[int]) -> None:
@@ -79,63 +190,54 @@ def check_positions(positions: Positions, cu_seqlens: list[int]) -> None:
 def blocks(
     cu_seqlens: list[int], length: int, per_block: int, positions: Positions, device: torch.device
 ) -> Iterator[Block]:
-    """Cuts every sequence into chunks of ``length`` tokens; yields them ``per_block`` at a time."""
-    starts, lengths = cu_seqlens[:-1], [end - begin for begin, end in pairwise(cu_seqlens)]
-    chunks = [
-        (s, starts[s] + at, min(length, lengths[s] - at), at == 0, at + length >= lengths[s])
-        for s in range(len(starts))
-        for at in range(0, lengths[s], length)
-    ]
-    first_chunk = [0]
-    for n in lengths:
-        first_chunk.append(first_chunk[-1] - (-n // length))
-    asked: dict[int, list[tuple[int, int, int]]] = {}
-    for index, (s, tokens) in enumerate(positions):
+    """Cut every sequence into chunks of ``length`` tokens and a shorter one; ``per_block`` at a
+    time. The chunks of a sequence come in order.
+    """
+    whole: list[tuple[int, int, int]] = []
+    shorter: list[tuple[int, int, int]] = []
+    for sequence, (begin, end) in enumerate(pairwise(cu_seqlens)):
+        ends = range(begin + length, end + 1, length)
+        whole += [(sequence, at - length, length) for at in ends]
+        rest = (end - begin) % length
+        if rest:
+            shorter.append((sequence, end - rest, rest))
+    asked: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for request, (sequence, tokens) in enumerate(positions):
         if tokens > 0:
             nth = (tokens - 1) // length
-            chunk = first_chunk[s] + nth
-            entry = (index, chunk % per_block, tokens - nth * length)
-            asked.setdefault(chunk // per_block, []).append(entry)
-    step = torch.arange(length, device=device)
-    for number, low in enumerate(range(0, len(chunks), per_block)):
-        part = chunks[low : low + per_block]
-        begin = torch.tensor([c[1] for c in part], device=device)[:, None]
-        count = torch.tensor([c[2] for c in part], device=device)[:, None]
-        yield Block(
-            token=begin + torch.minimum(step, count - 1),
-            valid=step < count,
-            full=all(c[2] == length for c in part),
-            sequence=[c[0] for c in part],
-            opens=[c[3] for c in part],
-            closes=[c[4] for c in part],
-            begin=part[0][1],
-            end=part[-1][1] + part[-1][2],
-            asked=asked.get(number, []),
-        )
+            at = cu_seqlens[sequence] + nth * length
+            asked.setdefault((sequence, at), []).append((request, tokens - nth * length))
+    for chunks in (whole, shorter):
+        for low in range(0, len(chunks), per_block):
+            yield _block(chunks[low : low + per_block], asked, device)
 
 
-def initial_or_zero(
-    states: Tensor | None, sequences: int, shape: Sequence[int], device: torch.device
-) -> Tensor:
-    """A fresh float32 copy of the initial states [S, ...], or zeros where there are none."""
-    if states is None:
-        return torch.zeros(sequences, *shape, dtype=torch.float32, device=device)
-    if tuple(states.shape) != (sequences, *shape):
-        raise ValueError(
-            f"Initial states have shape {tuple(states.shape)}; this batch needs "
-            f"{(sequences, *shape)}."
-        )
-    return states.to(torch.float32, copy=True)
-
-
-def states_at_start(initial: Tensor, positions: Positions, cu_seqlens: list[int]) -> Tensor:
-    """Room for the states at ``positions`` [n, ...], filled where the position is 0.
-
-    Raises ValueError when a position lies outside its sequence.
-    """
-    check_positions(positions, cu_seqlens)
-    found = initial.new_empty(len(positions), *initial.shape[1:])
-    for index, (sequence, tokens) in enumerate(positions):
-        if tokens == 0:
-            found[index] = initial[sequence]
-    return found
+def _block(
+    chunks: list[tuple[int, int, int]],
+    asked: dict[tuple[int, int], list[tuple[int, int]]],
+    device: torch.device,
+) -> Block:
+    """A block of chunks (sequence, first token, tokens)."""
+    sequences, begins, counts = (list(values) for values in zip(*chunks, strict=True))
+    length = max(counts)
+    in_a_row = all(a + length == b for a, b in pairwise(begins))
+    tokens = valid = None
+    if not (in_a_row and min(counts) == length):
+        step = torch.arange(length, device=device)
+        count = torch.tensor(counts, device=device)[:, None]
+        last = torch.tensor(begins, device=device)[:, None] + torch.minimum(step, count - 1)
+        tokens = last.flatten()
+        valid = None if min(counts) == length else step < count
+    return Block(
+        length=length,
+        sequences=sequences,
+        counts=counts,
+        begin=begins[0],
+        tokens=tokens,
+        valid=valid,
+        asked=[
+            Asked(request, chunk, n)
+            for chunk, key in enumerate(zip(sequences, begins, strict=True))
+            for request, n in asked.get(key, ())
+        ],
+    )

@@ -16,13 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from sglang_hybrid.kernels.chunks import (
-    Positions,
-    Scanned,
-    blocks,
-    initial_or_zero,
-    states_at_start,
-)
+from sglang_hybrid.kernels.chunks import Block, Positions, Scanned, States, blocks, inside
 
 CHUNK = 64
 SCORES_PER_BLOCK = 1 << 20
@@ -55,56 +49,79 @@ def gated_delta_rule_prefill(
     vectors first; scale defaults to ``Dk ** -0.5``. Returns o [T, Hv, Dv] in v's dtype, and in
     float32 the final states [S, Hv, Dv, Dk] and the states at ``positions`` [n, Hv, Dv, Dk].
     """
-    heads, v_dim, k_dim = v.shape[1], v.shape[2], k.shape[2]
-    repeat = heads // k.shape[1]
+    heads, v_dim, k_heads, k_dim = *v.shape[1:], *k.shape[1:]
     scale = k_dim**-0.5 if scale is None else scale
-    o = torch.zeros_like(v, memory_format=torch.contiguous_format)
-    initial = initial_or_zero(initial_states, len(cu_seqlens) - 1, (heads, v_dim, k_dim), v.device)
-    final, found = initial.clone(), states_at_start(initial, positions, cu_seqlens)
-    state = initial.new_zeros(heads, v_dim, k_dim)
-    future = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).triu(1)
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    states = States(initial_states, positions, cu_seqlens, (heads, v_dim, k_dim), v.device)
     per_block = max(1, SCORES_PER_BLOCK // (heads * chunk * chunk))
     for block in blocks(cu_seqlens, chunk, per_block, positions, v.device):
-        keys, queries = block.gather(k), block.gather(q)
+        length = block.length
+        keys, queries = block.rows(k), block.rows(q)
         if l2norm:
             keys, queries = l2_normalised(keys), l2_normalised(queries)
-        keys, queries = (
-            t.transpose(1, 2).repeat_interleave(repeat, dim=1) for t in (keys, queries * scale)
-        )
-        padding = ~block.valid[..., None]
-        gate = block.gather(beta).masked_fill(padding, 0.0).transpose(1, 2)[..., None]
-        log_decay = block.gather(g).masked_fill(padding, 0.0).double().cumsum(1).transpose(1, 2)
+        keys, queries = keys.transpose(1, 2), (queries * scale).transpose(1, 2)
+        gate = block.counting(block.rows(beta)).transpose(1, 2)[..., None]
+        log_decay = block.counting(block.rows(g)).double().cumsum(1).transpose(1, 2)
+        future = torch.ones(length, length, dtype=torch.bool, device=v.device).triu_(1)
         decay = (log_decay[..., :, None] - log_decay[..., None, :]).float()
         decay = decay.masked_fill_(future, -math.inf).exp_()
         since_start = log_decay.float().exp()[..., None]
         until_end = (log_decay[..., -1:] - log_decay).float().exp()[..., None]
 
-        values = block.gather(v).transpose(1, 2)
-        right = torch.cat([values, since_start * keys], dim=-1) * gate
-        system = (keys @ keys.transpose(-1, -2)).mul_(decay).mul_(gate)
+        of_heads = heads // k_heads
+        values = block.rows(v).transpose(1, 2)
+        wide_keys = keys.repeat_interleave(of_heads, dim=1)
+        right = torch.cat([values, since_start * wide_keys], dim=-1) * gate
+        system = _decayed(keys @ keys.transpose(-1, -2), decay).mul_(gate)
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         alone, weight = solved.split([v_dim, k_dim], dim=-1)
 
-        written = (keys * until_end).transpose(-1, -2)
-        entering = initial.new_empty(len(block.sequence), heads, v_dim, k_dim)
-        corrections = torch.empty_like(values)
-        for i, sequence in enumerate(block.sequence):
-            entering[i] = initial[sequence] if block.opens[i] else state
-            torch.sub(alone[i], weight[i] @ entering[i].transpose(-1, -2), out=corrections[i])
-            added = (written[i] @ corrections[i]).transpose(-1, -2)
-            state = torch.addcmul(added, entering[i], since_start[i, :, -1:, :])
-            if block.closes[i]:
-                final[sequence] = state
+        written = (wide_keys * until_end).transpose(-1, -2)
+        entering, corrections = _pass_through(states, block, alone, weight, written, since_start)
 
-        scores = (queries @ keys.transpose(-1, -2)).mul_(decay)
-        result = scores @ corrections
-        result += (queries * since_start) @ entering.transpose(-1, -2)
-        block.store(result.transpose(1, 2).to(o.dtype), o)
-        for index, at, count in block.asked:
-            kept = decay[at, :, count - 1, :count, None] * keys[at, :, :count]
-            found[index] = corrections[at, :, :count].transpose(-1, -2) @ kept
-            found[index].addcmul_(entering[at], since_start[at, :, count - 1 : count, :])
-    return Scanned(o, final, found)
+        result = _decayed(queries @ keys.transpose(-1, -2), decay) @ corrections
+        wide_queries = queries.repeat_interleave(of_heads, dim=1)
+        result += (wide_queries * since_start) @ entering.transpose(-1, -2)
+        block.store(result.transpose(1, 2), o)
+        for request, at, count in inside(block):
+            kept = decay[at, :, count - 1, :count, None] * wide_keys[at, :, :count]
+            added = corrections[at, :, :count].transpose(-1, -2) @ kept
+            since = since_start[at, :, count - 1 : count, :]
+            states.found[request] = torch.addcmul(added, entering[at], since)
+    return Scanned(o, states.final(), states.found)
+
+
+def _decayed(pairs: Tensor, decay: Tensor) -> Tensor:
+    """Products of key heads, pairs [m, Hk, L, L], for every value head: times decay
+    [m, Hv, L, L].
+    """
+    m, k_heads, length = pairs.shape[:3]
+    by_key_head = decay.view(m, k_heads, -1, length, length)
+    return (by_key_head * pairs[:, :, None]).view(decay.shape)
+
+
+def _pass_through(
+    states: States, block: Block, alone: Tensor, weight: Tensor, written: Tensor, since: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Advance through a block: (the states [m, H, Dv, Dk] that enter its chunks, what the chunks
+    write of every token, [m, H, L, Dv]).
+
+    A chunk entered with S writes ``alone - weight S^T``, and leaves S, times ``since`` of its last
+    token, plus what it wrote times ``written``.
+    """
+    entering: list[Tensor] = []
+    corrections = torch.empty_like(alone)
+    leaving: list[Tensor] = []
+    chunks = zip(block.sequences, alone, weight, written, since, strict=True)
+    for i, (sequence, own, read, keys, kept) in enumerate(chunks):
+        state = states.current[sequence]
+        torch.sub(own, read @ state.transpose(-1, -2), out=corrections[i])
+        added = (keys @ corrections[i]).transpose(-1, -2)
+        entering.append(state)
+        states.current[sequence] = torch.addcmul(added, state, kept[:, -1:, :])
+        leaving.append(states.current[sequence])
+    states.note(block, leaving, by_chunk=True)
+    return torch.stack(entering), corrections
 
 
 def gated_delta_rule_step(
@@ -117,19 +134,22 @@ def gated_delta_rule_step(
     *,
     scale: float | None = None,
     l2norm: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """One decode step: (o [b, Hv, Dv], new states [b, Hv, Dv, Dk]), both float32.
+) -> Tensor:
+    """One decode step: changes states [b, Hv, Dv, Dk] (float32) in place, returns o [b, Hv, Dv].
 
-    Shapes: states [b, Hv, Dv, Dk], q and k [b, Hk, Dk], v [b, Hv, Dv], g and beta [b, Hv]. Further
-    parameters as in ``gated_delta_rule_prefill``.
+    Shapes: q and k [b, Hk, Dk], v [b, Hv, Dv], g and beta [b, Hv]. Further parameters as in
+    ``gated_delta_rule_prefill``.
     """
-    repeat = v.shape[1] // k.shape[1]
+    b, heads, v_dim, k_dim = states.shape
     q, k = q.float(), k.float()
     if l2norm:
         q, k = l2_normalised(q), l2_normalised(k)
-    q, k = (t.repeat_interleave(repeat, dim=1)[..., None] for t in (q, k))
-    new = states.float() * g.float().exp()[..., None, None]
-    correction = (v.float()[..., None] - new @ k) * beta.float()[..., None, None]
-    new = new.addcmul_(correction, k.transpose(-1, -2))
-    o = (new @ q)[..., 0]
-    return o * (k.shape[-2] ** -0.5 if scale is None else scale), new
+    if k.shape[1] < heads:
+        q, k = (t.repeat_interleave(heads // k.shape[1], dim=1) for t in (q, k))
+    states.mul_(g.float().exp()[..., None, None])
+    matrices = states.view(b * heads, v_dim, k_dim)
+    recalled = torch.bmm(matrices, k.reshape(b * heads, k_dim, 1)).view(b, heads, v_dim)
+    correction = (v.float() - recalled).mul_(beta.float()[..., None])
+    states.addcmul_(correction[..., None], k[:, :, None, :])
+    o = torch.bmm(matrices, q.reshape(b * heads, k_dim, 1)).view(b, heads, v_dim)
+    return o.mul_(k_dim**-0.5 if scale is None else scale)

@@ -144,3 +144,40 @@ def gated_delta_rule(
         outputs.append(torch.einsum("hvk,hk->hv", s, q[t]))
         states.append(s)
     return torch.stack(outputs) if outputs else torch.empty_like(v), torch.stack(states)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention of the last n of T tokens: ``y_i = sum_j softmax_j(scale q_i . k_j) v_j``.
+
+    Query i is token T - n + i; if it is ``causal`` it sees the tokens up to itself, with a
+    ``window`` only that many before itself. With a ``cap`` scores s become ``cap tanh(s / cap)``
+    (Gemma Team 2024, "Gemma 2", section 2). ``sinks`` [Hq] are scores of a further key per head
+    whose value is zero (Xiao et al. 2023, "Efficient streaming language models with attention
+    sinks", section 3.3).
+    Shapes: q [n, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] with Hkv dividing Hq; returns y [n, Hq, Dv].
+    """
+    n, heads = q.shape[:2]
+    q, k, v = (t.double() for t in (q, k, v))
+    k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
+    scores = torch.einsum("nhd,thd->hnt", q, k) * scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    if causal:
+        distance = torch.arange(k.shape[0] - n, k.shape[0])[:, None] - torch.arange(k.shape[0])
+        unseen = (distance < 0) | (distance > (k.shape[0] if window is None else window))
+        scores = scores.masked_fill(unseen, -torch.inf)
+    if sinks is not None:
+        extra = sinks.double()[:, None, None].expand(heads, n, 1)
+        scores = torch.cat([scores, extra], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[0]]
+    return torch.einsum("hnt,thd->nhd", weights, v)

@@ -10,13 +10,7 @@ overflows.
 import torch
 from torch import Tensor
 
-from sglang_hybrid.kernels.chunks import (
-    Positions,
-    Scanned,
-    blocks,
-    initial_or_zero,
-    states_at_start,
-)
+from sglang_hybrid.kernels.chunks import Positions, Scanned, States, blocks, inside
 
 CHUNK = 16
 STATES_PER_BLOCK = 1 << 20
@@ -44,37 +38,25 @@ def selective_scan_prefill(
     """
     channels, size = A.shape
     rate = A.float()
-    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    initial = initial_or_zero(initial_states, len(cu_seqlens) - 1, (channels, size), x.device)
-    final, found = initial.clone(), states_at_start(initial, positions, cu_seqlens)
-    state = initial.new_zeros(channels, size)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    passed = States(initial_states, positions, cu_seqlens, (channels, size), x.device)
     per_block = max(1, STATES_PER_BLOCK // (chunk * channels * size))
     for block in blocks(cu_seqlens, chunk, per_block, positions, x.device):
-        step = block.gather(dt)
-        if not block.full:
-            step = step.masked_fill(~block.valid[..., None], 0.0)
         # Time comes first, so that one token of every chunk is one contiguous slice.
-        step = step.transpose(0, 1)
-        inputs = step * block.gather(x).transpose(0, 1)
+        step = block.counting(block.rows(dt)).transpose(0, 1)
+        inputs = step * block.rows(x).transpose(0, 1)
         decay = (step[..., None] * rate).exp_()
-        states = inputs[..., None] * block.gather(B).transpose(0, 1)[:, :, None, :]
+        states = inputs[..., None] * block.rows(B).transpose(0, 1)[:, :, None, :]
 
         added = states[0]
-        for t in range(1, chunk):
+        for t in range(1, block.length):
             added = torch.addcmul(states[t], decay[t], added)
         factor = (step.sum(0)[..., None] * rate).exp_()
-        entering = torch.empty_like(added)
-        for i, sequence in enumerate(block.sequence):
-            entering[i] = initial[sequence] if block.opens[i] else state
-            state = torch.addcmul(added[i], factor[i], entering[i])
-            if block.closes[i]:
-                final[sequence] = state
-
-        before = entering
-        for t in range(chunk):
+        before = passed.pass_through(block, factor, added)
+        for t in range(block.length):
             before = states[t].addcmul_(decay[t], before)
-        read = states @ block.gather(C).transpose(0, 1)[..., None]
-        block.store(read[..., 0].transpose(0, 1).to(y.dtype), y)
-        for index, at, count in block.asked:
-            found[index] = states[count - 1, at]
-    return Scanned(y, final, found)
+        read = states @ block.rows(C).transpose(0, 1)[..., None]
+        block.store(read[..., 0].transpose(0, 1), y)
+        for request, at, count in inside(block):
+            passed.found[request] = states[count - 1, at]
+    return Scanned(y, passed.final(), passed.found)

@@ -6,71 +6,17 @@ chunk states.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from sglang_hybrid.kernels.chunks import (
-    Block,
-    Positions,
-    Scanned,
-    blocks,
-    initial_or_zero,
-    states_at_start,
-)
+from sglang_hybrid.kernels.chunks import Positions, Scanned, States, blocks, inside
 
 CHUNK = 64
-SCORES_PER_BLOCK = 1 << 20
+SCORES_PER_BLOCK = 1 << 18
 """Elements of the [chunks, H, L, L] matrix held at once: about what stays in a CPU's cache."""
-
-
-def _consumed(
-    inputs: Tensor, B: Tensor, log_decay: Tensor, tokens: Tensor
-) -> tuple[Tensor, Tensor]:
-    """What the first ``tokens[i]`` tokens of chunk i do to a state: it is scaled, then added to.
-
-    Returns (factor [m, H], addend [m, H, P, N]).
-    inputs [m, L, H, P] is dt * x, B [m, L, G, N], log_decay [m, L, H] the running sum of dt * A.
-    """
-    m, length, heads, width = inputs.shape
-    groups, size = B.shape[2:]
-    total = log_decay.gather(1, (tokens - 1)[:, None, None].expand(m, 1, heads))
-    later = torch.arange(length, device=B.device) >= tokens[:, None]
-    weight = (total - log_decay).masked_fill(later[:, :, None], -math.inf).float().exp()
-    weighted = (inputs * weight[..., None]).reshape(m, length, groups, -1)
-    addend = weighted.permute(0, 2, 3, 1) @ B.transpose(1, 2)
-    return total[:, 0].float().exp(), addend.reshape(m, heads, width, size)
-
-
-def _outputs(inputs: Tensor, B: Tensor, C: Tensor, log_decay: Tensor, entering: Tensor) -> Tensor:
-    """y [m, L, H, P] of every chunk, given the states [m, H, P, N] it is entered with."""
-    m, length, heads, width = inputs.shape
-    groups, size = B.shape[2:]
-    B, C = B.transpose(1, 2), C.transpose(1, 2)
-    # Differences are taken in float64: log_decay grows along the chunk, its differences need not.
-    running = log_decay.transpose(1, 2)
-    decay = (running[..., :, None] - running[..., None, :]).float()
-    future = torch.ones(length, length, dtype=torch.bool, device=B.device).triu(1)
-    decay = decay.masked_fill_(future, -math.inf).exp_()
-    scores = decay.view(m, groups, -1, length, length).mul_((C @ B.transpose(-1, -2))[:, :, None])
-    within = scores.view(m, heads, length, length) @ inputs.transpose(1, 2)
-    before = (C @ entering.reshape(m, groups, -1, size).transpose(-1, -2)).transpose(1, 2)
-    y = before.reshape(m, length, heads, width) * log_decay.float().exp()[..., None]
-    return y.add_(within.transpose(1, 2))
-
-
-def _carry(
-    block: Block, factor: Tensor, addend: Tensor, initial: Tensor, state: Tensor, final: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Passes states from chunk to chunk: (state entering each chunk, state leaving the last)."""
-    entering = torch.empty_like(addend)
-    for i, sequence in enumerate(block.sequence):
-        entering[i] = initial[sequence] if block.opens[i] else state
-        state = torch.addcmul(addend[i], entering[i], factor[i, :, None, None])
-        if block.closes[i]:
-            final[sequence] = state
-    return entering, state
 
 
 def ssd_prefill(
@@ -99,44 +45,122 @@ def ssd_prefill(
     [S, H, P, N] and the states at ``positions`` [n, H, P, N].
     """
     _, heads, width = x.shape
-    size = B.shape[-1]
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step = softplus(step) if dt_softplus else step
     step = step if dt_limit == (0.0, math.inf) else step.clamp(*dt_limit)
     rate = A.double()
-
-    initial = initial_or_zero(initial_states, len(cu_seqlens) - 1, (heads, width, size), x.device)
-    final, found = initial.clone(), states_at_start(initial, positions, cu_seqlens)
-    state = initial.new_zeros(heads, width, size)
+    skip = None if D is None else (D.float() if D.dim() == 2 else D.float()[:, None])
+    states = States(initial_states, positions, cu_seqlens, (heads, width, B.shape[-1]), x.device)
     per_block = max(1, SCORES_PER_BLOCK // (heads * chunk * chunk))
     for block in blocks(cu_seqlens, chunk, per_block, positions, x.device):
-        raw, b, c = block.gather(x), block.gather(B), block.gather(C)
-        dt_ = block.gather(step)
-        if not block.full:
-            dt_ = dt_.masked_fill(~block.valid[..., None], 0.0)
-        inputs = raw * dt_[..., None]
+        raw, b, c = block.rows(x), block.rows(B), block.rows(C)
+        dt_ = block.counting(block.rows(step))
         log_decay = (dt_.double() * rate).cumsum(1)
-        whole = torch.full((len(block.sequence),), chunk, device=x.device)
-        factor, addend = _consumed(inputs, b, log_decay, whole)
-        entering, state = _carry(block, factor, addend, initial, state, final)
-        result = _outputs(inputs, b, c, log_decay, entering)
-        if D is not None:
-            result.addcmul_(raw, D.float() if D.dim() == 2 else D.float()[:, None])
-        if z is not None:
-            result.mul_(silu(block.gather(z)))
-        block.store(result, y)
-        if block.asked:
-            index, at, count = (
-                torch.tensor(t, device=x.device) for t in zip(*block.asked, strict=True)
-            )
-            factor, addend = _consumed(inputs[at], b[at], log_decay[at], count)
-            found[index] = torch.addcmul(addend, entering[at], factor[..., None, None])
-    return Scanned(y, final, found)
+        to_end = dt_ * (log_decay[:, -1:] - log_decay).float().exp()
+        addend = _written(raw * to_end[..., None], b)
+        factor = log_decay[:, -1].float().exp()[..., None, None]
+        entering = states.pass_through(block, factor, addend)
+        result = _read(c, entering).mul_(log_decay.float().exp()[..., None])
+        _add_within(result, raw, dt_, b, c, log_decay)
+        place = block.view(y)
+        if skip is not None and z is None and place is not None and y.dtype == torch.float32:
+            torch.addcmul(result, raw, skip, out=place)
+        else:
+            if skip is not None:
+                result.addcmul_(raw, skip)
+            if z is not None:
+                result.mul_(silu(block.rows(z)))
+            block.store(result, y)
+        for request, at, count in inside(block):
+            seen = slice(0, count)
+            total = log_decay[at, count - 1]
+            until = dt_[at, seen] * (total - log_decay[at, seen]).float().exp()
+            added = _written((raw[at, seen] * until[..., None])[None], b[at : at + 1, seen])
+            kept = total.float().exp()[:, None, None]
+            states.found[request] = torch.addcmul(added[0], entering[at], kept)
+    return Scanned(y, states.final(), states.found)
 
 
-def selective_state_step(
-    states: Tensor,
+def _written(inputs: Tensor, B: Tensor) -> Tensor:
+    """What tokens add to a state: sum over them of inputs [m, L, H, P] times B [m, L, G, N],
+    [m, H, P, N].
+    """
+    m, length, heads, width = inputs.shape
+    groups, size = B.shape[2:]
+    by_group = inputs.view(m, length, groups, -1)
+    found = inputs.new_empty(m, groups, heads * width // groups, size)
+    for g in range(groups):
+        torch.bmm(by_group[:, :, g].transpose(1, 2), B[:, :, g], out=found[:, g])
+    return found.view(m, heads, width, size)
+
+
+def _read(C: Tensor, states: Tensor) -> Tensor:
+    """What tokens read from a state: C [m, L, G, N] times states [m, H, P, N], [m, L, H, P]."""
+    m, length, groups, size = C.shape
+    heads, width = states.shape[1:3]
+    by_group = states.reshape(m, groups, -1, size)
+    found = states.new_empty(m, length, groups, heads * width // groups)
+    for g in range(groups):
+        torch.bmm(C[:, :, g], by_group[:, g].transpose(1, 2), out=found[:, :, g])
+    return found.view(m, length, heads, width)
+
+
+def _add_within(
+    result: Tensor, x: Tensor, step: Tensor, B: Tensor, C: Tensor, log_decay: Tensor
+) -> None:
+    """Add to result [m, L, H, P] what the tokens of a chunk read of each other.
+
+    log_decay [m, L, H] is the running sum of step * A in float64: it grows along the chunk, the
+    differences that are needed do not. It is taken apart into two float32 numbers; the difference
+    of the high ones is exact enough, and the low ones become factors.
+    """
+    m, length, heads, width = x.shape
+    groups = B.shape[2]
+    high = log_decay.float()
+    low = (log_decay - high).float().exp_()
+    running = high.transpose(1, 2).contiguous()
+    scores = running[..., :, None] - running[..., None, :]
+    future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu_(1)
+    scores.masked_fill_(future, -math.inf).exp_()
+    pairs = scores.new_empty(m, groups, length, length)
+    for g in range(groups):
+        torch.bmm(C[:, :, g], B[:, :, g].transpose(1, 2), out=pairs[:, g])
+    scores.view(m, groups, -1, length, length).mul_(pairs[:, :, None])
+    inputs = x.new_empty(m, heads, length, width)
+    torch.mul(x.transpose(1, 2), (step / low).transpose(1, 2)[..., None], out=inputs)
+    within = torch.bmm(scores.view(-1, length, length), inputs.view(-1, length, width))
+    result.addcmul_(within.view(m, heads, length, width).transpose(1, 2), low[..., None])
+
+
+class StepInputs(NamedTuple):
+    """What one decode step does to states [b, H, P, N], in float32.
+
+    Each is multiplied by ``decay`` [b, H, P or 1, N or 1]; then ``added`` [b, H, P] times ``B``
+    [b, G, N] is added. ``C`` [b, G, N] reads the output, to which ``skipped`` [b, H, P] is added
+    (None: nothing).
+    """
+
+    decay: Tensor
+    added: Tensor
+    B: Tensor
+    C: Tensor
+    skipped: Tensor | None
+
+    def of(self, rows: slice) -> "StepInputs":
+        """Those of some of the states."""
+        if rows == slice(None):
+            return self
+        return StepInputs(
+            self.decay[rows],
+            self.added[rows],
+            self.B[rows],
+            self.C[rows],
+            None if self.skipped is None else self.skipped[rows],
+        )
+
+
+def step_inputs(
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -144,26 +168,37 @@ def selective_state_step(
     C: Tensor,
     *,
     D: Tensor | None = None,
-    z: Tensor | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """One decode step of Mamba2 or Mamba1: (y [b, H, P], new states [b, H, P, N]), both float32.
+) -> StepInputs:
+    """The inputs of one decode step of Mamba2 or Mamba1.
 
-    Shapes: states [b, H, P, N], x and z [b, H, P], dt [b, H, P or 1], A [H, P or 1, N or 1], B and
-    C [b, G, N], D [H, P or 1], dt_bias [H, P or 1]. Mamba1 (``naive.selective_scan``) is H =
-    channels, P = 1; Mamba2 (``naive.ssd``) has one step size and one decay per head, so its dt and
-    A need no P and N.
+    Shapes: x [b, H, P], dt [b, H, P or 1], A [H, P or 1, N or 1], B and C [b, G, N], D and dt_bias
+    [H, P or 1]. Mamba1 (``naive.selective_scan``) is H = channels, P = 1; Mamba2 (``naive.ssd``)
+    has one step size and one decay per head, so its dt and A need no P and N.
     """
-    heads = x.shape[1]
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step = softplus(step) if dt_softplus else step
     inputs = x.float()
-    b, c = (t.float().repeat_interleave(heads // t.shape[1], dim=1) for t in (B, C))
-    decay = torch.exp(step[..., None] * A.float())
-    new = states.float() * decay
-    new.addcmul_((step * inputs)[..., None], b[:, :, None, :])
-    y = (new @ c[..., None])[..., 0]
-    if D is not None:
-        y = y + D.float() * inputs
-    return (y if z is None else y * silu(z.float())), new
+    return StepInputs(
+        decay=(step[..., None] * A.float()).exp_(),
+        added=step * inputs,
+        B=B.float(),
+        C=C.float(),
+        skipped=None if D is None else D.float() * inputs,
+    )
+
+
+def selective_state_step(states: Tensor, inputs: StepInputs) -> Tensor:
+    """One decode step: changes states [b, H, P, N] (float32) in place, returns y [b, H, P]."""
+    b, heads, width, size = states.shape
+    groups = inputs.B.shape[1]
+    states.mul_(inputs.decay)
+    by_group = (b, groups, heads // groups, width)
+    states.view(*by_group, size).addcmul_(
+        inputs.added.view(*by_group, 1), inputs.B.view(b, groups, 1, 1, size)
+    )
+    read = torch.bmm(states.view(b * groups, -1, size), inputs.C.reshape(b * groups, size, 1)).view(
+        b, heads, width
+    )
+    return read if inputs.skipped is None else read.add_(inputs.skipped)

@@ -20,6 +20,9 @@ from sglang_hybrid.models import ARCHITECTURES
 BACKEND = "hybrid"
 """Our name for SGLang's --radix-cache-backend."""
 
+CPU_ATTENTION = "hybrid_cpu"
+"""Our name for SGLang's --attention-backend, on the CPU platform."""
+
 GROUP = "sglang_hybrid"
 AUTO_ALPHA = "auto"
 DEFAULT_ALPHA = 1.0

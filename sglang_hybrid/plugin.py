@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_hybrid import SGLANG_VERSION
+from sglang_hybrid.config import CPU_ATTENTION
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -46,10 +47,13 @@ def register() -> None:
     factory.register()
     _settle_states()
     if isinstance(current_platform, HybridCpuPlatform):
-        _use_torch_native_attention_on_cpu()
+        from sglang_hybrid.platforms import attention
+
+        attention.register()
+        _use_our_attention_on_cpu()
 
 
-def _use_torch_native_attention_on_cpu() -> None:
+def _use_our_attention_on_cpu() -> None:
     """SGLang's CPU defaults name Intel's AMX kernels, which this platform does not need."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
@@ -59,7 +63,7 @@ def _use_torch_native_attention_on_cpu() -> None:
         server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
     ) -> None:
         if resolving_view(server_args).attention_backend is None:
-            declare_resolution(server_args, "sglang_hybrid", attention_backend="torch_native")
+            declare_resolution(server_args, "sglang_hybrid", attention_backend=CPU_ATTENTION)
 
 
 def _settle_states() -> None:

@@ -1,4 +1,5 @@
-"""What a model should answer: transformers' own torch implementation, in float32, on the CPU.
+"""What a model should answer: transformers' own torch implementation on the CPU, in float32 unless
+another type is asked for.
 
 The reference shares no code with SGLang or with our kernels. Prompts are computed in one pass
 without a cache; decoding uses transformers' cache, one token at a time. Both are checked against
@@ -28,11 +29,11 @@ _FORGETFUL = ("falcon_mamba",)
 class Reference:
     """A model loaded by transformers, with its log probabilities."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, dtype: torch.dtype = torch.float32) -> None:
         _log.set_verbosity_error()
         _log.disable_progress_bar()
         self.model: Any = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, attn_implementation="eager"
+            model_dir, dtype=dtype, attn_implementation="eager"
         )
         kind = self.model.config.model_type
         self._cache_name = "cache_params" if kind in _PURE_SSM else "past_key_values"
@@ -42,7 +43,7 @@ class Reference:
     def logprobs(self, ids: list[int]) -> Tensor:
         """Log probabilities ``[len(ids), vocab]`` after each token, computed in one pass."""
         logits: Tensor = self.model(torch.tensor([ids]), use_cache=False).logits[0]
-        return logits.log_softmax(-1)
+        return logits.float().log_softmax(-1)
 
     @torch.no_grad()
     def extend(self, ids: list[int], cache: Any = None) -> tuple[Tensor, Any]:
@@ -59,7 +60,7 @@ class Reference:
             output = self.model(torch.tensor([piece]), **options)
             cache = getattr(output, self._cache_name)
             logits.append(output.logits[0])
-        return torch.cat(logits).log_softmax(-1), cache
+        return torch.cat(logits).float().log_softmax(-1), cache
 
     def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
         """The most likely continuation and the log probability of each of its tokens.

@@ -19,14 +19,20 @@ load_plugins()
 for flags in json.loads(sys.argv[1]):
     server_args = prepare_server_args(flags)
     server_args.resolve_once()
-    print("found", resolving_view(server_args).mamba_full_memory_ratio)
+    print("found", getattr(resolving_view(server_args), sys.argv[2]))
 """
 
 
-def ratios(*flags: list[str]) -> list[str]:
-    """What --mamba-full-memory-ratio resolves to; "None" leaves SGLang's default."""
+def resolved(field: str, *flags: list[str]) -> list[str]:
+    """What an argument resolves to with each of some flags; "None" leaves SGLang's default."""
     model = ["--model-path", str(ensure_default_model())]
-    program = [sys.executable, "-c", RESOLVE, json.dumps([[*model, *more] for more in flags])]
+    program = [
+        sys.executable,
+        "-c",
+        RESOLVE,
+        json.dumps([[*model, *more] for more in flags]),
+        field,
+    ]
     done = subprocess.run(program, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     return [line.split()[1] for line in done.stdout.splitlines() if line.startswith("found")]
@@ -35,5 +41,11 @@ def ratios(*flags: list[str]) -> list[str]:
 def test_pools_are_split_for_planned_checkpoints_unless_the_user_says_how() -> None:
     config = json.loads((Path(ensure_default_model()) / "config.json").read_text())
     ours = ["--radix-cache-backend", "hybrid"]
-    found = ratios([], ours, [*ours, "--mamba-full-memory-ratio", "0.7"])
+    pinned = [*ours, "--mamba-full-memory-ratio", "0.7"]
+    found = resolved("mamba_full_memory_ratio", [], ours, pinned)
     assert found == ["None", str(round(CostModel.from_config(config).states_to_kv, 3)), "0.7"]
+
+
+def test_the_cpu_platform_has_an_attention_of_its_own() -> None:
+    found = resolved("attention_backend", [], ["--attention-backend", "torch_native"])
+    assert found == ["hybrid_cpu", "torch_native"]

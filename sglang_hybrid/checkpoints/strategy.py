@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_hybrid.config import BACKEND, Admission, HybridConfig
+from sglang_hybrid.config import BACKEND, CPU_ATTENTION, Admission, HybridConfig
 
-WITHOUT_PAGES = ("triton", "flashinfer", "fa3", "torch_native")
+WITHOUT_PAGES = ("triton", "flashinfer", "fa3", "torch_native", CPU_ATTENTION)
 """Attention backends that do not ask for pages of several tokens later in SGLang's resolution."""
 
 

@@ -16,7 +16,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sglang_hybrid.platforms.memory import memory_limit, memory_used
+from sglang_hybrid.config import CPU_ATTENTION
+from sglang_hybrid.platforms.memory import keep_freed_memory, memory_limit, memory_used
 from sglang_hybrid.platforms.sizing import (
     DTYPES,
     MAX_MAMBA_CACHE_SIZE,
@@ -60,7 +61,7 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "cpu"
 
     def get_default_attention_backend(self) -> str:
-        return "torch_native"
+        return CPU_ATTENTION
 
     def get_dispatch_key_name(self) -> str:
         return "native"
@@ -123,6 +124,7 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang_hybrid.platforms.cpu_ops.moe import teach_torch_mm_with_dtype
 
         teach_torch_mm_with_dtype()
+        keep_freed_memory()
         _make_pin_memory_the_identity()
 
 

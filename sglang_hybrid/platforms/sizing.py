@@ -20,6 +20,9 @@ MAX_MAMBA_CACHE_SIZE = 512
 STATES_SHARE = 0.15
 """Largest share of the machine's memory for the default number of state slots."""
 
+PACKED_SHARE = 0.1
+"""Largest share of the machine's memory for second copies of weights in oneDNN's layout."""
+
 MAX_RUNNING_REQUESTS = 16
 """Requests in one decode batch unless --max-running-requests says other."""
 
@@ -53,6 +56,11 @@ class Sizes:
         return max(1, min(MAX_MAMBA_CACHE_SIZE, fit))
 
 
+def packed_limit() -> int:
+    """Bytes that packed copies of weights may take (`cpu_ops/linear.py`)."""
+    return int(PACKED_SHARE * memory_limit())
+
+
 def model_sizes(model_path: str, dtype: str) -> Sizes | None:
     """Sizes of a model in a local directory; None if it is elsewhere or its config is unknown."""
     directory = Path(model_path).expanduser()
@@ -74,19 +82,21 @@ def model_sizes(model_path: str, dtype: str) -> Sizes | None:
 def check_memory(model_path: str, dtype: str, total_tokens: int | None, slots: int | None) -> None:
     """Raise `StartupError` if weights and pools cannot fit into the memory that is free.
 
-    `total_tokens` and `slots` are what the user asked for, or None. SGLang shrinks a KV pool of
-    its own choice to the memory there is, so only the states of a default count.
+    `total_tokens` and `slots` are what the user asked for, or None. Weights count twice as far as
+    they may be kept in oneDNN's layout, too. SGLang shrinks a KV pool of its own choice to the
+    memory there is, so only the states of a default count.
     """
     sizes = model_sizes(model_path, dtype)
     if sizes is None:
         return
     states = sizes.state * (sizes.default_slots if slots is None else slots)
     kv = sizes.kv_token * (total_tokens or 0)
-    needed, free = sizes.weights + states + kv, memory_available()
+    weights = sizes.weights + min(sizes.weights, packed_limit())
+    needed, free = weights + states + kv, memory_available()
     if needed <= free:
         return
     raise StartupError(
-        f"the model needs {_gb(needed)} of memory (weights {_gb(sizes.weights)}, KV of "
+        f"the model needs {_gb(needed)} of memory (weights {_gb(weights)}, KV of "
         f"{total_tokens or 0:,} tokens {_gb(kv)}, states {_gb(states)}) but {_gb(free)} are free; "
         "lower --max-total-tokens or --max-mamba-cache-size, or serve a smaller model."
     )

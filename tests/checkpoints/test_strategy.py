@@ -13,7 +13,7 @@ def flags(**changed: Any) -> SimpleNamespace:
         "radix_cache_backend": "hybrid",
         "disable_radix_cache": False,
         "page_size": None,
-        "attention_backend": "torch_native",
+        "attention_backend": "hybrid_cpu",
         "speculative_algorithm": None,
         "pp_size": 1,
         "dcp_size": 1,

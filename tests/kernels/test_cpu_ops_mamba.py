@@ -10,6 +10,7 @@ from kernel_cases import FP32, Draw, assert_close, batches, bounds, few, seeds
 
 from sglang_hybrid.kernels import naive
 from sglang_hybrid.platforms.cpu_ops import mamba1, mamba2, tracking
+from sglang_hybrid.platforms.cpu_ops import states as pool_states
 from sglang_hybrid.platforms.cpu_ops.mamba2 import PAD_SLOT_ID
 
 HEADS, GROUPS, WIDTH, SIZE = 4, 2, 8, 4
@@ -253,7 +254,7 @@ def test_state_update_is_the_same_for_large_states(monkeypatch):
     groups = (d.normal(5, GROUPS, SIZE), d.normal(5, GROUPS, SIZE))
     results = []
     for limit in (1, 1 << 18):
-        monkeypatch.setattr(mamba2, "STATES_PER_STEP", limit)
+        monkeypatch.setattr(pool_states, "ADVANCED_IN_PLACE", limit)
         states, out = pool.clone(), torch.empty_like(x)
         mamba2.selective_state_update(
             states,

@@ -95,7 +95,7 @@ def test_steps_are_the_recurrence(seed, shape, steps):
     s = d.normal(1, shape[1], shape[3], shape[2])
     o, states = naive.gated_delta_rule(*moving, None, True, s[0])
     for t in range(steps):
-        out, s = gated_delta_rule_step(s, *(m[t : t + 1] for m in moving), l2norm=True)
+        out = gated_delta_rule_step(s, *(m[t : t + 1] for m in moving), l2norm=True)
         assert_close(out[0], o[t], FP32, f"o {t}")
         assert_close(s[0], states[t + 1], FP32, f"state {t}")
 

@@ -1,5 +1,8 @@
 """Memory of the machine, or of the container if that has less."""
 
+import resource
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,3 +61,23 @@ def test_a_limit_above_the_machine(cgroup: Path) -> None:
 def test_a_container_over_its_limit(cgroup: Path) -> None:
     write(cgroup, str(2 * GIB), 3 * GIB)
     assert numbers() == (2, 2, 0)
+
+
+FAULTS = """
+import resource, torch
+from sglang_hybrid.platforms.memory import keep_freed_memory
+keep_freed_memory()
+def touch(): torch.ones(16 << 20).sum()
+touch()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10): touch()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_freed_memory_is_used_again() -> None:
+    """Ten tensors of 64 MiB, one after another, do not map their pages ten times."""
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages_of_one = (64 << 20) // resource.getpagesize()
+    assert int(done.stdout) < 3 * pages_of_one

@@ -55,7 +55,9 @@ def test_pools_are_weighed_against_the_memory_that_is_free(
 ) -> None:
     sizes = model_sizes(str(hybrid), "float32")
     assert sizes is not None
-    needed = sizes.weights + 1000 * sizes.kv_token + 10 * sizes.state
+    packed = sizes.weights // 3
+    monkeypatch.setattr(sizing, "packed_limit", lambda: packed)
+    needed = sizes.weights + packed + 1000 * sizes.kv_token + 10 * sizes.state
     monkeypatch.setattr(sizing, "memory_available", lambda: needed)
     check_memory(str(hybrid), "float32", 1000, 10)
     for tokens, slots in ((1001, 10), (1000, 11)):

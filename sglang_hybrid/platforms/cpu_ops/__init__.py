@@ -1,1 +1,1 @@
-"""The Triton functions that SGLang's recurrent layers call, in plain torch."""
+"""The Triton functions that SGLang calls while it serves a model, in plain torch."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hybrid.platforms.cpu_ops import gated_delta, mamba1, mamba2, moe, tracking
+from sglang_hybrid.platforms.cpu_ops import gated_delta, linear, mamba1, mamba2, moe, pool, tracking
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,22 @@ _GDN_BACKEND = "sglang.srt.layers.attention.linear.gdn_backend"
 _GDN_KERNELS = "sglang.srt.layers.attention.linear.kernels.gdn_triton"
 _GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
 _NATIVE_MOE = "sglang.srt.layers.moe.fused_moe_native"
+_ALLOCATION = "sglang.srt.mem_cache.allocation"
+_UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
+_LINEAR, _EMBEDDING = "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"
 _QWEN2_MOE = "sglang.srt.models.qwen2_moe"
 _QWEN3_NEXT = "sglang.srt.models.qwen3_next"
 
 BINDINGS: tuple[Binding, ...] = (
+    Binding(_UNQUANTIZED, f"{_LINEAR}.apply", linear.apply),
+    Binding(_UNQUANTIZED, f"{_LINEAR}.process_weights_after_loading", linear.pack),
+    Binding(_UNQUANTIZED, f"{_LINEAR}.restore_weights_before_loading", linear.unpack),
+    Binding(_UNQUANTIZED, f"{_LINEAR}.forget_derived_weights", linear.unpack, creates=True),
+    Binding(_UNQUANTIZED, f"{_EMBEDDING}.process_weights_after_loading", linear.pack_lm_head),
+    Binding(_UNQUANTIZED, f"{_EMBEDDING}.restore_weights_before_loading", linear.unpack),
+    Binding(_UNQUANTIZED, f"{_EMBEDDING}.forget_derived_weights", linear.unpack, creates=True),
+    Binding(_UNQUANTIZED, f"{_EMBEDDING}.lm_head_product", linear.lm_head_product, creates=True),
+    Binding(_ALLOCATION, "get_last_loc_triton", pool.last_slots),
     Binding(_MAMBA, "causal_conv1d_fn", mamba2.causal_conv1d_fn, creates=True),
     Binding(_MAMBA, "causal_conv1d_fn_triton", mamba2.causal_conv1d_fn, creates=True),
     Binding(_MAMBA, "causal_conv1d_update", mamba2.causal_conv1d_update, creates=True),

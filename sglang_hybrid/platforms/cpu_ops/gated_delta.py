@@ -16,7 +16,8 @@ from sglang_hybrid.kernels.gated_delta_rule import (
     gated_delta_rule_prefill,
     gated_delta_rule_step,
 )
-from sglang_hybrid.platforms.cpu_ops.mamba2 import live_rows
+from sglang_hybrid.platforms.cpu_ops.states import advance, owned
+from sglang_hybrid.platforms.cpu_ops.tracking import grid_is_read
 
 if TYPE_CHECKING:
     from sglang_hybrid.checkpoints.tracks import StateWriter
@@ -64,7 +65,8 @@ def chunk_gated_delta_rule(
     with ``inplace_update``, leaves its final state there; a negative slot means zeros and nothing
     left.
     The states [1, chunks, Hv, Dv, Dk] (float32) are those in front of every 64th token of each
-    sequence, sequence after sequence. ``state_writer`` gets the states that it is for.
+    sequence, sequence after sequence; none where SGLang will not read them. ``state_writer`` gets
+    the states that it is for.
     """
     if cu_seqlens is None or initial_state is None or initial_state_indices is None or head_first:
         raise ValueError(
@@ -73,11 +75,13 @@ def chunk_gated_delta_rule(
         )
     bounds = cu_seqlens.tolist()
     sequences = len(bounds) - 1
-    owners = (initial_state_indices[:sequences] >= 0).nonzero(as_tuple=True)[0]
-    slots = initial_state_indices[owners].long()
-    states = initial_state.new_zeros((sequences, *initial_state.shape[1:]), dtype=torch.float32)
-    states[owners] = initial_state[slots].float()
-    grid = chunk_starts(bounds)
+    owners, slots = owned(initial_state_indices, sequences, -1, q.device)
+    states = initial_state.index_select(0, slots).float()
+    if owners is not None:
+        some = states
+        states = initial_state.new_zeros((sequences, *initial_state.shape[1:]), dtype=torch.float32)
+        states[owners] = some
+    grid = chunk_starts(bounds) if grid_is_read() else []
     done = gated_delta_rule_prefill(
         q[0],
         k[0],
@@ -94,7 +98,8 @@ def chunk_gated_delta_rule(
     if state_writer is not None:
         state_writer.put(done.states_at[len(grid) :])
     if inplace_update:
-        initial_state[slots] = done.final_states[owners].to(initial_state.dtype)
+        final = done.final_states if owners is None else done.final_states[owners]
+        initial_state.index_copy_(0, slots, final.to(initial_state.dtype))
     return done.y[None], None, done.states_at[None, : len(grid)]
 
 
@@ -124,24 +129,26 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     """
     heads, v_dim, k_dim = initial_state.shape[1:]
     q_size = (mixed_qkv.shape[1] - heads * v_dim) // 2
-    rows = live_rows(ssm_state_indices, mixed_qkv.shape[0], -1, mixed_qkv.device)
-    slots = ssm_state_indices[rows].long()
-    q, k, v = torch.split(mixed_qkv[rows], [q_size, q_size, heads * v_dim], dim=1)
-    g, beta = fused_gdn_gating(A_log, a[rows], b[rows], dt_bias)
-    o, new = gated_delta_rule_step(
-        initial_state[slots],
-        q.reshape(len(rows), q_size // k_dim, k_dim),
-        k.reshape(len(rows), q_size // k_dim, k_dim),
-        v.reshape(len(rows), heads, v_dim),
-        g[0],
-        beta[0],
-        scale=scale,
-        l2norm=use_qk_l2norm_in_kernel,
-    )
-    initial_state[slots] = new.to(initial_state.dtype)
-    if len(rows) < mixed_qkv.shape[0]:
+    rows, slots = owned(ssm_state_indices, mixed_qkv.shape[0], -1, mixed_qkv.device)
+    if rows is not None:
         out.zero_()
-    out[rows, 0] = o.to(out.dtype)
+        mixed_qkv, a, b = mixed_qkv[rows], a[rows], b[rows]
+    if not len(slots):
+        return out, initial_state
+    q, k, v = torch.split(mixed_qkv, [q_size, q_size, heads * v_dim], dim=1)
+    g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
+    q, k = (t.view(len(slots), -1, k_dim) for t in (q, k))
+    given = (q, k, v.view(len(slots), heads, v_dim), g[0], beta[0])
+
+    def step(states: Tensor, at: slice) -> Tensor:
+        some = (t[at] for t in given)
+        return gated_delta_rule_step(states, *some, scale=scale, l2norm=use_qk_l2norm_in_kernel)
+
+    o = advance(initial_state, slots, step).to(out.dtype)
+    if rows is None:
+        out[:, 0] = o
+    else:
+        out[rows, 0] = o
     return out, initial_state
 
 

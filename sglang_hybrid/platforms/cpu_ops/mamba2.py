@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from sglang_hybrid.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_step
-from sglang_hybrid.kernels.ssd import selective_state_step, ssd_prefill
+from sglang_hybrid.kernels.ssd import selective_state_step, ssd_prefill, step_inputs
+from sglang_hybrid.platforms.cpu_ops.states import advance, owned
+from sglang_hybrid.platforms.cpu_ops.tracking import grid_is_read
 
 if TYPE_CHECKING:
     from sglang_hybrid.checkpoints.tracks import StateWriter
 
 PAD_SLOT_ID = -1
-
-STATES_PER_STEP = 1 << 18
-"""Elements of state that a decode step works on at once: what stays in a core's cache."""
 
 
 def refuse_speculation(**buffers: object) -> None:
@@ -39,13 +39,6 @@ def activation_name(activation: bool | str | None) -> str | None:
     if isinstance(activation, bool):
         return "silu" if activation else None
     return activation
-
-
-def live_rows(indices: Tensor | None, rows: int, pad_slot_id: int, device: torch.device) -> Tensor:
-    """Batch rows that own a slot; rows marked with the padding slot do not."""
-    if indices is None:
-        return torch.arange(rows, device=device)
-    return (indices[:rows] != pad_slot_id).nonzero(as_tuple=True)[0]
 
 
 def causal_conv1d_fn(
@@ -76,8 +69,8 @@ def causal_conv1d_fn(
     sequences, past = len(bounds) - 1, weight.shape[1] - 1
     windows, owners, slots = None, None, None
     if conv_states is not None:
-        owners = live_rows(cache_indices, sequences, pad_slot_id, x.device)
-        slots = owners if cache_indices is None else cache_indices[owners].long()
+        rows, slots = owned(cache_indices, sequences, pad_slot_id, x.device)
+        owners = torch.arange(sequences, device=x.device) if rows is None else rows
         if has_initial_state is not None:
             windows = x.new_zeros(sequences, x.shape[0], past, dtype=torch.float32)
             starts = has_initial_state[owners]
@@ -125,16 +118,25 @@ def causal_conv1d_update(
         retrieve_next_token=retrieve_next_token,
         retrieve_parent_token=retrieve_parent_token,
     )
-    rows = live_rows(conv_state_indices, x.shape[0], pad_slot_id, x.device)
-    slots = rows if conv_state_indices is None else conv_state_indices[rows].long()
+    rows, slots = owned(conv_state_indices, x.shape[0], pad_slot_id, x.device)
+    steps = x if rows is None else x[rows]
     past = weight.shape[1] - 1
-    steps = x[rows] if x.dim() == 3 else x[rows, :, None]
+    windows = conv_state.index_select(0, slots)[:, :, :past]
     y, windows = causal_conv1d_step(
-        steps, conv_state[slots, :, :past], weight, bias, activation_name(activation)
+        steps if x.dim() == 3 else steps[:, :, None],
+        windows,
+        weight,
+        bias,
+        activation_name(activation),
     )
-    conv_state[slots, :, :past] = windows
+    if conv_state.shape[2] == past:
+        conv_state.index_copy_(0, slots, windows)
+    else:
+        conv_state[slots, :, :past] = windows
+    if rows is None:
+        return y.view(x.shape)
     out = torch.zeros_like(x)
-    out[rows] = y.view(x[rows].shape)
+    out[rows] = y.view(steps.shape)
     return out
 
 
@@ -170,9 +172,10 @@ def mamba_chunk_scan_combined(
     Shapes: x [1, T, H, P], dt [1, T, H], A [H], B and C [1, T, G, N], initial_states [S, H, P, N],
     out [1, T, H, P]. States come in ``state_dtype``:
 
-    * grid [1, ceil(T / chunk_size), H, P, N]: row c is the state where token ``c * chunk_size`` of
-      the packed batch starts. Between two sequences that is the final state of the one that ends
-      there, as in SGLang's ``_state_passing_fwd``; row 0 is the first sequence's initial state.
+    * grid [1, ceil(T / chunk_size), H, P, N], or nothing where SGLang will not read it: row c is
+      the state where token ``c * chunk_size`` of the packed batch starts. Between two sequences
+      that is the final state of the one that ends there, as in SGLang's ``_state_passing_fwd``; row
+      0 is the first sequence's initial state.
     * final [S, H, P, N].
     * tracked [1, n, H, P, N]: the state of sequence ``track_seq_idx[i]`` when the packed batch has
       been read up to ``track_end_locs[i]``; None if nothing is tracked.
@@ -189,7 +192,7 @@ def mamba_chunk_scan_combined(
     if out is None:
         raise ValueError("mamba_chunk_scan_combined on the CPU platform needs `out`.")
     bounds = cu_seqlens.tolist()
-    grid = grid_positions(bounds, chunk_size)
+    grid = grid_positions(bounds, chunk_size) if grid_is_read() else []
     tracked: list[tuple[int, int]] = []
     if track_seq_idx is not None and track_end_locs is not None:
         pairs = zip(track_seq_idx.tolist(), track_end_locs.tolist(), strict=True)
@@ -268,26 +271,28 @@ def selective_state_update(
             "selective_state_update on the CPU platform needs `out`, a pool of shape "
             "[slots, heads, dim, state] and x of shape [batch, heads, dim]."
         )
-    live = live_rows(state_batch_indices, x.shape[0], pad_slot_id, x.device)
-    if len(live) < x.shape[0]:
+    rows, slots = owned(state_batch_indices, x.shape[0], pad_slot_id, x.device)
+    if rows is not None:
         out.zero_()
-    A, dt = _once_per_head(A, 1), _once_per_head(dt, 2)
-    dt_bias = None if dt_bias is None else _once_per_head(dt_bias, 1)
-    for rows in torch.split(live, max(1, STATES_PER_STEP // state[0].numel())):
-        slots = rows if state_batch_indices is None else state_batch_indices[rows].long()
-        y, new = selective_state_step(
-            state[slots],
-            x[rows],
-            dt[rows],
-            A,
-            B[rows],
-            C[rows],
-            D=D,
-            z=None if z is None else z[rows],
-            dt_bias=dt_bias,
-            dt_softplus=dt_softplus,
-        )
-        state[slots] = new.to(state.dtype)
+        x, dt, B, C = (t[rows] for t in (x, dt, B, C))
+    if not len(slots):
+        return
+    inputs = step_inputs(
+        x,
+        _once_per_head(dt, 2),
+        _once_per_head(A, 1),
+        B,
+        C,
+        D=D,
+        dt_bias=None if dt_bias is None else _once_per_head(dt_bias, 1),
+        dt_softplus=dt_softplus,
+    )
+    y = advance(state, slots, lambda states, at: selective_state_step(states, inputs.of(at)))
+    if z is not None:
+        y = y * silu((z if rows is None else z[rows]).float())
+    if rows is None:
+        out.copy_(y)
+    else:
         out[rows] = y.to(out.dtype)
 
 

@@ -4,8 +4,25 @@ They stand for the functions of the same names in
 ``sglang.kernels.ops.mamba.mamba_state_scatter_triton``.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+
+def grid_is_read() -> bool:
+    """Whether SGLang will read the states that a prefill's scan leaves on its grid.
+
+    It does for states that it tracks itself, and not where checkpoints are planned. Outside of a
+    forward pass nobody can say, and the answer is yes.
+    """
+    from sglang.srt.model_executor import forward_context
+
+    if not forward_context.has_forward_context():
+        return True
+    backend: Any = forward_context.get_attn_backend()
+    recurrent = getattr(backend, "linear_attn_backend", backend)
+    return bool(getattr(recurrent.forward_metadata, "has_mamba_track_mask", True))
 
 
 def track_mamba_states_if_needed(

@@ -1,0 +1,282 @@
+"""Where the time of a prefill and of a decode step goes on the CPU, percent by percent.
+
+Loads models as a server's scheduler does, without the server, and measures the parts of their
+forward passes: each part without the parts that it calls. Prints Markdown for docs/benchmarks.md.
+
+    python scripts/profile_model.py [--models nemotron-h 100m ...] [--prompt 2000] [--batch 1 16]
+    python scripts/profile_model.py --models 100m --trace DIR      # for chrome://tracing
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import warnings
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+MODELS = (
+    "nemotron-h",
+    "falcon-h1",
+    "granite-hybrid",
+    "mamba2",
+    "falcon-mamba",
+    "qwen3-next",
+    "transformer",
+    "100m",
+)
+"""The embedded models, and a Nemotron-H of 100 M parameters."""
+
+PARTS = (
+    "products with weights",
+    "experts",
+    "attention",
+    "recurrent layers",
+    "convolutions",
+    "norms, activations",
+    "embedding, logits",
+    "sampling",
+    "rest",
+)
+"""What is told apart. The rest is mostly SGLang's Python between the other parts."""
+
+OF_MODULES = {
+    "linear": "products with weights",
+    "moe": "experts",
+    "mamba1": "recurrent layers",
+    "mamba2": "recurrent layers",
+    "gated_delta": "recurrent layers",
+    "tracking": "recurrent layers",
+    "norms": "norms, activations",
+}
+"""Parts of the functions in `sglang_hybrid/platforms/cpu_ops`, by their file."""
+
+REPEATS = 7
+
+
+class Clock:
+    """Seconds of each part, without the parts that it called."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._parts = ["rest"]
+        self._since = perf_counter()
+
+    def enter(self, part: str) -> None:
+        self._charge()
+        self._parts.append(part)
+
+    def leave(self) -> None:
+        self._charge()
+        self._parts.pop()
+
+    def read(self) -> Counter[str]:
+        """What was measured since the last reading."""
+        self._charge()
+        seconds, self.seconds = self.seconds, Counter()
+        return seconds
+
+    def _charge(self) -> None:
+        now = perf_counter()
+        self.seconds[self._parts[-1]] += now - self._since
+        self._since = now
+
+
+CLOCK = Clock()
+
+
+def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        CLOCK.enter(part)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            CLOCK.leave()
+
+    return wrapper
+
+
+def time_kernels() -> None:
+    """Measure the functions that the platform gives SGLang; before SGLang's models are imported."""
+    from sglang_hybrid.platforms import binder
+
+    found = []
+    for binding in binder.BINDINGS:
+        file = binding.function.__module__.rsplit(".", 1)[1]
+        part = "convolutions" if "conv1d" in binding.function.__name__ else OF_MODULES.get(file)
+        if part is not None and "weights" not in binding.attribute:
+            binding = replace(binding, function=timed(part, binding.function))
+        found.append(binding)
+    binder.BINDINGS = tuple(found)
+
+
+def time_modules(runner: Any) -> None:
+    """Measure norms, activations, attention, embeddings and logits."""
+    for module in runner.model.modules():
+        kind = type(module).__name__
+        if "Norm" in kind or kind in ("SiluAndMul", "ReLU2", "GeluAndMul"):
+            part = "norms, activations"
+        elif kind == "RadixAttention" or kind.endswith("RotaryEmbedding"):
+            part = "attention"
+        elif kind in ("VocabParallelEmbedding", "LogitsProcessor"):
+            part = "embedding, logits"
+        else:
+            continue
+        module.forward = timed(part, module.forward)
+    runner.sample = timed("sampling", runner.sample)
+
+
+def load(directory: Path, flags: list[str]) -> Any:
+    """SGLang's runner of a model, without prefix cache and scheduler."""
+    from sglang.benchmark import one_batch
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
+    from sglang.srt.server_args import PortArgs, prepare_server_args
+
+    load_plugins()
+    arguments = prepare_server_args(
+        [
+            *("--model-path", str(directory), "--disable-radix-cache", "--log-level", "error"),
+            *("--disable-overlap-schedule", "--mamba-radix-cache-strategy", "no_buffer", *flags),
+        ]
+    )
+    arguments.resolve_once()
+    rank = spawn_world_rank(arguments, tp_rank=0, pp_rank=0)
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
+    one_batch._init_process_global_configs()
+    runner, _ = one_batch.load_model(arguments, PortArgs.init_new(arguments), 0, 0)
+    logging.disable(logging.INFO)
+    return runner
+
+
+def requests(count: int, length: int) -> list[Any]:
+    """Requests of random tokens."""
+    import torch
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_new_tokens=1000)
+    found = []
+    for index in range(count):
+        ids = array("q", torch.randint(300, 30000, (length,)).tolist())
+        request = Req(str(index), "", ids, greedy)
+        request.full_untruncated_fill_ids = request.origin_input_ids
+        request.logprob_start_len = -1
+        request.extend_end = length
+        found.append(request)
+    return found
+
+
+def measured(run: Callable[[], object], trace: Path | None) -> dict[str, float]:
+    """Seconds of each part of one run, of the run that took the median time."""
+    run()
+    seen = []
+    for _ in range(REPEATS):
+        CLOCK.read()
+        run()
+        seen.append(CLOCK.read())
+    if trace is not None:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            run()
+        profiler.export_chrome_trace(str(trace))
+    return dict(sorted(seen, key=lambda parts: parts.total())[len(seen) // 2])
+
+
+def profile_one(name: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Seconds of the parts of a prefill and of decode steps of one model, in this process."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the platform does for its servers
+    warnings.filterwarnings("ignore")
+    from sglang_hybrid import patching
+
+    patching.install()
+    time_kernels()
+    from sglang_hybrid.models import build_tiny_model, ensure_default_model
+
+    if name == "100m":
+        directory = options.scratch / "nemotron-h-100m"
+        if not directory.exists():
+            build_tiny_model("nemotron-h", directory, scale="100m")
+    else:
+        directory = ensure_default_model(name)
+    runner = load(directory, options.server_flags)
+    time_modules(runner.torch_runner)
+
+    def trace(what: str) -> Path | None:
+        return options.trace and options.trace / f"{name}-{what}.json"
+
+    def prefill() -> None:
+        runner.clear()
+        runner.extend(requests(1, options.prompt))
+
+    found = {f"prefill of {options.prompt:,}": measured(prefill, trace("prefill"))}
+    for count in options.batch:
+        runner.clear()
+        state: list[Any] = list(runner.extend(requests(count, options.context)))
+
+        def step(state: list[Any] = state) -> None:
+            state[0], _ = runner.decode(state[0], state[2])
+
+        found[f"decode step of {count}"] = measured(step, trace(f"decode-{count}"))
+    return found
+
+
+def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Markdown: milliseconds, and the percentage of each part."""
+    lines = [
+        f"| model | what | ms | {' | '.join(PARTS)} |",
+        f"|---|---|---:|{'---:|' * len(PARTS)}",
+    ]
+    for model, runs in results.items():
+        for what, parts in runs.items():
+            total = sum(parts.values())
+            shares = " | ".join(f"{100 * parts.get(part, 0) / total:.0f}" for part in PARTS)
+            lines.append(f"| {model} | {what} | {1000 * total:,.1f} | {shares} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prefill")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="sizes of decodes")
+    parser.add_argument("--context", type=int, default=100, help="tokens before a decode step")
+    parser.add_argument("--trace", type=Path, help="also write torch.profiler's traces there")
+    parser.add_argument("--scratch", type=Path, default=Path("/tmp"), help="for the large model")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("server_flags", nargs="*", help="flags for the server, after --")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(profile_one(options.models[0], options)))
+        return 0
+    results = {}
+    for name in options.models:
+        rest = sys.argv[1:]
+        split = rest.index("--") if "--" in rest else len(rest)
+        command = [sys.executable, __file__, *rest[:split], "--models", name, "--one"]
+        done = subprocess.run([*command, *rest[split:]], capture_output=True, text=True)
+        if done.returncode != 0:
+            print(f"profile_model: {name} failed:\n{done.stderr[-3000:]}", file=sys.stderr)
+            return 1
+        results[name] = json.loads(done.stdout.splitlines()[-1])
+    print(f"Date: {date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. Percent.\n")
+    print(table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
