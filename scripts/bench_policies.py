@@ -1,5 +1,6 @@
 """How much of the distance from LRU to a clairvoyant eviction a policy closes: a row per trace and
-size of the cache, request after request, starting cold, by the paper's rules and as served.
+size of the cache, request after request, starting cold, by the paper's rules, as served with two
+pools, and as it would be served with one memory for KV and states.
 
 Token hit rates in percent. Rows whose distance is below a point do not count in the mean. With
 --leave-one-out the constants of `core.reuse` that --vary names are chosen by the mean over all
@@ -53,7 +54,7 @@ CHANGES = (
 CHANGES_GB = 0.7
 AFTER = (100, 200, 400, 800, 1_500)
 LRU, CLAIRVOYANT = Spec("lru"), Spec("clairvoyant")
-RULES = {"paper": None, "served": Serving()}
+RULES = {"paper": None, "served": Serving(), "one": Serving(one_memory=True)}
 Row = tuple[str, float]  # trace, GB
 Constants = tuple[tuple[str, float], ...]
 
@@ -79,15 +80,26 @@ class Bench:
         """LRU's hit rate and the clairvoyant one."""
         return self.hit_rate(LRU, row, rules), self.hit_rate(CLAIRVOYANT, row, rules)
 
-    def closed(self, spec: Spec, row: Row, rules: str, constants: Constants = ()) -> float | None:
-        """Percent of the distance that `spec` closes; None where it is below a point."""
-        low, high = self.limits(row, rules)
+    def closed(
+        self, spec: Spec, row: Row, rules: str, constants: Constants = (), gap: str | None = None
+    ) -> float | None:
+        """Percent of the distance that `spec` closes; None where it is below a point. gap: the
+        rules that the distance is measured by, the same by default.
+        """
+        low, high = self.limits(row, gap or rules)
         if high - low < 1:
             return None
         return 100 * (self.hit_rate(spec, row, rules, constants) - low) / (high - low)
 
-    def mean(self, spec: Spec, rows: Sequence[Row], rules: str, constants: Constants = ()) -> float:
-        closed = [self.closed(spec, row, rules, constants) for row in rows]
+    def mean(
+        self,
+        spec: Spec,
+        rows: Sequence[Row],
+        rules: str,
+        constants: Constants = (),
+        gap: str | None = None,
+    ) -> float:
+        closed = [self.closed(spec, row, rules, constants, gap) for row in rows]
         counted = [share for share in closed if share is not None]
         return sum(counted) / max(len(counted), 1)
 
@@ -125,6 +137,9 @@ def table(bench: Bench, specs: Sequence[Spec], rules: str) -> None:
             f"{spec}: closes {mean:.1f} % on average, "
             f"at worst {min(losses):+.2f} points against lru"
         )
+        if rules == "one":
+            mean = bench.mean(spec, bench.rows, rules, gap="served")
+            print(f"{spec}: closes {mean:.1f} % of the distance that there is with two pools")
 
 
 def leave_one_out(bench: Bench, grid: Sequence[Constants], rules: str) -> None:

@@ -79,12 +79,13 @@ class System:
 
 def _evicting(make: Callable[..., Policy]) -> System:
     """A simulator with the policy that `make` makes, twice for a split budget; two that learn share
-    one history. Served, LRU is SGLang's own.
+    one history. Served from two pools, LRU is SGLang's own.
     """
 
     def build(setting: Setting, **options: Any) -> Cache:
         if setting.as_served:
-            served = SglangLru if make is Lru else make
+            two_pools = isinstance(setting.memory, Split)
+            served = SglangLru if make is Lru and two_pools else make
             return ServedCache(
                 setting.cost,
                 setting.memory,
