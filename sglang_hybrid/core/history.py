@@ -20,6 +20,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from sglang_hybrid.core.answers import Answer, AnswerModels
 from sglang_hybrid.core.history_tree import (
     NO_SLOT,
     TOKEN_BYTES,
@@ -31,6 +32,9 @@ from sglang_hybrid.core.history_tree import (
 from sglang_hybrid.core.nodes import Clock, Node
 from sglang_hybrid.core.reuse import ReuseIndex
 from sglang_hybrid.core.shares import Shares
+
+MOST_CHILDREN = 2
+"""Of a place whose returns say something of the answer before them."""
 
 
 class TimeUnit(Enum):
@@ -70,6 +74,7 @@ class Meeting:
 class History:
     """All recent sequences. The index learns from them; `time_unit` says in which time.
 
+    answer_bytes: memory for what answers teach, 2 MiB for each tenant; 0: they teach nothing.
     reach: tokens that a checkpoint may lie above the place that it stands for; page_size: positions
     of checkpoints are rounded down to its multiples.
     """
@@ -80,6 +85,7 @@ class History:
         max_bytes: int = 64 << 20,
         min_branch_tokens: int = 16,
         page_size: int = 1,
+        answer_bytes: int = 64 << 20,
     ) -> None:
         self.time_unit = time_unit
         self.index = ReuseIndex(unit=0.125 if time_unit is TimeUnit.SECONDS else 1.0)
@@ -89,6 +95,7 @@ class History:
         self._versions = 0
         self._trees: dict[Hashable, HistoryTree] = {}
         self._shares = Shares()
+        self._answers = AnswerModels(answer_bytes)
         self._empty = HistoryTree(self.index)  # what a tenant that never came finds
 
     @property
@@ -138,10 +145,20 @@ class History:
         path, matched = tree.walk(marks, known)
         if meeting is None:
             meeting = self._meeting(tree, path, matched, marks, input_len)
+        model = self._answers.of(tenant)
+        answer, says = None, 0
+        if model is not None:
+            if meeting.reused is not None and meeting.reused.last is not None:
+                model.returned(meeting.reused.last, now)
+            model.give_up(now)
+            if len(ids) > input_len:
+                answer = model.ended(ids[input_len:], now)
+                says = model.bucket(answer.features)
         pace = 0
         if meeting.reused is not None:
             pace = self.index.pace(self.index.returned(meeting.reused.slot, now))
             meeting.reused.pace = pace
+            _says(meeting.reused, answer, says)
             self.index.reclass(meeting.reused.slot, meeting.reused.klass)
         ends = {start for start in message_starts if 0 < start < min(input_len, len(ids))}
         ends |= {meeting.branch, len(ids)} - {0}
@@ -150,6 +167,7 @@ class History:
         self._changed(tenant, tree, held)
         for place in trail:
             if place.depth in ends:
+                _says(place, answer, says)
                 self._open(place, now, pace, is_end=place.depth == len(ids))
         self._forget_oldest(tenant)
         self.index.observed(now)
@@ -203,3 +221,9 @@ class History:
             self._changed(tenant, tree, held)
             if not tree.leaves:
                 del self._trees[tenant]
+
+
+def _says(place: Place, answer: Answer | None, says: int) -> None:
+    """A request that ended with `answer` opened `place` or resumed from it."""
+    few = place.branches <= MOST_CHILDREN
+    place.last, place.answer = (answer, says) if few else (None, 0)

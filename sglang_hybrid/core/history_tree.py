@@ -8,6 +8,7 @@ from collections import OrderedDict
 import numpy as np
 import numpy.typing as npt
 
+from sglang_hybrid.core.answers import Answer
 from sglang_hybrid.core.edges import common_bytes
 from sglang_hybrid.core.reuse import ReuseIndex, class_of
 
@@ -22,15 +23,18 @@ class Place:
 
     turn: sequence ends on its path, itself included. branches: children it ever had, forgotten ones
     included. pace: that of its last interval, or before it had one, of the interval that ended when
-    it was made: a session's gaps resemble each other.
+    it was made: a session's gaps resemble each other. last: the answer of the request that opened
+    it or resumed from it last, and answer: what that says (`AnswerModel.bucket`).
     """
 
     __slots__ = (
+        "answer",
         "branches",
         "children",
         "depth",
         "edge",
         "is_end",
+        "last",
         "pace",
         "parent",
         "slot",
@@ -46,6 +50,8 @@ class Place:
         self.turn: int = parent.turn if parent else 0
         self.is_end = False
         self.pace = 0
+        self.answer = 0
+        self.last: Answer | None = None
         self.slot = NO_SLOT
 
     def adopt(self, child: Place) -> None:
@@ -54,7 +60,7 @@ class Place:
 
     @property
     def klass(self) -> int:
-        return class_of(self.branches, self.depth, self.turn, self.pace)
+        return class_of(self.branches, self.depth, self.turn, self.pace, self.answer)
 
 
 class Trail:

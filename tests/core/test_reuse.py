@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.core.reuse import (
+    ANSWERS,
     BINS,
     CLASSES,
     DEPTHS,
@@ -30,25 +31,30 @@ from sglang_hybrid.core.reuse import (
 )
 
 
-def features(klass: int) -> tuple[int, int, int, int]:
+def features(klass: int) -> tuple[int, int, int, int, int]:
     rest, turn = divmod(klass, TURNS)
     rest, pace = divmod(rest, PACES)
-    return *divmod(rest, DEPTHS), pace, turn
+    rest, answer = divmod(rest, ANSWERS)
+    return *divmod(rest, DEPTHS), answer, pace, turn
 
 
 def test_classes() -> None:
-    assert features(class_of(0, 1, 0)) == (0, 0, 0, 0)
-    assert features(class_of(1, 64, 3, 2)) == (1, 0, 2, 3)
-    assert features(class_of(2, 65, 6, 8)) == (2, 1, 8, 6)
-    assert features(class_of(50, 10**7, 99, PACES - 1)) == (2, DEPTHS - 1, PACES - 1, TURNS - 1)
-    assert class_of(50, 10**7, 99, PACES - 1) == CLASSES - 1
+    assert features(class_of(0, 1, 0)) == (0, 0, 0, 0, 0)
+    assert features(class_of(1, 64, 3, 2, 1)) == (1, 0, 1, 2, 3)
+    assert features(class_of(2, 65, 6, 8, 3)) == (2, 1, 3, 8, 6)
+    last = class_of(50, 10**7, 99, PACES - 1, ANSWERS - 1)
+    assert features(last) == (2, DEPTHS - 1, ANSWERS - 1, PACES - 1, TURNS - 1)
+    assert last == CLASSES - 1
 
 
 def plain_hazard(known: dict[int, tuple[np.ndarray, np.ndarray]], klass: int, bin_: int) -> float:
     """Kaplan-Meier by counting, shrunk up the chain of coarser classes."""
     of = features(klass)
     hazard = FIRST_GUESS
-    for kept in range(5):
+    answers_tell = any(features(c)[2] for c in known)
+    for kept in range(6):
+        if kept == 3 and not answers_tell:
+            continue
         same = [c for c in known if features(c)[:kept] == of[:kept]]
         events = sum(known[c][0][bin_] for c in same)
         exposed = sum(counts[bin_:].sum() for c in same for counts in known[c])
