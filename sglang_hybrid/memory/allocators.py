@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from sglang.srt.utils import get_num_new_pages
 
-from sglang_hybrid.memory.account import Account
+from sglang_hybrid.memory.account import Account, MemoryKind
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
@@ -23,26 +23,44 @@ if TYPE_CHECKING:
     from sglang_hybrid.memory.granules import GranulePool
 
 
-class OneMemoryBudget(PrefillBudget):
+class OneMemoryBudget(PrefillBudget):  # type: ignore[misc]
     """Room for the requests of one prefill batch, in tokens: what is free, and what may be evicted
     of either kind.
     """
 
-    allocator: _OneMemoryKV
+    allocator: OneMemoryKV
 
     def _available_and_evictable(self) -> int:
-        pool, states = self.allocator.pool, self.allocator.states
-        evictable = self.tree_cache.full_evictable_size() * self.allocator.token_bytes
-        evictable += self.tree_cache.mamba_evictable_size() * states.granule_bytes
-        free = pool.account.free + self.allocator.loose_bytes
-        return int((free + evictable) // self.allocator.token_bytes)
+        """A granule may stay partly used, so one is left out."""
+        allocator = self.allocator
+        free = allocator.account.free + allocator.loose_bytes
+        tokens = (free + self._evictable_states()) // allocator.token_bytes
+        return int(tokens + self.tree_cache.full_evictable_size()) - allocator.granule_tokens + 1
 
     def slots_as_tokens(self, slots: int) -> int:
         """Tokens whose bytes hold so many states."""
         return -(-slots * self.allocator.states.granule_bytes // self.allocator.token_bytes)
 
+    def slots_fit(self, slots: int, prefix_len: int) -> bool:
+        """Whether there would be room for so many states beside what has been admitted, if all were
+        evicted that may be, but for a prefix of `prefix_len` tokens. A state needs whole granules:
+        one that a running request uses a row of counts as all in use.
+        """
+        allocator, account = self.allocator, self.allocator.account
+        granule = allocator.granule_tokens
+        held = allocator.pool.in_use * self.page_size - self.tree_cache.full_evictable_size()
+        held = min(allocator.pool.used_granules, int(held) + -(-prefix_len // granule))
+        states = account.used[MemoryKind.STATES] + account.waste[MemoryKind.STATES]
+        states -= self._evictable_states()
+        room = account.budget - held * allocator.pool.granule_bytes - states
+        return bool(self.slots_as_tokens(slots) <= room // allocator.token_bytes - self.total_offset)
 
-class _OneMemoryKV(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
+    def _evictable_states(self) -> int:
+        """Bytes of states that nobody holds."""
+        return int(self.tree_cache.mamba_evictable_size()) * self.allocator.states.granule_bytes
+
+
+class OneMemoryKV(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
     """What both allocators of KV share.
 
     pool: ids of pages. states: the pool of the other kind.
@@ -60,6 +78,11 @@ class _OneMemoryKV(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
     def token_bytes(self) -> int:
         """Bytes of one token's KV."""
         return self.pool.id_bytes // int(self.page_size)
+
+    @property
+    def granule_tokens(self) -> int:
+        """Tokens of one granule."""
+        return self.pool.per_granule * int(self.page_size)
 
     @property
     def loose_bytes(self) -> int:
@@ -101,7 +124,7 @@ class _OneMemoryKV(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
         return []
 
 
-class OneMemoryTokens(_OneMemoryKV, TokenToKVPoolAllocator):  # type: ignore[misc]
+class OneMemoryTokens(OneMemoryKV, TokenToKVPoolAllocator):  # type: ignore[misc]
     """KV ids where a page is one token."""
 
     def __init__(
@@ -126,7 +149,7 @@ class OneMemoryTokens(_OneMemoryKV, TokenToKVPoolAllocator):  # type: ignore[mis
             self.pool.put(free_index.to(torch.int64).numpy())
 
 
-class OneMemoryPages(_OneMemoryKV, PagedTokenToKVPoolAllocator):  # type: ignore[misc]
+class OneMemoryPages(OneMemoryKV, PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     """KV ids with pages of several tokens. SGLang's methods place a request's tokens on
     `free_pages`; here these are the pages that were taken for that call.
     """

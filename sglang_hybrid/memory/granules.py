@@ -76,6 +76,11 @@ class GranulePool:
         return self._in_use
 
     @property
+    def used_granules(self) -> int:
+        """Granules with an id that is taken."""
+        return self.granules - len(self._kept) - len(self._absent)
+
+    @property
     def loose(self) -> int:
         """Free ids of granules that are partly used."""
         return len(self._loose)
