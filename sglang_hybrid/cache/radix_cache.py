@@ -206,7 +206,7 @@ class HybridRadixCache(UnifiedRadixCache):
             if allocation_reclaim_satisfied is not None:
                 return allocation_reclaim_satisfied()
             if available_size_targets is None:
-                return all(tracker[what] >= count for what, count in request_by_type.items())
+                return all(tracker[what] >= request_by_type[what] for what in tracker)
             return all(
                 self._component_available_size(what) >= size
                 for what, size in available_size_targets.values()
