@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.runtime_context import get_schedule
 
     from sglang_hybrid.cache.sizes import cost_of_model
 
@@ -57,6 +58,8 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
         )
 
     cache: HybridRadixCache = create_unified_radix_cache(context, cache_class=build)
+    if not get_schedule().disable_overlap_schedule:
+        cache.steps_ahead = 1
     if not context.disable_radix_cache:
         cache.advice = advise(_setting(context, cache))
     for line in cache.advice if _rank() == 0 else ():
