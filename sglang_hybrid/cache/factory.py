@@ -81,7 +81,7 @@ def _setting(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Setting
     schedule, mamba = get_schedule(), get_exec().mamba
     asked = schedule.max_running_requests
     return Setting(
-        slots=cache.req_to_token_pool.mamba_allocator.size if cache.is_mamba_enabled else 0,
+        slots=(schedule.max_mamba_cache_size or 0) if cache.is_mamba_enabled else 0,
         held=1
         + get_mamba_tracking_slots(
             extra_buffer=mamba.enable_mamba_extra_buffer,

@@ -26,10 +26,10 @@ ENDLESS = 1 << 40
 class HybridPrefillAdder(PrefillAdder):
     """SGLang's adder with three more reasons to say no.
 
-    * A request's own state slots are neither free nor evictable. In one memory the same bytes hold
-      its KV, so slots that were promised are taken off the room for tokens. SGLang counts state slots here
+    * A request's own state slots are neither free nor evictable. SGLang counts state slots here
       only for a shared byte pool (schedule_policy.py:688-715) and asserts when a split pool has
-      none (memory_pool.py:1595-1622), which ends the scheduler.
+      none (memory_pool.py:1595-1622), which ends the scheduler. In one memory the same bytes could
+      hold KV, so slots that were promised are taken off the room for tokens, too.
     * A sibling's prefill under way will leave a state that saves more than the wait costs.
     * A state is wanted in the middle of a forward and the kernels cannot take it there: the
       prefill stops there, as if the chunk were full. Without chunked prefill SGLang could not go

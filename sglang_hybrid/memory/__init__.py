@@ -1,2 +1,3 @@
-"""One memory for KV and states: the account of its bytes, the pages behind them, SGLang's allocators
-on top."""
+"""One memory for KV and states: the account of its bytes, the pages behind them, and SGLang's
+allocators on top.
+"""

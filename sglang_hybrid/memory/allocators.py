@@ -53,7 +53,9 @@ class OneMemoryBudget(PrefillBudget):  # type: ignore[misc]
         states = account.used[MemoryKind.STATES] + account.waste[MemoryKind.STATES]
         states -= self._evictable_states()
         room = account.budget - held * allocator.pool.granule_bytes - states
-        return bool(self.slots_as_tokens(slots) <= room // allocator.token_bytes - self.total_offset)
+        return bool(
+            self.slots_as_tokens(slots) <= room // allocator.token_bytes - self.total_offset
+        )
 
     def _evictable_states(self) -> int:
         """Bytes of states that nobody holds."""
@@ -173,7 +175,10 @@ class OneMemoryPages(OneMemoryKV, PagedTokenToKVPoolAllocator):  # type: ignore[
         self.free_pages = torch.empty(0, dtype=torch.int64)
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        return super().alloc(need_size) if self._take(need_size // self.page_size) else None
+        if not self._take(need_size // self.page_size):
+            return None
+        ids: torch.Tensor | None = super().alloc(need_size)
+        return ids
 
     def alloc_extend(
         self,
@@ -191,7 +196,7 @@ class OneMemoryPages(OneMemoryKV, PagedTokenToKVPoolAllocator):  # type: ignore[
             )
         if not self._take(num_new_pages):
             return None
-        return super().alloc_extend(
+        ids: torch.Tensor | None = super().alloc_extend(
             prefix_lens,
             prefix_lens_cpu,
             seq_lens,
@@ -200,12 +205,16 @@ class OneMemoryPages(OneMemoryKV, PagedTokenToKVPoolAllocator):  # type: ignore[
             extend_num_tokens,
             num_new_pages,
         )
+        return ids
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
         pages = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, decode=True)
-        return super().alloc_decode(seq_lens, seq_lens_cpu, last_loc) if self._take(pages) else None
+        if not self._take(pages):
+            return None
+        ids: torch.Tensor | None = super().alloc_decode(seq_lens, seq_lens_cpu, last_loc)
+        return ids
 
     def _take(self, pages: int) -> bool:
         ids = self.pool.take(int(pages))

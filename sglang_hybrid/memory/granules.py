@@ -179,9 +179,9 @@ class GranulePool:
         kind does not give the bytes.
         """
         own = min(count, len(self._kept))
-        if count > own:
-            if not self.account.claim(self.kind, (count - own) * self.granule_bytes):
-                return None
+        missing = (count - own) * self.granule_bytes
+        if missing and not self.account.claim(self.kind, missing):
+            return None
         claimed = self._absent[: count - own]
         chosen = np.sort(np.concatenate((self._kept[:own], claimed)))
         self._kept = self._kept[own:]

@@ -52,7 +52,9 @@ class Plane:
         """
         start, size = self.address + first * self.row_bytes, (last - first) * self.row_bytes
         if start % PAGE or size % PAGE:
-            raise ValueError(f"rows {first} to {last} of {self.row_bytes} bytes fill no whole pages")
+            raise ValueError(
+                f"rows {first} to {last} of {self.row_bytes} bytes fill no whole pages"
+            )
         if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))

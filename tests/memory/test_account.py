@@ -55,7 +55,7 @@ class Memory:
     def picture(self) -> Any:
         """Everything but what is only counted."""
         pools = [
-            {name: copy.deepcopy(value) for name, value in vars(pool).items() if "_" == name[0]}
+            {name: copy.deepcopy(value) for name, value in vars(pool).items() if name[0] == "_"}
             for pool in (self.kv, self.states)
         ]
         for pool in pools:

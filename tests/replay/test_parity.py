@@ -18,8 +18,8 @@ from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.traces import Request, read_compact, read_mooncake
 
 pytest.importorskip("sglang")
-from tests.cache.backends import options
 from sglang_hybrid.memory.account import MemoryKind
+from tests.cache.backends import options
 from tests.cache.driver import KV_BYTES, Server, Sizes, build_cache
 
 TENANTS = "of three tenants: "
