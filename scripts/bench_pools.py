@@ -6,7 +6,8 @@
 The rows of bench_policies.py as served, for a model whose state is as large as 409 tokens of KV
 (the paper's 7B) and for one where it is 6,234 (sizes of Nemotron-H-8B; 2.3 times the memory).
 Percent of prompt tokens, the mean of each trace's sizes. The first column is SGLang's default of
---mamba-full-memory-ratio. Then, for each trace, what the others would choose. Prints Markdown.
+--mamba-full-memory-ratio; the last one is one memory, without a split (--hybrid-memory one). Then,
+for each trace, what the others would choose. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -58,21 +59,32 @@ def hit_rate(runner: Runner, model: Model, row: Row, tokens: int, policy: Spec) 
     return 100 * runner.run(Job(policy, trace, cost, pools, serving=Serving())).hit_rate
 
 
+def in_one_memory(runner: Runner, model: Model, row: Row, policy: Spec) -> float:
+    """Percent, with KV and states in one memory."""
+    trace, size = row
+    budget = int(size * model.memory * 1e9)
+    job = Job(policy, trace, model.cost, budget, serving=Serving(one_memory=True))
+    return 100 * runner.run(job).hit_rate
+
+
 def table(runner: Runner, rows: Sequence[Row], model: Model, policy: Spec) -> None:
     columns = model.tokens_per_state
     print(f"\n{model.name}, {policy}; KV tokens per state slot (states' share of the memory)\n")
     size = model.cost.state_bytes / model.cost.kv_bytes_per_token
     heads = [f"{tokens:,} ({size / (size + tokens):.0%})" for tokens in columns]
-    print(f"| trace | {heads[0]}, SGLang's | {' | '.join(heads[1:])} |")
-    print("|---|" + "---:|" * len(columns))
+    print(f"| trace | {heads[0]}, SGLang's | {' | '.join(heads[1:])} | one |")
+    print("|---|" + "---:|" * (len(columns) + 1))
     found: dict[str, list[float]] = {}
+    one: list[float] = []
     for trace in dict.fromkeys(trace for trace, _ in rows):
         mine = [row for row in rows if row[0] == trace]
         found[trace] = [
             mean(hit_rate(runner, model, row, tokens, policy) for row in mine) for tokens in columns
         ]
-        print(f"| {trace} | {' | '.join(f'{rate:.1f}' for rate in found[trace])} |", flush=True)
-    means = [mean(rates) for rates in zip(*found.values(), strict=True)]
+        one.append(mean(in_one_memory(runner, model, row, policy) for row in mine))
+        rates = [*found[trace], one[-1]]
+        print(f"| {trace} | {' | '.join(f'{rate:.1f}' for rate in rates)} |", flush=True)
+    means = [*(mean(rates) for rates in zip(*found.values(), strict=True)), mean(one)]
     print(f"| **mean** | {' | '.join(f'{rate:.1f}' for rate in means)} |")
     print("\nChosen by the other traces: ", end="")
     for trace, rates in found.items():

@@ -47,6 +47,14 @@ class Admission(Enum):
     ALL = "all"
 
 
+class Memory(Enum):
+    """Whether KV and states share their bytes."""
+
+    AUTO = "auto"
+    ONE = "one"
+    SPLIT = "split"
+
+
 def nonnegative(text: str) -> float:
     """A number of 0 or more."""
     try:
@@ -79,6 +87,7 @@ class HybridConfig:
     hybrid_admission: Admission = Admission.JUDICIOUS
     hybrid_min_branch_tokens: int = 16
     hybrid_slots_per_request: int = 0
+    hybrid_memory: Memory = Memory.SPLIT
     hybrid_burst_ms: float = 3.0
     hybrid_drain_seconds: float = 3.0
     hybrid_tuner_workers: int = 0
@@ -167,6 +176,16 @@ class HybridConfig:
             "%(default)s)",
         )
         group.add_argument(
+            "--hybrid-memory",
+            choices=[memory.value for memory in Memory],
+            default=HybridConfig.hybrid_memory.value,
+            help="one: KV and states share one budget of bytes, which is what SGLang's two pools "
+            "(--max-total-tokens and --max-mamba-cache-size, or --mamba-full-memory-ratio) would "
+            "take together, and what is worth least makes room for either; split: each has its "
+            "pool; auto: one on the CPU platform for a hybrid model with planned checkpoints, "
+            "split elsewhere (default: %(default)s)",
+        )
+        group.add_argument(
             "--hybrid-burst-ms",
             type=nonnegative,
             metavar="MS",
@@ -253,6 +272,7 @@ class HybridConfig:
         known = {field.name: values[field.name] for field in fields(cls)}
         known["hybrid_eviction"] = Eviction(known["hybrid_eviction"])
         known["hybrid_admission"] = Admission(known["hybrid_admission"])
+        known["hybrid_memory"] = Memory(known["hybrid_memory"])
         config = cls(**known)
         if config.hybrid_alpha is not None and config.policy is not Eviction.MARCONI:
             raise ValueError(

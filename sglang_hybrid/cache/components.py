@@ -223,7 +223,8 @@ class RobustMamba(MambaComponent):
         """Whether a request can have a slot beside the state that it copies."""
         pool = self.cache.req_to_token_pool
         own = 1 + (pool.mamba_initial_tracking_slots if pool.enable_mamba_extra_buffer else 0)
-        if own + 1 > pool.mamba_pool.size:
+        kv = source.device_prefix_len
+        if own + 1 > pool.mamba_pool.size or not self.cache.could_hold(kv, own + 1):
             return False
         if self.cache.slots.free() > 0:
             return True

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.runtime_context import get_schedule
 
     from sglang_hybrid.cache.sizes import cost_of_model
 
@@ -57,6 +58,8 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
         )
 
     cache: HybridRadixCache = create_unified_radix_cache(context, cache_class=build)
+    if not get_schedule().disable_overlap_schedule:
+        cache.steps_ahead = 1
     if not context.disable_radix_cache:
         cache.advice = advise(_setting(context, cache))
     for line in cache.advice if _rank() == 0 else ():
@@ -78,7 +81,7 @@ def _setting(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Setting
     schedule, mamba = get_schedule(), get_exec().mamba
     asked = schedule.max_running_requests
     return Setting(
-        slots=cache.req_to_token_pool.mamba_allocator.size if cache.is_mamba_enabled else 0,
+        slots=(schedule.max_mamba_cache_size or 0) if cache.is_mamba_enabled else 0,
         held=1
         + get_mamba_tracking_slots(
             extra_buffer=mamba.enable_mamba_extra_buffer,

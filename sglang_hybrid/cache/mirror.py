@@ -1,7 +1,8 @@
 """`core`'s records of SGLang's tree: every change there is repeated here, every choice comes back.
 
 SGLang's TreeCore and components own KV, states, locks and the tree itself. The mirror holds one
-`core.Node` per tree node, two pools (what is short: KV tokens or state slots) and the history.
+`core.Node` per tree node, two pools (what is short: KV tokens or state slots), or one where KV and
+states share all bytes, and the history.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Mirror:
             is fed on while others are in force.
         has_states: False for a model without recurrent state. There every node can be resumed
             from, so every node counts as holding a state of no bytes.
+        one_memory: KV and states share all bytes, so there is one pool, under `kv_policy`: a victim
+            of either kind makes room for either.
     """
 
     def __init__(
@@ -40,13 +43,15 @@ class Mirror:
         state_policy: Policy,
         *,
         has_states: bool,
+        one_memory: bool = False,
     ) -> None:
         self.cost = cost
         self.has_states = has_states
+        self.one_memory = one_memory
         self.history = kv_policy.history
         self.clock = Clock()
         self._kv_policy = kv_policy
-        self._state_policy = state_policy
+        self._state_policy = kv_policy if one_memory else state_policy
         self._records: dict[int, Node] = {}
         self.asked: Pool | None  # the pool that chose the last victim
         self._build()
@@ -61,18 +66,25 @@ class Mirror:
 
     def _fill_pools(self) -> None:
         self.asked = None
-        self.kv_pool = Pool(Scarce.KV, self.cost, self._kv_policy, self.clock)
-        self.state_pool = Pool(Scarce.STATES, self.cost, self._state_policy, self.clock)
-        self.tree.listen(self.kv_pool)
-        if self.has_states:
-            self.tree.listen(self.state_pool)
+        scarce = Scarce.SHARED if self.one_memory else Scarce.KV
+        self.kv_pool = self.state_pool = Pool(scarce, self.cost, self._kv_policy, self.clock)
+        if not self.one_memory:
+            self.state_pool = Pool(Scarce.STATES, self.cost, self._state_policy, self.clock)
+        for pool in self.pools:
+            self.tree.listen(pool)
+
+    @property
+    def pools(self) -> list[Pool]:
+        """Those that have candidates."""
+        two = self.has_states and not self.one_memory
+        return [self.kv_pool, self.state_pool] if two else [self.kv_pool]
 
     def use(self, kv_policy: Policy, state_policy: Policy) -> None:
         """These policies choose the victims from now on. Records, holds and the history stay."""
-        self.tree.unlisten(self.kv_pool)
-        if self.has_states:
-            self.tree.unlisten(self.state_pool)
-        self._kv_policy, self._state_policy = kv_policy, state_policy
+        for pool in self.pools:
+            self.tree.unlisten(pool)
+        self._kv_policy = kv_policy
+        self._state_policy = kv_policy if self.one_memory else state_policy
         self._fill_pools()
 
     # What SGLang's tree did.
@@ -214,7 +226,7 @@ class Mirror:
             problems.append(f"{tokens} tokens in records, {kv_tokens} in SGLang's account")
         if self.has_states and held_states != states:
             problems.append(f"{held_states} states in records, {states} in SGLang's account")
-        for pool in (self.kv_pool, self.state_pool) if self.has_states else (self.kv_pool,):
+        for pool in self.pools:
             problems += pool.check(self.tree.walk())
         if problems:
             raise AssertionError("the mirror differs from the tree: " + "; ".join(problems))

@@ -11,6 +11,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, _Pre
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache.slots import free_slots
+from sglang_hybrid.memory.allocators import OneMemoryBudget
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -27,7 +28,8 @@ class HybridPrefillAdder(PrefillAdder):
 
     * A request's own state slots are neither free nor evictable. SGLang counts state slots here
       only for a shared byte pool (schedule_policy.py:688-715) and asserts when a split pool has
-      none (memory_pool.py:1595-1622), which ends the scheduler.
+      none (memory_pool.py:1595-1622), which ends the scheduler. In one memory the same bytes could
+      hold KV, so slots that were promised are taken off the room for tokens, too.
     * A sibling's prefill under way will leave a state that saves more than the wait costs.
     * A state is wanted in the middle of a forward and the kernels cannot take it there: the
       prefill stops there, as if the chunk were full. Without chunked prefill SGLang could not go
@@ -41,6 +43,8 @@ class HybridPrefillAdder(PrefillAdder):
     def __init__(self, *args: Any, waiting_queue: Sequence[Req] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._promised = 0  # slots of requests already in this batch
+        self._running = 0 if self.running_batch is None else len(self.running_batch.reqs)
+        self.tree_cache.slots.reserve(self._running)
         self._unlimited = self.rem_chunk_tokens is None and self.tree_cache.splits_prefills
         if self._unlimited:
             self.rem_chunk_tokens = ENDLESS
@@ -48,23 +52,38 @@ class HybridPrefillAdder(PrefillAdder):
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
         needed = self._slots_needed(req)
-        allocator = self.tree_cache.req_to_token_pool.mamba_allocator
-        if self._promised + needed:
-            free = free_slots(allocator) + self.tree_cache.mamba_evictable_size()
-            if self._promised + needed > free - self._source(req):
-                return AddReqResult.NO_TOKEN
+        if self._promised + needed and not self._slots_fit(req, needed):
+            return AddReqResult.NO_TOKEN
         if self.tree_cache.family.waits_for_a_sibling(req):
             self._send_back(req)
             return AddReqResult.CONTINUE
         self.tree_cache.intend(req)
         admitted = len(self.can_run_list)
+        self._promise(needed)
         result = super().add_one_req(req, *args, **kwargs)
         if len(self.can_run_list) > admitted:
-            self._promised += needed
+            self.tree_cache.slots.reserve(self._running + len(self.can_run_list))
             self.tree_cache.admitted(req)
         else:
+            self._promise(-needed)
             self.tree_cache.intend_nothing(req)
         return result
+
+    def _slots_fit(self, req: Req, needed: int) -> bool:
+        """Whether `needed` slots of its own are free or evictable, beside those promised."""
+        if isinstance(self.memory_budget, OneMemoryBudget):
+            return self.memory_budget.slots_fit(needed + self._source(req), req.prefix_len)
+        free = free_slots(self.tree_cache.req_to_token_pool.mamba_allocator)
+        free += self.tree_cache.mamba_evictable_size()
+        return bool(self._promised + needed <= free - self._source(req))
+
+    def _promise(self, slots: int) -> None:
+        """So many slots are not there for the next request; in one memory, nor are their bytes."""
+        self._promised += slots
+        if isinstance(self.memory_budget, OneMemoryBudget):
+            tokens = self.memory_budget.slots_as_tokens(slots)
+            self.memory_budget.total_offset += tokens
+            self.memory_budget.current_offset += tokens
 
     def add_chunked_req(self, req: Req) -> Req | None:
         cut = self.tree_cache.next_cut(req, req.prefix_len, len(req.full_untruncated_fill_ids))

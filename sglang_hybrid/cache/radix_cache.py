@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -28,6 +28,7 @@ from sglang_hybrid.cache.mirror import Mirror
 from sglang_hybrid.cache.notes import Notes
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from sglang_hybrid.cache.sizes import measured_cost
+from sglang_hybrid.cache.slots import free_slots
 from sglang_hybrid.cache.state_pool import StateSlots
 from sglang_hybrid.cache.tuning import asked_for, make_tuning
 from sglang_hybrid.checkpoints import decode
@@ -37,6 +38,8 @@ from sglang_hybrid.checkpoints.roles import RoleTokens
 from sglang_hybrid.config import Admission, Eviction, HybridConfig
 from sglang_hybrid.core.history import History
 from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.memory.account import Account
+from sglang_hybrid.memory.allocators import OneMemoryKV
 from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.telemetry.metrics import CacheMetrics
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
@@ -53,6 +56,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOTHING_PENDING = (0, Kind.UNKNOWN)
+
+ENDLESS = 1 << 62
+"""More than any memory holds."""
 
 
 class HybridRadixCache(UnifiedRadixCache):
@@ -99,6 +105,8 @@ class HybridRadixCache(UnifiedRadixCache):
         self._kv_lens: WeakKeyDictionary[Req, int] = WeakKeyDictionary()
         self._messages: WeakKeyDictionary[Req, list[int]] = WeakKeyDictionary()
         self.cost = measured_cost(cost, params)
+        self.account = _account(params)  # of one memory, if KV and states share it
+        self.steps_ahead = 0  # steps that are prepared before a prefill's states are in the tree
         has_states = ComponentType.MAMBA in (params.tree_components or ())
         override: dict[ComponentType, Any] = dict(params.component_registry_override or {})
         if self.options.policy is Eviction.LRU or params.disable:
@@ -110,7 +118,12 @@ class HybridRadixCache(UnifiedRadixCache):
         else:
             history = History(page_size=params.page_size)
             policies = make_policies(asked_for(self.options), history)
-            self.mirror = Mirror(self.cost, *policies, has_states=has_states)
+            self.mirror = Mirror(
+                self.cost,
+                *policies,
+                has_states=has_states,
+                one_memory=self.account is not None,
+            )
             params = replace(params, tree_core_backend=tree_core.BACKEND)
             override[ComponentType.FULL] = MirroredFull
             if has_states:
@@ -161,6 +174,54 @@ class HybridRadixCache(UnifiedRadixCache):
     def tuner_counts(self) -> Mapping[str, float]:
         """The tuner's totals, on the rank that has it."""
         return self.tuning.counts
+
+    def could_hold(self, kv_tokens: int, states: int) -> bool:
+        """Whether one memory could hold so much if nothing else were there; of two pools, True."""
+        if self.account is None:
+            return True
+        needed = kv_tokens * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
+        return needed <= self.account.budget
+
+    def _evict_components(
+        self,
+        request_by_type: dict[ComponentType, int],
+        tracker: dict[ComponentType, int],
+        available_size_targets: dict[ComponentType, tuple[ComponentType, int]] | None = None,
+        *,
+        allocation_reclaim_satisfied: Callable[[], bool] | None = None,
+    ) -> None:
+        """In one memory a victim of either kind makes room for either, so there is one walk: that
+        over states, which ends leaves, too (unified_radix_cache.py:952-1060).
+        """
+        if self.account is None:
+            super()._evict_components(
+                request_by_type,
+                tracker,
+                available_size_targets,
+                allocation_reclaim_satisfied=allocation_reclaim_satisfied,
+            )
+            return
+
+        def enough() -> bool:
+            if allocation_reclaim_satisfied is not None:
+                return allocation_reclaim_satisfied()
+            if available_size_targets is None:
+                return all(tracker[what] >= request_by_type[what] for what in tracker)
+            return all(
+                self._component_available_size(what) >= size
+                for what, size in available_size_targets.values()
+            )
+
+        self.tree_core.evict_device_start(ComponentType.MAMBA, ENDLESS)
+        try:
+            while not enough():
+                node_id, made_progress = self._evict_device_next_node(ComponentType.MAMBA, tracker)
+                if node_id is not None:
+                    self._evict_device_leaf(node_id, tracker)
+                elif not made_progress:
+                    break
+        finally:
+            self.tree_core.evict_device_end(ComponentType.MAMBA)
 
     @property
     def plans_checkpoints(self) -> bool:
@@ -379,12 +440,18 @@ class HybridRadixCache(UnifiedRadixCache):
             "admission": self.options.hybrid_admission.value,
             "state_bytes": self.cost.state_bytes,
             "kv_bytes_per_token": self.cost.kv_bytes_per_token,
-            "state_slots_free": None if allocator is None else allocator.available_size(),
+            "state_slots_free": None if allocator is None else free_slots(allocator),
             **self.stats.as_dict(),
+            "memory": None if self.account is None else self.account.as_dict(),
             "tuner": self.tuning.info(),
             "recording": self.tuning.recording(),
             "advice": self.advice,
         }
+
+
+def _account(params: CacheInitParams) -> Account | None:
+    allocator = params.token_to_kv_pool_allocator
+    return allocator.account if isinstance(allocator, OneMemoryKV) else None
 
 
 def _publish(req: Req, report: RequestReport) -> None:

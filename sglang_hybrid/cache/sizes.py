@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.memory.allocators import OneMemoryKV
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -35,6 +36,10 @@ def measured_cost(cost: CostModel | None, params: CacheInitParams) -> CostModel:
     """`cost` with the bytes of one KV token and one state of this rank's pools."""
     cost = cost or EVERY_TOKEN_ALIKE
     allocator = params.token_to_kv_pool_allocator
+    if isinstance(allocator, OneMemoryKV):
+        return cost.with_sizes(
+            kv_bytes_per_token=allocator.token_bytes, state_bytes=allocator.states.granule_bytes
+        )
     kv_bytes = 0
     if allocator is not None:
         kv_bytes = _total(allocator.get_kvcache().get_kv_size_bytes()) // max(

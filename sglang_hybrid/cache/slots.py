@@ -18,7 +18,9 @@ def free_slots(allocator: MambaSlotAllocator) -> int:
     sight of `available_size` (allocator/mamba.py, alloc_group_begin).
     """
     aside = getattr(allocator, "_alloc_iter", None)
-    return int(allocator.available_size()) + (0 if aside is None else length_hint(aside))
+    return int(allocator.schedulable_available_size()) + (
+        0 if aside is None else length_hint(aside)
+    )
 
 
 def slots_per_request(needed: int) -> int | None:

@@ -9,6 +9,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang_hybrid.cache.slots import free_slots
 from sglang_hybrid.core.admission import Room
 from sglang_hybrid.core.intent import room_for
+from sglang_hybrid.memory.allocators import OneMemoryKV
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,13 @@ class StateSlots:
 
     def __init__(self, cache: HybridRadixCache) -> None:
         self._cache = cache
+        self._decoding = 0  # requests that will decode
+
+    def reserve(self, requests: int) -> None:
+        """So many requests run, or will: in one memory the tokens of their next steps come before
+        checkpoints.
+        """
+        self._decoding = requests
 
     def free(self) -> int:
         """Slots that cost nothing."""
@@ -34,7 +42,7 @@ class StateSlots:
         may go.
         """
         with self._cache.notes.making_room_for(wish):
-            if not self.make_room():
+            if not self._leaves_enough() or not self.make_room():
                 return None
         slot: torch.Tensor | None = self._allocator.alloc(1)
         return slot
@@ -44,6 +52,20 @@ class StateSlots:
         if self.free() == 0:
             self._cache.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=1))
         return self.free() > 0
+
+    def _leaves_enough(self) -> bool:
+        """Whether running requests could still decode: a state under way cannot be evicted before
+        it is in the tree, and with the overlap scheduler steps are prepared until then.
+        """
+        allocator = self._cache.token_to_kv_pool_allocator
+        steps = self._decoding * self._cache.steps_ahead
+        if not steps or not isinstance(allocator, OneMemoryKV):
+            return True
+        spare = allocator.available_size() + self._cache.full_evictable_size()
+        spare -= steps * allocator.page_size
+        spare = spare * allocator.token_bytes
+        spare += self._cache.mamba_evictable_size() * allocator.states.granule_bytes
+        return bool(spare >= allocator.states.granule_bytes)
 
     def give_back(self, slot: torch.Tensor) -> None:
         """`take` undone."""

@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from sglang_hybrid.telemetry.memory import MemoryMetrics
+
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge
 
+    from sglang_hybrid.memory.account import Account
     from sglang_hybrid.telemetry.stats import CacheStats
 
 PREFIX = "sglang_hybrid:"
@@ -29,6 +32,8 @@ class HasStats(Protocol):
 
     @property
     def tuner_counts(self) -> Mapping[str, float]: ...
+
+    account: Account | None  # of one memory
 
 
 class CacheMetrics:
@@ -83,6 +88,7 @@ class CacheMetrics:
         self._make_alpha = partial(
             Gauge, PREFIX + "alpha", "Marconi's alpha in force.", multiprocess_mode="mostrecent"
         )
+        self._memory = None if cache.account is None else MemoryMetrics(cache.account)
         self._shown = ""
         self._show_policy()
 
@@ -97,6 +103,8 @@ class CacheMetrics:
                 counter.labels(label).inc(self._since(name, label, total))
         for name, counter in self._tuner.items():
             counter.inc(self._since("tuner", name, self._cache.tuner_counts[name]))
+        if self._memory is not None:
+            self._memory.update()
         self._show_policy()
 
     def _show_policy(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +44,9 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.memory.account import Account, MemoryKind
+from sglang_hybrid.memory.allocators import OneMemoryPages, OneMemorySlots, OneMemoryTokens
+from sglang_hybrid.memory.granules import GranulePool
 from sglang_hybrid.replay.traces import Request
 from tests.cache.backends import COST
 
@@ -55,15 +58,28 @@ class Sizes:
     """A server's pools. states = 0: a model without recurrent state.
 
     grid: tokens between the positions at which a prefill can leave a state, with extra_buffer.
+    one_memory: KV and states share the bytes of both pools. state_bytes: what a state is charged
+    there, by default what it takes: two values of bfloat16 of the window and four of the state.
     """
 
     kv: int = 4_096
     states: int = 16
     page: int = 1
     extra_buffer: bool = False
+    one_memory: bool = False
+    state_bytes: int = 2 * (2 * 2 + 8)
     grid: int = 1
     rows: int = 16
     context: int = 1_024
+
+    @property
+    def budget(self) -> int:
+        """Bytes of one memory: what two pools of these sizes take."""
+        return self.kv * KV_BYTES + self.states * self.state_bytes
+
+
+KV_BYTES = 2 * 2 * 2
+"""Of one token: keys and values, two bfloat16 each."""
 
 
 def build_cache(
@@ -83,6 +99,10 @@ def build_cache(
     set_global_server_args_for_scheduler(server_args)
     pool: Any
     kv: Any
+    pools = sizes
+    if sizes.one_memory:  # either kind may have all bytes
+        tokens = sizes.budget // KV_BYTES // sizes.page * sizes.page
+        sizes = replace(sizes, kv=tokens, states=sizes.budget // sizes.state_bytes)
     shape: dict[str, Any] = {"dtype": torch.bfloat16, "head_num": 1, "head_dim": 2}
     if sizes.states:
         with envs.SGLANG_MAMBA_SSM_DTYPE.override("bfloat16"):
@@ -135,7 +155,9 @@ def build_cache(
         )
     where = {"dtype": torch.bfloat16, "device": "cpu", "kvcache": kv, "need_sort": False}
     allocator: Any
-    if sizes.page == 1:
+    if sizes.one_memory:
+        allocator = one_memory(pools, pool, kv)
+    elif sizes.page == 1:
         allocator = TokenToKVPoolAllocator(size=sizes.kv, **where)
     else:
         allocator = PagedTokenToKVPoolAllocator(size=sizes.kv, page_size=sizes.page, **where)
@@ -152,6 +174,29 @@ def build_cache(
     if options is None:
         return UnifiedRadixCache(params)
     return HybridRadixCache(params, options, cost, one_pass=one_pass, plans=plans, rank=rank)
+
+
+def one_memory(sizes: Sizes, pool: Any, kv: Any) -> Any:
+    """Allocators that share the bytes of pools of these sizes; the states' replaces the pool's."""
+    account = Account(sizes.budget)
+    pages = GranulePool(
+        account,
+        MemoryKind.KV,
+        granules=kv.size // sizes.page,
+        per_granule=1,
+        id_bytes=sizes.page * KV_BYTES,
+    )
+    slots = GranulePool(
+        account,
+        MemoryKind.STATES,
+        granules=pool.mamba_pool.size,
+        per_granule=1,
+        id_bytes=sizes.state_bytes,
+    )
+    pool.mamba_allocator = OneMemorySlots(slots)
+    if sizes.page == 1:
+        return OneMemoryTokens(pages, slots, torch.bfloat16, kv)
+    return OneMemoryPages(pages, slots, sizes.page, torch.bfloat16, kv)
 
 
 class Server:
@@ -362,10 +407,21 @@ class Server:
             for req in self.running
             if req.kv.holds_kv
         )
+        if self.sizes.one_memory:
+            self._check_account(cached_kv + own_kv)
+            return
         kv, states = self.free()
         assert kv + cached_kv + own_kv == self.sizes.kv, (kv, cached_kv, own_kv)
         if not self.sizes.states:
             return
+        cached, own = self._held_states()
+        assert states + cached + own == self.sizes.states, (states, cached, own)
+        taken = self.pool.mamba_allocator.free_slots.tolist()
+        assert len(set(taken)) == len(taken), "a slot was freed twice"
+
+    def _held_states(self) -> tuple[int, int]:
+        """States of the tree, and slots of running requests."""
+        tree = self.cache.tree_core
         cached = tree.mamba_evictable_size() + tree.mamba_protected_size()
         own = 0
         for req in self.running:
@@ -373,9 +429,14 @@ class Server:
             own += sum(not empty for empty in req.kv.mamba_ping_pong_empty or ())
         if self._plans:
             own += self.cache.planner.slots_under_way()
-        assert states + cached + own == self.sizes.states, (states, cached, own)
-        taken = self.pool.mamba_allocator.free_slots.tolist()
-        assert len(set(taken)) == len(taken), "a slot was freed twice"
+        return int(cached), int(own)
+
+    def _check_account(self, kv_tokens: int) -> None:
+        """The account of one memory is what the tree and running requests hold."""
+        assert self.allocator.verify_byte_accounting() == []
+        used = self.cache.account.used
+        assert used[MemoryKind.KV] == kv_tokens * KV_BYTES
+        assert used[MemoryKind.STATES] == sum(self._held_states()) * self.sizes.state_bytes
 
     def _adder(self, waiting: Sequence[Req] = ()) -> PrefillAdder:
         """What fills a batch: the cache's own, or SGLang's (patch 0005)."""
@@ -393,12 +454,24 @@ class Server:
 
     def kv_to_be_had(self) -> int:
         """KV that is free or evictable and promised to no running request."""
-        promised = sum(
+        promised = self._promised()
+        if self.sizes.one_memory:
+            return self._bytes_to_be_had() // KV_BYTES - promised
+        return int(self.allocator.available_size() + self.cache.full_evictable_size() - promised)
+
+    def _promised(self) -> int:
+        """Tokens of running prefills that have no KV yet."""
+        return sum(
             _pages(len(req.full_untruncated_fill_ids), self.sizes.page)
             - _pages(req.kv.kv_allocated_len, self.sizes.page)
             for req in self.running
         )
-        return int(self.allocator.available_size() + self.cache.full_evictable_size() - promised)
+
+    def _bytes_to_be_had(self) -> int:
+        """Bytes of one memory that are free or evictable."""
+        evictable = self.cache.full_evictable_size() * KV_BYTES
+        evictable += self.cache.mamba_evictable_size() * self.sizes.state_bytes
+        return int(self.cache.account.free + evictable)
 
     def _fits(self, req: Req) -> bool:
         """What PrefillAdder makes sure of before it admits."""
@@ -410,6 +483,9 @@ class Server:
             if req.kv.mamba_ping_pong_track_buffer is None:
                 slots += self.pool.mamba_initial_tracking_slots
             free = self.pool.mamba_allocator.available_size() + self.cache.mamba_evictable_size()
+            if self.sizes.one_memory:
+                left = self._bytes_to_be_had() - (need + self._promised()) * KV_BYTES
+                free = left // self.sizes.state_bytes
             fits = fits and slots <= free
         self.cache.unlock(lock)
         return fits and self.pool.available_size() > 0

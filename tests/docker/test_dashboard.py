@@ -54,11 +54,14 @@ def test_our_metrics_are_there() -> None:
     steps = """
 cache.stats.admitted["branch"] = cache.stats.skipped["no_slot"] = cache.stats.evicted["leaf"] = 1
 metrics.update()
+from sglang_hybrid.memory.account import Account
+from sglang_hybrid.telemetry.memory import MemoryMetrics
+MemoryMetrics(Account(1))
 """
     tuner = {"runs": 1, "failures": 0, "seconds": 0.5, "switches": 0}
     exported = {name.split("[")[0] for name in read(steps, "marconi", 1.0, tuner)}
     ours = {name for name in metrics() if name.startswith("sglang_hybrid:")}
-    assert len(ours) == 11
+    assert len(ours) == 15
     assert ours <= exported
 
 

@@ -18,8 +18,9 @@ from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.traces import Request, read_compact, read_mooncake
 
 pytest.importorskip("sglang")
+from sglang_hybrid.memory.account import MemoryKind
 from tests.cache.backends import options
-from tests.cache.driver import Server, Sizes, build_cache
+from tests.cache.driver import KV_BYTES, Server, Sizes, build_cache
 
 TENANTS = "of three tenants: "
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
@@ -66,25 +67,43 @@ class Played:
     held: tuple[int, int]
 
 
+STATE_BYTES = 2_400
+"""Of one memory's states: as much as the KV of 300 tokens."""
+
+
 @cache
 def served(
-    name: str, limit: int | None, pools: Split, policy: str
+    name: str, limit: int | None, pools: Split, policy: str, *, one_memory: bool = False
 ) -> tuple[Played, Split, CostModel]:
-    """What the server's cache did, on which pools, and its measured costs."""
+    """What the server's cache did, on which pools, or in one memory of as many bytes, and its
+    measured costs.
+    """
     requests = trace(name, limit)
     longest = max(len(request.tokens) for request in requests) + 64
     kv = max(pools.kv_tokens, longest)
     sizes = Sizes(kv, pools.slots, grid=SERVING.grid, rows=4, context=longest)
+    if one_memory:
+        sizes = replace(sizes, one_memory=True, state_bytes=STATE_BYTES)
     server = Server(build_cache(sizes, POLICIES[policy]), sizes, SERVING.chunk)
     hits = server.play(requests)
     server.check()
+    if one_memory:
+        used = server.cache.account.used
+        held = (used[MemoryKind.KV] // KV_BYTES, used[MemoryKind.STATES] // STATE_BYTES)
+        return Played(hits, held), Split(kv, pools.slots), server.cache.cost
     free_kv, free_slots = server.free()
     held = (kv - free_kv, pools.slots - free_slots)
     return Played(hits, held), Split(kv, pools.slots), server.cache.cost
 
 
-def simulated(requests: Sequence[Request], pools: Split, cost: CostModel, policy: str) -> Played:
-    setting = Setting(cost, pools, requests, serving=SERVING)
+def simulated(
+    requests: Sequence[Request],
+    pools: Split | int,
+    cost: CostModel,
+    policy: str,
+) -> Played:
+    serving = replace(SERVING, one_memory=isinstance(pools, int))
+    setting = Setting(cost, pools, requests, serving=serving)
     simulator = Spec.parse(policy).build(setting)
     assert isinstance(simulator, ServedCache)
     hits = [outcome.hit_len for outcome in simulator.run(requests)]
@@ -103,6 +122,36 @@ def compare(name: str, limit: int | None, pools: Split, policy: str) -> None:
 @pytest.mark.parametrize("name", ["sharegpt_55", "taubench_airline"])
 def test_the_simulator_is_the_server(name: str, policy: str) -> None:
     compare(name, 300, POOLS[name][0], policy)
+
+
+def compare_in_one_memory(name: str, limit: int | None, pools: Split, policy: str) -> Played:
+    theirs, pools, cost = served(name, limit, pools, policy, one_memory=True)
+    budget = pools.kv_tokens * KV_BYTES + pools.slots * STATE_BYTES
+    ours = simulated(trace(name, limit), budget, cost, policy)
+    assert sum(theirs.hits) > 0
+    assert ours == theirs
+    return theirs
+
+
+OURS = [policy for policy in POLICIES if policy != "lru"]  # there SGLang chooses the victims
+
+
+@pytest.mark.parametrize("policy", OURS)
+@pytest.mark.parametrize("name", ["sharegpt_55", "taubench_airline"])
+def test_the_simulator_is_the_server_in_one_memory(name: str, policy: str) -> None:
+    """And it is not what two pools of as many bytes do."""
+    one = compare_in_one_memory(name, 300, POOLS[name][0], policy)
+    two, _, _ = served(name, 300, POOLS[name][0], policy)
+    assert one != two
+
+
+@pytest.mark.parametrize("policy", OURS)
+def test_a_small_difference_of_one_memory_is_seen(policy: str) -> None:
+    name = "sharegpt_55"
+    theirs, pools, cost = served(name, 300, POOLS[name][0], policy, one_memory=True)
+    budget = pools.kv_tokens * KV_BYTES + pools.slots * STATE_BYTES
+    for less in (budget - STATE_BYTES, budget - budget // 10):
+        assert simulated(trace(name, 300), less, cost, policy).hits != theirs.hits
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -129,6 +178,14 @@ def test_a_small_difference_is_seen(policy: str, monkeypatch: pytest.MonkeyPatch
         assert simulated(requests, less, cost, policy).hits != theirs.hits
     monkeypatch.setattr("sglang_hybrid.replay.served._computed", lambda one: len(one.tokens))
     assert simulated(requests, pools, cost, policy).hits != theirs.hits
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_800)
+@pytest.mark.parametrize("policy", OURS)
+@pytest.mark.parametrize("name", POOLS)
+def test_one_memory_is_the_server_on_whole_traces(name: str, policy: str) -> None:
+    compare_in_one_memory(name, None, POOLS[name][1], policy)
 
 
 @pytest.mark.slow

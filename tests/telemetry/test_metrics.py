@@ -19,6 +19,7 @@ class Cache:
     policy_name = {policy!r}
     alpha = {alpha!r}
     tuner_counts = {tuner!r}
+    account = None
 
 cache = Cache()
 metrics = CacheMetrics(cache)
@@ -93,3 +94,29 @@ metrics.update()
     assert found["sglang_hybrid:tuner_seconds_total"] == 1.5
     assert found["sglang_hybrid:tuner_switches_total"] == 1
     assert found["sglang_hybrid:tuner_failures_total"] == 0
+
+
+def test_one_memory_is_shown() -> None:
+    found = read("""
+from sglang_hybrid.memory.account import Account, MemoryKind as Kind
+from sglang_hybrid.telemetry.memory import MemoryMetrics
+account = Account(1_000)
+account.join(Kind.STATES, lambda wanted: account.gave_back(Kind.STATES, 400) or 400)
+shown = MemoryMetrics(account)
+account.claim(Kind.STATES, 800)
+account.charge(Kind.STATES, used=250, waste=50, kept=-300)
+shown.update()
+account.claim(Kind.KV, 500)
+shown.update()
+shown.update()
+""")
+    assert found["sglang_hybrid:memory_bytes[states][used]"] == 250
+    assert found["sglang_hybrid:memory_bytes[states][waste]"] == 50
+    assert found["sglang_hybrid:memory_bytes[states][kept]"] == 100
+    assert found["sglang_hybrid:memory_bytes[kv][kept]"] == 500
+    assert found["sglang_hybrid:memory_free_bytes"] == 700
+    assert found["sglang_hybrid:memory_moved_bytes_total[kv]"] == 400
+    assert found["sglang_hybrid:memory_moved_bytes_total[states]"] == 0
+    assert found["sglang_hybrid:memory_moves_total"] == 1
+    assert found["sglang_hybrid:memory_state[balanced]"] == 1
+    assert found["sglang_hybrid:memory_state[kv_short]"] == 0
