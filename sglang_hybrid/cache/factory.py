@@ -15,8 +15,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_hybrid.advice import Setting, advise
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
-from sglang_hybrid.checkpoints.roles import role_tokens
-from sglang_hybrid.checkpoints.strategy import WITHOUT_PAGES, why_unplanned
+from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
+from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, why_unplanned
 from sglang_hybrid.checkpoints.tracks import why_split
 from sglang_hybrid.config import BACKEND, Admission, HybridConfig
 from sglang_hybrid.patching import is_patched
@@ -40,7 +40,9 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
         logger.warning(
             "sglang_hybrid: with %s states are taken where SGLang tracks them.", unplanned
         )
-    roles = role_tokens(context.tp_worker) if judicious and not unplanned else None
+    message_boundaries = (
+        learn_message_boundaries(context.tp_worker) if judicious and not unplanned else None
+    )
     split = why_split(context.tp_worker.model_runner) if context.is_hybrid_ssm else None
     if split and judicious and not unplanned and _rank() == 0:
         logger.info("sglang_hybrid: prefills are split where they leave a state, since %s.", split)
@@ -50,7 +52,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
             params,
             options,
             cost,
-            roles,
+            message_boundaries,
             one_pass=split is None,
             plans=not unplanned,
             rank=_rank(),

@@ -1,5 +1,5 @@
-"""Admission of requests to a prefill batch: with slots for their states, and not before a sibling
-that lays a checkpoint for them."""
+"""Admission of requests to a prefill batch: only with slots for their states, and not while another
+prefill is about to leave a checkpoint that they can resume from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class HybridPrefillAdder(PrefillAdder):
     * A request's own state slots are neither free nor evictable. SGLang counts state slots here
       only for a shared byte pool (schedule_policy.py:688-715) and asserts when a split pool has
       none (memory_pool.py:1595-1622), which ends the scheduler.
-    * A sibling's prefill under way will leave a state that saves more than the wait costs.
+    * A prefill under way will leave a state that the request can resume from and that saves more
+      than the wait costs.
     * A state is wanted in the middle of a forward and the kernels cannot take it there: the
       prefill stops there, as if the chunk were full. Without chunked prefill SGLang could not go
       on with a prefill that stopped: there the chunk is larger than any prompt.
@@ -44,7 +45,7 @@ class HybridPrefillAdder(PrefillAdder):
         self._unlimited = self.rem_chunk_tokens is None and self.tree_cache.splits_prefills
         if self._unlimited:
             self.rem_chunk_tokens = ENDLESS
-        self.tree_cache.family.now_waiting(waiting_queue)
+        self.tree_cache.prefix_wait.now_waiting(waiting_queue)
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
         needed = self._slots_needed(req)
@@ -53,17 +54,17 @@ class HybridPrefillAdder(PrefillAdder):
             free = free_slots(allocator) + self.tree_cache.mamba_evictable_size()
             if self._promised + needed > free - self._source(req):
                 return AddReqResult.NO_TOKEN
-        if self.tree_cache.family.waits_for_a_sibling(req):
+        if self.tree_cache.prefix_wait.waits_for_prefix(req):
             self._send_back(req)
             return AddReqResult.CONTINUE
-        self.tree_cache.intend(req)
+        self.tree_cache.plan_request(req)
         admitted = len(self.can_run_list)
         result = super().add_one_req(req, *args, **kwargs)
         if len(self.can_run_list) > admitted:
             self._promised += needed
             self.tree_cache.admitted(req)
         else:
-            self.tree_cache.intend_nothing(req)
+            self.tree_cache.drop_plan(req)
         return result
 
     def add_chunked_req(self, req: Req) -> Req | None:

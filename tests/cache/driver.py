@@ -353,7 +353,9 @@ class Server:
         return int(self.allocator.available_size()), int(states)
 
     def check(self) -> None:
-        """SGLang's invariants, the mirror's, and every slot is free, cached or a running one's."""
+        """SGLang's invariants, the shadow tree's, and every slot is free, cached or a running
+        one's.
+        """
         self.cache.sanity_check()
         tree = self.cache.tree_core
         cached_kv = tree.full_evictable_size() + tree.full_protected_size()
@@ -372,7 +374,7 @@ class Server:
             own += req.kv.holds_mamba
             own += sum(not empty for empty in req.kv.mamba_ping_pong_empty or ())
         if self._plans:
-            own += self.cache.planner.slots_under_way()
+            own += sum(len(plan.pending_checkpoints) for _, plan in self.cache.planner.in_flight())
         assert states + cached + own == self.sizes.states, (states, cached, own)
         taken = self.pool.mamba_allocator.free_slots.tolist()
         assert len(set(taken)) == len(taken), "a slot was freed twice"

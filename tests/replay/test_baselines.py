@@ -25,7 +25,7 @@ from sglang_hybrid.replay.baselines import (
 )
 from sglang_hybrid.replay.future import NEVER, Oracle
 from sglang_hybrid.replay.policies import TailLru
-from sglang_hybrid.replay.served import Serving
+from sglang_hybrid.replay.server_simulator import Serving
 from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator, Split, Ticket, hit_rate
 from sglang_hybrid.replay.systems import SYSTEMS, Setting, Spec
 from sglang_hybrid.replay.traces import Request, read_compact

@@ -1,5 +1,5 @@
 """The simulator is the server's cache: every request of real traces hits the same tokens in
-`ServedCache` and in `HybridRadixCache` on SGLang's pools.
+`ServerSimulator` and in `HybridRadixCache` on SGLang's pools.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.replay.served import ServedCache, Serving
+from sglang_hybrid.replay.server_simulator import ServerSimulator, Serving
 from sglang_hybrid.replay.simulator import Split
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.traces import Request, read_compact, read_mooncake
@@ -86,7 +86,7 @@ def served(
 def simulated(requests: Sequence[Request], pools: Split, cost: CostModel, policy: str) -> Played:
     setting = Setting(cost, pools, requests, serving=SERVING)
     simulator = Spec.parse(policy).build(setting)
-    assert isinstance(simulator, ServedCache)
+    assert isinstance(simulator, ServerSimulator)
     hits = [outcome.hit_len for outcome in simulator.run(requests)]
     assert simulator.kv_in_use == simulator.slots_in_use == 0
     return Played(hits, (simulator.kv_used, simulator.states_used))
@@ -127,7 +127,9 @@ def test_a_small_difference_is_seen(policy: str, monkeypatch: pytest.MonkeyPatch
     kv, slots = pools.kv_tokens, pools.slots
     for less in (Split(kv, slots - 1), Split(kv - kv // 10, slots)):
         assert simulated(requests, less, cost, policy).hits != theirs.hits
-    monkeypatch.setattr("sglang_hybrid.replay.served._computed", lambda one: len(one.tokens))
+    monkeypatch.setattr(
+        "sglang_hybrid.replay.server_simulator._computed", lambda one: len(one.tokens)
+    )
     assert simulated(requests, pools, cost, policy).hits != theirs.hits
 
 
