@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.answers import Answer, AnswerModels
 from sglang_hybrid.core.history_tree import (
     NO_INTERVAL,
     TOKEN_BYTES,
@@ -32,6 +33,9 @@ from sglang_hybrid.core.history_tree import (
 from sglang_hybrid.core.nodes import Clock, Node
 from sglang_hybrid.core.reuse import ReuseIndex
 from sglang_hybrid.core.shares import Shares
+
+MOST_CHILDREN = 2
+"""Of a history node whose returns say something of the answer before them."""
 
 
 class TimeUnit(Enum):
@@ -75,7 +79,8 @@ class History:
 
     time_unit: what ages are counted in. max_offset: a checkpoint may lie at most so many tokens
     (exclusive) above the history node whose returns it serves. page_size: positions of checkpoints
-    are rounded down to multiples of it.
+    are rounded down to multiples of it. answer_bytes: memory for what answers teach, 2 MiB for each
+    tenant; 0: they teach nothing.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class History:
         max_bytes: int = 64 << 20,
         min_branch_tokens: int = MIN_BRANCH_TOKENS,
         page_size: int = 1,
+        answer_bytes: int = 64 << 20,
     ) -> None:
         self.time_unit = time_unit
         self.index = ReuseIndex(unit=0.125 if time_unit is TimeUnit.SECONDS else 1.0)
@@ -93,6 +99,7 @@ class History:
         self._versions = 0
         self._trees: dict[Hashable, HistoryTree] = {}
         self._shares = Shares()
+        self._answers = AnswerModels(answer_bytes)
         self._empty = HistoryTree(self.index)  # of a tenant that sent nothing yet
 
     @property
@@ -142,12 +149,22 @@ class History:
         path, matched = tree.walk(fingerprints, known)
         if history_match is None:
             history_match = self._as_match(tree, path, matched, fingerprints, input_len)
+        model = self._answers.of(tenant)
+        answer, says = None, 0
+        if model is not None:
+            if history_match.reused is not None and history_match.reused.last is not None:
+                model.returned(history_match.reused.last, now)
+            model.give_up(now)
+            if len(ids) > input_len:
+                answer = model.ended(ids[input_len:], now)
+                says = model.bucket(answer.features)
         interval_bucket = 0
         if history_match.reused is not None:
             interval_bucket = self.index.interval_bucket(
                 self.index.returned(history_match.reused.interval_id, now)
             )
             history_match.reused.last_interval_bucket = interval_bucket
+            _says(history_match.reused, answer, says)
             self.index.reclass(history_match.reused.interval_id, history_match.reused.reuse_class)
         ends = {start for start in message_starts if 0 < start < min(input_len, len(ids))}
         ends |= {history_match.branch, len(ids)} - {0}
@@ -156,6 +173,7 @@ class History:
         self._changed(tenant, tree, held)
         for node in nodes:
             if node.depth in ends:
+                _says(node, answer, says)
                 self._open(node, now, interval_bucket, is_end=node.depth == len(ids))
         self._forget_oldest(tenant)
         self.index.observed(now)
@@ -216,3 +234,9 @@ class History:
             self._changed(tenant, tree, held)
             if not tree.leaves:
                 del self._trees[tenant]
+
+
+def _says(node: HistoryNode, answer: Answer | None, says: int) -> None:
+    """A request that ended with `answer` opened `node` or resumed from it."""
+    few = node.branches <= MOST_CHILDREN
+    node.last, node.answer = (answer, says) if few else (None, 0)

@@ -8,6 +8,7 @@ from collections import OrderedDict
 import numpy as np
 import numpy.typing as npt
 
+from sglang_hybrid.core.answers import Answer
 from sglang_hybrid.core.edges import common_bytes
 from sglang_hybrid.core.reuse import ReuseIndex, reuse_class_of
 
@@ -23,16 +24,19 @@ class HistoryNode:
     turn: sequence ends on its path, its own included. branches: children that it ever had,
     forgotten ones included. last_interval_bucket: bucket of the latest reuse interval
     (`ReuseIndex.interval_bucket`). A new node inherits the bucket of the interval that ended when
-    it was created, because the gaps within a session are similar.
+    it was created, because the gaps within a session are similar. last: the answer of the request
+    that opened the node or resumed from it last. answer: what that says (`AnswerModel.bucket`).
     """
 
     __slots__ = (
+        "answer",
         "branches",
         "children",
         "depth",
         "edge",
         "interval_id",
         "is_end",
+        "last",
         "last_interval_bucket",
         "parent",
         "turn",
@@ -47,6 +51,8 @@ class HistoryNode:
         self.turn: int = parent.turn if parent else 0
         self.is_end = False
         self.last_interval_bucket = 0
+        self.answer = 0
+        self.last: Answer | None = None
         self.interval_id = NO_INTERVAL
 
     def adopt(self, child: HistoryNode) -> None:
@@ -55,7 +61,9 @@ class HistoryNode:
 
     @property
     def reuse_class(self) -> int:
-        return reuse_class_of(self.branches, self.depth, self.turn, self.last_interval_bucket)
+        return reuse_class_of(
+            self.branches, self.depth, self.turn, self.last_interval_bucket, self.answer
+        )
 
 
 class HistoryPath:

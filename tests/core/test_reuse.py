@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.core.reuse import (
+    ANSWERS,
     BINS,
     CLASSES,
     DEPTHS,
@@ -30,23 +31,20 @@ from sglang_hybrid.core.reuse import (
 )
 
 
-def features(reuse_class: int) -> tuple[int, int, int, int]:
+def features(reuse_class: int) -> tuple[int, int, int, int, int]:
     rest, turn = divmod(reuse_class, TURNS)
     rest, interval_bucket = divmod(rest, INTERVAL_BUCKETS)
-    return *divmod(rest, DEPTHS), interval_bucket, turn
+    rest, answer = divmod(rest, ANSWERS)
+    return *divmod(rest, DEPTHS), answer, interval_bucket, turn
 
 
 def test_classes() -> None:
-    assert features(reuse_class_of(0, 1, 0)) == (0, 0, 0, 0)
-    assert features(reuse_class_of(1, 64, 3, 2)) == (1, 0, 2, 3)
-    assert features(reuse_class_of(2, 65, 6, 8)) == (2, 1, 8, 6)
-    assert features(reuse_class_of(50, 10**7, 99, INTERVAL_BUCKETS - 1)) == (
-        2,
-        DEPTHS - 1,
-        INTERVAL_BUCKETS - 1,
-        TURNS - 1,
-    )
-    assert reuse_class_of(50, 10**7, 99, INTERVAL_BUCKETS - 1) == CLASSES - 1
+    assert features(reuse_class_of(0, 1, 0)) == (0, 0, 0, 0, 0)
+    assert features(reuse_class_of(1, 64, 3, 2, 1)) == (1, 0, 1, 2, 3)
+    assert features(reuse_class_of(2, 65, 6, 8, 3)) == (2, 1, 3, 8, 6)
+    last = reuse_class_of(50, 10**7, 99, INTERVAL_BUCKETS - 1, ANSWERS - 1)
+    assert features(last) == (2, DEPTHS - 1, ANSWERS - 1, INTERVAL_BUCKETS - 1, TURNS - 1)
+    assert last == CLASSES - 1
 
 
 def plain_hazard(
@@ -55,7 +53,10 @@ def plain_hazard(
     """Kaplan-Meier by counting, shrunk up the chain of coarser classes."""
     of = features(reuse_class)
     hazard = FIRST_GUESS
-    for kept in range(5):
+    answers_tell = any(features(c)[2] for c in known)
+    for kept in range(6):
+        if kept == 3 and not answers_tell:
+            continue
         same = [c for c in known if features(c)[:kept] == of[:kept]]
         events = sum(known[c][0][bin_] for c in same)
         exposed = sum(counts[bin_:].sum() for c in same for counts in known[c])

@@ -1,0 +1,187 @@
+"""Whether somebody comes back after an answer: learnt from the answer's first and last tokens.
+
+After an agent's last answer nobody comes back, after a tool call somebody does; what such answers
+look like is learnt online, by a logistic regression per tenant. Its prediction is one more feature
+of the classes of the reuse index.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+WEIGHT_BITS = 16
+TOKENS_AT_EACH_END = 64
+RATE = 0.05
+DECAY = 1e-4
+FIRST_SQUARES = 0.1
+POSITIVES, NEGATIVES = 2_000, 1_000
+"""Labelled answers of each sign that are kept for replays."""
+REPLAYS = 2
+"""Of each sign, per label."""
+INTERVALS = 512
+"""Last intervals until a return, from which it is judged when none comes any more."""
+PATIENCE, QUANTILE = 2.0, 0.9
+LEAST_LABELS = 3
+"""Of each sign, before a prediction counts."""
+GAIN, EVIDENCE = 0.05, 6.0
+"""Nats per label, and in all, by which predictions must have been better than the share of returns.
+"""
+MEMORY = 256
+"""Labels over which that is judged: the weight of one is halved after so many others."""
+THRESHOLDS = (0.2, 0.8)
+BUCKETS = 2 + len(THRESHOLDS)
+"""What `AnswerModel.bucket` returns is less."""
+MODEL_BYTES = 2 << 20
+"""Of one tenant: weights, sums of squares and answers."""
+
+Features = npt.NDArray[np.uint16]
+
+
+def features_of(answer: npt.ArrayLike) -> Features:
+    """Which of the 2^16 features an answer [n] of token ids has: one for each token among its first
+    64, and one for each among its last 64. Unique, at most 128.
+    """
+    ids = np.asarray(answer).astype(np.uint32, copy=False)
+    first = ids[:TOKENS_AT_EACH_END] * np.uint32(2) + np.uint32(1)
+    last = ids[-TOKENS_AT_EACH_END:] * np.uint32(2)
+    mixed = np.concatenate([first, last]) * np.uint32(2654435761)
+    return np.unique((mixed >> np.uint32(32 - WEIGHT_BITS)).astype(np.uint16))
+
+
+@dataclass(eq=False, slots=True)
+class Answer:
+    """An answer that ended at `time`. predicted: what the model said then. returned: whether
+    somebody came back to a position that its request opened or resumed from; None while that is
+    open.
+    """
+
+    features: Features
+    time: float
+    predicted: float
+    returned: bool | None = None
+
+
+class AnswerModel:
+    """Logistic regression over `features_of`, with an own step size for each weight (AdaGrad).
+
+    Args:
+        seed: of the choice of replayed answers; the same calls give the same model.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._weights = np.zeros(1 << WEIGHT_BITS, dtype=np.float32)
+        self._squares = np.full(1 << WEIGHT_BITS, FIRST_SQUARES, dtype=np.float32)
+        self._bias = 0.0
+        self._bias_squares = FIRST_SQUARES
+        self._random = random.Random(seed)
+        self._open: deque[Answer] = deque()
+        self._positives: deque[Answer] = deque(maxlen=POSITIVES)
+        self._negatives: deque[Answer] = deque(maxlen=NEGATIVES)
+        self._intervals: deque[float] = deque(maxlen=INTERVALS)
+        self._patience = np.inf
+        self._gain = 0.0  # sums over labels, old ones fading
+        self._weight = 0.0
+        self._share = 0.5
+        self.labels = [0, 0]  # of each sign so far, those taken back left out
+
+    @property
+    def tells(self) -> bool:
+        """Whether predictions have been better than knowing no more than how often somebody comes
+        back.
+        """
+        return min(self.labels) >= LEAST_LABELS and self._gain > max(EVIDENCE, GAIN * self._weight)
+
+    def predict(self, features: Features) -> float:
+        """The probability that somebody comes back after such an answer."""
+        score = self._bias + float(self._weights[features].sum())
+        return float(1 / (1 + np.exp(-min(max(score, -30.0), 30.0))))
+
+    def bucket(self, features: Features) -> int:
+        """0 while answers tell nothing, else 1 and the thresholds that the prediction exceeds."""
+        if not self.tells:
+            return 0
+        p = self.predict(features)
+        return 1 + sum(p > threshold for threshold in THRESHOLDS)
+
+    def ended(self, tokens: npt.ArrayLike, time: float) -> Answer:
+        """An answer [n] of token ids ended; from now on it waits for a return."""
+        features = features_of(tokens)
+        answer = Answer(features, time, self.predict(features))
+        self._open.append(answer)
+        return answer
+
+    def returned(self, answer: Answer, time: float) -> None:
+        """Somebody came back to it. If it had been given up, that is taken back."""
+        if answer.returned:
+            return
+        if answer.returned is False:
+            self.labels[0] -= 1
+        answer.returned = True
+        self.labels[1] += 1
+        self._intervals.append(time - answer.time)
+        self._positives.append(answer)
+        self._learn(answer)
+        if len(self._intervals) % 16 == 1:
+            self._patience = PATIENCE * float(np.quantile(self._intervals, QUANTILE))
+
+    def give_up(self, now: float) -> None:
+        """Answers that waited too long by now are taken for the last ones of their sessions."""
+        while self._open and now - self._open[0].time > self._patience:
+            answer = self._open.popleft()
+            if answer.returned is None:
+                answer.returned = False
+                self.labels[0] += 1
+                self._negatives.append(answer)
+                self._learn(answer)
+
+    def _judge(self, answer: Answer) -> None:
+        right = answer.predicted if answer.returned else 1 - answer.predicted
+        guessed = self._share if answer.returned else 1 - self._share
+        fade = 0.5 ** (1 / MEMORY)
+        self._gain = fade * self._gain + float(np.log(max(right, 1e-3) / max(guessed, 1e-3)))
+        self._weight = fade * self._weight + 1
+        self._share += (float(bool(answer.returned)) - self._share) / min(self._weight + 1, MEMORY)
+
+    def _learn(self, answer: Answer) -> None:
+        self._judge(answer)
+        self._step(answer)
+        for kept in (self._positives, self._negatives):
+            for _ in range(min(REPLAYS, len(kept))):
+                self._step(kept[self._random.randrange(len(kept))])
+
+    def _step(self, answer: Answer) -> None:
+        features = answer.features
+        error = self.predict(features) - float(bool(answer.returned))
+        weights = self._weights[features]
+        gradient = error + DECAY * weights
+        squares = self._squares[features] + gradient * gradient
+        self._squares[features] = squares
+        self._weights[features] = weights - RATE * gradient / np.sqrt(squares)
+        self._bias_squares += error * error
+        self._bias -= RATE * error / self._bias_squares**0.5
+
+
+class AnswerModels:
+    """A model for each tenant, within `max_bytes` in all: what the tenant that was absent longest
+    taught is forgotten first.
+    """
+
+    def __init__(self, max_bytes: int = 64 << 20) -> None:
+        self._most = max_bytes // MODEL_BYTES
+        self._models: OrderedDict[Hashable, AnswerModel] = OrderedDict()
+
+    def of(self, tenant: Hashable) -> AnswerModel | None:
+        """The model of `tenant`, which is here now; None where none may be kept."""
+        if self._most < 1:
+            return None
+        model = self._models.pop(tenant, None) or AnswerModel()
+        self._models[tenant] = model
+        while len(self._models) > self._most:
+            self._models.popitem(last=False)
+        return model

@@ -1,0 +1,169 @@
+"""What the answer says of a return: it is learnt where it is so, and nothing is where it is not."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_hybrid.core.answers import (
+    BUCKETS,
+    MODEL_BYTES,
+    TOKENS_AT_EACH_END,
+    AnswerModel,
+    AnswerModels,
+    features_of,
+)
+from sglang_hybrid.core.history import History, TimeUnit
+from sglang_hybrid.core.history_tree import fingerprints
+from sglang_hybrid.core.nodes import Clock
+
+GOODBYE = 7
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=300))
+def test_features_are_the_tokens_at_both_ends(answer: list[int]) -> None:
+    features = features_of(answer)
+    ends = [*answer[:TOKENS_AT_EACH_END], *answer[-TOKENS_AT_EACH_END:]]
+    assert 1 <= len(features) <= 2 * len(set(ends))
+    assert len(set(features.tolist())) == len(features)
+    middle = list(answer)
+    middle[TOKENS_AT_EACH_END:-TOKENS_AT_EACH_END] = [5] * max(
+        0, len(answer) - 2 * TOKENS_AT_EACH_END
+    )
+    assert features_of(middle).tolist() == features.tolist()
+
+
+def test_a_token_at_the_beginning_is_another_feature_than_at_the_end() -> None:
+    answer = [1] * TOKENS_AT_EACH_END + [2] * TOKENS_AT_EACH_END
+    assert set(features_of(answer)).isdisjoint(features_of(answer[::-1]))
+
+
+def agents(model: AnswerModel, rng: random.Random, sessions: int, *, tells: bool) -> None:
+    """Sessions of several answers; the last one says goodbye, or any one does."""
+    time = 0.0
+    for _ in range(sessions):
+        turns = rng.randrange(1, 6)
+        waiting = None
+        for turn in range(turns):
+            time += 1.0
+            if waiting is not None:
+                model.returned(waiting, time)
+            model.give_up(time)
+            answer = [rng.randrange(100, 1_000) for _ in range(30)]
+            if turn == turns - 1 if tells else rng.random() < 0.3:
+                answer[-1] = GOODBYE
+            waiting = model.ended(answer, time)
+
+
+def test_it_learns_what_last_answers_look_like() -> None:
+    model = AnswerModel()
+    agents(model, random.Random(1), 1_000, tells=True)
+    assert model.tells
+    rng = random.Random(2)
+    for _ in range(20):
+        answer = [rng.randrange(100, 1_000) for _ in range(30)]
+        assert model.bucket(features_of(answer)) == BUCKETS - 1
+        assert model.bucket(features_of([*answer[:-1], GOODBYE])) == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_answers_tell_nothing_it_says_nothing(seed: int) -> None:
+    model = AnswerModel()
+    agents(model, random.Random(seed), 400, tells=False)
+    assert not model.tells
+    assert model.bucket(features_of([GOODBYE])) == 0
+
+
+def test_a_late_return_takes_a_label_back() -> None:
+    model = AnswerModel()
+    for time in range(20):
+        model.returned(model.ended([time], float(time)), time + 1.0)
+    late = model.ended([GOODBYE], 20.0)
+    model.give_up(21.5)
+    assert late.returned is None, "1.5 is less than twice the usual interval"
+    model.give_up(23.0)
+    assert late.returned is False and model.labels == [1, 20]
+    model.returned(late, 30.0)
+    assert late.returned is True and model.labels == [0, 21]
+    model.returned(late, 31.0)
+    assert model.labels == [0, 21], "only the first return counts"
+
+
+def test_the_same_requests_teach_the_same() -> None:
+    found = []
+    for _ in range(2):
+        model = AnswerModel()
+        agents(model, random.Random(3), 200, tells=True)
+        found.append([model.predict(features_of([token])) for token in range(50)])
+    assert found[0] == found[1]
+
+
+def test_models_are_apart_and_bounded() -> None:
+    models = AnswerModels(3 * MODEL_BYTES)
+    first = models.of("a")
+    for tenant in ("b", "a", "c", "d"):
+        models.of(tenant)
+    assert models.of("a") is first
+    forgotten = models.of("b")
+    assert forgotten is not None and forgotten.labels == [0, 0]
+    assert AnswerModels(0).of("a") is None
+
+
+def serve(
+    history: History, clock: Clock, session: list[int], answer: list[int], tenant: str
+) -> None:
+    """The session goes on by a question and this answer."""
+    clock.advance()
+    session.append(5_000 + clock.tick)
+    input_len = len(session)
+    session.extend(answer)
+    history.observe(session, input_len, clock, tenant=tenant)
+
+
+@pytest.mark.parametrize("answer_bytes", [0, 64 << 20])
+def test_positions_are_told_apart_by_their_answers(answer_bytes: int) -> None:
+    """Of two sessions equally old and long, that which said goodbye is worth less, for the tenant
+    that taught it; without a model both are worth the same.
+    """
+    history, clock = History(TimeUnit.REQUESTS, answer_bytes=answer_bytes), Clock()
+    rng = random.Random(4)
+
+    def words() -> list[int]:
+        return [rng.randrange(100, 1_000) for _ in range(40)]
+
+    for _ in range(400):
+        session = words()
+        for _ in range(3):
+            serve(history, clock, session, words(), "a")
+        serve(history, clock, session, [*words()[:-1], GOODBYE], "a")
+
+    def weight(tenant: str, last: int) -> float:
+        session = words()
+        for _ in range(3):
+            serve(history, clock, session, words(), tenant)
+        serve(history, clock, session, [*words()[:-1], last], tenant)
+        place = history.tree(tenant).walk(_marks(session), [])[0][-1]
+        return history.index.weight(place.reuse_class, 0.0)
+
+    ends, goes_on = weight("a", GOODBYE), weight("a", 500)
+    if answer_bytes:
+        assert ends < goes_on / 2
+    else:
+        assert ends == pytest.approx(goes_on, rel=0.2)
+    assert weight("b", GOODBYE) == pytest.approx(weight("b", 500), rel=0.2)
+
+
+def _marks(tokens: list[int]) -> bytes:
+    return fingerprints(np.array(tokens))
+
+
+def test_requests_without_an_answer_say_nothing() -> None:
+    history, clock = History(TimeUnit.REQUESTS), Clock()
+    for _ in range(3):
+        clock.advance()
+        history_path = history.observe(list(range(100)), 100, clock)
+        assert all(place.answer == 0 and place.last is None for place in history_path.nodes)
