@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.registry import (
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_hybrid.advice import Setting, advise
+from sglang_hybrid.advice import ServerSetup, advise
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
 from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, why_unplanned
@@ -60,13 +60,13 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
 
     cache: HybridRadixCache = create_unified_radix_cache(context, cache_class=build)
     if not context.disable_radix_cache:
-        cache.advice = advise(_setting(context, cache))
+        cache.advice = advise(_server_setup(context, cache))
     for line in cache.advice if _rank() == 0 else ():
         logger.warning("sglang_hybrid: %s", line)
     return cache
 
 
-def _setting(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Setting:
+def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> ServerSetup:
     """What this rank serves with, for advice."""
     from sglang.srt.mem_cache.allocation_sizing import get_mamba_tracking_slots
     from sglang.srt.runtime_context import (
@@ -79,7 +79,7 @@ def _setting(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Setting
     runner: Any = context.tp_worker.model_runner
     schedule, mamba = get_schedule(), get_exec().mamba
     asked = schedule.max_running_requests
-    return Setting(
+    return ServerSetup(
         slots=cache.req_to_token_pool.mamba_allocator.size if cache.is_mamba_enabled else 0,
         held=1
         + get_mamba_tracking_slots(

@@ -80,23 +80,23 @@ class System:
 
 def _evicting(make: Callable[..., Policy]) -> System:
     """A simulator with the policy that `make` makes, twice for a split budget; two that learn share
-    one history. Served from two pools, LRU is SGLang's own.
+    one history. SGLang's own order is known for two pools only; elsewhere it is LRU.
     """
 
     def build(setting: Setting, **options: Any) -> Cache:
         if setting.as_served:
             two_pools = isinstance(setting.memory, Split)
-            served = SglangLru if make is Lru and two_pools else make
             return ServerSimulator(
                 setting.cost,
                 setting.memory,
-                *_pair(served, options),
+                *_pair(make if two_pools else alone, options),
                 setting.min_branch_tokens,
                 setting.serving,
             )
-        policy, other = _pair(make, options)
+        policy, other = _pair(alone, options)
         return Simulator(setting.cost, setting.budget, policy, setting.min_branch_tokens, other)
 
+    alone = Lru if make is SglangLru else make
     hidden = ("history", "stateless_first")
     options = [name for name in signature(make).parameters if name not in hidden]
     return System(build, tuple(options))
@@ -169,6 +169,7 @@ SYSTEMS: dict[str, System] = {
     "sglang+": System(_sglang_plus),
     "sglang": System(_sglang, ("grid", "chunk", "interval")),
     **{name: _evicting(make) for name, make in POLICIES.items()},
+    "sglang-lru": _evicting(SglangLru),
     "tlru": _evicting(TailLru),
     "density": _evicting(Density),
     **{name: _tuned(name) for name in ("marconi-tuned", "tuned")},

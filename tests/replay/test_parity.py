@@ -25,6 +25,7 @@ TENANTS = "of three tenants: "
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 SERVING = Serving(chunk=2_048, grid=64)
 POLICIES = {
+    "sglang-lru": options("sglang-lru"),
     "lru": options("lru"),
     "marconi:0.3": options("marconi", hybrid_alpha=0.3),
     "marconi:1": options("marconi", hybrid_alpha=1.0),

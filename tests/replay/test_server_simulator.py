@@ -139,7 +139,7 @@ def check(cache: ServerSimulator, running: list[Running]) -> None:
     nodes = list(cache.tree.walk())
     assert cache.kv_used == sum(node.tokens for node in nodes)
     assert cache.states_used == sum(node.has_state for node in nodes)
-    inside = [one for one in running if one.intent is not None]
+    inside = [one for one in running if one.plan is not None]
     assert cache.kv_in_use == sum(one.allocated - one.shared for one in inside)
     assert cache.slots_in_use == len(inside)
     if isinstance(cache.memory, Split):
