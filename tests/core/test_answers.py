@@ -18,7 +18,7 @@ from sglang_hybrid.core.answers import (
     features_of,
 )
 from sglang_hybrid.core.history import History, TimeUnit
-from sglang_hybrid.core.history_tree import fingerprints
+from sglang_hybrid.core.history_tree import fingerprint_tokens
 from sglang_hybrid.core.nodes import Clock
 
 GOODBYE = 7
@@ -158,7 +158,7 @@ def test_positions_are_told_apart_by_their_answers(answer_bytes: int) -> None:
 
 
 def _marks(tokens: list[int]) -> bytes:
-    return fingerprints(np.array(tokens))
+    return fingerprint_tokens(np.array(tokens))
 
 
 def test_requests_without_an_answer_say_nothing() -> None:
