@@ -58,11 +58,12 @@ class Prefill:
     message_starts: Sequence[int] = ()
     page_size: int = 1
 
-    def branch_point(self) -> int:
-        """Where this prompt leaves what was seen before: by the stored KV, or deeper if the history
-        remembers more.
+    def branch_points(self) -> list[int]:
+        """Where this prompt leaves what was seen before, deepest first: by the history, and by the
+        stored KV.
         """
-        return max(min(self.kv_len, self.prompt_len - 1), self.known_branch)
+        known = {min(self.kv_len, self.prompt_len - 1), self.known_branch}
+        return sorted(known - {0}, reverse=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def judicious(prefill: Prefill) -> list[tuple[int, Kind]]:
     """Positions that a later prompt may resume from, most likely first: where it branches from what
     was seen and from what waits, start of the last message, prompt end.
     """
-    wanted = [(prefill.branch_point(), Kind.BRANCH)]
+    wanted = [(branch, Kind.BRANCH) for branch in prefill.branch_points()]
     wanted += [(length, Kind.BRANCH) for length in reversed(prefill.shared)]
     if prefill.message_starts:
         wanted.append((prefill.message_starts[-1], Kind.MESSAGE))

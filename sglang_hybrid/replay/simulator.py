@@ -245,8 +245,8 @@ class Simulator:
         return ticket, path, matched
 
     def _checkpoints(self, prefill: Prefill) -> dict[int, Kind]:
-        branch = (prefill.branch_point(), Kind.BRANCH)
-        decided = decide([branch], prefill, SlotBudget(free_slots=1), self.min_branch_tokens)
+        branches = [(position, Kind.BRANCH) for position in prefill.branch_points()]
+        decided = decide(branches, prefill, SlotBudget(len(branches)), self.min_branch_tokens)
         return {c.position: c.kind for c in decided if c.admitted}
 
     def _match_history(self, request: Request) -> HistoryMatch | None:

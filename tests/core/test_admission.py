@@ -34,9 +34,15 @@ def test_judicious_takes_branch_last_message_and_prompt_end() -> None:
 
 
 def test_the_history_knows_a_branch_whose_kv_is_gone() -> None:
-    assert Prefill(1000, hit_len=100, kv_len=150, known_branch=400).branch_point() == 400
-    assert Prefill(1000, hit_len=100, kv_len=600, known_branch=400).branch_point() == 600
-    assert Prefill(1000, hit_len=100, kv_len=1000).branch_point() == 999
+    assert Prefill(1000, hit_len=100, kv_len=150, known_branch=400).branch_points() == [400, 150]
+    assert Prefill(1000, hit_len=100, kv_len=600, known_branch=400).branch_points() == [600, 400]
+    assert Prefill(1000, hit_len=100, kv_len=1000).branch_points() == [999]
+
+
+def test_the_branch_of_the_stored_kv_is_wanted_beside_that_of_the_history() -> None:
+    """Others share the KV up to 300; only its own session comes back to 800, whose KV is gone."""
+    prefill = Prefill(1000, hit_len=0, kv_len=300, known_branch=800)
+    assert [c.position for c in decide(judicious(prefill), prefill, PLENTY)] == [800, 300, 999]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +128,7 @@ def test_all_takes_every_chunk_end() -> None:
 def test_what_waits_is_a_branch_too() -> None:
     prefill = Prefill(1000, hit_len=0, kv_len=0, shared=[300, 310, 700])
     decided = decide(judicious(prefill), prefill, PLENTY)
-    assert [(c.position, c.skip) for c in decided[1:]] == [
+    assert [(c.position, c.skip) for c in decided] == [
         (700, None),
         (310, None),
         (300, Skip.MICRO_BRANCH),
