@@ -20,11 +20,11 @@ from pathlib import Path
 
 from sglang_hybrid.core import reuse
 from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.arrivals import Draw
 from sglang_hybrid.replay.formats import Reading, read_trace
 from sglang_hybrid.replay.generators import generate, traffic
 from sglang_hybrid.replay.runner import Job, Runner
-from sglang_hybrid.replay.server_simulator import Serving
 from sglang_hybrid.replay.simulator import Split
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.traces import Request

@@ -35,9 +35,9 @@ from sglang_hybrid.checkpoints.prefix_wait import PrefixWait
 from sglang_hybrid.config import BACKEND, Admission, Eviction, HybridConfig
 from sglang_hybrid.core.history import History
 from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.explainer import Explainer
-from sglang_hybrid.replay.server_simulator import Serving
 from sglang_hybrid.telemetry.metrics import CacheMetrics
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
 from sglang_hybrid.tenants import tenant_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.config import Eviction
-from sglang_hybrid.replay.server_simulator import Serving
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.tenants import TenantNames, tenant_of
 from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE, make_policies

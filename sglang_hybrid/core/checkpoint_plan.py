@@ -156,8 +156,8 @@ class CheckpointPlan(Generic[Slot]):
 def plan_checkpoints(
     prefill: Prefill, history_match: HistoryMatch | None, min_branch_tokens: int
 ) -> tuple[CheckpointPlan[Slot], list[Checkpoint]]:
-    """What the prefill of a prompt that met the history in `history_match` should leave, and those
-    of its branch points that gain too few tokens.
+    """What a prefill should leave, and those of its branch points that gain too few tokens.
+    history_match: what its prompt has in common with the history, None without a history.
     """
     wanted: dict[int, Kind] = {}
     micro_branches: list[Checkpoint] = []

@@ -14,9 +14,10 @@ from sglang_hybrid.core.eviction import Lru
 from sglang_hybrid.core.history import History, HistoryMatch
 from sglang_hybrid.core.history_tree import HistoryPath
 from sglang_hybrid.core.nodes import Kind, Node
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import Clairvoyant, PathLru
-from sglang_hybrid.replay.server_simulator import Running, ServerSimulator, Serving, way_to
+from sglang_hybrid.replay.server_simulator import Running, ServerSimulator, way_to
 from sglang_hybrid.replay.simulator import (
     Budget,
     Outcome,

@@ -18,7 +18,7 @@ class PathLru(Policy):
     """Least recently used leaf; a use counts for the whole path, as in an attention-only cache.
 
     Every node with something to free is a candidate (not `stateless_first`), but inner nodes never
-    go before a leaf. Whoever replays calls `touch` and marks the nodes.
+    go before a leaf. The cache calls `touch` and marks the nodes dirty.
     """
 
     name = "path-lru"
@@ -42,7 +42,7 @@ class PathLru(Policy):
 class SglangLru(Policy):
     """SGLang's own order, state slots and KV each in one of its own: the longest untouched goes
     first, however many children it has. Every touch is a moment of its own; the cache tells of it
-    and marks the node.
+    and marks the node dirty.
     """
 
     name = "sglang-lru"

@@ -20,21 +20,10 @@ from sglang_hybrid.core.checkpoint_plan import (
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.nodes import Kind, Node
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.policies import SglangLru
 from sglang_hybrid.replay.simulator import Outcome, Simulator, Split, Ticket, serve_in_steps
 from sglang_hybrid.replay.traces import Request, TokenArray
-
-
-@dataclass(frozen=True)
-class Serving:
-    """How the server runs: prompt tokens per forward (--chunked-prefill-size), and the tokens
-    between the boundaries at which SGLang would keep a state (its Mamba cache chunk). one_memory:
-    KV and states share all bytes; otherwise each has a pool.
-    """
-
-    chunk: int = 8_192
-    grid: int = 64
-    one_memory: bool = False
 
 
 @dataclass(slots=True, eq=False)

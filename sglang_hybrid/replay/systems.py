@@ -11,6 +11,7 @@ from typing import Any
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.cost import UNBOUNDED, CostModel
 from sglang_hybrid.core.eviction import POLICIES, Lru, Policy, make_policy
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.baselines import (
     SGLANG_RUNNING_STATES,
     BlockCache,
@@ -22,7 +23,7 @@ from sglang_hybrid.replay.baselines import (
 )
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import Density, SglangLru, TailLru
-from sglang_hybrid.replay.server_simulator import ServerSimulator, Serving
+from sglang_hybrid.replay.server_simulator import ServerSimulator
 from sglang_hybrid.replay.simulator import Budget, Cache, Simulator, Split
 from sglang_hybrid.replay.traces import Request
 
