@@ -154,7 +154,9 @@ def _read(path: Path) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_hybrid.explain", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="text, tokenized as for /generate")
