@@ -230,18 +230,18 @@ def save_windows(
     targets: Targets,
     *,
     inputs: Tensor,
-    owners: Tensor,
+    state_indices: Tensor,
     resumed: Tensor,
     cu_seqlens: Tensor,
 ) -> None:
     """Writes the convolution's window at ``targets`` to the pool, before the convolution runs.
 
     A window is the last K-1 inputs; what it lacks in front of this prefill comes from the
-    sequence's own slot ``owners[s]``, which the convolution will overwrite, if ``resumed[s]``, and
-    is zero otherwise.
+    sequence's own slot ``state_indices[s]``, which the convolution will overwrite, if
+    ``resumed[s]``, and is zero otherwise.
 
-    Shapes: pool [slots, D, K-1] and inputs [T, D], any strides; owners [S] integers and resumed [S]
-    booleans; cu_seqlens [S + 1].
+    Shapes: pool [slots, D, K-1] and inputs [T, D], any strides; state_indices [S] integers and
+    resumed [S] booleans; cu_seqlens [S + 1].
     """
     if pool.dim() != 3 or pool.shape[1] != inputs.shape[1]:
         raise ValueError(
@@ -254,7 +254,7 @@ def save_windows(
     kernels.conv_window[(triton.cdiv(channels, tiles["TILE_CHANNELS"]), len(targets))](
         pool,
         inputs,
-        owners,
+        state_indices,
         resumed,
         cu_seqlens,
         targets.sequences,

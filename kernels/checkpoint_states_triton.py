@@ -184,7 +184,7 @@ def delta_state(
 def conv_window(
     pool,
     inputs,
-    owners,
+    state_indices,
     resumed,
     cu_seqlens,
     sequences,
@@ -205,7 +205,7 @@ def conv_window(
     sequence = tl.load(sequences + i)
     end = tl.load(ends + i).to(tl.int64)
     slot = tl.load(slots + i).to(tl.int64)
-    owner = tl.load(owners + sequence).to(tl.int64)
+    state_index = tl.load(state_indices + sequence).to(tl.int64)
     has_prefix = tl.load(resumed + sequence) != 0
     start = tl.load(cu_seqlens + sequence).to(tl.int64)
 
@@ -220,7 +220,7 @@ def conv_window(
     )
     window = new.to(pool.dtype.element_ty)
     if has_prefix:
-        before = pool + owner * stride_pool + d * stride_pool_channel
+        before = pool + state_index * stride_pool + d * stride_pool_channel
         step_before = end - start + step
         old = tl.load(before + step_before * stride_pool_step, mask=inside & (t < start), other=0)
         window = tl.where(t < start, old, window)

@@ -3,9 +3,10 @@
 
     python scripts/bench_admission.py [TRACE ...] [--min-branch-tokens 1 8 16 32 64 128]
 
-SGLang's own cache at its defaults, the same with ours under `lru` + `all`, and our policies with
-planned checkpoints, on pools of so many KV tokens and state slots; one request at a time, prefill
-chunks of 2,048 tokens, SGLang's grid of 64. Costs are the paper's 7B model's. Prints Markdown.
+SGLang's own cache at its defaults, the same with ours under `sglang-lru` + `all`, and our policies
+with planned checkpoints, on pools of so many KV tokens and state slots; one request at a time,
+prefill chunks of 2,048 tokens, SGLang's grid of 64. Costs are the paper's 7B model's. Prints
+Markdown.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ PRESETS = {
 }
 CACHES = (
     ("SGLang's own", None),
-    ("ours, lru + all", ("lru", "all")),
-    ("ours, lru", ("lru", "judicious")),
+    ("ours, sglang-lru + all", ("sglang-lru", "all")),
+    ("ours, sglang-lru", ("sglang-lru", "judicious")),
     ("ours, marconi", ("marconi", "judicious")),
     ("ours, reuse", ("reuse", "judicious")),
 )

@@ -43,7 +43,7 @@ from tests.cache.driver import Server, Sizes, build_cache  # noqa: E402
 BACKENDS: dict[str, tuple[str | None, str]] = {
     "SGLang, Python core": (None, "python"),
     "SGLang, Rust core": (None, "rust"),
-    "ours, lru": ("lru", ""),
+    "ours, sglang-lru": ("sglang-lru", ""),
     "ours, marconi": ("marconi", ""),
     "ours, reuse": ("reuse", ""),
 }
@@ -76,14 +76,14 @@ class Bench:
         self.next = 0
         while self.next < checkpoints:
             if self.cache.__dict__.get("mirror") is not None:
-                self.cache.mirror.arrived(None)
+                self.cache.shadow_tree.arrived(None)
             self.insert(self.next)
             self.next += 1
         if policy == "reuse":  # what requests would have taught it
-            mirror = self.cache.mirror
+            shadow_tree = self.cache.shadow_tree
             for number in range(0, checkpoints, max(1, checkpoints // 500)):
-                mirror.arrived(None)
-                mirror.history.observe(prompt(number), SHARED + OWN, mirror.clock)
+                shadow_tree.arrived(None)
+                shadow_tree.history.observe(prompt(number), SHARED + OWN, shadow_tree.clock)
 
     def insert(self, number: int, timed: list[float] | None = None) -> None:
         """What a request does that hit the shared prefix, the first of its group excepted."""
@@ -136,10 +136,10 @@ class Bench:
 def victim_times(bench: Bench, repeats: int) -> dict[str, list[float]]:
     """Only the choice of a victim, without what SGLang does to evict it."""
     times: dict[str, list[float]] = {"KV": [], "state": []}
-    mirror = bench.cache.mirror
+    shadow_tree = bench.cache.shadow_tree
     choose: list[tuple[str, Callable[[], Any]]] = [
-        ("KV", mirror.kv_victim),
-        ("state", mirror.state_victim),
+        ("KV", shadow_tree.kv_victim),
+        ("state", shadow_tree.state_victim),
     ]
     for _ in range(repeats):
         bench._match([])

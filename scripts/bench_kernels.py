@@ -176,7 +176,7 @@ def ours(layer: Layer, targets: cs.Targets) -> Leave:
                 layer.windows,
                 targets,
                 inputs=t["inputs"],
-                owners=batch.slots,
+                state_indices=batch.slots,
                 resumed=t["has_prefix"],
                 cu_seqlens=batch.cu_seqlens,
             )

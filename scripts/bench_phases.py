@@ -39,7 +39,7 @@ from sglang_hybrid.replay.slices import to_vocabulary
 from sglang_hybrid.replay.traces import Request
 from sglang_hybrid.server_process import ServerProcess
 
-FIXED = ("--hybrid-eviction lru", "--hybrid-alpha 1", "--hybrid-eviction reuse")
+FIXED = ("--hybrid-eviction sglang-lru", "--hybrid-alpha 1", "--hybrid-eviction reuse")
 CONCURRENCY = 2
 LOOK_SECONDS = 0.05
 """Between looks at which workers run."""

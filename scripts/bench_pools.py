@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.bench_policies import COST, TRACES, Row, generate_traces, read_traces
 from sglang_hybrid.core.cost import MOST_STATES_TO_KV, TOKENS_PER_STATE, CostModel
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.runner import Job, Runner
-from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.simulator import Split
 from sglang_hybrid.replay.systems import Spec
 

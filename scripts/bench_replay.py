@@ -16,11 +16,11 @@ import numpy as np
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import POLICIES
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.formats import Reading, read_trace
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.generators import generate, traffic
 from sglang_hybrid.replay.runner import Job, Runner, run_all
-from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.simulator import Simulator
 from sglang_hybrid.replay.systems import SYSTEMS, Setting, Spec
 from sglang_hybrid.replay.timing import PAPER

@@ -27,8 +27,8 @@ RADIX_CACHE_DISABLED = (
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What one rank serves with.
+class ServerSetup:
+    """What one rank of a server serves with.
 
     Args:
         slots: state slots that were allocated; 0 for a model without recurrent state.
@@ -68,13 +68,13 @@ class Setting:
         return max(0, self.slots - self.running * self.held)
 
 
-def advise(it: Setting) -> list[str]:
+def advise(it: ServerSetup) -> list[str]:
     """The lines for a setting, none if there is nothing to mend."""
     lines = [] if it.slots == 0 else [_running(it), _room(it), _balance(it), _branches(it)]
     return [line for line in (*lines, _pages(it)) if line]
 
 
-def _running(it: Setting) -> str | None:
+def _running(it: ServerSetup) -> str | None:
     """The state pool caps the running requests below what was asked for."""
     if it.asked is None or it.running >= it.asked or it.slots // it.counted >= it.asked:
         return None
@@ -85,7 +85,7 @@ def _running(it: Setting) -> str | None:
     )
 
 
-def _room(it: Setting) -> str | None:
+def _room(it: ServerSetup) -> str | None:
     """Each running request should find a slot for at least one checkpoint: the end of its answer,
     which the next turn resumes from.
     """
@@ -100,7 +100,7 @@ def _room(it: Setting) -> str | None:
     )
 
 
-def _balance(it: Setting) -> str | None:
+def _balance(it: ServerSetup) -> str | None:
     """The two pools should run out at about the same time.
 
     KV without a state that leads to it gives no hits, and a slot without KV holds nothing. What
@@ -131,7 +131,7 @@ def _balance(it: Setting) -> str | None:
     return None
 
 
-def _branches(it: Setting) -> str | None:
+def _branches(it: ServerSetup) -> str | None:
     """States at branches are what hybrid prefixes are shared by."""
     if it.planned or not it.no_buffer:
         return None
@@ -147,7 +147,7 @@ def _branches(it: Setting) -> str | None:
     )
 
 
-def _pages(it: Setting) -> str | None:
+def _pages(it: ServerSetup) -> str | None:
     """Branches and hits lie on whole pages."""
     if it.page_size == 1:
         return None

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.models import ARCHITECTURES
 
 BACKEND = "hybrid"
@@ -30,11 +31,14 @@ _PREFIX = "SGLANG_"
 
 
 class Eviction(Enum):
-    """Who goes first when a pool is full."""
+    """What is evicted first when a pool is full. SGLANG_LRU: SGLang's own order, without our tree
+    of records; LRU: the least recently used by our records.
+    """
 
     AUTO = "auto"
     MARCONI = "marconi"
     REUSE = "reuse"
+    SGLANG_LRU = "sglang-lru"
     LRU = "lru"
     SEGLEN = "seglen"
     GDSF = "gdsf"
@@ -85,7 +89,7 @@ class HybridConfig:
     hybrid_eviction: Eviction = Eviction.AUTO
     hybrid_alpha: float | None = None
     hybrid_admission: Admission = Admission.JUDICIOUS
-    hybrid_min_branch_tokens: int = 16
+    hybrid_min_branch_tokens: int = MIN_BRANCH_TOKENS
     hybrid_slots_per_request: int = 0
     hybrid_memory: Memory = Memory.SPLIT
     hybrid_burst_ms: float = 3.0
@@ -134,9 +138,10 @@ class HybridConfig:
             "--hybrid-eviction",
             choices=[policy.value for policy in Eviction],
             default=HybridConfig.hybrid_eviction.value,
-            help="who goes first when KV or state slots run short: the node that saves the fewest "
-            "FLOPs per byte, weighed by recency (marconi) or by how likely it comes back (reuse), "
-            "the least recently used as in SGLang itself (lru), the one that is cheapest to replay "
+            help="what is evicted first when KV or state slots run short: the node that saves the "
+            "fewest FLOPs per byte, weighed by recency (marconi) or by how likely it is used again "
+            "(reuse), the node whose own last hit is longest ago (lru), what SGLang itself would "
+            "evict (sglang-lru; no decisions are recorded), the node that is cheapest to replay "
             "(seglen), greedy-dual size frequency (gdsf); auto starts with reuse and switches to "
             "what finds more in a replay of the server's own traffic (default: %(default)s)",
         )

@@ -91,7 +91,7 @@ def _one_state_buffer_for_pure_state_space_models(server_args: "ServerArgs") -> 
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
     from sglang.srt.configs.model_config import PURE_SSM_ARCHITECTURES
 
-    from sglang_hybrid.checkpoints.strategy import plans_checkpoints
+    from sglang_hybrid.checkpoints.support import plans_checkpoints
 
     view = resolving_view(server_args)
     architectures = model_config_of(server_args).hf_config.architectures or ()
@@ -112,7 +112,7 @@ def _pools_that_run_full_together(server_args: "ServerArgs") -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     from sglang_hybrid.cache.sizes import cost_of_model
-    from sglang_hybrid.checkpoints.strategy import plans_checkpoints
+    from sglang_hybrid.checkpoints.support import plans_checkpoints
 
     view = resolving_view(server_args)
     if view.mamba_full_memory_ratio is not None or not plans_checkpoints(view):

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_hybrid.advice import Setting, advise
+from sglang_hybrid.advice import ServerSetup, advise
 from sglang_hybrid.backend import choose_backend
 from sglang_hybrid.config import HybridConfig
 from tests.test_backend import flags
 
-DEFAULT = Setting(
+DEFAULT = ServerSetup(
     slots=512,
     held=1,
     counted=3,

@@ -85,8 +85,10 @@ def test_what_was_said_stands(tmp_path: Path, unified: None) -> None:
 
 def test_a_policy_needs_our_cache(tmp_path: Path, unified: None) -> None:
     given = flags(model(tmp_path, HYBRID), radix_cache_backend="unified")
-    with pytest.raises(StartupError, match=r"^--hybrid-eviction lru needs .*, not unified\.$"):
-        choose_backend(given, asked("lru"))
+    with pytest.raises(
+        StartupError, match=r"^--hybrid-eviction sglang-lru needs .*, not unified\.$"
+    ):
+        choose_backend(given, asked("sglang-lru"))
 
 
 @pytest.mark.parametrize("name", REFUSED)

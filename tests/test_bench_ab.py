@@ -83,11 +83,11 @@ def test_the_table_compares_with_the_default_and_names_sglangs_best() -> None:
 
 def test_configurations_begin_with_sglangs_default_and_differ_in_the_launcher() -> None:
     default, own, ours, variant = bench_ab.configurations(
-        ["--mamba-max-states-per-path 2", ""], ["--hybrid-eviction lru"]
+        ["--mamba-max-states-per-path 2", ""], ["--hybrid-eviction sglang-lru"]
     )
     assert default.flags == () and own.flags == ("--mamba-max-states-per-path", "2")
     assert ours.flags == ("--radix-cache-backend", "hybrid")
-    assert variant.flags == (*ours.flags, "--hybrid-eviction", "lru")
+    assert variant.flags == (*ours.flags, "--hybrid-eviction", "sglang-lru")
     assert [c.ours for c in (default, own, ours, variant)] == [False, False, True, True]
 
 

@@ -105,7 +105,7 @@ def test_a_bad_value_in_the_environment_is_one_sentence(name: str, value: str) -
     assert value in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("policy", ["lru", "reuse", "gdsf", "seglen"])
+@pytest.mark.parametrize("policy", ["lru", "sglang-lru", "reuse", "gdsf", "seglen"])
 def test_an_alpha_that_means_nothing_is_refused(policy: str) -> None:
     said = rf"--hybrid-alpha 0.7 belongs to --hybrid-eviction marconi .* {policy}"
     with pytest.raises(ValueError, match=said):

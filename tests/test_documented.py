@@ -32,6 +32,7 @@ from tests.documented import ROOT, commands
 COMMANDS = sorted(commands())
 LAUNCHER, REPLAY = "python -m sglang_hybrid.launch_server", "python -m sglang_hybrid.replay"
 TESTS = "python -m pytest"
+EXPLAIN = "python -m sglang_hybrid.explain"
 README = (ROOT / "README.md").read_text()
 
 
@@ -53,6 +54,7 @@ def is_known(command: str) -> bool:
     kinds = (
         LAUNCHER,
         REPLAY,
+        EXPLAIN,
         TESTS,
         "pip install -e ",
         "docker",
@@ -110,6 +112,15 @@ def test_a_replay_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     trace = tmp_path / "TRACE"
     trace.write_text("".join(json.dumps(line | {"t": float(t)}) + "\n" for t in range(5)))
     assert replay(words(command.removeprefix(REPLAY))) == 0
+
+
+@pytest.mark.parametrize("command", of(EXPLAIN))
+def test_an_explanation_takes_its_arguments(
+    command: str, stops_when_parsed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", words(command)[2:])
+    with pytest.raises(Parsed):
+        runpy.run_module("sglang_hybrid.explain", run_name="__main__")
 
 
 @pytest.mark.parametrize(

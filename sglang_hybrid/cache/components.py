@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
 
 from sglang_hybrid.core.admission import Skip
-from sglang_hybrid.core.intent import Wish
+from sglang_hybrid.core.checkpoint_plan import CheckpointRequest
 from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.telemetry.stats import Evicted
 
@@ -42,7 +42,7 @@ class RobustMamba(MambaComponent):
             return result._replace(mamba_branching_seqlen=None)
         gain = branch - result.device_prefix_len - result.host_hit_length
         if self.cache.judicious and gain < self.cache.options.hybrid_min_branch_tokens:
-            if params.cow_mamba and not self.cache.has_met(params.req):
+            if params.cow_mamba and not self.cache.was_looked_up(params.req):
                 self.cache.stats.skipped[Skip.MICRO_BRANCH.value] += 1
             result = result._replace(mamba_branching_seqlen=None)
         return result
@@ -62,7 +62,7 @@ class RobustMamba(MambaComponent):
             hit = self.tree_core.empty_match_result._replace(
                 full_kv_hit_length=result.full_kv_hit_length
             )
-        self.cache.met(req, params.key, hit, no_slot=hit is not result)
+        self.cache.looked_up(req, params.key, hit, no_slot=hit is not result)
         return super().finalize_match_result_in_cache(params, hit)
 
     def prepare_for_caching_req(
@@ -79,7 +79,9 @@ class RobustMamba(MambaComponent):
             skip = self._skip(req, kind)
             if skip is not None:
                 self.cache.stats.skipped[skip.value] += 1
-                self.cache.notes.not_taken(req, Wish(position, kind, req.rid), skip)
+                self.cache.decision_log.not_taken(
+                    req, CheckpointRequest(position, kind, req.rid), skip
+                )
                 return 0
         length: int | None = super().prepare_for_caching_req(
             req=req,
@@ -115,8 +117,8 @@ class RobustMamba(MambaComponent):
     ) -> int:
         """Give the tree the deepest state there is: a finished request's own, or a planned one."""
         own = self._own_position(req, token_ids_len) if is_finished else 0
-        due = self.cache.due
-        if own > (due[0].position if due else 0):
+        ready = self.cache.ready
+        if own > (ready[0].position if ready else 0):
             super().prepare_for_caching_req(
                 req=req,
                 insert_params=insert_params,
@@ -125,12 +127,12 @@ class RobustMamba(MambaComponent):
             )
             self.cache.pending = (own, Kind.TAIL)
             return own
-        if not due:
+        if not ready:
             return 0
-        planned = self.cache.handed_over = due.pop(0)
-        insert_params.mamba_value = planned.slot
-        self.cache.pending = (planned.position, planned.kind)
-        return planned.position
+        checkpoint = self.cache.handed_over = ready.pop(0)
+        insert_params.mamba_value = checkpoint.slot
+        self.cache.pending = (checkpoint.position, checkpoint.kind)
+        return checkpoint.position
 
     def _own_position(self, req: Req, token_ids_len: int) -> int:
         """Where the state that a finished request leaves stands; 0 if the tree can keep none.
@@ -234,31 +236,33 @@ class RobustMamba(MambaComponent):
         return had
 
 
-class MirroredMamba(RobustMamba):
+class ShadowedMamba(RobustMamba):
     """States that are evicted by what they save."""
 
     def state_given(self, node: UnifiedTreeNode) -> None:
-        self.cache.mirror.state_given(node, self.cache.pending[1])
+        self.cache.shadow_tree.state_given(node, self.cache.pending[1])
 
     def state_dropped(self, node: UnifiedTreeNode, what: Evicted) -> None:
-        self.cache.notes.state_lost(node, what)
-        self.cache.mirror.state_dropped(node)
+        self.cache.decision_log.state_lost(node, what)
+        self.cache.shadow_tree.state_dropped(node)
 
     def acquire_component_lock(
         self, node: UnifiedTreeNode, result: Any, lock_host: bool = False
     ) -> Any:
         result = super().acquire_component_lock(node, result, lock_host)
-        self._tell_hold(node)
+        self._tell_lock(node)
         return result
 
     def release_component_lock(
         self, node: UnifiedTreeNode, params: Any, lock_host: bool = False
     ) -> None:
         super().release_component_lock(node, params, lock_host)
-        self._tell_hold(node)
+        self._tell_lock(node)
 
-    def _tell_hold(self, node: UnifiedTreeNode) -> None:
-        self.cache.mirror.state_held(node, node.component_data[self.component_type].lock_ref > 0)
+    def _tell_lock(self, node: UnifiedTreeNode) -> None:
+        self.cache.shadow_tree.state_lock_changed(
+            node, node.component_data[self.component_type].lock_ref > 0
+        )
 
     def _evict_device_start(self, request_cnt: int) -> None:
         self._wanted = request_cnt
@@ -273,7 +277,7 @@ class MirroredMamba(RobustMamba):
         """One victim: a leaf is returned for SGLang to delete, an inner node gives up its state."""
         if tracker[self.component_type] >= self._wanted:
             return None
-        node = self.cache.mirror.state_victim()
+        node = self.cache.shadow_tree.state_victim()
         if node is None:
             return None
         if node in self.tree_core.evictable_device_leaves:
@@ -324,18 +328,18 @@ class CountedFull(FullComponent):
         )
 
 
-class MirroredFull(CountedFull):
+class ShadowedFull(CountedFull):
     """KV whose leaves are evicted by what they save."""
 
     def kv_dropped(self, node: UnifiedTreeNode) -> None:
-        self.cache.notes.kv_lost(node)
+        self.cache.decision_log.kv_lost(node)
 
     def acquire_component_lock(
         self, node: UnifiedTreeNode, result: Any, lock_host: bool = False
     ) -> Any:
         result = super().acquire_component_lock(node, result, lock_host)
         if not lock_host:
-            self.cache.mirror.kv_locked(node, self.tree_core.root_node)
+            self.cache.shadow_tree.kv_locked(node, self.tree_core.root_node)
         return result
 
     def release_component_lock(
@@ -343,7 +347,7 @@ class MirroredFull(CountedFull):
     ) -> None:
         super().release_component_lock(node, params, lock_host)
         if not lock_host:
-            self.cache.mirror.kv_released(self._path(node))
+            self.cache.shadow_tree.kv_released(self._path(node))
 
     def _path(self, node: UnifiedTreeNode) -> Iterator[tuple[UnifiedTreeNode, bool]]:
         while node is not self.tree_core.root_node:
@@ -358,7 +362,7 @@ class MirroredFull(CountedFull):
     ) -> int | None:
         if tracker[self.component_type] >= self._wanted:
             return None
-        node = self.cache.mirror.kv_victim()
+        node = self.cache.shadow_tree.kv_victim()
         return None if node is None else int(node.id)
 
     def _evict_device_end(self) -> None:

@@ -13,10 +13,10 @@ from sglang.srt.mem_cache.registry import (
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_hybrid.advice import Setting, advise
+from sglang_hybrid.advice import ServerSetup, advise
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
-from sglang_hybrid.checkpoints.roles import role_tokens
-from sglang_hybrid.checkpoints.strategy import WITHOUT_PAGES, why_unplanned
+from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
+from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, why_unplanned
 from sglang_hybrid.checkpoints.tracks import why_split
 from sglang_hybrid.config import BACKEND, Admission, HybridConfig
 from sglang_hybrid.patching import is_patched
@@ -41,7 +41,9 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
         logger.warning(
             "sglang_hybrid: with %s states are taken where SGLang tracks them.", unplanned
         )
-    roles = role_tokens(context.tp_worker) if judicious and not unplanned else None
+    message_boundaries = (
+        learn_message_boundaries(context.tp_worker) if judicious and not unplanned else None
+    )
     split = why_split(context.tp_worker.model_runner) if context.is_hybrid_ssm else None
     if split and judicious and not unplanned and _rank() == 0:
         logger.info("sglang_hybrid: prefills are split where they leave a state, since %s.", split)
@@ -51,7 +53,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
             params,
             options,
             cost,
-            roles,
+            message_boundaries,
             one_pass=split is None,
             plans=not unplanned,
             rank=_rank(),
@@ -61,13 +63,13 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     if not get_schedule().disable_overlap_schedule:
         cache.steps_ahead = 1
     if not context.disable_radix_cache:
-        cache.advice = advise(_setting(context, cache))
+        cache.advice = advise(_server_setup(context, cache))
     for line in cache.advice if _rank() == 0 else ():
         logger.warning("sglang_hybrid: %s", line)
     return cache
 
 
-def _setting(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Setting:
+def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> ServerSetup:
     """What this rank serves with, for advice."""
     from sglang.srt.mem_cache.allocation_sizing import get_mamba_tracking_slots
     from sglang.srt.runtime_context import (
@@ -80,7 +82,7 @@ def _setting(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Setting
     runner: Any = context.tp_worker.model_runner
     schedule, mamba = get_schedule(), get_exec().mamba
     asked = schedule.max_running_requests
-    return Setting(
+    return ServerSetup(
         slots=(schedule.max_mamba_cache_size or 0) if cache.is_mamba_enabled else 0,
         held=1
         + get_mamba_tracking_slots(

@@ -1,5 +1,5 @@
-"""Admission of requests to a prefill batch: with slots for their states, and not before a sibling
-that lays a checkpoint for them."""
+"""Admission of requests to a prefill batch: only with slots for their states, and not while another
+prefill is about to leave a checkpoint that they can resume from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class HybridPrefillAdder(PrefillAdder):
       only for a shared byte pool (schedule_policy.py:688-715) and asserts when a split pool has
       none (memory_pool.py:1595-1622), which ends the scheduler. In one memory the same bytes could
       hold KV, so slots that were promised are taken off the room for tokens, too.
-    * A sibling's prefill under way will leave a state that saves more than the wait costs.
+    * A prefill under way will leave a state that the request can resume from and that saves more
+      than the wait costs.
     * A state is wanted in the middle of a forward and the kernels cannot take it there: the
       prefill stops there, as if the chunk were full. Without chunked prefill SGLang could not go
       on with a prefill that stopped: there the chunk is larger than any prompt.
@@ -48,16 +49,16 @@ class HybridPrefillAdder(PrefillAdder):
         self._unlimited = self.rem_chunk_tokens is None and self.tree_cache.splits_prefills
         if self._unlimited:
             self.rem_chunk_tokens = ENDLESS
-        self.tree_cache.family.now_waiting(waiting_queue)
+        self.tree_cache.prefix_wait.now_waiting(waiting_queue)
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
         needed = self._slots_needed(req)
         if self._promised + needed and not self._slots_fit(req, needed):
             return AddReqResult.NO_TOKEN
-        if self.tree_cache.family.waits_for_a_sibling(req):
+        if self.tree_cache.prefix_wait.waits_for_prefix(req):
             self._send_back(req)
             return AddReqResult.CONTINUE
-        self.tree_cache.intend(req)
+        self.tree_cache.plan_request(req)
         admitted = len(self.can_run_list)
         self._promise(needed)
         result = super().add_one_req(req, *args, **kwargs)
@@ -66,7 +67,7 @@ class HybridPrefillAdder(PrefillAdder):
             self.tree_cache.admitted(req)
         else:
             self._promise(-needed)
-            self.tree_cache.intend_nothing(req)
+            self.tree_cache.drop_plan(req)
         return result
 
     def _slots_fit(self, req: Req, needed: int) -> bool:

@@ -16,31 +16,32 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_hybrid.cache import tree_core
+from sglang_hybrid.cache import tree_core  # noqa: F401, it registers BACKEND with SGLang
 from sglang_hybrid.cache.components import (
     CountedFull,
-    MirroredFull,
-    MirroredMamba,
     RobustMamba,
+    ShadowedFull,
+    ShadowedMamba,
 )
-from sglang_hybrid.cache.explain import Explainer
-from sglang_hybrid.cache.mirror import Mirror
-from sglang_hybrid.cache.notes import Notes
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
+from sglang_hybrid.cache.shadow_tree import ShadowTree
 from sglang_hybrid.cache.sizes import measured_cost
 from sglang_hybrid.cache.slots import free_slots
-from sglang_hybrid.cache.state_pool import StateSlots
+from sglang_hybrid.cache.state_pool import PoolStateSlots
 from sglang_hybrid.cache.tuning import asked_for, make_tuning
 from sglang_hybrid.checkpoints import decode
-from sglang_hybrid.checkpoints.family import Family
-from sglang_hybrid.checkpoints.planner import Planned, Planner
-from sglang_hybrid.checkpoints.roles import RoleTokens
-from sglang_hybrid.config import Admission, Eviction, HybridConfig
+from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
+from sglang_hybrid.checkpoints.planner import PendingCheckpoint, Planner
+from sglang_hybrid.checkpoints.prefix_wait import PrefixWait
+from sglang_hybrid.config import BACKEND, Admission, Eviction, HybridConfig
+from sglang_hybrid.core.cost import UNBOUNDED
 from sglang_hybrid.core.history import History
 from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.explain.decision_log import DecisionLog
+from sglang_hybrid.explain.explainer import Explainer
 from sglang_hybrid.memory.account import Account
 from sglang_hybrid.memory.allocators import OneMemoryKV
-from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.telemetry.metrics import CacheMetrics
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
 from sglang_hybrid.tenants import tenant_of
@@ -57,20 +58,17 @@ logger = logging.getLogger(__name__)
 
 NOTHING_PENDING = (0, Kind.UNKNOWN)
 
-ENDLESS = 1 << 62
-"""More than any memory holds."""
-
 
 class HybridRadixCache(UnifiedRadixCache):
-    """SGLang's tree and pools; who is evicted, what is admitted and what is reported is ours.
+    """SGLang's tree and pools with our choice of victims, admission and reports.
 
-    Under `--hybrid-eviction lru` SGLang's own order decides and nothing is mirrored.
+    Under `--hybrid-eviction sglang-lru` SGLang's own order decides and there is no shadow tree.
 
     Args:
         params: SGLang's.
         options: our flags; those in the environment by default.
         cost: FLOPs of the served model; every token counts alike without it.
-        roles: finds where messages begin; nowhere without it.
+        message_boundaries: finds where messages begin; none are found without it.
         one_pass: the model's kernels can take states in the middle of a prefill.
         plans: states are taken where we want them; otherwise where SGLang tracks them, as for
             speculative decoding.
@@ -83,7 +81,7 @@ class HybridRadixCache(UnifiedRadixCache):
         params: CacheInitParams,
         options: HybridConfig | None = None,
         cost: CostModel | None = None,
-        roles: RoleTokens | None = None,
+        message_boundaries: MessageBoundaries | None = None,
         *,
         one_pass: bool = True,
         plans: bool = True,
@@ -94,13 +92,13 @@ class HybridRadixCache(UnifiedRadixCache):
         self.advice: list[str] = []  # what its flags should rather be, for the report
         self.stats = CacheStats()
         self.pending = NOTHING_PENDING  # position and kind of the checkpoint under way
-        self.due: list[Planned] = []  # planned states that the insertion under way publishes
-        self.handed_over: Planned | None = None  # the one of them that it carries itself
+        self.ready: list[PendingCheckpoint] = []  # what the insertion under way publishes
+        self.handed_over: PendingCheckpoint | None = None  # the one of them that it carries itself
         self.planner: Planner | None = None
-        self.slots = StateSlots(self)
-        self.roles = roles or RoleTokens()
-        self.notes = Notes(self)
-        self.explainer = Explainer(self, self.notes)
+        self.slots = PoolStateSlots(self)
+        self.message_boundaries = message_boundaries or MessageBoundaries()
+        self.decision_log = DecisionLog(self)
+        self.explainer = Explainer(self, self.decision_log)
         self._reports: WeakKeyDictionary[Req, RequestReport] = WeakKeyDictionary()
         self._kv_lens: WeakKeyDictionary[Req, int] = WeakKeyDictionary()
         self._messages: WeakKeyDictionary[Req, list[int]] = WeakKeyDictionary()
@@ -109,7 +107,7 @@ class HybridRadixCache(UnifiedRadixCache):
         self.steps_ahead = 0  # steps that are prepared before a prefill's states are in the tree
         has_states = ComponentType.MAMBA in (params.tree_components or ())
         override: dict[ComponentType, Any] = dict(params.component_registry_override or {})
-        if self.options.policy is Eviction.LRU or params.disable:
+        if self.options.policy is Eviction.SGLANG_LRU or params.disable:
             params = replace(params, tree_core_backend="python")
             if not params.disable:
                 override[ComponentType.FULL] = CountedFull
@@ -118,16 +116,16 @@ class HybridRadixCache(UnifiedRadixCache):
         else:
             history = History(page_size=params.page_size)
             policies = make_policies(asked_for(self.options), history)
-            self.mirror = Mirror(
+            self.shadow_tree = ShadowTree(
                 self.cost,
                 *policies,
                 has_states=has_states,
                 one_memory=self.account is not None,
             )
-            params = replace(params, tree_core_backend=tree_core.BACKEND)
-            override[ComponentType.FULL] = MirroredFull
+            params = replace(params, tree_core_backend=BACKEND)
+            override[ComponentType.FULL] = ShadowedFull
             if has_states:
-                override[ComponentType.MAMBA] = MirroredMamba
+                override[ComponentType.MAMBA] = ShadowedMamba
         params = replace(params, component_registry_override=override)
         super().__init__(params)
         serving = None
@@ -144,10 +142,12 @@ class HybridRadixCache(UnifiedRadixCache):
                     min_branch_tokens=self.options.hybrid_min_branch_tokens,
                     grid=grid,
                     one_pass=one_pass,
-                    note=self.notes.not_taken,
+                    note=self.decision_log.not_taken,
                 )
             decode.plan_for_pages_of(self.page_size if self.planner is not None else None)
-            self.family = Family(self.planner, self.stats, self.options.hybrid_min_branch_tokens)
+            self.prefix_wait = PrefixWait(
+                self.planner, self.stats, self.options.hybrid_min_branch_tokens
+            )
             self.prefill_adder_class = HybridPrefillAdder
         self.tuning = make_tuning(self, rank, serving)
         one_of_its_kind = params.enable_metrics and rank is not None  # ranks do the same
@@ -212,7 +212,7 @@ class HybridRadixCache(UnifiedRadixCache):
                 for what, size in available_size_targets.values()
             )
 
-        self.tree_core.evict_device_start(ComponentType.MAMBA, ENDLESS)
+        self.tree_core.evict_device_start(ComponentType.MAMBA, UNBOUNDED)
         try:
             while not enough():
                 node_id, made_progress = self._evict_device_next_node(ComponentType.MAMBA, tracker)
@@ -229,25 +229,25 @@ class HybridRadixCache(UnifiedRadixCache):
         return self.planner is not None
 
     @property
-    def mirrored(self) -> bool:
+    def has_shadow_tree(self) -> bool:
         """Whether our own policies choose the victims."""
-        return hasattr(self, "mirror")
+        return hasattr(self, "shadow_tree")
 
     def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
         result = self._just_ranked(params) or super()._match_tree(params)
         if params.req is not None and not self.is_mamba_enabled and not self.disable:
-            self.met(params.req, params.key, result)
+            self.looked_up(params.req, params.key, result)
         return result
 
     def _just_ranked(self, params: MatchPrefixParams) -> MatchResult | None:
         """What a request finds that SGLang looks up to rank it; None if nothing is known of it, or
         if something is to be done with the result.
         """
-        if params.cow_mamba or not self.mirrored or self.linker is not None or self.disable:
+        if params.cow_mamba or not self.has_shadow_tree or self.linker is not None or self.disable:
             return None
         return self.tree_core.known_match(params)
 
-    def met(self, req: Req, key: Any, result: MatchResult, *, no_slot: bool = False) -> None:
+    def looked_up(self, req: Req, key: Any, result: MatchResult, *, no_slot: bool = False) -> None:
         """A request is about to be admitted with this match.
 
         SGLang matches a waiting request many times, to rank it and to try to admit it. The first
@@ -274,40 +274,42 @@ class HybridRadixCache(UnifiedRadixCache):
             missed = Missed.NOTHING if hit >= usable else Missed.NOT_STORED
         report = RequestReport(len(req.origin_input_ids), hit, kv_only, missed)
         self._reports[req] = report
-        if known is None and self.mirrored:
-            self.mirror.arrived(req.time_stats.created_time or None)
-        self.notes.met(req, report, result.full_kv_hit_length, node)
-        if known is None and self.mirrored:
-            self.mirror.hit(node)
+        if known is None and self.has_shadow_tree:
+            self.shadow_tree.arrived(req.time_stats.created_time or None)
+        self.decision_log.looked_up(req, report, result.full_kv_hit_length, node)
+        if known is None and self.has_shadow_tree:
+            self.shadow_tree.hit(node)
 
-    def has_met(self, req: Req) -> bool:
+    def was_looked_up(self, req: Req) -> bool:
         """Whether this request was looked up before."""
         return req in self._reports
 
-    def intend(self, req: Req) -> None:
+    def plan_request(self, req: Req) -> None:
         """`req` may join the next batch: say which states its prefill should leave."""
         if self.planner is None or req.skip_radix_cache_insert:
             return
         prompt = req.full_untruncated_fill_ids
-        meeting = self.mirror.meet(prompt, tenant_of(req)) if self.mirrored else None
-        if meeting is not None:
-            self.notes.knew(req, meeting.known_len)
-        self.planner.intend(
+        history_match = (
+            self.shadow_tree.match_history(prompt, tenant_of(req)) if self.has_shadow_tree else None
+        )
+        if history_match is not None:
+            self.decision_log.history_matched(req, history_match.known_len)
+        self.planner.plan_request(
             req,
             len(prompt),
             self._kv_lens.get(req, req.prefix_len),
-            meeting=meeting,
-            shared=self.family.shared(req),
+            history_match=history_match,
+            shared=self.prefix_wait.shared(req),
             message_starts=self.message_starts(req),
         )
 
     def admitted(self, req: Req) -> None:
         """It joined."""
-        self.family.admitted(req)
+        self.prefix_wait.admitted(req)
         if self.planner is not None:
             self.planner.admitted(req)
 
-    def intend_nothing(self, req: Req) -> None:
+    def drop_plan(self, req: Req) -> None:
         """It did not join."""
         if self.planner is not None:
             self.planner.drop(req)
@@ -324,26 +326,26 @@ class HybridRadixCache(UnifiedRadixCache):
     def plan_forward(self, batch: ScheduleBatch) -> None:
         """The prefill of `batch` is about to start: give its states their slots."""
         if self.planner is not None:
-            self.planner.plan(batch)
+            self.planner.assign_slots(batch)
 
     def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         self._begin(req)
-        self.due = [] if self.planner is None else self.planner.due(req, up_to)
+        self.ready = [] if self.planner is None else self.planner.take_ready(req, up_to)
         admitted = self.stats.admitted.total()
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         self._report(req, admitted)
         self.handed_over = None
-        for planned in self.due:
-            self._insert_above(req, planned)
-        self.due = []
+        for checkpoint in self.ready:
+            self._insert_above(req, checkpoint)
+        self.ready = []
         self.pending = NOTHING_PENDING
         if self._metrics is not None:
             self._metrics.update()
         if not req.finished() or req.last_node is None:
             return
         self.tuning.finished(req, up_to)
-        if self.mirrored:
-            self.mirror.finished(
+        if self.has_shadow_tree:
+            self.shadow_tree.finished(
                 array("q", req.full_untruncated_fill_ids[:up_to]),
                 len(req.origin_input_ids),
                 self.tree_core.node_by_id(req.last_node),
@@ -354,22 +356,22 @@ class HybridRadixCache(UnifiedRadixCache):
 
     def on_release(self, req: Req, *args: Any, **kwargs: Any) -> None:
         super().on_release(req, *args, **kwargs)
-        self.intend_nothing(req)
+        self.drop_plan(req)
 
     def reset(self) -> None:
         super().reset()
-        self.notes.emptied()
+        self.decision_log.emptied()
         if self.planner is not None:
             self.planner.forget_all()
 
-    def _insert_above(self, req: Req, planned: Planned) -> None:
+    def _insert_above(self, req: Req, checkpoint: PendingCheckpoint) -> None:
         """Publish a state at a position whose KV is in the tree already."""
-        position = planned.position
+        position = checkpoint.position
         if position > req.kv.cache_protected_len:  # SGLang kept the request out of the tree
-            self.slots.give_back(planned.slot)
+            self.slots.give_back(checkpoint.slot)
             return
         admitted = self.stats.admitted.total()
-        self.pending = (position, planned.kind)
+        self.pending = (position, checkpoint.kind)
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :position]
         result = self.insert(
             InsertParams(
@@ -380,7 +382,7 @@ class HybridRadixCache(UnifiedRadixCache):
                     cache_salt=req.cache_salt,
                 ),
                 value=row.to(torch.int64, copy=True),
-                mamba_value=planned.slot,
+                mamba_value=checkpoint.slot,
                 prev_prefix_len=position,  # nothing is a duplicate: these are the tree's own
                 inserted_len=position,
                 priority=req.priority or 0,
@@ -389,7 +391,7 @@ class HybridRadixCache(UnifiedRadixCache):
             )
         )
         if result.mamba_exist:
-            self.slots.give_back(planned.slot)
+            self.slots.give_back(checkpoint.slot)
         self._report(req, admitted)
 
     def _report(self, req: Req, admitted: int) -> None:
@@ -403,7 +405,9 @@ class HybridRadixCache(UnifiedRadixCache):
         """Where the messages of a prompt begin; looked for once per request."""
         starts = self._messages.get(req)
         if starts is None:
-            starts = self._messages[req] = self.roles.message_starts(req.origin_input_ids)
+            starts = self._messages[req] = self.message_boundaries.message_starts(
+                req.origin_input_ids
+            )
         return starts
 
     def _begin(self, req: Req) -> None:
@@ -421,11 +425,11 @@ class HybridRadixCache(UnifiedRadixCache):
         return 0 if report is None else report.hit_tokens
 
     def sanity_check(self) -> None:
-        """SGLang's check of its tree, then ours of the mirror. Raises AssertionError."""
+        """SGLang's check of its tree, then ours of the shadow tree. Raises AssertionError."""
         super().sanity_check()
-        if self.mirrored:
+        if self.has_shadow_tree:
             tree = self.tree_core
-            self.mirror.check(
+            self.shadow_tree.check(
                 tree.root_node,
                 kv_tokens=tree.full_evictable_size() + tree.full_protected_size(),
                 states=tree.mamba_evictable_size() + tree.mamba_protected_size(),

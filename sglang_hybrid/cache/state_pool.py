@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_hybrid.cache.slots import free_slots
-from sglang_hybrid.core.admission import Room
-from sglang_hybrid.core.intent import room_for
+from sglang_hybrid.core.admission import SlotBudget
+from sglang_hybrid.core.checkpoint_plan import slot_budget_for
 from sglang_hybrid.memory.allocators import OneMemoryKV
 
 if TYPE_CHECKING:
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
-    from sglang_hybrid.checkpoints.planner import Intent
-    from sglang_hybrid.core.intent import Wish
+    from sglang_hybrid.checkpoints.planner import CheckpointPlan
+    from sglang_hybrid.core.checkpoint_plan import CheckpointRequest
 
 
-class StateSlots:
+class PoolStateSlots:
     """The slots of one cache's state pool."""
 
     def __init__(self, cache: HybridRadixCache) -> None:
@@ -37,11 +37,11 @@ class StateSlots:
         """Slots that cost nothing."""
         return free_slots(self._allocator)
 
-    def take(self, wish: Wish | None = None) -> torch.Tensor | None:
-        """A slot [1] for `wish`, pushing out the cheapest victim if none is free; None if nothing
-        may go.
+    def take(self, request: CheckpointRequest | None = None) -> torch.Tensor | None:
+        """A slot [1] for `request`, pushing out the cheapest victim if none is free; None if
+        nothing may go.
         """
-        with self._cache.notes.making_room_for(wish):
+        with self._cache.decision_log.making_room_for(request):
             if not self._leaves_enough() or not self.make_room():
                 return None
         slot: torch.Tensor | None = self._allocator.alloc(1)
@@ -71,13 +71,13 @@ class StateSlots:
         """`take` undone."""
         self._allocator.free(slot)
 
-    def room(self, intent: Intent) -> Room:
-        """What a state of `intent` competes with. Where SGLang's own order decides, what is new is
+    def budget(self, plan: CheckpointPlan) -> SlotBudget:
+        """What a state of `plan` competes with. Where SGLang's own order decides, what is new is
         worth more than what is old.
         """
-        if not self._cache.mirrored:
-            return Room(self.free(), evictable=self._cache.mamba_evictable_size() > 0)
-        return room_for(intent, self.free(), self._cache.mirror.state_pool)
+        if not self._cache.has_shadow_tree:
+            return SlotBudget(self.free(), evictable=self._cache.mamba_evictable_size() > 0)
+        return slot_budget_for(plan, self.free(), self._cache.shadow_tree.state_pool)
 
     @property
     def _allocator(self) -> MambaSlotAllocator:

@@ -1,4 +1,4 @@
-"""SGLang's Python TreeCore, telling the mirror what it does to the tree, with our look-up."""
+"""SGLang's Python TreeCore with our look-up; it tells the shadow tree of each change."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
 from sglang_hybrid.cache.tree_match import TreeMatcher
+from sglang_hybrid.config import BACKEND
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
@@ -16,27 +17,25 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.components.base import TreeComponent
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
-    from sglang_hybrid.cache.mirror import Mirror
-
-BACKEND = "hybrid"
+    from sglang_hybrid.cache.shadow_tree import ShadowTree
 
 
 class HybridTreeCore(UnifiedTreeCore):
-    """Repeats every added, split and removed node in the mirror of its cache."""
+    """Repeats every added, split and removed node in the shadow tree of its cache."""
 
     def __init__(
         self,
         params: CacheInitParams,
         components: dict[ComponentType, TreeComponent],
-        mirror: Mirror,
+        shadow_tree: ShadowTree,
     ) -> None:
-        self.mirror = mirror
+        self.shadow_tree = shadow_tree
         self._matcher = TreeMatcher(self)
         super().__init__(params, components)
 
     def reset(self) -> None:
         super().reset()
-        self.mirror.reset(self.root_node)
+        self.shadow_tree.reset(self.root_node)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         result = self._matcher.match(params)
@@ -48,26 +47,26 @@ class HybridTreeCore(UnifiedTreeCore):
 
     def _add_new_node(self, parent: UnifiedTreeNode, *args: Any, **kwargs: Any) -> UnifiedTreeNode:
         node = super()._add_new_node(parent, *args, **kwargs)
-        self.mirror.added(node)
+        self.shadow_tree.added(node)
         return node
 
     def _split_node(
         self, key: Any, child: UnifiedTreeNode, split_len: int
     ) -> tuple[UnifiedTreeNode, Any]:
         head, action = super()._split_node(key, child, split_len)
-        self.mirror.split(head, child)
+        self.shadow_tree.split(head, child)
         return head, action
 
     def _remove_leaf_from_parent(self, node: UnifiedTreeNode) -> None:
         super()._remove_leaf_from_parent(node)
-        self.mirror.removed(node)
+        self.shadow_tree.removed(node)
 
 
 def _build(
     params: CacheInitParams, components: dict[ComponentType, TreeComponent]
 ) -> HybridTreeCore:
-    mirror = next(iter(components.values())).cache.mirror
-    return HybridTreeCore(params, components, mirror)
+    shadow_tree = next(iter(components.values())).cache.shadow_tree
+    return HybridTreeCore(params, components, shadow_tree)
 
 
 register_tree_core_backend(BACKEND, _build)

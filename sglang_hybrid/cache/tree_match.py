@@ -106,7 +106,7 @@ class TreeMatcher:
             or last.prompt is not req.origin_input_ids
             or last.extra_key != key.extra_key
             or last.cache_salt != key.cache_salt
-            or last.node not in self._core.mirror
+            or last.node not in self._core.shadow_tree
         ):
             return None
         return last

@@ -1,4 +1,4 @@
-"""The tuner's place in the cache: it is told what ended here, and its choice comes into force here.
+"""Between the cache and the tuner: what ended is told to the tuner, its choice is put into force.
 
 Every rank has a `Tuning`; the one that receives requests also has the tuner and the recorded file.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.config import Eviction
-from sglang_hybrid.replay.served import Serving
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.tenants import TenantNames, tenant_of
 from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE, make_policies
@@ -92,14 +92,14 @@ class Tuning:
 
     def switch(self, switch: PolicySwitch) -> None:
         """On every rank at the same step: `switch` comes into force."""
-        mirror = self._cache.mirror
-        mirror.use(*make_policies(switch.spec, mirror.history))
+        shadow_tree = self._cache.shadow_tree
+        shadow_tree.use(*make_policies(switch.spec, shadow_tree.history))
         self.in_force = switch.spec
         if self.tuner is not None:
             self.tuner.adopted(switch)
         logger.info(
             "sglang_hybrid: eviction is %s from request %d on: %s.",
-            *(switch.spec, mirror.clock.tick, switch.reason),
+            *(switch.spec, shadow_tree.clock.tick, switch.reason),
         )
 
     def handlers(self) -> list[tuple[type, Callable[[PolicySwitch], None]]]:

@@ -61,7 +61,7 @@ class PrefillTracks:
         """
         check(tracks, prefix_lens, extend_lens)
         self._cu_seqlens = cu_seqlens
-        self._owners = cache_indices
+        self._state_indices = cache_indices
         read = [
             position - prefix_lens[row]
             for row, position in zip(tracks.rows, tracks.positions, strict=True)
@@ -84,7 +84,7 @@ class PrefillTracks:
         n = at_end.count(False)
         self.targets = Targets(sequences, ends, places)
         self.inside = Targets(sequences[:n], ends[:n], places[:n])
-        self._end_slots, self._end_owners = places[n:], cache_indices[sequences[n:]].long()
+        self._end_slots, self._end_state_indices = places[n:], cache_indices[sequences[n:]].long()
 
     def save_windows(self, conv_states: Tensor, inputs: Tensor) -> None:
         """Write the window at every position; to be called before the convolution runs.
@@ -98,7 +98,7 @@ class PrefillTracks:
             conv_states,
             self.targets,
             inputs=inputs,
-            owners=self._owners,
+            state_indices=self._state_indices,
             resumed=self._resumed,
             cu_seqlens=self._cu_seqlens,
         )
@@ -109,7 +109,7 @@ class PrefillTracks:
 
     def copy_ends(self, ssm_states: Tensor) -> None:
         """Copy the states at the ends of sequences from the slots that these ended in."""
-        ssm_states[self._end_slots] = ssm_states[self._end_owners]
+        ssm_states[self._end_slots] = ssm_states[self._end_state_indices]
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _save_windows(
     targets: Targets,
     *,
     inputs: Tensor,
-    owners: Tensor,
+    state_indices: Tensor,
     resumed: Tensor,
     cu_seqlens: Tensor,
 ) -> None:
@@ -153,7 +153,7 @@ def _save_windows(
     windows = inputs[tokens.maximum(starts)].transpose(1, 2).to(pool.dtype)
     earlier = tokens < starts
     if earlier.any():
-        before = pool[owners[targets.sequences].long()]
+        before = pool[state_indices[targets.sequences].long()]
         before = torch.where(resumed[targets.sequences][:, None, None], before, 0)
         step = (tokens - starts + past).clamp(max=past - 1)
         before = before.gather(2, step[:, None].expand_as(before))

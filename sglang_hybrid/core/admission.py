@@ -1,7 +1,7 @@
 """Which positions of a prefill deserve a checkpoint, and why the others do not.
 
-Pure decisions over numbers: where the prompt meets the cache and the history, what room there is,
-what a checkpoint would be worth. Nothing is allocated here.
+Pure decisions over numbers: how much of the prompt is in the cache and in the history, which slots
+are free, what a checkpoint would be worth. Nothing is allocated here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from sglang_hybrid.core.nodes import Kind
+
+MIN_BRANCH_TOKENS = 16
+"""Tokens that a branch point must gain over the hit to get a checkpoint, by default."""
 
 
 class Skip(Enum):
@@ -41,10 +44,10 @@ class Prefill:
     """A prompt before its prefill.
 
     prompt_len: its tokens; hits end before the last one. hit_len: where it resumes. kv_len: how far
-    KV alone is stored. known_branch: where the history would branch it (`Meeting.branch`), 0 if it
-    does not know. shared: lengths of the prefixes that waiting requests share with it, ascending.
-    message_starts: positions at which the client's messages begin. page_size: positions are rounded
-    down to multiples of it.
+    KV alone is stored. known_branch: where the history would branch it (`HistoryMatch.branch`), 0
+    if it does not know. shared: lengths of the prefixes that waiting requests share with it,
+    ascending. message_starts: positions at which the client's messages begin. page_size: positions
+    are rounded down to multiples of it.
     """
 
     prompt_len: int
@@ -64,17 +67,17 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class SlotBudget:
     """Slots that are free, and whether a state may be pushed out.
 
-    outlives: whether a checkpoint at a position would be worth more than the cheapest victim; None
-    if what is new always is, as with LRU. knows_returns: that says how likely a position comes
+    beats_victim: whether a checkpoint at a position would be worth more than the cheapest victim;
+    None if what is new always is, as with LRU. knows_returns: that says how likely a position comes
     back, by what was seen.
     """
 
     free_slots: int
     evictable: bool = False
-    outlives: Callable[[int, Kind], bool] | None = None
+    beats_victim: Callable[[int, Kind], bool] | None = None
     knows_returns: bool = False
 
 
@@ -101,41 +104,36 @@ def last_boundary(start: int, end: int, grid: int) -> int | None:
     return boundary if boundary > start else None
 
 
-def every_chunk(prefill: Prefill, chunk: int) -> list[tuple[int, Kind]]:
-    """Admission `all`, SGLang's own: every chunk end, counted from where the prefill starts, and
-    the prompt's end.
-    """
-    ends = range(prefill.hit_len + chunk, prefill.prompt_len - 1, chunk)
-    return [*((end, Kind.CHUNK) for end in ends), (prefill.prompt_len - 1, Kind.PROMPT_END)]
-
-
 def decide(
-    wanted: Sequence[tuple[int, Kind]], prefill: Prefill, room: Room, min_branch_tokens: int = 16
+    wanted: Sequence[tuple[int, Kind]],
+    prefill: Prefill,
+    slot_budget: SlotBudget,
+    min_branch_tokens: int = MIN_BRANCH_TOKENS,
 ) -> list[Checkpoint]:
     """Admit or skip each wanted position, in the order given; what is admitted takes a slot from
     those that follow.
     """
     decided: list[Checkpoint] = []
-    free = room.free_slots
-    for checkpoint in place(wanted, prefill, min_branch_tokens):
+    free = slot_budget.free_slots
+    for checkpoint in screen(wanted, prefill, min_branch_tokens):
         skip = checkpoint.skip
         if skip is None and free <= 0:
-            skip = worth(checkpoint.position, checkpoint.kind, room)
+            skip = worth(checkpoint.position, checkpoint.kind, slot_budget)
         free -= skip is None
         decided.append(Checkpoint(checkpoint.position, checkpoint.kind, skip))
     return decided
 
 
-def place(
-    wanted: Sequence[tuple[int, Kind]], prefill: Prefill, min_branch_tokens: int = 16
+def screen(
+    wanted: Sequence[tuple[int, Kind]], prefill: Prefill, min_branch_tokens: int = MIN_BRANCH_TOKENS
 ) -> list[Checkpoint]:
     """Each wanted position on its page, skipped if it is not computed, there already, or too close
     to the hit or to one before it; whether there is room is not asked.
     """
-    placed: list[Checkpoint] = []
+    screened: list[Checkpoint] = []
     taken = [prefill.hit_len]
-    for wish, kind in wanted:
-        position = wish - wish % prefill.page_size
+    for asked, kind in wanted:
+        position = asked - asked % prefill.page_size
         skip = None
         if position in taken:
             skip = Skip.DUPLICATE
@@ -147,20 +145,20 @@ def place(
             skip = Skip.MICRO_BRANCH
         if skip is None:
             taken.append(position)
-        placed.append(Checkpoint(position, kind, skip))
-    return placed
+        screened.append(Checkpoint(position, kind, skip))
+    return screened
 
 
-def worth(position: int, kind: Kind, room: Room) -> Skip | None:
+def worth(position: int, kind: Kind, slot_budget: SlotBudget) -> Skip | None:
     """Why a checkpoint is not taken where no slot is free; None if it is worth what it pushes out.
 
     A chunk's end is worth a free slot only, and so is a prompt's, which serves the same prompt
     again, unless it is known how often that happens.
     """
-    if not room.evictable:
+    if not slot_budget.evictable:
         return Skip.NO_SLOT
-    if kind is Kind.CHUNK or (kind is Kind.PROMPT_END and not room.knows_returns):
+    if kind is Kind.CHUNK or (kind is Kind.PROMPT_END and not slot_budget.knows_returns):
         return Skip.NOT_WORTH
-    if room.outlives is not None and not room.outlives(position, kind):
+    if slot_budget.beats_victim is not None and not slot_budget.beats_victim(position, kind):
         return Skip.NOT_WORTH
     return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any, Final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,10 @@ IntArray = npt.NDArray[np.int64]
 
 TOKENS_PER_STATE = 1_000
 MOST_STATES_TO_KV = 1.5
+
+
+UNBOUNDED: Final = 2**62
+"""More tokens or slots than any pool has."""
 
 
 @dataclass(frozen=True)

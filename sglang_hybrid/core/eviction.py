@@ -1,4 +1,4 @@
-"""Eviction policies: each says what a candidate is worth; the lowest score goes first.
+"""Eviction policies: each gives every candidate a score; the lowest score is evicted first.
 
 A policy turns a node into a few numbers when it changes (`describe`), and those numbers, in arrays,
 into scores when a victim is wanted (`scores`). It knows neither the cache nor the simulator.
@@ -13,9 +13,9 @@ import numpy as np
 
 from sglang_hybrid.core.cost import FloatArray
 from sglang_hybrid.core.history import History
-from sglang_hybrid.core.history_tree import NO_SLOT, Place
+from sglang_hybrid.core.history_tree import NO_INTERVAL, HistoryNode
 from sglang_hybrid.core.nodes import Clock, Node, anchor
-from sglang_hybrid.core.reuse import NOWHERE, class_of
+from sglang_hybrid.core.reuse import NEVER_REUSED, reuse_class_of
 from sglang_hybrid.core.table import Table
 
 NEVER = 2.0**52  # more ticks than will ever be counted
@@ -30,7 +30,7 @@ class Policy:
     (SGLang's order). spares_forks: states with several children are evicted only where nothing else
     is left (the paper's rule, section 4.2). knows_returns: scores say how likely a position comes
     back, by what was seen. history: what the policy learns from; the cache feeds it every request
-    and links its nodes to it (`node.trace`).
+    and links its nodes to it (`node.history_node`).
     """
 
     name: ClassVar[str]
@@ -148,35 +148,39 @@ class Reuse(Policy):
     """U = G(class, age) * savings / bytes: expected FLOPs saved per byte and unit of time
     (marconi-notes.md section 9).
 
-    The class is that of the node's place in the history, where children and turns are counted that
-    the cache has lost; the node's own numbers stand in where it has none. The age counts from the
-    last hit on the node. A node between two places is not resumed for its own sake. But when a
-    state is evicted, who comes back for it will resume from the state above it: that node's G is
-    the sum of both. Weights change when an age passes into the next bin, at a time that is known
-    beforehand, and when the index is rebuilt.
+    The class is that of the cache node's history node, which also counts children and turns that
+    the cache has lost. A cache node without a history node gets a class from its own numbers. A
+    cache node that lies too far above its history node (`History.max_offset`) has no returns of its
+    own. The age counts from the last hit on the node. When a state is evicted, later requests for
+    it resume from the next state above, its anchor. So the anchor inherits that demand: its G is
+    its own plus that of the evicted state. A weight changes when the age enters the next bin, at a
+    time that is known beforehand, and when the index is rebuilt.
     """
 
     name = "reuse"
     knows_returns = True
-    # class, last use, the same of the state that fell to it, savings per byte, score, time at which
-    # the score expires
+    # class, last use, class and last use of the inherited demand, savings per byte, score, time at
+    # which the score expires
     columns = 7
 
     def __init__(self, history: History | None = None) -> None:
         self.history: History = history or History()
 
     def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
-        place = node.trace
-        if place is None:
-            klass = class_of(len(node.children), node.depth, node.turn)
+        history_node = node.history_node
+        if history_node is None:
+            reuse_class = reuse_class_of(len(node.children), node.depth, node.turn)
         else:
-            klass = place.klass if self._is_near(node) else NOWHERE
+            reuse_class = history_node.reuse_class if self._is_near(node) else NEVER_REUSED
         used = self.history.time_unit.last_used(node)
-        fallen = self._fallen_to(node)
-        fallen_class, fallen_since = NOWHERE, 0.0
-        if fallen is not None:
-            fallen_class, fallen_since = fallen.klass, self.history.index.since(fallen.slot)
-        return (klass, used, fallen_class, fallen_since, saved / freed, 0.0, -1.0)
+        inherited = self._inherited_by(node)
+        inherited_class, inherited_since = NEVER_REUSED, 0.0
+        if inherited is not None:
+            inherited_class, inherited_since = (
+                inherited.reuse_class,
+                self.history.index.since(inherited.interval_id),
+            )
+        return (reuse_class, used, inherited_class, inherited_since, saved / freed, 0.0, -1.0)
 
     def scores(self, table: Table, clock: Clock) -> FloatArray:
         now = self.history.time_unit.now(clock)
@@ -187,24 +191,26 @@ class Reuse(Policy):
             table.version = index.version
             stale = np.arange(len(table))
         if len(stale) <= FEW:  # as between two victims, where arrays cost more than they save
-            for slot in stale.tolist():
-                klass, last, fallen, since, saved = (float(table.column(i)[slot]) for i in range(5))
-                weight, until = index.weight_until(int(klass), now - last)
-                extra_weight, extra_until = index.weight_until(int(fallen), now - since)
+            for row in stale.tolist():
+                reuse_class, last, inherited, since, saved = (
+                    float(table.column(i)[row]) for i in range(5)
+                )
+                weight, until = index.weight_until(int(reuse_class), now - last)
+                extra_weight, extra_until = index.weight_until(int(inherited), now - since)
                 weight += extra_weight
-                scores[slot] = weight * saved if weight > 0 else table.last_used()[slot] - NEVER
-                expiry[slot] = min(last + until, since + extra_until)
+                scores[row] = weight * saved if weight > 0 else table.last_used()[row] - NEVER
+                expiry[row] = min(last + until, since + extra_until)
         else:
             used = table.column(1).take(stale)
             weights, ends = index.weights(table.column(0).take(stale).astype(np.int64), now - used)
             ends += used
-            fell = (table.column(2).take(stale) != NOWHERE).nonzero()[0]
-            if len(fell):
-                at = stale[fell]
+            heirs = (table.column(2).take(stale) != NEVER_REUSED).nonzero()[0]
+            if len(heirs):
+                at = stale[heirs]
                 since = table.column(3)[at]
                 extra, extra_ends = index.weights(table.column(2)[at].astype(np.int64), now - since)
-                weights[fell] += extra
-                ends[fell] = np.minimum(ends[fell], since + extra_ends)
+                weights[heirs] += extra
+                ends[heirs] = np.minimum(ends[heirs], since + extra_ends)
             hopeless = table.last_used().take(stale) - NEVER
             scores[stale] = np.where(weights > 0, weights * table.column(4).take(stale), hopeless)
             expiry[stale] = ends
@@ -212,27 +218,29 @@ class Reuse(Policy):
 
     def evicted(self, node: Node, score: float) -> None:
         above = anchor(node)
-        mine, node.fallen = self._fallen_to(node), None
+        passed_on, node.inherited_demand = self._inherited_by(node), None
         if above is None or not node.has_state:
             return
         index = self.history.index
-        own = node.trace if self._is_near(node) else None
-        fell = [own, mine, self._fallen_to(above)]
-        places = [place for place in fell if place is not None and place.slot != NO_SLOT]
-        if places:
-            latest = max(places, key=lambda place: index.since(place.slot))
-            above.fallen = (above.last_used, latest)
+        own = node.history_node if self._is_near(node) else None
+        demand = [own, passed_on, self._inherited_by(above)]
+        known = [at for at in demand if at is not None and at.interval_id != NO_INTERVAL]
+        if known:
+            latest = max(known, key=lambda at: index.since(at.interval_id))
+            above.inherited_demand = (above.last_used, latest)
 
     def _is_near(self, node: Node) -> bool:
-        """Whether who comes back to the place of `node` would have resumed from it."""
-        place = node.trace
-        return place is not None and place.depth - node.depth < self.history.reach
+        """Whether a request that returns to the history node of `node` can resume from `node`."""
+        at = node.history_node
+        return at is not None and at.depth - node.depth < self.history.max_offset
 
-    def _fallen_to(self, node: Node) -> Place | None:
-        """The place whose state fell to `node`, which was not used since."""
-        used, place = node.fallen or (0, None)
-        known = place is not None and place.slot != NO_SLOT
-        return place if known and used == node.last_used else None
+    def _inherited_by(self, node: Node) -> HistoryNode | None:
+        """The history node of an evicted state whose demand `node` inherited; None if there is
+        none, or if `node` was used since.
+        """
+        used, at = node.inherited_demand or (0, None)
+        known = at is not None and at.interval_id != NO_INTERVAL
+        return at if known and used == node.last_used else None
 
 
 POLICIES: dict[str, type[Policy]] = {

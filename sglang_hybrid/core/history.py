@@ -7,8 +7,8 @@ admission knows a shared prefix whose KV is long gone.
 Each tenant has a tree of its own: no look-up of one can find what another one sent. The index,
 which holds statistics of classes of positions, is common to all.
 
-Memory: two bytes per token (a fingerprint, not the token) and about 600 bytes per place, over all
-tenants. When `max_bytes` is reached, the tenant that holds most forgets its oldest leaves.
+Memory: two bytes per token (a fingerprint, not the token) and about 600 bytes per history node,
+over all tenants. When `max_bytes` is reached, the tenant that holds most forgets its oldest leaves.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.answers import Answer, AnswerModels
 from sglang_hybrid.core.history_tree import (
-    NO_SLOT,
+    NO_INTERVAL,
     TOKEN_BYTES,
+    HistoryNode,
+    HistoryPath,
     HistoryTree,
-    Place,
-    Trail,
-    fingerprints,
+    fingerprint_tokens,
 )
 from sglang_hybrid.core.nodes import Clock, Node
 from sglang_hybrid.core.reuse import ReuseIndex
 from sglang_hybrid.core.shares import Shares
 
 MOST_CHILDREN = 2
-"""Of a place whose returns say something of the answer before them."""
+"""Of a history node whose returns say something of the answer before them."""
 
 
 class TimeUnit(Enum):
@@ -53,37 +54,40 @@ class TimeUnit(Enum):
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """How a prompt meets its tenant's history. known_len: tokens that were seen before. branch:
-    where a checkpoint would serve the next prompt of its kind, 0 if nowhere: where it leaves the
-    history, or just above at a place that is known already. trail: the places on its path. reused:
-    the deepest possible checkpoint among them that it extends.
+class HistoryMatch:
+    """What a prompt has in common with its tenant's history.
 
-    version, marks: which tree that was, and the prompt's fingerprints, so that `observe` need not
-    look again.
+    known_len: prompt tokens that were seen before. branch: position (tokens from the start) where a
+    checkpoint would serve the next prompt of this kind; 0 if there is none. It is the end of the
+    known part, or a history node just above it. path: the history nodes on the prompt's path.
+    reused: the deepest of them that could have been a checkpoint and that the prompt continues.
+
+    version, fingerprints: the version of the tree that was searched, and the prompt's fingerprints.
+    With them `observe` need not search again.
     """
 
     known_len: int
     branch: int
-    trail: Trail
-    reused: Place | None
+    path: HistoryPath
+    reused: HistoryNode | None
     version: int
-    marks: bytes
+    fingerprints: bytes
 
 
 class History:
-    """All recent sequences. The index learns from them; `time_unit` says in which time.
+    """All recent sequences. The reuse index learns from them.
 
-    answer_bytes: memory for what answers teach, 2 MiB for each tenant; 0: they teach nothing.
-    reach: tokens that a checkpoint may lie above the place that it stands for; page_size: positions
-    of checkpoints are rounded down to its multiples.
+    time_unit: what ages are counted in. max_offset: a checkpoint may lie at most so many tokens
+    (exclusive) above the history node whose returns it serves. page_size: positions of checkpoints
+    are rounded down to multiples of it. answer_bytes: memory for what answers teach, 2 MiB for each
+    tenant; 0: they teach nothing.
     """
 
     def __init__(
         self,
         time_unit: TimeUnit = TimeUnit.SECONDS,
         max_bytes: int = 64 << 20,
-        min_branch_tokens: int = 16,
+        min_branch_tokens: int = MIN_BRANCH_TOKENS,
         page_size: int = 1,
         answer_bytes: int = 64 << 20,
     ) -> None:
@@ -91,28 +95,28 @@ class History:
         self.index = ReuseIndex(unit=0.125 if time_unit is TimeUnit.SECONDS else 1.0)
         self.max_bytes = max_bytes
         self.min_branch_tokens = min_branch_tokens
-        self.reach = max(min_branch_tokens, page_size)
+        self.max_offset = max(min_branch_tokens, page_size)
         self._versions = 0
         self._trees: dict[Hashable, HistoryTree] = {}
         self._shares = Shares()
         self._answers = AnswerModels(answer_bytes)
-        self._empty = HistoryTree(self.index)  # what a tenant that never came finds
+        self._empty = HistoryTree(self.index)  # of a tenant that sent nothing yet
 
     @property
     def held_bytes(self) -> int:
-        """What all tenants' trees take."""
+        """Bytes of all tenants' trees."""
         return self._shares.total
 
     def tree(self, tenant: Hashable = None) -> HistoryTree:
         """The sequences of `tenant`, to be read only."""
         return self._trees.get(tenant, self._empty)
 
-    def meet(self, prompt: npt.ArrayLike, tenant: Hashable = None) -> Meeting:
-        """Look `prompt` [n] of `tenant` up before its prefill. Changes nothing."""
-        marks = fingerprints(prompt)
+    def match(self, prompt: npt.ArrayLike, tenant: Hashable = None) -> HistoryMatch:
+        """Look `prompt` [n] of `tenant` up in the history, before its prefill. Changes nothing."""
+        fingerprints = fingerprint_tokens(prompt)
         tree = self.tree(tenant)
-        path, matched = tree.walk(marks, [])
-        return self._meeting(tree, path, matched, marks, len(marks) // TOKEN_BYTES)
+        path, matched = tree.walk(fingerprints, [])
+        return self._as_match(tree, path, matched, fingerprints, len(fingerprints) // TOKEN_BYTES)
 
     def observe(
         self,
@@ -120,84 +124,93 @@ class History:
         input_len: int,
         clock: Clock,
         message_starts: Iterable[int] = (),
-        meeting: Meeting | None = None,
+        history_match: HistoryMatch | None = None,
         tenant: Hashable = None,
-    ) -> Trail:
+    ) -> HistoryPath:
         """Take in a request of `tenant` when it ends: `tokens` [n] is its prompt of `input_len`
         tokens and its answer, or less if it was cut short.
 
-        Once per request, aborted ones too, in the same order on every rank; nothing else may be fed
-        to it. Its time is the clock's. meeting: what `meet` said of this very prompt; if the tenant
-        sent nothing since, the way to its end is not walked again. Cost: a few vector passes over n
-        tokens, and Python work per place on the path.
+        Call it once per request, for aborted ones too, in the same order on every rank. The time is
+        that of `clock`. history_match: the result of `match` for this prompt; if the tenant's
+        history did not change since, the prompt is not searched again. Cost: a few vector passes
+        over n tokens, and Python work per history node on the path.
         """
         now = self.time_unit.now(clock)
         ids = np.asarray(tokens)
         tree = self._trees.get(tenant)
         if tree is None:
             tree = self._trees[tenant] = HistoryTree(self.index)
-        known: list[Place] = []
-        if meeting is None or meeting.version != tree.version or len(ids) < input_len:
-            meeting, marks = None, fingerprints(ids)
+        known: list[HistoryNode] = []
+        if history_match is None or history_match.version != tree.version or len(ids) < input_len:
+            history_match, fingerprints = None, fingerprint_tokens(ids)
         else:
-            known = meeting.trail.places
-            marks = meeting.marks + fingerprints(ids[input_len:])
-        path, matched = tree.walk(marks, known)
-        if meeting is None:
-            meeting = self._meeting(tree, path, matched, marks, input_len)
+            known = history_match.path.nodes
+            fingerprints = history_match.fingerprints + fingerprint_tokens(ids[input_len:])
+        path, matched = tree.walk(fingerprints, known)
+        if history_match is None:
+            history_match = self._as_match(tree, path, matched, fingerprints, input_len)
         model = self._answers.of(tenant)
         answer, says = None, 0
         if model is not None:
-            if meeting.reused is not None and meeting.reused.last is not None:
-                model.returned(meeting.reused.last, now)
+            if history_match.reused is not None and history_match.reused.last is not None:
+                model.returned(history_match.reused.last, now)
             model.give_up(now)
             if len(ids) > input_len:
                 answer = model.ended(ids[input_len:], now)
                 says = model.bucket(answer.features)
-        pace = 0
-        if meeting.reused is not None:
-            pace = self.index.pace(self.index.returned(meeting.reused.slot, now))
-            meeting.reused.pace = pace
-            _says(meeting.reused, answer, says)
-            self.index.reclass(meeting.reused.slot, meeting.reused.klass)
+        interval_bucket = 0
+        if history_match.reused is not None:
+            interval_bucket = self.index.interval_bucket(
+                self.index.returned(history_match.reused.interval_id, now)
+            )
+            history_match.reused.last_interval_bucket = interval_bucket
+            _says(history_match.reused, answer, says)
+            self.index.reclass(history_match.reused.interval_id, history_match.reused.reuse_class)
         ends = {start for start in message_starts if 0 < start < min(input_len, len(ids))}
-        ends |= {meeting.branch, len(ids)} - {0}
+        ends |= {history_match.branch, len(ids)} - {0}
         held = tree.held_bytes
-        trail = tree.insert(marks, path, matched, ends)
+        nodes = tree.insert(fingerprints, path, matched, ends)
         self._changed(tenant, tree, held)
-        for place in trail:
-            if place.depth in ends:
-                _says(place, answer, says)
-                self._open(place, now, pace, is_end=place.depth == len(ids))
+        for node in nodes:
+            if node.depth in ends:
+                _says(node, answer, says)
+                self._open(node, now, interval_bucket, is_end=node.depth == len(ids))
         self._forget_oldest(tenant)
         self.index.observed(now)
-        return Trail(trail)
+        return HistoryPath(nodes)
 
-    def _meeting(
-        self, tree: HistoryTree, path: list[Place], matched: int, marks: bytes, input_len: int
-    ) -> Meeting:
-        """How a prompt that was walked along `path` of `tree` meets it."""
+    def _as_match(
+        self,
+        tree: HistoryTree,
+        path: list[HistoryNode],
+        matched: int,
+        fingerprints: bytes,
+        input_len: int,
+    ) -> HistoryMatch:
+        """The match of a prompt whose nodes in `tree` are `path`, `matched` tokens in all."""
         usable = input_len - 1  # the last prompt token is always computed
         known_len = min(matched, usable)
         reused = None
-        for place in path:
-            if place.slot != NO_SLOT and place.depth <= usable:
-                reused = place
+        for node in path:
+            if node.interval_id != NO_INTERVAL and node.depth <= usable:
+                reused = node
         depth = 0 if reused is None else reused.depth
         gains = known_len - depth >= self.min_branch_tokens
         branch = known_len if gains else depth
-        return Meeting(known_len, branch, Trail(path), reused, tree.version, marks)
+        return HistoryMatch(
+            known_len, branch, HistoryPath(path), reused, tree.version, fingerprints
+        )
 
-    def _open(self, place: Place, now: float, pace: int, *, is_end: bool) -> None:
-        """A checkpoint could have been taken at `place` by now."""
-        if is_end and not place.is_end:
-            place.is_end = True
-            place.turn += 1
-        if place.slot == NO_SLOT:
-            place.pace = pace
-            place.slot = self.index.open(place.klass, now)
+    def _open(self, node: HistoryNode, now: float, interval_bucket: int, *, is_end: bool) -> None:
+        """From now on a checkpoint could exist at `node`: its interval begins."""
+        if is_end and not node.is_end:
+            node.is_end = True
+            node.turn += 1
+        if node.interval_id == NO_INTERVAL:
+            node.last_interval_bucket = interval_bucket
+            node.interval_id = self.index.open(node.reuse_class, now)
         else:
-            self.index.reclass(place.slot, place.klass)
+            self.index.reclass(node.interval_id, node.reuse_class)
 
     def _changed(self, tenant: Hashable, tree: HistoryTree, held: int) -> None:
         """`tree` of `tenant`, which held `held` bytes before, is another one now."""
@@ -223,7 +236,7 @@ class History:
                 del self._trees[tenant]
 
 
-def _says(place: Place, answer: Answer | None, says: int) -> None:
-    """A request that ended with `answer` opened `place` or resumed from it."""
-    few = place.branches <= MOST_CHILDREN
-    place.last, place.answer = (answer, says) if few else (None, 0)
+def _says(node: HistoryNode, answer: Answer | None, says: int) -> None:
+    """A request that ended with `answer` opened `node` or resumed from it."""
+    few = node.branches <= MOST_CHILDREN
+    node.last, node.answer = (answer, says) if few else (None, 0)

@@ -10,21 +10,22 @@ import numpy.typing as npt
 
 from sglang_hybrid.core.answers import Answer
 from sglang_hybrid.core.edges import common_bytes
-from sglang_hybrid.core.reuse import ReuseIndex, class_of
+from sglang_hybrid.core.reuse import ReuseIndex, reuse_class_of
 
-PLACE_BYTES = 600
+HISTORY_NODE_BYTES = 600
 TOKEN_BYTES = 2
-NO_SLOT = -1
+NO_INTERVAL = -1
 
 
-class Place:
-    """A position in the history: a possible checkpoint if it has a `slot` in the index, else merely
-    a fork.
+class HistoryNode:
+    """A position in the history. It could have been a checkpoint if it has an interval in the reuse
+    index (`interval_id`); otherwise it is only a fork.
 
-    turn: sequence ends on its path, itself included. branches: children it ever had, forgotten ones
-    included. pace: that of its last interval, or before it had one, of the interval that ended when
-    it was made: a session's gaps resemble each other. last: the answer of the request that opened
-    it or resumed from it last, and answer: what that says (`AnswerModel.bucket`).
+    turn: sequence ends on its path, its own included. branches: children that it ever had,
+    forgotten ones included. last_interval_bucket: bucket of the latest reuse interval
+    (`ReuseIndex.interval_bucket`). A new node inherits the bucket of the interval that ended when
+    it was created, because the gaps within a session are similar. last: the answer of the request
+    that opened the node or resumed from it last. answer: what that says (`AnswerModel.bucket`).
     """
 
     __slots__ = (
@@ -33,157 +34,161 @@ class Place:
         "children",
         "depth",
         "edge",
+        "interval_id",
         "is_end",
         "last",
-        "pace",
+        "last_interval_bucket",
         "parent",
-        "slot",
         "turn",
     )
 
-    def __init__(self, parent: Place | None, edge: bytes) -> None:
+    def __init__(self, parent: HistoryNode | None, edge: bytes) -> None:
         self.parent = parent
         self.edge = edge
-        self.children: dict[bytes, Place] = {}
+        self.children: dict[bytes, HistoryNode] = {}
         self.branches = 0
         self.depth: int = len(edge) // TOKEN_BYTES + (parent.depth if parent else 0)
         self.turn: int = parent.turn if parent else 0
         self.is_end = False
-        self.pace = 0
+        self.last_interval_bucket = 0
         self.answer = 0
         self.last: Answer | None = None
-        self.slot = NO_SLOT
+        self.interval_id = NO_INTERVAL
 
-    def adopt(self, child: Place) -> None:
+    def adopt(self, child: HistoryNode) -> None:
         self.children[child.edge[:TOKEN_BYTES]] = child
         child.parent = self
 
     @property
-    def klass(self) -> int:
-        return class_of(self.branches, self.depth, self.turn, self.pace, self.answer)
+    def reuse_class(self) -> int:
+        return reuse_class_of(
+            self.branches, self.depth, self.turn, self.last_interval_bucket, self.answer
+        )
 
 
-class Trail:
-    """The places on one sequence's path, shallowest first."""
+class HistoryPath:
+    """The history nodes on one sequence's path, shallowest first."""
 
-    def __init__(self, places: list[Place]) -> None:
-        self.places = places
-        self._depths = [place.depth for place in places]
+    def __init__(self, nodes: list[HistoryNode]) -> None:
+        self.nodes = nodes
+        self._depths = [node.depth for node in nodes]
 
-    def at(self, depth: int) -> Place | None:
-        """The place that stands for a checkpoint at `depth`: there, or the next one down, whose
-        resumption passes it.
+    def at(self, depth: int) -> HistoryNode | None:
+        """The node whose returns a checkpoint at `depth` serves: the node at `depth`, or the next
+        one below; a prompt that resumes there has the checkpoint on its path.
         """
         index = bisect_left(self._depths, depth)
-        return self.places[index] if index < len(self.places) else None
+        return self.nodes[index] if index < len(self.nodes) else None
 
-    def exactly(self, depth: int) -> Place | None:
-        """The place at `depth`, if there is one."""
-        place = self.at(depth)
-        return place if place is not None and place.depth == depth else None
+    def exactly(self, depth: int) -> HistoryNode | None:
+        """The node at exactly `depth`, or None."""
+        node = self.at(depth)
+        return node if node is not None and node.depth == depth else None
 
     def turn_at(self, depth: int) -> int:
         """Sequence ends on the path down to `depth`."""
         index = bisect_left(self._depths, depth + 1)
-        return self.places[index - 1].turn if index else 0
+        return self.nodes[index - 1].turn if index else 0
 
 
 class HistoryTree:
-    """The sequences of one tenant. The index, which all tenants share, is told what becomes of its
-    places.
+    """The sequences of one tenant. It tells the reuse index, which all tenants share, when a node
+    is forgotten.
 
-    held_bytes: what it takes, see PLACE_BYTES and TOKEN_BYTES. version: another one after every
-    change; no two trees ever have the same.
+    held_bytes: its memory in bytes, counted as HISTORY_NODE_BYTES and TOKEN_BYTES say. version:
+    changes with every change of the tree; no two trees ever have the same version.
     """
 
     def __init__(self, index: ReuseIndex) -> None:
         self.held_bytes = 0
         self.version = 0
-        self.root = Place(None, b"")
-        self.leaves: OrderedDict[Place, None] = OrderedDict()  # oldest use first
+        self.root = HistoryNode(None, b"")
+        self.leaves: OrderedDict[HistoryNode, None] = OrderedDict()  # oldest use first
         self._index = index
 
-    def walk(self, marks: bytes, known: list[Place]) -> tuple[list[Place], int]:
-        """Places that `marks` cover to their end, and how many tokens are known, the part of an
-        edge included. known: places from the root on that they are known to cover.
+    def walk(self, fingerprints: bytes, known: list[HistoryNode]) -> tuple[list[HistoryNode], int]:
+        """Nodes whose edges `fingerprints` cover completely, and how many tokens are known, a part
+        of an edge included. known: nodes from the root on that are known to be covered.
         """
         path = list(known)
-        place = path[-1] if path else self.root
-        start = TOKEN_BYTES * place.depth
-        while child := place.children.get(marks[start : start + TOKEN_BYTES]):
-            same = common_bytes(child.edge, marks, start)
+        node = path[-1] if path else self.root
+        start = TOKEN_BYTES * node.depth
+        while child := node.children.get(fingerprints[start : start + TOKEN_BYTES]):
+            same = common_bytes(child.edge, fingerprints, start)
             start += same
             if same < len(child.edge):
                 break
             path.append(child)
-            place = child
+            node = child
         return path, start // TOKEN_BYTES
 
-    def insert(self, marks: bytes, path: list[Place], matched: int, ends: set[int]) -> list[Place]:
-        """Make places at all `ends` and where `marks` leave the tree; return those on the path of
-        `marks`.
+    def insert(
+        self, fingerprints: bytes, path: list[HistoryNode], matched: int, ends: set[int]
+    ) -> list[HistoryNode]:
+        """Make nodes at all `ends` and where `fingerprints` leave the tree; return all nodes on the
+        path of `fingerprints`.
         """
-        trail = list(path)
-        place = path[-1] if path else self.root
-        at = {place.depth for place in path}
+        nodes = list(path)
+        node = path[-1] if path else self.root
+        at = {node.depth for node in path}
         for cut in sorted({matched, *ends} - at - {0}):
             if cut > matched:
-                place = self._grow(place, part(marks, place.depth, cut))
-                trail.append(place)
+                node = self._grow(node, part(fingerprints, node.depth, cut))
+                nodes.append(node)
                 continue
-            index = bisect_left(trail, cut, key=lambda place: place.depth)
-            above = trail[index - 1] if index else self.root
-            below = above.children[part(marks, above.depth, above.depth + 1)]
+            index = bisect_left(nodes, cut, key=lambda node: node.depth)
+            above = nodes[index - 1] if index else self.root
+            below = above.children[part(fingerprints, above.depth, above.depth + 1)]
             head = self._split(below, cut - above.depth)
-            trail.insert(index, head)
-            place = trail[-1]
-        if trail and trail[-1] in self.leaves:
-            self.leaves.move_to_end(trail[-1])
-        return trail
+            nodes.insert(index, head)
+            node = nodes[-1]
+        if nodes and nodes[-1] in self.leaves:
+            self.leaves.move_to_end(nodes[-1])
+        return nodes
 
     def forget_oldest(self) -> None:
         """Drop the leaf that was used longest ago. There must be one."""
-        place, _ = self.leaves.popitem(last=False)
-        parent = place.parent
+        node, _ = self.leaves.popitem(last=False)
+        parent = node.parent
         assert parent is not None
-        del parent.children[place.edge[:TOKEN_BYTES]]
-        self.held_bytes -= PLACE_BYTES + len(place.edge)
-        if place.slot != NO_SLOT:
-            self._index.close(place.slot)
-            place.slot = NO_SLOT
+        del parent.children[node.edge[:TOKEN_BYTES]]
+        self.held_bytes -= HISTORY_NODE_BYTES + len(node.edge)
+        if node.interval_id != NO_INTERVAL:
+            self._index.close(node.interval_id)
+            node.interval_id = NO_INTERVAL
         if not parent.children and parent is not self.root:
             self.leaves[parent] = None
             self.leaves.move_to_end(parent, last=False)
 
-    def _split(self, below: Place, head_tokens: int) -> Place:
+    def _split(self, below: HistoryNode, head_tokens: int) -> HistoryNode:
         assert below.parent is not None
         cut = TOKEN_BYTES * head_tokens
-        head = Place(below.parent, below.edge[:cut])
+        head = HistoryNode(below.parent, below.edge[:cut])
         below.parent.adopt(head)
         below.edge = below.edge[cut:]
         head.adopt(below)
         head.branches = 1
-        self.held_bytes += PLACE_BYTES
+        self.held_bytes += HISTORY_NODE_BYTES
         return head
 
-    def _grow(self, parent: Place, edge: bytes) -> Place:
-        leaf = Place(parent, edge)
+    def _grow(self, parent: HistoryNode, edge: bytes) -> HistoryNode:
+        leaf = HistoryNode(parent, edge)
         parent.adopt(leaf)
         parent.branches += 1
-        if parent.slot != NO_SLOT:
-            self._index.reclass(parent.slot, parent.klass)
+        if parent.interval_id != NO_INTERVAL:
+            self._index.reclass(parent.interval_id, parent.reuse_class)
         self.leaves.pop(parent, None)
         self.leaves[leaf] = None
-        self.held_bytes += PLACE_BYTES + len(edge)
+        self.held_bytes += HISTORY_NODE_BYTES + len(edge)
         return leaf
 
 
-def part(marks: bytes, start: int, end: int) -> bytes:
+def part(fingerprints: bytes, start: int, end: int) -> bytes:
     """The fingerprints of tokens [start, end)."""
-    return marks[TOKEN_BYTES * start : TOKEN_BYTES * end]
+    return fingerprints[TOKEN_BYTES * start : TOKEN_BYTES * end]
 
 
-def fingerprints(tokens: npt.ArrayLike) -> bytes:
+def fingerprint_tokens(tokens: npt.ArrayLike) -> bytes:
     """TOKEN_BYTES per token id [n], spread over all values; buffers such as array('q') are read
     without a copy.
 

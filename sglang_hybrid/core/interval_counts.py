@@ -22,27 +22,27 @@ class IntervalCounts:
         self._as_of = np.zeros(classes, dtype=np.int64)  # the counts above: when so many had begun
         self._number = np.zeros(64, dtype=np.int64)  # by interval id: how many began before it
 
-    def begins(self, interval: int, klass: int) -> None:
-        """An interval of `klass` begins under this id."""
-        if interval >= len(self._number):
-            more = np.zeros(interval + 1, dtype=np.int64)
+    def begins(self, interval_id: int, reuse_class: int) -> None:
+        """An interval of `reuse_class` begins under this id."""
+        if interval_id >= len(self._number):
+            more = np.zeros(interval_id + 1, dtype=np.int64)
             self._number = np.concatenate([self._number, more])
-        self._number[interval] = self._begun[klass]
-        self._begun[klass] += 1
+        self._number[interval_id] = self._begun[reuse_class]
+        self._begun[reuse_class] += 1
 
-    def moves(self, interval: int, before: int, after: int) -> None:
+    def moves(self, interval_id: int, before: int, after: int) -> None:
         """An open interval now belongs to class `after`; it weighs there what it did before."""
-        self._number[interval] += self._begun[after] - self._begun[before]
+        self._number[interval_id] += self._begun[after] - self._begun[before]
 
-    def ends(self, interval: int, klass: int, age_bin: int) -> None:
+    def ends(self, interval_id: int, reuse_class: int, age_bin: int) -> None:
         """It ended in this bin."""
-        self._fade(klass)
-        self._ended[klass, age_bin] += self._weight(interval, klass)
+        self._fade(reuse_class)
+        self._ended[reuse_class, age_bin] += self._weight(interval_id, reuse_class)
 
-    def is_lost(self, interval: int, klass: int, age_bin: int) -> None:
+    def is_lost(self, interval_id: int, reuse_class: int, age_bin: int) -> None:
         """It is observed no more; it was in this bin then."""
-        self._fade(klass)
-        self._cut_short[klass, age_bin] += self._weight(interval, klass)
+        self._fade(reuse_class)
+        self._cut_short[reuse_class, age_bin] += self._weight(interval_id, reuse_class)
 
     def of(
         self, known: IntArray, open_intervals: IntArray, classes: IntArray, cells: IntArray
@@ -59,27 +59,29 @@ class IntervalCounts:
         still_open = np.bincount(cells, self._faded(younger - 1), ended.size).reshape(ended.shape)
         return ended, self._cut_short[known] + still_open
 
-    def start_over(self, other: IntervalCounts, klass: int, open_intervals: IntArray) -> None:
-        """Count `klass`, whose open intervals are given, as `other` does, with the same weights."""
-        other._fade(klass)
-        self._ended[klass] = other._ended[klass]
-        self._cut_short[klass] = other._cut_short[klass]
-        self._as_of[klass] = self._begun[klass]
-        younger = other._begun[klass] - other._number[open_intervals]
+    def start_over(self, other: IntervalCounts, reuse_class: int, open_intervals: IntArray) -> None:
+        """Count `reuse_class`, whose open intervals are given, as `other` does, with the same
+        weights.
+        """
+        other._fade(reuse_class)
+        self._ended[reuse_class] = other._ended[reuse_class]
+        self._cut_short[reuse_class] = other._cut_short[reuse_class]
+        self._as_of[reuse_class] = self._begun[reuse_class]
+        younger = other._begun[reuse_class] - other._number[open_intervals]
         stretched = np.rint(younger * (self._half_life / other._half_life)).astype(np.int64)
-        self._number[open_intervals] = self._begun[klass] - stretched
+        self._number[open_intervals] = self._begun[reuse_class] - stretched
 
-    def _fade(self, klass: int) -> None:
+    def _fade(self, reuse_class: int) -> None:
         """Bring the counts of a class up to now."""
-        younger = self._begun[klass] - self._as_of[klass]
+        younger = self._begun[reuse_class] - self._as_of[reuse_class]
         if younger:
             faded = self._faded(younger)
-            self._ended[klass] *= faded
-            self._cut_short[klass] *= faded
-            self._as_of[klass] = self._begun[klass]
+            self._ended[reuse_class] *= faded
+            self._cut_short[reuse_class] *= faded
+            self._as_of[reuse_class] = self._begun[reuse_class]
 
-    def _weight(self, interval: int, klass: int) -> float:
-        younger = self._begun[klass] - self._number[interval] - 1
+    def _weight(self, interval_id: int, reuse_class: int) -> float:
+        younger = self._begun[reuse_class] - self._number[interval_id] - 1
         return float(self._faded(younger))
 
     def _faded(self, younger: FloatArray | IntArray) -> FloatArray:

@@ -1,8 +1,7 @@
 """The record of a cache node, and the tree of records that keeps it true.
 
-A cache (SGLang's tree or the simulator's) mirrors every change of its own tree here. `NodeTree`
-keeps depths, anchors and times, and tells the pools which records changed; it never decides
-anything.
+A cache (SGLang's tree or the simulator's) repeats every change of its own tree here. `NodeTree`
+keeps depths, anchors and times, and tells the pools which records changed. It decides nothing.
 """
 
 from __future__ import annotations
@@ -51,32 +50,34 @@ class Node:
 
     depth: tokens from the root to its end. anchor_depth: depth of the nearest ancestor with a
     state, 0 if none. turn: sequence ends on its path, itself included. last_used, stamp: tick and
-    seconds of the last hit on this very node, or of its creation. trace: where the history met this
-    position (a history.Place), None if it never did. fallen: what a policy notes of states evicted
-    below it. taken: tick and seconds at which its state was taken. mark: hash of all tokens down to
-    its end, None until somebody asked. owner: whatever the cache hangs on it.
+    seconds of the last hit on this node, or of its creation. history_node: the
+    history_tree.HistoryNode whose returns this node serves, None if there is none (a clairvoyant
+    policy stores the tick of the next use). inherited_demand: what a policy notes of states evicted
+    below. taken: tick and seconds at which its state was taken. prefix_hash: hash of all tokens
+    down to its end, None until it is asked for. payload: what the cache attaches to the record:
+    SGLang's tree node, or the tokens of the edge.
     """
 
     __slots__ = (
         "anchor_depth",
         "children",
         "depth",
-        "fallen",
         "has_state",
+        "history_node",
         "hits",
         "id",
+        "inherited_demand",
         "key",
         "kind",
         "kv_locked",
         "last_used",
-        "mark",
-        "owner",
         "parent",
+        "payload",
+        "prefix_hash",
         "stamp",
         "state_locked",
         "taken",
         "tokens",
-        "trace",
         "turn",
     )
 
@@ -93,11 +94,11 @@ class Node:
         self.stamp = clock.stamp
         self.kv_locked = False
         self.state_locked = False
-        self.trace: Any = None
-        self.fallen: Any = None
+        self.history_node: Any = None
+        self.inherited_demand: Any = None
         self.taken = (clock.tick, clock.stamp)
-        self.mark: int | None = None
-        self.owner: Any = None
+        self.prefix_hash: int | None = None
+        self.payload: Any = None
         if parent is None:
             self.depth = self.anchor_depth = self.turn = 0
         else:
@@ -118,7 +119,7 @@ def absorbs(node: Node) -> bool:
 
 
 def anchor(node: Node) -> Node | None:
-    """The nearest node above with a state: who does not find one on `node` resumes there."""
+    """The nearest node above with a state: without a state on `node`, a request resumes there."""
     above = node.parent
     while above is not None and not above.has_state:
         above = above.parent
@@ -126,13 +127,13 @@ def anchor(node: Node) -> Node | None:
 
 
 class Listener(Protocol):
-    """Whoever must know that a record changed: a pool. settle: the tree's, to be called before
-    anchors are read.
+    """What is told that a record changed: a pool. settle: a function of the tree, to be called
+    before anchors are read.
     """
 
     settle: Callable[[], None]
 
-    def mark(self, node: Node) -> None: ...
+    def mark_dirty(self, node: Node) -> None: ...
 
     def forget(self, node: Node) -> None: ...
 
@@ -142,9 +143,9 @@ SETTLED_AT_ONCE = 256
 
 
 class NodeTree:
-    """The records of one cache. Every method leaves depths and listeners' marks true, and anchors,
-    too, unless a state came or went above more than SETTLED_AT_ONCE nodes: then the rest follows
-    with the next calls of `settle`.
+    """The records of one cache. After every method depths are right, and changed records are marked
+    dirty at the listeners. Anchors are right too, unless a state was added or removed above more
+    than SETTLED_AT_ONCE nodes: then the next calls of `settle` do the rest.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -159,7 +160,7 @@ class NodeTree:
         self._listeners.append(listener)
         listener.settle = self.settle
         for node in self.walk():
-            listener.mark(node)
+            listener.mark_dirty(node)
 
     def unlisten(self, listener: Listener) -> None:
         """Tell `listener` no more, as when another policy takes over."""
@@ -168,10 +169,10 @@ class NodeTree:
     def add(self, parent: Node, key: Hashable, tokens: int) -> Node:
         """A new leaf of `tokens` tokens under `parent`, whose children it joins as `key`."""
         node = self._new(parent, tokens)
-        self._mark_chain(parent)
+        self._mark_chain_dirty(parent)
         self._attach(parent, key, node)
-        self._mark(parent)
-        self._mark(node)
+        self._mark_dirty(parent)
+        self._mark_dirty(node)
         return node
 
     def split(self, node: Node, head_tokens: int, head_key: Hashable, tail_key: Hashable) -> Node:
@@ -191,8 +192,8 @@ class NodeTree:
         self._attach(parent, head_key, head)
         self._attach(head, tail_key, node)
         node.tokens -= head_tokens
-        self._mark(head)
-        self._mark(node)
+        self._mark_dirty(head)
+        self._mark_dirty(node)
         return head
 
     def remove(self, node: Node) -> None:
@@ -200,14 +201,14 @@ class NodeTree:
         if node.children or node.parent is None:
             raise ValueError(f"only a leaf can be removed, not {node!r}")
         if node.has_state:
-            self._mark_anchor(node)
+            self._mark_anchor_dirty(node)
         parent = node.parent
         del parent.children[node.key]
         node.parent = None
         for listener in self._listeners:
             listener.forget(node)
-        self._mark(parent)
-        self._mark_chain(parent)
+        self._mark_dirty(parent)
+        self._mark_chain_dirty(parent)
 
     def give_state(self, node: Node, kind: Kind) -> None:
         """`node` now holds a checkpoint, created at this tick; it anchors what is below it, down to
@@ -220,33 +221,33 @@ class NodeTree:
             node.has_state = True
             node.last_used, node.stamp = node.taken = self.clock.tick, self.clock.stamp
             self._re_anchor(node)
-        self._mark(node)
+        self._mark_dirty(node)
 
     def drop_state(self, node: Node) -> None:
         """`node` loses its checkpoint: what it anchored falls to its own anchor."""
         if node.has_state:
             node.has_state = False
             self._re_anchor(node)
-            self._mark(node)
-            self._mark_anchor(node)
+            self._mark_dirty(node)
+            self._mark_anchor_dirty(node)
 
     def hit(self, node: Node) -> None:
         """A request resumed from `node`. Only its own time moves, not its ancestors'."""
         node.hits += 1
         node.last_used = self.clock.tick
         node.stamp = self.clock.stamp
-        self._mark(node)
+        self._mark_dirty(node)
 
-    def hold(self, node: Node, *, kv: bool, state: bool) -> None:
-        """Say whether a running request holds this node's KV and its state."""
+    def lock(self, node: Node, *, kv: bool, state: bool) -> None:
+        """Say whether a running request has locked this node's KV and its state."""
         if (node.kv_locked, node.state_locked) != (kv, state):
             node.kv_locked, node.state_locked = kv, state
-            self._mark(node)
+            self._mark_dirty(node)
 
-    def trace(self, node: Node, place: Any) -> None:
-        """A request passed `node`; the history knows its position as `place`."""
-        node.trace = place
-        self._mark(node)
+    def link_history(self, node: Node, history_node: Any) -> None:
+        """A request passed `node`, and `history_node` is what the history has for its position."""
+        node.history_node = history_node
+        self._mark_dirty(node)
 
     def walk(self) -> Iterator[Node]:
         """Every node but the root, parents first."""
@@ -281,7 +282,7 @@ class NodeTree:
             if node.anchor_depth == anchor_depth:
                 continue
             node.anchor_depth = anchor_depth
-            self._mark(node)
+            self._mark_dirty(node)
             if not node.has_state and node.children:
                 unsettled.append(list(node.children.values()))
 
@@ -293,21 +294,21 @@ class NodeTree:
             self._unsettled.append(list(node.children.values()))
             self.settle()
 
-    def _mark_chain(self, node: Node) -> None:
-        """Mark the leaf, if any, that `node` is absorbed into: the bytes it takes along are
-        changing.
+    def _mark_chain_dirty(self, node: Node) -> None:
+        """Mark the leaf, if any, that `node` is absorbed into: evicting that leaf now frees another
+        number of bytes.
         """
         while absorbs(node):
             (node,) = node.children.values()
-            self._mark(node)
+            self._mark_dirty(node)
 
-    def _mark_anchor(self, node: Node) -> None:
-        """Mark the state above `node`, to which its own falls."""
+    def _mark_anchor_dirty(self, node: Node) -> None:
+        """Mark the state above `node`: it inherits the demand for the state of `node`."""
         above = anchor(node)
         if above is not None:
-            self._mark(above)
+            self._mark_dirty(above)
 
-    def _mark(self, node: Node) -> None:
+    def _mark_dirty(self, node: Node) -> None:
         if node is not self.root:
             for listener in self._listeners:
-                listener.mark(node)
+                listener.mark_dirty(node)

@@ -1,7 +1,7 @@
 """A pool that runs short, its candidates in arrays, and the choice of a victim.
 
-A changed node is only marked. When a victim is wanted the marked ones are described anew, a
-bounded number of them, and one pass of the policy over dense arrays finds the lowest score: no
+A changed node is only dirty dirty. When a victim is wanted, a bounded number of dirty nodes is
+described anew, and one pass of the policy over dense arrays finds the lowest score: no
 Python object is scanned, nothing is sorted.
 """
 
@@ -31,9 +31,9 @@ def freed_bytes(node: Node, scarce: Scarce, cost: CostModel) -> int:
     """Bytes of what is scarce that evicting `node` gives back; 0 if it gives back nothing or is
     held.
 
-    A leaf goes with its KV and its state; with it die the ancestors that only it kept alive, so
-    their KV counts too. A node with children gives up its state; its KV goes on living under them
-    (the paper: is absorbed by the child).
+    Evicting a leaf frees its KV, its state, and the KV of every ancestor that has neither a state
+    nor another child. Evicting a node with children frees its state only; its KV stays for them
+    (the paper: it is absorbed by the child).
     """
     if node.parent is None:
         return 0
@@ -60,19 +60,19 @@ def absorbed_tokens(node: Node) -> int:
 
 
 DESCRIBED_AT_ONCE = 1_024
-"""Marked nodes that one choice describes anew; the rest keep what was known of them until the next
-one."""
+"""Dirty nodes that one choice describes anew; the others keep their old description until the next
+choice."""
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
-    """Two scores of one policy: what a new state would have, and what the cheapest victim has."""
+class VictimComparison:
+    """Two scores of one policy: that of a new state, and that of the cheapest victim."""
 
     new: float
     cheapest: float
 
     @property
-    def wins(self) -> bool:
+    def beats_victim(self) -> bool:
         return self.new > self.cheapest
 
 
@@ -89,21 +89,21 @@ class Pool:
         self.cost = cost
         self.policy = policy
         self.clock = clock
-        self._dead = Table(0)
+        self._stateless = Table(0)
         self._candidates = Table(policy.columns)
         self._forks = Table(policy.columns)
         self._home: dict[Node, Table] = {}  # the table a node is in
-        self._marked: dict[Node, None] = {}
+        self._dirty: dict[Node, None] = {}
         self.last_score = -math.inf  # of the last victim
         self.settle: Callable[[], None] = _nothing_to_settle
 
-    def mark(self, node: Node) -> None:
+    def mark_dirty(self, node: Node) -> None:
         """Something about `node` changed."""
-        self._marked[node] = None
+        self._dirty[node] = None
 
     def forget(self, node: Node) -> None:
         """`node` is gone."""
-        self._marked.pop(node, None)
+        self._dirty.pop(node, None)
         self._leave(node)
         self.policy.forget(node)
 
@@ -116,7 +116,7 @@ class Pool:
             return None
         node, score = choice
         self.last_score = score
-        if not self._is_dead(node):
+        if not self._is_stateless(node):
             self.policy.evicted(node, score)
         return node
 
@@ -127,19 +127,19 @@ class Pool:
         self._describe()
         while True:
             choice = self._lowest(last_resort)
-            if choice is not None and choice[0] not in self._marked:
+            if choice is not None and choice[0] not in self._dirty:
                 return choice
             if choice is not None:
                 self._describe_one(choice[0])
-            elif self._marked:
+            elif self._dirty:
                 self._describe()
             else:
                 return None
 
     def _lowest(self, last_resort: bool) -> tuple[Node, float] | None:
         """The lowest of what the tables hold."""
-        if len(self._dead):
-            return self._dead.lowest(self._dead.last_used())[0], -math.inf
+        if len(self._stateless):
+            return self._stateless.lowest(self._stateless.last_used())[0], -math.inf
         tables = (self._candidates, self._forks) if last_resort else (self._candidates,)
         for table in tables:
             if len(table):
@@ -150,32 +150,32 @@ class Pool:
     def evictable(self) -> bool:
         """Whether anything may go before a last resort."""
         self._describe()
-        while self._marked and not (len(self._dead) or len(self._candidates)):
+        while self._dirty and not (len(self._stateless) or len(self._candidates)):
             self._describe()
-        return len(self._dead) + len(self._candidates) > 0
+        return len(self._stateless) + len(self._candidates) > 0
 
-    def contest(self, node: Node) -> Contest | None:
+    def compare_with_victim(self, node: Node) -> VictimComparison | None:
         """The score that `node`, which no tree holds yet, would have if it gave back one state,
         beside the cheapest victim's; None if what goes has no score. Scores compare within one
         table only, so it joins theirs for the moment.
         """
         self._describe()
         table = self._candidates
-        if self._dead_free(self.cost.state_bytes) or not len(table):
+        if self._stateless_free(self.cost.state_bytes) or not len(table):
             return None
         saved = self.cost.savings(node.depth, node.anchor_depth)
         table.put(node, self.policy.describe(node, saved, max(1, self.cost.state_bytes)))
         scores = self.policy.scores(table, self.clock)
-        contest = Contest(float(scores[-1]), float(scores[:-1].min()))
+        comparison = VictimComparison(float(scores[-1]), float(scores[:-1].min()))
         table.discard(node)
         self.policy.forget(node)
-        return contest
+        return comparison
 
-    def _dead_free(self, needed: int) -> bool:
+    def _stateless_free(self, needed: int) -> bool:
         """Whether leaves without a state give back so many bytes of what is scarce."""
         if self.scarce is not Scarce.SHARED:
-            return len(self._dead) > 0
-        for node in self._dead.nodes:
+            return len(self._stateless) > 0
+        for node in self._stateless.nodes:
             needed -= freed_bytes(node, self.scarce, self.cost)
             if needed <= 0:
                 return True
@@ -183,8 +183,8 @@ class Pool:
 
     def candidates(self) -> Sequence[Node]:
         """What may go before a last resort, in no particular order."""
-        self._describe(len(self._marked))
-        return self._dead.nodes + self._candidates.nodes
+        self._describe(len(self._dirty))
+        return self._stateless.nodes + self._candidates.nodes
 
     def check(self, nodes: Iterable[Node]) -> list[str]:
         """What is wrong with the tables, given all `nodes` there are; nothing, if all is well."""
@@ -192,28 +192,28 @@ class Pool:
         wrong = [
             node
             for node in known
-            if node not in self._marked and self._home.get(node) is not self._table_of(node)[0]
+            if node not in self._dirty and self._home.get(node) is not self._table_of(node)[0]
         ]
-        gone = (self._home.keys() | self._marked.keys()) - set(known)
+        gone = (self._home.keys() | self._dirty.keys()) - set(known)
         return [f"{self.scarce.value}: {node!r} is in the wrong table" for node in wrong] + [
             f"{self.scarce.value}: {node!r} is gone" for node in gone
         ]
 
     def _describe(self, most: int = DESCRIBED_AT_ONCE) -> None:
-        """Describe `most` marked nodes anew, those first that were marked first."""
+        """Describe `most` dirty nodes anew, in the order in which they became dirty."""
         self.settle()
-        for node in list(islice(self._marked, most)):
+        for node in list(islice(self._dirty, most)):
             self._describe_one(node)
 
     def _describe_one(self, node: Node) -> None:
-        self._marked.pop(node, None)
+        self._dirty.pop(node, None)
         table, freed = self._table_of(node)
         if table is not self._home.get(node):
             self._leave(node)
         if table is None:
             return
         self._home[node] = table
-        if table is self._dead:
+        if table is self._stateless:
             table.put(node, ())
         else:
             saved = self.cost.savings(node.depth, node.anchor_depth) if node.has_state else 0
@@ -228,13 +228,13 @@ class Pool:
         freed = freed_bytes(node, self.scarce, self.cost)
         if not freed:
             return None, 0
-        if self._is_dead(node):
-            return self._dead, freed
+        if self._is_stateless(node):
+            return self._stateless, freed
         if len(node.children) > 1 and self.policy.spares_forks:
             return self._forks, freed
         return self._candidates, freed
 
-    def _is_dead(self, node: Node) -> bool:
+    def _is_stateless(self, node: Node) -> bool:
         return not node.has_state and self.policy.stateless_first
 
 

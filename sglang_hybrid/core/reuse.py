@@ -25,13 +25,13 @@ from sglang_hybrid.core.cost import FloatArray, IntArray
 from sglang_hybrid.core.interval_counts import IntervalCounts
 
 # Features of a class: children none/one/many; depth to 64 tokens, 128, .. more than 64 Ki; what the
-# answer says (core/answers.py); pace: none, or the interval that ended before, in steps of four;
-# turn 0 .. 6 and more.
+# answer says (core/answers.py); bucket of the interval that ended before: none, or in steps of
+# four; turn 0 .. 6 and more.
 SHAPE: Final = (3, 12, ANSWERS, 9, 7)
-CHILDREN, DEPTHS, _, PACES, TURNS = SHAPE
-CLASSES: Final = CHILDREN * DEPTHS * ANSWERS * PACES * TURNS
-PER_ANSWER: Final = PACES * TURNS
-NOWHERE: Final = CLASSES  # the class of what is never resumed
+CHILDREN, DEPTHS, _, INTERVAL_BUCKETS, TURNS = SHAPE
+CLASSES: Final = CHILDREN * DEPTHS * ANSWERS * INTERVAL_BUCKETS * TURNS
+PER_ANSWER: Final = INTERVAL_BUCKETS * TURNS
+NEVER_REUSED: Final = CLASSES  # the class of what is never resumed
 BINS: Final = 24  # of age, each twice as wide as the one before
 FIRST_GUESS: Final = 0.05  # of the hazard per bin, while nothing is known
 PRIOR_WEIGHT: Final = 8.0  # intervals that a coarser class's hazard counts for
@@ -44,13 +44,22 @@ LEAST: Final = 1e-4  # probability of what nobody expects
 EVIDENCE = 64  # intervals of a class after which evidence counts half
 
 
-def class_of(children: int, depth: int, turn: int, pace: int = 0, answer: int = 0) -> int:
-    """Class of a position by its children, tokens from the root, sequence ends on its path, pace
-    (0, or that of `ReuseIndex.pace`) and answer (that of `AnswerModel.bucket`).
+def reuse_class_of(
+    children: int, depth: int, turn: int, interval_bucket: int = 0, answer: int = 0
+) -> int:
+    """Class of a position.
+
+    children: of its node. depth: tokens from the root. turn: sequence ends on its path.
+    interval_bucket: `ReuseIndex.interval_bucket` of the interval that ended before, 0 if none did.
+    answer: `AnswerModel.bucket` of the answer at the position, 0 if it says nothing.
     """
-    bucket = min(max((depth - 1).bit_length() - 6, 0), DEPTHS - 1)
-    place = (min(children, 2) * DEPTHS + bucket) * ANSWERS + answer
-    return (place * PACES + pace) * TURNS + min(turn, TURNS - 1)
+    shape = (min(children, 2) * DEPTHS + depth_bucket(depth)) * ANSWERS + answer
+    return (shape * INTERVAL_BUCKETS + interval_bucket) * TURNS + min(turn, TURNS - 1)
+
+
+def depth_bucket(depth: int) -> int:
+    """0 for up to 64 tokens from the root, 1 for up to 128, and so on to DEPTHS - 1."""
+    return min(max((depth - 1).bit_length() - 6, 0), DEPTHS - 1)
 
 
 class ReuseIndex:
@@ -70,7 +79,7 @@ class ReuseIndex:
         self._cut_list = self._cuts.tolist()
         self._table = np.zeros((1, BINS))  # a row per class with a hazard of its own; last: zeros
         self._expiry = np.full((1, BINS), np.inf)
-        self._row = np.zeros(CLASSES + 1, dtype=np.int64)  # of a class, NOWHERE included
+        self._row = np.zeros(CLASSES + 1, dtype=np.int64)  # of a class, NEVER_REUSED included
         self._long = IntervalCounts(LONG, CLASSES, BINS)
         self._short = IntervalCounts(SHORT, CLASSES, BINS)
         self._news = News()
@@ -82,60 +91,63 @@ class ReuseIndex:
         self._observed = 0
         self._rebuild_at = 1
 
-    def open(self, klass: int, time: float) -> int:
-        """A position of class `klass` starts to wait. Returns the slot it is known by."""
+    def open(self, reuse_class: int, time: float) -> int:
+        """A position of class `reuse_class` starts to wait. Returns the slot it is known by."""
         if not self._free:
             count = len(self._class)
             self._class = np.concatenate([self._class, np.full(count, -1, dtype=np.int64)])
             self._since = np.concatenate([self._since, np.zeros(count)])
             self._free = list(range(2 * count - 1, count - 1, -1))
-        slot = self._free.pop()
-        self._class[slot] = klass
-        self._known[klass] = True
-        self._begins(slot, klass, time)
-        return slot
+        interval_id = self._free.pop()
+        self._class[interval_id] = reuse_class
+        self._known[reuse_class] = True
+        self._begins(interval_id, reuse_class, time)
+        return interval_id
 
-    def _begins(self, slot: int, klass: int, time: float) -> None:
-        self._since[slot] = time
-        self._long.begins(slot, klass)
-        self._short.begins(slot, klass)
-        self._news.begins(slot)
+    def _begins(self, interval_id: int, reuse_class: int, time: float) -> None:
+        self._since[interval_id] = time
+        self._long.begins(interval_id, reuse_class)
+        self._short.begins(interval_id, reuse_class)
+        self._news.begins(interval_id)
 
-    def returned(self, slot: int, time: float) -> float:
+    def returned(self, interval_id: int, time: float) -> float:
         """It was resumed: its interval ends, and the next one begins. Returns how long it was."""
-        interval = float(time - self._since[slot])
-        klass, age_bin = int(self._class[slot]), self._bin(interval)
-        self._long.ends(slot, klass, age_bin)
-        self._short.ends(slot, klass, age_bin)
-        self._news.ends(slot, klass, age_bin)
-        self._begins(slot, klass, time)
+        interval = float(time - self._since[interval_id])
+        reuse_class, age_bin = int(self._class[interval_id]), self._bin(interval)
+        self._long.ends(interval_id, reuse_class, age_bin)
+        self._short.ends(interval_id, reuse_class, age_bin)
+        self._news.ends(interval_id, reuse_class, age_bin)
+        self._begins(interval_id, reuse_class, time)
         return interval
 
-    def since(self, slot: int) -> float:
+    def since(self, interval_id: int) -> float:
         """When its present interval began."""
-        return float(self._since[slot])
+        return float(self._since[interval_id])
 
-    def pace(self, interval: float) -> int:
-        """What an interval tells about the next one: 1 .. PACES - 1, the shortest first."""
-        return 1 + min(self._bin(interval) // 2, PACES - 2)
+    def interval_bucket(self, interval: float) -> int:
+        """The bucket of an interval: 1 .. INTERVAL_BUCKETS - 1, the shortest first; 0 is none."""
+        return 1 + min(self._bin(interval) // 2, INTERVAL_BUCKETS - 2)
 
-    def reclass(self, slot: int, klass: int) -> None:
-        """It now belongs to `klass`, and so will its present interval."""
-        before = int(self._class[slot])
-        if before != klass:
-            self._long.moves(slot, before, klass)
-            self._short.moves(slot, before, klass)
-            self._class[slot] = klass
-            self._known[klass] = True
+    def reclass(self, interval_id: int, reuse_class: int) -> None:
+        """It now belongs to `reuse_class`, and so will its present interval."""
+        before = int(self._class[interval_id])
+        if before != reuse_class:
+            self._long.moves(interval_id, before, reuse_class)
+            self._short.moves(interval_id, before, reuse_class)
+            self._class[interval_id] = reuse_class
+            self._known[reuse_class] = True
 
-    def close(self, slot: int) -> None:
+    def close(self, interval_id: int) -> None:
         """It is forgotten: its interval lasted until now at least."""
-        klass, age_bin = int(self._class[slot]), self._bin(self._now - self._since[slot])
-        self._long.is_lost(slot, klass, age_bin)
-        self._short.is_lost(slot, klass, age_bin)
-        self._news.survived(slot, klass, age_bin)
-        self._class[slot] = -1
-        self._free.append(slot)
+        reuse_class, age_bin = (
+            int(self._class[interval_id]),
+            self._bin(self._now - self._since[interval_id]),
+        )
+        self._long.is_lost(interval_id, reuse_class, age_bin)
+        self._short.is_lost(interval_id, reuse_class, age_bin)
+        self._news.survived(interval_id, reuse_class, age_bin)
+        self._class[interval_id] = -1
+        self._free.append(interval_id)
 
     def observed(self, time: float) -> None:
         """One more request, at `time`. The table is rebuilt every REBUILD_EVERY of them, sooner in
@@ -159,8 +171,8 @@ class ReuseIndex:
         )
         cells = position.take(classes) * BINS + age_bins
         self._news.look(waiting, classes, age_bins)
-        for klass in self._news.refuted():
-            self._long.start_over(self._short, klass, waiting[classes == klass])
+        for reuse_class in self._news.refuted():
+            self._long.start_over(self._short, reuse_class, waiting[classes == reuse_class])
         hazard, row = hazards(known, *self._long.of(known, waiting, classes, cells))
         short, _ = hazards(known, *self._short.of(known, waiting, classes, cells))
         self._news.expect(known, hazard[row[known]], short[row[known]])
@@ -170,22 +182,22 @@ class ReuseIndex:
         self._row = np.append(row, len(rates))
         self.version += 1
 
-    def weight(self, klass: int, age: float) -> float:
-        """Best rate of returns per unit of time for a position of `klass` last used `age` ago; 0
-        before the first request.
+    def weight(self, reuse_class: int, age: float) -> float:
+        """Best rate of returns per unit of time for a position of `reuse_class` last used `age`
+        ago; 0 before the first request.
         """
-        return self.weight_until(klass, age)[0]
+        return self.weight_until(reuse_class, age)[0]
 
-    def weight_until(self, klass: int, age: float) -> tuple[float, float]:
+    def weight_until(self, reuse_class: int, age: float) -> tuple[float, float]:
         """`weights` for one position."""
-        row, age_bin = self._row[klass], self._bin(age)
+        row, age_bin = self._row[reuse_class], self._bin(age)
         return float(self._table[row, age_bin]), float(self._expiry[row, age_bin])
 
-    def weights(self, klasses: IntArray, ages: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def weights(self, reuse_classes: IntArray, ages: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Weights [n] of classes [n] at ages [n], and the ages [n] at which each weight expires:
         the end of its bin, or never where they are 0.
         """
-        cells = self._row.take(klasses) * BINS + self._bins(ages)
+        cells = self._row.take(reuse_classes) * BINS + self._bins(ages)
         return self._table.take(cells), self._expiry.take(cells)
 
     def _bin(self, age: float) -> int:
@@ -222,17 +234,17 @@ class News:
             self._seen = np.concatenate([self._seen, np.zeros(interval + 1, dtype=np.int64)])
         self._seen[interval] = 0
 
-    def ends(self, interval: int, klass: int, age_bin: int) -> None:
+    def ends(self, interval: int, reuse_class: int, age_bin: int) -> None:
         """It ended in this bin, having passed those before."""
-        self._ended[klass, age_bin] += 1
-        self.survived(interval, klass, age_bin)
+        self._ended[reuse_class, age_bin] += 1
+        self.survived(interval, reuse_class, age_bin)
 
-    def survived(self, interval: int, klass: int, age_bin: int) -> None:
+    def survived(self, interval: int, reuse_class: int, age_bin: int) -> None:
         """It passed all bins before this one."""
         seen = self._seen[interval]
         if age_bin > seen:
-            self._steps[klass, seen] += 1
-            self._steps[klass, age_bin] -= 1
+            self._steps[reuse_class, seen] += 1
+            self._steps[reuse_class, age_bin] -= 1
             self._seen[interval] = age_bin
 
     def look(self, intervals: IntArray, classes: IntArray, age_bins: IntArray) -> None:
@@ -274,8 +286,8 @@ def hazards(
 
     classes [C]: rising. ended, unended [C, BINS]: their intervals by the bin in which they ended or
     were last seen. Each class is shrunk towards the one with its last feature dropped: first turn,
-    then pace, depth and children; the coarsest towards FIRST_GUESS. A class that is not among
-    `classes` has the row of the coarser one.
+    then interval_bucket, depth and children; the coarsest towards FIRST_GUESS. A class that is not
+    among `classes` has the row of the coarser one.
     """
     at_risk = np.flip(np.cumsum(np.flip(ended + unended, -1), axis=-1), -1)
     rows = np.full((1, BINS), FIRST_GUESS)

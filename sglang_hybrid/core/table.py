@@ -16,9 +16,9 @@ class Table:
     def __init__(self, columns: int) -> None:
         self.nodes: list[Node] = []
         self.version = -1  # for a policy that must know when it last went over the whole table
-        self._slot: dict[Node, int] = {}
+        self._row: dict[Node, int] = {}
         self._data = np.empty((columns + 1, 64))
-        self._rows = list(self._data)
+        self._columns = list(self._data)
         self._scratch = np.empty((2, 64))
         self._ranges: dict[int, tuple[float, float]] = {}  # of the rows that were asked for
 
@@ -27,11 +27,11 @@ class Table:
 
     def last_used(self) -> FloatArray:
         """Ticks of last use, float64 [n], a view."""
-        return self._rows[0][: len(self.nodes)]
+        return self._columns[0][: len(self.nodes)]
 
     def column(self, index: int) -> FloatArray:
         """The policy's column `index`, float64 [n], a view."""
-        return self._rows[index + 1][: len(self.nodes)]
+        return self._columns[index + 1][: len(self.nodes)]
 
     def scratch(self) -> tuple[FloatArray, FloatArray]:
         """Two arrays [n] to compute in; their content is gone at the next call."""
@@ -40,31 +40,31 @@ class Table:
 
     def put(self, node: Node, values: tuple[float, ...]) -> None:
         """Add `node` or overwrite what was known of it."""
-        slot = self._slot.get(node)
-        if slot is None:
-            slot = self._slot[node] = len(self.nodes)
+        row = self._row.get(node)
+        if row is None:
+            row = self._row[node] = len(self.nodes)
             self.nodes.append(node)
-            if slot == self._data.shape[1]:
+            if row == self._data.shape[1]:
                 self._grow()
         else:
-            self._leave_range(slot)
-        rows = self._rows
-        rows[0][slot] = node.last_used
-        for row, value in enumerate(values, start=1):
-            rows[row][slot] = value
-        for row, (low, high) in self._ranges.items():
-            value = float(rows[row][slot])
-            self._ranges[row] = (min(low, value), max(high, value))
+            self._leave_range(row)
+        columns = self._columns
+        columns[0][row] = node.last_used
+        for index, value in enumerate(values, start=1):
+            columns[index][row] = value
+        for index, (low, high) in self._ranges.items():
+            value = float(columns[index][row])
+            self._ranges[index] = (min(low, value), max(high, value))
 
     def discard(self, node: Node) -> None:
         """Forget `node`."""
-        slot = self._slot.pop(node)
-        self._leave_range(slot)
+        row = self._row.pop(node)
+        self._leave_range(row)
         last = self.nodes.pop()
         if last is not node:
-            self.nodes[slot] = last
-            self._slot[last] = slot
-            self._data[:, slot] = self._data[:, len(self.nodes)]
+            self.nodes[row] = last
+            self._row[last] = row
+            self._data[:, row] = self._data[:, len(self.nodes)]
 
     def span(self, index: int) -> float:
         """Largest minus smallest value of the policy's column `index` (-1: of last use)."""
@@ -78,27 +78,27 @@ class Table:
         """The node of the lowest score [n]; among equals the least recently used one, then the
         lowest id.
         """
-        slot = int(scores.argmin())
-        score = scores[slot]
-        rest = scores[slot + 1 :]
+        row = int(scores.argmin())
+        score = scores[row]
+        rest = scores[row + 1 :]
         if len(rest) and rest.min() == score:
-            slots = (scores == score).nonzero()[0]
-            times = self._rows[0][slots]
-            slots = slots[times == times.min()]
-            slot = min(slots.tolist(), key=lambda s: self.nodes[s].id)
-        return self.nodes[slot], float(score)
+            rows = (scores == score).nonzero()[0]
+            times = self._columns[0][rows]
+            rows = rows[times == times.min()]
+            row = min(rows.tolist(), key=lambda s: self.nodes[s].id)
+        return self.nodes[row], float(score)
 
-    def _leave_range(self, slot: int) -> None:
+    def _leave_range(self, row: int) -> None:
         """A value at the edge of its column's range leaves: measure that range anew when it is next
         wanted.
         """
         if self._ranges:
-            rows = self._rows
-            self._ranges = {r: lim for r, lim in self._ranges.items() if rows[r][slot] not in lim}
+            columns = self._columns
+            self._ranges = {r: lim for r, lim in self._ranges.items() if columns[r][row] not in lim}
 
     def _grow(self) -> None:
         data = np.empty((self._data.shape[0], 2 * self._data.shape[1]))
         data[:, : self._data.shape[1]] = self._data
         self._data = data
-        self._rows = list(data)
+        self._columns = list(data)
         self._scratch = np.empty((2, data.shape[1]))

@@ -35,7 +35,7 @@ def why_split(configurator: KVCacheConfigurator) -> str | None:
     from sglang.srt.platforms import current_platform
     from sglang.srt.runtime_context import get_exec
 
-    from sglang_hybrid.checkpoints.strategy import plans_checkpoints, why_unplanned
+    from sglang_hybrid.checkpoints.support import plans_checkpoints, why_unplanned
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform
 
     flags, options = configurator.server_args, HybridConfig.from_environment()
@@ -49,8 +49,8 @@ def why_split(configurator: KVCacheConfigurator) -> str | None:
         f"checkpoints are not planned ({why_unplanned(flags) or 'admission or cache'})": not (
             plans_checkpoints(flags)
         ),
-        "--hybrid-eviction lru is SGLang's own order, which knows two pools": (
-            options.policy is Eviction.LRU
+        "--hybrid-eviction sglang-lru is SGLang's own order, which knows two pools": (
+            options.policy is Eviction.SGLANG_LRU
         ),
         "the tuner replays two pools": options.tuned,
         "the model has no KV, or KV of another kind than keys and values per head": (

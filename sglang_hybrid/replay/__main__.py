@@ -15,12 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.arrivals import Azure, Draw
 from sglang_hybrid.replay.formats import FORMATS, Reading, find_format, read_trace, write_trace
 from sglang_hybrid.replay.generators import KINDS, generate, traffic
 from sglang_hybrid.replay.runner import Job, Result, Runner, run_all
-from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.simulator import Budget, Split
 from sglang_hybrid.replay.systems import HINDSIGHT, SYSTEMS, Spec, smallest_budget
 from sglang_hybrid.replay.timing import PAPER, PrefillTime
@@ -82,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", type=Path, metavar="PATH", help="a config.json, or the directory it is in")
     add("--profile", choices=PROFILES, help="a cost profile instead of a model's (paper-7b)")
     add("--policy", default=DEFAULT_POLICIES, help=f"{', '.join([*SYSTEMS, HINDSIGHT])}")
-    add("--min-branch-tokens", type=int, default=16)
+    add("--min-branch-tokens", type=int, default=MIN_BRANCH_TOKENS)
     add(
         "--rules",
         choices=["paper", "served"],

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from sglang_hybrid.core.admission import Prefill
-from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS, Prefill
+from sglang_hybrid.core.cost import UNBOUNDED, CostModel
 from sglang_hybrid.core.eviction import Lru
-from sglang_hybrid.core.history import History, Meeting
-from sglang_hybrid.core.history_tree import Trail
+from sglang_hybrid.core.history import History, HistoryMatch
+from sglang_hybrid.core.history_tree import HistoryPath
 from sglang_hybrid.core.nodes import Kind, Node
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import Clairvoyant, PathLru
-from sglang_hybrid.replay.served import Running, ServedCache, Serving, way_to
+from sglang_hybrid.replay.server_simulator import Running, ServerSimulator, way_to
 from sglang_hybrid.replay.simulator import (
     Budget,
     Outcome,
@@ -84,7 +85,7 @@ class BlockCache:
         if isinstance(budget, Split):
             self.capacity = min(budget.slots, budget.kv_tokens // block)
         else:
-            self.capacity = 2**62 if budget is None else budget // max(each, 1)
+            self.capacity = UNBOUNDED if budget is None else budget // max(each, 1)
         self.used_by_block = each
         self.with_running = with_running
         self.stored = self.kv_reused = self.state_reused = 0
@@ -120,7 +121,7 @@ class BlockCache:
         hit = found * self.block
         ticket = BlockTicket(request, Outcome(request.input_len, hit, hit), {})
         if self.with_running:
-            self._hold(ticket, names[:found])
+            self._lock(ticket, names[:found])
             own = -(-request.input_len // self.block) - found
             ticket.apart = not self._make_room(own)
             self._own(ticket, 0 if ticket.apart else own)
@@ -133,7 +134,7 @@ class BlockCache:
         self._publish(ticket, len(ticket.request.tokens))
         assert isinstance(ticket, BlockTicket)
         self._own(ticket, 0)
-        self._hold(ticket, [])
+        self._lock(ticket, [])
 
     def _publish(self, ticket: Ticket, length: int) -> None:
         """What was computed up to `length` is cached; a last block that is not full stays the
@@ -145,7 +146,7 @@ class BlockCache:
         self._own(ticket, 0)
         names = self._store(self._names(ticket.request, length))
         if self.with_running:
-            self._hold(ticket, names)
+            self._lock(ticket, names)
             self._own(ticket, -(-length // self.block) - len(names))
 
     def _store(self, names: list[int]) -> list[int]:
@@ -178,7 +179,7 @@ class BlockCache:
             del self._blocks[name]
         return True
 
-    def _hold(self, ticket: BlockTicket, names: list[int]) -> None:
+    def _lock(self, ticket: BlockTicket, names: list[int]) -> None:
         for name in names:
             self._blocks[name].held += 1
         for name in ticket.names:
@@ -210,7 +211,7 @@ class SglangPlus(Simulator):
         self,
         cost: CostModel,
         budget: Budget,
-        min_branch_tokens: int = 16,
+        min_branch_tokens: int = MIN_BRANCH_TOKENS,
         running_states: int | None = None,
     ) -> None:
         super().__init__(cost, budget, PathLru(), min_branch_tokens, PathLru(), running_states)
@@ -220,7 +221,7 @@ class SglangPlus(Simulator):
             assert isinstance(pool.policy, PathLru)
             pool.policy.touch(path, self.tree.clock.tick)
             for node in path:
-                pool.mark(node)
+                pool.mark_dirty(node)
 
 
 class SglangCache(Simulator):
@@ -271,7 +272,7 @@ class SglangCache(Simulator):
             end = (len(request.tokens) - 1) // self.interval * self.interval
             if end > request.input_len:
                 self._publish(ticket, request.tokens[:end], {end: Kind.TAIL})
-        self._hold(ticket, None)
+        self._lock(ticket, None)
 
     def _look_up(self, request: Request) -> tuple[Ticket, list[Node], int]:
         self.tree.clock.advance(request.arrival)
@@ -306,7 +307,7 @@ class SglangCache(Simulator):
     def _passed(self, request: Request, path: list[Node]) -> None:
         self.kv_policy.touch(path, self.tree.clock.tick)
         for node in path:
-            self.pool.mark(node)
+            self.pool.mark_dirty(node)
 
 
 class ClairvoyantCache(Simulator):
@@ -323,17 +324,17 @@ class ClairvoyantCache(Simulator):
         budget: Budget,
         oracle: Oracle,
         remember: bool = True,
-        min_branch_tokens: int = 16,
+        min_branch_tokens: int = MIN_BRANCH_TOKENS,
     ) -> None:
         super().__init__(cost, budget, Clairvoyant(), min_branch_tokens, Clairvoyant())
         self._oracle = oracle
         self._now = 0
         self._history = History(max_bytes=2**40) if remember else None
 
-    def _meet(self, request: Request) -> Meeting | None:
+    def _match_history(self, request: Request) -> HistoryMatch | None:
         if self._history is None:
             return None
-        return self._history.meet(request.tokens[: request.input_len], request.tenant)
+        return self._history.match(request.tokens[: request.input_len], request.tenant)
 
     def _remember(self, ticket: Ticket, path: list[Node]) -> None:
         if self._history is not None:
@@ -342,17 +343,17 @@ class ClairvoyantCache(Simulator):
                 request.tokens,
                 request.input_len,
                 clock,
-                meeting=ticket.meeting,
+                history_match=ticket.history_match,
                 tenant=request.tenant,
             )
 
     def _passed(self, request: Request, path: list[Node]) -> None:
         self._now = max(self._now, self._oracle.tick(request))
         for node in path:
-            self.tree.trace(node, self._oracle.next_use(request, node.depth, self._now))
+            self.tree.link_history(node, self._oracle.next_use(request, node.depth, self._now))
 
 
-class ServedClairvoyant(ServedCache):
+class ServedClairvoyant(ServerSimulator):
     """`ClairvoyantCache` as it is served: the server admits and evicts by the future too."""
 
     def __init__(
@@ -360,7 +361,7 @@ class ServedClairvoyant(ServedCache):
         cost: CostModel,
         memory: Split | int,
         oracle: Oracle,
-        min_branch_tokens: int = 16,
+        min_branch_tokens: int = MIN_BRANCH_TOKENS,
         serving: Serving | None = None,
     ) -> None:
         super().__init__(cost, memory, Clairvoyant(), Clairvoyant(), min_branch_tokens, serving)
@@ -368,9 +369,9 @@ class ServedClairvoyant(ServedCache):
         self._now = 0
         self._history = History(max_bytes=2**40)
 
-    def _meet(self, request: Request) -> Meeting | None:
-        meeting = self._history.meet(request.tokens[: request.input_len], request.tenant)
-        return replace(meeting, trail=Future(self._oracle, request, self._now))
+    def _match_history(self, request: Request) -> HistoryMatch | None:
+        history_match = self._history.match(request.tokens[: request.input_len], request.tenant)
+        return replace(history_match, path=Future(self._oracle, request, self._now))
 
     def _learn(self, running: Running, tokens: TokenArray) -> None:
         request = running.request
@@ -379,13 +380,13 @@ class ServedClairvoyant(ServedCache):
     def _passed(self, request: Request, path: list[Node]) -> None:
         self._now = max(self._now, self._oracle.tick(request))
         for node in path:
-            self.tree.trace(node, self._oracle.next_use(request, node.depth, self._now))
+            self.tree.link_history(node, self._oracle.next_use(request, node.depth, self._now))
 
     def _published(self, running: Running) -> None:
-        self._passed(running.request, list(way_to(running.held)))
+        self._passed(running.request, list(way_to(running.locked_node)))
 
 
-class Future(Trail):
+class Future(HistoryPath):
     """What comes of the positions of `request` after tick `now`, in place of what is known."""
 
     def __init__(self, oracle: Oracle, request: Request, now: int) -> None:

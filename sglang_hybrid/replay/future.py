@@ -63,10 +63,10 @@ class Oracle:
         depths: list[int] = []
         ticks: list[float] = []
         for node in tree.beyond(path, matched, tokens, tenant):
-            if ticks and ticks[-1] == node.trace:
+            if ticks and ticks[-1] == node.history_node:
                 depths.pop(), ticks.pop()
             depths.append(min(node.depth, matched))
-            ticks.append(node.trace)
+            ticks.append(node.history_node)
         return Steps(depths, ticks)
 
     @staticmethod
@@ -81,4 +81,4 @@ class Oracle:
         if matched < len(prompt):
             path = [*path, tree.grow(deepest, prompt[matched:], tenant)]
         for node in path:
-            node.trace = float(tick)
+            node.history_node = float(tick)

@@ -9,6 +9,7 @@ import numpy as np
 from sglang_hybrid.core.cost import FloatArray
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.nodes import Clock, Node
+from sglang_hybrid.core.reuse import DEPTHS, depth_bucket
 from sglang_hybrid.core.table import Table
 from sglang_hybrid.replay.future import NEVER
 
@@ -17,7 +18,7 @@ class PathLru(Policy):
     """Least recently used leaf; a use counts for the whole path, as in an attention-only cache.
 
     Every node with something to free is a candidate (not `stateless_first`), but inner nodes never
-    go before a leaf. Whoever replays calls `touch` and marks the nodes.
+    go before a leaf. The cache calls `touch` and marks the nodes dirty.
     """
 
     name = "path-lru"
@@ -41,7 +42,7 @@ class PathLru(Policy):
 class SglangLru(Policy):
     """SGLang's own order, state slots and KV each in one of its own: the longest untouched goes
     first, however many children it has. Every touch is a moment of its own; the cache tells of it
-    and marks the node.
+    and marks the node dirty.
     """
 
     name = "sglang-lru"
@@ -89,8 +90,9 @@ class TailLru(Policy):
 
 
 class Clairvoyant(Policy):
-    """FLOPs saved per byte, over the requests until the next use. `node.trace` is the tick of that
-    use. What is never used again goes first, by FLOPs per byte: its KV may still tell a branch.
+    """FLOPs saved per byte, over the requests until the next use. `node.history_node` is the tick
+    of that use. What is never used again goes first, by FLOPs per byte: its KV may still tell a
+    branch.
     """
 
     name = "clairvoyant"
@@ -98,8 +100,8 @@ class Clairvoyant(Policy):
     columns = 2
 
     def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
-        known = isinstance(node.trace, float)
-        return (saved / freed, node.trace if known else NEVER)
+        known = isinstance(node.history_node, float)
+        return (saved / freed, node.history_node if known else NEVER)
 
     def scores(self, table: Table, clock: Clock) -> FloatArray:
         scores: FloatArray = table.column(0) / np.maximum(table.column(1) - clock.tick, 1.0)
@@ -118,7 +120,6 @@ class Density(Policy):
     name = "density"
     columns = 3  # class, tick of last use, savings per byte
 
-    DEPTHS = 12  # to 64 tokens, 128, .. more than 64 Ki
     BINS = 40  # of age, each sqrt(2) times as wide as the one before
     PRIOR = 8.0  # events that the mean over all classes counts for
     REBUILD_EVERY = 32  # events
@@ -126,25 +127,24 @@ class Density(Policy):
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int, int]] = {}  # node id -> hits, last use, class
         self._cuts = 2.0 ** (np.arange(1, self.BINS) / 2)
-        self._hits = np.zeros((3 * self.DEPTHS, self.BINS))
-        self._ends = np.zeros((3 * self.DEPTHS, self.BINS))
-        self._table = np.zeros((3 * self.DEPTHS, self.BINS))
+        self._hits = np.zeros((3 * DEPTHS, self.BINS))
+        self._ends = np.zeros((3 * DEPTHS, self.BINS))
+        self._table = np.zeros((3 * DEPTHS, self.BINS))
         self._events = 0
         self._tick = 0
 
     def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
-        bucket = min(max((node.depth - 1).bit_length() - 6, 0), self.DEPTHS - 1)
-        klass = min(len(node.children), 2) * self.DEPTHS + bucket
-        hits, last_used, before = self._seen.get(node.id, (node.hits, 0, klass))
+        reuse_class = min(len(node.children), 2) * DEPTHS + depth_bucket(node.depth)
+        hits, last_used, before = self._seen.get(node.id, (node.hits, 0, reuse_class))
         if node.hits > hits:
             self._count(self._hits, before, node.last_used - last_used)
-        self._seen[node.id] = (node.hits, node.last_used, klass)
-        return (klass, node.last_used, saved / freed)
+        self._seen[node.id] = (node.hits, node.last_used, reuse_class)
+        return (reuse_class, node.last_used, saved / freed)
 
     def evicted(self, node: Node, score: float) -> None:
         if node.id in self._seen:
-            _, last_used, klass = self._seen[node.id]
-            self._count(self._ends, klass, self._tick - last_used)
+            _, last_used, reuse_class = self._seen[node.id]
+            self._count(self._ends, reuse_class, self._tick - last_used)
 
     def forget(self, node: Node) -> None:
         self._seen.pop(node.id, None)
@@ -156,8 +156,8 @@ class Density(Policy):
         scores: FloatArray = rates * table.column(2)
         return scores
 
-    def _count(self, events: FloatArray, klass: int, age: float) -> None:
-        events[klass, self._cuts.searchsorted(age, "right")] += 1
+    def _count(self, events: FloatArray, reuse_class: int, age: float) -> None:
+        events[reuse_class, self._cuts.searchsorted(age, "right")] += 1
         self._events += 1
         if self._events % self.REBUILD_EVERY == 0:
             self._rebuild()

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.baselines import BlockCache
 from sglang_hybrid.replay.future import Oracle
-from sglang_hybrid.replay.served import Serving
 from sglang_hybrid.replay.simulator import Budget, Outcome, Split
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.timing import PrefillTime, Timeline, paper_ttft
@@ -42,7 +43,7 @@ class Job:
     cost: CostModel
     budget: Budget
     time: PrefillTime | None = None
-    min_branch_tokens: int = 16
+    min_branch_tokens: int = MIN_BRANCH_TOKENS
     serving: Serving | None = None
 
 

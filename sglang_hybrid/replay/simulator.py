@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_hybrid.core.admission import Prefill, Room, decide
-from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS, Prefill, SlotBudget, decide
+from sglang_hybrid.core.cost import UNBOUNDED, CostModel
 from sglang_hybrid.core.eviction import Policy
-from sglang_hybrid.core.history import Meeting
+from sglang_hybrid.core.history import HistoryMatch
 from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.core.pool import Pool, Scarce
 from sglang_hybrid.replay.token_tree import TokenTree
@@ -43,17 +43,17 @@ def hit_rate(outcomes: Iterable[Outcome]) -> float:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request under way. ends: positions of its prompt at which a state is kept. held: the node
-    that must stay meanwhile. meeting: how its prompt met the history, if there is one. own_kv and
-    own_states: tokens and states that it takes of the budget beside what is cached. apart: there
-    was no room for it, so it leaves nothing.
+    """A request under way. ends: positions of its prompt at which a state is kept. locked_node: the
+    node that must stay meanwhile. history_match: what its prompt has in common with the history, if
+    there is one. own_kv and own_states: tokens and states that it takes of the budget beside what
+    is cached. apart: there was no room for it, so it leaves nothing.
     """
 
     request: Request
     outcome: Outcome
     ends: dict[int, Kind]
-    held: Node | None = None
-    meeting: Meeting | None = None
+    locked_node: Node | None = None
+    history_match: HistoryMatch | None = None
     own_kv: int = 0
     own_states: int = 0
     apart: bool = False
@@ -86,9 +86,9 @@ class Split:
         if states_to_kv is None:
             states_to_kv = cost.states_to_kv
         for_states = int(budget * states_to_kv / (1 + states_to_kv)) if cost.state_bytes else 0
-        slots = for_states // cost.state_bytes if cost.state_bytes else 2**62
+        slots = for_states // cost.state_bytes if cost.state_bytes else UNBOUNDED
         kv_bytes = cost.kv_bytes_per_token
-        return cls((budget - for_states) // kv_bytes if kv_bytes else 2**62, slots)
+        return cls((budget - for_states) // kv_bytes if kv_bytes else UNBOUNDED, slots)
 
 
 Budget = int | Split | None
@@ -119,7 +119,7 @@ class Simulator:
         cost: CostModel,
         budget: Budget,
         policy: Policy,
-        min_branch_tokens: int = 16,
+        min_branch_tokens: int = MIN_BRANCH_TOKENS,
         state_policy: Policy | None = None,
         running_states: int | None = None,
     ) -> None:
@@ -171,7 +171,7 @@ class Simulator:
         if ticket.outcome.hit_len:
             passed = self.tree.beyond(path, matched, request.tokens, request.tenant)
             hit_len = ticket.outcome.hit_len
-            self._hold(ticket, next(node for node in passed if node.depth >= hit_len))
+            self._lock(ticket, next(node for node in passed if node.depth >= hit_len))
         self._admit(ticket)
         return ticket
 
@@ -190,7 +190,7 @@ class Simulator:
         self._own(ticket, 0, 0)
         if not ticket.apart:
             path = self._publish(ticket, request.tokens, {len(request.tokens): Kind.TAIL})
-            self._hold(ticket, None)
+            self._lock(ticket, None)
             self._remember(ticket, path)
 
     def _admit(self, ticket: Ticket) -> None:
@@ -204,12 +204,12 @@ class Simulator:
             self._own(ticket, kv, states)
         else:
             ticket.apart = True
-            self._hold(ticket, None)
+            self._lock(ticket, None)
 
     def _own_rest(self, ticket: Ticket) -> None:
         """After a prefill: what of the prompt is not cached by now stays the request's own."""
         if self.running_states is not None:
-            cached = 0 if ticket.held is None else ticket.held.depth
+            cached = 0 if ticket.locked_node is None else ticket.locked_node.depth
             self._own(ticket, max(0, ticket.request.input_len - cached), ticket.own_states)
 
     def _own(self, ticket: Ticket, kv: int, states: int) -> None:
@@ -236,39 +236,39 @@ class Simulator:
             hit = next(node for node in passed if node.depth >= kv_len)
         if hit is not self.tree.root:
             self.tree.hit(hit)
-        meeting = self._meet(request)
-        known_branch = 0 if meeting is None else meeting.branch
+        history_match = self._match_history(request)
+        known_branch = 0 if history_match is None else history_match.branch
         prefill = Prefill(request.input_len, hit_len, kv_len, known_branch)
         self._passed(request, path)
         outcome = Outcome(prefill.prompt_len, prefill.hit_len, prefill.kv_len)
-        ticket = Ticket(request, outcome, self._checkpoints(prefill), meeting=meeting)
+        ticket = Ticket(request, outcome, self._checkpoints(prefill), history_match=history_match)
         return ticket, path, matched
 
     def _checkpoints(self, prefill: Prefill) -> dict[int, Kind]:
         branches = [(position, Kind.BRANCH) for position in prefill.branch_points()]
-        decided = decide(branches, prefill, Room(len(branches)), self.min_branch_tokens)
+        decided = decide(branches, prefill, SlotBudget(len(branches)), self.min_branch_tokens)
         return {c.position: c.kind for c in decided if c.admitted}
 
-    def _meet(self, request: Request) -> Meeting | None:
-        """How its prompt meets the history."""
+    def _match_history(self, request: Request) -> HistoryMatch | None:
+        """What its prompt has in common with the history."""
         history = self.policy.history
         if history is None:
             return None
-        return history.meet(request.tokens[: request.input_len], request.tenant)
+        return history.match(request.tokens[: request.input_len], request.tenant)
 
     def _remember(self, ticket: Ticket, path: list[Node]) -> None:
         history = self.policy.history
         if history is not None:
             request, clock = ticket.request, self.tree.clock
-            trail = history.observe(
+            history_path = history.observe(
                 request.tokens,
                 request.input_len,
                 clock,
-                meeting=ticket.meeting,
+                history_match=ticket.history_match,
                 tenant=request.tenant,
             )
             for node in path:
-                self.tree.trace(node, trail.at(node.depth))
+                self.tree.link_history(node, history_path.at(node.depth))
 
     def _passed(self, request: Request, path: list[Node]) -> None:
         """`request` found or left the nodes on `path`: for caches that note more than the hit."""
@@ -277,30 +277,32 @@ class Simulator:
         self, ticket: Ticket, tokens: TokenArray, ends: dict[int, Kind | None]
     ) -> list[Node]:
         """Insert what was computed by now and hold its end instead of what was held before."""
-        known = ticket.held if self.cost.state_bytes else None  # without states it may lie beside
+        known = (
+            ticket.locked_node if self.cost.state_bytes else None
+        )  # without states it may lie beside
         tenant = ticket.request.tenant
         path, matched = self.tree.find(tokens, known, tenant)
         path = self._insert(tokens, path, matched, ends, tenant)
         self._passed(ticket.request, path)
         deepest = max(path, key=lambda node: node.depth, default=None)
         if deepest is not None and deepest.depth == len(tokens):
-            self._hold(ticket, deepest)
+            self._lock(ticket, deepest)
         return path
 
-    def _hold(self, ticket: Ticket, node: Node | None) -> None:
+    def _lock(self, ticket: Ticket, node: Node | None) -> None:
         """Hold `node` for a running request, and let go of what it held."""
-        before, ticket.held = ticket.held, node
+        before, ticket.locked_node = ticket.locked_node, node
         if node is not None:
             self._running[node] += 1
-            self.tree.hold(node, kv=True, state=True)
+            self.tree.lock(node, kv=True, state=True)
         if before is not None:
             self._running[before] -= 1
-            self._let_go(before)
+            self._unlock(before)
 
-    def _let_go(self, node: Node) -> None:
+    def _unlock(self, node: Node) -> None:
         if self._running[node] <= 0:
             del self._running[node]
-            self.tree.hold(node, kv=False, state=False)
+            self.tree.lock(node, kv=False, state=False)
 
     def _insert(
         self,
@@ -355,14 +357,14 @@ class Simulator:
             return False
         at_risk = [node for node in path if node.has_state or node is path[-1]]
         for node in at_risk:
-            self.tree.hold(node, kv=True, state=True)
+            self.tree.lock(node, kv=True, state=True)
         while pool := self._short(kv, states):
             victim = pool.victim() or pool.victim(last_resort=True)
             if victim is None:
                 break
             self._evict(victim)
         for node in at_risk:
-            self._let_go(node)
+            self._unlock(node)
         return self._short(kv, states) is None
 
     def _could_fit(self, kv: int, states: int, path: list[Node]) -> bool:

@@ -8,8 +8,10 @@ from functools import cached_property
 from inspect import signature
 from typing import Any
 
-from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.cost import UNBOUNDED, CostModel
 from sglang_hybrid.core.eviction import POLICIES, Lru, Policy, make_policy
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.baselines import (
     SGLANG_RUNNING_STATES,
     BlockCache,
@@ -21,7 +23,7 @@ from sglang_hybrid.replay.baselines import (
 )
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import Density, SglangLru, TailLru
-from sglang_hybrid.replay.served import ServedCache, Serving
+from sglang_hybrid.replay.server_simulator import ServerSimulator
 from sglang_hybrid.replay.simulator import Budget, Cache, Simulator, Split
 from sglang_hybrid.replay.traces import Request
 
@@ -40,7 +42,7 @@ class Setting:
     cost: CostModel
     budget: Budget
     requests: Sequence[Request]
-    min_branch_tokens: int = 16
+    min_branch_tokens: int = MIN_BRANCH_TOKENS
     serving: Serving | None = None
     oracles: dict[int, Oracle] = field(default_factory=dict)
 
@@ -56,7 +58,7 @@ class Setting:
         if isinstance(self.budget, Split):
             return self.budget
         if self.budget is None:
-            return Split(2**62, 2**62)
+            return Split(UNBOUNDED, UNBOUNDED)
         if self.serving is not None and self.serving.one_memory:
             return self.budget
         return Split.of(self.budget, self.cost)
@@ -79,23 +81,23 @@ class System:
 
 def _evicting(make: Callable[..., Policy]) -> System:
     """A simulator with the policy that `make` makes, twice for a split budget; two that learn share
-    one history. Served from two pools, LRU is SGLang's own.
+    one history. SGLang's own order is known for two pools only; elsewhere it is LRU.
     """
 
     def build(setting: Setting, **options: Any) -> Cache:
         if setting.as_served:
             two_pools = isinstance(setting.memory, Split)
-            served = SglangLru if make is Lru and two_pools else make
-            return ServedCache(
+            return ServerSimulator(
                 setting.cost,
                 setting.memory,
-                *_pair(served, options),
+                *_pair(make if two_pools else alone, options),
                 setting.min_branch_tokens,
                 setting.serving,
             )
-        policy, other = _pair(make, options)
+        policy, other = _pair(alone, options)
         return Simulator(setting.cost, setting.budget, policy, setting.min_branch_tokens, other)
 
+    alone = Lru if make is SglangLru else make
     hidden = ("history", "stateless_first")
     options = [name for name in signature(make).parameters if name not in hidden]
     return System(build, tuple(options))
@@ -146,8 +148,8 @@ def _clairvoyant(setting: Setting, remember: int = 1) -> Cache:
 
 def _unbounded(setting: Setting) -> Cache:
     if setting.as_served:
-        least, endless = setting.min_branch_tokens, Split(2**62, 2**62)
-        return ServedCache(setting.cost, endless, Lru(), Lru(), least, setting.serving)
+        least, endless = setting.min_branch_tokens, Split(UNBOUNDED, UNBOUNDED)
+        return ServerSimulator(setting.cost, endless, Lru(), Lru(), least, setting.serving)
     return Simulator(setting.cost, None, Lru(), setting.min_branch_tokens)
 
 
@@ -168,6 +170,7 @@ SYSTEMS: dict[str, System] = {
     "sglang+": System(_sglang_plus),
     "sglang": System(_sglang, ("grid", "chunk", "interval")),
     **{name: _evicting(make) for name, make in POLICIES.items()},
+    "sglang-lru": _evicting(SglangLru),
     "tlru": _evicting(TailLru),
     "density": _evicting(Density),
     **{name: _tuned(name) for name in ("marconi-tuned", "tuned")},

@@ -1,4 +1,4 @@
-"""A radix tree of token sequences: core's records, with the tokens of each edge as their owner."""
+"""A radix tree of token sequences: records of `core` whose payload is the tokens of the edge."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ TOKEN_BYTES = 4  # int32
 
 
 class TokenTree(NodeTree):
-    """`node.owner` is the tokens on the edge to `node`, as bytes. Edges meet at multiples of `page`
-    only. Sequences of different tenants have nothing but the root in common.
+    """`node.payload` is the tokens on the edge to `node`, as bytes. Edges meet at multiples of
+    `page` only. Sequences of different tenants have nothing but the root in common.
     """
 
     def __init__(self, page: int = 1, clock: Clock | None = None) -> None:
@@ -37,7 +37,7 @@ class TokenTree(NodeTree):
         node, sequence = below or self.root, as_bytes(tokens)
         start = TOKEN_BYTES * node.depth
         while child := node.children.get(self._key(node, sequence, start, tenant)):
-            edge: bytes = child.owner
+            edge: bytes = child.payload
             same = common_bytes(edge, sequence, start)
             start += same
             if same < len(edge):
@@ -61,18 +61,18 @@ class TokenTree(NodeTree):
         """A new leaf with `tokens` [n] on its edge."""
         edge = as_bytes(tokens)
         node = self.add(parent, self._key(parent, edge, 0, tenant), len(tokens))
-        node.owner = edge
+        node.payload = edge
         return node
 
     def cut(self, node: Node, depth: int) -> Node:
         """Cut `node`'s edge at `depth` and return the new node that ends there. Nobody holds it."""
-        edge: bytes = node.owner
+        edge: bytes = node.payload
         head_tokens = node.tokens - (node.depth - depth)
         split, key_bytes = TOKEN_BYTES * head_tokens, TOKEN_BYTES * self.page
         above, below = edge[:split], edge[split:]
         head = self.split(node, head_tokens, node.key, below[:key_bytes])
-        head.owner, node.owner = above, below
-        self.hold(head, kv=False, state=False)
+        head.payload, node.payload = above, below
+        self.lock(head, kv=False, state=False)
         return head
 
     def _key(self, parent: Node, sequence: bytes, start: int, tenant: str) -> Hashable:

@@ -63,7 +63,7 @@ class CacheStats:
     hit_tokens: int = 0
     kv_only_tokens: int = 0
     flops_saved: int = 0
-    waited: int = 0  # requests that waited for a sibling's checkpoint
+    waited: int = 0  # requests that waited for another one's checkpoint
     admitted: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
     evicted: Counter[str] = field(default_factory=Counter)
@@ -87,7 +87,7 @@ class CacheStats:
             "flops_saved": float(
                 self.flops_saved
             ),  # beyond 64 bits SGLang's messages refuse an int
-            "waited_for_a_sibling": self.waited,
+            "waited_for_prefix": self.waited,
             "checkpoints_admitted": dict(self.admitted),
             "checkpoints_skipped": dict(self.skipped),
             "evicted": dict(self.evicted),

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from sglang_hybrid.core.cost import UNBOUNDED
 from sglang_hybrid.core.eviction import Policy
-from sglang_hybrid.core.history import History, Meeting
+from sglang_hybrid.core.history import History, HistoryMatch
 from sglang_hybrid.core.nodes import Node
 from sglang_hybrid.core.pool import Pool
-from sglang_hybrid.replay.served import ServedCache
+from sglang_hybrid.replay.server_simulator import ServerSimulator
 from sglang_hybrid.replay.simulator import Outcome, Simulator, Split, Ticket
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.traces import Request
@@ -20,7 +21,7 @@ from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE, make_polic
 from sglang_hybrid.tuner.recorder import Finished
 from sglang_hybrid.tuner.search import Found, Limits
 from sglang_hybrid.tuner.tuner import Rules, Tuner
-from sglang_hybrid.tuner.window import UNBOUNDED, Window
+from sglang_hybrid.tuner.window import Window
 
 DELAY = 32
 """Requests that end while a search runs."""
@@ -45,7 +46,7 @@ class Switching(Simulator):
 
     def switch(self, spec: Spec) -> None:
         """`spec` chooses the victims from now on. Records, holds and the history stay, as in
-        `cache.mirror.Mirror.use`.
+        `cache.shadow_tree.ShadowTree.use`.
         """
         policy, state_policy = make_policies(spec, self.history)
         policy.history = self.history
@@ -65,15 +66,15 @@ class Switching(Simulator):
         self.tree.listen(filled)
         return filled
 
-    def _meet(self, request: Request) -> Meeting | None:
-        return super()._meet(request) if self.policy.knows_returns else None
+    def _match_history(self, request: Request) -> HistoryMatch | None:
+        return super()._match_history(request) if self.policy.knows_returns else None
 
     def _evict(self, node: Node) -> None:
         self.evicted = True
         super()._evict(node)
 
 
-class SwitchingServed(Switching, ServedCache):
+class SwitchingServed(Switching, ServerSimulator):
     """The same as it is served."""
 
     @property

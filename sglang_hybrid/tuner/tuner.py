@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.replay.served import Serving
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.tuner.candidates import CANDIDATES
 from sglang_hybrid.tuner.recorder import Finished, Recorder
@@ -104,7 +105,7 @@ class Tuner:
         start: Spec = CANDIDATES[0],
         *,
         candidates: Sequence[Spec] = CANDIDATES,
-        min_branch_tokens: int = 16,
+        min_branch_tokens: int = MIN_BRANCH_TOKENS,
         serving: Serving | None = None,
         has_states: bool = True,
         search: Search = search,

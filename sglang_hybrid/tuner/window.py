@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.replay.served import Serving
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.cost import UNBOUNDED, CostModel
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.simulator import Budget, Split
 from sglang_hybrid.replay.traces import Request
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from sglang_hybrid.tuner.recorder import Finished
-
-UNBOUNDED = 2**62
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Window:
     cost: CostModel
     budget: Budget
     counted: int
-    min_branch_tokens: int = 16
+    min_branch_tokens: int = MIN_BRANCH_TOKENS
     serving: Serving | None = None
 
     @property

@@ -13,11 +13,11 @@ from sglang.test.kits.unified_radix_cache.unified_tree_core_inspector import (
 )
 
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
-from sglang_hybrid.cache.tree_core import BACKEND, HybridTreeCore
-from sglang_hybrid.config import Admission, Eviction, HybridConfig
+from sglang_hybrid.cache.tree_core import HybridTreeCore
+from sglang_hybrid.config import BACKEND, Admission, Eviction, HybridConfig
 from sglang_hybrid.core.cost import CostModel
 
-POLICIES = ("reuse", "marconi", "lru", "seglen", "gdsf")
+POLICIES = ("reuse", "marconi", "sglang-lru", "seglen", "gdsf")
 
 COST = CostModel(linear=1_000, quadratic=3, windows=(), kv_bytes_per_token=8, state_bytes=4_096)
 """A hit twice as long saves more than twice the work."""
@@ -28,7 +28,7 @@ class HybridInspector(HybridTreeCore, UnifiedTreeCoreInspector):
 
 
 def _inspected(params: Any, components: Any) -> HybridInspector:
-    return HybridInspector(params, components, next(iter(components.values())).cache.mirror)
+    return HybridInspector(params, components, next(iter(components.values())).cache.shadow_tree)
 
 
 def options(policy: str, admission: str = "judicious", **more: Any) -> HybridConfig:
@@ -49,5 +49,5 @@ def use_policy(
         return
     monkeypatch.setattr(fixtures, "UnifiedRadixCache", build)
     monkeypatch.setitem(tree_core_registry._TREE_CORE_REGISTRY, BACKEND, _inspected)
-    if policy != "lru":  # there SGLang's own tree does
+    if policy != "sglang-lru":  # there SGLang's own tree does
         monkeypatch.setattr(fixtures, "TREE_CORE_TEST_BACKEND", BACKEND)

@@ -44,7 +44,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.memory.account import Account, MemoryKind
+from sglang_hybrid.memory.account import MemoryKind, MissReport
 from sglang_hybrid.memory.allocators import OneMemoryPages, OneMemorySlots, OneMemoryTokens
 from sglang_hybrid.memory.granules import GranulePool
 from sglang_hybrid.replay.traces import Request
@@ -178,7 +178,7 @@ def build_cache(
 
 def one_memory(sizes: Sizes, pool: Any, kv: Any) -> Any:
     """Allocators that share the bytes of pools of these sizes; the states' replaces the pool's."""
-    account = Account(sizes.budget)
+    account = MissReport(sizes.budget)
     pages = GranulePool(
         account,
         MemoryKind.KV,
@@ -398,7 +398,9 @@ class Server:
         return int(self.allocator.available_size()), int(states)
 
     def check(self) -> None:
-        """SGLang's invariants, the mirror's, and every slot is free, cached or a running one's."""
+        """SGLang's invariants, the shadow tree's, and every slot is free, cached or a running
+        one's.
+        """
         self.cache.sanity_check()
         tree = self.cache.tree_core
         cached_kv = tree.full_evictable_size() + tree.full_protected_size()
@@ -428,7 +430,7 @@ class Server:
             own += req.kv.holds_mamba
             own += sum(not empty for empty in req.kv.mamba_ping_pong_empty or ())
         if self._plans:
-            own += self.cache.planner.slots_under_way()
+            own += sum(len(plan.pending_checkpoints) for _, plan in self.cache.planner.in_flight())
         return int(cached), int(own)
 
     def _check_account(self, kv_tokens: int) -> None:

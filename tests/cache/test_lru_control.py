@@ -1,4 +1,4 @@
-"""The control: `--hybrid-eviction lru --hybrid-admission all` is SGLang's own cache.
+"""The control: `--hybrid-eviction sglang-lru --hybrid-admission all` is SGLang's own cache.
 
 Real traces, SGLang's pools, no model. The same calls go to SGLang's `UnifiedRadixCache` and to
 ours; every request must hit the same tokens. The other policies go the same way and must keep every
@@ -56,7 +56,7 @@ def hits(
 
 def compare(requests: list[Request], sizes: Sizes) -> None:
     theirs = hits(requests, sizes, None)
-    ours = hits(requests, sizes, options("lru", "all"))
+    ours = hits(requests, sizes, options("sglang-lru", "all"))
     assert sum(theirs) > 0
     assert ours == theirs
 
@@ -110,7 +110,7 @@ if __name__ == "__main__":  # how long, and how much: python -m tests.cache.test
         for pool in pools:
             where = sizes_for(*pool, lines)
             total = sum(line.input_len for line in lines)
-            for how in (None, options("lru", "all"), options("marconi"), options("reuse")):
+            for how in (None, options("sglang-lru", "all"), options("marconi"), options("reuse")):
                 begin = time.perf_counter()
                 share = sum(hits(lines, where, how)) / total
                 spent = (time.perf_counter() - begin) / len(lines) * 1e3

@@ -108,11 +108,11 @@ def test_a_request_that_does_not_fit_is_counted_once_it_does() -> None:
     assert it.admit(holder)
     it.prefill_step(holder)
     waiting = it.arrive([*document, *run(60, 1)[:8], *run(190, 8)])
-    before = dict(it.cache.stats.skipped), it.cache.notes.decisions.count
+    before = dict(it.cache.stats.skipped), it.cache.decision_log.decisions.count
     for _ in range(50):
         it.look_up(waiting)
         assert not it.try_to_add(waiting)
-    assert (dict(it.cache.stats.skipped), it.cache.notes.decisions.count) == before
+    assert (dict(it.cache.stats.skipped), it.cache.decision_log.decisions.count) == before
     it.finish(holder)
     assert it.admit(waiting)
     assert it.cache.stats.skipped["micro_branch"] - before[0].get("micro_branch", 0) == 1

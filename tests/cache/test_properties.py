@@ -47,7 +47,7 @@ CONFIGS = {
         state_bytes=96,
     ),
 }
-POLICIES = ("reuse", "marconi", "seglen", "gdsf", "lru")
+POLICIES = ("reuse", "marconi", "seglen", "gdsf", "lru", "sglang-lru")
 
 number = st.integers(0, 10**6)
 operation = st.one_of(
@@ -67,9 +67,9 @@ class Stored:
         self.page = cache.page_size
         self.kv: set[tuple[int, ...]] = set()
         self.states: set[tuple[int, ...]] = set()
-        mirror = cache.mirror
+        shadow_tree = cache.shadow_tree
         for name in ("added", "removed", "state_given", "state_dropped", "reset"):
-            setattr(mirror, name, self._also(getattr(self, name), getattr(mirror, name)))
+            setattr(shadow_tree, name, self._also(getattr(self, name), getattr(shadow_tree, name)))
 
     @staticmethod
     def _also(mine: Any, its: Any) -> Any:
@@ -131,7 +131,7 @@ def compare_victims(pool: Pool, cache: Any) -> None:
 
     def victim(*, last_resort: bool = False) -> Node | None:
         expected = plain_victim(
-            cache.mirror.tree, pool.scarce, pool.cost, pool.policy, last_resort=last_resort
+            cache.shadow_tree.tree, pool.scarce, pool.cost, pool.policy, last_resort=last_resort
         )
         chosen = choose(last_resort=last_resort)
         assert chosen is expected, (chosen, expected)
@@ -154,7 +154,7 @@ class Run:
         self.waiting: list[Req] = []
         self.holds: list[Any] = []
         self.stored: Stored | None = None
-        if self.cache.mirrored:
+        if self.cache.has_shadow_tree:
             self._watch()
 
     def _watch(self) -> None:
@@ -162,16 +162,16 @@ class Run:
         self._compare()
 
     def _compare(self) -> None:
-        for pool in {self.cache.mirror.kv_pool, self.cache.mirror.state_pool}:
+        for pool in {self.cache.shadow_tree.kv_pool, self.cache.shadow_tree.state_pool}:
             compare_victims(pool, self.cache)
 
     def tokens(self, a: int, b: int) -> list[int]:
         """A prompt that shares a prefix with others: few families, few forks, few tails."""
         longest = 6 * self.sizes.page if self.sizes.page > 1 else 24
-        family = [a % 3] + [10 + a % 3] * (longest - 1)
+        prefix_wait = [a % 3] + [10 + a % 3] * (longest - 1)
         cut = 1 + b % longest
         tail = [100 + (a // 3) % 3] * (1 + (b // longest) % longest)
-        return (family[:cut] + tail)[: self.sizes.context // 2]
+        return (prefix_wait[:cut] + tail)[: self.sizes.context // 2]
 
     def do(self, name: str, a: int, b: int, c: int) -> None:
         page = self.sizes.page
@@ -224,7 +224,7 @@ class Run:
         elif name == "flush" and not self.server.running and not self.holds:
             self.server.flush()
             assert self.server.free() == self.start
-            if self.cache.mirrored:
+            if self.cache.has_shadow_tree:
                 self._compare()
 
     def end(self) -> None:

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParam
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.kits.unified_radix_cache.fixtures import match_prefix
 
-from sglang_hybrid.checkpoints.roles import RoleTokens
+from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.core.nodes import Kind
 from tests.cache.backends import COST, options
 from tests.cache.driver import Server, Sizes, build_cache
@@ -46,7 +46,7 @@ def node(of: Server, tokens: list[int]) -> Any:
 
 def states(of: Server) -> list[int]:
     """Depths of all states."""
-    records = of.cache.mirror.tree.walk()
+    records = of.cache.shadow_tree.tree.walk()
     return sorted(record.depth for record in records if record.has_state)
 
 
@@ -71,7 +71,7 @@ def test_a_leaf_goes_with_its_kv_and_its_state() -> None:
     assert evict_states(it) == 1
     assert it.free() == (start[0] + 20, start[1] + 1)
     assert stats(it)["evicted"] == {"leaf": 1}
-    assert len(it.cache.mirror) == 1  # the root
+    assert len(it.cache.shadow_tree) == 1  # the root
 
 
 def test_with_one_child_the_state_goes_and_the_kv_stays_for_the_child() -> None:
@@ -96,7 +96,7 @@ def test_with_one_child_the_state_goes_and_the_kv_stays_for_the_child() -> None:
 
 
 def test_under_lru_an_inner_state_goes_alone_too() -> None:
-    it = server("lru")
+    it = server("sglang-lru")
     it.serve(run(20), run(5, 1))
     before = it.free()
     assert evict_states(it) == 1
@@ -147,11 +147,11 @@ def test_what_a_request_holds_stays() -> None:
 def test_savings_count_from_the_anchor_and_change_when_it_goes() -> None:
     it = server()
     it.serve(run(20), run(5, 1))
-    shallow = it.cache.mirror.record(node(it, run(20)))
-    deep = it.cache.mirror.record(node(it, [*run(20), *run(5, 1)[:4]]))
+    shallow = it.cache.shadow_tree.record(node(it, run(20)))
+    deep = it.cache.shadow_tree.record(node(it, [*run(20), *run(5, 1)[:4]]))
     assert (shallow.anchor_depth, deep.anchor_depth) == (0, 20)
     assert COST.savings(deep.depth, deep.anchor_depth) == COST.flops(24) - COST.flops(20)
-    hold = it.cache.lock(deep.owner.id)
+    hold = it.cache.lock(deep.payload.id)
     assert evict_states(it) == 1  # the shallow one
     assert deep.anchor_depth == 0
     assert COST.savings(deep.depth, deep.anchor_depth) == COST.flops(24)
@@ -161,8 +161,8 @@ def test_savings_count_from_the_anchor_and_change_when_it_goes() -> None:
 def test_only_the_time_of_the_node_that_was_hit_moves() -> None:
     it = server()
     it.serve(run(20), run(5, 1))
-    shallow = it.cache.mirror.record(node(it, run(20)))
-    deep = it.cache.mirror.record(node(it, [*run(20), *run(5, 1)[:4]]))
+    shallow = it.cache.shadow_tree.record(node(it, run(20)))
+    deep = it.cache.shadow_tree.record(node(it, [*run(20), *run(5, 1)[:4]]))
     assert (shallow.last_used, deep.last_used) == (1, 1)
     it.serve([*run(20), *run(5, 1)[:4], 99], [7])
     assert (shallow.last_used, deep.last_used) == (1, 2)
@@ -172,14 +172,14 @@ def test_only_the_time_of_the_node_that_was_hit_moves() -> None:
 def test_an_access_counts_once_per_request_not_per_probe() -> None:
     it = server()
     it.serve(run(20), [7])
-    record = it.cache.mirror.record(node(it, run(20)))
+    record = it.cache.shadow_tree.record(node(it, run(20)))
     req = it.arrive([*run(20), 5])
     for _ in range(5):  # the scheduler ranks the queue, and tries to admit it, again and again
         it.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", run(20))), req=req))
         assert it.look_up(req) == 20
         it.send_back(req)
     assert record.hits == 1
-    assert it.cache.mirror.clock.tick == 2
+    assert it.cache.shadow_tree.clock.tick == 2
     assert it.admit(req)
     it.prefill_step(req)
     it.finish(req)
@@ -192,9 +192,9 @@ def test_an_access_counts_once_per_request_not_per_probe() -> None:
 def test_a_match_without_a_request_is_no_access() -> None:
     it = server()
     it.serve(run(20), [7])
-    record = it.cache.mirror.record(node(it, run(20)))
+    record = it.cache.shadow_tree.record(node(it, run(20)))
     match_prefix(it.cache, run(20))
-    assert (record.hits, it.cache.mirror.clock.tick) == (0, 1)
+    assert (record.hits, it.cache.shadow_tree.clock.tick) == (0, 1)
 
 
 # What is admitted.
@@ -239,7 +239,7 @@ def test_the_ends_of_chunks_are_kept_in_free_slots_only() -> None:
 
 def test_a_message_begins_where_the_next_prompt_will_differ() -> None:
     it = server(admission="judicious", states=24, grid=64, kv=2_048)
-    it.cache.roles = RoleTokens({"user": [(-7, -8)]})
+    it.cache.message_boundaries = MessageBoundaries({"user": [(-7, -8)]})
     system = run(100)
     assert it.serve([*system, -7, -8, *run(30, 1)], [7]) == 0
     assert stats(it)["checkpoints_admitted"] == {"message": 1, "prompt_end": 1, "tail": 1}
@@ -259,7 +259,7 @@ def test_what_is_not_worth_its_slot_is_not_taken() -> None:
 
 
 def test_under_all_a_chunks_end_pushes_out_the_oldest() -> None:
-    it = server("lru", "all", chunk=10, states=3)
+    it = server("sglang-lru", "all", chunk=10, states=3)
     it.serve(run(10), [7])
     it.serve(run(35, 1), [7])
     it.check()
@@ -346,7 +346,7 @@ def test_a_state_without_a_slot_to_copy_it_into_is_a_miss() -> None:
 # Everything comes back.
 
 
-@pytest.mark.parametrize("policy", ["reuse", "marconi", "lru"])
+@pytest.mark.parametrize("policy", ["reuse", "marconi", "sglang-lru"])
 @pytest.mark.parametrize("extra_buffer", [False, True])
 @pytest.mark.parametrize("how", ["abort", "keep", "retract", "flush"])
 def test_every_slot_comes_back(policy: str, extra_buffer: bool, how: str) -> None:
@@ -382,8 +382,8 @@ def test_a_flushed_cache_knows_nothing_but_its_history() -> None:
     it = server("reuse")
     it.serve(run(20), [7])
     it.flush()
-    assert len(it.cache.mirror) == 1
-    assert it.cache.mirror.history.meet(array("q", run(20))).known_len == 19
+    assert len(it.cache.shadow_tree) == 1
+    assert it.cache.shadow_tree.history.match(array("q", run(20))).known_len == 19
     assert it.serve(run(20), [7]) == 0
     it.check()
 
@@ -433,7 +433,7 @@ def test_a_model_without_states_is_served_too() -> None:
     assert sum(stats(it)["evicted"].values()) == stats(it)["evicted"]["kv"] > 0
 
 
-@pytest.mark.parametrize("policy", ["reuse", "lru"])
+@pytest.mark.parametrize("policy", ["reuse", "sglang-lru"])
 def test_a_health_probe_is_no_traffic(policy: str, tmp_path: Path) -> None:
     where = Sizes()
     flags = options(policy, "judicious", hybrid_record=str(tmp_path / "trace.jsonl"))

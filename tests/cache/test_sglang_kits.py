@@ -3,7 +3,7 @@
 The wheel has the kit's configs, builders, steps, assertions and its lock fuzzer
 (sglang/test/kits/unified_radix_cache), but not the test methods over them, which stay in SGLang's
 repository. So the tests here are ours and the kit's machinery does the work. SGLang's invariant
-check and that of the mirror run after every one.
+check and that of the shadow tree run after every one.
 
 What of the kit does not run here:
 
@@ -15,7 +15,7 @@ What of the kit does not run here:
 | core.py: PagedFullComponent, SWADraftHistoryFixtures, SWAWindowUnderBigramKeyFixtures, ...HoldBackFixtures; insert_walk.py: raw setters | they replace or poke values inside a component; the paths belong to SGLang's SWA and speculative decoding, which we inherit unchanged |
 | core.py: UnifiedLRUListBoundedRefreshFixtures | tests SGLang's list class, which no backend replaces |
 | rust_unified_tree_core_inspector.py | needs the Rust sources, which the wheel does not have |
-| the order of SGLang's state LRU | is not ours under other policies: tested under `lru` only |
+| the order of SGLang's state LRU | is not ours under other policies: tested under `sglang-lru` only |
 | unified_radix_cache_kit.py | needs a server: tests/server |
 """  # noqa: E501
 
@@ -207,7 +207,7 @@ def test_flush_forgets_everything(policy: str, cfg: CacheConfig) -> None:
 @every([cfg for cfg in SWA_CONFIGS if cfg.page_size == 1])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_lock_fuzz(policy: str, cfg: CacheConfig, seed: int) -> None:
-    """The kit's own fuzzer; it checks the tree and the mirror after each step."""
+    """The kit's own fuzzer; it checks the tree and the shadow tree after each step."""
     if cfg.has_mamba:  # its requests never return their slots
         cfg = replace(cfg, max_num_reqs=120, mamba_cache_size=120)
     steps(insert_walk.SegmentLockFuzzFixtures, cfg)._run_seed(seed, steps=60)
@@ -248,7 +248,7 @@ def test_evict_for_alloc_stops_at_the_first_sufficient_victim(policy: str, compo
     assert len(gone) == 1
     if component is MAMBA:
         assert result.mamba_num_evicted == 1
-    if policy == "lru":
+    if policy == "sglang-lru":
         assert gone == [nodes[0]]
     cache.sanity_check()
 
@@ -268,8 +268,8 @@ def test_a_match_refreshes_only_the_state_it_uses(policy: str) -> None:
 def test_branch_points_land_on_the_checkpoint_grid(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where SGLang tracks the states. The kit empties a node behind the tree's back: the mirror
-    cannot know, so no check here.
+    """Where SGLang tracks the states. The kit empties a node behind the tree's back: the shadow
+    tree cannot know, so no check here.
     """
     use_policy(monkeypatch, policy, "all")
     kit = steps(core.MambaCheckpointGridFixtures, overshoot_config())

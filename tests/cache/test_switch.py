@@ -55,17 +55,17 @@ def test_what_is_cached_stays_and_who_decides_changes() -> None:
     sizes = Sizes(kv=600, states=8)
     server = Server(build_cache(sizes, HybridConfig()), sizes)
     server.serve(run(1, 50), [1, 2, 3])
-    kept = {(node.depth, node.has_state) for node in server.cache.mirror.tree.walk()}
-    history = server.cache.mirror.history
+    kept = {(node.depth, node.has_state) for node in server.cache.shadow_tree.tree.walk()}
+    history = server.cache.shadow_tree.history
     assert server.cache.policy_name == "reuse"
     switch(server, Spec("marconi", (("alpha", 3.0),)))
     assert (server.cache.policy_name, server.cache.alpha) == ("marconi", 3.0)
-    assert {(node.depth, node.has_state) for node in server.cache.mirror.tree.walk()} == kept
+    assert {(node.depth, node.has_state) for node in server.cache.shadow_tree.tree.walk()} == kept
     assert server.probe(run(1, 60)) == 49  # the prompt end
-    assert server.cache.mirror.state_pool.policy.name == "marconi"
-    assert server.cache.mirror.history is history
+    assert server.cache.shadow_tree.state_pool.policy.name == "marconi"
+    assert server.cache.shadow_tree.history is history
     switch(server, Spec("reuse"))
-    assert server.cache.mirror.state_pool.policy.history is history
+    assert server.cache.shadow_tree.state_pool.policy.history is history
     assert server.cache.alpha is None
 
 
@@ -74,10 +74,10 @@ def test_the_history_goes_on_learning_under_a_policy_without_one() -> None:
     server = Server(build_cache(sizes, HybridConfig()), sizes)
     switch(server, Spec("lru"))
     server.serve(run(1, 50), [1, 2, 3], stamp=1.0)
-    assert server.cache.mirror.meet(run(1, 50)) is None
+    assert server.cache.shadow_tree.match_history(run(1, 50)) is None
     switch(server, Spec("reuse"))
-    meeting = server.cache.mirror.meet(run(1, 50))
-    assert meeting is not None and meeting.known_len == 49
+    history_match = server.cache.shadow_tree.match_history(run(1, 50))
+    assert history_match is not None and history_match.known_len == 49
 
 
 @pytest.mark.parametrize("policy", ["lru", "marconi"])
@@ -126,10 +126,10 @@ def test_the_pool_that_chose_last_is_forgotten_with_its_policy() -> None:
     """An explanation must not name a pool of before."""
     sizes = SIZES["states"]
     server = Server(build_cache(sizes, HybridConfig()), sizes)
-    mirror = server.cache.mirror
+    shadow_tree = server.cache.shadow_tree
     for after in (lambda: switch(server, CANDIDATES[1]), server.flush):
         for number in range(12):
             server.serve(run(number, 60), [7], float(number + 1))
-        assert mirror.asked is not None
+        assert shadow_tree.asked is not None
         after()
-        assert mirror.asked is None
+        assert shadow_tree.asked is None

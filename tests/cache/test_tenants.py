@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.cache.explain import Explanation
-from sglang_hybrid.cache.explain_messages import ExplainReq
+from sglang_hybrid.explain.explainer import Explanation
+from sglang_hybrid.explain.messages import ExplainReq
 from sglang_hybrid.tenants import TenantNames, apart_from_adapters, tenant, tenant_of
 from tests.cache.backends import POLICIES, options
 from tests.cache.driver import Server, Sizes, build_cache
@@ -48,7 +48,7 @@ def serve(it: Server, prompt: list[int], answer: list[int], at: float, **whose: 
 def told(it: Server, prompt: list[int], **whose: str) -> Any:
     """All that /hybrid_cache/explain says of a prompt."""
     asked = ExplainReq(input_ids=prompt, **whose)
-    return it.cache.explainer.answer(asked).account
+    return it.cache.explainer.answer(asked).report
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -100,9 +100,7 @@ def test_with_room_for_all_nothing_of_others_is_seen(
         for question in ({"input_ids": prompt}, {"request_id": rid}):
             asked = ExplainReq(**question, cache_salt="b")
             answers = [it.cache.explainer.answer(asked) for it in (both, alone)]
-            assert msgspec.to_builtins(answers[0].account) == msgspec.to_builtins(
-                answers[1].account
-            )
+            assert msgspec.to_builtins(answers[0].report) == msgspec.to_builtins(answers[1].report)
             assert answers[0].error == answers[1].error
 
 
@@ -111,9 +109,9 @@ def test_requests_are_not_found_under_another_tenant() -> None:
     serve(it, run(50), [7], 1.0, rid="mine", cache_salt="a")
     for whose in ({}, {"cache_salt": "b"}, {"extra_key": "a"}):
         answer = it.cache.explainer.answer(ExplainReq(request_id="mine", **whose))
-        assert answer.account is None
+        assert answer.report is None
         assert "'mine' with this extra key, salt and adapter" in answer.error
-    assert it.cache.explainer.answer(ExplainReq(request_id="mine", cache_salt="a")).account
+    assert it.cache.explainer.answer(ExplainReq(request_id="mine", cache_salt="a")).report
 
 
 def test_when_room_is_short_only_that_is_seen() -> None:
@@ -123,14 +121,14 @@ def test_when_room_is_short_only_that_is_seen() -> None:
     for number in range(12):
         serve(it, run(100 + number, number), [7], 1.0 + number, rid=f"a's {number}", cache_salt="a")
     serve(it, run(30, 8), [7], 20.0, cache_salt="b")
-    account = Explanation(it.cache, it.cache.notes, tenant(None, "b")).of_prompt(
+    account = Explanation(it.cache, it.cache.decision_log, tenant(None, "b")).of_prompt(
         array("q", run(80, 9))
     )
     assert account.deeper
     text = msgspec.json.encode(account).decode()
     assert "a's" not in text
     for gap in account.deeper:
-        assert (gap.taker, gap.score, gap.against) == (None, None, None)
+        assert (gap.recipient, gap.score, gap.victim_score) == (None, None, None)
 
 
 def test_siblings_of_different_tenants_do_not_lay_checkpoints_for_one_another() -> None:
@@ -143,11 +141,11 @@ def test_siblings_of_different_tenants_do_not_lay_checkpoints_for_one_another() 
         it.arrive([*document, *run(30, k)], rid=str(k % 2), cache_salt=salt)
         for k, salt in enumerate("ab")
     ]
-    it.cache.family.now_waiting(waiting)
-    assert [it.cache.family.shared(req) for req in waiting] == [[], []]
+    it.cache.prefix_wait.now_waiting(waiting)
+    assert [it.cache.prefix_wait.shared(req) for req in waiting] == [[], []]
     twin = it.arrive([*document, *run(30, 7)], rid="0", cache_salt="a")
-    it.cache.family.now_waiting([*waiting, twin])
-    assert [it.cache.family.shared(req) for req in (*waiting, twin)] == [[200], [], [200]]
+    it.cache.prefix_wait.now_waiting([*waiting, twin])
+    assert [it.cache.prefix_wait.shared(req) for req in (*waiting, twin)] == [[200], [], [200]]
 
 
 # Names.

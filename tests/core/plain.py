@@ -8,7 +8,7 @@ from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Lru, Marconi, Policy, Reuse, SegLen
 from sglang_hybrid.core.nodes import Node, NodeTree
 from sglang_hybrid.core.pool import Scarce
-from sglang_hybrid.core.reuse import class_of
+from sglang_hybrid.core.reuse import reuse_class_of
 
 
 @dataclass
@@ -88,16 +88,20 @@ def plain_scores(candidates: list[Facts], policy: Policy, tree: NodeTree) -> lis
 
 def reuse_score(facts: Facts, policy: Reuse, tree: NodeTree) -> float:
     """Returns to the node's own place, if it has one, and to the one whose state fell to it."""
-    history, node, place = policy.history, facts.node, facts.node.trace
+    history, node, history_node = policy.history, facts.node, facts.node.history_node
     now, unit = history.time_unit.now(tree.clock), history.time_unit
     weight = 0.0
-    if place is None or place.depth - node.depth < history.reach:
-        own = class_of(len(node.children), node.depth, node.turn)
+    if history_node is None or history_node.depth - node.depth < history.max_offset:
+        own = reuse_class_of(len(node.children), node.depth, node.turn)
         age = now - unit.last_used(node)
-        weight += history.index.weight(own if place is None else place.klass, age)
-    used, fallen = node.fallen or (0, None)
-    if fallen is not None and fallen.slot >= 0 and used == node.last_used:
-        weight += history.index.weight(fallen.klass, now - history.index.since(fallen.slot))
+        weight += history.index.weight(
+            own if history_node is None else history_node.reuse_class, age
+        )
+    used, inherited = node.inherited_demand or (0, None)
+    if inherited is not None and inherited.interval_id >= 0 and used == node.last_used:
+        weight += history.index.weight(
+            inherited.reuse_class, now - history.index.since(inherited.interval_id)
+        )
     return weight * (facts.saved / facts.freed)
 
 

@@ -9,16 +9,15 @@ import pytest
 from sglang_hybrid.core.admission import (
     Checkpoint,
     Prefill,
-    Room,
     Skip,
+    SlotBudget,
     decide,
-    every_chunk,
     judicious,
     last_boundary,
 )
 from sglang_hybrid.core.nodes import Kind
 
-PLENTY = Room(free_slots=10)
+PLENTY = SlotBudget(free_slots=10)
 
 
 def skips(decided: list[Checkpoint]) -> dict[Kind, Skip | None]:
@@ -79,29 +78,39 @@ def test_positions_fall_on_pages() -> None:
 
 def test_the_first_wish_takes_the_last_free_slot() -> None:
     prefill = Prefill(1000, hit_len=0, kv_len=400)
-    decided = decide(judicious(prefill), prefill, Room(free_slots=1))
+    decided = decide(judicious(prefill), prefill, SlotBudget(free_slots=1))
     assert skips(decided) == {Kind.BRANCH: None, Kind.PROMPT_END: Skip.NO_SLOT}
 
 
 def test_a_full_pool_takes_what_is_worth_more_than_it_pushes_out() -> None:
     prefill = Prefill(1000, hit_len=0, kv_len=400)
 
-    def outlives(position: int, kind: Kind) -> bool:
+    def beats_victim(position: int, kind: Kind) -> bool:
         return kind is Kind.BRANCH
 
-    room = Room(free_slots=0, evictable=True, outlives=outlives, knows_returns=True)
-    decided = decide(judicious(prefill), prefill, room)
+    slot_budget = SlotBudget(
+        free_slots=0, evictable=True, beats_victim=beats_victim, knows_returns=True
+    )
+    decided = decide(judicious(prefill), prefill, slot_budget)
     assert skips(decided) == {Kind.BRANCH: None, Kind.PROMPT_END: Skip.NOT_WORTH}
-    cheap = replace(room, outlives=lambda position, kind: True)
+    cheap = replace(slot_budget, beats_victim=lambda position, kind: True)
     assert all(checkpoint.admitted for checkpoint in decide(judicious(prefill), prefill, cheap))
 
 
 def test_where_returns_are_not_known_a_prompts_end_takes_a_free_slot_only() -> None:
     prefill = Prefill(1000, hit_len=0, kv_len=400)
-    untold = Room(free_slots=0, evictable=True)
+    untold = SlotBudget(free_slots=0, evictable=True)
     decided = decide(judicious(prefill), prefill, untold)
     assert skips(decided) == {Kind.BRANCH: None, Kind.PROMPT_END: Skip.NOT_WORTH}
     assert all(c.admitted for c in decide(judicious(prefill), prefill, PLENTY))
+
+
+def every_chunk(prefill: Prefill, chunk: int) -> list[tuple[int, Kind]]:
+    """Admission `all`, SGLang's own: every chunk end, counted from where the prefill starts, and
+    the prompt's end.
+    """
+    ends = range(prefill.hit_len + chunk, prefill.prompt_len - 1, chunk)
+    return [*((end, Kind.CHUNK) for end in ends), (prefill.prompt_len - 1, Kind.PROMPT_END)]
 
 
 def test_all_takes_every_chunk_end() -> None:
@@ -129,10 +138,10 @@ def test_what_waits_is_a_branch_too() -> None:
 
 def test_a_chunks_end_is_worth_a_free_slot_only() -> None:
     prefill = Prefill(1000, hit_len=0, kv_len=0)
-    wish = [(512, Kind.CHUNK)]
-    assert decide(wish, prefill, PLENTY)[0].admitted
-    full = Room(free_slots=0, evictable=True, outlives=lambda position, kind: True)
-    assert decide(wish, prefill, full)[0].skip is Skip.NOT_WORTH
+    asked = [(512, Kind.CHUNK)]
+    assert decide(asked, prefill, PLENTY)[0].admitted
+    full = SlotBudget(free_slots=0, evictable=True, beats_victim=lambda position, kind: True)
+    assert decide(asked, prefill, full)[0].skip is Skip.NOT_WORTH
 
 
 @pytest.mark.parametrize(

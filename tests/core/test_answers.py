@@ -18,7 +18,7 @@ from sglang_hybrid.core.answers import (
     features_of,
 )
 from sglang_hybrid.core.history import History, TimeUnit
-from sglang_hybrid.core.history_tree import fingerprints
+from sglang_hybrid.core.history_tree import fingerprint_tokens
 from sglang_hybrid.core.nodes import Clock
 
 GOODBYE = 7
@@ -147,7 +147,7 @@ def test_positions_are_told_apart_by_their_answers(answer_bytes: int) -> None:
             serve(history, clock, session, words(), tenant)
         serve(history, clock, session, [*words()[:-1], last], tenant)
         place = history.tree(tenant).walk(_marks(session), [])[0][-1]
-        return history.index.weight(place.klass, 0.0)
+        return history.index.weight(place.reuse_class, 0.0)
 
     ends, goes_on = weight("a", GOODBYE), weight("a", 500)
     if answer_bytes:
@@ -158,12 +158,12 @@ def test_positions_are_told_apart_by_their_answers(answer_bytes: int) -> None:
 
 
 def _marks(tokens: list[int]) -> bytes:
-    return fingerprints(np.array(tokens))
+    return fingerprint_tokens(np.array(tokens))
 
 
 def test_requests_without_an_answer_say_nothing() -> None:
     history, clock = History(TimeUnit.REQUESTS), Clock()
     for _ in range(3):
         clock.advance()
-        trail = history.observe(list(range(100)), 100, clock)
-        assert all(place.answer == 0 and place.last is None for place in trail.places)
+        history_path = history.observe(list(range(100)), 100, clock)
+        assert all(place.answer == 0 and place.last is None for place in history_path.nodes)

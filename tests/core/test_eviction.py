@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_hybrid.core.checkpoint_plan import hypothetical_node
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import (
     NEVER,
@@ -22,10 +23,9 @@ from sglang_hybrid.core.eviction import (
     make_policy,
 )
 from sglang_hybrid.core.history import History, TimeUnit
-from sglang_hybrid.core.intent import expected
 from sglang_hybrid.core.nodes import Kind, Node, NodeTree
 from sglang_hybrid.core.pool import Pool, Scarce
-from sglang_hybrid.core.reuse import CLASSES, class_of
+from sglang_hybrid.core.reuse import CLASSES, reuse_class_of
 from tests.core.plain import (
     PaperLru,
     PlainGdsf,
@@ -97,7 +97,7 @@ class RandomTree:
         elif operation == "hit":
             tree.hit(node)
         elif operation == "hold":
-            tree.hold(node, kv=rng.random() < 0.3, state=rng.random() < 0.3)
+            tree.lock(node, kv=rng.random() < 0.3, state=rng.random() < 0.3)
         elif operation == "go" and not node.children:
             tree.remove(node)
 
@@ -108,9 +108,9 @@ class RandomTree:
             node = self.rng.choice(nodes)
             depth = node.depth + self.rng.choice([0, 0, 5, 100])
             tokens = np.arange(depth) + 10_000 * node.id
-            trail = history.observe(tokens, depth, self.tree.clock)
+            history_path = history.observe(tokens, depth, self.tree.clock)
             for passed in (node, *ancestors(node)):
-                self.tree.trace(passed, trail.at(passed.depth))
+                self.tree.link_history(passed, history_path.at(passed.depth))
 
     def evict(self, node: Node) -> None:
         if node.children or node.kv_locked:
@@ -245,8 +245,8 @@ def test_reuse_prefers_what_is_known_to_come_back() -> None:
     tree.give_state(first, Kind.BRANCH)
     index = policy.history.index
     for _ in range(20):
-        index.returned(index.open(class_of(0, 1000, second.turn), 0.0), 5.0)
-        index.open(class_of(0, 1000, first.turn), 0.0)
+        index.returned(index.open(reuse_class_of(0, 1000, second.turn), 0.0), 5.0)
+        index.open(reuse_class_of(0, 1000, first.turn), 0.0)
     index.observed(200.0)
     assert pool.victim() is first
 
@@ -264,16 +264,16 @@ def test_who_comes_back_for_an_evicted_state_resumes_above_it() -> None:
     tail = tree.add(above, "tail", 20)
     for node in (above, tail):
         tree.give_state(node, Kind.TAIL)
-    trail = history.observe(np.arange(1020), 1000, tree.clock)
+    history_path = history.observe(np.arange(1020), 1000, tree.clock)
     for node in (above, tail):
-        tree.trace(node, trail.at(node.depth))
+        tree.link_history(node, history_path.at(node.depth))
     history.index.rebuild()
     assert pool.cheapest() == (above, above.last_used - NEVER)  # between two places
     policy.evicted(tail, 0.0)
     tree.remove(tail)
-    place = trail.places[-1]
+    history_node = history_path.nodes[-1]
     saved = PAPER.savings(1000, 0) / PAPER.state_bytes
-    assert pool.cheapest() == (above, history.index.weight(place.klass, 0.0) * saved)
+    assert pool.cheapest() == (above, history.index.weight(history_node.reuse_class, 0.0) * saved)
     tree.clock.advance()
     tree.hit(above)
     assert pool.cheapest() == (above, above.last_used - NEVER)
@@ -291,16 +291,16 @@ def test_a_state_between_two_places_leaves_nothing_to_the_one_above() -> None:
     tail = tree.add(middle, "tail", 500)
     for node in (above, middle, tail):
         tree.give_state(node, Kind.TAIL)
-    trail = history.observe(np.arange(2000), 1900, tree.clock)
+    history_path = history.observe(np.arange(2000), 1900, tree.clock)
     for node in (above, middle, tail):
-        tree.trace(node, trail.at(node.depth))
+        tree.link_history(node, history_path.at(node.depth))
     history.index.rebuild()
     policy.evicted(middle, 0.0)
     tree.drop_state(middle)
-    assert above.fallen is None
+    assert above.inherited_demand is None
     policy.evicted(tail, 0.0)
     tree.remove(tail)
-    assert above.fallen is not None
+    assert above.inherited_demand is not None
 
 
 def test_making_a_policy() -> None:
@@ -318,7 +318,7 @@ def test_making_a_policy() -> None:
 
 def test_a_new_state_competes_with_the_old_ones_at_their_scale() -> None:
     """Marconi's recency is relative to the candidates: the new one must be among them."""
-    for alpha, depth, outlives in ((0.0, 200, True), (0.1, 200, True), (100.0, 20, False)):
+    for alpha, depth, beats_victim in ((0.0, 200, True), (0.1, 200, True), (100.0, 20, False)):
         tree = NodeTree()
         pool = Pool(Scarce.STATES, PAPER, Marconi(alpha), tree.clock)
         tree.listen(pool)
@@ -328,7 +328,7 @@ def test_a_new_state_competes_with_the_old_ones_at_their_scale() -> None:
             tree.clock.advance()
             tree.give_state(tree.add(tree.root, number, 200 + number), Kind.TAIL)
         tree.clock.advance()
-        new = expected(depth, Kind.BRANCH, 0, None, tree.clock)
-        contest = pool.contest(new)
-        assert contest is not None and contest.wins is outlives
+        new = hypothetical_node(depth, Kind.BRANCH, 0, None, tree.clock)
+        comparison = pool.compare_with_victim(new)
+        assert comparison is not None and comparison.beats_victim is beats_victim
         assert len(pool.candidates()) == 6

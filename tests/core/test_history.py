@@ -12,8 +12,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.history import History, Meeting, TimeUnit
-from sglang_hybrid.core.history_tree import NO_SLOT, TOKEN_BYTES, Place
+from sglang_hybrid.core.history import History, HistoryMatch, TimeUnit
+from sglang_hybrid.core.history_tree import NO_INTERVAL, TOKEN_BYTES, HistoryNode
 from sglang_hybrid.core.nodes import Clock
 
 
@@ -31,7 +31,7 @@ class PlainHistory:
         self.sequences: list[list[int]] = []
         self.possible: set[tuple[int, ...]] = set()
 
-    def meet(self, prompt: list[int]) -> tuple[int, int, int]:
+    def match(self, prompt: list[int]) -> tuple[int, int, int]:
         """known_len, branch, and depth of the checkpoint that would be resumed."""
         usable = len(prompt) - 1
         known = min(usable, max((common(s, prompt) for s in self.sequences), default=0))
@@ -40,19 +40,19 @@ class PlainHistory:
         return known, (known if known - reused >= self.min_branch else reused), reused
 
     def observe(self, prompt: list[int], answer: list[int], starts: list[int]) -> None:
-        _, branch, _ = self.meet(prompt)
+        _, branch, _ = self.match(prompt)
         sequence = prompt + answer
         ends = {branch, len(sequence), *(s for s in starts if 0 < s < len(prompt))} - {0}
         self.possible |= {tuple(sequence[:end]) for end in ends}
         self.sequences.append(sequence)
 
 
-def places(history: History, tenant: str | None = None) -> list[Place]:
+def all_nodes(history: History, tenant: str | None = None) -> list[HistoryNode]:
     found, stack = [], list(history.tree(tenant).root.children.values())
     while stack:
-        place = stack.pop()
-        found.append(place)
-        stack.extend(place.children.values())
+        node = stack.pop()
+        found.append(node)
+        stack.extend(node.children.values())
     return found
 
 
@@ -66,21 +66,21 @@ def test_history_remembers_what_plain_lists_remember(seed: int, min_branch: int)
         prompt = base + [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
         answer = [rng.randrange(3) for _ in range(rng.randrange(4))]
         starts = [rng.randrange(0, len(prompt) + 3)] if rng.random() < 0.3 else []
-        known, branch, _ = plain.meet(prompt)
-        meeting = history.meet(array("q", prompt))
-        assert (meeting.known_len, meeting.branch) == (known, branch)
+        known, branch, _ = plain.match(prompt)
+        history_match = history.match(array("q", prompt))
+        assert (history_match.known_len, history_match.branch) == (known, branch)
         clock.advance()
-        trail = history.observe(array("q", prompt + answer), len(prompt), clock, starts)
+        history_path = history.observe(array("q", prompt + answer), len(prompt), clock, starts)
         plain.observe(prompt, answer, starts)
-        assert trail.places[-1].depth == len(prompt + answer)
-        assert {p.depth for p in trail.places if p.slot != NO_SLOT} == {
+        assert history_path.nodes[-1].depth == len(prompt + answer)
+        assert {p.depth for p in history_path.nodes if p.interval_id != NO_INTERVAL} == {
             len(p) for p in plain.possible if p == tuple((prompt + answer)[: len(p)])
         }
-    assert sum(p.slot != NO_SLOT for p in places(history)) == len(plain.possible)
-    for place in places(history):
-        assert place.branches >= len(place.children)
-        assert place.parent is not None
-        assert place.depth == place.parent.depth + len(place.edge) // TOKEN_BYTES
+    assert sum(p.interval_id != NO_INTERVAL for p in all_nodes(history)) == len(plain.possible)
+    for node in all_nodes(history):
+        assert node.branches >= len(node.children)
+        assert node.parent is not None
+        assert node.depth == node.parent.depth + len(node.edge) // TOKEN_BYTES
 
 
 @settings(max_examples=100, deadline=None)
@@ -90,7 +90,7 @@ def test_a_meeting_saves_the_way_and_changes_nothing(seed: int) -> None:
     rng = random.Random(seed)
     histories = [History(max_bytes=8_000, min_branch_tokens=2) for _ in range(2)]
     clock = Clock()
-    running: list[tuple[list[int], int, Meeting]] = []
+    running: list[tuple[list[int], int, HistoryMatch]] = []
     seen: list[list[int]] = []
     for _ in range(40):
         base = rng.choice(seen)[: rng.randrange(1, 20)] if seen else []
@@ -98,17 +98,20 @@ def test_a_meeting_saves_the_way_and_changes_nothing(seed: int) -> None:
         tokens = prompt + [rng.randrange(3) for _ in range(rng.randrange(-1, 4))]
         if len(tokens) == len(prompt) and rng.random() < 0.2:
             tokens = tokens[: rng.randrange(1, len(tokens) + 1)]
-        running.append((tokens, len(prompt), histories[0].meet(array("q", prompt))))
+        running.append((tokens, len(prompt), histories[0].match(array("q", prompt))))
         if rng.random() < 0.3:
             continue
         clock.advance()
-        tokens, input_len, meeting = running.pop(rng.randrange(len(running)))
+        tokens, input_len, history_match = running.pop(rng.randrange(len(running)))
         seen.append(tokens)
-        trails = [
-            histories[0].observe(array("q", tokens), input_len, clock, [3], meeting),
+        history_paths = [
+            histories[0].observe(array("q", tokens), input_len, clock, [3], history_match),
             histories[1].observe(array("q", tokens), input_len, clock, [3]),
         ]
-        shapes = [[(p.depth, p.slot, p.klass) for p in trail.places] for trail in trails]
+        shapes = [
+            [(p.depth, p.interval_id, p.reuse_class) for p in history_path.nodes]
+            for history_path in history_paths
+        ]
         assert shapes[0] == shapes[1]
     one, other = (history.index for history in histories)
     for name in ("_class", "_since"):
@@ -150,35 +153,37 @@ def test_a_session_and_a_template() -> None:
         return rng.integers(1000, 2000, 30)
 
     first, _ = ask(template, question())
-    assert history.meet(np.concatenate([template, question()])).branch == 100
+    assert history.match(np.concatenate([template, question()])).branch == 100
     ask(template, question())  # finds the branch
     ask(template, question())  # resumes from it
     assert happened["returned"] == 1
     turn2, _ = ask(first, question())
     assert happened["returned"] == 2
-    trail = history.observe(turn2, len(turn2) - 20, clock)
-    fork = trail.at(100)
+    history_path = history.observe(turn2, len(turn2) - 20, clock)
+    fork = history_path.at(100)
     assert fork is not None
     assert (fork.depth, fork.branches, fork.turn) == (100, 3, 0)
-    tail = trail.at(len(first))
+    tail = history_path.at(len(first))
     assert tail is not None
     assert (tail.depth, tail.turn, tail.is_end) == (150, 1, True)
-    assert trail.at(120) is tail  # a checkpoint between two places is passed by who resumes below
-    assert trail.at(10_000) is None
+    assert (
+        history_path.at(120) is tail
+    )  # a checkpoint between two places is passed by who resumes below
+    assert history_path.at(10_000) is None
 
 
 def test_a_place_has_the_pace_of_its_session() -> None:
     history, clock = History(), Clock()
     said = np.arange(100)
-    paces = []
+    interval_buckets = []
     for now in (0.0, 1.0, 31.0, 61.0):
         clock.advance(now)
-        trail = history.observe(said, len(said) - 50, clock)
-        paces.append([place.pace for place in trail.places])
+        history_path = history.observe(said, len(said) - 50, clock)
+        interval_buckets.append([node.last_interval_bucket for node in history_path.nodes])
         said = np.arange(len(said) + 100)
-    short, long = (history.index.pace(gap) for gap in (1.0, 30.0))
+    short, long = (history.index.interval_bucket(gap) for gap in (1.0, 30.0))
     assert 0 < short < long
-    assert paces == [[0], [short, short], [short, long, long], [short, long, long, long]]
+    assert interval_buckets == [[0], [short, short], [short, long, long], [short, long, long, long]]
 
 
 def test_the_oldest_are_forgotten_and_counted_as_cut_short() -> None:
@@ -188,12 +193,12 @@ def test_the_oldest_are_forgotten_and_counted_as_cut_short() -> None:
         clock.advance(float(i))
         history.observe(np.arange(50) + 50 * i, 40, clock)
         assert history.held_bytes <= 20_000
-    kept = places(history)
+    kept = all_nodes(history)
     assert history.held_bytes == sum(600 + len(p.edge) for p in kept)
     assert len(kept) == 28
     assert happened["close"] == 200 - 28
-    assert history.meet(np.arange(50)).known_len == 0
-    assert history.meet(np.arange(50) + 50 * 199).known_len == 49
+    assert history.match(np.arange(50)).known_len == 0
+    assert history.match(np.arange(50) + 50 * 199).known_len == 49
 
 
 def test_a_used_sequence_outlives_newer_ones() -> None:
@@ -202,7 +207,7 @@ def test_a_used_sequence_outlives_newer_ones() -> None:
         for tokens in (np.arange(50) + 50 * i, np.arange(50)):
             clock.advance(float(i))
             history.observe(tokens, 40, clock)
-    assert history.meet(np.arange(50)).known_len == 49
+    assert history.match(np.arange(50)).known_len == 49
 
 
 def test_a_sequence_larger_than_the_bound_is_held_alone() -> None:
@@ -210,7 +215,7 @@ def test_a_sequence_larger_than_the_bound_is_held_alone() -> None:
     for i in range(3):
         clock.advance()
         history.observe(np.arange(5000) + 5000 * i, 5000, clock)
-    assert len(places(history)) == 1
+    assert len(all_nodes(history)) == 1
 
 
 def test_tenants_know_nothing_of_one_another() -> None:
@@ -223,14 +228,14 @@ def test_tenants_know_nothing_of_one_another() -> None:
         prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 60))]
         for tenant in ("a", "b"):
             if tenant == "b":
-                found, known = (history.meet(prompt, "b") for history in (alone, shared))
+                found, known = (history.match(prompt, "b") for history in (alone, shared))
                 assert (found.known_len, found.branch) == (known.known_len, known.branch)
-                assert [place.depth for place in found.trail.places] == [
-                    place.depth for place in known.trail.places
+                assert [node.depth for node in found.path.nodes] == [
+                    node.depth for node in known.path.nodes
                 ]
                 alone.observe([*prompt, 1], len(prompt), clock, tenant="b")
             shared.observe([*prompt, 1], len(prompt), clock, tenant=tenant)
-    mine, its = places(alone, "b"), places(shared, "b")
+    mine, its = all_nodes(alone, "b"), all_nodes(shared, "b")
     assert sorted((p.depth, p.branches, p.turn) for p in mine) == sorted(
         (p.depth, p.branches, p.turn) for p in its
     )
@@ -246,8 +251,8 @@ def test_a_flood_of_one_tenant_leaves_the_others_what_they_have() -> None:
         clock.advance(float(i))
         history.observe(np.arange(50) + 50 * i, 40, clock, tenant="flood")
         assert history.held_bytes <= 20_000
-    assert len(places(history, "small")) == 5
-    assert history.meet(np.arange(50) + 50 * 499, "flood").known_len == 49
+    assert len(all_nodes(history, "small")) == 5
+    assert history.match(np.arange(50) + 50 * 499, "flood").known_len == 49
 
 
 def test_many_tenants_stay_within_the_bound() -> None:
@@ -257,23 +262,23 @@ def test_many_tenants_stay_within_the_bound() -> None:
         history.observe(np.arange(50), 40, clock, tenant=i)
         assert history.held_bytes <= 20_000
     assert len(history._trees) == len(history._shares) == 28
-    assert history.meet(np.arange(50), 199).known_len == 49
-    assert history.meet(np.arange(50), 0).known_len == 0
+    assert history.match(np.arange(50), 199).known_len == 49
+    assert history.match(np.arange(50), 0).known_len == 0
 
 
 def test_a_match_of_a_tree_that_was_forgotten_since_is_not_taken_up() -> None:
     history, clock = History(max_bytes=1_500), Clock()
     first = np.arange(50)
     history.observe(first, 40, clock, tenant="a")
-    meeting = history.meet(first, "a")
-    assert meeting.known_len == 49
+    history_match = history.match(first, "a")
+    assert history_match.known_len == 49
     history.observe(np.arange(400), 40, clock, tenant="b")
-    assert not places(history, "a")
-    trail = history.observe(first, 50, clock, meeting=meeting, tenant="a")
-    assert trail.places == places(history, "a")
+    assert not all_nodes(history, "a")
+    history_path = history.observe(first, 50, clock, history_match=history_match, tenant="a")
+    assert history_path.nodes == all_nodes(history, "a")
 
 
 def test_a_page_is_within_reach() -> None:
     """A checkpoint rounded down to its page still stands for the place below it."""
-    assert History().reach == 16
-    assert History(page_size=64).reach == 64
+    assert History().max_offset == 16
+    assert History(page_size=64).max_offset == 64

@@ -19,7 +19,7 @@ CLASSES, BINS = 3, 4
 class Interval:
     """younger: how many of its class began after it. how: "ended", "lost" or "open"."""
 
-    klass: int
+    reuse_class: int
     younger: float
     how: str = "open"
     age_bin: int = 0
@@ -39,42 +39,42 @@ class World:
         what = self.source.choice(["begin", "begin", "end", "lose", "move"])
         if what == "begin" or not self.open:
             ids = set(range(200)) - self.open.keys()
-            interval, klass = self.source.choice(sorted(ids)), self.source.randrange(CLASSES)
+            interval, reuse_class = self.source.choice(sorted(ids)), self.source.randrange(CLASSES)
             for other in self.every:
-                other.younger += other.klass == klass
-            self.open[interval] = Interval(klass, 0.0)
+                other.younger += other.reuse_class == reuse_class
+            self.open[interval] = Interval(reuse_class, 0.0)
             self.every.append(self.open[interval])
             for one in counts:
-                one.begins(interval, klass)
+                one.begins(interval, reuse_class)
             return
         interval = self.source.choice(sorted(self.open))
         known = self.open[interval]
         if what == "move":
             after = self.source.randrange(CLASSES)
             for one in counts:
-                one.moves(interval, known.klass, after)
-            known.klass = after
+                one.moves(interval, known.reuse_class, after)
+            known.reuse_class = after
             return
         known.age_bin = self.source.randrange(BINS)
         known.how = "ended" if what == "end" else "lost"
         del self.open[interval]
         for one in counts:
             tell = one.ends if what == "end" else one.is_lost
-            tell(interval, known.klass, known.age_bin)
+            tell(interval, known.reuse_class, known.age_bin)
 
     def plain(self, half_life: float) -> tuple[np.ndarray, np.ndarray]:
         ended, others = np.zeros((2, CLASSES, BINS))
         for interval in self.every:
             weight = 2.0 ** (-interval.younger / half_life)
-            (ended if interval.how == "ended" else others)[interval.klass, interval.age_bin] += (
-                weight
-            )
+            (ended if interval.how == "ended" else others)[
+                interval.reuse_class, interval.age_bin
+            ] += weight
         return ended, others
 
     def asked(self, counts: IntervalCounts) -> tuple[np.ndarray, np.ndarray]:
         """What `counts` says; open intervals are in their first bin."""
         ids = np.array(sorted(self.open), dtype=np.int64)
-        classes = np.array([self.open[i].klass for i in ids.tolist()], dtype=np.int64)
+        classes = np.array([self.open[i].reuse_class for i in ids.tolist()], dtype=np.int64)
         return counts.of(np.arange(CLASSES), ids, classes, classes * BINS)
 
 
@@ -105,16 +105,16 @@ def test_a_class_weighs_no_more_than_its_memory_however_long_it_goes_on() -> Non
     assert others[0, 0] == 0
 
 
-@pytest.mark.parametrize("klass", range(CLASSES))
-def test_starting_over_counts_a_class_as_the_other_does(klass: int) -> None:
+@pytest.mark.parametrize("reuse_class", range(CLASSES))
+def test_starting_over_counts_a_class_as_the_other_does(reuse_class: int) -> None:
     world = World(3, 0.0)
     long, short = IntervalCounts(1_000.0, CLASSES, BINS), IntervalCounts(10.0, CLASSES, BINS)
     for _ in range(400):
         world.step(long, short)
     before = world.asked(long)
-    mine = [interval for interval, known in world.open.items() if known.klass == klass]
-    long.start_over(short, klass, np.array(sorted(mine), dtype=np.int64))
+    mine = [interval for interval, known in world.open.items() if known.reuse_class == reuse_class]
+    long.start_over(short, reuse_class, np.array(sorted(mine), dtype=np.int64))
     for found, wanted, old in zip(world.asked(long), world.asked(short), before, strict=True):
-        assert found[klass] == pytest.approx(wanted[klass], rel=0.05)
-        rest = [other for other in range(CLASSES) if other != klass]
+        assert found[reuse_class] == pytest.approx(wanted[reuse_class], rel=0.05)
+        rest = [other for other in range(CLASSES) if other != reuse_class]
         assert found[rest] == pytest.approx(old[rest])

@@ -76,7 +76,7 @@ def test_what_changed_meanwhile_is_never_chosen_by_what_was_known_of_it() -> Non
         assert chosen is not None
         node, _ = chosen
         if source.random() < 0.5:
-            tree.hold(node, kv=True, state=True)
+            tree.lock(node, kv=True, state=True)
         else:
             tree.drop_state(node)
             tree.remove(node)

@@ -18,38 +18,40 @@ from sglang_hybrid.core.reuse import (
     CLASSES,
     DEPTHS,
     FIRST_GUESS,
-    NOWHERE,
-    PACES,
+    INTERVAL_BUCKETS,
+    NEVER_REUSED,
     PRIOR_WEIGHT,
     REBUILD_EVERY,
     SEARCHED,
     TURNS,
     ReuseIndex,
     best_rates,
-    class_of,
     hazards,
+    reuse_class_of,
 )
 
 
-def features(klass: int) -> tuple[int, int, int, int, int]:
-    rest, turn = divmod(klass, TURNS)
-    rest, pace = divmod(rest, PACES)
+def features(reuse_class: int) -> tuple[int, int, int, int, int]:
+    rest, turn = divmod(reuse_class, TURNS)
+    rest, interval_bucket = divmod(rest, INTERVAL_BUCKETS)
     rest, answer = divmod(rest, ANSWERS)
-    return *divmod(rest, DEPTHS), answer, pace, turn
+    return *divmod(rest, DEPTHS), answer, interval_bucket, turn
 
 
 def test_classes() -> None:
-    assert features(class_of(0, 1, 0)) == (0, 0, 0, 0, 0)
-    assert features(class_of(1, 64, 3, 2, 1)) == (1, 0, 1, 2, 3)
-    assert features(class_of(2, 65, 6, 8, 3)) == (2, 1, 3, 8, 6)
-    last = class_of(50, 10**7, 99, PACES - 1, ANSWERS - 1)
-    assert features(last) == (2, DEPTHS - 1, ANSWERS - 1, PACES - 1, TURNS - 1)
+    assert features(reuse_class_of(0, 1, 0)) == (0, 0, 0, 0, 0)
+    assert features(reuse_class_of(1, 64, 3, 2, 1)) == (1, 0, 1, 2, 3)
+    assert features(reuse_class_of(2, 65, 6, 8, 3)) == (2, 1, 3, 8, 6)
+    last = reuse_class_of(50, 10**7, 99, INTERVAL_BUCKETS - 1, ANSWERS - 1)
+    assert features(last) == (2, DEPTHS - 1, ANSWERS - 1, INTERVAL_BUCKETS - 1, TURNS - 1)
     assert last == CLASSES - 1
 
 
-def plain_hazard(known: dict[int, tuple[np.ndarray, np.ndarray]], klass: int, bin_: int) -> float:
+def plain_hazard(
+    known: dict[int, tuple[np.ndarray, np.ndarray]], reuse_class: int, bin_: int
+) -> float:
     """Kaplan-Meier by counting, shrunk up the chain of coarser classes."""
-    of = features(klass)
+    of = features(reuse_class)
     hazard = FIRST_GUESS
     answers_tell = any(features(c)[2] for c in known)
     for kept in range(6):
@@ -74,9 +76,9 @@ def test_hazards_are_kaplan_meier_with_shrinkage(seed: int, classes: set[int], o
     ended, unended = (rng.integers(0, 3, (len(order), BINS)).astype(float) for _ in range(2))
     known = dict(zip(order, zip(ended, unended, strict=True), strict=True))
     rows, row = hazards(np.array(order, dtype=np.int64), ended, unended)
-    for klass in (other, *order):
-        expected = [plain_hazard(known, klass, bin_) for bin_ in range(BINS)]
-        assert rows[row[klass]] == pytest.approx(expected)
+    for reuse_class in (other, *order):
+        expected = [plain_hazard(known, reuse_class, bin_) for bin_ in range(BINS)]
+        assert rows[row[reuse_class]] == pytest.approx(expected)
 
 
 @settings(max_examples=50, deadline=None)
@@ -125,29 +127,31 @@ def test_an_index_that_knows_nothing_guesses() -> None:
     weights = [index.weight(5, age) for age in (1.0, 3.0, 100.0, 1000.0)]
     assert weights == sorted(weights, reverse=True)
     assert weights[-1] > 0
-    assert weights == [index.weight(class_of(2, 5000, 3), age) for age in (1.0, 3.0, 100.0, 1000.0)]
-    assert index.weight_until(NOWHERE, 3.0) == (0, np.inf)
+    assert weights == [
+        index.weight(reuse_class_of(2, 5000, 3), age) for age in (1.0, 3.0, 100.0, 1000.0)
+    ]
+    assert index.weight_until(NEVER_REUSED, 3.0) == (0, np.inf)
 
 
 def test_pace_tells_intervals_apart_in_steps_of_four() -> None:
     index = ReuseIndex(unit=1.0)
-    assert [index.pace(gap) for gap in (0.0, 3.9, 4.0, 15.9, 16.0, 1e9)] == [
+    assert [index.interval_bucket(gap) for gap in (0.0, 3.9, 4.0, 15.9, 16.0, 1e9)] == [
         1,
         1,
         2,
         2,
         3,
-        PACES - 1,
+        INTERVAL_BUCKETS - 1,
     ]
 
 
 def test_memoryless_returns_have_one_rate_at_every_age() -> None:
     rng = np.random.default_rng(1)
     index = ReuseIndex(unit=1.0)
-    slot, now = index.open(7, 0.0), 0.0
+    interval_id, now = index.open(7, 0.0), 0.0
     for gap in rng.exponential(100.0, 20_000):
         now += gap
-        index.returned(slot, now)
+        index.returned(interval_id, now)
     index.rebuild()
     for age in (0.0, 20.0, 100.0, 200.0):
         assert index.weight(7, age) == pytest.approx(0.01, rel=0.15)
@@ -170,13 +174,13 @@ def test_open_and_forgotten_intervals_lower_the_hazard() -> None:
     def weight(forget: bool) -> float:
         index = ReuseIndex(unit=1.0)
         for i in range(1000):
-            slot = index.open(7, 0.0)
+            interval_id = index.open(7, 0.0)
             if i % 10 == 0:
-                index.returned(slot, 30.0)
-                index.close(slot)
+                index.returned(interval_id, 30.0)
+                index.close(interval_id)
             elif forget:
                 index.observed(1000.0)
-                index.close(slot)
+                index.close(interval_id)
         index.observed(1000.0)
         index.rebuild()
         return index.weight(7, 0.0)
@@ -188,11 +192,11 @@ def test_open_and_forgotten_intervals_lower_the_hazard() -> None:
 def test_a_new_class_borrows_from_its_relatives() -> None:
     index = ReuseIndex(unit=1.0)
     for _ in range(500):
-        index.returned(index.open(class_of(2, 1000, 1), 0.0), 10.0)
-        index.open(class_of(0, 1000, 1), 0.0)
+        index.returned(index.open(reuse_class_of(2, 1000, 1), 0.0), 10.0)
+        index.open(reuse_class_of(0, 1000, 1), 0.0)
     index.observed(5000.0)
     index.rebuild()
-    fork, leaf = (index.weight(class_of(n, 1000, 5), 5.0) for n in (2, 0))
+    fork, leaf = (index.weight(reuse_class_of(n, 1000, 5), 5.0) for n in (2, 0))
     assert fork > 10 * leaf
 
 
@@ -202,13 +206,13 @@ def test_vector_and_scalar_weights_agree_until_they_expire() -> None:
     for _ in range(500):
         index.returned(index.open(int(rng.integers(CLASSES)), 0.0), float(rng.exponential(50)))
     index.rebuild()
-    klasses, ages = rng.integers(0, CLASSES, 200), rng.exponential(50, 200)
-    weights, until = index.weights(klasses, ages)
-    for klass, age, weight, end in zip(klasses, ages, weights, until, strict=True):
-        assert index.weight(int(klass), float(age)) == weight
+    reuse_classes, ages = rng.integers(0, CLASSES, 200), rng.exponential(50, 200)
+    weights, until = index.weights(reuse_classes, ages)
+    for reuse_class, age, weight, end in zip(reuse_classes, ages, weights, until, strict=True):
+        assert index.weight(int(reuse_class), float(age)) == weight
         assert end > age
         last = age + 1000 if np.isinf(end) else np.nextafter(end, 0)
-        assert index.weight(int(klass), float(last)) == weight
+        assert index.weight(int(reuse_class), float(last)) == weight
 
 
 def test_the_table_is_rebuilt_often_at_first_then_every_some_requests() -> None:
@@ -233,22 +237,24 @@ class Traffic:
     and once; the others never do. All are forgotten after 2,000 more.
     """
 
-    def __init__(self, index: ReuseIndex, klass: int, seed: int) -> None:
-        self.index, self.klass, self.source = index, klass, random.Random(seed)
+    def __init__(self, index: ReuseIndex, reuse_class: int, seed: int) -> None:
+        self.index, self.reuse_class, self.source = index, reuse_class, random.Random(seed)
         self.now = 0.0
         self.waiting: deque[int] = deque()
-        self.due: list[tuple[float, int]] = []
+        self.ready: list[tuple[float, int]] = []
 
     def go_on(self, count: int, share: float, gap: float) -> None:
         for _ in range(count):
             self.now += 1.0
-            while self.due and self.due[0][0] <= self.now:
-                time, slot = heapq.heappop(self.due)
-                self.index.returned(slot, time)
-            slot = self.index.open(self.klass, self.now)
-            self.waiting.append(slot)
+            while self.ready and self.ready[0][0] <= self.now:
+                time, interval_id = heapq.heappop(self.ready)
+                self.index.returned(interval_id, time)
+            interval_id = self.index.open(self.reuse_class, self.now)
+            self.waiting.append(interval_id)
             if self.source.random() < share:
-                heapq.heappush(self.due, (self.now + self.source.expovariate(1 / gap), slot))
+                heapq.heappush(
+                    self.ready, (self.now + self.source.expovariate(1 / gap), interval_id)
+                )
             if len(self.waiting) > 2_000:
                 self.index.close(self.waiting.popleft())
             self.index.observed(self.now)
@@ -259,7 +265,7 @@ class Traffic:
         for number in range(0, 1_200, 20):
             self.go_on(20, share, gap)
             self.index.rebuild()
-            ratio = self.index.weight(self.klass, 0.0) / rate
+            ratio = self.index.weight(self.reuse_class, 0.0) / rate
             if not 1 / 1.5 < ratio < 1.5:
                 known = number + 20
         return known
@@ -276,14 +282,14 @@ def test_a_change_of_traffic_is_learnt_nearly_as_fast_as_on_a_fresh_index(
     count: int, before: tuple[float, float], after: tuple[float, float]
 ) -> None:
     """However much was learnt of the other kind."""
-    klass = class_of(0, 500, 1)
-    sure = Traffic(ReuseIndex(1.0), klass, 7)
+    reuse_class = reuse_class_of(0, 500, 1)
+    sure = Traffic(ReuseIndex(1.0), reuse_class, 7)
     sure.go_on(6_000, *after)
     sure.index.rebuild()
-    rate = sure.index.weight(klass, 0.0)
+    rate = sure.index.weight(reuse_class, 0.0)
     took: list[list[int]] = []
     for first in (0, count):
-        trained = Traffic(ReuseIndex(1.0), klass, 0)
+        trained = Traffic(ReuseIndex(1.0), reuse_class, 0)
         trained.go_on(first, *before)
         runs = []
         for seed in range(7):
@@ -297,8 +303,8 @@ def test_a_change_of_traffic_is_learnt_nearly_as_fast_as_on_a_fresh_index(
 
 def test_traffic_that_stays_as_it_is_is_never_forgotten() -> None:
     """Chance alone does not refute what was learnt."""
-    index, klass = ReuseIndex(1.0), class_of(0, 500, 1)
+    index, reuse_class = ReuseIndex(1.0), reuse_class_of(0, 500, 1)
     started_over = []
     index._long.start_over = lambda *what: started_over.append(what)  # type: ignore[method-assign]
-    Traffic(index, klass, 1).go_on(30_000, 0.5, 10.0)
+    Traffic(index, reuse_class, 1).go_on(30_000, 0.5, 10.0)
     assert len(started_over) <= 3

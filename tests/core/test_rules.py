@@ -62,7 +62,7 @@ def test_marconi_spares_a_fork_until_the_last_resort() -> None:
     pool = watch(tree, Scarce.STATES, Marconi())
     assert fork not in pool.candidates()
     for child in children:
-        tree.hold(child, kv=True, state=True)
+        tree.lock(child, kv=True, state=True)
     assert pool.victim() is None
     assert pool.victim(last_resort=True) is fork
 
@@ -80,9 +80,9 @@ def test_what_a_request_holds_is_no_candidate() -> None:
     tree = NodeTree()
     old, new = checkpoint(tree, tree.root, 100), checkpoint(tree, tree.root, 100)
     pool = watch(tree)
-    tree.hold(old, kv=True, state=True)
+    tree.lock(old, kv=True, state=True)
     assert pool.victim() is new
-    tree.hold(old, kv=False, state=False)
+    tree.lock(old, kv=False, state=False)
     assert pool.victim() is old
 
 
@@ -91,8 +91,8 @@ def test_held_kv_does_not_hold_the_state() -> None:
     tree = NodeTree()
     upper = checkpoint(tree, tree.root, 100)
     lower = checkpoint(tree, upper, 50)
-    tree.hold(upper, kv=True, state=False)
-    tree.hold(lower, kv=True, state=True)
+    tree.lock(upper, kv=True, state=False)
+    tree.lock(lower, kv=True, state=True)
     assert watch(tree, Scarce.STATES).victim() is upper
     assert watch(tree, Scarce.KV).victim() is None
 

@@ -33,9 +33,9 @@ def why_not() -> str:
 
 
 def apt_mirror() -> str:
-    """A mirror of Debian bookworm: $APT_MIRROR, or the one that apt uses here."""
-    if mirror := os.environ.get("APT_MIRROR"):
-        return mirror
+    """A shadow tree of Debian bookworm: $APT_MIRROR, or the one that apt uses here."""
+    if shadow_tree := os.environ.get("APT_MIRROR"):
+        return shadow_tree
     if not shutil.which("apt-get"):
         return ""
     fields = ["Created-By: Packages", "Codename: bookworm", "Component: main"]

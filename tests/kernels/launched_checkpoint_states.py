@@ -274,21 +274,21 @@ def test_windows(seed, lengths, width, channels, dtype, slot_type, transposed):
     pool.memory = torch.cat([pool.memory, d.normal(len(lengths), channels * past + 16).to(dtype)])
     pool.states = pool.memory[:, : pool.numel].view(-1, channels, past)
     pool.before = pool.memory.clone()
-    owners = torch.arange(len(pool.memory) - len(lengths), len(pool.memory))
-    pool.others = torch.cat([pool.others, owners])
+    state_indices = torch.arange(len(pool.memory) - len(lengths), len(pool.memory))
+    pool.others = torch.cat([pool.others, state_indices])
     resumed = d.flags(len(lengths))
     launch(
         cs.save_windows,
         pool,
         targets(cu, asked, pool.slots.to(slot_type)),
         inputs=x,
-        owners=owners.to(slot_type),
+        state_indices=state_indices.to(slot_type),
         resumed=resumed,
         cu_seqlens=torch.tensor(cu, dtype=torch.int32),
     )
     expected = []
     for s, p in asked:
-        start = pool.states[owners[s]] if resumed[s] else None
+        start = pool.states[state_indices[s]] if resumed[s] else None
         _, windows = naive.causal_conv1d(
             x[cu[s] : cu[s + 1]], torch.zeros(channels, width), initial_window=start
         )

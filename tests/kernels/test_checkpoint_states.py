@@ -93,7 +93,7 @@ def test_nothing_is_launched_for_no_target() -> None:
         torch.zeros(3, 8, 3),
         targets(0),
         inputs=torch.zeros(70, 8),
-        owners=torch.tensor([0]),
+        state_indices=torch.tensor([0]),
         resumed=torch.tensor([False]),
         cu_seqlens=cu_seqlens,
     )
@@ -125,7 +125,7 @@ def test_a_pool_of_other_windows_is_refused() -> None:
             torch.zeros(3, 9, 3),
             targets(1),
             inputs=torch.zeros(70, 8),
-            owners=torch.tensor([0]),
+            state_indices=torch.tensor([0]),
             resumed=torch.tensor([False]),
             cu_seqlens=torch.tensor([0, 70]),
         )

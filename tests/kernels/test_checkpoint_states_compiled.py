@@ -128,7 +128,7 @@ def window(past: int, dtype: torch.dtype) -> tuple[Any, ...]:
     types = {
         **INTEGERS,
         **dict.fromkeys(["pool", "inputs"], NAMES[dtype]),
-        "owners": "*i32",
+        "state_indices": "*i32",
         "resumed": "*i1",
         "stride_pool": "i64",
     }

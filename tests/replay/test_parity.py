@@ -1,5 +1,5 @@
 """The simulator is the server's cache: every request of real traces hits the same tokens in
-`ServedCache` and in `HybridRadixCache` on SGLang's pools.
+`ServerSimulator` and in `HybridRadixCache` on SGLang's pools.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.replay.served import ServedCache, Serving
+from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.replay.server_simulator import ServerSimulator
 from sglang_hybrid.replay.simulator import Split
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.traces import Request, read_compact, read_mooncake
@@ -26,6 +27,7 @@ TENANTS = "of three tenants: "
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 SERVING = Serving(chunk=2_048, grid=64)
 POLICIES = {
+    "sglang-lru": options("sglang-lru"),
     "lru": options("lru"),
     "marconi:0.3": options("marconi", hybrid_alpha=0.3),
     "marconi:1": options("marconi", hybrid_alpha=1.0),
@@ -105,7 +107,7 @@ def simulated(
     serving = replace(SERVING, one_memory=isinstance(pools, int))
     setting = Setting(cost, pools, requests, serving=serving)
     simulator = Spec.parse(policy).build(setting)
-    assert isinstance(simulator, ServedCache)
+    assert isinstance(simulator, ServerSimulator)
     hits = [outcome.hit_len for outcome in simulator.run(requests)]
     assert simulator.kv_in_use == simulator.slots_in_use == 0
     return Played(hits, (simulator.kv_used, simulator.states_used))
@@ -171,12 +173,14 @@ def test_a_small_difference_is_seen(policy: str, monkeypatch: pytest.MonkeyPatch
     theirs, pools, cost = served(name, 300, POOLS[name][0], policy)
     requests = trace(name, 300)
     for other in POLICIES:
-        same = simulated(requests, pools, cost, other).hits == theirs.hits
+        same = simulated(requests, pools, cost, other) == theirs
         assert same == (other == policy)
     kv, slots = pools.kv_tokens, pools.slots
     for less in (Split(kv, slots - 1), Split(kv - kv // 10, slots)):
         assert simulated(requests, less, cost, policy).hits != theirs.hits
-    monkeypatch.setattr("sglang_hybrid.replay.served._computed", lambda one: len(one.tokens))
+    monkeypatch.setattr(
+        "sglang_hybrid.replay.server_simulator._computed", lambda one: len(one.tokens)
+    )
     assert simulated(requests, pools, cost, policy).hits != theirs.hits
 
 

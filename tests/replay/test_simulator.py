@@ -120,7 +120,7 @@ def test_the_budget_is_strict_and_the_account_exact(name: str, seed: int) -> Non
         assert 0 <= outcome.hit_len <= outcome.kv_len < outcome.input_len
         assert simulator.used == held_bytes(simulator) <= budget
         for node in simulator.tree.walk():
-            assert TOKEN_BYTES * node.tokens == len(node.owner)
+            assert TOKEN_BYTES * node.tokens == len(node.payload)
             assert not node.kv_locked
 
 

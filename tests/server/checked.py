@@ -38,9 +38,9 @@ def check_slots(checker: SchedulerInvariantChecker) -> None:
     owners["tree"] = cache.all_mamba_values_flatten().tolist()
     if cache.planner is not None:
         owners["under way"] = [
-            int(planned.slot)
-            for _, intent in cache.planner.in_flight()
-            for planned in intent.planned
+            int(checkpoint.slot)
+            for _, plan in cache.planner.in_flight()
+            for checkpoint in plan.pending_checkpoints
         ]
     owners |= {req.rid: slots_of(req) for req in checker._requests_owning_rows()}
     counted = Counter(slot for slots in owners.values() for slot in slots)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.documented import ROOT, commands, python_blocks
+from tests.documented import commands, python_blocks
 
 ADDRESS = re.compile(r"(?:http://)?(?:localhost|127\.0\.0\.1):30000")
 REQUESTS = [one for one in commands() if one.startswith("curl ")]
-EXPLAIN = [one for one in commands() if one.startswith("python scripts/explain_request.py ")]
+EXPLAIN = [one for one in commands() if one.startswith("python -m sglang_hybrid.explain ")]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -42,7 +42,7 @@ def test_a_program(url: str, number: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", EXPLAIN)
 def test_an_explanation(url: str, command: str, tmp_path: Path) -> None:
     (tmp_path / "story.txt").write_text("The keeper of the archive wrote a story. " * 20)
-    words = shlex.split(ADDRESS.sub(url, command).replace("scripts/", f"{ROOT}/scripts/"))
+    words = shlex.split(ADDRESS.sub(url, command))
     done = subprocess.run(
         [sys.executable, *words[1:]], capture_output=True, text=True, timeout=60, cwd=tmp_path
     )

@@ -1,4 +1,4 @@
-"""scripts/explain_request.py and a running server: what it says is what the server then does."""
+"""The command sglang_hybrid.explain and a running server: what it says is what the server does."""
 
 import json
 import subprocess
@@ -12,12 +12,12 @@ import requests
 
 from tests.server.client import ask, hybrid_cache, random_prompt
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "explain_request.py"
+COMMAND = ("-m", "sglang_hybrid.explain")
 
 
 def run(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), "--url", url, *arguments],
+        [sys.executable, *COMMAND, "--url", url, *arguments],
         capture_output=True,
         text=True,
         timeout=120,

@@ -124,7 +124,7 @@ def test_a_mistake_ends_in_one_sentence(
     [
         ("--max-total-tokens 1", "--max-total-tokens 1 is too small for any request"),
         ("--max-mamba-cache-size 0", "--max-mamba-cache-size 0 is too small for any request"),
-        ("--hybrid-alpha 0.7 --hybrid-eviction lru", "--hybrid-alpha 0.7 belongs to"),
+        ("--hybrid-alpha 0.7 --hybrid-eviction sglang-lru", "--hybrid-alpha 0.7 belongs to"),
         ("--device mtia", "sees no such device here; leave out --device"),
         ("--hybrid-record /nowhere/trace.jsonl", "--hybrid-record: there is no directory /nowhere"),
         ("--lora-paths /no/such/adapter", "'/no/such/adapter' does not exist"),

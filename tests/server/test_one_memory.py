@@ -154,7 +154,7 @@ def test_nothing_leaks_in_a_soak(model_directory: Callable[[str], Path], page: i
             ),
             "does not hold one request",
         ),
-        (("--hybrid-eviction", "lru"), "SGLang's own order"),
+        (("--hybrid-eviction", "sglang-lru"), "SGLang's own order"),
         (("--hybrid-admission", "all"), "checkpoints are not planned"),
         (("--hybrid-tuner-workers", "1"), "the tuner replays two pools"),
     ],

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.replay.served import Serving
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.simulator import Split
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.tuner.tuned import switching

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.replay.served import Serving
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.simulator import Split
 from sglang_hybrid.replay.traces import Request, make_request
 from sglang_hybrid.tuner.recorder import Finished

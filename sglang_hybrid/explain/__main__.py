@@ -1,8 +1,8 @@
 """Says why a prompt, or a recent request, was not hit further in the server's prefix cache.
 
-    python scripts/explain_request.py --prompt "Once upon a time"
-    python scripts/explain_request.py --messages chat.json
-    python scripts/explain_request.py --request-id 5f0c...
+    python -m sglang_hybrid.explain --prompt "Once upon a time"
+    python -m sglang_hybrid.explain --messages chat.json
+    python -m sglang_hybrid.explain --request-id 5f0c...
 
 The server must have been started with sglang_hybrid.launch_server. Asking changes nothing in its
 cache. A request's id is `meta_info.id` of a /generate response and `id` of an OpenAI one. A prompt
@@ -22,32 +22,32 @@ from typing import Any
 import msgspec
 import requests
 
-from sglang_hybrid.telemetry.account import Account
-from sglang_hybrid.telemetry.telling import tell
+from sglang_hybrid.explain.miss_report import MissReport
+from sglang_hybrid.explain.render import render
 
 TIMEOUT = 60.0  # seconds; a busy server answers between two steps
 
 
 class Failed(Exception):
-    """Why there is no account, in one sentence."""
+    """Why there is no report, in one sentence."""
 
 
 def main() -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in `| head`
     options = _parser().parse_args()
     try:
-        account = explain(options)
+        report = explain(options)
     except Failed as failed:
         print(f"error: {failed}", file=sys.stderr)
         return 1
     if options.json:
-        print(json.dumps(msgspec.to_builtins(account), indent=2))
+        print(json.dumps(msgspec.to_builtins(report), indent=2))
     else:
-        print("\n".join(tell(account)))
+        print("\n".join(render(report)))
     return 0
 
 
-def explain(options: argparse.Namespace) -> Account:
+def explain(options: argparse.Namespace) -> MissReport:
     """Ask the server. Raises `Failed`."""
     server = Server(options.url.rstrip("/"), options.api_key)
     body: dict[str, Any] = {
@@ -61,7 +61,7 @@ def explain(options: argparse.Namespace) -> Account:
         body["input_ids"] = _tokens(server, options)
     answer = server.post("/hybrid_cache/explain", body)
     try:
-        return msgspec.convert(answer, Account)
+        return msgspec.convert(answer, MissReport)
     except msgspec.ValidationError as error:
         raise Failed(f"{server.url} runs another version of sglang_hybrid ({error}).") from None
 
@@ -154,7 +154,9 @@ def _read(path: Path) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_hybrid.explain", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="text, tokenized as for /generate")
@@ -170,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache-salt", help="the cache_salt that it is sent with, if any")
     parser.add_argument("--lora-path", help="the adapter's name that it is sent with, if any")
     parser.add_argument("--api-key", help="of the server, if it wants one")
-    parser.add_argument("--json", action="store_true", help="the account as JSON")
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
     return parser
 
 

@@ -1,7 +1,7 @@
 """The cache as it is served: SGLang's pools, our checkpoints, in the server's own order.
 
 Request after request it hits what `HybridRadixCache` on SGLang's pools hits, token by token
-(tests/replay/test_parity.py). What is planned is `core.intent`, as there.
+(tests/replay/test_parity.py). What is planned is `core.checkpoint_plan`, as there.
 """
 
 from __future__ import annotations
@@ -9,26 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sglang_hybrid.core.admission import Prefill, Room
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS, Prefill, SlotBudget
+from sglang_hybrid.core.checkpoint_plan import (
+    CheckpointPlan,
+    CheckpointRequest,
+    PendingCheckpoint,
+    plan_checkpoints,
+    slot_budget_for,
+)
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
-from sglang_hybrid.core.intent import Intent, Planned, Wish, intend, room_for
 from sglang_hybrid.core.nodes import Kind, Node
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.policies import SglangLru
 from sglang_hybrid.replay.simulator import Outcome, Simulator, Split, Ticket, serve_in_steps
 from sglang_hybrid.replay.traces import Request, TokenArray
-
-
-@dataclass(frozen=True)
-class Serving:
-    """How the server runs: prompt tokens per forward (--chunked-prefill-size), and the tokens
-    between the boundaries at which SGLang would keep a state (its Mamba cache chunk). one_memory:
-    KV and states share all bytes; otherwise each has a pool.
-    """
-
-    chunk: int = 8_192
-    grid: int = 64
-    one_memory: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -36,24 +31,26 @@ class Running(Ticket):
     """A request that holds a state slot and KV of its own.
 
     allocated: length of its KV row. shared: how much of that the tree holds, its own or another's.
-    intent: None if the request found no room and runs beside the cache.
+    plan: None if the request found no room and runs without the cache.
     """
 
-    intent: Intent[int] | None = None
+    plan: CheckpointPlan[int] | None = None
     allocated: int = 0
     shared: int = 0
 
 
-class StateSlots:
-    """The slots of a `ServedCache`, as `core.intent` sees them: numbers that nobody reads."""
+class SimulatedStateSlots:
+    """The slots of a `ServerSimulator`, as `core.checkpoint_plan` sees them: numbers that nobody
+    reads.
+    """
 
-    def __init__(self, cache: ServedCache) -> None:
+    def __init__(self, cache: ServerSimulator) -> None:
         self._cache = cache
 
     def free(self) -> int:
         return self._cache.free_states
 
-    def take(self, wish: Wish | None = None) -> int | None:
+    def take(self, request: CheckpointRequest | None = None) -> int | None:
         if not self.make_room():
             return None
         self._cache.slots_in_use += 1
@@ -69,14 +66,14 @@ class StateSlots:
     def give_back(self, slot: int) -> None:
         self._cache.slots_in_use -= 1
 
-    def room(self, intent: Intent[int]) -> Room:
+    def budget(self, plan: CheckpointPlan[int]) -> SlotBudget:
         pool = self._cache.state_pool
         if isinstance(pool.policy, SglangLru):  # there what is new is worth more than what is old
-            return Room(self.free(), evictable=pool.evictable)
-        return room_for(intent, self.free(), pool)
+            return SlotBudget(self.free(), evictable=pool.evictable)
+        return slot_budget_for(plan, self.free(), pool)
 
 
-class ServedCache(Simulator):
+class ServerSimulator(Simulator):
     """Planned checkpoints and chunked prefill, in two pools or in one memory of so many bytes. What
     a running request has computed beyond the tree takes room too: `kv_in_use`, and in
     `slots_in_use` its own state and those that are not published yet.
@@ -91,13 +88,13 @@ class ServedCache(Simulator):
         memory: Split | int,
         policy: Policy,
         state_policy: Policy,
-        min_branch_tokens: int = 16,
+        min_branch_tokens: int = MIN_BRANCH_TOKENS,
         serving: Serving | None = None,
     ) -> None:
         super().__init__(cost, memory, policy, min_branch_tokens, state_policy)
         self.memory = memory
         self.serving = serving or Serving()
-        self._slots = StateSlots(self)
+        self._slots = SimulatedStateSlots(self)
 
     def serve(self, request: Request) -> Outcome:
         return serve_in_steps(self, request)
@@ -113,36 +110,36 @@ class ServedCache(Simulator):
         outcome = Outcome(request.input_len, hit.depth, kv_len)
         running = Running(request, outcome, {}, allocated=hit.depth, shared=hit.depth)
         if hit is not self.tree.root:
-            self._hold(running, hit)
-        meeting = self._meet(request)
+            self._lock(running, hit)
+        history_match = self._match_history(request)
         prefill = Prefill(
             request.input_len,
             hit.depth,
             kv_len,
-            known_branch=0 if meeting is None else meeting.branch,
+            known_branch=0 if history_match is None else history_match.branch,
             message_starts=request.message_starts,
         )
-        intent: Intent[int]
-        intent, _ = intend(prefill, meeting, self.min_branch_tokens)
+        plan: CheckpointPlan[int]
+        plan, _ = plan_checkpoints(prefill, history_match, self.min_branch_tokens)
         if self._slots.take() is None:
-            self._hold(running, None)
+            self._lock(running, None)
         else:
-            running.intent = intent
+            running.plan = plan
         return running
 
     def prefilled(self, ticket: Ticket) -> None:
         """Forward by forward: KV, slots for the states that are passed, then both into the tree."""
         assert isinstance(ticket, Running)
         start, end = ticket.outcome.hit_len, ticket.request.input_len
-        while start < end and ticket.intent is not None:
+        while start < end and ticket.plan is not None:
             stop = min(start + self.serving.chunk, end)
             if not self._grow(ticket, stop):
                 return
             grid, least = self.serving.grid, self.min_branch_tokens
-            ticket.intent.passed(self._slots, start, stop, grid, least)
-            due = ticket.intent.due(stop)
-            if due:
-                self._publish_states(ticket, due)
+            ticket.plan.take_passed(self._slots, start, stop, grid, least)
+            ready = ticket.plan.take_ready(stop)
+            if ready:
+                self._publish_states(ticket, ready)
             start = stop
 
     def finished(self, ticket: Ticket) -> None:
@@ -150,12 +147,12 @@ class ServedCache(Simulator):
         assert isinstance(ticket, Running)
         request = ticket.request
         length = _computed(request)
-        if ticket.intent is None or not self._grow(ticket, length):
+        if ticket.plan is None or not self._grow(ticket, length):
             return
-        self._publish_states(ticket, [Planned(length, Kind.TAIL, 0)])
+        self._publish_states(ticket, [PendingCheckpoint(length, Kind.TAIL, 0)])
         self._learn(ticket, request.tokens[:length])
-        self._hold(ticket, None)
-        ticket.intent = None
+        self._lock(ticket, None)
+        ticket.plan = None
 
     @property
     def free_states(self) -> int:
@@ -200,10 +197,10 @@ class ServedCache(Simulator):
         if self._slots.free() > 0:
             return True
         held = source.state_locked
-        self.tree.hold(source, kv=True, state=True)
+        self.tree.lock(source, kv=True, state=True)
         had = self._slots.make_room()
         if not held:
-            self.tree.hold(source, kv=False, state=False)
+            self.tree.lock(source, kv=False, state=False)
         return had
 
     def _grow(self, running: Running, length: int) -> bool:
@@ -222,8 +219,8 @@ class ServedCache(Simulator):
     def _give_up(self, running: Running) -> None:
         self.kv_in_use -= running.allocated - running.shared
         self.slots_in_use -= 1
-        running.intent = None
-        self._hold(running, None)
+        running.plan = None
+        self._lock(running, None)
 
     def _push_out(self, victim: Node | None) -> bool:
         if victim is None:
@@ -231,13 +228,13 @@ class ServedCache(Simulator):
         self._evict(victim)
         return True
 
-    def _publish_states(self, running: Running, due: list[Planned[int]]) -> None:
+    def _publish_states(self, running: Running, ready: list[PendingCheckpoint[int]]) -> None:
         """Put states and the KV up to the deepest one, which comes first, into the tree, and hold
         that. KV that the tree has already is given back.
         """
-        end = due[0].position
+        end = ready[0].position
         tokens, tenant = running.request.tokens[:end], running.request.tenant
-        path, matched = self.tree.find(tokens, running.held, tenant)
+        path, matched = self.tree.find(tokens, running.locked_node, tenant)
         self._touch(path)
         deepest = path[-1] if path else self.tree.root
         if matched > deepest.depth:
@@ -250,10 +247,10 @@ class ServedCache(Simulator):
         self.kv_used += end - matched
         self.kv_in_use -= end - running.shared
         running.shared = end
-        self._give_state(deepest, due[0].kind)
-        self._hold(running, deepest)
-        for planned in due[1:]:
-            self._give_state(self._node_above(deepest, planned.position), planned.kind)
+        self._give_state(deepest, ready[0].kind)
+        self._lock(running, deepest)
+        for checkpoint in ready[1:]:
+            self._give_state(self._node_above(deepest, checkpoint.position), checkpoint.kind)
         self._published(running)
 
     def _published(self, running: Running) -> None:
@@ -285,13 +282,13 @@ class ServedCache(Simulator):
         if history is None:
             return
         request = running.request
-        meeting = None if running.intent is None else running.intent.meeting
+        history_match = None if running.plan is None else running.plan.history_match
         starts = request.message_starts[-1:]
-        trail = history.observe(
-            tokens, request.input_len, self.tree.clock, starts, meeting, request.tenant
+        history_path = history.observe(
+            tokens, request.input_len, self.tree.clock, starts, history_match, request.tenant
         )
-        for node in way_to(running.held):
-            self.tree.trace(node, trail.at(node.depth))
+        for node in way_to(running.locked_node):
+            self.tree.link_history(node, history_path.at(node.depth))
 
     def _cut(self, node: Node, depth: int) -> Node:
         head = self.tree.cut(node, depth)
@@ -303,13 +300,13 @@ class ServedCache(Simulator):
         if isinstance(self.policy, SglangLru):
             for node in nodes:
                 self.policy.touch(node)
-                self.pool.mark(node)
+                self.pool.mark_dirty(node)
 
     def _touch_state(self, node: Node) -> None:
         policy = self.state_pool.policy
         if isinstance(policy, SglangLru):
             policy.touch(node)
-            self.state_pool.mark(node)
+            self.state_pool.mark_dirty(node)
 
 
 def way_to(node: Node | None) -> Iterator[Node]:

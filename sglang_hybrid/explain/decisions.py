@@ -1,11 +1,11 @@
 """Why checkpoints are not there: a bounded log of states that were not taken and of what was
 evicted.
 
-An entry is filed under its tenant, a position and a mark, the hash of all tokens before that
-position: so it is found from a prompt's tokens alone, whatever the tree looks like by then. Marks
-go on from one another, so a tree that keeps them on its nodes hashes each of its tokens once. Each
-tenant has a log of its own; when all of them together are full, the longest one loses its oldest
-entry.
+An entry is filed under its tenant, a position and the hash of all tokens before that position. So
+it is found from a prompt's tokens alone, even if the tree has changed since. A prefix hash is
+computed from the one of a shorter prefix, so a tree that keeps them on its nodes hashes each token
+once. Each tenant has a log of its own; when all logs together are full, the longest one loses its
+oldest entry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_hybrid.core.admission import Skip
-from sglang_hybrid.core.intent import Wish
+from sglang_hybrid.core.checkpoint_plan import CheckpointRequest
 from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.core.pool import Scarce
 from sglang_hybrid.core.shares import Shares
@@ -35,15 +35,16 @@ Moment = tuple[int, float]
 """A tick (requests) and a stamp (seconds) of the cache's clock."""
 
 
-FIRST_MARK = 0
-"""The mark of position 0."""
+EMPTY_PREFIX_HASH = 0
+"""The prefix hash of position 0."""
 
 
-def next_mark(mark: int, tokens: npt.ArrayLike, start: int, end: int) -> int:
-    """The mark of position `end` of `tokens` [n], from that of `start`; about a nanosecond per
-    token between them. Two positions of 4 billion share one.
+def extend_prefix_hash(prefix_hash: int, tokens: npt.ArrayLike, start: int, end: int) -> int:
+    """The prefix hash of position `end` of `tokens` [n], from that of position `start`. Cost: about
+    a nanosecond per token between them. It has 32 bits: two different prefixes have the same hash
+    once in 4 billion pairs.
     """
-    return zlib.crc32(_words(np.asarray(tokens)[start:end]), mark)
+    return zlib.crc32(_words(np.asarray(tokens)[start:end]), prefix_hash)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Decision:
 class NotTaken(Decision):
     """A prefill wanted a state and did not get it."""
 
-    wish: Wish
+    request: CheckpointRequest
     skip: Skip
 
 
@@ -67,8 +68,8 @@ class StateLost(Decision):
     """A state was evicted.
 
     what: whether its KV went too. short: the pool that ran short. score: what `policy` gave it;
-    None for the leaves that go first. taker: the state that got its slot; None if a running request
-    did. hits, taken, last_used: of the state.
+    None for the leaves that go first. recipient: the state that got its slot; None if a running
+    request did. hits, taken, last_used: of the state.
     """
 
     kind: Kind
@@ -76,7 +77,7 @@ class StateLost(Decision):
     short: Scarce | None
     policy: str
     score: float | None
-    taker: Wish | None
+    recipient: CheckpointRequest | None
     hits: int
     taken: Moment
     last_used: Moment
@@ -84,13 +85,13 @@ class StateLost(Decision):
 
 @dataclass(frozen=True, slots=True)
 class KvLost(Decision):
-    """The KV of tokens [start, end) was evicted, filed under its first page's end; end_mark: that
+    """The KV of tokens [start, end) was evicted, filed under its first page's end; end_hash: that
     of `end`.
     """
 
     start: int
     end: int
-    end_mark: int
+    end_hash: int
     short: Scarce | None
     policy: str
     last_used: Moment
@@ -107,9 +108,9 @@ class TenantLog:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, position: int, mark: int, decision: Decision) -> None:
+    def add(self, position: int, prefix_hash: int, decision: Decision) -> None:
         """File `decision`."""
-        key = (position, mark)
+        key = (position, prefix_hash)
         self._queue.append(key)
         self._at.setdefault(key, []).append(decision)
 
@@ -127,11 +128,11 @@ class TenantLog:
         decisions, oldest first.
         """
         ids = _words(tokens)
-        here, mark = 0, FIRST_MARK
+        here, prefix_hash = 0, EMPTY_PREFIX_HASH
         for position in sorted({position for position, _ in self._at if position <= len(ids)}):
-            mark = zlib.crc32(ids[here:position], mark)
+            prefix_hash = zlib.crc32(ids[here:position], prefix_hash)
             here = position
-            decisions = self._at.get((position, mark))
+            decisions = self._at.get((position, prefix_hash))
             if decisions is not None:
                 yield position, decisions
 
@@ -157,13 +158,13 @@ class Decisions:
         """The log of `tenant`, to be read only."""
         return self._logs.get(tenant, self._nothing)
 
-    def add(self, tenant: Hashable, position: int, mark: int, decision: Decision) -> None:
+    def add(self, tenant: Hashable, position: int, prefix_hash: int, decision: Decision) -> None:
         """File `decision`, which has the next order; forget another one if there are too many."""
         self.count += 1
         log = self._logs.get(tenant)
         if log is None:
             log = self._logs[tenant] = TenantLog()
-        log.add(position, mark, decision)
+        log.add(position, prefix_hash, decision)
         self._shares.change(tenant, 1)
         if len(self) > self.entries:
             largest = self._shares.largest()

@@ -1,8 +1,8 @@
-"""Why a prompt was not hit further: the account that a server gives of it.
+"""Why a prompt was not hit further: a server's report.
 
-The server fills an `Account` in (`cache/explain.py`), it travels as JSON, and `telling.py` says it
-in words. Positions are tokens from the prompt's start. Times are seconds, counted back from the
-newest request of the same tenant; None where they are not recorded.
+The server fills a `MissReport` (`explainer.py`) and sends it as JSON; `render.py` says it in words.
+Positions are tokens from the prompt's start. Times are seconds, counted back from
+the newest request of the same tenant; None where they are not recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Reason(Enum):
     UNKNOWN = "unknown"  # nothing is remembered about it
 
 
-class Rest(Enum):
+class UnstoredReason(Enum):
     """Why KV is not stored further than it is."""
 
     NEW = "new"  # never sent before
@@ -33,7 +33,7 @@ class Rest(Enum):
     UNKNOWN = "unknown"  # never sent, or no longer stored: what was sent is not remembered
 
 
-class Checkpoint(msgspec.Struct):
+class ResumedCheckpoint(msgspec.Struct):
     """A state in the tree; what is None is not recorded."""
 
     position: int
@@ -43,7 +43,7 @@ class Checkpoint(msgspec.Struct):
     hits: int | None = None
 
 
-class Taker(msgspec.Struct):
+class SlotRecipient(msgspec.Struct):
     """A state that got another one's slot, for the prefill of `request`; score: what it was worth
     beside it, if that was asked.
     """
@@ -54,14 +54,14 @@ class Taker(msgspec.Struct):
     score: float | None = None
 
 
-class Gap(msgspec.Struct):
+class MissedCheckpoint(msgspec.Struct):
     """A position at which a checkpoint would have helped.
 
     gain: tokens that it would have saved. kind: of the checkpoint that was wanted or evicted. when:
     it was decided. request: whose prefill wanted it. short: "states" or "kv", the pool that ran
-    short when it was evicted. score, against: what `policy` gave it, and what it gave the cheapest
-    one that could go; below 0 nobody is expected to come back; None once several tenants came.
-    taker: the same tenant's state that got its slot. with_kv: its KV was evicted with it.
+    short when it was evicted. score, victim_score: what `policy` gave it, and what it gave the
+    cheapest one that could go; below 0 nobody is expected to come back; None once several tenants
+    came. recipient: the same tenant's state that got its slot. with_kv: its KV was evicted with it.
     """
 
     position: int
@@ -73,8 +73,8 @@ class Gap(msgspec.Struct):
     policy: str | None = None
     short: str | None = None
     score: float | None = None
-    against: float | None = None
-    taker: Taker | None = None
+    victim_score: float | None = None
+    recipient: SlotRecipient | None = None
     hits: int | None = None
     unused: float | None = None
     with_kv: bool = False
@@ -89,15 +89,15 @@ class Unstored(msgspec.Struct):
 
     start: int
     end: int
-    why: Rest
+    why: UnstoredReason
     known: int | None = None
     when: float | None = None
     short: str | None = None
     policy: str | None = None
 
 
-class Request(msgspec.Struct):
-    """The account is of a request that came, when it came.
+class ExplainedRequest(msgspec.Struct):
+    """For a report on a recent request: what it found and left when it came.
 
     missed: as in its response. left: positions and kinds of the states that it left. refused: those
     that it wanted to leave and did not get. now: where it would resume if it were sent again.
@@ -108,11 +108,11 @@ class Request(msgspec.Struct):
     missed: str
     started: bool
     left: list[tuple[int, str]]
-    refused: list[Gap]
+    refused: list[MissedCheckpoint]
     now: int
 
 
-class House(msgspec.Struct):
+class CacheSnapshot(msgspec.Struct):
     """What the server has and remembers.
 
     states: the model has recurrent state. recorded: skipped and evicted states are remembered.
@@ -133,7 +133,7 @@ class House(msgspec.Struct):
     emptied: float | None = None
 
 
-class Account(msgspec.Struct):
+class MissReport(msgspec.Struct):
     """Where a prompt matches and why not deeper.
 
     usable: tokens that can be hit: all but the last one, in whole pages. kv: how far KV is stored.
@@ -146,9 +146,9 @@ class Account(msgspec.Struct):
     usable: int
     kv: int
     hit: int
-    checkpoint: Checkpoint | None
-    deeper: list[Gap]
+    checkpoint: ResumedCheckpoint | None
+    deeper: list[MissedCheckpoint]
     unstored: Unstored | None
     leaves: list[tuple[int, str]]
-    house: House
-    request: Request | None = None
+    cache: CacheSnapshot
+    request: ExplainedRequest | None = None

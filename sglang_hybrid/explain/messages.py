@@ -17,9 +17,9 @@ class ExplainReq(BaseReq):
 
 
 class ExplainReqOutput(BaseReq):
-    """An `Account` as plain values, or the sentence that says why there is none."""
+    """An `MissReport` as plain values, or the sentence that says why there is none."""
 
-    account: dict[str, Any] | None = None
+    report: dict[str, Any] | None = None
     error: str | None = None
 
 

@@ -1,8 +1,9 @@
-"""`core`'s records of SGLang's tree: every change there is repeated here, every choice comes back.
+"""`core`'s records of SGLang's tree: every change of that tree is repeated in them, and the victims
+are chosen among them.
 
-SGLang's TreeCore and components own KV, states, locks and the tree itself. The mirror holds one
-`core.Node` per tree node, two pools (what is short: KV tokens or state slots), or one where KV and
-states share all bytes, and the history.
+SGLang's TreeCore and components own KV, states, locks and the tree itself. The shadow tree holds
+one `core.Node` per tree node, two pools (what is short: KV tokens or state slots), or one where KV
+and states share all bytes, and the history.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
-from sglang_hybrid.core.history import Meeting
+from sglang_hybrid.core.history import HistoryMatch
 from sglang_hybrid.core.nodes import Clock, Kind, Node, NodeTree
 from sglang_hybrid.core.pool import Pool, Scarce
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 
-class Mirror:
+class ShadowTree:
     """The records of one `HybridRadixCache`.
 
     Args:
@@ -80,7 +81,7 @@ class Mirror:
         return [self.kv_pool, self.state_pool] if two else [self.kv_pool]
 
     def use(self, kv_policy: Policy, state_policy: Policy) -> None:
-        """These policies choose the victims from now on. Records, holds and the history stay."""
+        """These policies choose the victims from now on. Records, locks and the history stay."""
         for pool in self.pools:
             self.tree.unlisten(pool)
         self._kv_policy = kv_policy
@@ -93,7 +94,7 @@ class Mirror:
         """The cache was emptied. What the history knows stays true, so it stays."""
         self._build()
         self._records[root.id] = self.tree.root
-        self.tree.root.owner = root
+        self.tree.root.payload = root
 
     def added(self, node: UnifiedTreeNode) -> None:
         parent = self._records[node.parent.id]
@@ -115,26 +116,28 @@ class Mirror:
         self.tree.drop_state(self._records[node.id])
 
     def kv_locked(self, node: UnifiedTreeNode, root: UnifiedTreeNode) -> None:
-        """A request holds the KV of the path to `node`. Holders nest, so a held node ends it."""
+        """A request locks the KV of the path to `node`. A locked node ends the walk: its path is
+        locked already.
+        """
         while node is not root:
             record = self._records[node.id]
             if record.kv_locked:
                 return
-            self.tree.hold(record, kv=True, state=record.state_locked)
+            self.tree.lock(record, kv=True, state=record.state_locked)
             node = node.parent
 
     def kv_released(self, path: Iterator[tuple[UnifiedTreeNode, bool]]) -> None:
-        """A hold on a path ended; each node comes with whether another one still holds it."""
+        """A lock of a path ended; each node comes with whether it is still locked."""
         for node, held in path:
             if held:
                 return
             record = self._records[node.id]
-            self.tree.hold(record, kv=False, state=record.state_locked)
+            self.tree.lock(record, kv=False, state=record.state_locked)
 
-    def state_held(self, node: UnifiedTreeNode, held: bool) -> None:
+    def state_lock_changed(self, node: UnifiedTreeNode, held: bool) -> None:
         record = self._records.get(node.id)
         if record is not None and record is not self.tree.root:
-            self.tree.hold(record, kv=record.kv_locked, state=held)
+            self.tree.lock(record, kv=record.kv_locked, state=held)
 
     # What requests did.
 
@@ -162,10 +165,10 @@ class Mirror:
         if self.history is None:
             return
         last = message_starts[-1:]
-        trail = self.history.observe(tokens, input_len, self.clock, last, tenant=tenant)
+        history_path = self.history.observe(tokens, input_len, self.clock, last, tenant=tenant)
         while node is not root:
             record = self._records[node.id]
-            self.tree.trace(record, trail.at(record.depth))
+            self.tree.link_history(record, history_path.at(record.depth))
             node = node.parent
 
     # What to evict.
@@ -173,21 +176,21 @@ class Mirror:
     def kv_victim(self) -> UnifiedTreeNode | None:
         """The leaf whose KV should go, or None."""
         self.asked = self.kv_pool
-        return _owner(self.kv_pool.victim())
+        return _payload(self.kv_pool.victim())
 
     def state_victim(self) -> UnifiedTreeNode | None:
         """The node whose state should go; one with many children only if there is no other."""
         self.asked = self.state_pool
-        return _owner(self.state_pool.victim(last_resort=True))
+        return _payload(self.state_pool.victim(last_resort=True))
 
     # What to admit.
 
-    def meet(self, prompt: array[int], tenant: Hashable = None) -> Meeting | None:
-        """How a prompt meets its tenant's history, before its prefill; None for a policy without
-        one.
+    def match_history(self, prompt: array[int], tenant: Hashable = None) -> HistoryMatch | None:
+        """What a prompt has in common with its tenant's history, before its prefill; None for a
+        policy without a history.
         """
         history = self._state_policy.history
-        return None if history is None else history.meet(prompt, tenant)
+        return None if history is None else history.match(prompt, tenant)
 
     # Whether it is all true.
 
@@ -229,7 +232,7 @@ class Mirror:
         for pool in self.pools:
             problems += pool.check(self.tree.walk())
         if problems:
-            raise AssertionError("the mirror differs from the tree: " + "; ".join(problems))
+            raise AssertionError("the shadow tree differs from the tree: " + "; ".join(problems))
 
     def record(self, node: UnifiedTreeNode) -> Node:
         """The record of a node of SGLang's tree."""
@@ -238,13 +241,13 @@ class Mirror:
     def __contains__(self, node: UnifiedTreeNode) -> bool:
         """Whether `node` is in SGLang's tree still."""
         record = self._records.get(node.id)
-        return record is not None and record.owner is node
+        return record is not None and record.payload is node
 
     def __len__(self) -> int:
         return len(self._records)
 
     def _adopt(self, node: UnifiedTreeNode, record: Node) -> None:
-        record.owner = node
+        record.payload = node
         self._records[node.id] = record
         if not self.has_states:
             times = record.last_used, record.stamp
@@ -258,7 +261,7 @@ def _differences(
     kv = node.component_data[ComponentType.FULL]
     state = node.component_data[ComponentType.MAMBA] if has_states else None
     is_ = {
-        "owner": record.owner,
+        "payload": record.payload,
         "key": record.key,
         "tokens": record.tokens,
         "depth": record.depth,
@@ -268,7 +271,7 @@ def _differences(
         "state held": record.state_locked,
     }
     should_be = {
-        "owner": node,
+        "payload": node,
         "key": node.id,
         "tokens": len(node.key),
         "depth": depth,
@@ -284,5 +287,5 @@ def _differences(
     ]
 
 
-def _owner(record: Node | None) -> UnifiedTreeNode | None:
-    return None if record is None else record.owner
+def _payload(record: Node | None) -> UnifiedTreeNode | None:
+    return None if record is None else record.payload

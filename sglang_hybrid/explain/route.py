@@ -13,8 +13,8 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_hybrid.cache.explain_messages import ExplainReq, ExplainReqOutput
 from sglang_hybrid.config import BACKEND
+from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput
 from sglang_hybrid.requests import fields
 from sglang_hybrid.tenants import stored_under
 
@@ -56,8 +56,8 @@ _, DEFINITIONS = msgspec.json.schema_components([Question])
 )
 @auth_level(AuthLevel.ADMIN_OPTIONAL)  # it tells what others sent
 async def explain(request: Request) -> JSONResponse:
-    """An `Account` (telemetry/account.py). With several data-parallel ranks it is that of the rank
-    that knows the request, or that would hit most of the prompt.
+    """An `MissReport` (explain/miss_report.py). With several data-parallel ranks it is that of the
+    rank that knows the request, or that would hit most of the prompt.
 
     A prompt that is too long or not of this model's tokens ends here: neither this process nor a
     scheduler spends time on it.
@@ -89,10 +89,10 @@ async def explain(request: Request) -> JSONResponse:
             cache_salt=question.cache_salt,
         )
     )
-    accounts = [answer.account for answer in answers if answer.account is not None]
-    if not accounts:
+    reports = [answer.report for answer in answers if answer.report is not None]
+    if not reports:
         return _refuse(HTTPStatus.NOT_FOUND, answers[0].error or "no answer.")
-    return JSONResponse(max(accounts, key=lambda account: (account["hit"], account["kv"])))
+    return JSONResponse(max(reports, key=lambda report: (report["hit"], report["kv"])))
 
 
 async def _read(request: Request, manager: "TokenizerManager") -> Question:

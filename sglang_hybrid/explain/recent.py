@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.core.shares import Shares
-from sglang_hybrid.telemetry.decisions import Moment
+from sglang_hybrid.explain.decisions import Moment
 from sglang_hybrid.telemetry.stats import RequestReport
 from sglang_hybrid.tenants import Tenant
 
@@ -19,7 +19,7 @@ BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
+class ResumedFrom:
     """The checkpoint that a request resumed from, as it was then; what is None is not recorded."""
 
     position: int
@@ -30,7 +30,7 @@ class Used:
 
 
 @dataclass(slots=True)
-class Seen:
+class RecentRequest:
     """A request when it was looked up last before its prefill.
 
     tokens: of its prompt. kv: how far KV was stored. known: how far its tenant sent it before, None
@@ -41,13 +41,13 @@ class Seen:
     tenant: Tenant
     report: RequestReport
     kv: int
-    used: Used | None
+    used: ResumedFrom | None
     order: int
     at: Moment | None
     known: int | None = None
 
 
-class Recent:
+class RecentRequests:
     """The last requests of each tenant by id, within `requests` and `max_bytes` in all: when there
     are too many, the tenant with most of them, or of their bytes, loses its oldest one.
     """
@@ -57,12 +57,12 @@ class Recent:
         self.max_bytes = max_bytes
         self._counts = Shares()
         self._bytes = Shares()
-        self._seen: dict[Hashable, OrderedDict[str, Seen]] = {}
+        self._seen: dict[Hashable, OrderedDict[str, RecentRequest]] = {}
 
     def __len__(self) -> int:
         return self._counts.total
 
-    def put(self, tenant: Hashable, request_id: str, seen: Seen) -> None:
+    def put(self, tenant: Hashable, request_id: str, seen: RecentRequest) -> None:
         """Remember a request, or what it found at a later look-up."""
         self._drop(tenant, request_id)
         self._seen.setdefault(tenant, OrderedDict())[request_id] = seen
@@ -73,7 +73,7 @@ class Recent:
         while self._bytes.total > self.max_bytes:
             self._drop_oldest(self._bytes.largest())
 
-    def get(self, tenant: Hashable, request_id: str) -> Seen | None:
+    def get(self, tenant: Hashable, request_id: str) -> RecentRequest | None:
         return self._seen.get(tenant, OrderedDict()).get(request_id)
 
     def of(self, tenant: Hashable) -> int:
@@ -101,5 +101,5 @@ class Recent:
                 del self._seen[tenant]
 
 
-def _bytes(request_id: str, seen: Seen) -> int:
+def _bytes(request_id: str, seen: RecentRequest) -> int:
     return len(seen.tokens) * seen.tokens.itemsize + len(request_id)

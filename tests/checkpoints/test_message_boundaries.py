@@ -20,7 +20,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sglang_hybrid.checkpoints.roles import RoleTokens, role_tokens
+from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries, learn_message_boundaries
 from sglang_hybrid.models.tokenizer import CHAT_TEMPLATE, byte_alphabet, write_tokenizer
 
 Message = dict[str, Any]
@@ -280,7 +280,7 @@ def with_template(
 @dataclass(frozen=True)
 class Style:
     tokenizer: PreTrainedTokenizerFast
-    roles: RoleTokens
+    roles: MessageBoundaries
 
     def cut(self, *messages: Message, prompted: bool = True, **variables: Any) -> list[str]:
         """The prompt's text, cut where messages start; first what comes before them all."""
@@ -295,7 +295,7 @@ class Style:
 
 def style(*args: Any, **kwargs: Any) -> Style:
     tokenizer = with_template(*args, **kwargs)
-    return Style(tokenizer, RoleTokens.from_tokenizer(tokenizer))
+    return Style(tokenizer, MessageBoundaries.from_tokenizer(tokenizer))
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +303,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Style:
     directory = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(directory, max_length=1024)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-    return Style(tokenizer, RoleTokens.from_tokenizer(tokenizer))
+    return Style(tokenizer, MessageBoundaries.from_tokenizer(tokenizer))
 
 
 def test_our_tokenizer_opens_messages_with_the_turn_and_the_role(ours: Style) -> None:
@@ -596,7 +596,7 @@ def test_a_template_without_roles_finds_nothing(
 ) -> None:
     caplog.set_level("INFO", "sglang_hybrid")
     tokenizer = with_template(template)
-    roles = RoleTokens.from_tokenizer(tokenizer)
+    roles = MessageBoundaries.from_tokenizer(tokenizer)
     assert not roles
     assert roles.message_starts(tokenizer.encode("user: a")) == []
     assert len(caplog.records) == 1
@@ -606,15 +606,15 @@ def worker(tokenizer: Any, processor: Any = None) -> SimpleNamespace:
     return SimpleNamespace(tokenizer=tokenizer, processor=processor)
 
 
-def learn(tp_worker: SimpleNamespace, **flags: Any) -> RoleTokens:
+def learn(tp_worker: SimpleNamespace, **flags: Any) -> MessageBoundaries:
     """What a scheduler started with these flags learns."""
     set_global_server_args_for_scheduler(ServerArgs(**{"model_path": "dummy"} | flags))
-    return role_tokens(tp_worker)
+    return learn_message_boundaries(tp_worker)
 
 
 def test_the_worker_has_the_tokenizer() -> None:
     tokenizer = with_template(CHAT_TEMPLATE, CHATML)
-    expected = RoleTokens.from_tokenizer(tokenizer).openers
+    expected = MessageBoundaries.from_tokenizer(tokenizer).openers
     assert expected and learn(worker(tokenizer)).openers == expected
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.siblings import Siblings, as_key, common_prefix
+from sglang_hybrid.core.prefix_overlap import PrefixOverlap, as_key, common_prefix
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=8)
 
@@ -26,7 +26,7 @@ def shared_plainly(prompts: list[list[int]], own: int, at_least: int) -> list[in
 
 @given(st.lists(prompts, min_size=1, max_size=12), st.integers(1, 4))
 def test_shared_prefixes_are_those_of_all_pairs(waiting: list[list[int]], at_least: int) -> None:
-    siblings = Siblings()
+    siblings = PrefixOverlap()
     for name, prompt in enumerate(waiting):
         siblings.add(name, prompt)
     for name in range(len(waiting)):
@@ -40,7 +40,7 @@ def test_shared_prefixes_are_those_of_all_pairs(waiting: list[list[int]], at_lea
 
 
 def test_tenants_share_nothing() -> None:
-    siblings = Siblings()
+    siblings = PrefixOverlap()
     siblings.add("a", [1, 2, 3, 4], tenant="adapter")
     siblings.add("b", [1, 2, 3, 5])
     siblings.add("c", [1, 2, 3, 6])
@@ -51,7 +51,7 @@ def test_tenants_share_nothing() -> None:
 
 
 def test_a_name_waits_once() -> None:
-    siblings = Siblings()
+    siblings = PrefixOverlap()
     siblings.add("a", [1])
     with pytest.raises(ValueError, match="waits already"):
         siblings.add("a", [2])

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_hybrid.cache.explain import Explanation
-from sglang_hybrid.cache.explain_messages import ExplainReq
-from sglang_hybrid.checkpoints.roles import RoleTokens
-from sglang_hybrid.telemetry.account import Account, Reason, Rest
-from sglang_hybrid.telemetry.decisions import Decisions
-from sglang_hybrid.telemetry.recent import Recent
-from sglang_hybrid.telemetry.telling import mend, tell
+from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
+from sglang_hybrid.explain.decisions import Decisions
+from sglang_hybrid.explain.explainer import Explanation
+from sglang_hybrid.explain.messages import ExplainReq
+from sglang_hybrid.explain.miss_report import MissReport, Reason, UnstoredReason
+from sglang_hybrid.explain.recent import RecentRequests
+from sglang_hybrid.explain.render import remedy, render
 from sglang_hybrid.tenants import tenant
 from tests.cache.backends import options
 from tests.cache.driver import MAMBA, Server, Sizes, build_cache
@@ -28,42 +28,42 @@ def server(policy: str = "reuse", admission: str = "judicious", **more: Any) -> 
     return Server(build_cache(where, options(policy, admission, **more), **how), where)
 
 
-def explain(it: Server, tokens: list[int], **whose: str | None) -> Account:
-    account = told(it, **whose).of_prompt(array("q", tokens))
-    assert list(tell(account))
-    return account
+def explain(it: Server, tokens: list[int], **whose: str | None) -> MissReport:
+    report = told(it, **whose).of_prompt(array("q", tokens))
+    assert list(render(report))
+    return report
 
 
 def told(it: Server, extra_key: str | None = None, cache_salt: str | None = None) -> Explanation:
-    return Explanation(it.cache, it.cache.notes, tenant(extra_key, cache_salt))
+    return Explanation(it.cache, it.cache.decision_log, tenant(extra_key, cache_salt))
 
 
-def of_request(it: Server, request_id: str) -> Account:
-    seen = it.cache.notes.recent.get(tenant(None, None), request_id)
+def of_request(it: Server, request_id: str) -> MissReport:
+    seen = it.cache.decision_log.recent.get(tenant(None, None), request_id)
     assert seen is not None
-    account = told(it).of_request(request_id, seen)
-    assert list(tell(account))
-    return account
+    report = told(it).of_request(request_id, seen)
+    assert list(render(report))
+    return report
 
 
-def reasons(account: Account) -> dict[int, Reason]:
-    return {gap.position: gap.reason for gap in account.deeper}
+def reasons(report: MissReport) -> dict[int, Reason]:
+    return {missed.position: missed.reason for missed in report.deeper}
 
 
-def said(account: Account) -> str:
-    return "\n".join(tell(account))
+def said(report: MissReport) -> str:
+    return "\n".join(render(report))
 
 
 # What is there.
 
 
 def test_a_prompt_that_nobody_sent() -> None:
-    account = explain(server(), run(100))
-    assert (account.prompt, account.usable, account.kv, account.hit) == (100, 99, 0, 0)
-    assert (account.checkpoint, account.deeper) == (None, [])
-    assert account.unstored is not None and account.unstored.why is Rest.NEW
-    assert account.leaves == [(99, "prompt_end")]
-    assert "Tokens 0 to 99 were never sent before." in said(account)
+    report = explain(server(), run(100))
+    assert (report.prompt, report.usable, report.kv, report.hit) == (100, 99, 0, 0)
+    assert (report.checkpoint, report.deeper) == (None, [])
+    assert report.unstored is not None and report.unstored.why is UnstoredReason.NEW
+    assert report.leaves == [(99, "prompt_end")]
+    assert "Tokens 0 to 99 were never sent before." in said(report)
 
 
 def test_the_checkpoint_that_is_used() -> None:
@@ -71,21 +71,21 @@ def test_the_checkpoint_that_is_used() -> None:
     it.serve(run(100), [7], stamp=10.0)
     it.serve([*run(100), 5], [7], stamp=30.0)
     it.serve(run(50, 3), [7], stamp=31.0)
-    account = explain(it, [*run(100), *run(9, 4)])
-    assert account.hit == 100
-    used = account.checkpoint
+    report = explain(it, [*run(100), *run(9, 4)])
+    assert report.hit == 100
+    used = report.checkpoint
     assert used is not None and used.taken is not None and used.last_used is not None
     assert (used.position, used.kind, used.hits) == (100, "tail", 1)
     assert (used.taken, used.last_used) == (21.0, 1.0)
-    assert "token 100: answer's end; taken 21 s ago, 1 hit, the last one 1.0 s ago" in said(account)
+    assert "token 100: answer's end; taken 21 s ago, 1 hit, the last one 1.0 s ago" in said(report)
 
 
 def test_an_identical_prompt_misses_nothing() -> None:
     it = server()
     it.serve(run(100), [7])
-    account = explain(it, run(100))
-    assert (account.hit, account.deeper, account.unstored) == (99, [], None)
-    assert "Nothing was missed." in said(account)
+    report = explain(it, run(100))
+    assert (report.hit, report.deeper, report.unstored) == (99, [], None)
+    assert "Nothing was missed." in said(report)
 
 
 # Why there is none.
@@ -94,13 +94,13 @@ def test_an_identical_prompt_misses_nothing() -> None:
 def test_nobody_branched_there_before() -> None:
     it = server()
     it.serve(run(100), run(5, 1))
-    account = explain(it, [*run(60), *run(30, 2)])
-    assert (account.kv, account.hit) == (60, 0)
-    assert reasons(account) == {60: Reason.NOT_WANTED}
-    assert account.deeper[0].gain == 60
-    assert account.leaves == [(60, "branch"), (89, "prompt_end")]
-    assert "never stored: no earlier prompt left the stored ones here" in said(account)
-    assert mend(account) is None
+    report = explain(it, [*run(60), *run(30, 2)])
+    assert (report.kv, report.hit) == (60, 0)
+    assert reasons(report) == {60: Reason.NOT_WANTED}
+    assert report.deeper[0].gain == 60
+    assert report.leaves == [(60, "branch"), (89, "prompt_end")]
+    assert "never stored: no earlier prompt left the stored ones here" in said(report)
+    assert remedy(report) is None
     it.serve([*run(60), *run(30, 2)], [7])
     assert explain(it, [*run(60), *run(30, 3)]).hit == 60
 
@@ -115,17 +115,17 @@ def test_a_micro_branch(gain: int, least: int) -> None:
 
     it = after_two_prompts(least)
     prompt = [*run(100), *run(gain, 1), *run(50, 2)]
-    account = explain(it, prompt)
-    assert (account.kv, account.hit) == (100 + gain, 100)
-    assert reasons(account) == {100 + gain: Reason.MICRO_BRANCH}
-    assert account.deeper[0].request is None  # foreseen
+    report = explain(it, prompt)
+    assert (report.kv, report.hit) == (100 + gain, 100)
+    assert reasons(report) == {100 + gain: Reason.MICRO_BRANCH}
+    assert report.deeper[0].request is None  # foreseen
     it.serve(prompt, [7])
     again = [*run(100), *run(gain, 1), *run(50, 3)]
-    account = explain(it, again)
-    assert reasons(account) == {100 + gain: Reason.MICRO_BRANCH}
-    assert account.deeper[0].request == "3"  # decided
+    report = explain(it, again)
+    assert reasons(report) == {100 + gain: Reason.MICRO_BRANCH}
+    assert report.deeper[0].request == "3"  # decided
     worth_a_flag = "--hybrid-min-branch-tokens 30 or less; it is 40."
-    assert mend(account) == (worth_a_flag if gain >= 16 else None)
+    assert remedy(report) == (worth_a_flag if gain >= 16 else None)
     lenient = after_two_prompts(gain)
     lenient.serve(prompt, [7])
     assert explain(lenient, again).hit == 100 + gain
@@ -134,12 +134,12 @@ def test_a_micro_branch(gain: int, least: int) -> None:
 def test_no_slot_was_free_and_nothing_could_go() -> None:
     it = server(states=1)  # the request's own state takes it
     it.serve(run(50, 1), [7])
-    account = explain(it, run(50, 1))
-    assert (account.kv, account.hit) == (49, 0)
-    assert reasons(account) == {49: Reason.NO_SLOT}
-    assert account.deeper[0].request == "1"
-    assert "no slot was free and nothing could be pushed out" in said(account)
-    advice = mend(account)
+    report = explain(it, run(50, 1))
+    assert (report.kv, report.hit) == (49, 0)
+    assert reasons(report) == {49: Reason.NO_SLOT}
+    assert report.deeper[0].request == "1"
+    assert "no slot was free and nothing could be pushed out" in said(report)
+    advice = remedy(report)
     assert advice is not None and "--max-mamba-cache-size above 1" in advice
 
 
@@ -147,11 +147,11 @@ def test_a_prompts_end_takes_free_slots_only() -> None:
     it = server("marconi", hybrid_alpha=1.0, states=2)
     it.serve(run(100), [7])
     it.serve(run(100, 1), [7])
-    account = explain(it, run(100, 1)[:100])
-    assert reasons(account) == {99: Reason.NOT_WORTH}
-    assert account.deeper[0].kind == "prompt_end"
-    assert account.deeper[0].score is None
-    assert "it takes free slots only" in said(account)
+    report = explain(it, run(100, 1)[:100])
+    assert reasons(report) == {99: Reason.NOT_WORTH}
+    assert report.deeper[0].kind == "prompt_end"
+    assert report.deeper[0].score is None
+    assert "it takes free slots only" in said(report)
 
 
 def test_worth_no_more_than_the_cheapest() -> None:
@@ -161,11 +161,15 @@ def test_worth_no_more_than_the_cheapest() -> None:
     it.serve(run(30, 3), [7])
     for k in (4, 5):
         it.serve([*run(20, 3), *run(900, k)], [7])
-    account = explain(it, [*run(20, 3), *run(9, 6)])
-    gap = account.deeper[0]
-    assert (gap.position, gap.reason, gap.kind) == (20, Reason.NOT_WORTH, "branch")
-    assert gap.score is not None and gap.against is not None and gap.score <= gap.against
-    assert f"{gap.score:.3g} against {gap.against:.3g} by marconi" in said(account)
+    report = explain(it, [*run(20, 3), *run(9, 6)])
+    missed = report.deeper[0]
+    assert (missed.position, missed.reason, missed.kind) == (20, Reason.NOT_WORTH, "branch")
+    assert (
+        missed.score is not None
+        and missed.victim_score is not None
+        and missed.score <= missed.victim_score
+    )
+    assert f"{missed.score:.3g} against {missed.victim_score:.3g} by marconi" in said(report)
 
 
 def test_evicted_for_a_state_that_was_worth_more() -> None:
@@ -174,16 +178,20 @@ def test_evicted_for_a_state_that_was_worth_more() -> None:
     it.serve([*run(60), *run(30, 2)], [3])
     for k in range(5, 9):
         it.serve(run(80, k), [1])
-    account = explain(it, [*run(60), *run(30, 3)])
-    (gap,) = account.deeper
-    assert (gap.position, gap.reason, gap.kind) == (60, Reason.EVICTED, "branch")
-    assert (gap.short, gap.policy, gap.with_kv) == ("states", "reuse", True)
-    assert gap.taker is not None and gap.taker.score is not None and gap.score is not None
-    assert (gap.taker.position, gap.taker.kind) == (79, "prompt_end")
-    assert gap.taker.score > gap.score
-    assert account.unstored is not None and account.unstored.why is Rest.EVICTED
-    assert account.unstored.known == 60
-    advice = mend(account)
+    report = explain(it, [*run(60), *run(30, 3)])
+    (missed,) = report.deeper
+    assert (missed.position, missed.reason, missed.kind) == (60, Reason.EVICTED, "branch")
+    assert (missed.short, missed.policy, missed.with_kv) == ("states", "reuse", True)
+    assert (
+        missed.recipient is not None
+        and missed.recipient.score is not None
+        and missed.score is not None
+    )
+    assert (missed.recipient.position, missed.recipient.kind) == (79, "prompt_end")
+    assert missed.recipient.score > missed.score
+    assert report.unstored is not None and report.unstored.why is UnstoredReason.EVICTED
+    assert report.unstored.known == 60
+    advice = remedy(report)
     assert advice is not None and "--max-mamba-cache-size above 4" in advice
 
 
@@ -193,12 +201,12 @@ def test_a_state_that_went_alone() -> None:
     hold = it.cache.lock(node(it, [*run(20), *run(5, 1)[:4]]).id)  # the deeper one stays
     it.cache.evict(EvictParams(num_tokens=0, mamba_num=1))
     it.cache.unlock(hold)
-    account = explain(it, [*run(20), 9])
-    assert (account.kv, account.hit) == (20, 0)
-    (gap,) = account.deeper
-    assert (gap.position, gap.reason, gap.kind) == (20, Reason.EVICTED, "prompt_end")
-    assert (gap.with_kv, gap.taker) == (False, None)
-    assert "another request needed the slot" in said(account)
+    report = explain(it, [*run(20), 9])
+    assert (report.kv, report.hit) == (20, 0)
+    (missed,) = report.deeper
+    assert (missed.position, missed.reason, missed.kind) == (20, Reason.EVICTED, "prompt_end")
+    assert (missed.with_kv, missed.recipient) == (False, None)
+    assert "another request needed the slot" in said(report)
 
 
 def test_evicted_when_kv_ran_short() -> None:
@@ -206,30 +214,30 @@ def test_evicted_when_kv_ran_short() -> None:
     it.serve(run(150), [7])
     for k in (1, 2, 3):
         it.serve(run(150, k), [7])
-    account = explain(it, [*run(150), 9])
-    assert account.kv == 0
-    assert {gap.short for gap in account.deeper} == {"kv"}
-    assert all(gap.with_kv for gap in account.deeper)
-    assert account.unstored is not None
-    assert (account.unstored.why, account.unstored.short) == (Rest.EVICTED, "kv")
-    assert account.unstored.known == 150
-    advice = mend(account)
+    report = explain(it, [*run(150), 9])
+    assert report.kv == 0
+    assert {missed.short for missed in report.deeper} == {"kv"}
+    assert all(missed.with_kv for missed in report.deeper)
+    assert report.unstored is not None
+    assert (report.unstored.why, report.unstored.short) == (UnstoredReason.EVICTED, "kv")
+    assert report.unstored.known == 150
+    advice = remedy(report)
     assert advice is not None and "more KV" in advice
     stranger = explain(it, [1, *run(150)])
     assert stranger.deeper == []
-    assert stranger.unstored is not None and stranger.unstored.why is Rest.NEW
+    assert stranger.unstored is not None and stranger.unstored.why is UnstoredReason.NEW
 
 
 def test_kv_that_went_so_long_ago_that_only_the_history_knows() -> None:
     it = server(kv=400)
-    it.cache.notes.decisions = Decisions(entries=1)
+    it.cache.decision_log.decisions = Decisions(entries=1)
     for k in range(4):
         it.serve(run(150, k), [7])
-    account = explain(it, run(150))
-    assert account.unstored is not None
-    assert (account.unstored.why, account.unstored.known) == (Rest.GONE, 149)
-    assert account.deeper == []
-    assert len(it.cache.notes.decisions) == 1
+    report = explain(it, run(150))
+    assert report.unstored is not None
+    assert (report.unstored.why, report.unstored.known) == (UnstoredReason.GONE, 149)
+    assert report.deeper == []
+    assert len(it.cache.decision_log.decisions) == 1
 
 
 def test_a_leaf_that_a_prompt_shares_in_part() -> None:
@@ -238,58 +246,58 @@ def test_a_leaf_that_a_prompt_shares_in_part() -> None:
     it.serve(run(150), [7])
     for k in (1, 2, 3):
         it.serve(run(150, k), [7])
-    account = explain(it, [*run(40), *run(30, 9)])
-    assert account.unstored is not None
-    assert (account.unstored.why, account.unstored.known) == (Rest.EVICTED, 40)
+    report = explain(it, [*run(40), *run(30, 9)])
+    assert report.unstored is not None
+    assert (report.unstored.why, report.unstored.known) == (UnstoredReason.EVICTED, 40)
 
 
 def test_states_on_a_grid() -> None:
     it = server("marconi", "all", states=16, extra_buffer=True, grid=64)
     it.serve(run(200), run(5, 1))
-    account = explain(it, [*run(150), *run(30, 2)])
-    assert account.kv == 150
-    assert reasons(account)[150] is Reason.GRID
-    assert account.house.grid == 64
-    assert account.leaves == []
-    assert mend(account) == "--hybrid-admission judicious, which takes exact states."
+    report = explain(it, [*run(150), *run(30, 2)])
+    assert report.kv == 150
+    assert reasons(report)[150] is Reason.GRID
+    assert report.cache.grid == 64
+    assert report.leaves == []
+    assert remedy(report) == "--hybrid-admission judicious, which takes exact states."
 
 
 def test_positions_are_whole_pages() -> None:
     it = server(page=16, extra_buffer=True, grid=16)
     it.serve(run(100), [7])
-    account = explain(it, [*run(60), *run(40, 2)])
-    assert (account.usable, account.kv) == (96, 48)
-    assert set(reasons(account)) == {48}
-    assert account.leaves == [(48, "branch"), (96, "prompt_end")]
+    report = explain(it, [*run(60), *run(40, 2)])
+    assert (report.usable, report.kv) == (96, 48)
+    assert set(reasons(report)) == {48}
+    assert report.leaves == [(48, "branch"), (96, "prompt_end")]
 
 
 def test_a_model_without_states() -> None:
     it = server("gdsf", states=0, kv=400)
     it.serve(run(150), [7])
-    account = explain(it, [*run(60), *run(30, 2)])
-    assert (account.hit, account.kv, account.checkpoint, account.deeper) == (60, 60, None, [])
-    assert "this model needs no states" in said(account)
+    report = explain(it, [*run(60), *run(30, 2)])
+    assert (report.hit, report.kv, report.checkpoint, report.deeper) == (60, 60, None, [])
+    assert "this model needs no states" in said(report)
     it.serve([*run(60), *run(30, 2)], [7])
     assert of_request(it, "2").hit == 60
     assert "this model needs no states" in said(of_request(it, "2"))
     for k in (1, 2, 3):
         it.serve(run(150, k), [7])
-    account = explain(it, run(150))
-    assert account.hit < 149
-    assert account.unstored is not None and account.unstored.why is Rest.EVICTED
+    report = explain(it, run(150))
+    assert report.hit < 149
+    assert report.unstored is not None and report.unstored.why is UnstoredReason.EVICTED
 
 
 def test_under_lru_it_says_what_is_not_recorded() -> None:
-    it = server("lru", states=3)
+    it = server("sglang-lru", states=3)
     it.serve(run(100), [7])
     it.serve(run(100, 1), [7])
-    account = explain(it, [*run(100, 1), 5])
-    assert account.checkpoint is not None
-    assert (account.checkpoint.position, account.checkpoint.kind) == (100, None)
-    account = explain(it, [*run(60, 1), *run(30, 2)])
-    assert reasons(account) == {60: Reason.UNKNOWN}
-    assert account.unstored is not None and account.unstored.why is Rest.UNKNOWN
-    assert "Under --hybrid-eviction lru nothing is recorded" in said(account)
+    report = explain(it, [*run(100, 1), 5])
+    assert report.checkpoint is not None
+    assert (report.checkpoint.position, report.checkpoint.kind) == (100, None)
+    report = explain(it, [*run(60, 1), *run(30, 2)])
+    assert reasons(report) == {60: Reason.UNKNOWN}
+    assert report.unstored is not None and report.unstored.why is UnstoredReason.UNKNOWN
+    assert "Under --hybrid-eviction sglang-lru nothing is recorded" in said(report)
     assert of_request(it, "2").hit == 0
 
 
@@ -299,11 +307,11 @@ def test_an_emptied_cache() -> None:
         it.serve(run(80, k), [1])
     assert explain(it, run(80)).deeper
     it.flush()
-    account = explain(it, run(80))
-    assert account.deeper == []
-    assert account.unstored is not None and account.unstored.why is Rest.GONE
-    assert account.house.emptied is not None
-    assert "The cache was emptied" in said(account)
+    report = explain(it, run(80))
+    assert report.deeper == []
+    assert report.unstored is not None and report.unstored.why is UnstoredReason.GONE
+    assert report.cache.emptied is not None
+    assert "The cache was emptied" in said(report)
 
 
 def test_prompts_with_another_key_share_nothing() -> None:
@@ -312,9 +320,9 @@ def test_prompts_with_another_key_share_nothing() -> None:
         it.serve(run(80, k), [1])
     assert explain(it, run(80)).deeper
     for scope in ({"extra_key": "adapter"}, {"cache_salt": "tenant"}):
-        account = explain(it, run(80), **scope)
-        assert (account.kv, account.deeper) == (0, [])
-        assert account.unstored is not None and account.unstored.why is Rest.NEW
+        report = explain(it, run(80), **scope)
+        assert (report.kv, report.deeper) == (0, [])
+        assert report.unstored is not None and report.unstored.why is UnstoredReason.NEW
 
 
 def test_what_was_sent_with_a_key_is_found_with_it() -> None:
@@ -330,14 +338,14 @@ def test_what_was_sent_with_a_key_is_found_with_it() -> None:
     assert explain(it, run(80, 5), extra_key="adapter").hit == 79
     assert explain(it, run(80)).deeper == []
     assert explain(it, run(80, 5)).kv == 0
-    adapters = it.cache.notes.recent.get(tenant("adapter", None), "1")
+    adapters = it.cache.decision_log.recent.get(tenant("adapter", None), "1")
     assert adapters is not None
     assert told(it, "adapter").of_request("1", adapters).request is not None
 
 
 def test_where_the_last_message_would_get_its_state() -> None:
     it = server()
-    it.cache.roles = RoleTokens({"user": [(-7, -8)]})
+    it.cache.message_boundaries = MessageBoundaries({"user": [(-7, -8)]})
     prompt = [-7, -8, *run(40), -7, -8, *run(20, 1)]
     assert explain(it, prompt).leaves == [(42, "message"), (63, "prompt_end")]
 
@@ -372,11 +380,11 @@ def test_a_position_that_was_left_for_another_reason_was_not_refused() -> None:
     it.serve(run(100), [7])
     it.serve([*run(100), *run(50, 1)], [7])
     it.serve([*run(100), *run(10, 1)], [7])  # a micro-branch at its end, which is kept as such
-    account = of_request(it, "3")
-    assert (account.hit, account.kv) == (100, 109)
-    assert account.request is not None
-    assert (109, "prompt_end") in account.request.left
-    assert account.request.refused == []
+    report = of_request(it, "3")
+    assert (report.hit, report.kv) == (100, 109)
+    assert report.request is not None
+    assert (109, "prompt_end") in report.request.left
+    assert report.request.refused == []
 
 
 def test_a_request_that_is_looked_up_again_and_again() -> None:
@@ -386,24 +394,24 @@ def test_a_request_that_is_looked_up_again_and_again() -> None:
     for _ in range(3):
         assert it.look_up(req) == 100
         it.send_back(req)
-    account = of_request(it, req.rid)
-    assert account.checkpoint is not None and account.checkpoint.last_used is not None
-    assert (account.checkpoint.hits, account.checkpoint.last_used) == (0, 8.0)
-    assert account.request is not None and not account.request.started
-    assert "which has not been prefilled yet" in said(account)
+    report = of_request(it, req.rid)
+    assert report.checkpoint is not None and report.checkpoint.last_used is not None
+    assert (report.checkpoint.hits, report.checkpoint.last_used) == (0, 8.0)
+    assert report.request is not None and not report.request.started
+    assert "which has not been prefilled yet" in said(report)
 
 
 def test_what_a_request_wanted_to_leave_and_did_not() -> None:
     it = server("marconi", hybrid_alpha=1.0, states=2)
     it.serve(run(100), [7])
     it.serve(run(100, 1), [7])
-    account = of_request(it, "2")
-    assert account.request is not None
-    assert account.request.left == [(100, "tail")]
-    assert [(gap.position, gap.reason) for gap in account.request.refused] == [
+    report = of_request(it, "2")
+    assert report.request is not None
+    assert report.request.left == [(100, "tail")]
+    assert [(missed.position, missed.reason) for missed in report.request.refused] == [
         (99, Reason.NOT_WORTH)
     ]
-    assert "It left none at token 99" in said(account)
+    assert "It left none at token 99" in said(report)
 
 
 def test_a_state_was_there_but_no_slot_to_copy_it_into() -> None:
@@ -414,12 +422,12 @@ def test_a_state_was_there_but_no_slot_to_copy_it_into() -> None:
     it.prefill_step(holder)
     req = it.arrive([*run(100), 5])
     it.look_up(req)
-    account = of_request(it, req.rid)
+    report = of_request(it, req.rid)
     it.send_back(req)
-    assert account.request is not None and account.request.missed == "no_slot"
-    assert (account.hit, account.kv, account.deeper) == (0, 99, [])  # the tail went for the holder
-    assert "no free slot to copy it into" in said(account)
-    advice = mend(account)
+    assert report.request is not None and report.request.missed == "no_slot"
+    assert (report.hit, report.kv, report.deeper) == (0, 99, [])  # the tail went for the holder
+    assert "no free slot to copy it into" in said(report)
+    advice = remedy(report)
     assert advice is not None and "--max-mamba-cache-size above 2" in advice
 
 
@@ -427,16 +435,16 @@ def test_an_unknown_request_and_an_empty_prompt() -> None:
     it = server()
     it.serve(run(20), [7])
     answer = it.cache.explainer.answer(ExplainReq(request_id="nobody"))
-    assert answer.account is None
+    assert answer.report is None
     assert (
         "no request 'nobody' with this extra key, salt and adapter is among the last 1"
         in answer.error
     )
     assert it.cache.explainer.answer(ExplainReq(input_ids=[])).error == "the prompt has no tokens."
-    assert it.cache.explainer.answer(ExplainReq(input_ids=run(30))).account["kv"] == 20
+    assert it.cache.explainer.answer(ExplainReq(input_ids=run(30))).report["kv"] == 20
     impossible = it.cache.explainer.answer(ExplainReq(input_ids=[1 << 70]))
-    assert impossible.account is None and "the server's log says why" in impossible.error
-    assert it.cache.explainer.answer(ExplainReq(request_id="1")).account["prompt"] == 20
+    assert impossible.report is None and "the server's log says why" in impossible.error
+    assert it.cache.explainer.answer(ExplainReq(request_id="1")).report["prompt"] == 20
 
 
 def test_health_checks_are_not_kept() -> None:
@@ -446,15 +454,15 @@ def test_health_checks_are_not_kept() -> None:
     it.admit(req)
     it.prefill_step(req)
     it.finish(req)
-    assert len(it.cache.notes.recent) == 0
+    assert len(it.cache.decision_log.recent) == 0
 
 
 def test_recent_requests_are_bounded_in_number_and_bytes() -> None:
     it = server()
-    it.cache.notes.recent = Recent(requests=3)
+    it.cache.decision_log.recent = RecentRequests(requests=3)
     for k in range(5):
         it.serve(run(30, k), [7])
-    kept = it.cache.notes.recent
+    kept = it.cache.decision_log.recent
     assert [kept.get(tenant(None, None), str(rid)) is not None for rid in range(1, 6)] == [
         False,
         False,
@@ -462,7 +470,7 @@ def test_recent_requests_are_bounded_in_number_and_bytes() -> None:
         True,
         True,
     ]
-    it.cache.notes.recent = small = Recent(max_bytes=8 * 50)
+    it.cache.decision_log.recent = small = RecentRequests(max_bytes=8 * 50)
     for k in range(5):
         it.serve(run(40, k), [7])
     assert len(small) == 1
@@ -479,7 +487,7 @@ def observables(it: Server) -> dict[str, Any]:
     while stack:
         node = stack.pop()
         state = node.component_data[MAMBA]
-        record = cache.mirror.record(node)
+        record = cache.shadow_tree.record(node)
         nodes.append(
             (
                 node.id,
@@ -492,19 +500,19 @@ def observables(it: Server) -> dict[str, Any]:
             )
         )
         stack.extend(node.children.values())
-    history = cache.mirror.history
+    history = cache.shadow_tree.history
     return {
         "nodes": nodes,
-        "clock": (cache.mirror.clock.tick, cache.mirror.clock.stamp),
+        "clock": (cache.shadow_tree.clock.tick, cache.shadow_tree.clock.stamp),
         "stats": cache.stats.as_dict(),
         "free": it.free(),
         "history": None if history is None else (history.held_bytes, history._versions),
-        "decisions": (cache.notes.decisions.count, len(cache.notes.recent)),
+        "decisions": (cache.decision_log.decisions.count, len(cache.decision_log.recent)),
         "victim": [
             choice and (choice[0].id, choice[1])
             for choice in (
-                cache.mirror.kv_pool.cheapest(),
-                cache.mirror.state_pool.cheapest(last_resort=True),
+                cache.shadow_tree.kv_pool.cheapest(),
+                cache.shadow_tree.state_pool.cheapest(last_resort=True),
             )
         ],
     }
@@ -539,4 +547,4 @@ def test_asking_changes_nothing(policy: str) -> None:
 
 
 def _depths(it: Server) -> list[tuple[int, bool]]:
-    return sorted((record.depth, record.has_state) for record in it.cache.mirror.tree.walk())
+    return sorted((record.depth, record.has_state) for record in it.cache.shadow_tree.tree.walk())

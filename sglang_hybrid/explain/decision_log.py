@@ -1,8 +1,8 @@
-"""What the cache notes so that it can say later why something was not hit.
+"""What the cache records so that it can say later why something was not hit.
 
-Nobody reads it but `explain.py`, and no decision depends on it. A state that is evicted or not
-taken costs a mark: its own edge's tokens, or those that the prefill computes, are hashed, once.
-Without a mirror (`--hybrid-eviction lru`) only requests are noted.
+Only `explainer.py` reads it, and no decision depends on it. A state that is evicted or not taken
+costs a prefix hash: the tokens of its own edge, or those that the prefill computes, are hashed
+once. Without a shadow tree (`--hybrid-eviction sglang-lru`) only requests are recorded.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sglang_hybrid.core.admission import Skip
-from sglang_hybrid.core.intent import Wish
+from sglang_hybrid.core.checkpoint_plan import CheckpointRequest
 from sglang_hybrid.core.nodes import Clock, Node
-from sglang_hybrid.telemetry.decisions import (
-    FIRST_MARK,
+from sglang_hybrid.explain.decisions import (
+    EMPTY_PREFIX_HASH,
     NAME_LENGTH,
     Decisions,
     KvLost,
     Moment,
     NotTaken,
     StateLost,
-    next_mark,
+    extend_prefix_hash,
 )
-from sglang_hybrid.telemetry.recent import Recent, Seen, Used
+from sglang_hybrid.explain.recent import RecentRequest, RecentRequests, ResumedFrom
 from sglang_hybrid.telemetry.stats import Evicted, RequestReport
 from sglang_hybrid.tenants import Tenant, tenant, tenant_of
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.radix_cache import HybridRadixCache
 
 
-class Notes:
+class DecisionLog:
     """The decisions and the recent requests of one cache, apart for each tenant.
 
     one_tenant: no second one has come yet. Scores are compared with those of other tenants' states,
@@ -46,84 +46,84 @@ class Notes:
 
     def __init__(self, cache: HybridRadixCache) -> None:
         self.decisions = Decisions()
-        self.recent = Recent()
+        self.recent = RecentRequests()
         self._cache = cache
         self.one_tenant = True
         self._someone_came = False
         self._first: Tenant = None
-        self._taker: Wish | None = None
+        self._recipient: CheckpointRequest | None = None
 
     def now(self) -> Moment | None:
         """The cache's time; None where nothing counts it."""
-        return moment(self._cache.mirror.clock) if self._cache.mirrored else None
+        return moment(self._cache.shadow_tree.clock) if self._cache.has_shadow_tree else None
 
     # What became of states and KV.
 
     @contextmanager
-    def making_room_for(self, wish: Wish | None) -> Iterator[None]:
-        """What is evicted meanwhile gives its slot to `wish`."""
-        self._taker = wish and _short(wish)
+    def making_room_for(self, request: CheckpointRequest | None) -> Iterator[None]:
+        """What is evicted meanwhile gives its slot to `request`."""
+        self._recipient = request and _short(request)
         try:
             yield
         finally:
-            self._taker = None
+            self._recipient = None
 
-    def not_taken(self, req: Req, wish: Wish, skip: Skip) -> None:
+    def not_taken(self, req: Req, request: CheckpointRequest, skip: Skip) -> None:
         """The prefill of `req` wanted a state and did not get it."""
-        if not self._cache.mirrored or wish.position <= 0:
+        if not self._cache.has_shadow_tree or request.position <= 0:
             return
-        mark = self._mark_in(req, wish.position)
-        order, now = self.decisions.count, moment(self._cache.mirror.clock)
-        decision = NotTaken(order, now, _short(wish), skip)
-        self.decisions.add(tenant_of(req), wish.position, mark, decision)
+        prefix_hash = self._prefix_hash_in(req, request.position)
+        order, now = self.decisions.count, moment(self._cache.shadow_tree.clock)
+        decision = NotTaken(order, now, _short(request), skip)
+        self.decisions.add(tenant_of(req), request.position, prefix_hash, decision)
 
     def state_lost(self, node: UnifiedTreeNode, what: Evicted) -> None:
         """The state of `node` is evicted; the node is still in the tree."""
-        mirror = self._cache.mirror
-        record = mirror.record(node)
-        pool = mirror.asked
+        shadow_tree = self._cache.shadow_tree
+        record = shadow_tree.record(node)
+        pool = shadow_tree.asked
         score = None if pool is None or math.isinf(pool.last_score) else pool.last_score
         whose = _tenant_of_node(node)
-        taker = self._taker
+        recipient = self._recipient
         lost = StateLost(
             self.decisions.count,
-            moment(mirror.clock),
+            moment(shadow_tree.clock),
             record.kind,
             what,
             None if pool is None else pool.scarce,
             pool.policy.name if pool else self._cache.policy_name,
             score,
-            taker if taker is not None and taker.tenant == whose else None,
+            recipient if recipient is not None and recipient.tenant == whose else None,
             record.hits,
             record.taken,
             (record.last_used, record.stamp),
         )
-        self.decisions.add(whose, record.depth, self.mark(record), lost)
+        self.decisions.add(whose, record.depth, self.prefix_hash(record), lost)
 
     def kv_lost(self, node: UnifiedTreeNode) -> None:
         """The KV of the leaf `node` is evicted; the node is still in the tree."""
-        mirror = self._cache.mirror
-        record = mirror.record(node)
+        shadow_tree = self._cache.shadow_tree
+        record = shadow_tree.record(node)
         start = record.depth - record.tokens
-        end_mark = self.mark(record)
+        end_hash = self.prefix_hash(record)
         assert record.parent is not None
-        above = record.parent.mark
+        above = record.parent.prefix_hash
         if above is None:
-            above = FIRST_MARK
+            above = EMPTY_PREFIX_HASH
         first = min(self._cache.page_size, record.tokens)
-        pool = mirror.asked
+        pool = shadow_tree.asked
         lost = KvLost(
             self.decisions.count,
-            moment(mirror.clock),
+            moment(shadow_tree.clock),
             start,
             record.depth,
-            end_mark,
+            end_hash,
             None if pool is None else pool.scarce,
             pool.policy.name if pool else self._cache.policy_name,
             (record.last_used, record.stamp),
         )
-        mark = next_mark(above, node.key.token_ids, 0, first)
-        self.decisions.add(_tenant_of_node(node), start + first, mark, lost)
+        prefix_hash = extend_prefix_hash(above, node.key.token_ids, 0, first)
+        self.decisions.add(_tenant_of_node(node), start + first, prefix_hash, lost)
 
     def emptied(self) -> None:
         """The cache was flushed."""
@@ -132,7 +132,7 @@ class Notes:
 
     # What requests found.
 
-    def met(self, req: Req, report: RequestReport, kv: int, node: UnifiedTreeNode) -> None:
+    def looked_up(self, req: Req, report: RequestReport, kv: int, node: UnifiedTreeNode) -> None:
         """`req` was looked up, again perhaps, and would resume from `node`, whose use by it is not
         counted yet.
         """
@@ -145,7 +145,7 @@ class Notes:
         if known is not None and known.used is not None and used is not None:
             same = known.used.position == used.position
             used = known.used if same else used  # its own use is counted by now
-        seen = Seen(
+        seen = RecentRequest(
             req.origin_input_ids,
             whose,
             report,
@@ -157,45 +157,47 @@ class Notes:
         )
         self.recent.put(whose, req.rid, seen)
 
-    def knew(self, req: Req, known_len: int) -> None:
+    def history_matched(self, req: Req, known_len: int) -> None:
         """So much of the prompt of `req` was sent before by its tenant."""
         seen = self.recent.get(tenant_of(req), req.rid)
         if seen is not None:
             seen.known = known_len
 
-    def used(self, node: UnifiedTreeNode, position: int) -> Used | None:
+    def used(self, node: UnifiedTreeNode, position: int) -> ResumedFrom | None:
         """The checkpoint of `node`, at `position`; None for the root and where there are none."""
         if position == 0 or not self._cache.is_mamba_enabled:
             return None
-        if not self._cache.mirrored:
-            return Used(position)
-        record = self._cache.mirror.record(node)
+        if not self._cache.has_shadow_tree:
+            return ResumedFrom(position)
+        record = self._cache.shadow_tree.record(node)
         last_used = (record.last_used, record.stamp)
-        return Used(position, record.kind, record.hits, record.taken, last_used)
+        return ResumedFrom(position, record.kind, record.hits, record.taken, last_used)
 
-    # Marks.
+    # Prefix hashes.
 
-    def mark(self, record: Node) -> int:
-        """The mark of a node's end. Marks stay on the records: each token is hashed once."""
+    def prefix_hash(self, record: Node) -> int:
+        """The prefix hash of a node's end. It is kept on the record: each token is hashed once."""
         way: list[Node] = []
         at = record
-        while at.mark is None and at.parent is not None:
+        while at.prefix_hash is None and at.parent is not None:
             way.append(at)
             at = at.parent
-        mark = FIRST_MARK if at.mark is None else at.mark
+        prefix_hash = EMPTY_PREFIX_HASH if at.prefix_hash is None else at.prefix_hash
         for node in reversed(way):
-            key = node.owner.key
-            mark = node.mark = next_mark(mark, key.token_ids, 0, len(key))
-        return mark
+            key = node.payload.key
+            prefix_hash = node.prefix_hash = extend_prefix_hash(
+                prefix_hash, key.token_ids, 0, len(key)
+            )
+        return prefix_hash
 
-    def _mark_in(self, req: Req, position: int) -> int:
-        """The mark of a position in what `req` prefills, from the node that it goes on from."""
-        start, mark = 0, FIRST_MARK
+    def _prefix_hash_in(self, req: Req, position: int) -> int:
+        """The prefix hash of a position in what `req` prefills, from that of its last node."""
+        start, prefix_hash = 0, EMPTY_PREFIX_HASH
         if req.last_node is not None:
-            record = self._cache.mirror.record(self._cache.tree_core.node_by_id(req.last_node))
+            record = self._cache.shadow_tree.record(self._cache.tree_core.node_by_id(req.last_node))
             if 0 < record.depth <= position:
-                start, mark = record.depth, self.mark(record)
-        return next_mark(mark, req.full_untruncated_fill_ids, start, position)
+                start, prefix_hash = record.depth, self.prefix_hash(record)
+        return extend_prefix_hash(prefix_hash, req.full_untruncated_fill_ids, start, position)
 
 
 def moment(clock: Clock) -> Moment:
@@ -206,5 +208,5 @@ def _tenant_of_node(node: UnifiedTreeNode) -> Tenant:
     return tenant(node.key.extra_key, node.key.cache_salt)
 
 
-def _short(wish: Wish) -> Wish:
-    return replace(wish, owner=wish.owner[:NAME_LENGTH])
+def _short(request: CheckpointRequest) -> CheckpointRequest:
+    return replace(request, request_id=request.request_id[:NAME_LENGTH])

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import POLICIES
+from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.baselines import ServedClairvoyant
 from sglang_hybrid.replay.generators import generate, traffic
-from sglang_hybrid.replay.served import Running, ServedCache, Serving
+from sglang_hybrid.replay.server_simulator import Running, ServerSimulator
 from sglang_hybrid.replay.simulator import Simulator, Split, hit_rate
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.traces import Request
@@ -40,14 +41,14 @@ def build(
     requests: list[Request],
     least: int = 16,
     serving: Serving | None = None,
-) -> ServedCache:
+) -> ServerSimulator:
     setting = Setting(PAPER, budget, requests, least, serving or Serving())
     cache = Spec.parse(name).build(setting)
-    assert isinstance(cache, ServedCache)
+    assert isinstance(cache, ServerSimulator)
     return cache
 
 
-def states(cache: ServedCache) -> set[int]:
+def states(cache: ServerSimulator) -> set[int]:
     return {node.depth for node in cache.tree.walk() if node.has_state}
 
 
@@ -135,11 +136,11 @@ def test_requests_may_overlap(name: str, seed: int) -> None:
     assert not any(node.kv_locked or node.state_locked for node in cache.tree.walk())
 
 
-def check(cache: ServedCache, running: list[Running]) -> None:
+def check(cache: ServerSimulator, running: list[Running]) -> None:
     nodes = list(cache.tree.walk())
     assert cache.kv_used == sum(node.tokens for node in nodes)
     assert cache.states_used == sum(node.has_state for node in nodes)
-    inside = [one for one in running if one.intent is not None]
+    inside = [one for one in running if one.plan is not None]
     assert cache.kv_in_use == sum(one.allocated - one.shared for one in inside)
     assert cache.slots_in_use == len(inside)
     if isinstance(cache.memory, Split):

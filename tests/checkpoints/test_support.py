@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sglang_hybrid.checkpoints.strategy import one_slot_per_request, plans_checkpoints
+from sglang_hybrid.checkpoints.support import one_slot_per_request, plans_checkpoints
 
 
 def flags(**changed: Any) -> SimpleNamespace:

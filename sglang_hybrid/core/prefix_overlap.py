@@ -16,7 +16,7 @@ TOKEN_BYTES = 4
 NEIGHBOURS = 64  # that one prompt is compared with on either side
 
 
-class Siblings:
+class PrefixOverlap:
     """Prompts by name. Only prompts of one `tenant` can share a prefix."""
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ CONVERSATIONS = (
 )
 
 
-class RoleTokens:
+class MessageBoundaries:
     """The token sequences that open a message of each role but the assistant's.
 
     False if there are none: then no message is ever found.
@@ -49,7 +49,7 @@ class RoleTokens:
         self._sequences = sorted({opener for known in self.openers.values() for opener in known})
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Any, **template: Any) -> RoleTokens:
+    def from_tokenizer(cls, tokenizer: Any, **template: Any) -> MessageBoundaries:
         """What the chat template says, whatever role it refuses; nothing if it refuses them all.
 
         template: further arguments of `apply_chat_template`, as `chat_template` or the template's
@@ -93,7 +93,7 @@ class RoleTokens:
         return starts
 
 
-def role_tokens(tp_worker: Any) -> RoleTokens:
+def learn_message_boundaries(tp_worker: Any) -> MessageBoundaries:
     """Role tokens of the served model, in a scheduler process; nothing, and one line in the log, if
     they cannot be had.
 
@@ -112,14 +112,14 @@ def role_tokens(tp_worker: Any) -> RoleTokens:
         variables = serving.default_chat_template_kwargs or {}
         if template is not None:
             variables = {"chat_template": template, **variables}
-        return RoleTokens.from_tokenizer(tokenizer, **variables)
+        return MessageBoundaries.from_tokenizer(tokenizer, **variables)
     except Exception as error:  # remote code and anybody's files; serving goes on without
         logger.warning(
             "sglang_hybrid: cannot read the chat template (%s: %s); messages' starts are unknown.",
             type(error).__name__,
             error,
         )
-        return RoleTokens()
+        return MessageBoundaries()
 
 
 def _load_tokenizer() -> Any:
@@ -182,8 +182,8 @@ class _Probe:
         self._tool = tool
         self._calls = calls
         vocabulary: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
-        self._marks = {index for text, index in vocabulary.items() if text.strip()}
-        self._marks.update(tokenizer.all_special_ids)
+        self._special_ids = {index for text, index in vocabulary.items() if text.strip()}
+        self._special_ids.update(tokenizer.all_special_ids)
         self._bos: int | None = tokenizer.bos_token_id
         self._eos: int | None = tokenizer.eos_token_id
         self._assistant: list[list[int]] = []
@@ -208,9 +208,11 @@ class _Probe:
             for role, opener in found
             if opener and not any(_contains(reply, opener) for reply in self._assistant)
         ]
-        marked = [(role, opener) for role, opener in usable if self._marked(opener)]
+        with_special_ids = [
+            (role, opener) for role, opener in usable if self._has_special_id(opener)
+        ]
         openers: dict[str, list[Opener]] = {}
-        for role, opener in marked or usable:
+        for role, opener in with_special_ids or usable:
             openers.setdefault(role, []).append(opener)
         return openers
 
@@ -236,10 +238,10 @@ class _Probe:
         tail = next(iter(_tried(self._tail, roles[:-1])), self._through_eos(gap))
         cut = _agreement([gap, tail])
         header = gap[cut:]
-        if cut < len(tail) and not self._marked(header):
+        if cut < len(tail) and not self._has_special_id(header):
             # The conversation cut off goes on with an opener that begins alike.
-            marks = [at for at in range(cut) if gap[at] in self._marks]
-            header = gap[marks[-1] :] if marks else header
+            special_at = [at for at in range(cut) if gap[at] in self._special_ids]
+            header = gap[special_at[-1] :] if special_at else header
         return self._from_text(header)
 
     def _gap(self, roles: Sequence[str]) -> tuple[list[int], int, int]:
@@ -304,8 +306,8 @@ class _Probe:
         function = {"name": self._tool, "arguments": {"word": word}}
         return {"id": call, "type": "function", "function": function}
 
-    def _marked(self, ids: Sequence[int]) -> bool:
-        return any(index in self._marks for index in ids)
+    def _has_special_id(self, ids: Sequence[int]) -> bool:
+        return any(index in self._special_ids for index in ids)
 
     def _shortest(self, header: list[int]) -> list[int]:
         """The part of a header that no content can merge with and that tells it from a reply's.
@@ -313,12 +315,12 @@ class _Probe:
         It ends with the last added token, and the role's name if the assistant's messages have the
         same added tokens. Without added tokens it is all text, and more than one token.
         """
-        marks = [at for at, index in enumerate(header) if index in self._marks]
-        if not marks:
+        special_at = [at for at, index in enumerate(header) if index in self._special_ids]
+        if not special_at:
             while header and self._is_blank(header[-1]):
                 header = header[:-1]
             return header if len(header) > 1 else []
-        end = marks[-1] + 1
+        end = special_at[-1] + 1
         core = header[:end]
         if {*core} <= {self._bos, self._eos} or any(
             _contains(reply, core) for reply in self._assistant
@@ -335,7 +337,7 @@ class _Probe:
     def _is_blank(self, index: int) -> bool:
         """Whether a token is white space, or ends a line."""
         text = self._tokenizer.decode([index])
-        return index not in self._marks and (not text.strip() or "\n" in text)
+        return index not in self._special_ids and (not text.strip() or "\n" in text)
 
 
 def _tried(probe: Callable[..., Answer], *args: Any) -> list[Answer]:

@@ -1,8 +1,8 @@
-"""An idle server waits a moment for the rest of a burst (patch 0010).
+"""An idle server waits a moment for requests that were sent at the same time (patch 0010).
 
-Requests that a client sends at once arrive some milliseconds apart. The first one would be
-prefilled alone, and nobody would know where its siblings branch off. Only the rank that receives
-requests waits; the others get what it got, as always.
+Requests that a client sends at once arrive some milliseconds apart. Without the wait the first one
+would be prefilled alone, before it is known where the others branch off. Only the rank that
+receives requests waits; the others get what it got, as always.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ LONG_PROMPT = 512
 """Tokens from which on a prefill takes much longer than the wait."""
 
 MOST_WAITS = 4
-"""Quiet periods that a burst may take in all."""
+"""The window is at most so many quiet periods long."""
 
 
-def rest_of_burst(receiver: Any, received: list[Any]) -> list[Any]:
+def requests_in_window(receiver: Any, received: list[Any]) -> list[Any]:
     """What follows `received` with less than `--hybrid-burst-ms` in between; nothing at once if the
     server is busy or no prompt is long.
 

@@ -1,4 +1,4 @@
-"""Why was this prompt not hit further? The cache's account of it, worked out when somebody asks.
+"""Why was this prompt not hit further? The answer is computed when somebody asks.
 
 Nothing is locked, no access is counted, and the tree stays as it is.
 """
@@ -14,34 +14,34 @@ import msgspec
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.cache.explain_messages import ExplainReq, ExplainReqOutput
-from sglang_hybrid.cache.notes import Notes
 from sglang_hybrid.core.admission import Prefill
-from sglang_hybrid.core.history import Meeting
-from sglang_hybrid.core.intent import Intent, intend
+from sglang_hybrid.core.checkpoint_plan import CheckpointPlan, plan_checkpoints
+from sglang_hybrid.core.history import HistoryMatch
 from sglang_hybrid.core.nodes import Kind
-from sglang_hybrid.telemetry.account import (
-    Account,
-    Checkpoint,
-    Gap,
-    House,
-    Reason,
-    Request,
-    Rest,
-    Taker,
-    Unstored,
-)
-from sglang_hybrid.telemetry.decisions import (
-    FIRST_MARK,
+from sglang_hybrid.explain.decision_log import DecisionLog
+from sglang_hybrid.explain.decisions import (
+    EMPTY_PREFIX_HASH,
     NAME_LENGTH,
     Decision,
     KvLost,
     Moment,
     NotTaken,
     StateLost,
-    next_mark,
+    extend_prefix_hash,
 )
-from sglang_hybrid.telemetry.recent import Seen, Used
+from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput
+from sglang_hybrid.explain.miss_report import (
+    CacheSnapshot,
+    ExplainedRequest,
+    MissedCheckpoint,
+    MissReport,
+    Reason,
+    ResumedCheckpoint,
+    SlotRecipient,
+    Unstored,
+    UnstoredReason,
+)
+from sglang_hybrid.explain.recent import RecentRequest, ResumedFrom
 from sglang_hybrid.telemetry.stats import Evicted, Missed
 from sglang_hybrid.tenants import Tenant, tenant
 
@@ -55,44 +55,44 @@ logger = logging.getLogger(__name__)
 Events: TypeAlias = Sequence[tuple[int, list[Decision]]]
 """Decisions by position, as `Decisions.along` finds them."""
 
-MOST_GAPS = 64
-"""Positions that an account names, the deepest ones."""
+MOST_MISSED = 64
+"""Positions that a report names, the deepest ones."""
 
 
 class Explainer:
     """Gives accounts of prompts and of recent requests of one cache."""
 
-    def __init__(self, cache: HybridRadixCache, notes: Notes) -> None:
+    def __init__(self, cache: HybridRadixCache, decision_log: DecisionLog) -> None:
         self._cache = cache
-        self._notes = notes
+        self._decision_log = decision_log
 
     def handlers(self) -> list[tuple[type, Callable[[ExplainReq], ExplainReqOutput]]]:
         """What the scheduler's dispatcher must know."""
         return [(ExplainReq, self.answer)]
 
     def answer(self, asked: ExplainReq) -> ExplainReqOutput:
-        """The account that is asked for, or one sentence that says why there is none."""
+        """The report that is asked for, or one sentence that says why there is none."""
         try:
             return self._answer(asked)
         except Exception:  # whatever was asked, the scheduler goes on
-            logger.exception("sglang_hybrid: no account could be given.")
-            return ExplainReqOutput(error="the account failed; the server's log says why.")
+            logger.exception("sglang_hybrid: a miss could not be explained.")
+            return ExplainReqOutput(error="the explanation failed; the server's log says why.")
 
     def _answer(self, asked: ExplainReq) -> ExplainReqOutput:
         if self._cache.disable:
             return ExplainReqOutput(error="the server runs without a prefix cache.")
         whose = tenant(asked.extra_key, asked.cache_salt)
-        explanation = Explanation(self._cache, self._notes, whose)
+        explanation = Explanation(self._cache, self._decision_log, whose)
         if asked.request_id is None:
             if not asked.input_ids:
                 return ExplainReqOutput(error="the prompt has no tokens.")
-            account = explanation.of_prompt(array("q", asked.input_ids))
+            report = explanation.of_prompt(array("q", asked.input_ids))
         else:
-            seen = self._notes.recent.get(whose, asked.request_id)
+            seen = self._decision_log.recent.get(whose, asked.request_id)
             if seen is None:
                 return ExplainReqOutput(error=explanation.unknown(asked.request_id))
-            account = explanation.of_request(asked.request_id, seen)
-        return ExplainReqOutput(account=msgspec.to_builtins(account))
+            report = explanation.of_request(asked.request_id, seen)
+        return ExplainReqOutput(report=msgspec.to_builtins(report))
 
 
 class Explanation:
@@ -100,41 +100,43 @@ class Explanation:
     taken.
     """
 
-    def __init__(self, cache: HybridRadixCache, notes: Notes, whose: Tenant) -> None:
+    def __init__(self, cache: HybridRadixCache, decision_log: DecisionLog, whose: Tenant) -> None:
         self._cache = cache
-        self._notes = notes
+        self._decision_log = decision_log
         self._tenant = whose
-        self._log = notes.decisions.of(whose)
-        self._now = notes.recent.newest(whose)
+        self._log = decision_log.decisions.of(whose)
+        self._now = decision_log.recent.newest(whose)
 
-    def of_prompt(self, prompt: array[int]) -> Account:
+    def of_prompt(self, prompt: array[int]) -> MissReport:
         """What a request with this prompt would find now."""
         usable = self._usable(len(prompt))
         path, kv = self._walk(prompt, usable)
         used = self._deepest(path)
         hit = self._hit(used, kv)
-        mirrored = self._cache.mirrored
-        meeting = self._cache.mirror.meet(prompt, self._tenant) if mirrored else None
-        known = None if meeting is None else meeting.known_len
+        has_shadow_tree = self._cache.has_shadow_tree
+        history_match = (
+            self._cache.shadow_tree.match_history(prompt, self._tenant) if has_shadow_tree else None
+        )
+        known = None if history_match is None else history_match.known_len
         events = list(self._log.along(prompt))
-        gaps = self._gaps(events, hit, usable)
+        missed = self._missed_checkpoints(events, hit, usable)
         if self._cache.is_mamba_enabled:
             ends = [depth for depth, _ in path if depth > hit] + [kv] * (kv > hit)
             for end in dict.fromkeys(ends):
-                gaps.setdefault(end, self._nothing_noted(end, hit, branch=end == kv))
-        return Account(
+                missed.setdefault(end, self._nothing_noted(end, hit, branch=end == kv))
+        return MissReport(
             prompt=len(prompt),
             usable=usable,
             kv=kv,
             hit=hit,
             checkpoint=self._checkpoint(used),
-            deeper=_deepest_first(gaps),
+            deeper=_deepest_first(missed),
             unstored=self._unstored(prompt, events, kv, known),
-            leaves=self._would_leave(prompt, hit, kv, meeting),
-            house=self._house(),
+            leaves=self._would_leave(prompt, hit, kv, history_match),
+            cache=self._snapshot(),
         )
 
-    def of_request(self, request_id: str, seen: Seen) -> Account:
+    def of_request(self, request_id: str, seen: RecentRequest) -> MissReport:
         """What this request found when it came, and what it left."""
         usable = self._usable(len(seen.tokens))
         hit = seen.report.hit_tokens
@@ -144,34 +146,34 @@ class Explanation:
             for at, events in everything
             if (kept := [event for event in events if event.order < seen.order])
         ]
-        gaps: dict[int, Gap] = {}
+        missed: dict[int, MissedCheckpoint] = {}
         if seen.report.missed is not Missed.NO_SLOT:  # there a state was not missing
-            gaps = self._gaps(before, hit, usable)
+            missed = self._missed_checkpoints(before, hit, usable)
             if self._cache.is_mamba_enabled and seen.kv > hit:
-                gaps.setdefault(seen.kv, self._nothing_noted(seen.kv, hit, branch=True))
+                missed.setdefault(seen.kv, self._nothing_noted(seen.kv, hit, branch=True))
         left = sorted(seen.report.checkpoints)
         taken = {position for position, _ in left}
         refused = {
-            event.wish.position: self._gap(event.wish.position, hit, event)
+            event.request.position: self._missed_checkpoint(event.request.position, hit, event)
             for _, events in everything
             for event in events
             if isinstance(event, NotTaken)
-            and event.wish.position not in taken
+            and event.request.position not in taken
             and event.order >= seen.order
-            and event.wish.owner == request_id[:NAME_LENGTH]
+            and event.request.request_id == request_id[:NAME_LENGTH]
         }
         path, kv = self._walk(seen.tokens, usable)
-        return Account(
+        return MissReport(
             prompt=len(seen.tokens),
             usable=usable,
             kv=seen.kv,
             hit=hit,
             checkpoint=self._checkpoint(seen.used),
-            deeper=_deepest_first(gaps),
+            deeper=_deepest_first(missed),
             unstored=self._unstored(seen.tokens, before, seen.kv, seen.known),
             leaves=[],
-            house=self._house(),
-            request=Request(
+            cache=self._snapshot(),
+            request=ExplainedRequest(
                 request_id,
                 self._ago(seen.at),
                 seen.report.missed.value,
@@ -215,23 +217,23 @@ class Explanation:
             node = child
         return path, depth
 
-    def _deepest(self, path: Sequence[tuple[int, UnifiedTreeNode]]) -> Used | None:
+    def _deepest(self, path: Sequence[tuple[int, UnifiedTreeNode]]) -> ResumedFrom | None:
         """The deepest state on a path."""
         if not self._cache.is_mamba_enabled:
             return None
         for depth, node in reversed(path):
             if node.component_data[ComponentType.MAMBA].value is not None:
-                return self._notes.used(node, depth)
+                return self._decision_log.used(node, depth)
         return None
 
-    def _hit(self, used: Used | None, kv: int) -> int:
+    def _hit(self, used: ResumedFrom | None, kv: int) -> int:
         """Tokens that a hit on this state skips, or on so much KV where nothing else is needed."""
         if not self._cache.is_mamba_enabled:
             return kv
         return used.position if used else 0
 
     def _would_leave(
-        self, prompt: array[int], hit: int, kv: int, meeting: Meeting | None
+        self, prompt: array[int], hit: int, kv: int, history_match: HistoryMatch | None
     ) -> list[tuple[int, str]]:
         """Where the prefill of this prompt would want to leave a state; whether there is room is
         not asked.
@@ -243,46 +245,48 @@ class Explanation:
             len(prompt),
             hit,
             kv,
-            known_branch=0 if meeting is None else meeting.branch,
-            message_starts=cache.roles.message_starts(prompt),
+            known_branch=0 if history_match is None else history_match.branch,
+            message_starts=cache.message_boundaries.message_starts(prompt),
             page_size=cache.page_size,
         )
-        plan: Intent[None]
-        plan, _ = intend(prefill, meeting, cache.options.hybrid_min_branch_tokens)
+        plan: CheckpointPlan[None]
+        plan, _ = plan_checkpoints(prefill, history_match, cache.options.hybrid_min_branch_tokens)
         return [(position, kind.value) for position, kind in sorted(plan.wanted.items())]
 
     # What was decided.
 
-    def _gaps(self, events: Events, hit: int, usable: int) -> dict[int, Gap]:
+    def _missed_checkpoints(
+        self, events: Events, hit: int, usable: int
+    ) -> dict[int, MissedCheckpoint]:
         """The latest reason for each position behind the hit that something was decided about."""
-        gaps: dict[int, Gap] = {}
+        missed: dict[int, MissedCheckpoint] = {}
         for position, there in events:
             for event in there:
                 if hit < position <= usable and not isinstance(event, KvLost):
-                    gaps[position] = self._gap(position, hit, event)
-        return gaps
+                    missed[position] = self._missed_checkpoint(position, hit, event)
+        return missed
 
-    def _gap(self, position: int, hit: int, event: Decision) -> Gap:
+    def _missed_checkpoint(self, position: int, hit: int, event: Decision) -> MissedCheckpoint:
         when = self._ago(event.at)
         if isinstance(event, NotTaken):
-            wish = event.wish
-            contest = wish.contest if self._notes.one_tenant else None
-            return Gap(
+            request = event.request
+            comparison = request.comparison if self._decision_log.one_tenant else None
+            return MissedCheckpoint(
                 position,
                 position - hit,
                 Reason(event.skip.value),
-                wish.kind.value,
+                request.kind.value,
                 when,
-                request=wish.owner,
-                policy=None if contest is None else self._cache.policy_name,
-                score=None if contest is None else contest.new,
-                against=None if contest is None else contest.cheapest,
+                request=request.request_id,
+                policy=None if comparison is None else self._cache.policy_name,
+                score=None if comparison is None else comparison.new,
+                victim_score=None if comparison is None else comparison.cheapest,
             )
         assert isinstance(event, StateLost)
-        taker = event.taker
-        scores = self._notes.one_tenant
-        contest = taker.contest if taker is not None and scores else None
-        return Gap(
+        recipient = event.recipient
+        scores = self._decision_log.one_tenant
+        comparison = recipient.comparison if recipient is not None and scores else None
+        return MissedCheckpoint(
             position,
             position - hit,
             Reason.EVICTED,
@@ -291,30 +295,32 @@ class Explanation:
             policy=event.policy,
             short=None if event.short is None else event.short.value,
             score=event.score if scores else None,
-            taker=None
-            if taker is None
-            else Taker(
-                taker.position,
-                taker.kind.value,
-                taker.owner,
-                None if contest is None else contest.new,
+            recipient=None
+            if recipient is None
+            else SlotRecipient(
+                recipient.position,
+                recipient.kind.value,
+                recipient.request_id,
+                None if comparison is None else comparison.new,
             ),
             hits=event.hits,
             unused=_between(event.last_used, event.at),
             with_kv=event.what is Evicted.LEAF,
         )
 
-    def _nothing_noted(self, position: int, hit: int, *, branch: bool) -> Gap:
+    def _nothing_noted(self, position: int, hit: int, *, branch: bool) -> MissedCheckpoint:
         """Why a position holds no state that no decision tells of."""
         cache = self._cache
         gain = position - hit
         kind = Kind.BRANCH.value if branch else None
         if cache.planner is None and position % self._grid():
-            return Gap(position, gain, Reason.GRID, kind)
+            return MissedCheckpoint(position, gain, Reason.GRID, kind)
         if cache.judicious and gain < cache.options.hybrid_min_branch_tokens:
-            return Gap(position, gain, Reason.MICRO_BRANCH, kind)
-        forgotten = not cache.mirrored or self._log.full
-        return Gap(position, gain, Reason.UNKNOWN if forgotten else Reason.NOT_WANTED, kind)
+            return MissedCheckpoint(position, gain, Reason.MICRO_BRANCH, kind)
+        forgotten = not cache.has_shadow_tree or self._log.full
+        return MissedCheckpoint(
+            position, gain, Reason.UNKNOWN if forgotten else Reason.NOT_WANTED, kind
+        )
 
     def _unstored(
         self, tokens: array[int], events: Events, kv: int, known: int | None
@@ -330,24 +336,26 @@ class Explanation:
             if not isinstance(event, KvLost) or event.end <= kv:
                 continue
             reached = event.end <= len(tokens) and (
-                next_mark(FIRST_MARK, tokens, 0, event.end) == event.end_mark
+                extend_prefix_hash(EMPTY_PREFIX_HASH, tokens, 0, event.end) == event.end_hash
             )
             if (reached or (known or 0) > kv) and (lost is None or event.order > lost.order):
                 lost = event
         if lost is not None:
             short = None if lost.short is None else lost.short.value
             when = self._ago(lost.at)
-            return Unstored(kv, usable, Rest.EVICTED, known, when, short, lost.policy)
+            return Unstored(kv, usable, UnstoredReason.EVICTED, known, when, short, lost.policy)
         if known is None:
-            return Unstored(kv, usable, Rest.UNKNOWN)
-        return Unstored(kv, usable, Rest.GONE if known > kv else Rest.NEW, known)
+            return Unstored(kv, usable, UnstoredReason.UNKNOWN)
+        return Unstored(
+            kv, usable, UnstoredReason.GONE if known > kv else UnstoredReason.NEW, known
+        )
 
-    # Words for the account.
+    # Parts of the report.
 
-    def _checkpoint(self, used: Used | None) -> Checkpoint | None:
+    def _checkpoint(self, used: ResumedFrom | None) -> ResumedCheckpoint | None:
         if used is None:
             return None
-        return Checkpoint(
+        return ResumedCheckpoint(
             used.position,
             None if used.kind is None else used.kind.value,
             self._ago(used.taken),
@@ -362,28 +370,28 @@ class Explanation:
         """Tokens between the states that SGLang tracks."""
         return int(self._cache.components[ComponentType.MAMBA].mamba_checkpoint_grid)
 
-    def _house(self) -> House:
+    def _snapshot(self) -> CacheSnapshot:
         cache = self._cache
         slots = None
         if cache.is_mamba_enabled:
             slots = int(cache.req_to_token_pool.mamba_allocator.size)
-        return House(
+        return CacheSnapshot(
             policy=cache.policy_name,
             admission=cache.options.hybrid_admission.value,
             states=cache.is_mamba_enabled,
-            recorded=cache.mirrored,
+            recorded=cache.has_shadow_tree,
             page_size=cache.page_size,
             min_branch_tokens=cache.options.hybrid_min_branch_tokens,
             grid=self._grid() if cache.is_mamba_enabled and cache.planner is None else None,
             state_slots=slots,
             kv_room=int(cache.token_to_kv_pool_allocator.size),
             full=self._log.full,
-            emptied=self._ago(self._notes.decisions.emptied),
+            emptied=self._ago(self._decision_log.decisions.emptied),
         )
 
     def unknown(self, request_id: str) -> str:
         """That no request of this tenant has this id, in one sentence."""
-        recent = self._notes.recent
+        recent = self._decision_log.recent
         return (
             f"no request {request_id!r} with this extra key, salt and adapter is among the last "
             f"{recent.of(self._tenant)} that came; at most {recent.requests} are kept, and fewer "
@@ -396,5 +404,5 @@ def _between(then: Moment, now: Moment) -> float:
     return max(0.0, now[1] - then[1])
 
 
-def _deepest_first(gaps: dict[int, Gap]) -> list[Gap]:
-    return [gaps[position] for position in sorted(gaps, reverse=True)][:MOST_GAPS]
+def _deepest_first(missed: dict[int, MissedCheckpoint]) -> list[MissedCheckpoint]:
+    return [missed[position] for position in sorted(missed, reverse=True)][:MOST_MISSED]

@@ -1,5 +1,5 @@
-"""Requests that share a prefix nobody has cached yet: the first one lays a checkpoint for the
-others, and they wait for it."""
+"""Requests that share a prefix which is not cached yet: the first one leaves a checkpoint at its
+end, and the others wait for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from sglang_hybrid.checkpoints.planner import Planner
-from sglang_hybrid.core.siblings import TOKEN_BYTES, Siblings, as_key
+from sglang_hybrid.core.prefix_overlap import TOKEN_BYTES, PrefixOverlap, as_key
 from sglang_hybrid.tenants import tenant_of
 
 if TYPE_CHECKING:
@@ -23,16 +23,16 @@ LONGEST_WAIT = 64
 """Steps after which a request waits no more, whatever it would save."""
 
 
-class Family:
-    """Who waits, and for whom. Every decision follows from the queue and the plans, which are the
-    same on all ranks.
+class PrefixWait:
+    """Decides which requests wait for a checkpoint of another request's prefill. Every decision
+    follows from the queue and the plans, which are the same on all ranks.
     """
 
     def __init__(self, planner: Planner | None, stats: CacheStats, min_branch_tokens: int) -> None:
         self._planner = planner
         self._stats = stats
         self._min_branch_tokens = max(1, min_branch_tokens)
-        self._siblings = Siblings()
+        self._overlap = PrefixOverlap()
         self._waited: WeakKeyDictionary[Req, int] = WeakKeyDictionary()
         self._keys: WeakKeyDictionary[Req, bytes] = WeakKeyDictionary()
 
@@ -41,49 +41,49 @@ class Family:
         if self._planner is None:
             return
         waiting = dict.fromkeys(queue)
-        for req in [req for req in self._siblings.names() if req not in waiting]:
-            self._siblings.remove(req)
+        for req in [req for req in self._overlap.names() if req not in waiting]:
+            self._overlap.remove(req)
         for req in waiting:
-            if req not in self._siblings:
-                self._siblings.add(req, req.origin_input_ids, tenant_of(req))
+            if req not in self._overlap:
+                self._overlap.add(req, req.origin_input_ids, tenant_of(req))
 
     def shared(self, req: Req) -> list[int]:
         """Lengths of the prefixes that requests of its tenant in the queue share with `req`,
         ascending.
         """
-        if req not in self._siblings:
+        if req not in self._overlap:
             return []
-        return self._siblings.shared(req, self._min_branch_tokens)
+        return self._overlap.shared(req, self._min_branch_tokens)
 
     def admitted(self, req: Req) -> None:
         """It is in a batch now."""
-        if req in self._siblings:
-            self._siblings.remove(req)
+        if req in self._overlap:
+            self._overlap.remove(req)
         self._waited.pop(req, None)
 
-    def waits_for_a_sibling(self, req: Req) -> bool:
+    def waits_for_prefix(self, req: Req) -> bool:
         """Whether a prefill under way will leave a state that is worth waiting for. Counts as one
         step of waiting.
         """
         if self._planner is None:
             return False
         waited = self._waited.get(req, 0)
-        if waited >= LONGEST_WAIT or not self._someone_lays_a_state_for(req):
+        if waited >= LONGEST_WAIT or not self._state_is_coming_for(req):
             return False
         self._stats.waited += not waited
         self._waited[req] = waited + 1
         return True
 
-    def _someone_lays_a_state_for(self, req: Req) -> bool:
+    def _state_is_coming_for(self, req: Req) -> bool:
         assert self._planner is not None
         best = req.prefix_len + WORTH_A_STEP
         usable = len(req.origin_input_ids) - 1
         if usable < best:
             return False
-        for other, intent in self._planner.in_flight():
+        for other, plan in self._planner.in_flight():
             if other is req or tenant_of(other) != tenant_of(req):
                 continue
-            nearest = min((at for at in intent.pending if at >= best), default=usable + 1)
+            nearest = min((at for at in plan.open_positions if at >= best), default=usable + 1)
             if nearest > usable:
                 continue
             shared = memoryview(self._key(other))[: nearest * TOKEN_BYTES]

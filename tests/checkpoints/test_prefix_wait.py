@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_hybrid.checkpoints.family import LONGEST_WAIT, Family
 from sglang_hybrid.checkpoints.planner import Planner
-from sglang_hybrid.core.admission import Room
+from sglang_hybrid.checkpoints.prefix_wait import LONGEST_WAIT, PrefixWait
+from sglang_hybrid.core.admission import SlotBudget
 from sglang_hybrid.telemetry.stats import CacheStats
 
 
@@ -44,7 +44,7 @@ class Slots:
     def free(self) -> int:
         return self.left
 
-    def take(self, wish: Any = None) -> torch.Tensor | None:
+    def take(self, request: Any = None) -> torch.Tensor | None:
         if not self.left:
             return None
         self.left -= 1
@@ -54,8 +54,8 @@ class Slots:
         self.left += 1
         self.given_back.append(int(slot))
 
-    def room(self, intent: Any) -> Room:
-        return Room(self.left)
+    def budget(self, plan: Any) -> SlotBudget:
+        return SlotBudget(self.left)
 
 
 class House:
@@ -72,20 +72,20 @@ class House:
             grid=4_096,
             one_pass=True,
         )
-        self.family = Family(self.planner, self.stats, min_branch_tokens=16)
+        self.prefix_wait = PrefixWait(self.planner, self.stats, min_branch_tokens=16)
 
     def admit(self, req: Any) -> None:
         prompt = len(req.origin_input_ids)
-        self.planner.intend(req, prompt, 0, shared=self.family.shared(req))
-        self.family.admitted(req)
+        self.planner.plan_request(req, prompt, 0, shared=self.prefix_wait.shared(req))
+        self.prefix_wait.admitted(req)
 
     def forward(self, req: Any, end: int | None = None) -> None:
         req.extend_end = len(req.origin_input_ids) if end is None else end
-        self.planner.plan(Batch([req]))
+        self.planner.assign_slots(Batch([req]))
         req.prefix_len = req.extend_end
 
     def publish(self, req: Any) -> list[int]:
-        return [planned.position for planned in self.planner.due(req, req.extend_end)]
+        return [checkpoint.position for checkpoint in self.planner.take_ready(req, req.extend_end)]
 
 
 def siblings(count: int, shared: int = 300, own: int = 40) -> list[Any]:
@@ -97,90 +97,90 @@ def siblings(count: int, shared: int = 300, own: int = 40) -> list[Any]:
 
 def test_siblings_wait_until_the_first_has_laid_their_checkpoint() -> None:
     house, (first, *others) = House(), siblings(3)
-    house.family.now_waiting([first, *others])
-    assert not house.family.waits_for_a_sibling(first)
+    house.prefix_wait.now_waiting([first, *others])
+    assert not house.prefix_wait.waits_for_prefix(first)
     house.admit(first)
-    assert all(house.family.waits_for_a_sibling(other) for other in others)
+    assert all(house.prefix_wait.waits_for_prefix(other) for other in others)
     house.forward(first)
-    assert all(house.family.waits_for_a_sibling(other) for other in others)
+    assert all(house.prefix_wait.waits_for_prefix(other) for other in others)
     assert house.publish(first) == [339, 300]
-    assert not any(house.family.waits_for_a_sibling(other) for other in others)
+    assert not any(house.prefix_wait.waits_for_prefix(other) for other in others)
     assert house.stats.waited == 2
 
 
 def test_a_chunk_that_has_not_come_to_the_branch_lets_them_wait() -> None:
     house, (first, other) = House(), siblings(2)
-    house.family.now_waiting([first, other])
+    house.prefix_wait.now_waiting([first, other])
     house.admit(first)
     house.forward(first, 200)
     assert house.publish(first) == []
-    assert house.family.waits_for_a_sibling(other)
+    assert house.prefix_wait.waits_for_prefix(other)
     house.forward(first)
     assert house.publish(first) == [339, 300]
-    assert not house.family.waits_for_a_sibling(other)
+    assert not house.prefix_wait.waits_for_prefix(other)
 
 
 def test_nobody_waits_for_a_checkpoint_without_a_slot() -> None:
     house, (first, other) = House(slots=0), siblings(2)
-    house.family.now_waiting([first, other])
+    house.prefix_wait.now_waiting([first, other])
     house.admit(first)
-    assert house.family.waits_for_a_sibling(other)
+    assert house.prefix_wait.waits_for_prefix(other)
     house.forward(first)
-    assert not house.family.waits_for_a_sibling(other)
+    assert not house.prefix_wait.waits_for_prefix(other)
 
 
 def test_nobody_waits_for_one_that_went_away() -> None:
     house, (first, other) = House(), siblings(2)
-    house.family.now_waiting([first, other])
+    house.prefix_wait.now_waiting([first, other])
     house.admit(first)
     house.forward(first)
     house.planner.drop(first)
-    assert not house.family.waits_for_a_sibling(other)
+    assert not house.prefix_wait.waits_for_prefix(other)
     assert house.slots.left == 8
 
 
 @pytest.mark.parametrize("shared, waits", [(40, False), (80, True)])
 def test_waiting_must_save_a_step(shared: int, waits: bool) -> None:
     house, (first, other) = House(), siblings(2, shared)
-    house.family.now_waiting([first, other])
+    house.prefix_wait.now_waiting([first, other])
     house.admit(first)
-    assert house.family.waits_for_a_sibling(other) is waits
+    assert house.prefix_wait.waits_for_prefix(other) is waits
 
 
 def test_nobody_waits_for_what_is_cached_already() -> None:
     house, (first, other) = House(), siblings(2)
-    house.family.now_waiting([first, other])
+    house.prefix_wait.now_waiting([first, other])
     house.admit(first)
     other.prefix_len = 290
-    assert not house.family.waits_for_a_sibling(other)
+    assert not house.prefix_wait.waits_for_prefix(other)
 
 
 def test_the_same_prompt_waits_for_its_twins_end() -> None:
     house, (first, _) = House(), siblings(2)
     twin = Waiting("twin", first.origin_input_ids)
-    house.family.now_waiting([first, twin])
+    house.prefix_wait.now_waiting([first, twin])
     house.admit(first)
-    assert house.family.waits_for_a_sibling(twin)
+    assert house.prefix_wait.waits_for_prefix(twin)
 
 
 def test_other_salts_share_nothing() -> None:
     house, (first, other) = House(), siblings(2)
     other.cache_salt = "theirs"
-    house.family.now_waiting([first, other])
+    house.prefix_wait.now_waiting([first, other])
     house.admit(first)
-    assert not house.family.waits_for_a_sibling(other)
+    assert not house.prefix_wait.waits_for_prefix(other)
 
 
 def test_no_wait_is_for_ever() -> None:
     house, (first, other) = House(), siblings(2)
-    house.family.now_waiting([first, other])
+    house.prefix_wait.now_waiting([first, other])
     house.admit(first)
-    waits = [house.family.waits_for_a_sibling(other) for _ in range(LONGEST_WAIT + 2)]
+    waits = [house.prefix_wait.waits_for_prefix(other) for _ in range(LONGEST_WAIT + 2)]
     assert waits == [True] * LONGEST_WAIT + [False] * 2
 
 
 def test_who_left_the_queue_is_no_sibling() -> None:
     house, (first, other) = House(), siblings(2)
-    house.family.now_waiting([first, other])
-    house.family.now_waiting([first])
-    assert house.family.shared(first) == []
+    house.prefix_wait.now_waiting([first, other])
+    house.prefix_wait.now_waiting([first])
+    assert house.prefix_wait.shared(first) == []

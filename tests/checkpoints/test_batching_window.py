@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import zmq
 
-from sglang_hybrid.checkpoints import burst
+from sglang_hybrid.checkpoints import batching_window
 
-LONG = SimpleNamespace(input_ids=[1] * burst.LONG_PROMPT)
+LONG = SimpleNamespace(input_ids=[1] * batching_window.LONG_PROMPT)
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[zmq.Socket, zmq.S
     context = zmq.Context()
     pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     push.connect(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")
-    monkeypatch.setattr(burst, "sock_recv", lambda socket, flags: socket.recv(flags))
-    monkeypatch.setattr(burst, "_quiet_ms", lambda: 200.0)
+    monkeypatch.setattr(batching_window, "sock_recv", lambda socket, flags: socket.recv(flags))
+    monkeypatch.setattr(batching_window, "_quiet_ms", lambda: 200.0)
     yield pull, push
     context.destroy(linger=0)
 
@@ -49,14 +49,14 @@ def send_later(push: zmq.Socket, count: int) -> threading.Thread:
 def test_what_follows_shortly_is_read_too(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
     pull, push = sockets
     thread = send_later(push, 2)
-    assert burst.rest_of_burst(receiver(pull), [LONG]) == [b"0", b"1"]
+    assert batching_window.requests_in_window(receiver(pull), [LONG]) == [b"0", b"1"]
     thread.join()
 
 
 def test_no_more_than_the_receiver_takes(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
     pull, push = sockets
     thread = send_later(push, 5)
-    assert len(burst.rest_of_burst(receiver(pull), [LONG])) == 3
+    assert len(batching_window.requests_in_window(receiver(pull), [LONG])) == 3
     thread.join()
 
 
@@ -70,14 +70,14 @@ def test_nobody_waits_for_nothing(
     pull, push = sockets
     push.send(b"another")
     time.sleep(0.05)
-    assert burst.rest_of_burst(receiver(pull, last_batch), received) == []
+    assert batching_window.requests_in_window(receiver(pull, last_batch), received) == []
 
 
 def test_zero_turns_it_off(
     sockets: tuple[zmq.Socket, zmq.Socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pull, push = sockets
-    monkeypatch.setattr(burst, "_quiet_ms", lambda: 0.0)
+    monkeypatch.setattr(batching_window, "_quiet_ms", lambda: 0.0)
     push.send(b"another")
     time.sleep(0.05)
-    assert burst.rest_of_burst(receiver(pull), [LONG]) == []
+    assert batching_window.requests_in_window(receiver(pull), [LONG]) == []

@@ -1,0 +1,377 @@
+"""Says what another SGLang release would break.
+
+    python scripts/port.py 0.5.22
+    python scripts/port.py sglang-0.5.22-cp311-cp311-manylinux_2_34_x86_64.whl
+    python scripts/port.py FOLDER
+
+Three lists: which patches apply, and of a hunk that does not, what it expects beside what is there;
+which functions that this package overrides or binds have another signature; which names that it
+imports are gone. Everything is read with `ast`; nothing of the release is imported. A version is
+downloaded with pip. Exit status 1 if something would break.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cache
+from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+WIDTH = 70  # columns of each of two texts beside each other
+_HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
+
+
+class Release:
+    """The files of one SGLang release: a folder that has `sglang/`, or a wheel."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._wheel = zipfile.ZipFile(place) if place.is_file() else None
+        self._trees: dict[str, ast.Module | None] = {}
+
+    def text(self, path: str) -> str | None:
+        """A file by its path in the wheel; None if there is none."""
+        try:
+            if self._wheel is not None:
+                return self._wheel.read(path).decode()
+            return (self._place / path).read_text()
+        except (KeyError, OSError):
+            return None
+
+    def module(self, name: str) -> ast.Module | None:
+        """A module, parsed."""
+        if name not in self._trees:
+            path = name.replace(".", "/")
+            text = self.text(f"{path}.py")
+            text = self.text(f"{path}/__init__.py") if text is None else text
+            self._trees[name] = None if text is None else ast.parse(text)
+        return self._trees[name]
+
+    def has(self, module: str, name: str) -> bool:
+        """Whether `from module import name` would find something."""
+        tree = self.module(module)
+        if self.module(f"{module}.{name}") is not None:
+            return True
+        return tree is not None and (name in _defined(tree) or _stars(tree))
+
+    def find(self, module: str, dotted: str) -> ast.AST | None:
+        """The definition of `dotted`, a function, a class or `Class.method`, in `module`; imports
+        and base classes are followed.
+        """
+        name, _, member = dotted.partition(".")
+        tree = self.module(module)
+        for node in _statements(tree):
+            if getattr(node, "name", None) == name and isinstance(
+                node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+            ):
+                return self._member(module, node, member) if member else node
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name and node.level == 0:
+                        return self.find(node.module, f"{alias.name}.{member}".rstrip("."))
+        return None
+
+    def _member(self, module: str, node: ast.AST, member: str) -> ast.AST | None:
+        if not isinstance(node, ast.ClassDef):
+            return None
+        for part in node.body:
+            if getattr(part, "name", None) == member:
+                return part
+        for base in node.bases:
+            found = self.find(module, f"{ast.unparse(base)}.{member}")
+            if found is not None:
+                return found
+        return None
+
+
+def _statements(tree: ast.Module | None) -> Iterator[ast.stmt]:
+    """Statements of a module, those under `if` and `try` too."""
+    todo = list(tree.body) if tree is not None else []
+    while todo:
+        node = todo.pop(0)
+        yield node
+        for part in ("body", "orelse", "handlers", "finalbody"):
+            if isinstance(node, (ast.If, ast.Try, ast.ExceptHandler)):
+                todo += getattr(node, part, [])
+
+
+@cache
+def _defined(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in _statements(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        else:
+            names |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return names
+
+
+def _stars(tree: ast.Module) -> bool:
+    return any(
+        isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in _statements(tree)
+    )
+
+
+# Patches.
+
+
+@dataclass
+class Hunk:
+    """One hunk: the line at which it begins, and its lines before and after."""
+
+    start: int
+    before: list[str]
+    after: list[str]
+
+
+def hunks(patch: str) -> dict[str, list[Hunk]]:
+    """The hunks of a unified diff by the file that they change."""
+    found: dict[str, list[Hunk]] = {}
+    here: list[Hunk] | None = None
+    for line in patch.split("\n"):
+        if line.startswith("diff --git"):
+            here = None
+        elif line.startswith("+++ b/"):
+            here = found.setdefault(line.removeprefix("+++ b/").split("\t")[0], [])
+        elif here is not None and (match := _HUNK.match(line)):
+            here.append(Hunk(int(match[1]) - 1, [], []))
+        elif here and line[:1] in (" ", "-", "+") and not line.startswith("---"):
+            if line[0] != "+":
+                here[-1].before.append(line[1:])
+            if line[0] != "-":
+                here[-1].after.append(line[1:])
+    return found
+
+
+def try_hunk(lines: list[str], hunk: Hunk, moved: int) -> int | None:
+    """Apply `hunk` to `lines` where its text is, nearest to where it should be. Returns by how many
+    lines that is elsewhere; None if the text is nowhere.
+    """
+    size, wanted = len(hunk.before), hunk.start + moved
+    places = [at for at in range(len(lines) - size + 1) if lines[at : at + size] == hunk.before]
+    if not places:
+        return None
+    at = min(places, key=lambda place: abs(place - wanted))
+    lines[at : at + size] = hunk.after
+    return at - hunk.start
+
+
+def nearest(lines: list[str], hunk: Hunk) -> tuple[int, list[str]]:
+    """What is most like the text of `hunk` in a file, and where it begins."""
+    size = len(hunk.before)
+    wanted = {line.strip() for line in hunk.before if line.strip()}
+    scores = [
+        sum(line.strip() in wanted for line in lines[at : at + size]) for at in range(len(lines))
+    ]
+    best = max(scores, default=0)
+    places = [at for at, score in enumerate(scores) if score == best]
+    at = max(
+        places,
+        key=lambda at: (
+            SequenceMatcher(None, hunk.before, lines[at : at + size]).ratio(),
+            -abs(at - hunk.start),
+        ),
+        default=0,
+    )
+    return at, lines[at : at + size]
+
+
+def beside(expected: list[str], found: list[str]) -> Iterator[str]:
+    """Two texts in columns; `|` between lines that differ."""
+    for one, other in zip_longest(expected, found, fillvalue=""):
+        mark = " " if one == other else "|"
+        yield f"    {one[:WIDTH]:<{WIDTH}} {mark} {other[:WIDTH]}".rstrip()
+
+
+def check_patches(folder: Path, release: Release) -> tuple[list[str], int]:
+    """A line per patch, and of what fails both texts; and how many patches fail."""
+    report: list[str] = []
+    failed = 0
+    files: dict[str, list[str] | None] = {}
+    for patch in sorted(folder.glob("*.patch")):
+        problems: list[str] = []
+        moved = 0
+        for path, parts in hunks(patch.read_text()).items():
+            if path not in files:
+                text = release.text(path)
+                files[path] = None if text is None else text.split("\n")
+            lines = files[path]
+            if lines is None:
+                problems.append(f"  {path} is not there")
+                continue
+            shift = 0
+            for number, hunk in enumerate(parts, start=1):
+                found = try_hunk(lines, hunk, shift)
+                if found is None:
+                    at, there = nearest(lines, hunk)
+                    problems.append(
+                        f"  {path}, hunk {number} of {len(parts)}: expected from line "
+                        f"{hunk.start + 1}; nearest is line {at + 1}"
+                    )
+                    problems += beside(hunk.before, there)
+                else:
+                    grown = sum(len(h.after) - len(h.before) for h in parts[: number - 1])
+                    shift = found
+                    moved += found != grown
+        where = f", {moved} hunks at other lines" if moved else ""
+        report.append(f"{patch.name}: {'FAILS' if problems else 'applies' + where}")
+        report += problems
+        failed += bool(problems)
+    return report, failed
+
+
+# Names.
+
+
+def imports(package: Path) -> set[tuple[str, str]]:
+    """(module, name) of all that `package` imports from SGLang."""
+    return {
+        (node.module, alias.name)
+        for path in sorted(package.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang"
+        for alias in node.names
+        if node.module
+    }
+
+
+def overrides(package: Path) -> set[tuple[str, str]]:
+    """(module, Class.method) of SGLang for each method of our subclasses of its classes."""
+    found: set[tuple[str, str]] = set()
+    for path in sorted(package.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        origin = {
+            alias.asname or alias.name: (node.module or "", alias.name)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+        for node in classes.values():
+            base: ast.ClassDef | None = node
+            while base is not None and base.bases:
+                name = ast.unparse(base.bases[0])
+                module, original = origin.get(name, ("", name))
+                if module.startswith("sglang."):
+                    found |= {
+                        (module, f"{original}.{part.name}")
+                        for part in node.body
+                        if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))
+                    }
+                base = classes.get(name)
+    return found
+
+
+def bindings(table: Path) -> set[tuple[str, str]]:
+    """(module, name) of each `Binding(module, name, function)` of a file."""
+    tree = ast.parse(table.read_text())
+    constants: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            pairs = [(node.targets[0], node.value)]
+            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(node.targets[0].elts, node.value.elts, strict=True))
+            constants |= {
+                target.id: value.value
+                for target, value in pairs
+                if isinstance(target, ast.Name)
+                and isinstance(value, ast.Constant)
+                and isinstance(value.value, str)
+            }
+
+    def value(node: ast.expr) -> str:
+        if isinstance(node, ast.Name):
+            return constants[node.id]
+        if isinstance(node, ast.JoinedStr):
+            parts = (p.value if isinstance(p, ast.FormattedValue) else p for p in node.values)
+            return "".join(value(part) for part in parts)
+        assert isinstance(node, ast.Constant)
+        return str(node.value)
+
+    return {
+        (value(node.args[0]), value(node.args[1]))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Binding"
+    }
+
+
+def signature(node: ast.AST | None) -> str | None:
+    """The parameters of a function, annotations left out; None for anything else."""
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return None
+    arguments = deepcopy(node.args)
+    for part in ast.walk(arguments):
+        if isinstance(part, ast.arg):
+            part.annotation = None
+    return f"({ast.unparse(arguments)})"
+
+
+def compare(ours: set[tuple[str, str]], old: Release, new: Release) -> Iterator[str]:
+    """What became of the functions `ours` between two releases; what the old one lacks is ours."""
+    for module, name in sorted(ours):
+        before, after = (signature(one.find(module, name)) for one in (old, new))
+        if before is None or before == after:
+            continue
+        yield f"{module}: {name}"
+        yield f"    was {before}"
+        yield f"    is  {after or 'not there'}"
+
+
+def find_release(what: str, folder: Path) -> Release:
+    """A version, a wheel or a folder. Raises SystemExit with a sentence if it cannot be had."""
+    place = Path(what)
+    if place.exists():
+        return Release(place)
+    if not re.fullmatch(r"\d[\w.]*", what):
+        raise SystemExit(f"{what} is neither a version nor a wheel or folder that is there.")
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder)]
+    done = subprocess.run([*pip, f"sglang=={what}"], capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        raise SystemExit(f"pip cannot download sglang {what}: {done.stderr.strip()[-300:]}")
+    return Release(wheels[0])
+
+
+def installed() -> Release:
+    """The release that the patches were cut from."""
+    spec = find_spec("sglang")
+    if spec is None or spec.origin is None:
+        raise SystemExit("sglang is not installed here; it is what the release is compared with.")
+    return Release(Path(spec.origin).parents[1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("release", help="a version, a wheel or a folder that has sglang/")
+    parser.add_argument("--patches", type=Path, default=ROOT / "patches" / "sglang-0.5.23")
+    options = parser.parse_args()
+    package = ROOT / "sglang_hybrid"
+    with tempfile.TemporaryDirectory() as folder:
+        old, new = installed(), find_release(options.release, Path(folder))
+        report, failed = check_patches(options.patches, new)
+        print(f"# Patches: {failed} fail", *report, sep="\n")
+        bound = bindings(package / "platforms" / "cpu_ops" / "bindings.py")
+        changed = list(compare(overrides(package) | bound, old, new))
+        print(f"\n# Signatures of what we override or bind: {len(changed) // 3} changed")
+        print(*changed, sep="\n")
+        gone = [f"{m}: {n}" for m, n in sorted(imports(package)) if not new.has(m, n)]
+        print(f"\n# Names that we import: {len(gone)} gone", *gone, sep="\n")
+    return int(bool(failed or changed or gone))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

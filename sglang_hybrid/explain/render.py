@@ -1,0 +1,252 @@
+"""A `MissReport` in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sglang_hybrid.explain.miss_report import (
+    CacheSnapshot,
+    MissedCheckpoint,
+    MissReport,
+    Reason,
+    UnstoredReason,
+)
+
+KINDS = {
+    "branch": "branch point",
+    "message": "message start",
+    "prompt_end": "prompt's end",
+    "tail": "answer's end",
+    "chunk": "chunk's end",
+}
+"""What a checkpoint of each kind stands at."""
+
+FREE_SLOTS_ONLY = ("chunk", "prompt_end")
+"""Kinds that push nothing out where nobody knows how often they come back (core/admission.py)."""
+
+WORTH_MENDING = 16
+"""Tokens that a checkpoint must have saved for a flag to be named."""
+
+SHOWN = 12
+"""Positions that are told one by one."""
+
+
+def render(report: MissReport) -> Iterator[str]:
+    """The report, line by line."""
+    request = report.request
+    if request is not None:
+        started = "" if request.started else ", which has not been prefilled yet"
+        when = "" if request.when is None else f", {_ago(request.when)}"
+        yield f"request {request.request_id}{when}{started}, found:"
+    prompt = _count(report.prompt, "token")
+    yield f"prompt      {prompt}; a hit can reach token {report.usable:,}"
+    yield f"KV          stored to token {report.kv:,}"
+    yield f"resumes at  {_resumed(report)}"
+    yield f"to compute  {_count(report.prompt - report.hit, 'token')}"
+    yield from _deeper(report)
+    yield from _unstored(report)
+    if report.leaves:
+        yield f"Sent now, its prefill would leave states at {_positions(report.leaves)}."
+    yield from _request(report)
+    yield from _remembered(report)
+    advice = remedy(report)
+    if advice is not None:
+        yield f"What would mend it: {advice}"
+
+
+def remedy(report: MissReport) -> str | None:
+    """The flag that would have kept the deepest checkpoint that a flag could keep, if one would."""
+    cache = report.cache
+    if report.request is not None and report.request.missed == "no_slot":
+        return _more_slots(cache)
+    for missed in report.deeper:
+        if missed.gain < WORTH_MENDING:
+            continue
+        if missed.reason in (Reason.NO_SLOT, Reason.NOT_WORTH) or missed.short == "states":
+            return _more_slots(cache)
+        if missed.short == "kv":
+            return _more_kv(cache)
+        if missed.reason is Reason.MICRO_BRANCH and missed.gain < cache.min_branch_tokens:
+            return (
+                f"--hybrid-min-branch-tokens {missed.gain} or less; it is "
+                f"{cache.min_branch_tokens}."
+            )
+        if missed.reason is Reason.GRID and cache.admission == "all":
+            return "--hybrid-admission judicious, which takes exact states."
+    unstored = report.unstored
+    if unstored is not None and unstored.why is UnstoredReason.EVICTED:
+        return _more_slots(cache) if unstored.short == "states" else _more_kv(cache)
+    return None
+
+
+def _resumed(report: MissReport) -> str:
+    if report.request is not None and report.request.missed == "no_slot":
+        return "token 0: a state was there, but no free slot to copy it into"
+    used = report.checkpoint
+    if used is None:
+        if not report.cache.states:
+            return f"token {report.hit:,}; this model needs no states"
+        return "token 0: no checkpoint is on its path"
+    about = []
+    if used.kind is not None:
+        about.append(KINDS.get(used.kind, used.kind))
+    if used.taken is not None and used.hits is not None:
+        hits = _count(used.hits, "hit")
+        last = f", the last one {_ago(used.last_used)}" if used.hits else ""
+        about.append(f"taken {_ago(used.taken)}, {hits}{last}")
+    return f"token {used.position:,}: " + ("; ".join(about) or "a checkpoint")
+
+
+def _deeper(report: MissReport) -> Iterator[str]:
+    if report.hit == report.usable:
+        yield "Nothing was missed."
+    if not report.deeper:
+        return
+    yield "Where a checkpoint would have helped, deepest first:"
+    for missed in report.deeper[:SHOWN]:
+        kind = "" if missed.kind is None else f"{KINDS.get(missed.kind, missed.kind)}: "
+        why = _why(missed, report.cache)
+        yield f"  token {missed.position:,} (+{missed.gain:,}) {kind}{why}"
+    if len(report.deeper) > SHOWN:
+        yield f"  and {len(report.deeper) - SHOWN} more (--json lists them)"
+
+
+def _why(missed: MissedCheckpoint, cache: CacheSnapshot) -> str:
+    when = f", {_ago(missed.when)}" if missed.when is not None else ""
+    if missed.reason is Reason.EVICTED:
+        return _evicted(missed)
+    if missed.reason is Reason.NO_SLOT:
+        return f"wanted{when}, but no slot was free and nothing could be pushed out"
+    if missed.reason is Reason.NOT_WORTH:
+        if missed.score is not None:
+            worth = (
+                f"{_score(missed.score)} against {_score(missed.victim_score)} by {missed.policy}"
+            )
+            return f"wanted{when}, but worth no more than the cheapest state ({worth}); pool full"
+        if missed.kind in FREE_SLOTS_ONLY:
+            return f"wanted{when}, but it takes free slots only; pool full"
+        return f"wanted{when}, but worth no more than what it would have pushed out; pool full"
+    if missed.reason is Reason.MICRO_BRANCH:
+        if missed.gain < cache.min_branch_tokens:
+            return f"a micro-branch: gains fewer than {cache.min_branch_tokens} tokens"
+        return f"not taken{when}: within {cache.min_branch_tokens} tokens of another checkpoint"
+    if missed.reason is Reason.GRID:
+        return f"never stored: SGLang tracks states on a grid of {cache.grid} tokens"
+    if missed.reason is Reason.NOT_WANTED:
+        if missed.kind == "branch":
+            return "never stored: no earlier prompt left the stored ones here"
+        return "never stored: no prefill wanted a state here"
+    return "no state; why is not remembered"
+
+
+def _evicted(missed: MissedCheckpoint) -> str:
+    short = {"states": "state slots", "kv": "KV"}.get(missed.short or "", "room")
+    said = (
+        f"evicted {_ago(missed.when)} by {missed.policy}{_worth(missed.score)}, "
+        f"when {short} ran short"
+    )
+    if missed.recipient is not None:
+        kind = KINDS.get(missed.recipient.kind, missed.recipient.kind)
+        said += (
+            f"; its slot went to the {kind} at token {missed.recipient.position:,} "
+            f"of request {missed.recipient.request}{_worth(missed.recipient.score)}"
+        )
+    elif missed.short == "states":
+        said += "; another request needed the slot"
+    if missed.hits is not None and missed.unused is not None:
+        said += f"; {_count(missed.hits, 'hit')}, unused for {_span(missed.unused)}"
+    return said
+
+
+def _unstored(report: MissReport) -> Iterator[str]:
+    rest = report.unstored
+    if rest is None:
+        return
+    tokens = f"Tokens {rest.start:,} to {rest.end:,}"
+    if rest.why is UnstoredReason.NEW:
+        yield f"{tokens} were never sent before."
+        return
+    upto = "" if rest.known is None else f", which was sent before to token {rest.known:,},"
+    if rest.why is UnstoredReason.EVICTED:
+        short = {"states": "state slots", "kv": "KV"}.get(rest.short or "", "room")
+        yield (
+            f"{tokens}: KV from here on{upto} was evicted {_ago(rest.when)} by {rest.policy}, "
+            f"when {short} ran short."
+        )
+    elif rest.why is UnstoredReason.GONE:
+        yield f"{tokens}: KV from here on{upto} is gone; when it went is not remembered."
+    else:
+        yield f"{tokens} are not stored; whether they were ever sent is not remembered."
+
+
+def _request(report: MissReport) -> Iterator[str]:
+    request = report.request
+    if request is None:
+        return
+    if request.left:
+        yield f"It left states at {_positions(request.left)}."
+    for missed in request.refused:
+        kind = "" if missed.kind is None else f" ({KINDS.get(missed.kind, missed.kind)})"
+        yield f"It left none at token {missed.position:,}{kind}: {_why(missed, report.cache)}."
+    yield f"Sent again now, it would resume at token {request.now:,}."
+
+
+def _remembered(report: MissReport) -> Iterator[str]:
+    cache = report.cache
+    if not cache.recorded:
+        yield (
+            "Under --hybrid-eviction sglang-lru nothing is recorded of states that were skipped or "
+            "evicted, nor of when a state was taken and used."
+        )
+    elif cache.full and any(missed.reason is Reason.UNKNOWN for missed in report.deeper):
+        yield "Older decisions are forgotten."
+    if cache.emptied is not None and (report.deeper or report.unstored):
+        yield f"The cache was emptied {_ago(cache.emptied)}; older decisions are forgotten."
+
+
+def _more_slots(cache: CacheSnapshot) -> str:
+    return (
+        f"more state slots: --max-mamba-cache-size above {cache.state_slots:,}, "
+        "or a larger --mamba-full-memory-ratio."
+    )
+
+
+def _more_kv(cache: CacheSnapshot) -> str:
+    more = f"more KV: --max-total-tokens above {cache.kv_room:,}, or a larger --mem-fraction-static"
+    if cache.state_slots is None:
+        return more + "."
+    return (
+        f"{more}; or a smaller --mamba-full-memory-ratio, where /server_info shows that state "
+        "slots stay free."
+    )
+
+
+def _worth(score: float | None) -> str:
+    return "" if score is None else f" (worth {_score(score)})"
+
+
+def _score(score: float | None) -> str:
+    """Scores compare within one policy only; below 0, nobody is expected to come back."""
+    return "nothing" if score is None or score < 0 else f"{score:.3g}"
+
+
+def _positions(places: list[tuple[int, str]]) -> str:
+    return ", ".join(f"{position:,} ({KINDS.get(kind, kind)})" for position, kind in places)
+
+
+def _ago(seconds: float | None) -> str:
+    if seconds is None:
+        return "at an unknown time"
+    return "just now" if seconds == 0 else f"{_span(seconds)} ago"
+
+
+def _span(seconds: float) -> str:
+    """To about two digits."""
+    for size, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" + "s" * (number != 1)

@@ -1,0 +1,58 @@
+"""What a prefill gets of what it wants, and what is told of the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sglang_hybrid.core.admission import Skip, SlotBudget
+from sglang_hybrid.core.checkpoint_plan import CheckpointPlan, CheckpointRequest, slot_budget_for
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.eviction import make_policy
+from sglang_hybrid.core.nodes import Kind, NodeTree
+from sglang_hybrid.core.pool import Pool, Scarce
+
+
+@dataclass
+class Slots:
+    """A full pool of states; a slot that is given up can be had once."""
+
+    pool: Pool
+    wishes: list[CheckpointRequest | None] = field(default_factory=list)
+
+    def free(self) -> int:
+        return 0
+
+    def take(self, request: CheckpointRequest | None = None) -> int | None:
+        self.wishes.append(request)
+        return len(self.wishes)
+
+    def give_back(self, slot: int) -> None:
+        raise AssertionError("nothing is given back")
+
+    def budget(self, plan: CheckpointPlan[int]) -> SlotBudget:
+        return slot_budget_for(plan, self.free(), self.pool)
+
+
+def test_a_wish_tells_what_it_is_for_and_how_it_compared() -> None:
+    tree = NodeTree()
+    pool = Pool(Scarce.STATES, CostModel.paper_7b(), make_policy("seglen"), tree.clock)
+    tree.listen(pool)
+    tree.give_state(tree.add(tree.root, 1, 300), Kind.TAIL)
+    slots = Slots(pool)
+    wanted = {400: Kind.BRANCH, 500: Kind.MESSAGE, 1_000: Kind.CHUNK}
+    plan: CheckpointPlan[int] = CheckpointPlan(1_001, 0, wanted, True, None, request_id="someone")
+    taken, skipped = plan.take(slots, list(wanted), 1_001)
+    assert [checkpoint.position for checkpoint in taken] == [400]
+    (request,) = slots.wishes
+    assert request is not None and request.comparison is not None
+    assert (request.position, request.kind, request.request_id) == (400, Kind.BRANCH, "someone")
+    assert (
+        request.comparison.new,
+        request.comparison.cheapest,
+        request.comparison.beats_victim,
+    ) == (400.0, 300.0, True)
+    (refused, skip), (never_weighed, other_skip) = skipped
+    assert (refused.position, skip, other_skip) == (500, Skip.NOT_WORTH, Skip.NOT_WORTH)
+    assert refused.comparison is not None  # from the state at 400 on, it would save 100 tokens
+    assert (refused.comparison.new, refused.comparison.beats_victim) == (100.0, False)
+    assert (never_weighed.position, never_weighed.comparison) == (1_000, None)
