@@ -144,6 +144,23 @@ def test_nothing_leaks_in_a_soak(model_directory: Callable[[str], Path], page: i
         assert "Retract requests" not in log
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_ranks_evict_and_move_alike(model_directory: Callable[[str], Path]) -> None:
+    """SGLang's checker ends the server at the first eviction in which the ranks differ."""
+    model = model_directory(DEFAULT_ARCHITECTURE)
+    prompts = [*documents(0), *sessions(1_000), *documents(2_000)]
+    flags = ["--model-path", str(model), *FLAGS, "--tp-size", "2"]
+    checked = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
+    with ServerProcess(flags, environment=checked) as server:
+        with ThreadPoolExecutor(3) as pool:
+            records = list(pool.map(lambda prompt: ask(server.url, prompt, 4), prompts))
+        assert [r["meta_info"]["completion_tokens"] for r in records] == [4] * len(prompts)
+        info = memory(server)
+        assert conserved(info)
+        assert min(info["moved_to"].values()) > 0
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
