@@ -44,7 +44,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.memory.account import MemoryKind, MissReport
+from sglang_hybrid.memory.account import MemoryKind, Account
 from sglang_hybrid.memory.allocators import OneMemoryPages, OneMemorySlots, OneMemoryTokens
 from sglang_hybrid.memory.granules import GranulePool
 from sglang_hybrid.replay.traces import Request
@@ -178,7 +178,7 @@ def build_cache(
 
 def one_memory(sizes: Sizes, pool: Any, kv: Any) -> Any:
     """Allocators that share the bytes of pools of these sizes; the states' replaces the pool's."""
-    account = MissReport(sizes.budget)
+    account = Account(sizes.budget)
     pages = GranulePool(
         account,
         MemoryKind.KV,
