@@ -44,7 +44,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.memory.account import MemoryKind, Account
+from sglang_hybrid.memory.account import Account, MemoryKind
 from sglang_hybrid.memory.allocators import OneMemoryPages, OneMemorySlots, OneMemoryTokens
 from sglang_hybrid.memory.granules import GranulePool
 from sglang_hybrid.replay.traces import Request
