@@ -135,7 +135,7 @@ def compare_in_one_memory(name: str, limit: int | None, pools: Split, policy: st
     return theirs
 
 
-OURS = [policy for policy in POLICIES if policy != "lru"]  # there SGLang chooses the victims
+OURS = [policy for policy in POLICIES if policy != "sglang-lru"]  # there SGLang chooses the victims
 
 
 @pytest.mark.parametrize("policy", OURS)
