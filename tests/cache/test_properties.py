@@ -279,7 +279,7 @@ def test_nothing_is_lost_freed_twice_or_chosen_wrongly(config: str) -> None:
     )
     def property(policy: str, admission: str, chunk: int, operations: list[Any]) -> None:
         sizes = CONFIGS[config]
-        assume(not (sizes.one_memory and policy == "sglang-lru"))  # that one is SGLang's, in two pools
+        assume(not (sizes.one_memory and policy == "sglang-lru"))  # SGLang's order knows two pools
         run = Run(sizes, policy, admission, chunk)
         for step in operations:
             run.do(*step)
