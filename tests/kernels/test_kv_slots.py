@@ -35,14 +35,14 @@ def read_by(reads: BatchReads, sequences: int) -> list[list[int]]:
             found[row] += listed(slots)
             assert place not in places[row], "two spans of a sequence share a place"
             places[row].add(place)
-            assert place < reads.nodes
+            assert place < reads.places
     if reads.loose is not None:
         slots, rows, mask = reads.loose
         chosen = everyone if rows is None else everyone[rows]
         for i, row in enumerate(chosen):
             inside = slice(None) if mask is None else mask[i] == 0
             found[row] += slots[i][inside].tolist()
-            assert reads.nodes - 1 not in places[row]
+            assert reads.places - 1 not in places[row]
     return found
 
 

@@ -77,7 +77,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def test_freed_memory_is_used_again() -> None:
     """Ten tensors of 64 MiB, one after another, do not map their pages ten times."""
-    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
     pages_of_one = (64 << 20) // resource.getpagesize()
-    assert int(done.stdout) < 5 * pages_of_one
+    faults = []
+    for _ in range(4):  # a machine short of memory takes pages back now and then
+        done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        faults.append(int(done.stdout))
+        if faults[-1] < 3 * pages_of_one:
+            break
+    assert min(faults) < 3 * pages_of_one

@@ -19,10 +19,7 @@ FACTOR = 1.5
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(name, marks=[] if name == "nemotron-h" else pytest.mark.slow)
-        for name in sorted(ARCHITECTURES)
-    ],
+    params=[pytest.param(name, marks=pytest.mark.slow) for name in sorted(ARCHITECTURES)],
 )
 def served(
     request: pytest.FixtureRequest, model_directory: Callable[[str], Path]

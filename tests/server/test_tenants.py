@@ -126,4 +126,4 @@ def test_short_of_room_a_tenant_sees_that_room_was_taken(
         assert account["deeper"][0]["reason"] == "evicted"
         assert "of a" not in str(account)
         for gap in account["deeper"]:
-            assert (gap["score"], gap["against"], gap["taker"]) == (None, None, None)
+            assert (gap["score"], gap["victim_score"], gap["recipient"]) == (None, None, None)
