@@ -150,21 +150,21 @@ class History:
         if history_match is None:
             history_match = self._as_match(tree, path, matched, fingerprints, input_len)
         model = self._answers.of(tenant)
-        answer, says = None, 0
+        answer, bucket = None, 0
         if model is not None:
             if history_match.reused is not None and history_match.reused.last is not None:
                 model.returned(history_match.reused.last, now)
             model.give_up(now)
             if len(ids) > input_len:
                 answer = model.ended(ids[input_len:], now)
-                says = model.bucket(answer.features)
+                bucket = model.bucket(answer.features)
         interval_bucket = 0
         if history_match.reused is not None:
             interval_bucket = self.index.interval_bucket(
                 self.index.returned(history_match.reused.interval_id, now)
             )
             history_match.reused.last_interval_bucket = interval_bucket
-            _says(history_match.reused, answer, says)
+            _set_answer(history_match.reused, answer, bucket)
             self.index.reclass(history_match.reused.interval_id, history_match.reused.reuse_class)
         ends = {start for start in message_starts if 0 < start < min(input_len, len(ids))}
         ends |= {history_match.branch, len(ids)} - {0}
@@ -173,7 +173,7 @@ class History:
         self._changed(tenant, tree, held)
         for node in nodes:
             if node.depth in ends:
-                _says(node, answer, says)
+                _set_answer(node, answer, bucket)
                 self._open(node, now, interval_bucket, is_end=node.depth == len(ids))
         self._forget_oldest(tenant)
         self.index.observed(now)
@@ -236,7 +236,7 @@ class History:
                 del self._trees[tenant]
 
 
-def _says(node: HistoryNode, answer: Answer | None, says: int) -> None:
+def _set_answer(node: HistoryNode, answer: Answer | None, bucket: int) -> None:
     """A request that ended with `answer` opened `node` or resumed from it."""
     few = node.branches <= MOST_CHILDREN
-    node.last, node.answer = (answer, says) if few else (None, 0)
+    node.last, node.answer = (answer, bucket) if few else (None, 0)

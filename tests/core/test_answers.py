@@ -146,7 +146,7 @@ def test_positions_are_told_apart_by_their_answers(answer_bytes: int) -> None:
         for _ in range(3):
             serve(history, clock, session, words(), tenant)
         serve(history, clock, session, [*words()[:-1], last], tenant)
-        place = history.tree(tenant).walk(_marks(session), [])[0][-1]
+        place = history.tree(tenant).walk(fingerprint_tokens(np.array(session)), [])[0][-1]
         return history.index.weight(place.reuse_class, 0.0)
 
     ends, goes_on = weight("a", GOODBYE), weight("a", 500)
@@ -155,10 +155,6 @@ def test_positions_are_told_apart_by_their_answers(answer_bytes: int) -> None:
     else:
         assert ends == pytest.approx(goes_on, rel=0.2)
     assert weight("b", GOODBYE) == pytest.approx(weight("b", 500), rel=0.2)
-
-
-def _marks(tokens: list[int]) -> bytes:
-    return fingerprint_tokens(np.array(tokens))
 
 
 def test_requests_without_an_answer_say_nothing() -> None:

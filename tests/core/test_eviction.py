@@ -23,6 +23,7 @@ from sglang_hybrid.core.eviction import (
     make_policy,
 )
 from sglang_hybrid.core.history import History, TimeUnit
+from sglang_hybrid.core.history_tree import HistoryPath
 from sglang_hybrid.core.nodes import Kind, Node, NodeTree
 from sglang_hybrid.core.pool import Pool, Scarce
 from sglang_hybrid.core.reuse import CLASSES, reuse_class_of
@@ -251,29 +252,41 @@ def test_reuse_prefers_what_is_known_to_come_back() -> None:
     assert pool.victim() is first
 
 
+def session_of_states(
+    depths: dict[str, int], input_len: int
+) -> tuple[NodeTree, Reuse, Pool, dict[str, Node], HistoryPath]:
+    """One sequence with a state at each of `depths`, by name, and what the history knows of it."""
+    tree = NodeTree()
+    policy = Reuse(History(TimeUnit.REQUESTS))
+    pool = Pool(Scarce.STATES, PAPER, policy, tree.clock)
+    tree.listen(pool)
+    tree.clock.advance()
+    nodes: dict[str, Node] = {}
+    above = tree.root
+    for name, depth in depths.items():
+        above = nodes[name] = tree.add(above, name, depth - above.depth)
+        tree.give_state(above, Kind.TAIL)
+    history_path = policy.history.observe(np.arange(above.depth), input_len, tree.clock)
+    for node in nodes.values():
+        tree.link_history(node, history_path.at(node.depth))
+    policy.history.index.rebuild()
+    return tree, policy, pool, nodes, history_path
+
+
 def test_who_comes_back_for_an_evicted_state_resumes_above_it() -> None:
     """A session of two states, beside another leaf: as its tail goes, the state above it inherits
     the return that is due, until it is used itself.
     """
-    tree, history = NodeTree(), History(TimeUnit.REQUESTS)
-    policy = Reuse(history)
-    pool = Pool(Scarce.STATES, PAPER, policy, tree.clock)
-    tree.listen(pool)
-    tree.clock.advance()
-    above = tree.add(tree.root, "above", 1000)
-    tail = tree.add(above, "tail", 20)
-    for node in (above, tail):
-        tree.give_state(node, Kind.TAIL)
-    history_path = history.observe(np.arange(1020), 1000, tree.clock)
-    for node in (above, tail):
-        tree.link_history(node, history_path.at(node.depth))
-    history.index.rebuild()
+    depths = {"above": 1000, "tail": 1020}
+    tree, policy, pool, nodes, history_path = session_of_states(depths, 1000)
+    above, tail = nodes.values()
     assert pool.cheapest() == (above, above.last_used - NEVER)  # between two places
     policy.evicted(tail, 0.0)
     tree.remove(tail)
     history_node = history_path.nodes[-1]
     saved = PAPER.savings(1000, 0) / PAPER.state_bytes
-    assert pool.cheapest() == (above, history.index.weight(history_node.reuse_class, 0.0) * saved)
+    weight = policy.history.index.weight(history_node.reuse_class, 0.0)
+    assert pool.cheapest() == (above, weight * saved)
     tree.clock.advance()
     tree.hit(above)
     assert pool.cheapest() == (above, above.last_used - NEVER)
@@ -281,20 +294,9 @@ def test_who_comes_back_for_an_evicted_state_resumes_above_it() -> None:
 
 def test_a_state_between_two_places_leaves_nothing_to_the_one_above() -> None:
     """Who comes back resumes from the tail, which is there; not from the state above the middle."""
-    tree, history = NodeTree(), History(TimeUnit.REQUESTS)
-    policy = Reuse(history)
-    pool = Pool(Scarce.STATES, PAPER, policy, tree.clock)
-    tree.listen(pool)
-    tree.clock.advance()
-    above = tree.add(tree.root, "above", 1000)
-    middle = tree.add(above, "middle", 500)
-    tail = tree.add(middle, "tail", 500)
-    for node in (above, middle, tail):
-        tree.give_state(node, Kind.TAIL)
-    history_path = history.observe(np.arange(2000), 1900, tree.clock)
-    for node in (above, middle, tail):
-        tree.link_history(node, history_path.at(node.depth))
-    history.index.rebuild()
+    depths = {"above": 1000, "middle": 1500, "tail": 2000}
+    tree, policy, _, nodes, _ = session_of_states(depths, 1900)
+    above, middle, tail = nodes.values()
     policy.evicted(middle, 0.0)
     tree.drop_state(middle)
     assert above.inherited_demand is None

@@ -36,7 +36,10 @@ def whole(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
 def test_every_event_has_one_report_and_the_last_one_is_complete(url: str) -> None:
     sampling = {"temperature": 0, "max_new_tokens": 50, "ignore_eos": True}
     body = {"input_ids": random_prompt(100, seed=7_001), "sampling_params": sampling}
-    reports = [event["meta_info"]["hybrid_cache"] for event in events(url, "/generate", body)]
+    stream = [event["meta_info"] for event in events(url, "/generate", body)]
+    reports = [meta["hybrid_cache"] for meta in stream]
+    tokens = [meta["completion_tokens"] for meta in stream]
+    assert tokens == sorted(set(tokens)) and tokens[-1] == 50
     assert len(reports) > 1  # a client that reads slowly gets several tokens in one event
     assert all(isinstance(report, dict) for report in reports)
     kinds = [[one["kind"] for one in report["checkpoints"]] for report in reports]
