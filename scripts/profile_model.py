@@ -27,6 +27,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from sglang_hybrid.platforms import wait_briefly
+
 MODELS = (
     "nemotron-h",
     "falcon-h1",
@@ -199,7 +203,6 @@ def measured(run: Callable[[], object], trace: Path | None) -> dict[str, float]:
 
 def profile_one(name: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Seconds of the parts of a prefill and of decode steps of one model, in this process."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the platform does for its servers
     warnings.filterwarnings("ignore")
     from sglang_hybrid import patching
 
@@ -263,6 +266,7 @@ def main() -> int:
     if options.one:
         print(json.dumps(profile_one(options.models[0], options)))
         return 0
+    wait_briefly(os.environ)  # as the platform does for its servers
     results = {}
     for name in options.models:
         rest = sys.argv[1:]

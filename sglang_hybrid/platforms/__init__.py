@@ -6,6 +6,12 @@ accelerator can be used, so that the same installation serves a GPU machine unto
 """
 
 import os
+from collections.abc import MutableMapping
+from typing import Final
+
+SPINS: Final = 3_000
+"""Turns of the loop in which a thread of GNU's OpenMP waits before it sleeps (docs/benchmarks.md).
+"""
 
 
 def activate() -> str | None:
@@ -24,13 +30,23 @@ def activate() -> str | None:
     from sglang_hybrid.platforms.binder import bind_on_import
 
     bind_on_import()
-    # Read by the OpenMP runtime of the processes started from here. Threads that spin while they
-    # wait make decoding ten times slower as soon as anything else wants the cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    wait_briefly(os.environ)
     # What SGLang waits for when a process has died: GPUs that settle, and their core dumps.
     os.environ.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
     os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
     return "sglang_hybrid.platforms.cpu.HybridCpuPlatform"
+
+
+def wait_briefly(environment: MutableMapping[str, str]) -> None:
+    """Let OpenMP's threads wait in a loop for some microseconds, then sleep, in the processes that
+    are started with `environment`; what it says already stays.
+
+    Threads that wait in a loop for long make decoding ten times slower as soon as anything else
+    wants the cores. Threads that sleep at once cost a wake-up in every product.
+    """
+    if "OMP_WAIT_POLICY" not in environment:
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"
+        environment.setdefault("GOMP_SPINCOUNT", str(SPINS))
 
 
 def accelerator_available() -> bool:
