@@ -27,7 +27,9 @@ class ServerProcess:
     Args:
         arguments: the server's flags, without --host and --port.
         port: where it listens on 127.0.0.1; a free port by default.
-        module: the program; `sglang.launch_server` for the unmodified server.
+        module: what Python runs; `sglang.launch_server` for the unmodified server.
+        program: a command to run instead of Python, which takes --host and --port, too.
+        health: the path that answers with status 200 once it is ready.
         environment: variables set for the server on top of this process's.
         directory: where it runs; here by default.
         timeout: seconds to wait until it is healthy.
@@ -39,16 +41,19 @@ class ServerProcess:
         *,
         port: int | None = None,
         module: str = "sglang_hybrid.launch_server",
+        program: Sequence[str] | None = None,
+        health: str = "/health_generate",
         environment: dict[str, str] | None = None,
         directory: Path | None = None,
         timeout: float = 300.0,
     ) -> None:
         self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
+        self._health = health
         self._timeout = timeout
         self._directory = directory
         self._command = [
-            *(sys.executable, "-m", module),
+            *(program or (sys.executable, "-m", module)),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *arguments,
         ]
@@ -100,7 +105,7 @@ class ServerProcess:
                     f"\n{self.tail()}"
                 )
             try:
-                if requests.get(self.url + "/health_generate", timeout=5).ok:
+                if requests.get(self.url + self._health, timeout=5).ok:
                     return
             except requests.RequestException:
                 pass

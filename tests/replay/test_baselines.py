@@ -26,9 +26,10 @@ from sglang_hybrid.replay.baselines import (
 )
 from sglang_hybrid.replay.future import NEVER, Oracle
 from sglang_hybrid.replay.policies import TailLru
-from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator, Split, Ticket, hit_rate
+from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator, Split, hit_rate
 from sglang_hybrid.replay.systems import SYSTEMS, Setting, Spec
 from sglang_hybrid.replay.traces import Request, read_compact
+from tests.replay.interleaved import interleaved
 
 PAPER = CostModel.paper_7b()
 GB = 10**9
@@ -198,20 +199,8 @@ def test_running_requests_are_in_the_budget(system: int, seed: int, states: int)
     those that ended.
     """
     budget = states * PAPER.state_bytes
-    rng = random.Random(seed)
     cache = with_running(budget)[system]
-    running: list[tuple[Ticket, bool]] = []
-    waiting = traffic(seed, 40, 400)
-    while waiting or running:
-        if waiting and rng.random() < 0.5:
-            running.append((cache.begin(waiting.pop(0)), False))
-        elif running:
-            ticket, prefilled = running.pop(rng.randrange(len(running)))
-            if prefilled:
-                cache.finished(ticket)
-            else:
-                cache.prefilled(ticket)
-                running.append((ticket, True))
+    for _ in interleaved(cache, traffic(seed, 40, 400), random.Random(seed)):
         assert cache.used <= budget
     if isinstance(cache, BlockCache):
         assert cache.used == len(cache._blocks) * cache.used_by_block
@@ -319,17 +308,7 @@ def test_requests_may_overlap(name: str, seed: int, split: bool) -> None:
     budget = Split(rng.randrange(20, 400), states) if split else states * PAPER.state_bytes
     requests = traffic(seed)
     cache = Spec(name).build(Setting(PAPER, budget, requests, min_branch_tokens=3))
-    waiting, prefilling, decoding = list(requests), [], []
-    while waiting or prefilling or decoding:
-        step = rng.randrange(3)
-        if step == 0 and waiting:
-            prefilling.append(cache.begin(waiting.pop(0)))
-        elif step == 1 and prefilling:
-            ticket = prefilling.pop(rng.randrange(len(prefilling)))
-            cache.prefilled(ticket)
-            decoding.append(ticket)
-        elif step == 2 and decoding:
-            cache.finished(decoding.pop(rng.randrange(len(decoding))))
+    for _ in interleaved(cache, requests, rng):
         if isinstance(cache, Simulator):
             check(cache)
     if isinstance(cache, Simulator):

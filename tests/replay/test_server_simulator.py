@@ -18,6 +18,7 @@ from sglang_hybrid.replay.server_simulator import Running, ServerSimulator
 from sglang_hybrid.replay.simulator import Simulator, Split, hit_rate
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.traces import Request
+from tests.replay.interleaved import interleaved
 
 PAPER = CostModel.paper_7b()
 SYSTEMS = [*POLICIES, "density", "clairvoyant", "unbounded"]
@@ -118,20 +119,10 @@ def test_requests_may_overlap(name: str, seed: int) -> None:
     memory = pools.kv_tokens * PAPER.kv_bytes_per_token + pools.slots * PAPER.state_bytes
     serving = Serving(rng.randrange(5, 60), rng.randrange(1, 20), one_memory)
     cache = build(name, memory if one_memory else pools, requests, 3, serving)
-    waiting, prefilling, decoding = list(requests), [], []
-    while waiting or prefilling or decoding:
-        step = rng.randrange(3)
-        if step == 0 and waiting:
-            prefilling.append(cache.begin(waiting.pop(0)))
-            outcome = prefilling[-1].outcome
-            assert 0 <= outcome.hit_len <= outcome.kv_len < outcome.input_len
-        elif step == 1 and prefilling:
-            ticket = prefilling.pop(rng.randrange(len(prefilling)))
-            cache.prefilled(ticket)
-            decoding.append(ticket)
-        elif step == 2 and decoding:
-            cache.finished(decoding.pop(rng.randrange(len(decoding))))
-        check(cache, [*prefilling, *decoding])
+    for running in interleaved(cache, requests, rng):
+        for one in running:
+            assert 0 <= one.outcome.hit_len <= one.outcome.kv_len < one.outcome.input_len
+        check(cache, running)
     assert cache.kv_in_use == cache.slots_in_use == 0
     assert not any(node.kv_locked or node.state_locked for node in cache.tree.walk())
 

@@ -1,12 +1,11 @@
-#!/usr/bin/env python3
 """Traffic in two phases on a real server: the tuner against fixed policies, and what it costs.
 
-    python scripts/bench_phases.py [--few-shot 400] [--chats 120] [--workers 1]
+    python scripts/bench.py phases [--few-shot 400] [--chats 120] [--workers 1]
 
 First prompts of few-shot templates, then chats, the same for every server, one server after
-another; the answers are forced as in bench_ab.py. Meanwhile one long answer is streamed, and the
+another; the answers are forced as `ab` does it. Meanwhile one long answer is streamed, and the
 time between its tokens is the scheduler's step time as a client sees it: while the tuner's workers
-run, and while they do not. Prints Markdown.
+run, and while they do not.
 """
 
 from __future__ import annotations
@@ -14,28 +13,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from itertools import pairwise
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import aiohttp
 import numpy as np
 import psutil
-import requests
 
-from scripts.bench_ab import Outcome, drive, vocabulary_of
-from scripts.bench_server import machine
+from scripts.bench.report import ROOT, Table
+from scripts.bench.servers import flags_of, hybrid_cache, vocabulary_of
+from scripts.bench.traces import chats, documents, in_phases, in_vocabulary
+from scripts.bench.traffic import Outcome, drive, hit_rate
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.replay.arrivals import Draw
-from sglang_hybrid.replay.generators import generate, traffic
-from sglang_hybrid.replay.slices import to_vocabulary
 from sglang_hybrid.replay.traces import Request
 from sglang_hybrid.server_process import ServerProcess
 
@@ -63,24 +56,15 @@ class Steps:
                 yield now - before, at >= 0 and self.looks[at][1]
 
 
-def phases(few_shot: int, chats: int, seed: int) -> list[list[Request]]:
+def phases(few_shot: int, sessions: int, seed: int) -> list[list[Request]]:
     """Prompts of a thousand tokens behind 24 templates; then chats of some turns."""
-    templates = traffic(
-        "few-shot",
-        sessions=few_shot,
-        templates=24,
-        shared=Draw("lognormal", 800, 0.3),
-        answer=Draw("const", 4),
-    )
-    turns = traffic(
-        "chat",
-        sessions=chats,
-        session_rate=1.0,
+    turns = chats(
+        sessions,
         shared=Draw("const", 100),
         think=Draw("lognormal", 20, 1.0),
         answer=Draw("lognormal", 24, 0.5),
     )
-    return [generate("few-shot", templates, seed), generate("chat", turns, seed + 1)]
+    return in_phases([documents(few_shot, 24, Draw("lognormal", 800, 0.3)), turns], seed)
 
 
 async def probe(url: str, steps: Steps) -> None:
@@ -127,15 +111,6 @@ async def serve(
     return outcomes
 
 
-def hit_rate(outcomes: Sequence[Outcome]) -> float:
-    """Cached over prompt tokens. Raises RuntimeError if a request failed."""
-    failed = [outcome.error for outcome in outcomes if outcome.error]
-    if failed:
-        raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
-    prompts = sum(outcome.prompt_tokens for outcome in outcomes)
-    return sum(outcome.cached_tokens for outcome in outcomes) / prompts
-
-
 def milliseconds(intervals: Sequence[float]) -> str:
     """P50 / P99 / count."""
     if not intervals:
@@ -144,8 +119,7 @@ def milliseconds(intervals: Sequence[float]) -> str:
     return f"{middle:.1f} / {high:.1f} ({len(intervals):,})"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--few-shot", type=int, default=400, help="requests of the first phase")
     parser.add_argument("--chats", type=int, default=120, help="sessions of the second")
     parser.add_argument("--workers", type=int, default=1, help="of the tuner")
@@ -153,35 +127,28 @@ def main() -> None:
     parser.add_argument("--kv-tokens", type=int, default=16_384)
     parser.add_argument("--state-slots", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     model = ensure_default_model()
     made = phases(options.few_shot, options.chats, options.seed)
-    high = vocabulary_of(model)
-    traces = [to_vocabulary(trace, FIRST_TEXT_ID, high)[0] for trace in made]
-    common = [
-        *("--model-path", str(model), "--max-total-tokens", str(options.kv_tokens)),
-        *("--max-mamba-cache-size", str(options.state_slots)),
-        *("--max-running-requests", str(CONCURRENCY + 1), "--enable-custom-logit-processor"),
-    ]
+    traces = in_vocabulary(made, vocabulary_of(model))
+    common = flags_of(model, options.kv_tokens, options.state_slots, CONCURRENCY + 1)
     tuned = f"--hybrid-tuner-workers {options.workers} --hybrid-tuner-window {options.window}"
-    print(f"Machine: {machine()}. Date: {date.today()}. ", end="")
-    print(f"Command: `python scripts/bench_phases.py {' '.join(sys.argv[1:])}`.\n")
-    print("| server | few-shot, hit rate | chats, hit rate | step P50 / P99, ms (tokens) ", end="")
-    print("| while workers run |\n|---|---:|---:|---:|---:|", flush=True)
+    table = Table(
+        *("server", "few-shot, hit rate", "chats, hit rate", "step P50 / P99, ms (tokens)"),
+        "while workers run",
+    )
+    tuner = None
     for flags in (*FIXED, tuned):
-        with ServerProcess([*common, *flags.split()]) as server:
+        with ServerProcess([*common, *flags.split()], directory=ROOT) as server:
             steps = Steps()
             served = asyncio.run(serve(server, traces, steps))
-            state = requests.get(server.url + "/server_info", timeout=30).json()
-            tuner = state["internal_states"][0]["hybrid_cache"].get("tuner")
-        rates = " | ".join(f"{hit_rate(outcomes):.1%}" for outcomes in served)
+            tuner = hybrid_cache(server.url).get("tuner")
         between = list(steps.between())
         calm = milliseconds([seconds for seconds, busy in between if not busy])
         busy = milliseconds([seconds for seconds, busy in between if busy])
-        print(f"| `{flags}` | {rates} | {calm} | {busy} |", flush=True)
-        if tuner:
-            print(f"\nThe tuner: {tuner}")
-
-
-if __name__ == "__main__":
-    main()
+        rates = (f"{hit_rate(outcomes):.1%}" for outcomes in served)
+        table.row(f"`{flags}`", *rates, calm, busy)
+    if tuner:
+        print(f"\nThe tuner: {tuner}")

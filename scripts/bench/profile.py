@@ -1,10 +1,10 @@
 """Where the time of a prefill and of a decode step goes on the CPU, percent by percent.
 
 Loads models as a server's scheduler does, without the server, and measures the parts of their
-forward passes: each part without the parts that it calls. Prints Markdown for docs/benchmarks.md.
+forward passes: each part without the parts that it calls.
 
-    python scripts/profile_model.py [--models nemotron-h 100m ...] [--prompt 2000] [--batch 1 16]
-    python scripts/profile_model.py --models 100m --trace DIR      # for chrome://tracing
+    python scripts/bench.py profile [--models nemotron-h 100m ...] [--prompt 2000] [--batch 1 16]
+    python scripts/bench.py profile --models 100m --trace DIR      # for chrome://tracing
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ import functools
 import json
 import logging
 import os
-import shlex
 import subprocess
 import sys
-import warnings
+import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from scripts.bench.report import ROOT, BenchFailed, Table
 from sglang_hybrid.platforms import wait_briefly
 
+SCRATCH = Path(tempfile.gettempdir())
 MODELS = (
     "nemotron-h",
     "falcon-h1",
@@ -203,19 +201,15 @@ def measured(run: Callable[[], object], trace: Path | None) -> dict[str, float]:
 
 def profile_one(name: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Seconds of the parts of a prefill and of decode steps of one model, in this process."""
-    warnings.filterwarnings("ignore")
     from sglang_hybrid import patching
 
     patching.install()
     time_kernels()
-    from sglang_hybrid.models import build_tiny_model, ensure_default_model
+    from scripts.bench.servers import large_model
+    from sglang_hybrid.models import ensure_default_model
 
-    if name == "100m":
-        directory = options.scratch / "nemotron-h-100m"
-        if not directory.exists():
-            build_tiny_model("nemotron-h", directory, scale="100m")
-    else:
-        directory = ensure_default_model(name)
+    large = name == "100m"
+    directory = large_model(options.scratch) if large else ensure_default_model(name)
     runner = load(directory, options.server_flags)
     time_modules(runner.torch_runner)
 
@@ -238,49 +232,40 @@ def profile_one(name: str, options: argparse.Namespace) -> dict[str, dict[str, f
     return found
 
 
-def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
-    """Markdown: milliseconds, and the percentage of each part."""
-    lines = [
-        f"| model | what | ms | {' | '.join(PARTS)} |",
-        f"|---|---|---:|{'---:|' * len(PARTS)}",
-    ]
-    for model, runs in results.items():
-        for what, parts in runs.items():
-            total = sum(parts.values())
-            shares = " | ".join(f"{100 * parts.get(part, 0) / total:.0f}" for part in PARTS)
-            lines.append(f"| {model} | {what} | {1000 * total:,.1f} | {shares} |")
-    return "\n".join(lines)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prefill")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="sizes of decodes")
     parser.add_argument("--context", type=int, default=100, help="tokens before a decode step")
     parser.add_argument("--trace", type=Path, help="also write torch.profiler's traces there")
-    parser.add_argument("--scratch", type=Path, default=Path("/tmp"), help="for the large model")
+    parser.add_argument("--scratch", type=Path, default=SCRATCH, help="of the large model")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("server_flags", nargs="*", help="flags for the server, after --")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     if options.one:
         print(json.dumps(profile_one(options.models[0], options)))
-        return 0
-    wait_briefly(os.environ)  # as the platform does for its servers
-    results = {}
+        return
+    print("Percent of the milliseconds.\n")
+    table = Table("model", "what", "ms", *PARTS, text=2)
     for name in options.models:
-        rest = sys.argv[1:]
-        split = rest.index("--") if "--" in rest else len(rest)
-        command = [sys.executable, __file__, *rest[:split], "--models", name, "--one"]
-        done = subprocess.run([*command, *rest[split:]], capture_output=True, text=True)
-        if done.returncode != 0:
-            print(f"profile_model: {name} failed:\n{done.stderr[-3000:]}", file=sys.stderr)
-            return 1
-        results[name] = json.loads(done.stdout.splitlines()[-1])
-    print(f"Date: {date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. Percent.\n")
-    print(table(results))
-    return 0
+        for what, parts in in_a_process(name).items():
+            total = sum(parts.values())
+            shares = (f"{100 * parts.get(part, 0) / total:.0f}" for part in PARTS)
+            table.row(name, what, f"{1000 * total:,.1f}", *shares)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def in_a_process(name: str) -> dict[str, dict[str, float]]:
+    """`profile_one` of a model, with this run's options, in a process of its own."""
+    rest = sys.argv[1:]
+    flags = rest.index("--") if "--" in rest else len(rest)
+    program = [sys.executable, str(ROOT / "scripts" / "bench.py")]
+    command = [*program, *rest[:flags], "--models", name, "--one", *rest[flags:]]
+    environment = dict(os.environ)
+    wait_briefly(environment)  # as the platform does for its servers
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        raise BenchFailed(f"{name} failed:\n{done.stderr[-3000:]}")
+    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    return found

@@ -1,50 +1,35 @@
-"""How much of the distance from LRU to a clairvoyant eviction a policy closes: a row per trace and
-size of the cache, request after request, starting cold, by the paper's rules, as served with two
-pools, and as it would be served with one memory for KV and states.
+"""How much of the distance from LRU to a clairvoyant eviction a policy closes.
 
-Token hit rates in percent. Rows whose distance is below a point do not count in the mean. With
---leave-one-out the constants of `core.reuse` that --vary names are chosen by the mean over all
-other traces, and what that choice reaches on the trace left out is reported. With --changes N the
-traffic is N requests of one generated kind and then another kind: what is hit of that, beside a
-server that starts with it.
+A row per trace and size of the cache, request after request, starting cold, by the paper's rules,
+as served with two pools, and as served with one memory for KV and states. Token hit rates in
+percent. Rows whose distance is below a point do not count in the mean. With --leave-one-out the
+constants of `core.reuse` that --vary names are chosen by the mean over all other traces, and what
+that choice reaches on the trace left out is reported. With --changes N the traffic is N requests of
+one generated kind and then another kind: what is hit of that, beside a server that starts with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from scripts.bench.report import BenchFailed, Table
+from scripts.bench.traces import TRACES, Row, read_or_generate
 from sglang_hybrid.core import reuse
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.arrivals import Draw
-from sglang_hybrid.replay.formats import Reading, read_trace
 from sglang_hybrid.replay.generators import generate, traffic
 from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.simulator import Split
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.traces import Request
 
-TRACES = Path(__file__).parents[1].parent / "shared" / "traces"
 COST = CostModel.paper_7b()
-SIZES: dict[str, tuple[float, ...]] = {  # GB, by trace
-    "taubench_airline": (5, 10),
-    "sharegpt_55": (2, 4),
-    "bbh_fewshot": (1, 2, 4),
-    "claude_code_64k": (20, 40, 80),
-    "mooncake_conversation_trace": (40, 80),
-}
-GENERATED: dict[str, tuple[float, ...]] = {
-    "chat": (0.5, 1, 2),
-    "agent": (5, 10),
-    "few-shot": (1, 2, 4),
-    "fan-out": (2, 5),
-    "transcript": (1, 2, 3, 5),
-}
 CHANGES = (
     ("agent", "few-shot"),
     ("few-shot", "chat"),
@@ -55,7 +40,6 @@ CHANGES_GB = 0.7
 AFTER = (100, 200, 400, 800, 1_500)
 CLAIRVOYANT = Spec("clairvoyant")
 RULES = {"paper": None, "served": Serving(), "one": Serving(one_memory=True)}
-Row = tuple[str, float]  # trace, GB
 Constants = tuple[tuple[str, float], ...]
 
 
@@ -120,38 +104,51 @@ def changed(constants: Constants) -> Iterator[None]:
         setattr(reuse, name, value)
 
 
-def table(bench: Bench, specs: Sequence[Spec], rules: str) -> None:
-    titles = [f"{spec} | closed %" for spec in specs]
-    print(f"\nRules: {rules}\n\n| trace | GB | {lru(rules)} | {' | '.join(titles)} | clairvoyant |")
-    print("|---|---:|---:|" + "---:|---:|" * len(specs) + "---:|")
+def show(bench: Bench, specs: Sequence[Spec], rules: Sequence[str]) -> None:
+    """Print a row per trace and size, with columns for each of the rules; then the means."""
+    heads = []
+    for name in rules:
+        of_specs = [title for spec in specs for title in (str(spec), "closed")]
+        heads += [f"{name}: {lru(name)}", *of_specs, "clairvoyant"]
+    table = Table("trace", "GB", *heads)
     for row in bench.rows:
-        low, high = bench.limits(row, rules)
-        cells = []
-        for spec in specs:
-            share = bench.closed(spec, row, rules)
-            cells.append(f"{bench.hit_rate(spec, row, rules):.1f}")
-            cells.append("" if share is None else f"{share:.0f}")
-        print(f"| {row[0]} | {row[1]:g} | {low:.1f} | {' | '.join(cells)} | {high:.1f} |")
+        cells = [cell for name in rules for cell in rates(bench, specs, row, name)]
+        table.row(row[0], f"{row[1]:g}", *cells)
+    means = []
+    for name in rules:
+        shares = (f"**{bench.mean(spec, bench.rows, name):.1f}**" for spec in specs)
+        means += ["", *(cell for share in shares for cell in ("", share)), ""]
+    table.row("**mean where the gap is a point or more**", "", *means)
     print()
+    for name in rules:
+        for spec in specs:
+            conclude(bench, spec, name)
+
+
+def rates(bench: Bench, specs: Sequence[Spec], row: Row, rules: str) -> list[str]:
+    """LRU's hit rate, that of each policy and what it closes, and the clairvoyant one."""
+    low, high = bench.limits(row, rules)
+    cells = [f"{low:.1f}"]
     for spec in specs:
-        losses = [
-            bench.hit_rate(spec, row, rules) - bench.limits(row, rules)[0] for row in bench.rows
-        ]
-        mean = bench.mean(spec, bench.rows, rules)
-        print(
-            f"{spec}: closes {mean:.1f} % on average, "
-            f"at worst {min(losses):+.2f} points against {lru(rules)}"
-        )
-        if rules == "one":
-            mean = bench.mean(spec, bench.rows, rules, gap="served")
-            print(f"{spec}: closes {mean:.1f} % of the distance that there is with two pools")
+        share = bench.closed(spec, row, rules)
+        cells.append(f"{bench.hit_rate(spec, row, rules):.1f}")
+        cells.append("" if share is None else f"{share:.0f}")
+    return [*cells, f"{high:.1f}"]
+
+
+def conclude(bench: Bench, spec: Spec, rules: str) -> None:
+    """Print the worst row against LRU, and what one memory closes of the gap of two pools."""
+    losses = [bench.hit_rate(spec, row, rules) - bench.limits(row, rules)[0] for row in bench.rows]
+    print(f"{spec}, {rules}: at worst {min(losses):+.2f} points against {lru(rules)}.")
+    if rules == "one":
+        mean = bench.mean(spec, bench.rows, rules, gap="served")
+        print(f"It closes {mean:.1f} % of the distance that there is with two pools.")
 
 
 def leave_one_out(bench: Bench, grid: Sequence[Constants], rules: str) -> None:
     spec = Spec("reuse")
     print(f"\nRules: {rules}; chosen from {len(grid)} settings\n")
-    print("| trace left out | chosen on the others | closed % with it | as it is |")
-    print("|---|---|---:|---:|")
+    table = Table("trace left out", "chosen on the others", "closed % with it", "as it is", text=2)
     chosen_means = []
     for out in dict.fromkeys(trace for trace, _ in bench.rows):
         others = [row for row in bench.rows if row[0] != out]
@@ -161,33 +158,8 @@ def leave_one_out(bench: Bench, grid: Sequence[Constants], rules: str) -> None:
         counted = sum(bench.closed(spec, row, rules) is not None for row in rows)
         chosen_means += [reached] * counted
         name = ", ".join(f"{name} {value:g}" for name, value in best)
-        print(f"| {out} | {name} | {reached:.1f} | {bench.mean(spec, rows, rules):.1f} |")
+        table.row(out, name, f"{reached:.1f}", f"{bench.mean(spec, rows, rules):.1f}")
     print(f"\nover all rows: {sum(chosen_means) / max(len(chosen_means), 1):.1f} %")
-
-
-def read_named(folder: Path, name: str) -> list[Request]:
-    """One of SIZES; Mooncake's are the first 2,000 of at most 32 Ki tokens."""
-    limit = 2_000 if name.startswith("mooncake") else None
-    return read_trace(folder / f"{name}.jsonl.gz", Reading(limit, max_input=32_768))
-
-
-def read_traces(folder: Path) -> tuple[Runner, list[Row]]:
-    return Runner({name: read_named(folder, name) for name in SIZES}), rows_of(SIZES)
-
-
-def generate_traces(seeds: int) -> tuple[Runner, list[Row]]:
-    sizes: dict[str, Sequence[float]] = {}
-    traces: dict[str, Sequence[Request]] = {}
-    for kind, gigabytes in GENERATED.items():
-        how = traffic(kind, sessions=60) if kind == "agent" else traffic(kind)
-        for seed in range(seeds):
-            traces[f"{kind} {seed}"] = generate(kind, how, seed)
-            sizes[f"{kind} {seed}"] = gigabytes
-    return Runner(traces), rows_of(sizes)
-
-
-def rows_of(sizes: Mapping[str, Sequence[float]]) -> list[Row]:
-    return [(trace, size) for trace, gigabytes in sizes.items() for size in gigabytes]
 
 
 def small(kind: str, requests: int, seed: int) -> list[Request]:
@@ -206,9 +178,8 @@ def small(kind: str, requests: int, seed: int) -> list[Request]:
 
 def changes(requests: int) -> None:
     """Hit rates of the first requests of a new kind of traffic, after another one and fresh."""
-    titles = " | ".join(f"first {count:,}" for count in AFTER)
-    print(f"\nReuse, as served, {CHANGES_GB} GB; after the change / fresh\n\n| change | {titles} |")
-    print("|---|" + "---:|" * len(AFTER))
+    print(f"Reuse, as served, {CHANGES_GB} GB; after the change / fresh\n")
+    table = Table("change", *(f"first {count:,}" for count in AFTER))
     pools = Split.of(int(CHANGES_GB * 1e9), COST)
     for first, then in CHANGES:
         before, after = small(first, requests, 1), small(then, 2 * AFTER[-1], 2)
@@ -223,7 +194,7 @@ def changes(requests: int) -> None:
             tokens = sum(request.input_len for request in after[:count])
             rates = [100 * sum(hits[:count]) / tokens for hits in found]
             cells.append(f"{rates[0]:.1f} / {rates[1]:.1f}")
-        print(f"| {len(before):,} of {first}, then {then} | {' | '.join(cells)} |", flush=True)
+        table.row(f"{len(before):,} of {first}, then {then}", *cells)
 
 
 def parse_grid(varied: Sequence[str]) -> list[Constants]:
@@ -232,13 +203,12 @@ def parse_grid(varied: Sequence[str]) -> list[Constants]:
     for text in varied:
         name, _, values = text.partition("=")
         if not isinstance(getattr(reuse, name, None), int | float):
-            raise SystemExit(f"core.reuse has no number {name!r}")
+            raise BenchFailed(f"core.reuse has no number {name!r}")
         axes.append([(name, float(value)) for value in values.split(",")])
     return list(itertools.product(*axes))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="reuse", help="as NAME or NAME:OPTION=VALUE, by comma")
     parser.add_argument("--rules", choices=[*RULES], nargs="+", default=[*RULES])
     parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
@@ -252,18 +222,15 @@ def main() -> None:
     )
     parser.add_argument("--leave-one-out", action="store_true")
     parser.add_argument("--changes", type=int, metavar="N", help="requests before a change of kind")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     if options.changes is not None:
         changes(options.changes)
         return
-    generated = options.generated
-    bench = Bench(*(generate_traces(generated) if generated else read_traces(options.traces)))
+    bench = Bench(*read_or_generate(options.traces, options.generated))
+    if not options.leave_one_out:
+        show(bench, [Spec.parse(text) for text in options.policy.split(",")], options.rules)
+        return
     for rules in options.rules:
-        if options.leave_one_out:
-            leave_one_out(bench, parse_grid(options.vary), rules)
-        else:
-            table(bench, [Spec.parse(text) for text in options.policy.split(",")], rules)
-
-
-if __name__ == "__main__":
-    main()
+        leave_one_out(bench, parse_grid(options.vary), rules)

@@ -1,7 +1,8 @@
-"""How fast a replay is: per policy, for a tuner's candidates on two workers, and how the cost of a
-request grows with its length and with the number of checkpoints.
+"""How fast a replay is.
 
-Processor time in one process, except for the workers, where it is wall time.
+Per policy; for a tuner's candidates on two workers; how the cost of a request grows with its length
+and with the number of checkpoints. Processor time in one process, except for the workers, where it
+is wall time.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import argparse
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
+from scripts.bench.report import BenchFailed, Table
+from scripts.bench.traces import find
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import POLICIES
 from sglang_hybrid.core.serving import Serving
@@ -27,7 +29,6 @@ from sglang_hybrid.replay.timing import PAPER
 from sglang_hybrid.replay.traces import Request
 
 COST = CostModel.paper_7b()
-TAUBENCH = Path(__file__).parents[1].parent / "shared" / "traces" / "taubench_airline.jsonl.gz"
 ALPHAS = [0.0, *np.geomspace(0.01, 10, 19).round(3).tolist()]
 
 
@@ -47,7 +48,8 @@ def per_policy(
     tokens = sum(len(request.tokens) for request in requests) / len(requests)
     rules = "the paper's rules" if serving is None else "as served"
     size = f"{budget / 1e9:g} GB"
-    print(f"{len(requests):,} requests of {tokens:,.0f} tokens, {size}, {rules}, one core:")
+    print(f"\n{len(requests):,} requests of {tokens:,.0f} tokens, {size}, {rules}, one core:\n")
+    table = Table("policy", "seconds")
     shared: dict[int, Oracle] = {}
     for name in SYSTEMS if serving is None else (*POLICIES, "clairvoyant", "unbounded"):
         setting = Setting(COST, budget, requests, serving=serving, oracles=shared)
@@ -58,25 +60,27 @@ def per_policy(
                 cache.serve(request)
 
         work() if name == "clairvoyant" else None
-        print(f"  {name:12} {processor(work, rounds):6.2f} s")
+        table.row(name, f"{processor(work, rounds):.2f}")
 
 
 def candidates(requests: list[Request], budget: int, workers: int) -> None:
     specs = [Spec("marconi", (("alpha", alpha),)) for alpha in ALPHAS]
     specs += [Spec(name) for name in ("lru", "reuse", "seglen", "gdsf")]
+    print(f"\n{len(specs)} candidates on {workers} workers, wall time:\n")
+    table = Table("each request", "seconds")
     for clock in (None, PAPER):
         jobs = [Job(spec, "window", COST, budget, clock) for spec in specs]
         begin = time.perf_counter()
         run_all(Runner({"window": requests}), jobs, workers)
         spent = time.perf_counter() - begin
-        how = "at once" if clock is None else "in time"
-        print(f"{len(jobs)} candidates, each request {how}, {workers} workers: {spent:.1f} s")
+        table.row("at once" if clock is None else "in time", f"{spent:.1f}")
 
 
 def by_length(rounds: int) -> None:
     """Templates and questions of one proportion, at five lengths; the cache holds a fixed share."""
-    print("cost of a request by its length (microseconds):")
+    print("\nCost of a request by its tokens, microseconds:\n")
     lengths = [1_000, 4_000, 16_000, 64_000]
+    table = Table("policy", *(f"{length:,}" for length in lengths), "grows as length ^")
     rng = np.random.default_rng(0)
     for name in POLICIES:
         spent = []
@@ -94,14 +98,14 @@ def by_length(rounds: int) -> None:
 
             spent.append(processor(work, rounds) / len(requests) * 1e6)
         slope = math.log(spent[-1] / spent[0]) / math.log(lengths[-1] / lengths[0])
-        cells = "  ".join(f"{n:,}: {s:,.0f}" for n, s in zip(lengths, spent, strict=True))
-        print(f"  {name:8} {cells}  (grows as length ^ {slope:.2f})")
+        table.row(name, *(f"{one:,.0f}" for one in spent), f"{slope:.2f}")
 
 
 def by_checkpoints(rounds: int) -> None:
     """Short prompts, none of which comes back, through caches that are full of them."""
-    print("cost of a request by the number of checkpoints in the cache (microseconds):")
+    print("\nCost of a request by the checkpoints in the cache, microseconds:\n")
     counts = [100, 1_000, 10_000]
+    table = Table("policy", *(f"{count:,}" for count in counts))
     rng = np.random.default_rng(0)
     for name in POLICIES:
         spent = []
@@ -115,8 +119,7 @@ def by_checkpoints(rounds: int) -> None:
             begin = time.process_time()
             cache.run(requests[count:])
             spent.append((time.process_time() - begin) / 2_000 * 1e6)
-        cells = "  ".join(f"{n:,}: {s:,.0f}" for n, s in zip(counts, spent, strict=True))
-        print(f"  {name:8} {cells}")
+        table.row(name, *(f"{one:,.0f}" for one in spent))
 
 
 def simulator(name: str, budget: int) -> Simulator:
@@ -125,26 +128,25 @@ def simulator(name: str, budget: int) -> Simulator:
     return cache
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trace", type=Path, help="instead of tau-bench, or of generated agents")
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", help="instead of tau-bench, or of generated agents")
     parser.add_argument("--gigabytes", type=float, default=10.0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    path = options.trace or (TAUBENCH if TAUBENCH.exists() else None)
-    if path is None:
-        print("no tau-bench trace beside the repository: generated agents instead")
+
+
+def run(options: argparse.Namespace) -> None:
+    name = options.trace or "taubench_airline"
+    try:
+        requests = read_trace(find(name), Reading())
+    except BenchFailed:
+        if options.trace:
+            raise
+        print("There is no tau-bench trace beside the repository: generated agents instead.")
         requests = generate("agent", traffic("agent", sessions=150), 0)
-    else:
-        requests = read_trace(path, Reading())
     budget = int(options.gigabytes * 1e9)
     per_policy(requests, budget, options.rounds)
     per_policy(requests, budget, options.rounds, Serving())
     candidates(requests, budget, options.workers)
     by_length(options.rounds)
     by_checkpoints(options.rounds)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,12 @@
-#!/usr/bin/env python3
 """SGLang's own prefix cache and ours on a real server: the same trace, the same pools, in turn.
 
-    python scripts/bench_ab.py TRACE [--paired] [--json FILE] [--sglang FLAGS] [--ours FLAGS]
+    python scripts/bench.py ab TRACE ... [--paired] [--json FILE] [--sglang FLAGS] [--ours FLAGS]
 
 Serves SGLang's own cache at its defaults, then with every set of flags of `CANDIDATES` (or with
 those of `--sglang`), then ours at its defaults and with every `--ours`; one server at a time. Each
 is warmed up, flushed and sent the same slice of the trace in the trace's order; a session's next
 turn is sent when the one before has been answered. The model's answers are forced to be those of
-the trace, token by token, because the next turn's prompt repeats them. Prints Markdown.
+the trace, token by token, because the next turn's prompt repeats them.
 
 With `--paired` all servers are up at once and get each request one after another, so that what else
 the machine does slows all of them alike: for times to first token where it is not quiet.
@@ -25,22 +24,19 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import date
+from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import aiohttp
 import numpy as np
 import requests
-import torch
 from prometheus_client.parser import text_string_to_metric_families
-from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-from scripts.bench_server import machine
+from scripts.bench.report import ROOT, BenchFailed, Table, positive
+from scripts.bench.servers import flags_of, vocabulary_of
+from scripts.bench.traces import find, preset_of
+from scripts.bench.traffic import Outcome, drive, drive_in_pairs
 from sglang_hybrid.models import build_tiny_model, default_model_directory
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.replay.slices import Slice, read_trace, reusable_tokens, to_vocabulary
@@ -90,39 +86,6 @@ PRESETS = {
 the 8,192 tokens that SGLang takes on a large GPU."""
 
 
-class ForcedAnswer(CustomLogitProcessor):  # type: ignore[misc]
-    """Makes `custom_params["answer"]` the greedy answer.
-
-    Which of its tokens is due follows from the tokens that the request has committed, this step's
-    included: with the overlap scheduler its list of output tokens is a step behind, and a chunk of
-    a prompt that is not its last samples a token that nobody reads.
-    """
-
-    def __call__(
-        self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None
-    ) -> torch.Tensor:
-        for row, params in enumerate(custom_param_list or ()):
-            req, answer = params["__req__"], params["answer"]
-            due = req.kv.kv_committed_len - len(req.origin_input_ids)
-            if 0 <= due < len(answer):
-                logits[row] = -1e9
-                logits[row, answer[due]] = 0.0
-        return logits
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one request; ttft: seconds from sending to the first token, seconds: to the
-    last.
-    """
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    ttft: float = 0.0
-    seconds: float = 0.0
-    error: str = ""
-
-
 @dataclass(frozen=True)
 class Configuration:
     """A server to measure: SGLang's own launcher, or ours."""
@@ -134,7 +97,7 @@ class Configuration:
     def server(self, common: Sequence[str]) -> ServerProcess:
         """With the flags that all have in common, and its own."""
         module = "sglang_hybrid.launch_server" if self.ours else "sglang.launch_server"
-        return ServerProcess([*common, *self.flags], module=module)
+        return ServerProcess([*common, *self.flags], module=module, directory=ROOT)
 
 
 @dataclass
@@ -176,118 +139,6 @@ class Result:
         """Everything, for JSON."""
         summary = {"hit_rate": self.hit_rate, "prefilled": self.prefilled, "ttft_ms": self.ttft}
         return summary | asdict(self)
-
-
-def next_ready(waiting: Sequence[int], busy: set[int], trace: Sequence[Request]) -> int | None:
-    """The first waiting request whose session has none under way."""
-    return next((number for number in waiting if trace[number].session not in busy), None)
-
-
-async def send(client: aiohttp.ClientSession, request: Request, processor: str) -> Outcome:
-    """One streamed /generate whose answer must be the trace's."""
-    prompt = request.tokens[: request.input_len].tolist()
-    # A request generates a token at least. Of a session's answers it is lost anyway: a cache has
-    # the KV of all tokens but the last.
-    answer = request.tokens[request.input_len :].tolist() or [FIRST_TEXT_ID]
-    body = {
-        "input_ids": prompt,
-        "custom_logit_processor": processor,
-        "sampling_params": {
-            "temperature": 0,
-            "ignore_eos": True,
-            "max_new_tokens": len(answer),
-            "custom_params": {"answer": answer},
-        },
-        "stream": True,
-    }
-    start, first, last = time.perf_counter(), 0.0, b"{}"
-    try:
-        async with client.post("/generate", json=body) as response:
-            if not response.ok:
-                return Outcome(error=f"{response.status}: {(await response.text())[:200]}")
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    first = first or time.perf_counter()
-                    last = line.removeprefix(b"data: ")
-    except (aiohttp.ClientError, TimeoutError) as error:
-        return Outcome(error=f"{type(error).__name__}: {error}")
-    spent = time.perf_counter() - start
-    return read_outcome(json.loads(last), len(prompt), answer, first - start, spent)
-
-
-def read_outcome(
-    record: dict[str, Any], prompt: int, answer: list[int], ttft: float, seconds: float
-) -> Outcome:
-    """The last record of a stream, checked against what was asked for."""
-    if "meta_info" not in record:
-        return Outcome(error=f"no answer: {json.dumps(record)[:200]}")
-    meta = record["meta_info"]
-    if meta["prompt_tokens"] != prompt or record["output_ids"] != answer:
-        return Outcome(error=f"another answer than the trace's ({meta['finish_reason']})")
-    return Outcome(prompt, meta["cached_tokens"], ttft, seconds)
-
-
-async def drive(
-    url: str, trace: Sequence[Request], concurrency: int, time_scale: float | None
-) -> list[Outcome]:
-    """Send every request of `trace`; outcomes in the trace's order.
-
-    At most `concurrency` are under way. With `time_scale` none is sent before its arrival, counted
-    in that many seconds per second of the trace.
-    """
-    processor = ForcedAnswer.to_str()
-    outcomes = [Outcome(error="not sent")] * len(trace)
-    waiting, busy = list(range(len(trace))), set[int]()
-    changed = asyncio.Condition()
-    origin = trace[0].arrival if trace else 0.0
-    start = time.perf_counter()
-
-    async def work(client: aiohttp.ClientSession) -> None:
-        while True:
-            async with changed:
-                while (number := next_ready(waiting, busy, trace)) is None:
-                    if not waiting:
-                        return
-                    await changed.wait()
-                waiting.remove(number)
-                busy.add(trace[number].session)
-            if time_scale is not None:
-                due = start + (trace[number].arrival - origin) * time_scale
-                await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            outcomes[number] = await send(client, trace[number], processor)
-            async with changed:
-                busy.discard(trace[number].session)
-                changed.notify_all()
-
-    timeout = aiohttp.ClientTimeout(total=600)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with (
-        aiohttp.ClientSession(url, timeout=timeout, connector=connector) as client,
-        asyncio.TaskGroup() as workers,
-    ):
-        for _ in range(concurrency):
-            workers.create_task(work(client))
-    return outcomes
-
-
-async def drive_in_pairs(urls: Sequence[str], trace: Sequence[Request]) -> list[list[Outcome]]:
-    """Send every request to each server, nothing at the same time; outcomes by server.
-
-    Another server begins each time.
-    """
-    processor = ForcedAnswer.to_str()
-    outcomes: list[list[Outcome]] = [[] for _ in urls]
-    timeout = aiohttp.ClientTimeout(total=600)
-    async with contextlib.AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(aiohttp.ClientSession(url, timeout=timeout))
-            for url in urls
-        ]
-        for number, request in enumerate(trace):
-            for turn in range(len(urls)):
-                at = (number + turn) % len(urls)
-                outcomes[at].append(await send(clients[at], request, processor))
-    return outcomes
 
 
 async def watched(
@@ -422,32 +273,34 @@ def pools(log: str) -> tuple[str, ...]:
     return tuple(re.findall(r"(?:Mamba|KV) Cache is allocated\. (.*\S)", log))
 
 
-def table(results: Sequence[Result]) -> str:
-    """Markdown; ratios are to the first row, and `best` is SGLang's own row that hits most."""
+def show(results: Sequence[Result]) -> None:
+    """Print the table; ratios are to the first row, and `best` is SGLang's own that hits most."""
     own = [result for result in results if not result.configuration.ours and not result.error]
     best = max(own, key=lambda result: result.hit_rate, default=None)
-    base = results[0]
-    lines = [
-        "| configuration | token hit rate | prefilled tokens | TTFT P5 / P50 / P95, ms "
-        "| wall, s | served / failed | KV evicted, fewest slots free |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    table = Table(
+        *("configuration", "token hit rate", "prefilled tokens", "TTFT P5 / P50 / P95, ms"),
+        *("wall, s", "served / failed", "KV evicted, fewest slots free"),
+    )
     for result in results:
         name = result.configuration.name + (" (SGLang's best)" if result is best else "")
         if result.error:
-            lines.append(f"| {name} | failed: {' '.join(result.error.split())[:80]} | | | | | |")
-            continue
-        times = " / ".join(f"{ms:,.0f}" for ms in result.ttft)
-        ratio = " / ".join(times_of(ms, of) for ms, of in zip(result.ttft, base.ttft, strict=True))
-        lines.append(
-            f"| {name} | {result.hit_rate:.1%} ({times_of(result.hit_rate, base.hit_rate)}) "
-            f"| {result.prefilled:,} ({times_of(result.prefilled, base.prefilled)}) "
-            f"| {times} ({ratio}) "
-            f"| {result.seconds:.0f} ({times_of(result.seconds, base.seconds)}) "
-            f"| {len(result.served)} / {len(result.outcomes) - len(result.served)} "
-            f"| {result.kv_evicted:,}, {result.slots_free} |"
-        )
-    return "\n".join(lines)
+            table.row(name, f"failed: {' '.join(result.error.split())[:80]}", *[""] * 5)
+        else:
+            table.row(name, *cells(result, results[0]))
+
+
+def cells(result: Result, base: Result) -> list[str]:
+    """What one configuration did, beside another one."""
+    times = " / ".join(f"{ms:,.0f}" for ms in result.ttft)
+    ratio = " / ".join(times_of(ms, of) for ms, of in zip(result.ttft, base.ttft, strict=True))
+    return [
+        f"{result.hit_rate:.1%} ({times_of(result.hit_rate, base.hit_rate)})",
+        f"{result.prefilled:,} ({times_of(result.prefilled, base.prefilled)})",
+        f"{times} ({ratio})",
+        f"{result.seconds:.0f} ({times_of(result.seconds, base.seconds)})",
+        f"{len(result.served)} / {len(result.outcomes) - len(result.served)}",
+        f"{result.kv_evicted:,}, {result.slots_free}",
+    ]
 
 
 def times_of(value: float, base: float) -> str:
@@ -455,20 +308,14 @@ def times_of(value: float, base: float) -> str:
     return f"{value / base:.2f}x" if base else "-"
 
 
-def preset_of(trace: Path) -> Preset | None:
-    """The preset whose name the trace's file name begins with."""
-    return next((PRESETS[name] for name in PRESETS if trace.name.startswith(name)), None)
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", type=Path, help="a compact or a Mooncake trace")
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("traces", nargs="+", metavar="TRACE", help="a file, or a trace's name")
     parser.add_argument("--preset", choices=PRESETS, help="default: by the trace's file name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every outcome goes there")
     cut = parser.add_argument_group("slice (each overrides the preset)")
-    cut.add_argument("--requests", type=int)
+    cut.add_argument("--requests", type=positive)
     cut.add_argument("--skip", type=int, help="requests of the trace left out at its start")
-    cut.add_argument("--scale", type=int, help="keep one token of so many")
+    cut.add_argument("--scale", type=positive, help="keep one token of so many")
     cut.add_argument("--max-prompt-tokens", type=int, help="leave longer prompts out")
     cut.add_argument("--max-total-tokens", type=int, help="prompt tokens of the slice at most")
     cut.add_argument("--max-answer-tokens", type=int, help="cut answers, also where repeated")
@@ -478,7 +325,7 @@ def arguments() -> argparse.Namespace:
     server.add_argument("--state-slots", type=int, help="--max-mamba-cache-size")
     server.add_argument("--running", type=int, help="--max-running-requests (--concurrency)")
     server.add_argument("--flags", help="further flags of SGLang for every configuration")
-    parser.add_argument("--concurrency", type=int, default=4, help="requests under way")
+    parser.add_argument("--concurrency", type=positive, default=4, help="requests under way")
     parser.add_argument(
         "--paired", action="store_true", help="all servers at once, one request at a time"
     )
@@ -499,25 +346,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--ours", action="append", metavar="FLAGS", default=[], help="a further one of ours"
     )
-    options = parser.parse_args()
-    preset = PRESETS[options.preset] if options.preset else preset_of(options.trace)
-    if preset is None:
-        parser.error(f"no preset is named as {options.trace.name} begins; give --preset")
-    changed = {
-        name: getattr(options, name)
-        for name in asdict(preset.slice)
-        if getattr(options, name) is not None
-    }
-    options.slice = replace(preset.slice, **changed)
-    options.running = options.running or options.concurrency
-    if options.paired:
-        options.concurrency = 1
-    if min(options.slice.scale, options.slice.requests, options.concurrency) < 1:
-        parser.error("--requests, --scale and --concurrency must be at least 1")
-    options.kv_tokens = options.kv_tokens or preset.kv_tokens
-    options.state_slots = options.state_slots or preset.state_slots
-    options.flags = preset.flags if options.flags is None else options.flags
-    return options
 
 
 def configurations(sglang: Sequence[str], ours: Sequence[str]) -> list[Configuration]:
@@ -529,10 +357,6 @@ def configurations(sglang: Sequence[str], ours: Sequence[str]) -> list[Configura
     return [*default, *own, Configuration("ours, default", hybrid, ours=True), *rest]
 
 
-def vocabulary_of(model: Path) -> int:
-    return int(json.loads((model / "config.json").read_text())["vocab_size"])
-
-
 def default_model() -> Path:
     """Built once, beside the embedded default model."""
     directory = default_model_directory("nemotron-h-25m")
@@ -541,67 +365,79 @@ def default_model() -> Path:
     return directory
 
 
-def main() -> int:
-    options = arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server is stopped then, too
-    model = Path(options.model_path) if options.model_path else default_model()
-    try:
-        whole = read_trace(options.trace)
-    except (OSError, ValueError) as error:
-        print(f"bench_ab: {error}", file=sys.stderr)
-        return 1
-    cut = options.slice.cut(whole)
-    if not cut:
-        print("bench_ab: the slice is empty; raise its bounds.", file=sys.stderr)
-        return 1
-    trace, distinct = to_vocabulary(cut, FIRST_TEXT_ID, vocabulary_of(model))
-    common = [
-        *("--model-path", str(model), "--max-total-tokens", str(options.kv_tokens)),
-        *("--max-mamba-cache-size", str(options.state_slots)),
-        *("--max-running-requests", str(options.running)),
-        *("--enable-custom-logit-processor", "--enable-metrics"),
-        *shlex.split(options.flags),
-    ]
-    prompts = sum(request.input_len for request in trace)
-    answers = sum(len(request.tokens) - request.input_len for request in trace)
-    print(f"Machine: {machine()}. Date: {date.today()}. ", end="")
-    print(f"Command: `{shlex.join(['python', 'scripts/bench_ab.py', *sys.argv[1:]])}`.\n")
-    print(
-        f"{options.trace.name}: {len(trace)} requests of {len({r.session for r in trace})} "
-        f"sessions, {prompts:,} prompt tokens, of which {reusable_tokens(trace) / prompts:.1%} "
-        f"repeat something before, {answers:,} answer tokens; {options.slice}; ids "
-        f"{'numbered' if distinct else 'hashed'}. {options.concurrency} at a time. "
-        f"KV pool of {options.kv_tokens:,} tokens, {options.state_slots} state slots"
-        + (f"; all with `{options.flags}`" if options.flags else "")
-        + ".",
-        flush=True,
-    )
-    results: list[Result] = []
-    interrupted = False
-    candidates = CANDIDATES if options.sglang is None else options.sglang
-    chosen = configurations(candidates, options.ours)
-    try:
+@dataclass(frozen=True)
+class Comparison:
+    """One trace's slice in a model's vocabulary, and what all configurations have in common."""
+
+    trace: list[Request]
+    common: list[str]
+    concurrency: int
+    slice: Slice
+    about: str
+
+    @classmethod
+    def of(cls, path: Path, options: argparse.Namespace) -> Comparison:
+        """Raises BenchFailed where the trace cannot be read, or nothing of it is left."""
+        preset = PRESETS[options.preset] if options.preset else preset_of(PRESETS, path)
+        given = {
+            one.name: getattr(options, one.name)
+            for one in fields(Slice)
+            if getattr(options, one.name) is not None
+        }
+        how = replace(preset.slice, **given)
+        concurrency = 1 if options.paired else options.concurrency
+        kv_tokens = options.kv_tokens or preset.kv_tokens
+        slots = options.state_slots or preset.state_slots
+        flags = preset.flags if options.flags is None else options.flags
+        model = Path(options.model_path) if options.model_path else default_model()
+        try:
+            cut = how.cut(read_trace(path))
+        except (OSError, ValueError) as error:
+            raise BenchFailed(str(error)) from None
+        if not cut:
+            raise BenchFailed(f"the slice of {path.name} is empty; raise its bounds")
+        trace, distinct = to_vocabulary(cut, FIRST_TEXT_ID, vocabulary_of(model))
+        prompts = sum(request.input_len for request in trace)
+        answers = sum(len(request.tokens) - request.input_len for request in trace)
+        about = (
+            f"{path.name}: {len(trace)} requests of {len({r.session for r in trace})} "
+            f"sessions, {prompts:,} prompt tokens, of which {reusable_tokens(trace) / prompts:.1%} "
+            f"repeat something before, {answers:,} answer tokens; {how}; ids "
+            f"{'numbered' if distinct else 'hashed'}. {concurrency} at a time. "
+            f"KV pool of {kv_tokens:,} tokens, {slots} state slots"
+            + (f"; all with `{flags}`" if flags else "")
+            + "."
+        )
+        common = [
+            *flags_of(model, kv_tokens, slots, options.running or options.concurrency),
+            *("--enable-metrics", *shlex.split(flags)),
+        ]
+        return cls(trace, common, concurrency, how, about)
+
+    def results(self, options: argparse.Namespace) -> Iterator[Result]:
+        """One configuration after another, or all at once with --paired."""
+        candidates = CANDIDATES if options.sglang is None else options.sglang
+        chosen = configurations(candidates, options.ours)
         if options.paired:
-            results, chosen = measure_in_pairs(chosen, common, trace, options.limit), []
+            yield from measure_in_pairs(chosen, self.common, self.trace, options.limit)
+            return
         for configuration in chosen:
             print(f"{configuration.name} ...", end=" ", file=sys.stderr, flush=True)
             result = measure(
                 configuration,
-                common,
-                trace,
-                options.concurrency,
+                self.common,
+                self.trace,
+                self.concurrency,
                 options.time_scale,
                 options.limit,
             )
-            results.append(result)
-            print(
-                result.error or f"{result.hit_rate:.1%}, {result.seconds:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
-    except KeyboardInterrupt:
-        interrupted = True
-        print("interrupted", file=sys.stderr)
+            said = result.error or f"{result.hit_rate:.1%}, {result.seconds:.0f} s"
+            print(said, file=sys.stderr, flush=True)
+            yield result
+
+
+def report(results: Sequence[Result], paired: bool) -> list[str]:
+    """Print pools, failures and the table; returns what failed."""
     for pool in dict.fromkeys(pool for result in results for pool in result.pools):
         print(f"Pool: {pool}.")
     if len({result.pools for result in results if result.pools}) > 1:
@@ -609,20 +445,38 @@ def main() -> int:
     errors = [outcome.error for result in results for outcome in result.outcomes if outcome.error]
     print("".join(f"Failed: {error}.\n" for error in dict.fromkeys(errors)))
     if results:
-        print(table(results))
-    if options.paired and results:
+        show(results)
+    if paired and results:
         print("\n" + against_the_first(results))
+    print(flush=True)
+    return errors + [result.error for result in results if result.error]
+
+
+def run(options: argparse.Namespace) -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server is stopped then, too
+    records, failed = [], 0
+    for name in options.traces:
+        path = find(name)
+        comparison = Comparison.of(path, options)
+        print(comparison.about, flush=True)
+        results: list[Result] = []
+        try:
+            for result in comparison.results(options):
+                results.append(result)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            failed = 130
+        failed = failed or int(bool(report(results, options.paired)))
+        records.append(
+            {
+                "trace": path.name,
+                "slice": asdict(comparison.slice),
+                "common": comparison.common,
+                "results": [result.record() for result in results],
+            }
+        )
+        if failed == 130:
+            break
     if options.json:
-        record = {
-            "trace": options.trace.name,
-            "slice": asdict(options.slice),
-            "common": common,
-            "results": [result.record() for result in results],
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
-    failed = interrupted or errors or any(result.error for result in results)
-    return 130 if interrupted else int(bool(failed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        options.json.write_text(json.dumps(records, indent=1) + "\n")
+    return failed

@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 
+from scripts.bench.report import Table
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import make_policy
 from sglang_hybrid.core.nodes import Kind, NodeTree
@@ -70,18 +71,16 @@ def measure(name: str, options: dict[str, float], count: int, rounds: int) -> li
     return [p50, p99, float(np.median(updates)) * 1e6]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000])
     parser.add_argument("--rounds", type=int, default=1_000)
-    args = parser.parse_args()
-    print(f"{'policy':<14}{'candidates':>12}{'victim P50':>12}{'P99':>9}{'update P50':>12}  (us)")
+
+
+def run(args: argparse.Namespace) -> None:
+    print("Microseconds.\n")
+    table = Table("policy", "candidates", "victim P50", "victim P99", "update P50")
     for name, options in CASES:
         label = name + "".join(f" {value:g}" for value in options.values())
         for size in args.sizes:
             p50, p99, update = measure(name, options, size, args.rounds)
-            print(f"{label:<14}{size:>12,}{p50:>12.1f}{p99:>9.1f}{update:>12.1f}")
-
-
-if __name__ == "__main__":
-    main()
+            table.row(label, f"{size:,}", f"{p50:.1f}", f"{p99:.1f}", f"{update:.1f}")

@@ -1,27 +1,25 @@
-#!/usr/bin/env python3
 """How memory is best split between KV and states: hit rates by KV tokens per state slot.
 
-    python scripts/bench_pools.py [--policy reuse] [--generated SEEDS]
+    python scripts/bench.py pools [--policy reuse] [--generated SEEDS]
 
-The rows of bench_policies.py as served, for a model whose state is as large as 409 tokens of KV
+The rows of `policies` as served, for a model whose state is as large as 409 tokens of KV
 (the paper's 7B) and for one where it is 6,234 (sizes of Nemotron-H-8B; 2.3 times the memory).
 Percent of prompt tokens, the mean of each trace's sizes. The first column is SGLang's default of
 --mamba-full-memory-ratio; the last one is one memory, without a split (--hybrid-memory one). Then,
-for each trace, what the others would choose. Prints Markdown.
+for each trace, what the others would choose.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from scripts.bench_policies import COST, TRACES, Row, generate_traces, read_traces
+from scripts.bench.policies import COST
+from scripts.bench.report import Table
+from scripts.bench.traces import TRACES, Row, read_or_generate
 from sglang_hybrid.core.cost import MOST_STATES_TO_KV, TOKENS_PER_STATE, CostModel
 from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.runner import Job, Runner
@@ -67,13 +65,13 @@ def in_one_memory(runner: Runner, model: Model, row: Row, policy: Spec) -> float
     return 100 * runner.run(job).hit_rate
 
 
-def table(runner: Runner, rows: Sequence[Row], model: Model, policy: Spec) -> None:
+def show(runner: Runner, rows: Sequence[Row], model: Model, policy: Spec) -> None:
+    """Print the table of one model."""
     columns = model.tokens_per_state
     print(f"\n{model.name}, {policy}; KV tokens per state slot (states' share of the memory)\n")
     size = model.cost.state_bytes / model.cost.kv_bytes_per_token
     heads = [f"{tokens:,} ({size / (size + tokens):.0%})" for tokens in columns]
-    print(f"| trace | {heads[0]}, SGLang's | {' | '.join(heads[1:])} | one |")
-    print("|---|" + "---:|" * (len(columns) + 1))
+    table = Table("trace", f"{heads[0]}, SGLang's", *heads[1:], "one")
     found: dict[str, list[float]] = {}
     one: list[float] = []
     for trace in dict.fromkeys(trace for trace, _ in rows):
@@ -82,10 +80,9 @@ def table(runner: Runner, rows: Sequence[Row], model: Model, policy: Spec) -> No
             mean(hit_rate(runner, model, row, tokens, policy) for row in mine) for tokens in columns
         ]
         one.append(mean(in_one_memory(runner, model, row, policy) for row in mine))
-        rates = [*found[trace], one[-1]]
-        print(f"| {trace} | {' | '.join(f'{rate:.1f}' for rate in rates)} |", flush=True)
+        table.row(trace, *(f"{rate:.1f}" for rate in (*found[trace], one[-1])))
     means = [*(mean(rates) for rates in zip(*found.values(), strict=True)), mean(one)]
-    print(f"| **mean** | {' | '.join(f'{rate:.1f}' for rate in means)} |")
+    table.row("**mean**", *(f"{rate:.1f}" for rate in means))
     print("\nChosen by the other traces: ", end="")
     for trace, rates in found.items():
         others = [
@@ -96,21 +93,17 @@ def table(runner: Runner, rows: Sequence[Row], model: Model, policy: Spec) -> No
     print()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="reuse")
     parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
     parser.add_argument("--generated", type=int, metavar="SEEDS", help="generated traffic instead")
-    options = parser.parse_args()
-    generated = options.generated
-    runner, rows = generate_traces(generated) if generated else read_traces(options.traces)
+
+
+def run(options: argparse.Namespace) -> None:
+    runner, rows = read_or_generate(options.traces, options.generated)
     print(
         f"Our default: a state per {TOKENS_PER_STATE:,} tokens, at most {MOST_STATES_TO_KV} bytes "
         "of states per byte of KV."
     )
     for model in MODELS:
-        table(runner, rows, model, Spec.parse(options.policy))
-
-
-if __name__ == "__main__":
-    main()
+        show(runner, rows, model, Spec.parse(options.policy))

@@ -1,4 +1,4 @@
-"""What scripts/bench_ab.py sends, forces, checks and prints; without a server."""
+"""What `scripts/bench.py ab` sends, forces, checks and prints; without a server."""
 
 import json
 from types import SimpleNamespace
@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from scripts import bench_ab
-from scripts.bench_ab import Configuration, ForcedAnswer, Outcome, Result
+from scripts.bench import ab, traffic
+from scripts.bench.ab import Configuration, Result
+from scripts.bench.forced import ForcedAnswer
+from scripts.bench.traffic import Outcome
 from sglang_hybrid.replay.traces import Request
 
 
@@ -37,18 +39,18 @@ def test_steps_that_nobody_reads_are_left_alone(committed: int) -> None:
 
 def test_a_session_waits_for_its_own_answer_only() -> None:
     trace = [request(session) for session in (0, 0, 1, 2)]
-    assert bench_ab.next_ready([1, 2, 3], {0}, trace) == 2
-    assert bench_ab.next_ready([1, 2, 3], set(), trace) == 1
-    assert bench_ab.next_ready([1], {0}, trace) is None
+    assert traffic.next_ready([1, 2, 3], {0}, trace) == 2
+    assert traffic.next_ready([1, 2, 3], set(), trace) == 1
+    assert traffic.next_ready([1], {0}, trace) is None
 
 
 def test_an_answer_that_is_not_the_traces_fails() -> None:
     meta = {"prompt_tokens": 5, "cached_tokens": 2, "finish_reason": {"type": "length"}}
-    good = bench_ab.read_outcome({"meta_info": meta, "output_ids": [1, 2]}, 5, [1, 2], 0.1, 0.5)
+    good = traffic.read_outcome({"meta_info": meta, "output_ids": [1, 2]}, 5, [1, 2], 0.1, 0.5)
     assert good == Outcome(5, 2, 0.1, 0.5)
-    bad = bench_ab.read_outcome({"meta_info": meta, "output_ids": [1, 3]}, 5, [1, 2], 0.1, 0.5)
+    bad = traffic.read_outcome({"meta_info": meta, "output_ids": [1, 3]}, 5, [1, 2], 0.1, 0.5)
     assert "another answer" in bad.error
-    assert "no answer" in bench_ab.read_outcome({"error": "too long"}, 5, [1, 2], 0.1, 0.5).error
+    assert "no answer" in traffic.read_outcome({"error": "too long"}, 5, [1, 2], 0.1, 0.5).error
 
 
 def result(name: str, cached: int, ttft: float, *, ours: bool = False) -> Result:
@@ -62,16 +64,19 @@ def test_rates_count_what_was_served() -> None:
     assert json.loads(json.dumps(one.record()))["hit_rate"] == 0.25
 
 
-def test_the_table_compares_with_the_default_and_names_sglangs_best() -> None:
+def test_the_table_compares_with_the_default_and_names_sglangs_best(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     failed = Result(Configuration("SGLang, `--x`", ("--x",), ours=False), error="no\nmemory")
-    lines = bench_ab.table(
+    ab.show(
         [
             result("SGLang, default", cached=25, ttft=0.2),
             result("SGLang, `--y`", cached=40, ttft=0.2),
             failed,
             result("ours, default", cached=50, ttft=0.1, ours=True),
         ]
-    ).splitlines()
+    )
+    lines = capsys.readouterr().out.splitlines()
     assert lines[3].startswith("| SGLang, `--y` (SGLang's best) | 40.0% (1.60x) |")
     assert "| failed: no memory |" in lines[4]
     assert lines[5] == (
@@ -82,7 +87,7 @@ def test_the_table_compares_with_the_default_and_names_sglangs_best() -> None:
 
 
 def test_configurations_begin_with_sglangs_default_and_differ_in_the_launcher() -> None:
-    default, own, ours, variant = bench_ab.configurations(
+    default, own, ours, variant = ab.configurations(
         ["--mamba-max-states-per-path 2", ""], ["--hybrid-eviction sglang-lru"]
     )
     assert default.flags == () and own.flags == ("--mamba-max-states-per-path", "2")
@@ -96,7 +101,7 @@ def test_pools_are_read_from_the_servers_log() -> None:
         "[2026] Mamba Cache is allocated. max_mamba_cache_size: 48, ssm_state size: 0.10GB \n"
         "[2026] KV Cache is allocated. dtype: torch.float32, #tokens: 16384, K size: 0.02 GB\n"
     )
-    assert bench_ab.pools(log) == (
+    assert ab.pools(log) == (
         "max_mamba_cache_size: 48, ssm_state size: 0.10GB",
         "dtype: torch.float32, #tokens: 16384, K size: 0.02 GB",
     )
@@ -108,6 +113,4 @@ def test_pairs_are_compared_request_by_request() -> None:
     first.outcomes = [Outcome(10, 0, ttft) for ttft in (1.0, 2.0, 100.0)]
     ours = Result(Configuration("ours", (), ours=True))
     ours.outcomes = [Outcome(10, 5, 0.5), Outcome(10, 5, 1.0), Outcome(error="timed out")]
-    assert "ours: a request's time to first token is 0.50x" in bench_ab.against_the_first(
-        [first, ours]
-    )
+    assert "ours: a request's time to first token is 0.50x" in ab.against_the_first([first, ours])

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """What requests that wait cost the scheduler: SGLang's two cores and ours, on the same requests.
 
-    python scripts/bench_rounds.py [--waiting 128] [--running 8] [--tokens 1024 16384 131072]
+    python scripts/bench.py rounds [--waiting 128] [--running 8] [--tokens 1024 16384 131072]
 
-Prints Markdown. SGLang's `lpm` ranking and prefill adders on its pools with tiny tensors, no model,
+SGLang's `lpm` ranking and prefill adders on its pools with tiny tensors, no model,
 one process, one thread. Of each prompt the first half is cached and shared by 16 requests, the rest
 is its own. In a round all that wait are ranked and one is admitted, prefilled, answered and
 published. So a request is looked up as often as it waits for rounds. Microseconds: `first` and
@@ -16,26 +15,19 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import platform
-import sys
 import time
-import warnings
 from array import array
 from collections import defaultdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-warnings.simplefilter("ignore")
-logging.disable(logging.WARNING)
+import torch
+from sglang.srt.managers.schedule_policy import SchedulePolicy
 
-import torch  # noqa: E402
-from sglang.srt.managers.schedule_policy import SchedulePolicy  # noqa: E402
-
-from tests.cache.backends import options  # noqa: E402
-from tests.cache.driver import Server, Sizes, build_cache  # noqa: E402
+from scripts.bench.report import Table
+from tests.cache.backends import options
+from tests.cache.driver import Server, Sizes, build_cache
 
 CACHES: dict[str, tuple[str | None, str]] = {
     "SGLang, Python core": (None, "python"),
@@ -105,15 +97,16 @@ class Rounds:
         return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--waiting", type=int, default=128)
     parser.add_argument("--running", type=int, default=8)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1_024, 16_384, 131_072])
     parser.add_argument(
         "--profile", action="store_true", help="where ours spends its time, instead"
     )
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     if args.profile:
         profile(args.tokens[0], args.waiting, args.running)
@@ -121,8 +114,7 @@ def main() -> None:
     print(f"Python {platform.python_version()}, torch {torch.__version__}; ", end="")
     print(f"{args.waiting} waiting, {args.running} running; microseconds.\n")
     names = ("first", "again", "rank", "admit", "publish", "life")
-    print("| tokens | cache | " + " | ".join(names) + " |")
-    print("|---:|---|" + "---:|" * len(names))
+    table = Table("cache", "tokens", *names)
     for tokens in args.tokens:
         for name, (policy, core) in CACHES.items():
             gc.collect()
@@ -130,8 +122,7 @@ def main() -> None:
             gc.freeze()
             found = rounds.run(args.running)
             gc.unfreeze()
-            cells = (f"{found[column]:,.0f}" for column in names)
-            print(f"| {tokens:,} | {name} | " + " | ".join(cells) + " |", flush=True)
+            table.row(name, f"{tokens:,}", *(f"{found[column]:,.0f}" for column in names))
 
 
 def profile(tokens: int, waiting: int, running: int) -> None:
@@ -143,7 +134,3 @@ def profile(tokens: int, waiting: int, running: int) -> None:
     profiler = cProfile.Profile()
     profiler.runcall(rounds.run, running)
     pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
-
-
-if __name__ == "__main__":
-    main()

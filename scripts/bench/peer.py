@@ -1,41 +1,34 @@
-#!/usr/bin/env python3
 """llama.cpp and this server on the same cores, in float32: the same weights, the same requests.
 
-    python scripts/bench_cpu_peer.py [--scratch DIR] [--rounds 3]
+    python scripts/bench.py peer [--scratch DIR] [--rounds 3]
 
 Builds llama.cpp's server from the source that llama-cpp-python's release carries (pip, cmake, ninja
 and a C++ compiler are needed), makes a Nemotron-H of 100 M random weights, converts it with
-llama.cpp's own converter, and asks both servers in turn, over HTTP and with token ids. Prints
-Markdown. A second run finds what the first one built in the scratch directory.
+llama.cpp's own converter, and asks both servers in turn, over HTTP and with token ids. A second run
+finds what the first one built in the scratch directory.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import shlex
 import subprocess
 import sys
 import tarfile
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from statistics import median
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from typing import Any
 
 import psutil
 import requests
 
-from scripts.bench_server import machine
-from sglang_hybrid.models import build_tiny_model
-from sglang_hybrid.server_process import ServerProcess, free_port
+from scripts.bench.report import Table
+from scripts.bench.servers import SCRATCH, at_once, events, greedy, large_model, random_tokens
+from sglang_hybrid.server_process import ServerProcess
 
 RELEASE = "llama-cpp-python==0.3.36"
 FLAGS = (
@@ -86,18 +79,16 @@ class Server:
     """How a running server is asked; ``tokens`` reads those so far from a line of its stream."""
 
     url: str
-    body: Callable[[list[int], int], dict[str, object]]
-    tokens: Callable[[dict, list[int]], list[int]]
+    body: Callable[[list[int], int], dict[str, Any]]
+    tokens: Callable[[dict[str, Any], list[int]], list[int]]
 
     def ask(self, prompt: list[int], count: int) -> Answer:
         begin, first, last = time.perf_counter(), 0.0, 0.0
         tokens: list[int] = []
         with requests.post(self.url, json=self.body(prompt, count), stream=True) as response:
             response.raise_for_status()
-            for line in response.iter_lines():
-                if not line.startswith(b"data: {"):
-                    continue
-                found = self.tokens(json.loads(line[6:]), tokens)
+            for event in events(response.iter_lines()):
+                found = self.tokens(event, tokens)
                 if len(found) > len(tokens):
                     last = time.perf_counter() - begin
                     first = first or last
@@ -105,24 +96,13 @@ class Server:
         return Answer(tokens, first, last)
 
     def ask_together(self, prompts: Sequence[list[int]], count: int) -> list[Answer]:
-        answers: list[Answer | None] = [None] * len(prompts)
-
-        def ask(i: int) -> None:
-            answers[i] = self.ask(prompts[i], count)
-
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [answer for answer in answers if answer is not None]
+        return at_once(lambda prompt: self.ask(prompt, count), prompts)
 
 
 @contextmanager
 def ours(model: Path) -> Iterator[Server]:
-    def body(prompt: list[int], count: int) -> dict[str, object]:
-        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
-        return {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+    def body(prompt: list[int], count: int) -> dict[str, Any]:
+        return {**greedy(prompt, count), "stream": True}
 
     with ServerProcess(["--model-path", str(model)]) as server:
         yield Server(f"{server.url}/generate", body, lambda line, _: line["output_ids"])
@@ -130,39 +110,20 @@ def ours(model: Path) -> Iterator[Server]:
 
 @contextmanager
 def peer(program: Path, weights: Path) -> Iterator[Server]:
-    def body(prompt: list[int], count: int) -> dict[str, object]:
+    def body(prompt: list[int], count: int) -> dict[str, Any]:
         sampling = {"n_predict": count, "temperature": 0, "ignore_eos": True}
         return {"prompt": prompt, "stream": True, "return_tokens": True, **sampling}
 
-    port = free_port()
     cores = str(len(psutil.Process().cpu_affinity()))
-    command = [
-        *(str(program), "--model", str(weights), "--port", str(port), "--threads", cores),
+    flags = [
+        *("--model", str(weights), "--threads", cores),
         *("--ctx-size", str(CONTEXT), "--parallel", str(SLOTS), "--kv-unified"),
         *("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "on"),
     ]
-    url = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            while not _healthy(url):
-                if process.poll() is not None:
-                    log.seek(0)
-                    raise SystemExit(f"bench_cpu_peer: {log.read()[-2000:].decode()}")
-                time.sleep(0.2)
-            yield Server(
-                f"{url}/completion", body, lambda line, so_far: so_far + line.get("tokens", [])
-            )
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def _healthy(url: str) -> bool:
-    try:
-        return requests.get(f"{url}/health", timeout=5).ok
-    except requests.RequestException:
-        return False
+    with ServerProcess(flags, program=[str(program)], health="/health") as server:
+        yield Server(
+            f"{server.url}/completion", body, lambda line, so_far: so_far + line.get("tokens", [])
+        )
 
 
 def build(scratch: Path) -> tuple[Path, Path]:
@@ -192,7 +153,7 @@ def measure(server: Server, source: random.Random) -> Iterator[tuple[str, float]
     """What is compared, in the order of the table."""
 
     def text(length: int) -> list[int]:
-        return [source.randrange(300, 32_000) for _ in range(length)]
+        return random_tokens(source, length)
 
     for length in PREFILLS:
         yield f"prefill of {length:,}, tokens/s", length / server.ask(text(length), 1).first
@@ -226,33 +187,26 @@ def compare(servers: Sequence[Server], rounds: int) -> dict[str, list[float]]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "cpu-peer")
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--scratch", type=Path, default=SCRATCH / "cpu-peer")
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     options.scratch.mkdir(parents=True, exist_ok=True)
     program, source = build(options.scratch)
-    model, weights = options.scratch / "nemotron-h-100m", options.scratch / "nemotron-h-100m.gguf"
-    if not model.exists():
-        build_tiny_model("nemotron-h", model, scale="100m")
+    model = large_model(options.scratch)
+    weights = model.with_suffix(".gguf")
     if not weights.exists():
         convert(source, model, weights)
-    draw = random.Random(-1)
-    greedy = [draw.randrange(300, 32_000) for _ in range(100)]
+    prompt = random_tokens(random.Random(-1), 100)
     with ours(model) as server, peer(program, weights) as other:
-        answers = [one.ask(greedy, ANSWER).tokens for one in (server, other)]
+        answers = [one.ask(prompt, ANSWER).tokens for one in (server, other)]
         found = compare((server, other), options.rounds)
     same = sum(a == b for a, b in zip(*answers, strict=True))
-    print(f"Machine: {machine()}. Date: {date.today()}. llama.cpp of {RELEASE}. ", end="")
-    print(f"Command: `{shlex.join(['python', *sys.argv])}`.\n")
-    print("| float32 | sglang_hybrid | llama.cpp | speedup of ours |\n|---|---:|---:|---:|")
+    print(f"llama.cpp of {RELEASE}.\n")
+    table = Table("float32", "sglang_hybrid", "llama.cpp", "speedup of ours")
     for what, (mine, theirs) in found.items():
         ratio = mine / theirs if what.endswith("tokens/s") else theirs / mine
-        print(f"| {what} | {mine:,.0f} | {theirs:,.0f} | {ratio:.2f} |")
+        table.row(what, f"{mine:,.0f}", f"{theirs:,.0f}", f"{ratio:.2f}")
     print(f"\nOf {ANSWER} tokens of one greedy answer {same} are the same.")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,35 +1,28 @@
-#!/usr/bin/env python3
 """How near a model of 100 M parameters comes to what the CPU can do.
 
-    python scripts/bench_roofline.py [--scratch DIR] [--rounds 5] [-- server flags]
+    python scripts/bench.py roofline [--scratch DIR] [--rounds 5] [-- server flags]
 
 Prefill: the FLOPs of a prompt's products with weights per second until the first token, as a share
 of what the same products do in torch alone. Decode: the time of a step, against the time that
 reading all weights once takes. Both over HTTP, one request at a time; in turn with the bare
-products and reads, which run while the server idles. Prints Markdown.
+products and reads, which run while the server idles.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from statistics import median
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from scripts.bench_contexts import Client
-from scripts.bench_server import PROMPT, machine
-from sglang_hybrid.models import build_tiny_model
+from scripts.bench.report import Table
+from scripts.bench.server import PROMPT
+from scripts.bench.servers import SCRATCH, Client, large_model
 from sglang_hybrid.server_process import ServerProcess
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -65,16 +58,15 @@ def onednn_products(weights: list[Tensor]) -> float:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--scratch", type=Path, default=SCRATCH)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("server_flags", nargs="*", help="flags for the server, after --")
-    options = parser.parse_args()
-    model = options.scratch / "nemotron-h-100m"
-    if not model.exists():
-        build_tiny_model("nemotron-h", model, scale="100m")
+
+
+def run(options: argparse.Namespace) -> None:
+    model = large_model(options.scratch)
     tensors = {
         name: tensor.to(DTYPES[options.dtype])
         for name, tensor in load_file(str(next(model.glob("*.safetensors")))).items()
@@ -100,24 +92,17 @@ def main() -> None:
             ):
                 seen.setdefault(name, []).append(value)
     found = {name: median(values) for name, values in seen.items()}
-    print(f"Machine: {machine()}. Date: {date.today()}. ", end="")
-    print(f"Command: `{shlex.join(['python', *sys.argv])}`.\n")
-    print(f"| {options.dtype} | ms | GFLOP/s | prefill's share |\n|---|---:|---:|---:|")
-    print(
-        f"| prefill of {PROMPT:,} ({PROMPT / found['prefill']:,.0f} tokens/s) "
-        f"| {1e3 * found['prefill']:,.0f} | {operations / found['prefill'] / 1e9:,.0f} | |"
-    )
-    for name in ("torch's products", "oneDNN's products"):
-        print(
-            f"| {name} | {1e3 * found[name]:,.0f} | {operations / found[name] / 1e9:,.0f} "
-            f"| {100 * found[name] / found['prefill']:.0f} % |"
-        )
+    table = Table(options.dtype, "ms", "GFLOP/s", "prefill's share")
+    for what, name in (
+        (f"prefill of {PROMPT:,} ({PROMPT / found['prefill']:,.0f} tokens/s)", "prefill"),
+        ("torch's products", "torch's products"),
+        ("oneDNN's products", "oneDNN's products"),
+    ):
+        share = "" if name == "prefill" else f"{100 * found[name] / found['prefill']:.0f} %"
+        speed = f"{operations / found[name] / 1e9:,.0f}"
+        table.row(what, f"{1e3 * found[name]:,.0f}", speed, share)
     size = everything.numel() * everything.element_size()
     print(
         f"\nA decode step takes {1e3 * found['decode']:.1f} ms, reading {size / 1e6:,.0f} MB of "
         f"weights {1e3 * found['read']:.1f} ms: {found['decode'] / found['read']:.2f} times."
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,34 +1,31 @@
 """Prefill and decode tokens per second, time to first token and peak memory of a served model.
 
 Starts the server and drives it through SGLang's own `bench_serving` for the default model and one
-of about 100 M parameters, then prints a Markdown table for docs/benchmarks.md.
+of about 100 M parameters.
 
-    python scripts/bench_server.py [--models DIR ...] [--requests 16] [-- server flags]
+    python scripts/bench.py server [--models DIR ...] [--requests 16] [-- server flags]
 """
 
 import argparse
 import json
-import platform
-import shlex
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
 
-from sglang_hybrid.models import build_tiny_model, ensure_default_model
-from sglang_hybrid.server_process import ServerFailed, ServerProcess
+from scripts.bench.report import BenchFailed, Table, positive
+from scripts.bench.servers import STEPS, large_model, percentile
+from sglang_hybrid.models import ensure_default_model
+from sglang_hybrid.server_process import ServerProcess
 
 PROMPT = 2048
 """Tokens of a prompt when prefill is measured."""
-OUTPUT = 128
-"""Tokens of an answer when decoding is measured."""
 SAMPLE_SECONDS = 1.0
 """Between samples of memory: each costs the server some milliseconds."""
 
@@ -76,10 +73,6 @@ class PeakMemory:
                 return
 
 
-class BenchFailed(RuntimeError):
-    """bench_serving did not finish, or not all of its requests were answered."""
-
-
 def bench_serving(
     server: ServerProcess, model: Path, prompt: int, output: int, n: int
 ) -> dict[str, Any]:
@@ -104,13 +97,13 @@ def bench_serving(
 
 
 def measure(model: Path, n: int, flags: list[str]) -> Result:
-    """Prompts of `PROMPT` tokens for prefill, answers of `OUTPUT` for decoding, one at a time."""
+    """Prompts of `PROMPT` tokens for prefill, answers of `STEPS` for decoding, one at a time."""
     with (
         ServerProcess(["--model-path", str(model), *flags]) as server,
         PeakMemory(server) as memory,
     ):
         prefill = bench_serving(server, model, prompt=PROMPT, output=1, n=n)
-        decode = bench_serving(server, model, prompt=16, output=OUTPUT, n=max(2, n // 4))
+        decode = bench_serving(server, model, prompt=16, output=STEPS, n=max(2, n // 4))
     ttfts = sorted(prefill["ttfts"])
     return Result(
         model=model.name,
@@ -138,64 +131,30 @@ def parameters(model: Path) -> int:
     return total
 
 
-def percentile(ordered: list[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
-
-
-def machine() -> str:
-    cores, memory = psutil.cpu_count(), psutil.virtual_memory().total / 2**30
-    name = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    return f"{name}, {cores} cores, {memory:.0f} GiB"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models",
         nargs="*",
         type=Path,
         help="model directories to measure (default: the embedded one and 100 M)",
     )
-    parser.add_argument("--requests", type=int, default=16, help="prompts per model")
+    parser.add_argument("--requests", type=positive, default=16, help="prompts per model")
     parser.add_argument("server_flags", nargs="*", help="flags for the server, after --")
-    options = parser.parse_args()
-    if options.requests < 1:
-        parser.error("--requests must be at least 1")
+
+
+def run(options: argparse.Namespace) -> None:
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch:
-        models = options.models or [
-            ensure_default_model(),
-            build_tiny_model("nemotron-h", Path(scratch) / "nemotron-h-100m", scale="100m"),
-        ]
-        try:
-            results = [measure(model, options.requests, options.server_flags) for model in models]
-        except (ServerFailed, BenchFailed) as error:
-            print(f"bench_server: {error}", file=sys.stderr)
-            return 1
-    print(f"Machine: {machine()}. Date: {date.today()}. ", end="")
-    print(f"Command: `{shlex.join(['python', *sys.argv])}`.\n")
-    print(
-        "| model | parameters, M | prefill, tokens/s | decode, tokens/s | TTFT P50, ms "
-        "| TTFT P95, ms | peak memory, GiB |"
+    models = options.models or [ensure_default_model(), large_model()]
+    table = Table(
+        *("model", "parameters, M", "prefill, tokens/s", "decode, tokens/s", "TTFT P50, ms"),
+        *("TTFT P95, ms", "peak memory, GiB"),
     )
-    print("|---|---|---|---|---|---|---|")
-    for r in results:
-        print(
-            f"| {r.model} | {r.parameters:.0f} | {r.prefill:,.0f} | {r.decode:,.0f} "
-            f"| {r.ttft_p50:.0f} | {r.ttft_p95:.0f} | {r.memory:.2f} |"
+    for model in models:
+        r = measure(model, options.requests, options.server_flags)
+        table.row(
+            *(r.model, f"{r.parameters:.0f}", f"{r.prefill:,.0f}", f"{r.decode:,.0f}"),
+            *(f"{r.ttft_p50:.0f}", f"{r.ttft_p95:.0f}", f"{r.memory:.2f}"),
         )
     print(
         f"\nPrompts of {PROMPT:,} tokens, one at a time. {time.monotonic() - start:.0f} s in all."
     )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """What one cache operation costs: SGLang's two cores and ours, on the same keys.
 
-    python scripts/bench_cache.py [--checkpoints 100 1000 10000 100000] [--repeats 200]
+    python scripts/bench.py cache [--checkpoints 100 1000 10000 100000] [--repeats 200]
 
-Prints Markdown. SGLang's pools with tiny tensors, no model, one process, one thread. Every tree
+SGLang's pools with tiny tensors, no model, one process, one thread. Every tree
 holds the same checkpoints: prompts of 96 tokens that share prefixes of 64 in groups of 16, each
 with a state at its end. `match` is the look-up of a new request with the copy of its state
 prepared, `insert` publishes a new prompt below a shared prefix, `evict KV` and `evict state` take
@@ -14,31 +13,24 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import platform
 import random
-import sys
 import time
-import warnings
 from array import array
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-warnings.simplefilter("ignore")
-logging.disable(logging.WARNING)
-
-import torch  # noqa: E402
-from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     InsertParams,
     MatchPrefixParams,
 )
-from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from tests.cache.backends import options  # noqa: E402
-from tests.cache.driver import Server, Sizes, build_cache  # noqa: E402
+from scripts.bench.report import Table
+from tests.cache.backends import options
+from tests.cache.driver import Server, Sizes, build_cache
 
 BACKENDS: dict[str, tuple[str | None, str]] = {
     "SGLang, Python core": (None, "python"),
@@ -72,15 +64,16 @@ class Bench:
         how = None if policy is None else options(policy, "all")
         self.server = Server(build_cache(self.sizes, how, tree_core=core), self.sizes)
         self.cache: Any = self.server.cache
+        self.shadow_tree: Any = getattr(self.cache, "shadow_tree", None)  # SGLang's own has none
         self.random = random.Random(1)
         self.next = 0
         while self.next < checkpoints:
-            if self.cache.__dict__.get("mirror") is not None:
-                self.cache.shadow_tree.arrived(None)
+            if self.shadow_tree is not None:
+                self.shadow_tree.arrived(None)
             self.insert(self.next)
             self.next += 1
         if policy == "reuse":  # what requests would have taught it
-            shadow_tree = self.cache.shadow_tree
+            shadow_tree = self.shadow_tree
             for number in range(0, checkpoints, max(1, checkpoints // 500)):
                 shadow_tree.arrived(None)
                 shadow_tree.history.observe(prompt(number), SHARED + OWN, shadow_tree.clock)
@@ -136,7 +129,7 @@ class Bench:
 def victim_times(bench: Bench, repeats: int) -> dict[str, list[float]]:
     """Only the choice of a victim, without what SGLang does to evict it."""
     times: dict[str, list[float]] = {"KV": [], "state": []}
-    shadow_tree = bench.cache.shadow_tree
+    shadow_tree = bench.shadow_tree
     choose: list[tuple[str, Callable[[], Any]]] = [
         ("KV", shadow_tree.kv_victim),
         ("state", shadow_tree.state_victim),
@@ -155,16 +148,16 @@ def show(times: list[float]) -> str:
     return f"{values.median():.0f} / {values.quantile(0.99):.0f}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoints", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000])
     parser.add_argument("--repeats", type=int, default=200)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     print(f"{versions}. Microseconds, median / P99 of {args.repeats} or what fits in 10 s.\n")
-    print("| checkpoints | cache | " + " | ".join(OPERATIONS) + " | choose KV | choose state |")
-    print("|---:|---|" + "---:|" * (len(OPERATIONS) + 2))
+    table = Table("cache", "checkpoints", *OPERATIONS, "choose KV", "choose state")
     for checkpoints in args.checkpoints:
         for name, (policy, core) in BACKENDS.items():
             gc.unfreeze()
@@ -173,13 +166,9 @@ def main() -> None:
             bench = Bench(policy, core, checkpoints, args.repeats)
             gc.freeze()
             cells = ["", ""]
-            if bench.cache.__dict__.get("mirror") is not None:
+            if bench.shadow_tree is not None:
                 chosen = victim_times(bench, repeats)
                 cells = [show(chosen["KV"]), show(chosen["state"])]
             cells = [show(bench.run(operation, repeats)) for operation in OPERATIONS] + cells
-            print(f"| {checkpoints:,} | {name} | " + " | ".join(cells) + " |", flush=True)
+            table.row(name, f"{checkpoints:,}", *cells)
             del bench
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """What exact states inside a prefill cost: one Mamba2 layer, with and without them, on a GPU.
 
-    python scripts/bench_kernels.py            # the table; needs a GPU and sglang
-    python scripts/bench_kernels.py --quick    # fewer sizes
+    python scripts/bench.py kernels            # the table; needs a GPU and sglang
+    python scripts/bench.py kernels --quick    # fewer sizes
 
 The layer is the projections, SGLang's convolution and SGLang's scan, in bfloat16, with a float32
 state pool. States are left at positions spread over the batch, none on a chunk's border:
@@ -30,6 +30,7 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
 
+from scripts.bench.report import Table  # noqa: E402
 from sglang_hybrid.kernels import checkpoint_states as cs  # noqa: E402
 from sglang_hybrid.kernels import naive  # noqa: E402
 
@@ -345,8 +346,8 @@ def bench(shapes: list[Shape], batches: dict[str, list[int]]) -> None:
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print("milliseconds for one layer; in brackets what the states add to it\n")
-    head = ["model", "tokens", "none", "states", "ours", "SGLang", "split", "mamba_ssm scan"]
-    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
+    head = ("model", "tokens", "none", "states", "ours", "SGLang", "split", "mamba_ssm scan")
+    table = Table(*head, text=2)
     notes = []
     for shape in shapes:
         for name, lengths in batches.items():
@@ -366,7 +367,7 @@ def bench(shapes: list[Shape], batches: dict[str, list[int]]) -> None:
                     cells.append(f"{took:.3f} (+{(took / alone - 1) * 100:.1f} %)")
                 took = milliseconds(split(layer, hidden, lengths, asked, len(lengths)))
                 cells += [f"{took:.3f} (+{(took / alone - 1) * 100:.1f} %)", library]
-                print("| " + " | ".join(cells) + " |", flush=True)
+                table.row(*cells)
                 moved, least = bytes_moved(shape, batch, asked)
                 notes.append(
                     f"{shape.name}, {name}, {count}: {moved / 1e6:.1f} MB asked for by the "
@@ -419,10 +420,12 @@ def check(device: str, dtype: torch.dtype, tolerance: float) -> None:
     assert worst < tolerance, f"above {tolerance}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="one model, without 64K tokens")
-    quick = parser.parse_args().quick
+
+
+def run(options: argparse.Namespace) -> None:
+    quick = options.quick
     check("cuda" if GPU else "cpu", torch.float32, 1e-5)
     if not GPU:
         print("No GPU: the kernels ran in Triton's interpreter, and there are no timings.")
@@ -433,7 +436,3 @@ def main() -> None:
     patching.install()
     batches = {k: v for k, v in BATCHES.items() if not quick or sum(v) <= 8192}
     bench(SHAPES[:1] if quick else SHAPES, batches)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,32 +1,25 @@
-#!/usr/bin/env python3
 """Hit rates of traces on the real cache with real pools and no model, in seconds.
 
-    python scripts/bench_admission.py [TRACE ...] [--min-branch-tokens 1 8 16 32 64 128]
+    python scripts/bench.py admission [TRACE ...] [--min-branch-tokens 1 8 16 32 64 128]
 
 SGLang's own cache at its defaults, the same with ours under `sglang-lru` + `all`, and our policies
 with planned checkpoints, on pools of so many KV tokens and state slots; one request at a time,
-prefill chunks of 2,048 tokens, SGLang's grid of 64. Costs are the paper's 7B model's. Prints
-Markdown.
+prefill chunks of 2,048 tokens, SGLang's grid of 64. Costs are the paper's 7B model's.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-warnings.simplefilter("ignore")
-logging.disable(logging.WARNING)
-
-from sglang_hybrid import patching  # noqa: E402
+from sglang_hybrid import patching
 
 patching.install()
 
+from scripts.bench.report import Table  # noqa: E402
+from scripts.bench.traces import SIZES, find, preset_of  # noqa: E402
 from sglang_hybrid.core.cost import CostModel  # noqa: E402
 from sglang_hybrid.replay.traces import Request, read_compact, read_mooncake  # noqa: E402
 from tests.cache.backends import options  # noqa: E402
@@ -87,40 +80,29 @@ def read(path: Path, preset: Preset) -> list[Request]:
     return requests[: preset.requests]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    traces = Path(__file__).resolve().parents[2] / "shared" / "traces"
-    parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE")
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("traces", nargs="*", metavar="TRACE", help="a file, or a trace's name")
     parser.add_argument(
         "--min-branch-tokens", nargs="+", type=int, default=[], help="compare these under reuse"
     )
-    arguments = parser.parse_args()
-    paths = arguments.traces or [
-        path for name in PRESETS for path in sorted(traces.glob(f"{name}*"))
-    ]
+
+
+def run(given: argparse.Namespace) -> None:
+    paths = [find(name) for name in given.traces or SIZES]
     columns: list[tuple[str, tuple[str, str] | None, dict[str, Any]]]
-    if arguments.min_branch_tokens:
+    if given.min_branch_tokens:
         columns = [
             (f">= {n}", ("reuse", "judicious"), {"hybrid_min_branch_tokens": n})
-            for n in arguments.min_branch_tokens
+            for n in given.min_branch_tokens
         ]
     else:
         columns = [(name, how, {}) for name, how in CACHES]
-    names = " | ".join(name for name, _, _ in columns)
-    print(f"| trace | requests | KV tokens | slots | {names} |")
-    print("|---|---|---|---|" + "---|" * len(columns))
+    names = (name for name, _, _ in columns)
+    table = Table("trace", "requests", "KV tokens", "slots", *names)
     for path in paths:
-        preset = next((p for name, p in PRESETS.items() if path.name.startswith(name)), None)
-        if preset is None:
-            parser.error(f"{path.name}: no preset for this trace; known are {', '.join(PRESETS)}")
+        preset = preset_of(PRESETS, path)
         requests = read(path, preset)
         for slots in preset.slots:
             rates = [hit_rate(requests, preset.kv, slots, how, **more) for _, how, more in columns]
-            cells = " | ".join(f"{rate:.1f}" for rate in rates)
-            name = path.name.split(".")[0]
-            print(f"| {name} | {len(requests)} | {preset.kv:,} | {slots} | {cells} |", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            name, kv = path.name.split(".")[0], f"{preset.kv:,}"
+            table.row(name, len(requests), kv, slots, *(f"{rate:.1f}" for rate in rates))

@@ -1,4 +1,4 @@
-"""What the tuner's choices are worth, on real traces and on traffic that changes, as Markdown.
+"""What the tuner's choices are worth, on real traces and on traffic that changes.
 
 Every trace is replayed, request after request, under each candidate from the start, and with the
 tuner, which starts with `--start` and whose searches take `--delay` requests. Three numbers:
@@ -16,18 +16,16 @@ tuner, which starts with `--start` and whose searches take `--delay` requests. T
 from __future__ import annotations
 
 import argparse
-import sys
-from argparse import RawDescriptionHelpFormatter as Raw
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
 import numpy.typing as npt
 
-from scripts.bench_policies import COST, GENERATED, RULES, SIZES, TRACES, read_named
+from scripts.bench.policies import COST, RULES
+from scripts.bench.report import Table
+from scripts.bench.traces import GENERATED, SIZES, TRACES, in_phases, read_named
 from sglang_hybrid.replay.generators import generate, traffic
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.traces import Request
@@ -117,11 +115,10 @@ def hits(setting: Setting, start: Spec, at: int = 0, then: Spec | None = None) -
 
 def phases(kinds: Sequence[str], seed: int) -> list[Request]:
     """Traffic of each kind after the one before it has ended, under names of its own."""
+    how = [(kind, traffic(kind, sessions=400 if kind == "few-shot" else 60)) for kind in kinds]
     requests: list[Request] = []
     begin = 0.0
-    for number, kind in enumerate(kinds):
-        how = traffic(kind, sessions=400 if kind == "few-shot" else 60)
-        some = generate(kind, how, seed + number)
+    for some in in_phases(how, seed):
         requests += [replace(one, arrival=one.arrival + begin) for one in some]
         begin = requests[-1].arrival + 1
     return requests
@@ -143,8 +140,7 @@ def all_rows(options: argparse.Namespace) -> Iterator[tuple[str, float, list[Req
             yield from ((name, size, requests) for size in sizes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Raw)
+def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--traces", type=Path, default=TRACES, metavar="DIR", help="where the traces lie")
     add("--traffic", nargs="+", choices=TRAFFIC, default=TRAFFIC)
@@ -152,11 +148,12 @@ def main() -> None:
     add("--rules", choices=[*RULES], default="served")
     add("--start", type=Spec.parse, default=CANDIDATES[0], help="the starting policy (reuse)")
     add("--delay", type=int, default=DELAY, help="requests that a search takes (%(default)s)")
-    options = parser.parse_args()
-    print(
-        "| traffic | GB | requests | best alone | hit % | start | whole | gain | first decision "
-        "| its choice | rest | searches | switches | taken back |\n"
-        "|---|---:|---:|---|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|"
+
+
+def run(options: argparse.Namespace) -> None:
+    table = Table(
+        *("traffic", "GB", "requests", "best alone", "hit %", "start", "whole", "gain"),
+        *("first decision", "its choice", "rest", "searches", "switches", "taken back"),
     )
     for name, size, requests in all_rows(options):
         setting = Setting(COST, int(size * 1e9), requests, serving=RULES[options.rules])
@@ -170,12 +167,8 @@ def main() -> None:
             *("never" if never else row.at, row.choice, "" if never else percent(row.rest)),
             *(row.searches, row.switches, row.taken_back),
         )
-        print("|", " | ".join(map(str, cells)), "|", flush=True)
+        table.row(*cells)
 
 
 def percent(share: float) -> str:
     return f"{100 * share:.1f}"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,153 @@
+"""What the length of a context costs on the CPU: hits, cold prefills and decode steps.
+
+    python scripts/bench.py contexts [--contexts 100 1000 4000 8000 16000] [--rounds 5]
+                                     [--neighbour] [-- server flags]
+
+Sends requests of random tokens to one server. In each round every context is prefilled cold, then
+asked twice with 10 new tokens behind it and once with 1,000; 1,000 tokens are prefilled cold, too.
+Then 16 sequences are decoded at once. Times are a client's, over HTTP.
+
+``--neighbour`` measures something else: hits and decode steps while another program keeps one core
+busy, with OpenMP's threads waiting asleep (what the platform sets) and in a loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+
+from scripts.bench.report import Table
+from scripts.bench.servers import Client
+from sglang_hybrid.server_process import ServerProcess
+
+FEW, MANY = 10, 1000
+"""New tokens behind a cached context."""
+
+TOGETHER = 16
+"""Sequences of a decode batch."""
+
+NEIGHBOUR_CONTEXT = 2000
+WAITING = {
+    "asleep": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"},
+    "a little in a loop, then asleep (our default)": {},
+    "in a loop": {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "30000000000"},
+}
+"""How OpenMP's threads wait, and the environment for it."""
+
+
+def round_of_prefills(client: Client, contexts: Sequence[int]) -> dict[tuple[int, int], float]:
+    """Seconds to the first token, by cached tokens and new ones."""
+    found = {(0, MANY): client.first_token(client.tokens(MANY), 0)}
+    for length in contexts:
+        context = client.tokens(length)
+        found[0, length] = client.first_token(context, 0)
+        for new, times in ((FEW, 2), (MANY, 1)):
+            seconds = [
+                client.first_token(context + client.tokens(new), length - 1) for _ in range(times)
+            ]
+            found[length, new] = median(seconds)
+    return found
+
+
+def decode_steps(client: Client, context: int, together: int) -> float:
+    """Seconds of a decode step behind cached contexts."""
+    prompts = [client.tokens(context) for _ in range(together)]
+    for prompt in prompts:
+        client.first_token(prompt, 0)
+    return median(client.step(prompts) for _ in range(3))
+
+
+def lengths(contexts: Sequence[int], rounds: int, flags: list[str]) -> None:
+    """Print the tables of contexts."""
+    with ServerProcess(flags) as server:
+        client = Client(server.url)
+        round_of_prefills(client, contexts)
+        seen = [round_of_prefills(client, contexts) for _ in range(rounds)]
+        batches = {
+            (count, context): decode_steps(client, context, count)
+            for context in (100, 1000, 6000)
+            for count in (1, TOGETHER)
+        }
+    found = {key: median(one[key] for one in seen) for key in seen[0]}
+    first, cold = contexts[0], found[0, MANY]
+    table = Table(
+        *("context", "cold, ms", "cold, tokens/s", f"hit + {FEW}, ms", f"against {first}"),
+        *(f"hit + {MANY:,}, ms", f"against {MANY:,} cold"),
+        text=0,
+    )
+    for n in contexts:
+        few, many = found[n, FEW], found[n, MANY]
+        table.row(
+            *(f"{n:,}", f"{1e3 * found[0, n]:,.0f}", f"{n / found[0, n]:,.0f}"),
+            *(f"{1e3 * few:.1f}", f"{few / found[first, FEW]:.2f}"),
+            *(f"{1e3 * many:.0f}", f"{many / cold:.2f}"),
+        )
+    print(f"\n{MANY:,} tokens cold: {1e3 * cold:.0f} ms.\n")
+    table = Table("sequences", "context", "decode step, ms", "against 100", text=0)
+    for (count, context), step in sorted(batches.items()):
+        against = f"{step / batches[count, 100]:.2f}"
+        table.row(count, f"{context:,}", f"{1e3 * step:.1f}", against)
+
+
+@contextmanager
+def neighbour() -> Iterator[None]:
+    """Another program that wants one core all the time."""
+    program = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        program.kill()
+        program.wait()
+
+
+def crowded(rounds: int, flags: list[str]) -> None:
+    """Print the table of a busy neighbour."""
+    compared = ("with a neighbour", "ratio", "worst")
+    table = Table(
+        *("threads wait", f"hit of {NEIGHBOUR_CONTEXT:,} + {FEW}, ms", *compared),
+        *("decode step, ms", *compared),
+    )
+    for name, environment in WAITING.items():
+        with ServerProcess(flags, environment=environment) as server:
+            client = Client(server.url)
+            context = client.tokens(NEIGHBOUR_CONTEXT)
+            client.first_token(context, 0)
+
+            def hits(client: Client = client, context: list[int] = context) -> list[float]:
+                cached = NEIGHBOUR_CONTEXT - 1
+                return [
+                    client.first_token(context + client.tokens(FEW), cached)
+                    for _ in range(8 * rounds)
+                ]
+
+            def steps(client: Client = client, context: list[int] = context) -> list[float]:
+                return [client.step([context]) for _ in range(rounds)]
+
+            hits(), steps()
+            alone = (hits(), steps())
+            with neighbour():
+                crowd = (hits(), steps())
+        cells = []
+        for quiet, busy in zip(alone, crowd, strict=True):
+            usual, slow = median(quiet), median(busy)
+            cells += [f"{1e3 * usual:.1f}", f"{1e3 * slow:.1f}", f"{slow / usual:.1f}"]
+            cells.append(f"{1e3 * max(busy):.0f}")
+        table.row(name, *cells)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--contexts", type=int, nargs="+", default=[100, 1000, 4000, 8000, 16000])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--neighbour", action="store_true", help="measure beside a busy program")
+    parser.add_argument("server_flags", nargs="*", help="flags for the server, after --")
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.neighbour:
+        crowded(options.rounds, options.server_flags)
+    else:
+        lengths(options.contexts, options.rounds, options.server_flags)

@@ -1,0 +1,104 @@
+"""Traces that several benchmarks replay or send, and traffic made from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from scripts.bench.report import ROOT, BenchFailed
+from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
+from sglang_hybrid.replay.arrivals import Draw
+from sglang_hybrid.replay.formats import Reading, read_trace
+from sglang_hybrid.replay.generators import Traffic, generate, traffic
+from sglang_hybrid.replay.runner import Runner
+from sglang_hybrid.replay.slices import to_vocabulary
+from sglang_hybrid.replay.traces import Request
+
+TRACES = ROOT.parent / "shared" / "traces"
+SIZES: dict[str, tuple[float, ...]] = {  # GB, by trace
+    "taubench_airline": (5, 10),
+    "sharegpt_55": (2, 4),
+    "bbh_fewshot": (1, 2, 4),
+    "claude_code_64k": (20, 40, 80),
+    "mooncake_conversation_trace": (40, 80),
+}
+GENERATED: dict[str, tuple[float, ...]] = {
+    "chat": (0.5, 1, 2),
+    "agent": (5, 10),
+    "few-shot": (1, 2, 4),
+    "fan-out": (2, 5),
+    "transcript": (1, 2, 3, 5),
+}
+Preset = TypeVar("Preset")
+Row = tuple[str, float]  # trace, GB
+Phase = tuple[str, Traffic]
+"""A kind of generated traffic, and its parameters."""
+
+
+def find(name: str, folder: Path = TRACES) -> Path:
+    """A trace's file, by its path or by its name in the folder. Raises BenchFailed."""
+    for path in (Path(name), folder / f"{name}.jsonl.gz"):
+        if path.is_file():
+            return path
+    raise BenchFailed(f"{name} is neither a file nor one of the traces in {folder.name}/")
+
+
+def preset_of(presets: Mapping[str, Preset], trace: Path) -> Preset:
+    """The preset whose name the trace's file name begins with. Raises BenchFailed."""
+    for name, preset in presets.items():
+        if trace.name.startswith(name):
+            return preset
+    raise BenchFailed(f"no preset is for {trace.name}; there are {', '.join(presets)}")
+
+
+def read_named(folder: Path, name: str) -> list[Request]:
+    """One of SIZES; Mooncake's are the first 2,000 of at most 32 Ki tokens."""
+    limit = 2_000 if name.startswith("mooncake") else None
+    return read_trace(find(name, folder), Reading(limit, max_input=32_768))
+
+
+def read_or_generate(folder: Path, seeds: int | None) -> tuple[Runner, list[Row]]:
+    """The traces of SIZES, or with `seeds` so many of each kind of GENERATED, and their rows."""
+    if not seeds:
+        return Runner({name: read_named(folder, name) for name in SIZES}), rows_of(SIZES)
+    sizes: dict[str, Sequence[float]] = {}
+    traces: dict[str, Sequence[Request]] = {}
+    for kind, gigabytes in GENERATED.items():
+        how = traffic(kind, sessions=60) if kind == "agent" else traffic(kind)
+        for seed in range(seeds):
+            traces[f"{kind} {seed}"] = generate(kind, how, seed)
+            sizes[f"{kind} {seed}"] = gigabytes
+    return Runner(traces), rows_of(sizes)
+
+
+def rows_of(sizes: Mapping[str, Sequence[float]]) -> list[Row]:
+    return [(trace, size) for trace, gigabytes in sizes.items() for size in gigabytes]
+
+
+def documents(count: int, templates: int, shared: Draw, question: Draw | None = None) -> Phase:
+    """Questions behind long documents that are shared; short answers."""
+    how = traffic(
+        "few-shot",
+        sessions=count,
+        templates=templates,
+        shared=shared,
+        question=question,
+        answer=Draw("const", 4),
+    )
+    return "few-shot", how
+
+
+def chats(count: int, **more: Draw) -> Phase:
+    """Sessions of some turns, one beginning each second."""
+    return "chat", traffic("chat", sessions=count, session_rate=1.0, **more)
+
+
+def in_phases(phases: Sequence[Phase], seed: int) -> list[list[Request]]:
+    """Traffic of each phase, each from a seed of its own."""
+    return [generate(kind, how, seed + nth) for nth, (kind, how) in enumerate(phases)]
+
+
+def in_vocabulary(traces: Sequence[Sequence[Request]], size: int) -> list[list[Request]]:
+    """Traces whose tokens are text tokens of a model with a vocabulary of `size`."""
+    return [to_vocabulary(trace, FIRST_TEXT_ID, size)[0] for trace in traces]
