@@ -42,7 +42,7 @@ class NoCache:
 
 
 @dataclass(slots=True)
-class Block:
+class StoredBlock:
     """A cached block: whether a hit used its KV, whether one resumed from its state, and how many
     running requests need it.
     """
@@ -82,7 +82,7 @@ class BlockCache:
         self.used_by_block = each
         self.with_running = with_running
         self.stored = self.kv_reused = self.state_reused = 0
-        self._blocks: OrderedDict[int, Block] = OrderedDict()
+        self._blocks: OrderedDict[int, StoredBlock] = OrderedDict()
         self._in_use = 0  # blocks of running requests that are not cached
 
     @property
@@ -155,7 +155,7 @@ class BlockCache:
             if name in self._blocks:
                 self._blocks.move_to_end(name)
             else:
-                self._blocks[name] = Block()
+                self._blocks[name] = StoredBlock()
                 self.stored += 1
         return names
 
