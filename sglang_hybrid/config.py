@@ -118,6 +118,11 @@ class HybridConfig:
         return self.hybrid_alpha
 
     @property
+    def judicious(self) -> bool:
+        """Whether states are kept only where they are likely to be used again."""
+        return self.hybrid_admission is Admission.JUDICIOUS
+
+    @property
     def pinned(self) -> bool:
         """Whether a policy was asked for by name or by its alpha."""
         return self.hybrid_eviction is not Eviction.AUTO or self.hybrid_alpha is not None

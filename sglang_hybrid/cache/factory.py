@@ -18,7 +18,7 @@ from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
 from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, why_unplanned
 from sglang_hybrid.checkpoints.tracks import why_split
-from sglang_hybrid.config import BACKEND, Admission, HybridConfig
+from sglang_hybrid.config import BACKEND, HybridConfig
 from sglang_hybrid.patching import is_patched
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     unplanned = why_unplanned(context.server_args)
     if not is_patched(ScheduleBatch.prepare_for_extend):
         unplanned = "an engine that was not started through sglang_hybrid.launch_server"
-    judicious = options.hybrid_admission is Admission.JUDICIOUS
+    judicious = options.judicious
     if unplanned and judicious and context.is_hybrid_ssm:
         logger.warning(
             "sglang_hybrid: with %s states are taken where SGLang tracks them.", unplanned
@@ -61,7 +61,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
 
     cache: HybridRadixCache = create_unified_radix_cache(context, cache_class=build)
     if not get_schedule().disable_overlap_schedule:
-        cache.steps_ahead = 1
+        cache.slots.steps_ahead = 1
     if not context.disable_radix_cache:
         cache.advice = advise(_server_setup(context, cache))
     for line in cache.advice if _rank() == 0 else ():
@@ -99,7 +99,7 @@ def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Se
         page_size=cache.page_size,
         pages_needed=not set(attention_backends()) <= set(WITHOUT_PAGES),
         planned=cache.plans_checkpoints,
-        all_admitted=not cache.judicious,
+        all_admitted=not cache.options.judicious,
         no_buffer=not mamba.enable_mamba_extra_buffer,
         no_buffer_asked=context.server_args.mamba_radix_cache_strategy == "no_buffer",
     )

@@ -5,22 +5,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, _PrefillAdmission
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache.slots import free_slots
+from sglang_hybrid.core.cost import ENDLESS
 from sglang_hybrid.memory.allocators import OneMemoryBudget
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_hybrid.cache.radix_cache import HybridRadixCache
+    from sglang_hybrid.cache.state_pool import PoolStateSlots
+    from sglang_hybrid.checkpoints.prefix_wait import PrefixWait
 
 
-ENDLESS = 1 << 40
-"""More tokens than any prompt has."""
+class AdmittingCache(Protocol):
+    """What the adder asks of its cache, beside what SGLang's adder asks."""
+
+    slots: PoolStateSlots
+    prefix_wait: PrefixWait
+    tree_core: Any
+    req_to_token_pool: Any
+
+    @property
+    def splits_prefills(self) -> bool: ...
+
+    def plan_request(self, req: Req) -> None: ...
+
+    def admitted(self, req: Req) -> None: ...
+
+    def drop_plan(self, req: Req) -> None: ...
+
+    def next_cut(self, req: Req, start: int, end: int) -> int | None: ...
+
+    def mamba_evictable_size(self) -> int: ...
 
 
 class HybridPrefillAdder(PrefillAdder):
@@ -37,7 +57,7 @@ class HybridPrefillAdder(PrefillAdder):
       on with a prefill that stopped: there the chunk is larger than any prompt.
     """
 
-    tree_cache: HybridRadixCache
+    tree_cache: AdmittingCache
     chunked_req_limit: int | None
     rem_chunk_tokens: int | None
 

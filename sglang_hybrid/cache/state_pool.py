@@ -15,16 +15,26 @@ if TYPE_CHECKING:
     import torch
     from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 
-    from sglang_hybrid.cache.radix_cache import HybridRadixCache
+    from sglang_hybrid.cache.sglang_cache import SglangCache
+    from sglang_hybrid.cache.shadow_tree import ShadowTree
     from sglang_hybrid.checkpoints.planner import CheckpointPlan
     from sglang_hybrid.core.checkpoint_plan import CheckpointRequest
+    from sglang_hybrid.explain.decision_log import DecisionLog
 
 
 class PoolStateSlots:
-    """The slots of one cache's state pool."""
+    """The slots of one cache's state pool.
 
-    def __init__(self, cache: HybridRadixCache) -> None:
+    steps_ahead: steps that are prepared before a prefill's states are in the tree.
+    """
+
+    def __init__(
+        self, cache: SglangCache, shadow_tree: ShadowTree | None, decision_log: DecisionLog
+    ) -> None:
+        self.steps_ahead = 0
         self._cache = cache
+        self._shadow_tree = shadow_tree
+        self._decision_log = decision_log
         self._decoding = 0  # requests that will decode
 
     def reserve(self, requests: int) -> None:
@@ -41,7 +51,7 @@ class PoolStateSlots:
         """A slot [1] for `request`, pushing out the cheapest victim if none is free; None if
         nothing may go.
         """
-        with self._cache.decision_log.making_room_for(request):
+        with self._decision_log.making_room_for(request):
             if not self._leaves_enough() or not self.make_room():
                 return None
         slot: torch.Tensor | None = self._allocator.alloc(1)
@@ -58,7 +68,7 @@ class PoolStateSlots:
         it is in the tree, and with the overlap scheduler steps are prepared until then.
         """
         allocator = self._cache.token_to_kv_pool_allocator
-        steps = self._decoding * self._cache.steps_ahead
+        steps = self._decoding * self.steps_ahead
         if not steps or not isinstance(allocator, OneMemoryKV):
             return True
         spare = allocator.available_size() + self._cache.full_evictable_size()
@@ -75,10 +85,11 @@ class PoolStateSlots:
         """What a state of `plan` competes with. Where SGLang's own order decides, what is new is
         worth more than what is old.
         """
-        if not self._cache.has_shadow_tree:
+        if self._shadow_tree is None:
             return SlotBudget(self.free(), evictable=self._cache.mamba_evictable_size() > 0)
-        return slot_budget_for(plan, self.free(), self._cache.shadow_tree.state_pool)
+        return slot_budget_for(plan, self.free(), self._shadow_tree.state_pool)
 
     @property
     def _allocator(self) -> MambaSlotAllocator:
-        return self._cache.req_to_token_pool.mamba_allocator
+        allocator: MambaSlotAllocator = self._cache.req_to_token_pool.mamba_allocator
+        return allocator

@@ -30,7 +30,7 @@ class HybridTreeCore(UnifiedTreeCore):
         shadow_tree: ShadowTree,
     ) -> None:
         self.shadow_tree = shadow_tree
-        self._matcher = TreeMatcher(self)
+        self._matcher = TreeMatcher(self, shadow_tree)
         super().__init__(params, components)
 
     def reset(self) -> None:

@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
-    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import (
+        UnifiedTreeCore,
+        UnifiedTreeNode,
+    )
 
-    from sglang_hybrid.cache.tree_core import HybridTreeCore
+    from sglang_hybrid.cache.shadow_tree import ShadowTree
 
 ON_DEVICE = {ComponentType.FULL, ComponentType.MAMBA}
 TOKEN_BYTES = array("q").itemsize
@@ -46,7 +49,7 @@ class LastMatch:
 
 
 class TreeMatcher:
-    """Looks prompts up in the tree of one `HybridTreeCore`.
+    """Looks prompts up in the tree of one `core`, whose nodes are those of `shadow_tree`.
 
     A node's position in its prompts never changes while it is in the tree: a split puts a new node
     above it, and what grows is below it. So a request that was looked up goes on from the node
@@ -54,8 +57,9 @@ class TreeMatcher:
     is evicted is decided elsewhere.
     """
 
-    def __init__(self, core: HybridTreeCore) -> None:
+    def __init__(self, core: UnifiedTreeCore, shadow_tree: ShadowTree) -> None:
         self._core = core
+        self._shadow_tree = shadow_tree
         self._last: WeakKeyDictionary[Req, LastMatch] = WeakKeyDictionary()
 
     def match(self, params: MatchPrefixParams) -> MatchResult | None:
@@ -106,7 +110,7 @@ class TreeMatcher:
             or last.prompt is not req.origin_input_ids
             or last.extra_key != key.extra_key
             or last.cache_salt != key.cache_salt
-            or last.node not in self._core.shadow_tree
+            or last.node not in self._shadow_tree
         ):
             return None
         return last

@@ -6,15 +6,14 @@ Every rank has a `Tuning`; the one that receives requests also has the tuner and
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.config import Eviction
-from sglang_hybrid.core.serving import Serving
-from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.core.systems import make_policies
 from sglang_hybrid.tenants import TenantNames, tenant_of
-from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE, make_policies
+from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE
 from sglang_hybrid.tuner.recorder import Finished, compact
 from sglang_hybrid.tuner.search import Limits
 from sglang_hybrid.tuner.trace_file import TraceFile
@@ -23,44 +22,43 @@ from sglang_hybrid.tuner.tuner import PolicySwitch, Rules, Tuner
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_hybrid.cache.radix_cache import HybridRadixCache
-    from sglang_hybrid.config import HybridConfig
+    from sglang_hybrid.cache.parts import Parts
+    from sglang_hybrid.cache.sglang_cache import SglangCache
 
 logger = logging.getLogger(__name__)
-
-
-def asked_for(options: HybridConfig) -> Spec:
-    """The policy that the flags start with."""
-    alpha = options.alpha
-    return Spec(options.policy.value, () if alpha is None else (("alpha", alpha),))
 
 
 class Tuning:
     """The policy in force, and what could change it.
 
     Args:
-        cache: whose policies they are.
+        cache: whose policies they are; parts: ours of it.
         tuner: on the rank that receives requests, if the policy is not pinned.
         file: where finished requests are written, if wanted.
     """
 
     def __init__(
         self,
-        cache: HybridRadixCache,
+        cache: SglangCache,
+        parts: Parts,
         tuner: Tuner | None = None,
         file: TraceFile | None = None,
     ) -> None:
-        self.in_force = asked_for(cache.options)
+        self.in_force = parts.start
         self.tuner = tuner
         self.file = file
         self._cache = cache
+        self._parts = parts
         self._names = TenantNames()
         self._ended = 0
 
-    def finished(self, req: Req, up_to: int) -> None:
-        """`req` ended with `up_to` tokens in the tree."""
-        if self.tuner is None and self.file is None:
-            return
+    @property
+    def listens(self) -> bool:
+        """Whether it must be told of requests that ended."""
+        return self.tuner is not None or self.file is not None
+
+    def finished(self, req: Req, up_to: int, message_starts: Sequence[int]) -> None:
+        """`req` ended with `up_to` tokens in the tree; its messages begin at `message_starts`."""
         self._ended += 1
         cache, tree = self._cache, self._cache.tree_core
         input_len = len(req.origin_input_ids)
@@ -74,16 +72,16 @@ class Tuning:
             compact(req.origin_input_ids, answer),
             input_len,
             req.time_stats.created_time or float(self._ended),
-            cache.hit_tokens(req),
+            self._parts.lookups.hit_tokens(req),
             kv_room=int(kv + tree.full_evictable_size() + tree.full_protected_size()),
             slot_room=int(states),
-            message_starts=tuple(cache.message_starts(req)),
+            message_starts=tuple(message_starts),
             tenant=self._names.name(tenant_of(req)),
         )
         if self.file is not None:
             self.file.add(record)
         if self.tuner is not None:
-            self.tuner.finished(record, evicted=bool(cache.stats.evicted))
+            self.tuner.finished(record, evicted=bool(self._parts.stats.evicted))
 
     def poll(self) -> list[PolicySwitch]:
         """What the first rank sends to all of them with the requests of this step."""
@@ -92,7 +90,8 @@ class Tuning:
 
     def switch(self, switch: PolicySwitch) -> None:
         """On every rank at the same step: `switch` comes into force."""
-        shadow_tree = self._cache.shadow_tree
+        shadow_tree = self._parts.shadow_tree
+        assert shadow_tree is not None, "only a policy of ours is tuned"
         shadow_tree.use(*make_policies(switch.spec, shadow_tree.history))
         self.in_force = switch.spec
         if self.tuner is not None:
@@ -120,30 +119,27 @@ class Tuning:
         return None if self.file is None else self.file.info()
 
 
-def make_tuning(
-    cache: HybridRadixCache, rank: int | None, serving: Serving | None = None
-) -> Tuning:
+def make_tuning(cache: SglangCache, parts: Parts, rank: int | None) -> Tuning:
     """What may change the policy in `cache`.
 
-    serving: how the server runs, where checkpoints are planned. rank: which of several caches with
-    requests of their own this is; None if another rank receives its requests. Raises
-    `RecordingError` if requests cannot be recorded where they should be.
+    rank: which of several caches with requests of their own this is; None if another rank receives
+    its requests. Raises `RecordingError` if requests cannot be recorded where they should be.
     """
-    options = cache.options
+    options = parts.options
     if rank is None or cache.disable:
-        return Tuning(cache)
+        return Tuning(cache, parts)
     tuner = file = None
     if options.tuned:
         tuner = Tuner(
-            cache.cost,
+            parts.cost,
             Rules(
                 window=options.hybrid_tuner_window,
                 limits=Limits(workers=options.hybrid_tuner_workers),
             ),
-            asked_for(options),
+            parts.start,
             candidates=CANDIDATES if options.hybrid_eviction is Eviction.AUTO else MARCONI_ALONE,
             min_branch_tokens=options.hybrid_min_branch_tokens,
-            serving=serving,
+            serving=parts.serving,
             has_states=cache.is_mamba_enabled,
         )
     if options.hybrid_record:
@@ -151,4 +147,4 @@ def make_tuning(
         if rank:
             path = path.with_name(f"{rank}-{path.name}")
         file = TraceFile(path)
-    return Tuning(cache, tuner, file)
+    return Tuning(cache, parts, tuner, file)

@@ -6,8 +6,7 @@ before. A tree with pages can only name a page's end: there the last page's end 
 
 from __future__ import annotations
 
-NEVER = 1 << 40
-"""More tokens than any sequence has."""
+from sglang_hybrid.core.cost import ENDLESS
 
 _grid: int | None = None
 
@@ -17,7 +16,7 @@ def plan_for_pages_of(page_size: int | None) -> None:
     does by itself, every `--mamba-track-interval` tokens.
     """
     global _grid
-    _grid = page_size if page_size is None or page_size > 1 else NEVER
+    _grid = page_size if page_size is None or page_size > 1 else ENDLESS
 
 
 def track_grid() -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_hybrid.config import BACKEND, CPU_ATTENTION, Admission, HybridConfig
+from sglang_hybrid.config import BACKEND, CPU_ATTENTION, HybridConfig
 
 WITHOUT_PAGES = ("triton", "flashinfer", "fa3", "torch_native", CPU_ATTENTION)
 """Attention backends that do not ask for pages of several tokens later in SGLang's resolution."""
@@ -36,7 +36,7 @@ def plans_checkpoints(flags: Any) -> bool:
     return (
         flags.radix_cache_backend == BACKEND
         and not flags.disable_radix_cache
-        and HybridConfig.from_environment().hybrid_admission is Admission.JUDICIOUS
+        and HybridConfig.from_environment().judicious
         and why_unplanned(flags) is None
     )
 

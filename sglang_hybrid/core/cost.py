@@ -26,7 +26,10 @@ MOST_STATES_TO_KV = 1.5
 
 
 UNBOUNDED: Final = 2**62
-"""More tokens or slots than any pool has."""
+"""More tokens, slots or bytes than any pool has."""
+
+ENDLESS: Final = 1 << 40
+"""More tokens than any sequence has. SGLang can add to it and multiply it within 64 bits."""
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,10 @@ import numpy as np
 from sglang_hybrid.core.cost import FloatArray
 from sglang_hybrid.core.history import History
 from sglang_hybrid.core.history_tree import NO_INTERVAL, HistoryNode
-from sglang_hybrid.core.nodes import Clock, Node, anchor
+from sglang_hybrid.core.nodes import NEVER, Clock, Node, anchor
 from sglang_hybrid.core.reuse import NEVER_REUSED, reuse_class_of
 from sglang_hybrid.core.table import Table
 
-NEVER = 2.0**52  # more ticks than will ever be counted
 FEW = 3
 
 

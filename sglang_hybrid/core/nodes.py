@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+NEVER: Final = 2.0**52
+"""A tick later than any that will be counted."""
 
 
 class Kind(Enum):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_hybrid.core.cost import UNBOUNDED, CostModel
+
 
 @dataclass(frozen=True)
 class Serving:
@@ -15,3 +17,25 @@ class Serving:
     chunk: int = 8_192
     grid: int = 64
     one_memory: bool = False
+
+
+@dataclass(frozen=True)
+class Split:
+    """A budget in two pools that do not lend to each other: KV tokens and state slots."""
+
+    kv_tokens: int
+    slots: int
+
+    @classmethod
+    def of(cls, budget: int, cost: CostModel, states_to_kv: float | None = None) -> Split:
+        """`budget` bytes, split as --mamba-full-memory-ratio does; None: as we default it."""
+        if states_to_kv is None:
+            states_to_kv = cost.states_to_kv
+        for_states = int(budget * states_to_kv / (1 + states_to_kv)) if cost.state_bytes else 0
+        slots = for_states // cost.state_bytes if cost.state_bytes else UNBOUNDED
+        kv_bytes = cost.kv_bytes_per_token
+        return cls((budget - for_states) // kv_bytes if kv_bytes else UNBOUNDED, slots)
+
+
+Budget = int | Split | None
+"""Bytes that KV and states share, two pools, or no bound."""

@@ -49,7 +49,7 @@ def main() -> int:
 
 def explain(options: argparse.Namespace) -> MissReport:
     """Ask the server. Raises `Failed`."""
-    server = Server(options.url.rstrip("/"), options.api_key)
+    server = Connection(options.url.rstrip("/"), options.api_key)
     body: dict[str, Any] = {
         "extra_key": options.extra_key,
         "cache_salt": options.cache_salt,
@@ -66,7 +66,7 @@ def explain(options: argparse.Namespace) -> MissReport:
         raise Failed(f"{server.url} runs another version of sglang_hybrid ({error}).") from None
 
 
-def _tokens(server: Server, options: argparse.Namespace) -> list[int]:
+def _tokens(server: Connection, options: argparse.Namespace) -> list[int]:
     """The prompt's token ids; text and messages are tokenized by the server."""
     if options.input_ids is not None:
         return _numbers(options.input_ids)
@@ -87,7 +87,7 @@ def _tokens(server: Server, options: argparse.Namespace) -> list[int]:
     return tokens
 
 
-class Server:
+class Connection:
     """A running server."""
 
     def __init__(self, url: str, api_key: str | None) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from sglang_hybrid.core.admission import Skip
 from sglang_hybrid.core.checkpoint_plan import CheckpointRequest
 from sglang_hybrid.core.nodes import Clock, Node
+from sglang_hybrid.explain.cache_view import LoggedCache, Records
 from sglang_hybrid.explain.decisions import (
     EMPTY_PREFIX_HASH,
     NAME_LENGTH,
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
-    from sglang_hybrid.cache.radix_cache import HybridRadixCache
-
 
 class DecisionLog:
     """The decisions and the recent requests of one cache, apart for each tenant.
@@ -44,7 +43,7 @@ class DecisionLog:
     so they are told only then.
     """
 
-    def __init__(self, cache: HybridRadixCache) -> None:
+    def __init__(self, cache: LoggedCache) -> None:
         self.decisions = Decisions()
         self.recent = RecentRequests()
         self._cache = cache
@@ -55,7 +54,8 @@ class DecisionLog:
 
     def now(self) -> Moment | None:
         """The cache's time; None where nothing counts it."""
-        return moment(self._cache.shadow_tree.clock) if self._cache.has_shadow_tree else None
+        shadow_tree = self._cache.shadow_tree
+        return None if shadow_tree is None else moment(shadow_tree.clock)
 
     # What became of states and KV.
 
@@ -70,16 +70,17 @@ class DecisionLog:
 
     def not_taken(self, req: Req, request: CheckpointRequest, skip: Skip) -> None:
         """The prefill of `req` wanted a state and did not get it."""
-        if not self._cache.has_shadow_tree or request.position <= 0:
+        shadow_tree = self._cache.shadow_tree
+        if shadow_tree is None or request.position <= 0:
             return
-        prefix_hash = self._prefix_hash_in(req, request.position)
-        order, now = self.decisions.count, moment(self._cache.shadow_tree.clock)
+        prefix_hash = self._prefix_hash_in(shadow_tree, req, request.position)
+        order, now = self.decisions.count, moment(shadow_tree.clock)
         decision = NotTaken(order, now, _short(request), skip)
         self.decisions.add(tenant_of(req), request.position, prefix_hash, decision)
 
     def state_lost(self, node: UnifiedTreeNode, what: Evicted) -> None:
         """The state of `node` is evicted; the node is still in the tree."""
-        shadow_tree = self._cache.shadow_tree
+        shadow_tree = self._records()
         record = shadow_tree.record(node)
         pool = shadow_tree.asked
         score = None if pool is None or math.isinf(pool.last_score) else pool.last_score
@@ -102,7 +103,7 @@ class DecisionLog:
 
     def kv_lost(self, node: UnifiedTreeNode) -> None:
         """The KV of the leaf `node` is evicted; the node is still in the tree."""
-        shadow_tree = self._cache.shadow_tree
+        shadow_tree = self._records()
         record = shadow_tree.record(node)
         start = record.depth - record.tokens
         end_hash = self.prefix_hash(record)
@@ -167,7 +168,7 @@ class DecisionLog:
         """The checkpoint of `node`, at `position`; None for the root and where there are none."""
         if position == 0 or not self._cache.is_mamba_enabled:
             return None
-        if not self._cache.has_shadow_tree:
+        if self._cache.shadow_tree is None:
             return ResumedFrom(position)
         record = self._cache.shadow_tree.record(node)
         last_used = (record.last_used, record.stamp)
@@ -190,14 +191,19 @@ class DecisionLog:
             )
         return prefix_hash
 
-    def _prefix_hash_in(self, req: Req, position: int) -> int:
+    def _prefix_hash_in(self, records: Records, req: Req, position: int) -> int:
         """The prefix hash of a position in what `req` prefills, from that of its last node."""
         start, prefix_hash = 0, EMPTY_PREFIX_HASH
         if req.last_node is not None:
-            record = self._cache.shadow_tree.record(self._cache.tree_core.node_by_id(req.last_node))
+            record = records.record(self._cache.tree_core.node_by_id(req.last_node))
             if 0 < record.depth <= position:
                 start, prefix_hash = record.depth, self.prefix_hash(record)
         return extend_prefix_hash(prefix_hash, req.full_untruncated_fill_ids, start, position)
+
+    def _records(self) -> Records:
+        records = self._cache.shadow_tree
+        assert records is not None, "only what our policies evict is recorded"
+        return records
 
 
 def moment(clock: Clock) -> Moment:

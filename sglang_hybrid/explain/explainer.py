@@ -18,6 +18,7 @@ from sglang_hybrid.core.admission import Prefill
 from sglang_hybrid.core.checkpoint_plan import CheckpointPlan, plan_checkpoints
 from sglang_hybrid.core.history import HistoryMatch
 from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.decisions import (
     EMPTY_PREFIX_HASH,
@@ -48,8 +49,6 @@ from sglang_hybrid.tenants import Tenant, tenant
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
-    from sglang_hybrid.cache.radix_cache import HybridRadixCache
-
 logger = logging.getLogger(__name__)
 
 Events: TypeAlias = Sequence[tuple[int, list[Decision]]]
@@ -62,7 +61,7 @@ MOST_MISSED = 64
 class Explainer:
     """Gives accounts of prompts and of recent requests of one cache."""
 
-    def __init__(self, cache: HybridRadixCache, decision_log: DecisionLog) -> None:
+    def __init__(self, cache: ExplainedCache, decision_log: DecisionLog) -> None:
         self._cache = cache
         self._decision_log = decision_log
 
@@ -100,7 +99,7 @@ class Explanation:
     taken.
     """
 
-    def __init__(self, cache: HybridRadixCache, decision_log: DecisionLog, whose: Tenant) -> None:
+    def __init__(self, cache: ExplainedCache, decision_log: DecisionLog, whose: Tenant) -> None:
         self._cache = cache
         self._decision_log = decision_log
         self._tenant = whose
@@ -113,10 +112,8 @@ class Explanation:
         path, kv = self._walk(prompt, usable)
         used = self._deepest(path)
         hit = self._hit(used, kv)
-        has_shadow_tree = self._cache.has_shadow_tree
-        history_match = (
-            self._cache.shadow_tree.match_history(prompt, self._tenant) if has_shadow_tree else None
-        )
+        records = self._cache.shadow_tree
+        history_match = None if records is None else records.match_history(prompt, self._tenant)
         known = None if history_match is None else history_match.known_len
         events = list(self._log.along(prompt))
         missed = self._missed_checkpoints(events, hit, usable)
@@ -239,7 +236,7 @@ class Explanation:
         not asked.
         """
         cache = self._cache
-        if cache.planner is None:
+        if not cache.plans_checkpoints:
             return []
         prefill = Prefill(
             len(prompt),
@@ -313,11 +310,11 @@ class Explanation:
         cache = self._cache
         gain = position - hit
         kind = Kind.BRANCH.value if branch else None
-        if cache.planner is None and position % self._grid():
+        if not cache.plans_checkpoints and position % self._grid():
             return MissedCheckpoint(position, gain, Reason.GRID, kind)
-        if cache.judicious and gain < cache.options.hybrid_min_branch_tokens:
+        if cache.options.judicious and gain < cache.options.hybrid_min_branch_tokens:
             return MissedCheckpoint(position, gain, Reason.MICRO_BRANCH, kind)
-        forgotten = not cache.has_shadow_tree or self._log.full
+        forgotten = cache.shadow_tree is None or self._log.full
         return MissedCheckpoint(
             position, gain, Reason.UNKNOWN if forgotten else Reason.NOT_WANTED, kind
         )
@@ -379,10 +376,10 @@ class Explanation:
             policy=cache.policy_name,
             admission=cache.options.hybrid_admission.value,
             states=cache.is_mamba_enabled,
-            recorded=cache.has_shadow_tree,
+            recorded=cache.shadow_tree is not None,
             page_size=cache.page_size,
             min_branch_tokens=cache.options.hybrid_min_branch_tokens,
-            grid=self._grid() if cache.is_mamba_enabled and cache.planner is None else None,
+            grid=self._grid() if cache.is_mamba_enabled and not cache.plans_checkpoints else None,
             state_slots=slots,
             kv_room=int(cache.token_to_kv_pool_allocator.size),
             full=self._log.full,

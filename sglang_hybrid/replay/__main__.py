@@ -17,13 +17,13 @@ from rich.table import Table
 
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.serving import Budget, Serving, Split
+from sglang_hybrid.core.systems import HINDSIGHT, SYSTEMS, Spec
 from sglang_hybrid.replay.arrivals import Azure, Draw
 from sglang_hybrid.replay.formats import FORMATS, Reading, find_format, read_trace, write_trace
 from sglang_hybrid.replay.generators import KINDS, generate, traffic
 from sglang_hybrid.replay.runner import Job, Result, Runner, run_all
-from sglang_hybrid.replay.simulator import Budget, Split
-from sglang_hybrid.replay.systems import HINDSIGHT, SYSTEMS, Spec, smallest_budget
+from sglang_hybrid.replay.systems import smallest_budget
 from sglang_hybrid.replay.timing import PAPER, PrefillTime
 from sglang_hybrid.replay.traces import Request, Skipped, whole_file
 

@@ -14,18 +14,11 @@ from sglang_hybrid.core.eviction import Lru
 from sglang_hybrid.core.history import History, HistoryMatch
 from sglang_hybrid.core.history_tree import HistoryPath
 from sglang_hybrid.core.nodes import Kind, Node
-from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.serving import Budget, Serving, Split
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import Clairvoyant, PathLru
 from sglang_hybrid.replay.server_simulator import Running, ServerSimulator, way_to
-from sglang_hybrid.replay.simulator import (
-    Budget,
-    Outcome,
-    Simulator,
-    Split,
-    Ticket,
-    serve_in_steps,
-)
+from sglang_hybrid.replay.simulator import Outcome, Simulator, Ticket, serve_in_steps
 from sglang_hybrid.replay.traces import Request, TokenArray
 
 SGLANG_STATES_TO_KV = 0.9
@@ -49,7 +42,7 @@ class NoCache:
 
 
 @dataclass(slots=True)
-class Block:
+class StoredBlock:
     """A cached block: whether a hit used its KV, whether one resumed from its state, and how many
     running requests need it.
     """
@@ -89,7 +82,7 @@ class BlockCache:
         self.used_by_block = each
         self.with_running = with_running
         self.stored = self.kv_reused = self.state_reused = 0
-        self._blocks: OrderedDict[int, Block] = OrderedDict()
+        self._blocks: OrderedDict[int, StoredBlock] = OrderedDict()
         self._in_use = 0  # blocks of running requests that are not cached
 
     @property
@@ -162,7 +155,7 @@ class BlockCache:
             if name in self._blocks:
                 self._blocks.move_to_end(name)
             else:
-                self._blocks[name] = Block()
+                self._blocks[name] = StoredBlock()
                 self.stored += 1
         return names
 
@@ -329,7 +322,7 @@ class ClairvoyantCache(Simulator):
         super().__init__(cost, budget, Clairvoyant(), min_branch_tokens, Clairvoyant())
         self._oracle = oracle
         self._now = 0
-        self._history = History(max_bytes=2**40) if remember else None
+        self._history = History(max_bytes=UNBOUNDED) if remember else None
 
     def _match_history(self, request: Request) -> HistoryMatch | None:
         if self._history is None:
@@ -367,7 +360,7 @@ class ServedClairvoyant(ServerSimulator):
         super().__init__(cost, memory, Clairvoyant(), Clairvoyant(), min_branch_tokens, serving)
         self._oracle = oracle
         self._now = 0
-        self._history = History(max_bytes=2**40)
+        self._history = History(max_bytes=UNBOUNDED)
 
     def _match_history(self, request: Request) -> HistoryMatch | None:
         history_match = self._history.match(request.tokens[: request.input_len], request.tenant)

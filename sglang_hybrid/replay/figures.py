@@ -9,8 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.serving import Budget, Split
 from sglang_hybrid.replay import plots
-from sglang_hybrid.replay.simulator import Budget, Split
 from sglang_hybrid.replay.study import BLOCKS, Study, order, paper_model, size_words
 
 

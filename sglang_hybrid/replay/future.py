@@ -8,10 +8,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sglang_hybrid.core.nodes import NEVER
 from sglang_hybrid.replay.token_tree import TokenTree
 from sglang_hybrid.replay.traces import Request, TokenArray
-
-NEVER = 2.0**52
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ FEW, MANY = 1, 33  # tokens of the answers that decoding is measured with
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     """One answered prompt: tokens that were hit, the answer, and seconds until it was complete."""
 
     cached: int
@@ -25,7 +25,7 @@ class Answer:
     seconds: float
 
 
-Ask = Callable[[list[int], int], Answer]
+Ask = Callable[[list[int], int], TimedAnswer]
 Measured = list[tuple[int, int, float]]  # hit, new tokens, seconds
 
 
@@ -96,13 +96,13 @@ class Server:
         info = self._call("get", "/get_model_info")
         self.model = str(info.get("model_path", "a model"))
 
-    def ask(self, prompt: list[int], new_tokens: int) -> Answer:
+    def ask(self, prompt: list[int], new_tokens: int) -> TimedAnswer:
         sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling}
         begin = time.perf_counter()
         answer = self._call("post", "/generate", json=body)
         seconds = time.perf_counter() - begin
-        return Answer(int(answer["meta_info"]["cached_tokens"]), answer["output_ids"], seconds)
+        return TimedAnswer(int(answer["meta_info"]["cached_tokens"]), answer["output_ids"], seconds)
 
     def _call(self, how: str, path: str, **more: Any) -> dict[str, Any]:
         try:

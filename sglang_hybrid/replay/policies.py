@@ -8,10 +8,9 @@ import numpy as np
 
 from sglang_hybrid.core.cost import FloatArray
 from sglang_hybrid.core.eviction import Policy
-from sglang_hybrid.core.nodes import Clock, Node
+from sglang_hybrid.core.nodes import NEVER, Clock, Node
 from sglang_hybrid.core.reuse import DEPTHS, depth_bucket
 from sglang_hybrid.core.table import Table
-from sglang_hybrid.replay.future import NEVER
 
 
 class PathLru(Policy):

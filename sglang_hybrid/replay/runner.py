@@ -16,11 +16,12 @@ import numpy.typing as npt
 
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.serving import Budget, Serving, Split
+from sglang_hybrid.core.systems import Setting, Spec
+from sglang_hybrid.replay import systems  # noqa: F401, it registers them
 from sglang_hybrid.replay.baselines import BlockCache
 from sglang_hybrid.replay.future import Oracle
-from sglang_hybrid.replay.simulator import Budget, Outcome, Split
-from sglang_hybrid.replay.systems import Setting, Spec
+from sglang_hybrid.replay.simulator import Outcome
 from sglang_hybrid.replay.timing import PrefillTime, Timeline, paper_ttft
 from sglang_hybrid.replay.traces import Request
 

@@ -20,9 +20,9 @@ from sglang_hybrid.core.checkpoint_plan import (
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.nodes import Kind, Node
-from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.serving import Serving, Split
 from sglang_hybrid.replay.policies import SglangLru
-from sglang_hybrid.replay.simulator import Outcome, Simulator, Split, Ticket, serve_in_steps
+from sglang_hybrid.replay.simulator import Outcome, Simulator, Ticket, serve_in_steps
 from sglang_hybrid.replay.traces import Request, TokenArray
 
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS, Prefill, SlotBudget, decide
-from sglang_hybrid.core.cost import UNBOUNDED, CostModel
+from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.history import HistoryMatch
 from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.core.pool import Pool, Scarce
+from sglang_hybrid.core.serving import Budget, Split
 from sglang_hybrid.replay.token_tree import TokenTree
 from sglang_hybrid.replay.traces import Request, TokenArray
 
@@ -71,27 +72,6 @@ class Cache(Protocol):
     def prefilled(self, ticket: Ticket) -> None: ...
 
     def finished(self, ticket: Ticket) -> None: ...
-
-
-@dataclass(frozen=True)
-class Split:
-    """A budget in two pools that do not lend to each other: KV tokens and state slots."""
-
-    kv_tokens: int
-    slots: int
-
-    @classmethod
-    def of(cls, budget: int, cost: CostModel, states_to_kv: float | None = None) -> Split:
-        """`budget` bytes, split as --mamba-full-memory-ratio does; None: as we default it."""
-        if states_to_kv is None:
-            states_to_kv = cost.states_to_kv
-        for_states = int(budget * states_to_kv / (1 + states_to_kv)) if cost.state_bytes else 0
-        slots = for_states // cost.state_bytes if cost.state_bytes else UNBOUNDED
-        kv_bytes = cost.kv_bytes_per_token
-        return cls((budget - for_states) // kv_bytes if kv_bytes else UNBOUNDED, slots)
-
-
-Budget = int | Split | None
 
 
 def serve_in_steps(cache: Cache, request: Request) -> Outcome:

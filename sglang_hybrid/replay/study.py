@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.serving import Budget, Split
+from sglang_hybrid.core.systems import HINDSIGHT, Spec
 from sglang_hybrid.replay.generators import retime
 from sglang_hybrid.replay.runner import Job, Result, Runner
-from sglang_hybrid.replay.simulator import Budget, Split
-from sglang_hybrid.replay.systems import HINDSIGHT, Spec
 from sglang_hybrid.replay.traces import Request
 
 SWEPT = ("vllm+", "sglang+", "lru", HINDSIGHT, "reuse")  # the policies of sweeps, where asked for

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from sglang_hybrid.core.eviction import Policy, Reuse, make_policy
-from sglang_hybrid.core.history import History
+from sglang_hybrid.core.serving import Split
+from sglang_hybrid.core.systems import HINDSIGHT, Spec, make_policies
 from sglang_hybrid.replay.server_simulator import ServerSimulator
-from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator, Split
-from sglang_hybrid.replay.systems import HINDSIGHT, Spec
+from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator
 from sglang_hybrid.tuner.window import Window
 
 MARCONI_ALONE = tuple(Spec(HINDSIGHT).candidates())
 """What the paper chooses from; it starts with the first one, whose alpha is 0: LRU."""
 
 CANDIDATES = (Spec("reuse"), Spec("lru"), *MARCONI_ALONE[1:])
-
-
-def make_policies(spec: Spec, history: History | None = None) -> tuple[Policy, Policy]:
-    """One policy object for KV and one for states; those that learn share `history`."""
-    options: dict[str, Any] = dict(spec.options)
-    if spec.name == Reuse.name:
-        options["history"] = history or History()
-    return make_policy(spec.name, **options), make_policy(spec.name, **options)
 
 
 def as_text(spec: Spec) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_hybrid.core.cost import FloatArray
-from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.core.systems import Spec
 
 Ints = npt.NDArray[np.int64]
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 import sglang_hybrid
-from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.tuner.candidates import as_text
 from sglang_hybrid.tuner.regret import Ints
 from sglang_hybrid.tuner.window import Window, packed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.history import History, HistoryMatch
 from sglang_hybrid.core.nodes import Node
 from sglang_hybrid.core.pool import Pool
+from sglang_hybrid.core.serving import Split
+from sglang_hybrid.core.systems import Setting, Spec, System, make_policies, register
 from sglang_hybrid.replay.server_simulator import ServerSimulator
-from sglang_hybrid.replay.simulator import Outcome, Simulator, Split, Ticket
-from sglang_hybrid.replay.systems import Setting, Spec
+from sglang_hybrid.replay.simulator import Outcome, Simulator, Ticket
 from sglang_hybrid.replay.traces import Request
-from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE, make_policies, replay
+from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE, replay
 from sglang_hybrid.tuner.recorder import Finished
 from sglang_hybrid.tuner.search import Found, Limits
 from sglang_hybrid.tuner.tuner import Rules, Tuner
@@ -190,3 +192,7 @@ def build_tuned(name: str, setting: Setting, delay: float = DELAY, window: float
     candidates = CHOICES[name]
     rules = Rules(window=int(window))
     return TunedCache(setting, candidates, candidates[0], rules, int(delay))
+
+
+for _name in CHOICES:
+    register(_name, System(partial(build_tuned, _name), ("delay", "window")))

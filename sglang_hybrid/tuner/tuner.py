@@ -17,7 +17,7 @@ import numpy as np
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.serving import Serving
-from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.tuner.candidates import CANDIDATES
 from sglang_hybrid.tuner.recorder import Finished, Recorder
 from sglang_hybrid.tuner.regret import Advantages, Ints, Regrets

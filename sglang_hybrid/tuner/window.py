@@ -15,8 +15,7 @@ import numpy as np
 
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.cost import UNBOUNDED, CostModel
-from sglang_hybrid.core.serving import Serving
-from sglang_hybrid.replay.simulator import Budget, Split
+from sglang_hybrid.core.serving import Budget, Serving, Split
 from sglang_hybrid.replay.traces import Request
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import time
 
 import msgspec
 
-from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.tuner.candidates import replay
 from sglang_hybrid.tuner.window import unpack
 

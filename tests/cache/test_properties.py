@@ -154,7 +154,7 @@ class Run:
         self.waiting: list[Req] = []
         self.holds: list[Any] = []
         self.stored: Stored | None = None
-        if self.cache.has_shadow_tree:
+        if self.cache.shadow_tree is not None:
             self._watch()
 
     def _watch(self) -> None:
@@ -224,7 +224,7 @@ class Run:
         elif name == "flush" and not self.server.running and not self.holds:
             self.server.flush()
             assert self.server.free() == self.start
-            if self.cache.has_shadow_tree:
+            if self.cache.shadow_tree is not None:
                 self._compare()
 
     def end(self) -> None:

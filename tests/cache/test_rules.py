@@ -336,7 +336,7 @@ def test_a_state_without_a_slot_to_copy_it_into_is_a_miss() -> None:
     it.check()
     req = it.arrive([*run(30, 1), 5])
     found = it.look_up(req)
-    report = it.cache._reports[req]
+    report = it.cache.lookups.report(req)
     assert found == 0
     assert report.missed.value in ("no_slot", "no_state")
     it.send_back(req)
@@ -397,7 +397,7 @@ def test_a_report_says_what_was_hit_missed_and_left() -> None:
     req = it.arrive([*run(12), *run(8, 3)])
     assert it.admit(req)
     it.prefill_step(req)
-    report = it.cache._reports[req]
+    report = it.cache.lookups.report(req)
     assert (report.hit_tokens, report.kv_only_tokens) == (0, 12)
     assert report.missed.value == "no_state"
     assert report.checkpoints == [(19, Kind.PROMPT_END)]
@@ -409,8 +409,8 @@ def test_a_report_says_what_was_hit_missed_and_left() -> None:
     assert sent[0]["checkpoints"][1] == {"position": 23, "kind": "tail"}
     again = it.arrive([*run(12), *run(8, 3), *run(4, 5)[:3], 9])
     assert it.admit(again)
-    assert it.cache._reports[again].missed.value == "nothing"
-    assert it.cache._reports[again].hit_tokens == 23
+    assert it.cache.lookups.report(again).missed.value == "nothing"
+    assert it.cache.lookups.report(again).hit_tokens == 23
 
 
 def test_with_pages_the_whole_usable_prompt_can_be_hit() -> None:
@@ -418,7 +418,7 @@ def test_with_pages_the_whole_usable_prompt_can_be_hit() -> None:
     it.serve(run(40), run(10, 1))
     req = it.arrive(run(40))
     assert it.look_up(req) == 32
-    assert it.cache._reports[req].missed.value == "nothing"
+    assert it.cache.lookups.report(req).missed.value == "nothing"
 
 
 def test_a_model_without_states_is_served_too() -> None:

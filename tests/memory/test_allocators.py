@@ -163,7 +163,7 @@ def test_checkpoints_leave_room_for_the_next_steps() -> None:
     server = Server(cache, sizes)
     taken = server.allocator.alloc(115)  # 120 bytes are left, one state and five tokens
     assert cache.slots._leaves_enough()
-    cache.steps_ahead = 1
+    cache.slots.steps_ahead = 1
     cache.slots.reserve(5)
     assert cache.slots._leaves_enough()
     cache.slots.reserve(6)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.nodes import NEVER
 from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.baselines import (
     SGLANG_RUNNING_STATES,
@@ -24,7 +25,7 @@ from sglang_hybrid.replay.baselines import (
     SglangCache,
     SglangPlus,
 )
-from sglang_hybrid.replay.future import NEVER, Oracle
+from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import TailLru
 from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator, Split, hit_rate
 from sglang_hybrid.replay.systems import SYSTEMS, Setting, Spec

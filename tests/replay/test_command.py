@@ -16,6 +16,7 @@ from PIL import Image
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Lru
+from sglang_hybrid.core.systems import ALPHAS, Spec
 from sglang_hybrid.replay import plots, runner
 from sglang_hybrid.replay.__main__ import main, parse_bytes
 from sglang_hybrid.replay.figures import cached_bytes, flop_efficiency
@@ -25,7 +26,6 @@ from sglang_hybrid.replay.report import MARK, leads
 from sglang_hybrid.replay.runner import Job, Result, Runner, run_all
 from sglang_hybrid.replay.simulator import Simulator, hit_rate
 from sglang_hybrid.replay.study import paper_model
-from sglang_hybrid.replay.systems import ALPHAS, Spec
 from sglang_hybrid.replay.timing import PAPER
 
 COST = CostModel.paper_7b()

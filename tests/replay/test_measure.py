@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from sglang_hybrid.replay.measure import Answer, Server, decode_seconds, fit, measure
+from sglang_hybrid.replay.measure import Server, TimedAnswer, decode_seconds, fit, measure
 from sglang_hybrid.replay.timing import PrefillTime
 
 TRUE = PrefillTime(0.03, 4e-5, 3e-9, 0.005, "made up")
@@ -22,7 +22,7 @@ class MadeUp:
         self.known: set[tuple[int, ...]] = set()
         self.asked = 0
 
-    def ask(self, prompt: list[int], new_tokens: int) -> Answer:
+    def ask(self, prompt: list[int], new_tokens: int) -> TimedAnswer:
         lengths = {len(sequence) for sequence in self.known}
         hits = [n for n in lengths if n < len(prompt) and tuple(prompt[:n]) in self.known]
         hit = max(hits, default=0)
@@ -30,7 +30,7 @@ class MadeUp:
         self.known |= {tuple(prompt[:-1]), tuple(prompt + answer)}
         seconds = TRUE.seconds(hit, len(prompt) - hit) + new_tokens * TRUE.decode
         self.asked += 1
-        return Answer(hit, answer, seconds * (10 if self.asked % 7 == 0 else 1))
+        return TimedAnswer(hit, answer, seconds * (10 if self.asked % 7 == 0 else 1))
 
 
 def test_a_servers_times_are_found_again() -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.systems import HINDSIGHT, Setting, Spec
 from sglang_hybrid.replay.runner import Job, Runner
-from sglang_hybrid.replay.systems import HINDSIGHT, Setting, Spec
 from sglang_hybrid.replay.timing import PAPER
 from sglang_hybrid.tuner.candidates import CANDIDATES
 from sglang_hybrid.tuner.search import Found, Limits

@@ -1,0 +1,128 @@
+"""What requests found in the cache, and what is reported of it; an access is counted here only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+
+from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+    from sglang_hybrid.cache.sglang_cache import SglangCache
+    from sglang_hybrid.cache.shadow_tree import ShadowTree
+    from sglang_hybrid.core.cost import CostModel
+    from sglang_hybrid.core.nodes import Kind
+    from sglang_hybrid.explain.decision_log import DecisionLog
+
+
+class NoSlotForHit(MatchResult):
+    """A miss: a state was found, but there was no slot to copy it into."""
+
+    __slots__ = ()
+
+
+class LookUps:
+    """The look-ups of one cache's requests.
+
+    SGLang matches a waiting request many times, to rank it and to try to admit it. The first time
+    counts as its access; the last one before its prefill is what it is reported to have found. With
+    states, only an attempt to admit counts, which asks for a copy of the state (`cow_mamba`).
+    """
+
+    def __init__(
+        self,
+        cache: SglangCache,
+        cost: CostModel,
+        stats: CacheStats,
+        shadow_tree: ShadowTree | None,
+        decision_log: DecisionLog,
+    ) -> None:
+        self._cache = cache
+        self._cost = cost
+        self._stats = stats
+        self._shadow_tree = shadow_tree
+        self._decision_log = decision_log
+        self._reports: WeakKeyDictionary[Req, RequestReport] = WeakKeyDictionary()
+        self._kv_lens: WeakKeyDictionary[Req, int] = WeakKeyDictionary()
+
+    def __contains__(self, req: Req) -> bool:
+        """Whether a look-up of `req` was counted."""
+        return req in self._reports
+
+    def report(self, req: Req) -> RequestReport | None:
+        """What is reported of `req` by now."""
+        return self._reports.get(req)
+
+    def hit_tokens(self, req: Req) -> int:
+        """Prompt tokens of `req` whose prefill was skipped."""
+        report = self._reports.get(req)
+        return 0 if report is None else report.hit_tokens
+
+    def kv_len(self, req: Req) -> int:
+        """Prompt tokens of `req` whose KV is stored, whether or not a state is."""
+        return self._kv_lens.get(req, int(req.prefix_len))
+
+    def looked_up(self, params: MatchPrefixParams, result: MatchResult) -> None:
+        """SGLang matched a prompt. A health probe is no traffic: it is not counted, noted or
+        recorded and leaves nothing in the tree.
+        """
+        req = params.req
+        if req is None or self._cache.disable:
+            return
+        if self._cache.is_mamba_enabled and not params.cow_mamba:
+            return
+        if req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
+            req.skip_radix_cache_insert = True
+            return
+        self._kv_lens[req] = result.full_kv_hit_length
+        known = self._reports.get(req)
+        if known is not None and known.started:
+            return
+        node = self._cache.tree_core.node_by_id(result.best_match_node)
+        report = self._reports[req] = self._report_of(req, params.key, result)
+        if known is None and self._shadow_tree is not None:
+            self._shadow_tree.arrived(req.time_stats.created_time or None)
+        self._decision_log.looked_up(req, report, result.full_kv_hit_length, node)
+        if known is None and self._shadow_tree is not None:
+            self._shadow_tree.hit(node)
+
+    def _report_of(self, req: Req, key: Any, result: MatchResult) -> RequestReport:
+        hit = result.device_prefix_len + result.host_hit_length
+        kv_only = max(0, result.full_kv_hit_length - hit) if self._cache.is_mamba_enabled else 0
+        if isinstance(result, NoSlotForHit):
+            missed = Missed.NO_SLOT
+        elif kv_only:
+            missed = Missed.NO_STATE
+        else:
+            usable = len(key) - len(key) % self._cache.page_size
+            missed = Missed.NOTHING if hit >= usable else Missed.NOT_STORED
+        return RequestReport(len(req.origin_input_ids), hit, kv_only, missed)
+
+    def began(self, req: Req) -> None:
+        """The first prefill of a request has run: count what it found, once."""
+        report = self._reports.get(req)
+        if report is None or report.started:
+            return
+        report.started = True
+        self._stats.served(report, self._cost.flops(report.hit_tokens))
+        _send(req, report)
+
+    def published(self, req: Req, checkpoints: Sequence[tuple[int, Kind]]) -> None:
+        """`req` left states at these positions, of these kinds, in the tree."""
+        report = self._reports.get(req)
+        if report is not None and checkpoints:
+            report.checkpoints += checkpoints
+            _send(req, report)
+
+
+def _send(req: Req, report: RequestReport) -> None:
+    """Put `report` into the response of `req`."""
+    req.customized_info = {**(req.customized_info or {}), "hybrid_cache": [report.as_dict()]}

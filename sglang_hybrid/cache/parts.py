@@ -1,0 +1,112 @@
+"""Our parts of one cache, built once and before SGLang's part of it.
+
+Components, tuner and cache share them; none of their files imports `radix_cache.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.runtime_context import mamba_checkpoint_grid
+
+from sglang_hybrid.cache.lookups import LookUps
+from sglang_hybrid.cache.shadow_tree import ShadowTree
+from sglang_hybrid.cache.sizes import measured_cost
+from sglang_hybrid.cache.state_pool import PoolStateSlots
+from sglang_hybrid.checkpoints.planner import Planner
+from sglang_hybrid.config import Eviction
+from sglang_hybrid.core.history import History
+from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.systems import Spec, make_policies
+from sglang_hybrid.explain.decision_log import DecisionLog
+from sglang_hybrid.memory.allocators import OneMemoryKV
+from sglang_hybrid.telemetry.stats import CacheStats
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+    from sglang_hybrid.cache.sglang_cache import OurCache
+    from sglang_hybrid.config import HybridConfig
+    from sglang_hybrid.core.cost import CostModel
+    from sglang_hybrid.memory.account import Account
+
+
+@dataclass(eq=False)
+class Parts:
+    """What decides, counts and records in one cache.
+
+    start: the policy that the flags start with. account: of one memory, None where KV and states
+    have a pool each. shadow_tree: None where SGLang's own order decides what is evicted. planner:
+    None where states are taken where SGLang tracks them. serving: how the server runs, None there.
+    """
+
+    options: HybridConfig
+    start: Spec
+    cost: CostModel
+    account: Account | None
+    stats: CacheStats
+    shadow_tree: ShadowTree | None
+    decision_log: DecisionLog
+    slots: PoolStateSlots
+    lookups: LookUps
+    planner: Planner | None = None
+    serving: Serving | None = None
+
+    def could_hold(self, kv_tokens: int, states: int) -> bool:
+        """Whether one memory could hold so much if nothing else were there; of two pools, True."""
+        if self.account is None:
+            return True
+        needed = kv_tokens * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
+        return needed <= self.account.budget
+
+
+def build_parts(
+    cache: OurCache,
+    params: CacheInitParams,
+    options: HybridConfig,
+    cost: CostModel | None,
+    *,
+    one_pass: bool,
+    plans: bool,
+) -> Parts:
+    """The parts of `cache`, whose attributes they read only later. The arguments are those of
+    `HybridRadixCache`.
+    """
+    alpha = options.alpha
+    start = Spec(options.policy.value, () if alpha is None else (("alpha", alpha),))
+    allocator = params.token_to_kv_pool_allocator
+    account = allocator.account if isinstance(allocator, OneMemoryKV) else None
+    measured, stats = measured_cost(cost, params), CacheStats()
+    shadow_tree = None
+    has_states = ComponentType.MAMBA in (params.tree_components or ())
+    if options.policy is not Eviction.SGLANG_LRU and not params.disable:
+        policies = make_policies(start, History(page_size=params.page_size))
+        one_memory = account is not None
+        shadow_tree = ShadowTree(measured, *policies, has_states=has_states, one_memory=one_memory)
+    decision_log = DecisionLog(cache)
+    slots = PoolStateSlots(cache, shadow_tree, decision_log)
+    lookups = LookUps(cache, measured, stats, shadow_tree, decision_log)
+    parts = Parts(
+        options, start, measured, account, stats, shadow_tree, decision_log, slots, lookups
+    )
+    if has_states and plans and options.judicious and not params.disable:
+        _plan(parts, params, one_pass=one_pass)
+    return parts
+
+
+def _plan(parts: Parts, params: CacheInitParams, *, one_pass: bool) -> None:
+    """Prefills leave the states that we want."""
+    grid = mamba_checkpoint_grid(params.page_size)
+    chunk = params.chunked_prefill_size or 0
+    parts.serving = Serving(chunk if chunk > 0 else params.req_to_token_pool.max_context_len, grid)
+    parts.planner = Planner(
+        parts.slots,
+        parts.stats.skipped,
+        page_size=params.page_size,
+        min_branch_tokens=parts.options.hybrid_min_branch_tokens,
+        grid=grid,
+        one_pass=one_pass,
+        note=parts.decision_log.not_taken,
+    )

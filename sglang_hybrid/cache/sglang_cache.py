@@ -1,0 +1,38 @@
+"""What our files ask of SGLang's side of a cache: its tree and its pools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sglang_hybrid.explain.cache_view import LoggedCache
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, InsertResult
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+
+class SglangCache(Protocol):
+    """SGLang's `UnifiedRadixCache`, as far as it is used outside `radix_cache.py`."""
+
+    disable: bool
+    is_mamba_enabled: bool
+    components: Mapping[ComponentType, Any]
+    tree_core: Any
+    req_to_token_pool: Any
+    token_to_kv_pool_allocator: Any
+
+    @property
+    def page_size(self) -> int: ...
+
+    def insert(self, params: InsertParams) -> InsertResult: ...
+
+    def evict_for_alloc(self, params: EvictParams) -> Any: ...
+
+    def full_evictable_size(self) -> int: ...
+
+    def mamba_evictable_size(self) -> int: ...
+
+
+class OurCache(SglangCache, LoggedCache, Protocol):
+    """The same with our choice of victims, whose decisions are recorded."""

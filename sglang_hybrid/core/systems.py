@@ -1,0 +1,138 @@
+"""What can be replayed, by name: `NAME` or `NAME:OPTION=VALUE,..`, as `marconi:alpha=0.3`.
+
+A system is a cache with its policy. `replay.systems` registers what it can build, and `tuner.tuned`
+the tuner. In the server a `Spec` names the policy in force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.cost import UNBOUNDED, CostModel
+from sglang_hybrid.core.eviction import POLICIES, Policy, Reuse, make_policy
+from sglang_hybrid.core.history import History
+from sglang_hybrid.core.serving import Budget, Serving, Split
+
+HINDSIGHT = "marconi-best"
+ALPHAS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+@dataclass
+class Setting:
+    """What a system is built for.
+
+    serving: policies run as they are served, where the model has states; None: with the paper's
+    admission, request after request. requests: of the whole trace, for systems that know the
+    future. oracles: what such systems computed, by the id of `requests`; settings may share it.
+    """
+
+    cost: CostModel
+    budget: Budget
+    requests: Sequence[Any]
+    min_branch_tokens: int = MIN_BRANCH_TOKENS
+    serving: Serving | None = None
+    oracles: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def as_served(self) -> bool:
+        return self.serving is not None and self.cost.state_bytes > 0
+
+    @property
+    def memory(self) -> Split | int:
+        """The budget as it is served: in one memory, or in two pools, split as the server does if
+        it is one number of bytes.
+        """
+        if isinstance(self.budget, Split):
+            return self.budget
+        if self.budget is None:
+            return Split(UNBOUNDED, UNBOUNDED)
+        if self.serving is not None and self.serving.one_memory:
+            return self.budget
+        return Split.of(self.budget, self.cost)
+
+
+@dataclass(frozen=True)
+class System:
+    """How to build a cache from a setting and the `options` it takes."""
+
+    build: Callable[..., Any]
+    options: tuple[str, ...] = ()
+
+
+SYSTEMS: dict[str, System] = {}
+"""Those that were registered, by name."""
+
+
+def register(name: str, system: System) -> None:
+    """From now on `name` is `system`. Raises ValueError if it is another one already."""
+    if name in SYSTEMS:
+        raise ValueError(f"a system {name!r} is registered already")
+    SYSTEMS[name] = system
+
+
+def options_of(make: Callable[..., Policy]) -> tuple[str, ...]:
+    """What a user may set of the policies that `make` makes."""
+    hidden = ("history", "stateless_first")
+    return tuple(name for name in signature(make).parameters if name not in hidden)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A system's name and options, as written on a command line."""
+
+    name: str
+    options: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Spec:
+        """Raises ValueError, in one sentence that lists what there is."""
+        name, _, rest = text.partition(":")
+        options_by_name = {policy: options_of(make) for policy, make in POLICIES.items()}
+        options_by_name |= {known: system.options for known, system in SYSTEMS.items()}
+        if name not in options_by_name and name != HINDSIGHT:
+            there = ", ".join([*(SYSTEMS or POLICIES), HINDSIGHT])
+            raise ValueError(f"unknown policy {name!r}; known are {there}")
+        accepted = options_by_name.get(name, ())
+        options: list[tuple[str, float]] = []
+        for part in filter(None, rest.split(",")):
+            option, _, value = part.rpartition("=")
+            option = option or (accepted[0] if accepted else "")
+            if option not in accepted:
+                there = f"its options are {', '.join(accepted)}" if accepted else "it has none"
+                raise ValueError(f"policy {name!r} has no option {option or value!r}; {there}")
+            try:
+                options.append((option, float(value)))
+            except ValueError:
+                raise ValueError(f"{value!r} is no number for {option} of {name!r}") from None
+        spec = cls(name, tuple(options))
+        if name in POLICIES and options:
+            make_policy(name, **dict(options))
+        return spec
+
+    def __str__(self) -> str:
+        shown = (
+            f"{value:g}" if name == "alpha" else f"{name}={value:g}" for name, value in self.options
+        )
+        return " ".join([self.name, *shown])
+
+    def build(self, setting: Setting) -> Any:
+        """The cache; its system must be registered."""
+        return SYSTEMS[self.name].build(setting, **dict(self.options))
+
+    def candidates(self) -> list[Spec]:
+        """Itself, or what the best in hindsight is chosen from."""
+        if self.name != HINDSIGHT:
+            return [self]
+        return [Spec("marconi", (("alpha", alpha),)) for alpha in ALPHAS]
+
+
+def make_policies(spec: Spec, history: History | None = None) -> tuple[Policy, Policy]:
+    """One policy object for KV and one for states; those that learn share `history`."""
+    options: dict[str, Any] = dict(spec.options)
+    if spec.name == Reuse.name:
+        options["history"] = history or History()
+    return make_policy(spec.name, **options), make_policy(spec.name, **options)

@@ -1,0 +1,61 @@
+"""What `explain/` asks of the cache that it explains."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sglang_hybrid.core.history import HistoryMatch
+from sglang_hybrid.core.nodes import Clock, Node
+from sglang_hybrid.core.pool import Pool
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+    from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
+    from sglang_hybrid.config import HybridConfig
+
+
+class Records(Protocol):
+    """The records of a tree's nodes. asked: the pool that chose the last victim."""
+
+    clock: Clock
+    asked: Pool | None
+
+    def record(self, node: UnifiedTreeNode) -> Node: ...
+
+    def match_history(self, prompt: array[int], tenant: Hashable = None) -> HistoryMatch | None: ...
+
+
+class LoggedCache(Protocol):
+    """A cache whose decisions are recorded; `shadow_tree` is None where SGLang's own order decides
+    what is evicted.
+    """
+
+    @property
+    def shadow_tree(self) -> Records | None: ...
+
+    @property
+    def policy_name(self) -> str: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    is_mamba_enabled: bool
+    tree_core: Any
+
+
+class ExplainedCache(LoggedCache, Protocol):
+    """A cache whose misses are explained."""
+
+    options: HybridConfig
+    message_boundaries: MessageBoundaries
+    disable: bool
+    components: Mapping[ComponentType, Any]
+    req_to_token_pool: Any
+    token_to_kv_pool_allocator: Any
+
+    @property
+    def plans_checkpoints(self) -> bool: ...
