@@ -134,7 +134,8 @@ class HybridRadixCache(UnifiedRadixCache):
                 grid = self.components[ComponentType.MAMBA].mamba_checkpoint_grid
                 chunk = params.chunked_prefill_size or 0
                 longest = params.req_to_token_pool.max_context_len
-                serving = Serving(chunk if chunk > 0 else longest, grid)
+                one_memory = self.account is not None
+                serving = Serving(chunk if chunk > 0 else longest, grid, one_memory)
                 self.planner = Planner(
                     self.slots,
                     self.stats.skipped,

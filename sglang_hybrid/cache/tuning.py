@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.config import Eviction
 from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.memory.allocators import OneMemoryKV
+from sglang_hybrid.replay.simulator import Split
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.tenants import TenantNames, tenant_of
 from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE, make_policies
@@ -62,21 +64,15 @@ class Tuning:
         if self.tuner is None and self.file is None:
             return
         self._ended += 1
-        cache, tree = self._cache, self._cache.tree_core
+        cache = self._cache
         input_len = len(req.origin_input_ids)
         answer = req.full_untruncated_fill_ids[input_len : up_to + 1]
-        states = 0
-        if cache.is_mamba_enabled:
-            states = cache.req_to_token_pool.mamba_allocator.available_size()
-            states += tree.mamba_evictable_size() + tree.mamba_protected_size()
-        kv = cache.token_to_kv_pool_allocator.available_size()
         record = Finished(
             compact(req.origin_input_ids, answer),
             input_len,
             req.time_stats.created_time or float(self._ended),
             cache.hit_tokens(req),
-            kv_room=int(kv + tree.full_evictable_size() + tree.full_protected_size()),
-            slot_room=int(states),
+            self._room(),
             message_starts=tuple(cache.message_starts(req)),
             tenant=self._names.name(tenant_of(req)),
         )
@@ -84,6 +80,21 @@ class Tuning:
             self.file.add(record)
         if self.tuner is not None:
             self.tuner.finished(record, evicted=bool(cache.stats.evicted))
+
+    def _room(self) -> Split | int:
+        """What running requests leave to the cache."""
+        cache, tree = self._cache, self._cache.tree_core
+        allocator = cache.token_to_kv_pool_allocator
+        kv = int(tree.full_evictable_size() + tree.full_protected_size())
+        states = 0
+        if cache.is_mamba_enabled:
+            states = int(tree.mamba_evictable_size() + tree.mamba_protected_size())
+        if isinstance(allocator, OneMemoryKV):
+            cached = kv * allocator.token_bytes + states * cache.cost.state_bytes
+            return allocator.free_bytes + cached
+        if cache.is_mamba_enabled:
+            states += int(cache.req_to_token_pool.mamba_allocator.available_size())
+        return Split(kv + int(allocator.available_size()), states)
 
     def poll(self) -> list[PolicySwitch]:
         """What the first rank sends to all of them with the requests of this step."""

@@ -79,8 +79,7 @@ def records(prompts: Sequence[list[int]], hit_rate: float = 0.0) -> list[Finishe
             r.input_len,
             r.arrival,
             int(hit_rate * r.input_len),
-            POOLS.kv_tokens,
-            POOLS.slots,
+            POOLS,
         )
         for r in requests(prompts)
     ]
