@@ -38,6 +38,7 @@ class ServerSetup:
         asked: requests that were asked to, None if nobody asked.
         kv_tokens: size of the KV pool.
         kv_costs: KV tokens take memory, which they do not without any attention layer.
+        one_memory: KV and states share their bytes, so neither can run out before the other.
         context: tokens of the longest request.
         page_size: tokens of a page.
         pages_needed: the attention backend needs pages of several tokens.
@@ -54,6 +55,7 @@ class ServerSetup:
     asked: int | None
     kv_tokens: int
     kv_costs: bool
+    one_memory: bool
     context: int
     page_size: int
     pages_needed: bool
@@ -89,7 +91,7 @@ def _room(it: ServerSetup) -> str | None:
     """Each running request should find a slot for at least one checkpoint: the end of its answer,
     which the next turn resumes from.
     """
-    if it.free >= it.running:
+    if it.one_memory or it.free >= it.running:
         return None
     fewer = it.slots // (it.held + 1)
     return (
@@ -108,7 +110,7 @@ def _balance(it: ServerSetup) -> str | None:
     `LONGEST` KV tokens (or than the longest request has) for each slot that checkpoints can have,
     or less than `SHORTEST`.
     """
-    if it.free < it.running:
+    if it.one_memory or it.free < it.running:
         return None  # `_room` has said it
     each = it.kv_tokens / it.free
     found = (

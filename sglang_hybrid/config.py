@@ -91,7 +91,7 @@ class HybridConfig:
     hybrid_admission: Admission = Admission.JUDICIOUS
     hybrid_min_branch_tokens: int = MIN_BRANCH_TOKENS
     hybrid_slots_per_request: int = 0
-    hybrid_memory: Memory = Memory.SPLIT
+    hybrid_memory: Memory = Memory.AUTO
     hybrid_burst_ms: float = 3.0
     hybrid_drain_seconds: float = 3.0
     hybrid_tuner_workers: int = 0
@@ -190,10 +190,10 @@ class HybridConfig:
             choices=[memory.value for memory in Memory],
             default=HybridConfig.hybrid_memory.value,
             help="one: KV and states share one budget of bytes, which is what SGLang's two pools "
-            "(--max-total-tokens and --max-mamba-cache-size, or --mamba-full-memory-ratio) would "
-            "take together, and what is worth least makes room for either; split: each has its "
+            "(--max-total-tokens and --max-mamba-cache-size, or their defaults) would take "
+            "together, and what is worth least makes room for either; split: each has its "
             "pool; auto: one on the CPU platform for a hybrid model with planned checkpoints, "
-            "split elsewhere (default: %(default)s)",
+            "split elsewhere and with --mamba-full-memory-ratio (default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-burst-ms",

@@ -19,6 +19,7 @@ DEFAULT = ServerSetup(
     asked=16,
     kv_tokens=131_072,
     kv_costs=True,
+    one_memory=False,
     context=8_192,
     page_size=1,
     pages_needed=False,
@@ -32,6 +33,13 @@ DEFAULT = ServerSetup(
 
 def test_the_defaults_get_no_advice() -> None:
     assert advise(DEFAULT) == []
+
+
+def test_one_memory_has_no_balance() -> None:
+    """Pools that would run out one before the other share their bytes."""
+    unbalanced = replace(DEFAULT, slots=16, kv_tokens=1_000_000)
+    assert advise(unbalanced)
+    assert advise(replace(unbalanced, one_memory=True)) == []
 
 
 def test_an_accelerators_defaults_get_no_advice() -> None:

@@ -21,11 +21,10 @@ from scripts.bench.report import BenchFailed, Table
 from scripts.bench.traces import TRACES, Row, read_or_generate
 from sglang_hybrid.core import reuse
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.serving import Serving, Split
 from sglang_hybrid.replay.arrivals import Draw
 from sglang_hybrid.replay.generators import generate, traffic
 from sglang_hybrid.replay.runner import Job, Runner
-from sglang_hybrid.replay.simulator import Split
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.traces import Request
 

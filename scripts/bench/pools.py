@@ -21,9 +21,8 @@ from scripts.bench.policies import COST
 from scripts.bench.report import Table
 from scripts.bench.traces import TRACES, Row, read_or_generate
 from sglang_hybrid.core.cost import MOST_STATES_TO_KV, TOKENS_PER_STATE, CostModel
-from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.serving import Serving, Split
 from sglang_hybrid.replay.runner import Job, Runner
-from sglang_hybrid.replay.simulator import Split
 from sglang_hybrid.replay.systems import Spec
 
 

@@ -95,6 +95,7 @@ def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Se
         asked=asked and max(1, asked // get_parallel().attn_dp_size),
         kv_tokens=cache.token_to_kv_pool_allocator.size,
         kv_costs=cache.cost.kv_bytes_per_token > 1,
+        one_memory=cache.account is not None,
         context=context.model_config.context_len,
         page_size=cache.page_size,
         pages_needed=not set(attention_backends()) <= set(WITHOUT_PAGES),

@@ -100,7 +100,9 @@ def _plan(parts: Parts, params: CacheInitParams, *, one_pass: bool) -> None:
     """Prefills leave the states that we want."""
     grid = mamba_checkpoint_grid(params.page_size)
     chunk = params.chunked_prefill_size or 0
-    parts.serving = Serving(chunk if chunk > 0 else params.req_to_token_pool.max_context_len, grid)
+    longest = params.req_to_token_pool.max_context_len
+    one_memory = parts.account is not None
+    parts.serving = Serving(chunk if chunk > 0 else longest, grid, one_memory)
     parts.planner = Planner(
         parts.slots,
         parts.stats.skipped,

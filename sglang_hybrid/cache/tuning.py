@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.config import Eviction
+from sglang_hybrid.core.serving import Split
 from sglang_hybrid.core.systems import make_policies
+from sglang_hybrid.memory.allocators import OneMemoryKV
 from sglang_hybrid.tenants import TenantNames, tenant_of
 from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE
 from sglang_hybrid.tuner.recorder import Finished, compact
@@ -60,21 +62,14 @@ class Tuning:
     def finished(self, req: Req, up_to: int, message_starts: Sequence[int]) -> None:
         """`req` ended with `up_to` tokens in the tree; its messages begin at `message_starts`."""
         self._ended += 1
-        cache, tree = self._cache, self._cache.tree_core
         input_len = len(req.origin_input_ids)
         answer = req.full_untruncated_fill_ids[input_len : up_to + 1]
-        states = 0
-        if cache.is_mamba_enabled:
-            states = cache.req_to_token_pool.mamba_allocator.available_size()
-            states += tree.mamba_evictable_size() + tree.mamba_protected_size()
-        kv = cache.token_to_kv_pool_allocator.available_size()
         record = Finished(
             compact(req.origin_input_ids, answer),
             input_len,
             req.time_stats.created_time or float(self._ended),
             self._parts.lookups.hit_tokens(req),
-            kv_room=int(kv + tree.full_evictable_size() + tree.full_protected_size()),
-            slot_room=int(states),
+            self._room(),
             message_starts=tuple(message_starts),
             tenant=self._names.name(tenant_of(req)),
         )
@@ -82,6 +77,21 @@ class Tuning:
             self.file.add(record)
         if self.tuner is not None:
             self.tuner.finished(record, evicted=bool(self._parts.stats.evicted))
+
+    def _room(self) -> Split | int:
+        """What running requests leave to the cache."""
+        cache, tree = self._cache, self._cache.tree_core
+        allocator = cache.token_to_kv_pool_allocator
+        kv = int(tree.full_evictable_size() + tree.full_protected_size())
+        states = 0
+        if cache.is_mamba_enabled:
+            states = int(tree.mamba_evictable_size() + tree.mamba_protected_size())
+        if isinstance(allocator, OneMemoryKV):
+            cached = kv * allocator.token_bytes + states * self._parts.cost.state_bytes
+            return int(allocator.free_bytes + cached)
+        if cache.is_mamba_enabled:
+            states += int(cache.req_to_token_pool.mamba_allocator.available_size())
+        return Split(kv + int(allocator.available_size()), states)
 
     def poll(self) -> list[PolicySwitch]:
         """What the first rank sends to all of them with the requests of this step."""

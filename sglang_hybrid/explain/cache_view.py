@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
     from sglang_hybrid.config import HybridConfig
+    from sglang_hybrid.memory.account import Account
 
 
 class Records(Protocol):
@@ -51,6 +52,7 @@ class ExplainedCache(LoggedCache, Protocol):
     """A cache whose misses are explained."""
 
     options: HybridConfig
+    account: Account | None
     message_boundaries: MessageBoundaries
     disable: bool
     components: Mapping[ComponentType, Any]

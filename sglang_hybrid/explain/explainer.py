@@ -382,6 +382,7 @@ class Explanation:
             grid=self._grid() if cache.is_mamba_enabled and not cache.plans_checkpoints else None,
             state_slots=slots,
             kv_room=int(cache.token_to_kv_pool_allocator.size),
+            shared_bytes=None if cache.account is None else cache.account.budget,
             full=self._log.full,
             emptied=self._ago(self._decision_log.decisions.emptied),
         )

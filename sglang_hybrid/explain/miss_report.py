@@ -117,7 +117,8 @@ class CacheSnapshot(msgspec.Struct):
 
     states: the model has recurrent state. recorded: skipped and evicted states are remembered.
     grid: tokens between the states that SGLang tracks, None if the cache takes them where it wants.
-    full: older decisions about this tenant's prompts are forgotten. emptied: when the cache was.
+    kv_room: tokens of KV. shared_bytes: of one memory for KV and states, None for two pools. full:
+    older decisions about this tenant's prompts are forgotten. emptied: when the cache was.
     """
 
     policy: str
@@ -129,6 +130,7 @@ class CacheSnapshot(msgspec.Struct):
     grid: int | None
     state_slots: int | None
     kv_room: int
+    shared_bytes: int | None
     full: bool
     emptied: float | None = None
 

@@ -64,7 +64,7 @@ def remedy(report: MissReport) -> str | None:
             continue
         if missed.reason in (Reason.NO_SLOT, Reason.NOT_WORTH) or missed.short == "states":
             return _more_slots(cache)
-        if missed.short == "kv":
+        if missed.short is not None:
             return _more_kv(cache)
         if missed.reason is Reason.MICRO_BRANCH and missed.gain < cache.min_branch_tokens:
             return (
@@ -205,13 +205,24 @@ def _remembered(report: MissReport) -> Iterator[str]:
 
 
 def _more_slots(cache: CacheSnapshot) -> str:
+    if cache.shared_bytes is not None:
+        return _more_memory(cache.shared_bytes)
     return (
         f"more state slots: --max-mamba-cache-size above {cache.state_slots:,}, "
         "or a larger --mamba-full-memory-ratio."
     )
 
 
+def _more_memory(shared: int) -> str:
+    return (
+        f"more memory: KV and states share {shared:,} bytes; a larger --max-total-tokens, "
+        "--max-mamba-cache-size or --mem-fraction-static makes them more."
+    )
+
+
 def _more_kv(cache: CacheSnapshot) -> str:
+    if cache.shared_bytes is not None:
+        return _more_memory(cache.shared_bytes)
     more = f"more KV: --max-total-tokens above {cache.kv_room:,}, or a larger --mem-fraction-static"
     if cache.state_slots is None:
         return more + "."

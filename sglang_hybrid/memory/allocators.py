@@ -13,14 +13,28 @@ from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
-from sglang.srt.utils import get_num_new_pages
+from sglang.srt.utils import get_num_new_pages, rank_consensus_checker
 
 from sglang_hybrid.memory.account import Account, MemoryKind
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
 
-    from sglang_hybrid.memory.granules import GranulePool
+    from sglang_hybrid.memory.granules import GranulePool, Ids
+
+
+def _take(pool: GranulePool, count: int) -> Ids | None:
+    """`pool.take`. Where SGLang's checker of ranks is switched on, it ends a server whose ranks get
+    different ids, or the same ids after different moves.
+    """
+    ids = pool.take(count)
+    if rank_consensus_checker.enabled():
+        moved = [pool.account.moved[kind] for kind in MemoryKind]
+        taken = None if ids is None else ids.tolist()
+        rank_consensus_checker.assert_same(
+            "%s takes %s, after %s bytes have moved", pool.kind.value, taken, moved
+        )
+    return ids
 
 
 class OneMemoryBudget(PrefillBudget):  # type: ignore[misc]
@@ -33,8 +47,7 @@ class OneMemoryBudget(PrefillBudget):  # type: ignore[misc]
     def _available_and_evictable(self) -> int:
         """A granule may stay partly used, so one is left out."""
         allocator = self.allocator
-        free = allocator.account.free + allocator.loose_bytes
-        tokens = (free + self._evictable_states()) // allocator.token_bytes
+        tokens = (allocator.free_bytes + self._evictable_states()) // allocator.token_bytes
         return int(tokens + self.tree_cache.full_evictable_size()) - allocator.granule_tokens + 1
 
     def slots_as_tokens(self, slots: int) -> int:
@@ -87,9 +100,9 @@ class OneMemoryKV(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
         return self.pool.per_granule * int(self.page_size)
 
     @property
-    def loose_bytes(self) -> int:
-        """Bytes of free rows in granules that are partly used."""
-        return self.pool.loose * self.pool.id_bytes
+    def free_bytes(self) -> int:
+        """Free bytes, and those of free rows in granules that are partly used."""
+        return self.account.free + self.pool.loose * self.pool.id_bytes
 
     @property
     def size(self) -> int:
@@ -141,7 +154,7 @@ class OneMemoryTokens(OneMemoryKV, TokenToKVPoolAllocator):  # type: ignore[misc
         self.free_group = None
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        ids = self.pool.take(need_size)
+        ids = _take(self.pool, need_size)
         return None if ids is None else torch.from_numpy(ids)
 
     def free(self, free_index: torch.Tensor) -> None:
@@ -217,7 +230,7 @@ class OneMemoryPages(OneMemoryKV, PagedTokenToKVPoolAllocator):  # type: ignore[
         return ids
 
     def _take(self, pages: int) -> bool:
-        ids = self.pool.take(int(pages))
+        ids = _take(self.pool, int(pages))
         if ids is None:
             return False
         self.free_pages = torch.from_numpy(ids)
@@ -254,7 +267,7 @@ class OneMemorySlots(MambaSlotAllocator):  # type: ignore[misc]
         """Nothing is set aside for requests that wait: it would take bytes from the KV."""
 
     def _do_alloc(self, need_size: int) -> torch.Tensor | None:
-        ids = self.pool.take(need_size)
+        ids = _take(self.pool, need_size)
         return None if ids is None else torch.from_numpy(ids)
 
     def free(self, free_index: torch.Tensor) -> None:

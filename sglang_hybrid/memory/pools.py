@@ -18,7 +18,7 @@ from sglang_hybrid.config import Eviction, HybridConfig, Memory
 from sglang_hybrid.memory.account import Account, MemoryKind
 from sglang_hybrid.memory.allocators import OneMemoryPages, OneMemorySlots, OneMemoryTokens
 from sglang_hybrid.memory.granules import GranulePool
-from sglang_hybrid.memory.pages import Planes, Reserved, rows_of_whole_pages
+from sglang_hybrid.memory.pages import Planes, Reserved, reserve, rows_of_whole_pages
 from sglang_hybrid.preflight import StartupError
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ LEAST_SHARE = 16
 
 
 def why_split(configurator: KVCacheConfigurator) -> str | None:
-    """What keeps KV and states of this model runner from sharing a memory; None if nothing does."""
+    """What keeps KV and states of this model runner from sharing a memory; None if nothing does.
+    `server_args` has what was given, and not what SGLang resolved.
+    """
     from sglang.srt.platforms import current_platform
     from sglang.srt.runtime_context import get_exec
 
@@ -52,7 +54,6 @@ def why_split(configurator: KVCacheConfigurator) -> str | None:
         "--hybrid-eviction sglang-lru is SGLang's own order, which knows two pools": (
             options.policy is Eviction.SGLANG_LRU
         ),
-        "the tuner replays two pools": options.tuned,
         "the model has no KV, or KV of another kind than keys and values per head": (
             model is not None
             and (
@@ -60,6 +61,9 @@ def why_split(configurator: KVCacheConfigurator) -> str | None:
                 or configurator.use_mla_backend
                 or configurator.is_hybrid_swa
             )
+        ),
+        "--mamba-full-memory-ratio divides it, leave that out": (
+            flags.mamba_full_memory_ratio is not None
         ),
         "--enable-memory-saver moves pools itself": features.features.enable_memory_saver,
         "states are also kept in another format": features.mamba.enable_int8_mamba_checkpoint,
@@ -106,6 +110,13 @@ class OneMemory:
                 f"slots) does not hold one request: {needed} states of {state:,} bytes and its KV; "
                 "raise --max-total-tokens or --max-mamba-cache-size."
             )
+        try:
+            reserve(2 * self.budget).close()
+        except OSError as error:
+            raise StartupError(
+                f"the system reserves no addresses for two times {self.budget:,} bytes "
+                f"({error.strerror}); use --hybrid-memory split."
+            ) from None
         # The first granule holds the row that padding is written to.
         kv = (self.granules + 1) * self.granule - self.page
         self.sizes = msgspec.structs.replace(sizes, max_total_num_tokens=kv)
@@ -182,18 +193,25 @@ def slots_of_a_request(configurator: KVCacheConfigurator) -> int:
 
 def plan(configurator: KVCacheConfigurator, sizes: Any) -> OneMemory | None:
     """One memory for what is about to be built; None: two pools. Raises `StartupError` if one
-    memory was asked for and cannot be.
+    memory was asked for and cannot be; under `auto` the reason is a line in the log.
     """
-    from sglang.srt.runtime_context import get_schedule
+    from sglang.srt.runtime_context import get_parallel, get_schedule
 
     asked = HybridConfig.from_environment().hybrid_memory
     if asked is Memory.SPLIT or configurator.is_draft_worker:
         return None
     why = why_split(configurator)
     if why is None:
-        return OneMemory(configurator, sizes, get_schedule().max_mamba_cache_size)
+        try:
+            return OneMemory(configurator, sizes, get_schedule().max_mamba_cache_size)
+        except StartupError as error:
+            if asked is Memory.ONE:
+                raise
+            why = str(error).rstrip(".")
     if asked is Memory.ONE:
         raise StartupError(f"--hybrid-memory one cannot be: {why}; use --hybrid-memory split.")
+    if configurator.mambaish_config is not None and get_parallel().attn_tp_rank == 0:
+        logger.info("sglang_hybrid: KV and states have a pool each: %s.", why)
     return None
 
 

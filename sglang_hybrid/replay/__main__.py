@@ -27,6 +27,9 @@ from sglang_hybrid.replay.systems import smallest_budget
 from sglang_hybrid.replay.timing import PAPER, PrefillTime
 from sglang_hybrid.replay.traces import Request, Skipped, whole_file
 
+AVMP = "avmp"
+"""In the place of a trace: the comparison of the AVMP paper."""
+
 ONE_MEMORY = "one"
 DEFAULT_POLICIES = "none,vllm+,sglang+,sglang,lru,marconi-best,reuse,clairvoyant,unbounded"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -38,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status; what is wrong is one sentence on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        if arguments[:1] == [AVMP]:
+            from sglang_hybrid.replay.avmp import command
+
+            return command.main(arguments[1:])
         return _main(_parser().parse_args(arguments), arguments)
     except (ValueError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
@@ -52,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sglang_hybrid.replay",
-        description="Replays a request trace through the server's cache, without a model.",
+        description="Replays a request trace through the server's cache, without a model. `avmp` "
+        "in the place of a trace compares memory of running requests, as the AVMP paper does.",
     )
     add = parser.add_argument_group("traffic").add_argument
     add("trace", nargs="?", type=Path, help="a trace, gzip or not; the format is recognised")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sglang_hybrid.core.serving import Split
 from sglang_hybrid.core.systems import HINDSIGHT, Spec, make_policies
 from sglang_hybrid.replay.server_simulator import ServerSimulator
 from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator
@@ -24,9 +23,9 @@ def replay(window: Window, spec: Spec) -> list[Outcome]:
     kv_policy, state_policy = make_policies(spec)
     cost, least = window.cost, window.min_branch_tokens
     cache: Cache
-    how, pools = window.serving, window.budget
-    if how is not None and cost.state_bytes and isinstance(pools, Split):
-        cache = ServerSimulator(cost, pools, kv_policy, state_policy, least, how)
+    how, room = window.serving, window.budget
+    if how is not None and cost.state_bytes and room is not None:
+        cache = ServerSimulator(cost, room, kv_policy, state_policy, least, how)
     else:
-        cache = Simulator(cost, window.budget, kv_policy, least, state_policy)
+        cache = Simulator(cost, room, kv_policy, least, state_policy)
     return [cache.serve(request) for request in window.requests]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_hybrid.core.serving import Split
 from sglang_hybrid.replay.traces import TokenArray
 
 RECORD_BYTES = 400
@@ -18,17 +19,16 @@ RECORD_BYTES = 400
 class Finished:
     """A request that ended. tokens: int32, its prompt of `input_len` tokens and its answer.
 
-    arrival: seconds on any clock. kv_room, slot_room: KV tokens and state slots that running
-    requests left to the cache when it ended. tenant: a name for who sent it, "" for a request
-    without cache salt, extra key and adapter.
+    arrival: seconds on any clock. room: what running requests left to the cache when it ended, KV
+    tokens and state slots of two pools, or bytes of one memory. tenant: a name for who sent it, ""
+    for a request without cache salt, extra key and adapter.
     """
 
     tokens: TokenArray
     input_len: int
     arrival: float
     hit_len: int
-    kv_room: int
-    slot_room: int
+    room: Split | int
     message_starts: tuple[int, ...] = ()
     tenant: str = ""
 

@@ -58,8 +58,8 @@ class Switching(Simulator):
         self.state_pool = self._refilled(self.state_pool, state_policy) if split else self.pool
 
     @property
-    def room(self) -> Split:
-        """KV tokens and slots that running requests leave to the cache."""
+    def room(self) -> Split | int:
+        """What running requests leave to the cache, as in `Finished.room`."""
         return self.budget if isinstance(self.budget, Split) else Split(UNBOUNDED, UNBOUNDED)
 
     def _refilled(self, pool: Pool, policy: Policy) -> Pool:
@@ -80,10 +80,11 @@ class SwitchingServed(Switching, ServerSimulator):
     """The same as it is served."""
 
     @property
-    def room(self) -> Split:
-        memory = self.memory
-        assert isinstance(memory, Split)
-        return Split(memory.kv_tokens - self.kv_in_use, memory.slots - self.slots_in_use)
+    def room(self) -> Split | int:
+        memory, kv, slots = self.memory, self.kv_in_use, self.slots_in_use
+        if isinstance(memory, Split):
+            return Split(memory.kv_tokens - kv, memory.slots - slots)
+        return memory - kv * self.cost.kv_bytes_per_token - slots * self.cost.state_bytes
 
 
 def switching(setting: Setting, start: Spec) -> Switching:
@@ -92,10 +93,10 @@ def switching(setting: Setting, start: Spec) -> Switching:
     policy, state_policy = make_policies(start, history)
     cost, least = setting.cost, setting.min_branch_tokens
     if setting.as_served:
-        memory, how = setting.memory, setting.serving
-        if not isinstance(memory, Split):
-            raise ValueError("the tuner replays two pools; leave --pools one out")
-        return SwitchingServed(cost, memory, policy, state_policy, least, how, history=history)
+        how = setting.serving
+        return SwitchingServed(
+            cost, setting.memory, policy, state_policy, least, how, history=history
+        )
     return Switching(cost, setting.budget, policy, least, state_policy, history=history)
 
 
@@ -153,14 +154,13 @@ class TunedCache:
 
     def _record(self, request: Request, outcome: Outcome) -> None:
         self._ended += 1
-        room, searching = self.cache.room, self.tuner.searching
+        searching = self.tuner.searching
         record = Finished(
             request.tokens,
             request.input_len,
             request.arrival,
             outcome.hit_len,
-            room.kv_tokens,
-            room.slots,
+            self.cache.room,
             request.message_starts,
         )
         self.tuner.finished(record, evicted=self.cache.evicted)

@@ -60,15 +60,23 @@ def make_window(
     *,
     has_states: bool,
 ) -> Window:
-    """`records` [n > 0] on pools as large as what running requests leave of the server's."""
+    """`records` [n > 0] in as much memory as running requests usually leave of the server's."""
     start = records[0].arrival
     requests = [
         Request(number, 0, r.arrival - start, r.tokens, r.input_len, r.message_starts, r.tenant)
         for number, r in enumerate(records)
     ]
-    slots = median_low(r.slot_room for r in records) if has_states else UNBOUNDED
-    pools = Split(median_low(r.kv_room for r in records), slots)
-    return Window(requests, cost, pools, counted, min_branch_tokens, serving)
+    room = _usual_room([r.room for r in records], has_states=has_states)
+    return Window(requests, cost, room, counted, min_branch_tokens, serving)
+
+
+def _usual_room(rooms: Sequence[Split | int], *, has_states: bool) -> Split | int:
+    """The median of `rooms` [n > 0], which are all of one kind."""
+    pools = [room for room in rooms if isinstance(room, Split)]
+    if not pools:
+        return median_low(room for room in rooms if isinstance(room, int))
+    slots = median_low(room.slots for room in pools) if has_states else UNBOUNDED
+    return Split(median_low(room.kv_tokens for room in pools), slots)
 
 
 @contextmanager

@@ -228,6 +228,19 @@ def test_evicted_when_kv_ran_short() -> None:
     assert stranger.unstored is not None and stranger.unstored.why is UnstoredReason.NEW
 
 
+def test_evicted_when_one_memory_ran_short() -> None:
+    """Neither kind has a pool that could be larger."""
+    it = server(kv=300, states=4, one_memory=True, state_bytes=160)
+    it.serve(run(150), [7])
+    for k in (1, 2, 3):
+        it.serve(run(150, k), [7])
+    report = explain(it, [*run(150), 9])
+    assert report.unstored is not None and report.unstored.why is UnstoredReason.EVICTED
+    assert "when room ran short" in said(report)
+    advice = remedy(report)
+    assert advice is not None and f"share {it.sizes.budget:,} bytes" in advice
+
+
 def test_kv_that_went_so_long_ago_that_only_the_history_knows() -> None:
     it = server(kv=400)
     it.cache.decision_log.decisions = Decisions(entries=1)

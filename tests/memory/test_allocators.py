@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
+from sglang_hybrid.memory import allocators  # noqa: E402
 from sglang_hybrid.memory.account import Account, MemoryKind  # noqa: E402
 from sglang_hybrid.memory.allocators import (  # noqa: E402
     OneMemoryBudget,
@@ -171,3 +172,44 @@ def test_checkpoints_leave_room_for_the_next_steps() -> None:
     assert cache.slots.take() is None
     server.allocator.free(taken)
     assert cache.slots.take() is not None
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_ranks_are_compared_by_the_ids_that_they_get(
+    page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alike after the same steps; a rank that differs says something else at its next step."""
+    told: list[str] = []
+    checker = allocators.rank_consensus_checker
+    monkeypatch.setattr(checker, "enabled", lambda: True)
+    monkeypatch.setattr(checker, "assert_same", lambda text, *values: told.append(text % values))
+
+    def steps(differs: bool) -> list[str]:
+        told.clear()
+        kv, slots = build(page)
+        first = kv.alloc(kv.available_size())
+        kv.free(first[len(first) // 2 :])
+        slots.free(slots.alloc(3))
+        if differs:
+            kv.free(first[: 4 * page])
+        kv.alloc(8 * page)
+        slots.alloc(1)
+        return list(told)
+
+    alike, other = steps(differs=False), steps(differs=True)
+    assert steps(differs=False) == alike
+    assert len(alike) == len(other) == 4
+    assert alike[:2] == other[:2] and alike[2:] != other[2:]
+
+
+def test_a_rank_whose_bytes_moved_otherwise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    checker = allocators.rank_consensus_checker
+    monkeypatch.setattr(checker, "enabled", lambda: True)
+    monkeypatch.setattr(checker, "assert_same", lambda text, *values: told.append(text % values))
+    for moves in (False, True):
+        kv, slots = build()
+        if moves:
+            slots.free(slots.alloc(40))  # the KV that follows takes the bytes from the states
+        kv.alloc(100)
+    assert told[0] != told[2]

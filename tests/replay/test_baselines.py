@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.nodes import NEVER
-from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.serving import Serving, Split
 from sglang_hybrid.replay.baselines import (
     SGLANG_RUNNING_STATES,
     BlockCache,
@@ -27,7 +27,7 @@ from sglang_hybrid.replay.baselines import (
 )
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import TailLru
-from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator, Split, hit_rate
+from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator, hit_rate
 from sglang_hybrid.replay.systems import SYSTEMS, Setting, Spec
 from sglang_hybrid.replay.traces import Request, read_compact
 from tests.replay.interleaved import interleaved

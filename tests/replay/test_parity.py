@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.serving import Serving, Split
 from sglang_hybrid.replay.server_simulator import ServerSimulator
-from sglang_hybrid.replay.simulator import Split
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.traces import Request, read_compact, read_mooncake
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import POLICIES
-from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.serving import Serving, Split
 from sglang_hybrid.replay.baselines import ServedClairvoyant
 from sglang_hybrid.replay.generators import generate, traffic
 from sglang_hybrid.replay.server_simulator import Running, ServerSimulator
-from sglang_hybrid.replay.simulator import Simulator, Split, hit_rate
+from sglang_hybrid.replay.simulator import Simulator, hit_rate
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.replay.traces import Request
 from tests.replay.interleaved import interleaved

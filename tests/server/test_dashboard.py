@@ -37,13 +37,12 @@ TUNED = ("--hybrid-eviction", "marconi", "--hybrid-tuner-workers", "1")
 """For a policy with an alpha and searches of the tuner; the other panels do not need it."""
 
 ONE_MEMORY = ("--hybrid-memory", "one")
-"""For the panels with these words; the tuner does not go with it."""
+"""For the panels with these words."""
 
 
-@pytest.mark.parametrize("one", [False, True], ids=["split", "one memory"])
-def test_no_panel_is_without_data(tmp_path: Path, one: bool) -> None:
+def test_no_panel_is_without_data(tmp_path: Path) -> None:
     flags = [*FLAGS, "--max-mamba-cache-size", str(2 * RUNNING), "--enable-metrics"]
-    flags += ONE_MEMORY if one else (*TUNED, "--hybrid-tuner-window", "64")
+    flags += [*ONE_MEMORY, *TUNED, "--hybrid-tuner-window", "64"]
     with ServerProcess(flags) as server:
         config = (DOCKER / "prometheus.yml").read_text()
         assert config.count("server:30000") == 1
@@ -57,7 +56,6 @@ def test_no_panel_is_without_data(tmp_path: Path, one: bool) -> None:
             found = {
                 f"{title}: {query}": series(url, query)
                 for title, asked in queries().items()
-                if title.startswith("One memory") == one
                 for query in asked
             }
             instances = label_values(url)

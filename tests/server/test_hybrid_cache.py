@@ -43,7 +43,10 @@ def conversation() -> list[list[int]]:
     ]
 
 
-STARVED = ("--max-mamba-cache-size", "12", "--max-running-requests", "16")
+STARVED = (
+    *("--max-mamba-cache-size", "12", "--max-running-requests", "16"),
+    *("--hybrid-memory", "split"),
+)
 
 
 def test_a_server_short_of_slots_serves_a_burst(model_directory: Callable[[str], Path]) -> None:

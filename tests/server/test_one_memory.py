@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.server_process import ServerFailed, ServerProcess
-from tests.server.client import TOLERANCE, ask, flush, hybrid_cache, logprobs, metric, random_prompt
+from tests.server.client import TOLERANCE, ask, flush, logprobs, metric, random_prompt
+from tests.server.one_memory import PAGES_OF_OTHERS, conserved, memory, pool_memory
 
 TOKENS, SLOTS = 6_000, 20
 FLAGS = (
     *("--hybrid-memory", "one", "--max-total-tokens", str(TOKENS)),
     *("--max-mamba-cache-size", str(SLOTS), "--enable-metrics"),
 )
-PAGES_OF_OTHERS = 64 << 10
-"""Bytes on the pages that rows for padding are written to."""
 
 
 @pytest.fixture(scope="module")
@@ -29,29 +26,6 @@ def server(model_directory: Callable[[str], Path]) -> Iterator[ServerProcess]:
     model = model_directory(DEFAULT_ARCHITECTURE)
     with ServerProcess(["--model-path", str(model), *FLAGS]) as running:
         yield running
-
-
-def pool_memory(server: ServerProcess) -> int:
-    """Physical bytes behind the pools: of mappings without reserve and without huge pages."""
-    assert server.process is not None
-    top = psutil.Process(server.process.pid)
-    total = 0
-    for process in [top, *top.children(recursive=True)]:
-        text = Path(f"/proc/{process.pid}/smaps").read_text()
-        for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text):
-            flags = re.search(r"^VmFlags: (.*)$", mapping, re.MULTILINE)
-            if flags and {"nr", "nh"} <= set(flags.group(1).split()):
-                total += 1024 * int(re.search(r"^Rss:\s+(\d+)", mapping, re.MULTILINE).group(1))
-    return total
-
-
-def memory(server: ServerProcess) -> dict:
-    return hybrid_cache(server.url)["memory"]
-
-
-def conserved(info: dict) -> bool:
-    taken = sum(info["used"].values()) + sum(info["waste"].values())
-    return taken + info["free"] == info["budget"]
 
 
 def documents(seed: int) -> list[list[int]]:
@@ -173,7 +147,7 @@ def test_two_ranks_evict_and_move_alike(model_directory: Callable[[str], Path]) 
         ),
         (("--hybrid-eviction", "sglang-lru"), "SGLang's own order"),
         (("--hybrid-admission", "all"), "checkpoints are not planned"),
-        (("--hybrid-tuner-workers", "1"), "the tuner replays two pools"),
+        (("--mamba-full-memory-ratio", "0.5"), "--mamba-full-memory-ratio divides it"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(

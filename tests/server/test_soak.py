@@ -17,6 +17,7 @@ import requests
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.server_process import ServerProcess
 from tests.server.client import TOLERANCE, hybrid_cache
+from tests.server.one_memory import PAGES_OF_OTHERS, all_is_free, pool_memory
 from tests.server.soak import LOGPROBS, Soak, Watched
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -65,6 +66,7 @@ class Configuration:
 EXTRA_BUFFER = ("--mamba-radix-cache-strategy", "extra_buffer", "--page-size", "16")
 CONFIGURATIONS = {
     "default": Configuration(REQUESTS, PRIORITIES),
+    "two pools": Configuration(FEWER, (*PRIORITIES, "--hybrid-memory", "split")),
     "longest prefix first": Configuration(FEWER, ("--schedule-policy", "lpm")),
     "extra buffer, page 16": Configuration(
         FEWER, (*PRIORITIES, *EXTRA_BUFFER), slots=2 * 3 * RUNNING
@@ -92,7 +94,8 @@ def test_nothing_is_lost_or_wrong(
         for _ in range(ROUNDS):
             asyncio.run(soak.send(chosen.requests // ROUNDS))
             seen = emptied(server)
-            assert seen["state_slots_free"] == chosen.slots
+            assert all_is_free(seen, chosen.slots)
+            pools_stay_within(server, seen)
             memory.append(sum(process.memory_info().rss for process in server.processes()))
             live.append(Counter(seen["live"]))
         print(soak.outcomes, seen, [f"{size >> 20} MB" for size in memory])
@@ -101,7 +104,7 @@ def test_nothing_is_lost_or_wrong(
         assert memory[-1] - memory[1] < GROWTH_BYTES, memory
         grown = {kind: more for kind, more in (live[-1] - live[1]).items() if kind not in RECORDS}
         assert all(more < GROWTH_OBJECTS for more in grown.values()), grown
-        assert emptied(server)["state_slots_free"] == chosen.slots
+        assert all_is_free(emptied(server), chosen.slots)
         assert "Traceback" not in server.log.read_text(errors="replace")
         assert server.process is not None and server.process.poll() is None
 
@@ -112,6 +115,15 @@ def emptied(server: ServerProcess) -> dict:
         server.url + "/flush_cache", params={"timeout": 60}, timeout=90
     ).raise_for_status()
     return hybrid_cache(server.url)
+
+
+def pools_stay_within(server: ServerProcess, seen: dict) -> None:
+    """One memory takes no more of the machine than its account says, and that is its budget."""
+    account = seen["memory"]
+    if account is not None:
+        assert pool_memory(server) <= account["resident"] + PAGES_OF_OTHERS
+        assert account["resident"] <= account["budget"]
+        assert account["failed_moves"] == 0
 
 
 def everything_happened(server: ServerProcess, soak: Soak, seen: dict) -> None:

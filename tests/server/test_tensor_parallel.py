@@ -22,7 +22,7 @@ def test_two_ranks(model_directory: Callable[[str], Path]) -> None:
     expected = expect(model)
     prompts = [right.prompt for right in expected]
     flags = ["--model-path", str(model), "--tp-size", "2", "--max-mamba-cache-size", "10"]
-    flags += ["--enable-metrics"]
+    flags += ["--enable-metrics", "--hybrid-memory", "split"]
     with ServerProcess(flags, environment=CHECKED) as server:
         agree(generate(server.url, prompts, NEW_TOKENS, logprobs=True), expected)
         agree(generate(server.url, prompts, NEW_TOKENS), expected)

@@ -14,6 +14,7 @@ import pytest
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.tuner.candidates import CANDIDATES
 from tests.server.client import ask, hybrid_cache, random_prompt
 from tests.tuner.traffic import POOLS, bursts, conversations, templates
 
@@ -23,6 +24,7 @@ WINDOW = 90
 FLAGS = (
     *("--max-mamba-cache-size", str(POOLS.slots), "--max-total-tokens", str(POOLS.kv_tokens)),
     *("--max-running-requests", "1", "--hybrid-slots-per-request", "1"),
+    *("--hybrid-memory", "split"),
     *("--hybrid-tuner-workers", "1"),
     *("--hybrid-tuner-window", str(WINDOW)),
 )
@@ -125,4 +127,21 @@ def test_a_worker_that_is_killed_changes_nothing_for_clients(
     assert "status -9" in seen["tuner"]["last_failure"]
     assert seen["eviction"] == "reuse"
     assert "a worker ended with status -9" in log
+    assert "Traceback" not in log
+
+
+def test_policies_are_compared_in_one_memory(model_directory: Callable[[str], Path]) -> None:
+    """The workers replay what the server has: all candidates are tried, and the rate that is seen
+    stays what was expected.
+    """
+    model = model_directory(DEFAULT_ARCHITECTURE)
+    flags = [flag if flag != "split" else "one" for flag in FLAGS]
+    with ServerProcess(["--model-path", str(model), *flags], environment=CHECKED) as server:
+        send(server, templates(WINDOW + 40))
+        until(lambda: hybrid_cache(server.url)["tuner"]["runs"] >= 1)
+        seen = hybrid_cache(server.url)
+        log = server.log.read_text(errors="replace")
+    assert seen["memory"]["used"]["kv"] > 0
+    assert (seen["tuner"]["failures"], seen["tuner"]["last_failure"]) == (0, "")
+    assert len(seen["tuner"]["regret"]) == len(CANDIDATES)
     assert "Traceback" not in log

@@ -22,6 +22,7 @@ REUSE, LRU = CANDIDATES[:2]
 TRAFFIC = requests(fashions(160) + templates(160, seed=1))
 SETTINGS = {
     "as served": Setting(COST, POOLS, TRAFFIC, serving=Serving()),
+    "in one memory": Setting(COST, 40_000, TRAFFIC, serving=Serving(one_memory=True)),
     "two pools": Setting(COST, POOLS, TRAFFIC),
     "one budget": Setting(COST, 40_000, TRAFFIC),
 }

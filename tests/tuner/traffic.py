@@ -10,8 +10,7 @@ import random
 from collections.abc import Sequence
 
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.serving import Serving
-from sglang_hybrid.replay.simulator import Split
+from sglang_hybrid.core.serving import Serving, Split
 from sglang_hybrid.replay.traces import Request, make_request
 from sglang_hybrid.tuner.recorder import Finished
 from sglang_hybrid.tuner.window import Window
@@ -79,8 +78,7 @@ def records(prompts: Sequence[list[int]], hit_rate: float = 0.0) -> list[Finishe
             r.input_len,
             r.arrival,
             int(hit_rate * r.input_len),
-            POOLS.kv_tokens,
-            POOLS.slots,
+            POOLS,
         )
         for r in requests(prompts)
     ]

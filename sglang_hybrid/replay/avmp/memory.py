@@ -1,0 +1,128 @@
+"""What all allocators share: sizes, ids, and which request used its memory longest ago."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from sglang_hybrid.replay.avmp.requests import LiveRequest
+
+GIB = 1 << 30
+
+
+class Kind(Enum):
+    """Whose bytes they are."""
+
+    KV = "kv"
+    STATES = "states"
+
+    @property
+    def other(self) -> Kind:
+        return Kind.STATES if self is Kind.KV else Kind.KV
+
+
+@dataclass(frozen=True)
+class Model:
+    """Bytes of a KV page (16 tokens) and of a state, of one layer, and layers of each kind."""
+
+    name: str
+    page: int
+    state: int
+    kv_layers: int = 4
+    state_layers: int = 28
+
+    def unit(self, kind: Kind) -> int:
+        """Bytes of what one layer takes of `kind` at a time."""
+        return self.page if kind is Kind.KV else self.state
+
+    def peak(self, request: LiveRequest) -> dict[Kind, int]:
+        """Units of each kind that `request` holds when it ends."""
+        return {
+            Kind.KV: self.kv_layers * request.pages_at_its_end,
+            Kind.STATES: self.state_layers,
+        }
+
+
+MODELS = (Model("jamba_1_5_mini", 64 << 10, 256 << 10), Model("mamba2_1b3", 64 << 10, 2 << 20))
+"""Jamba 1.5 Mini, and the same with states of Mamba-2 1.3B."""
+
+POOLS = (1 * GIB, 4 * GIB)
+
+
+class Memory(Protocol):
+    """An allocator of one model and size.
+
+    evicted: requests of which memory was taken while they ran.
+    """
+
+    evicted: set[int]
+
+    def take(self, kind: Kind, request: int, units: int) -> bool:
+        """Give `request` so many pages or states; False, and it gets none, if there is no room."""
+
+    def end(self, request: int) -> None:
+        """`request` is done: what it still has is free."""
+
+
+class Ids:
+    """Ids of pages: the one that was given back last is handed out first."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._free = list(range(total - 1, -1, -1))
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` ids, or None if fewer are free."""
+        if count > len(self._free):
+            return None
+        first = len(self._free) - count
+        taken = self._free[first:][::-1]
+        del self._free[first:]
+        return taken
+
+    def take_one_by_one(self, count: int) -> list[int] | None:
+        """The same; when they do not suffice, all are taken and put back, which turns their order
+        round.
+        """
+        taken = self.take(count)
+        if taken is None:
+            self._free.reverse()
+        return taken
+
+    def give(self, ids: Iterable[int]) -> None:
+        self._free.extend(ids)
+
+    def resize(self, total: int) -> bool:
+        """Let there be ids below `total`; False, and nothing has changed, if others are in use."""
+        if total < 0:
+            return False
+        if total >= self.total:
+            self._free.extend(range(self.total, total))
+        else:
+            kept = [number for number in self._free if number < total]
+            if len(self._free) - len(kept) < self.total - total:
+                return False
+            self._free = kept
+        self.total = total
+        return True
+
+
+@dataclass
+class Recency:
+    """What running requests hold, the one first that took something longest ago."""
+
+    held: OrderedDict[int, list[int]] = field(default_factory=OrderedDict)
+
+    def took(self, request: int, ids: Iterable[int]) -> None:
+        self.held.setdefault(request, []).extend(ids)
+        self.held.move_to_end(request)
+
+    def drop(self, request: int) -> list[int]:
+        """What `request` held, which is nothing any more."""
+        return self.held.pop(request, [])
+
+    def oldest(self) -> int | None:
+        return next(iter(self.held), None)

@@ -1,0 +1,47 @@
+"""What a server's one memory holds, by its own account and by the system's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from sglang_hybrid.server_process import ServerProcess
+from tests.server.client import hybrid_cache
+
+PAGES_OF_OTHERS = 64 << 10
+"""Bytes on the pages that rows for padding are written to."""
+
+
+def memory(server: ServerProcess) -> dict[str, Any]:
+    """The account of its one memory."""
+    return hybrid_cache(server.url)["memory"]
+
+
+def conserved(info: dict[str, Any]) -> bool:
+    taken = sum(info["used"].values()) + sum(info["waste"].values())
+    return taken + info["free"] == info["budget"]
+
+
+def all_is_free(seen: dict[str, Any], slots: int) -> bool:
+    """Whether an emptied cache holds nothing: of one memory, or of `slots` state slots."""
+    account = seen["memory"]
+    if account is None:
+        return seen["state_slots_free"] == slots
+    return account["free"] == account["budget"] and not any(account["used"].values())
+
+
+def pool_memory(server: ServerProcess) -> int:
+    """Physical bytes behind the pools: of mappings without reserve and without huge pages."""
+    assert server.process is not None
+    top = psutil.Process(server.process.pid)
+    total = 0
+    for process in [top, *top.children(recursive=True)]:
+        text = Path(f"/proc/{process.pid}/smaps").read_text()
+        for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text):
+            flags = re.search(r"^VmFlags: (.*)$", mapping, re.MULTILINE)
+            if flags and {"nr", "nh"} <= set(flags.group(1).split()):
+                total += 1024 * int(re.search(r"^Rss:\s+(\d+)", mapping, re.MULTILINE).group(1))
+    return total
