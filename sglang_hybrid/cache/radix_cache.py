@@ -42,6 +42,7 @@ from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.explainer import Explainer
 from sglang_hybrid.memory.account import Account
 from sglang_hybrid.memory.allocators import OneMemoryKV
+from sglang_hybrid.prompts.hints import declared_positions
 from sglang_hybrid.telemetry.metrics import CacheMetrics
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
 from sglang_hybrid.tenants import tenant_of
@@ -272,7 +273,14 @@ class HybridRadixCache(UnifiedRadixCache):
         else:
             usable = len(key) - len(key) % self.page_size
             missed = Missed.NOTHING if hit >= usable else Missed.NOT_STORED
-        report = RequestReport(len(req.origin_input_ids), hit, kv_only, missed)
+        report = RequestReport(
+            len(req.origin_input_ids),
+            hit,
+            kv_only,
+            missed,
+            declared=declared_positions(req.kv_hints),
+            has_states=self.is_mamba_enabled,
+        )
         self._reports[req] = report
         if known is None and self.has_shadow_tree:
             self.shadow_tree.arrived(req.time_stats.created_time or None)
@@ -301,6 +309,7 @@ class HybridRadixCache(UnifiedRadixCache):
             history_match=history_match,
             shared=self.prefix_wait.shared(req),
             message_starts=self.message_starts(req),
+            declared=declared_positions(req.kv_hints),
         )
 
     def admitted(self, req: Req) -> None:

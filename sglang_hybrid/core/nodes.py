@@ -14,6 +14,7 @@ from typing import Any, Protocol
 class Kind(Enum):
     """Why a checkpoint was taken."""
 
+    DECLARED = "declared"
     BRANCH = "branch"
     MESSAGE = "message"
     PROMPT_END = "prompt_end"
