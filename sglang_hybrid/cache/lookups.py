@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
+from sglang_hybrid.prompts.hints import declared_positions
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
 
 if TYPE_CHECKING:
@@ -104,7 +105,14 @@ class LookUps:
         else:
             usable = len(key) - len(key) % self._cache.page_size
             missed = Missed.NOTHING if hit >= usable else Missed.NOT_STORED
-        return RequestReport(len(req.origin_input_ids), hit, kv_only, missed)
+        return RequestReport(
+            len(req.origin_input_ids),
+            hit,
+            kv_only,
+            missed,
+            declared=declared_positions(req.kv_hints),
+            has_states=self._cache.is_mamba_enabled,
+        )
 
     def began(self, req: Req) -> None:
         """The first prefill of a request has run: count what it found, once."""

@@ -24,6 +24,7 @@ from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.checkpoints.prefix_wait import PrefixWait
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.explain.explainer import Explainer
+from sglang_hybrid.prompts.hints import declared_positions
 from sglang_hybrid.telemetry.metrics import CacheMetrics
 from sglang_hybrid.tenants import tenant_of
 
@@ -160,6 +161,7 @@ class HybridRadixCache(OneMemoryCache):
             history_match=history_match,
             shared=self.prefix_wait.shared(req),
             message_starts=self.message_starts(req),
+            declared=declared_positions(req.kv_hints),
         )
 
     def admitted(self, req: Req) -> None:

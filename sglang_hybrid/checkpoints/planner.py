@@ -80,6 +80,7 @@ class Planner:
         history_match: HistoryMatch | None = None,
         shared: Sequence[int] = (),
         message_starts: Sequence[int] = (),
+        declared: Sequence[int] = (),
     ) -> None:
         """`req` may be admitted with `req.prefix_len` tokens hit: say what its prefill should
         leave. Nothing is counted before `admitted`.
@@ -91,6 +92,7 @@ class Planner:
             known_branch=0 if history_match is None else history_match.branch,
             shared=shared,
             message_starts=message_starts,
+            declared=declared,
             page_size=self._page_size,
         )
         plan: CheckpointPlan

@@ -16,6 +16,10 @@ MIN_BRANCH_TOKENS = 16
 """Tokens that a branch point must gain over the hit to get a checkpoint, by default."""
 
 
+ALWAYS_EXACT = (Kind.DECLARED, Kind.PROMPT_END)
+"""Kinds that are taken however few tokens they gain."""
+
+
 class Skip(Enum):
     """Why a position gets no checkpoint."""
 
@@ -46,8 +50,9 @@ class Prefill:
     prompt_len: its tokens; hits end before the last one. hit_len: where it resumes. kv_len: how far
     KV alone is stored. known_branch: where the history would branch it (`HistoryMatch.branch`), 0
     if it does not know. shared: lengths of the prefixes that waiting requests share with it,
-    ascending. message_starts: positions at which the client's messages begin. page_size: positions
-    are rounded down to multiples of it.
+    ascending. message_starts: positions at which the client's messages begin. declared: positions
+    at which the client asked for a checkpoint. page_size: positions are rounded down to multiples
+    of it.
     """
 
     prompt_len: int
@@ -56,6 +61,7 @@ class Prefill:
     known_branch: int = 0
     shared: Sequence[int] = ()
     message_starts: Sequence[int] = ()
+    declared: Sequence[int] = ()
     page_size: int = 1
 
     def branch_points(self) -> list[int]:
@@ -82,10 +88,12 @@ class SlotBudget:
 
 
 def judicious(prefill: Prefill) -> list[tuple[int, Kind]]:
-    """Positions that a later prompt may resume from, most likely first: where it branches from what
-    was seen and from what waits, start of the last message, prompt end.
+    """Positions that a later prompt may resume from, most likely first: what the client declared,
+    deepest first; where it branches from what was seen and from what waits; start of the last
+    message; prompt end.
     """
-    wanted = [(branch, Kind.BRANCH) for branch in prefill.branch_points()]
+    wanted = [(position, Kind.DECLARED) for position in sorted(prefill.declared, reverse=True)]
+    wanted += [(branch, Kind.BRANCH) for branch in prefill.branch_points()]
     wanted += [(length, Kind.BRANCH) for length in reversed(prefill.shared)]
     if prefill.message_starts:
         wanted.append((prefill.message_starts[-1], Kind.MESSAGE))
@@ -128,7 +136,8 @@ def screen(
     wanted: Sequence[tuple[int, Kind]], prefill: Prefill, min_branch_tokens: int = MIN_BRANCH_TOKENS
 ) -> list[Checkpoint]:
     """Each wanted position on its page, skipped if it is not computed, there already, or too close
-    to the hit or to one before it; whether there is room is not asked.
+    to the hit or to one before it; whether there is room is not asked. What the client declared and
+    the prompt's end may be close to others.
     """
     screened: list[Checkpoint] = []
     taken = [prefill.hit_len]
@@ -139,7 +148,7 @@ def screen(
             skip = Skip.DUPLICATE
         elif not prefill.hit_len < position < prefill.prompt_len:
             skip = Skip.NOT_COMPUTED
-        elif kind is not Kind.PROMPT_END and any(
+        elif kind not in ALWAYS_EXACT and any(
             abs(position - other) < min_branch_tokens for other in taken
         ):
             skip = Skip.MICRO_BRANCH
@@ -152,11 +161,14 @@ def screen(
 def worth(position: int, kind: Kind, slot_budget: SlotBudget) -> Skip | None:
     """Why a checkpoint is not taken where no slot is free; None if it is worth what it pushes out.
 
-    A chunk's end is worth a free slot only, and so is a prompt's, which serves the same prompt
-    again, unless it is known how often that happens.
+    A declared position is worth the cheapest victim: the client said that it comes back. A chunk's
+    end is worth a free slot only, and so is a prompt's, which serves the same prompt again, unless
+    it is known how often that happens.
     """
     if not slot_budget.evictable:
         return Skip.NO_SLOT
+    if kind is Kind.DECLARED:
+        return None
     if kind is Kind.CHUNK or (kind is Kind.PROMPT_END and not slot_budget.knows_returns):
         return Skip.NOT_WORTH
     if slot_budget.beats_victim is not None and not slot_budget.beats_victim(position, kind):

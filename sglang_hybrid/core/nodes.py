@@ -17,6 +17,7 @@ NEVER: Final = 2.0**52
 class Kind(Enum):
     """Why a checkpoint was taken."""
 
+    DECLARED = "declared"
     BRANCH = "branch"
     MESSAGE = "message"
     PROMPT_END = "prompt_end"

@@ -14,6 +14,7 @@ from sglang_hybrid.explain.miss_report import (
 
 KINDS = {
     "branch": "branch point",
+    "declared": "declared position",
     "message": "message start",
     "prompt_end": "prompt's end",
     "tail": "answer's end",

@@ -15,6 +15,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
 
+from sglang_hybrid.prompts import hints
 from sglang_hybrid.requests import fields
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def check(
         if positions is not None:
             fields.positions(name, positions, len(ids))
     if isinstance(request, GenerateReqInput):
+        hints.check(request.kv_hints, len(ids))
         _check_logprobs(manager, request, len(ids))
 
 

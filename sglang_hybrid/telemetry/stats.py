@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -34,6 +35,8 @@ class RequestReport:
     hit_tokens: prompt tokens whose prefill was skipped. kv_only_tokens: further prompt tokens whose
     KV is stored, but without a state to resume from. checkpoints: (position, kind) of each state
     that the request left in the tree. started: its prefill has begun, the numbers are final.
+    declared: positions at which the client asked for a checkpoint. has_states: the model has
+    recurrent state, so only positions with a checkpoint can be hit.
     """
 
     prompt_tokens: int
@@ -42,8 +45,15 @@ class RequestReport:
     missed: Missed
     checkpoints: list[tuple[int, Kind]] = field(default_factory=list)
     started: bool = False
+    declared: Sequence[int] = ()
+    has_states: bool = True
 
     def as_dict(self) -> dict[str, Any]:
+        """A request that declared positions is also told which of them behind the hit were kept,
+        and how many tokens that makes a later request save beside those that were hit.
+        """
+        kept = self.kept
+        declared = {"kept": kept, "written_tokens": kept[-1] - self.hit_tokens if kept else 0}
         return {
             "hit_tokens": self.hit_tokens,
             "kv_only_tokens": self.kv_only_tokens,
@@ -51,7 +61,16 @@ class RequestReport:
             "checkpoints": [
                 {"position": position, "kind": kind.value} for position, kind in self.checkpoints
             ],
+            **({"declared": declared} if self.declared else {}),
         }
+
+    @property
+    def kept(self) -> list[int]:
+        """Declared positions behind the hit that later requests can resume from, ascending."""
+        kept = [position for position, kind in self.checkpoints if kind is Kind.DECLARED]
+        if not self.has_states:
+            kept = list(self.declared)
+        return sorted(at for at in kept if at > self.hit_tokens)
 
 
 @dataclass

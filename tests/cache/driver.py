@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.environ import envs
+from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.allocation import alloc_req_slots
@@ -47,6 +48,7 @@ from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.memory.account import Account, MemoryKind
 from sglang_hybrid.memory.allocators import OneMemoryPages, OneMemorySlots, OneMemoryTokens
 from sglang_hybrid.memory.granules import GranulePool
+from sglang_hybrid.prompts.hints import checkpoint_hint
 from sglang_hybrid.replay.traces import Request
 from tests.cache.backends import COST
 
@@ -234,6 +236,7 @@ class Server:
         extra_key: str | None = None,
         cache_salt: str | None = None,
         lora_id: str | None = None,
+        declared: Sequence[int] = (),
     ) -> Req:
         """A request that waits."""
         self._rid += 1
@@ -245,6 +248,7 @@ class Server:
             origin_input_text="",
             origin_input_ids=array("q", tokens),
             sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
+            kv_hints=decode_kv_hints_envelope(checkpoint_hint(declared)) if declared else None,
         )
         req.time_stats.created_time = stamp
         return req

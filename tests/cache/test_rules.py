@@ -315,6 +315,54 @@ def test_kernels_that_cannot_stop_in_a_forward_get_shorter_ones(
     assert it.probe([*run(100), *run(50, 2)]) == 149
 
 
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("chunk", [0, 16])
+def test_declared_positions_get_checkpoints_on_the_first_visit(one_pass: bool, chunk: int) -> None:
+    sizes = Sizes()
+    it = Server(build_cache(sizes, options("reuse", "judicious"), one_pass=one_pass), sizes, chunk)
+    req = it.arrive(run(50), declared=[7, 16, 33])
+    assert it.admit(req)
+    while not it.prefill_step(req):
+        pass
+    it.decode(req, run(2, 1))
+    it.finish(req)
+    it.check()
+    report = it.cache.lookups.report(req).as_dict()
+    kinds = {each["position"]: each["kind"] for each in report["checkpoints"]}
+    assert {at: kinds[at] for at in (7, 16, 33)} == dict.fromkeys((7, 16, 33), "declared")
+    assert report["declared"] == {"kept": [7, 16, 33], "written_tokens": 33}
+    for declared in (7, 16, 33):
+        assert it.probe([*run(declared), *run(20, 9)]) == declared
+    again = it.arrive([*run(16), *run(30, 9)], declared=[7, 16, 20])
+    assert it.admit(again)
+    it.prefill_step(again)
+    while again.extend_end < 46:
+        it.prefill_step(again)
+    assert it.cache.lookups.report(again).as_dict()["declared"] == {"kept": [20], "written_tokens": 4}
+
+
+def test_a_declared_position_takes_the_slot_of_the_cheapest_state() -> None:
+    it = server("reuse", "judicious", states=4)
+    for start in range(1, 5):
+        it.serve(run(30, start), [7])
+    req = it.arrive(run(60), declared=[31])
+    assert it.admit(req)
+    it.prefill_step(req)
+    it.decode(req, [7])
+    it.finish(req)
+    it.check()
+    assert it.probe([*run(31), 9]) == 31
+
+
+def test_without_recurrent_state_every_declared_position_is_kept() -> None:
+    it = server("reuse", "judicious", states=0)
+    it.serve(run(20), [7])
+    req = it.arrive(run(60), declared=[10, 40])
+    assert it.admit(req)
+    it.prefill_step(req)
+    assert it.cache.lookups.report(req).as_dict()["declared"] == {"kept": [40], "written_tokens": 20}
+
+
 # When slots run out.
 
 

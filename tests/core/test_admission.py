@@ -33,6 +33,26 @@ def test_judicious_takes_branch_last_message_and_prompt_end() -> None:
     ]
 
 
+def test_declared_positions_come_first_and_may_be_close_to_others() -> None:
+    prefill = Prefill(1000, hit_len=100, kv_len=400, message_starts=[905], declared=[105, 395, 900])
+    assert decide(judicious(prefill), prefill, PLENTY) == [
+        Checkpoint(900, Kind.DECLARED),
+        Checkpoint(395, Kind.DECLARED),
+        Checkpoint(105, Kind.DECLARED),
+        Checkpoint(400, Kind.BRANCH, Skip.MICRO_BRANCH),
+        Checkpoint(905, Kind.MESSAGE, Skip.MICRO_BRANCH),
+        Checkpoint(999, Kind.PROMPT_END),
+    ]
+
+
+def test_a_declared_position_is_worth_the_cheapest_victim() -> None:
+    prefill = Prefill(1000, hit_len=0, kv_len=0, declared=[400])
+    full = SlotBudget(0, evictable=True, beats_victim=lambda position, kind: False)
+    assert skips(decide(judicious(prefill), prefill, full))[Kind.DECLARED] is None
+    locked = SlotBudget(0, evictable=False)
+    assert skips(decide(judicious(prefill), prefill, locked))[Kind.DECLARED] is Skip.NO_SLOT
+
+
 def test_the_history_knows_a_branch_whose_kv_is_gone() -> None:
     assert Prefill(1000, hit_len=100, kv_len=150, known_branch=400).branch_points() == [400, 150]
     assert Prefill(1000, hit_len=100, kv_len=600, known_branch=400).branch_points() == [600, 400]

@@ -1,0 +1,5 @@
+"""Declared prompts: positions, breakpoints, schemas and pins that clients name beforehand.
+
+What a client declares is evidence that a prefix will come back. It decides where checkpoints are
+taken; it never changes the tokens that the model reads.
+"""

@@ -1,0 +1,135 @@
+"""At which token of a prompt a block of a chat ends.
+
+A block's end is found by changing what comes after it: the prompt is rendered again with the block
+continued, and the text that both renderings share ends where the block does. That holds for any
+chat template. The token position is the last one at that place or before it which stays a boundary
+between tokens however the text goes on.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+MARK = "\ue000"
+"""What a block is continued with: a character for private use, which no template writes."""
+
+BLANKS = (" a", "   a", "\n", "\n\n\na", " \n")
+CONTINUATIONS = (MARK, "a", "é", "1", "'s", *BLANKS, *string.punctuation)
+"""How text may go on after a block: each may merge with other tokens before it."""
+
+AHEAD = 64
+"""Characters behind the deepest place that are tokenized, so that its last tokens are the
+prompt's."""
+
+WINDOW = 32
+"""Tokens before a place that are tokenized again with another continuation."""
+
+AGREED = 8
+"""Tokens before a position that must come out the same."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The end of a block.
+
+    variants: the prompt as rendered with other things behind that end. open_ended: another block's
+    text may follow directly, and not what the template puts behind a message.
+    """
+
+    variants: Sequence[str]
+    open_ended: bool
+
+
+def common_prefix(one: str, other: str) -> int:
+    """Characters that two texts share at their beginning."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def token_positions(
+    tokenizer: Any,
+    encode_kwargs: Mapping[str, Any],
+    text: str,
+    ids: Sequence[int],
+    places: Sequence[Place],
+) -> list[int | None]:
+    """Where each place lies in `ids` [n], the tokens of `text`: tokens before it; None where that
+    is not known.
+
+    tokenizer: a fast one of transformers; any other tells no offsets, so nothing is known.
+    encode_kwargs: with which `text` was tokenized.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        return [None] * len(places)
+    ends = [_end(text, place) for place in places]
+    known = max((end for end in ends if end is not None), default=0)
+    tokens = _Tokens(tokenizer, encode_kwargs, text[: known + AHEAD])
+    found: list[int | None] = []
+    for place, end in zip(places, ends, strict=True):
+        position = None
+        if end is not None:
+            following = CONTINUATIONS if place.open_ended else ()
+            others = [variant[end : end + AHEAD] for variant in place.variants]
+            position = tokens.last_boundary(end, [*others, *following])
+        if position is not None and not (
+            0 < position < len(ids) and tokens.ids[:position] == list(ids[:position])
+        ):
+            position = None
+        found.append(position)
+    return found
+
+
+def _end(text: str, place: Place) -> int | None:
+    """Characters before a place; None if no variant differs from the prompt."""
+    shared = min((common_prefix(text, variant) for variant in place.variants), default=len(text))
+    return shared if shared < len(text) else None
+
+
+class _Tokens:
+    """A text's tokens, and the characters that each covers."""
+
+    def __init__(self, tokenizer: Any, encode_kwargs: Mapping[str, Any], text: str) -> None:
+        self._tokenizer = tokenizer
+        self._text = text
+        self.ids, self._offsets = self._encode(text, encode_kwargs)
+        self._ends = np.array([end for _, end in self._offsets], np.int64)
+
+    def last_boundary(self, place: int, continuations: Sequence[str]) -> int | None:
+        """The most tokens that end at character `place` or before it whatever follows there."""
+        beyond = np.flatnonzero(self._ends > place)
+        most = int(beyond[0]) if beyond.size else len(self.ids)
+        for position in range(most, max(0, most - AGREED), -1):
+            if all(self._stays(position, place, text) for text in continuations):
+                return position
+        return None
+
+    def _stays(self, position: int, place: int, continuation: str) -> bool:
+        """Whether the tokens before `position` are the same where `continuation` follows."""
+        first = max(0, position - WINDOW)
+        start = self._offsets[first][0]
+        ids, offsets = self._encode(
+            self._text[start:place] + continuation, {"add_special_tokens": False}
+        )
+        here = self._offsets[position - 1][1] - start
+        at = max((at + 1 for at, (_, end) in enumerate(offsets) if end <= here), default=0)
+        if not at or offsets[at - 1][1] != here:
+            return False
+        count = min(AGREED, at, position)
+        return ids[at - count : at] == self.ids[position - count : position]
+
+    def _encode(
+        self, text: str, kwargs: Mapping[str, Any]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        found = self._tokenizer(text, return_offsets_mapping=True, **kwargs)
+        return list(found["input_ids"]), list(found["offset_mapping"])

@@ -1,0 +1,82 @@
+"""From the blocks that a chat request marks to declared positions, for every endpoint.
+
+An endpoint's module finds its marked blocks and makes the variants of a request; this one renders
+them and writes the positions into the request for the scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_hybrid.prompts.breakpoints import Place, token_positions
+from sglang_hybrid.prompts.hints import checkpoint_hint
+from sglang_hybrid.prompts.rendering import Rendering, rendered
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MarkedBlock:
+    """A block that a client marked.
+
+    ttl: how long it says that the block will be used. variants: the request with other things
+    behind the block. open_ended: other text may follow the block within its message.
+    """
+
+    ttl: str
+    variants: Sequence[Any]
+    open_ended: bool
+
+
+@dataclass(frozen=True)
+class Breakpoint:
+    """A declared position (tokens from the start of the prompt) and its lifetime."""
+
+    position: int
+    ttl: str
+
+
+def declare(
+    adapted: Any,
+    tokenizer: Any,
+    request: Any,
+    blocks: Sequence[MarkedBlock],
+    process: Callable[[Any], Any],
+) -> list[Breakpoint]:
+    """Ask for checkpoints where `blocks` end; returns those positions that are known, ascending.
+
+    adapted: SGLang's GenerateReqInput of `request`; its `kv_hints` are set. process: renders and
+    encodes a request, as SGLang does it.
+    """
+    ids = adapted.input_ids
+    if not blocks or not ids or not isinstance(ids[0], int):
+        return []
+    whole = _rendered(process, request)
+    if whole is None:
+        logger.info("sglang_hybrid: marked blocks are ignored: the chat has no Jinja template.")
+        return []
+    places = []
+    for block in blocks:
+        renderings = (_rendered(process, variant) for variant in block.variants)
+        texts = [rendering.text for rendering in renderings if rendering is not None]
+        places.append(Place(texts, block.open_ended))
+    positions = token_positions(tokenizer, whole.encode_kwargs, whole.text, ids, places)
+    found = {
+        position: Breakpoint(position, block.ttl)
+        for position, block in zip(positions, blocks, strict=True)
+        if position is not None
+    }
+    if found:
+        adapted.kv_hints = checkpoint_hint(found)
+    return [found[position] for position in sorted(found)]
+
+
+def _rendered(process: Callable[[Any], Any], request: Any) -> Rendering | None:
+    try:
+        return rendered(lambda: process(request))
+    except Exception as error:  # a template may refuse a variant with anything
+        logger.debug("sglang_hybrid: a chat with other blocks is refused: %s", error)
+        return None

@@ -1,0 +1,114 @@
+"""Where a block ends in a prompt's tokens, whatever follows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from sglang_hybrid.models.tokenizer import write_tokenizer
+from sglang_hybrid.prompts.breakpoints import MARK, Place, common_prefix, token_positions
+from sglang_hybrid.prompts.rendering import Rendering, encoded, rendered
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    directory: Path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(directory, max_length=100_000)
+    return PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+def position(tokenizer: Any, before: str, after: str, *, open_ended: bool = True) -> int | None:
+    """Of a block that ends between the two texts."""
+    place = Place([before + MARK + after], open_ended)
+    (found,) = token_positions(
+        tokenizer, {}, before + after, tokenizer(before + after)["input_ids"], [place]
+    )
+    return found
+
+
+@given(st.text("ab \n1<", max_size=40), st.text("ab \n1<", max_size=20))
+def test_the_common_prefix_of_two_texts(one: str, other: str) -> None:
+    shared = common_prefix(one, other)
+    assert one[:shared] == other[:shared]
+    assert shared in (len(one), len(other)) or one[shared] != other[shared]
+
+
+def test_a_block_before_a_special_token_ends_with_its_last_token(tokenizer: Any) -> None:
+    before, after = "<|im_start|>user\nThe keeper of the archive", "<|im_end|>\nmore"
+    assert position(tokenizer, before, after, open_ended=False) == len(tokenizer.encode(before))
+
+
+def test_a_word_that_may_go_on_is_left_out(tokenizer: Any) -> None:
+    """Behind `arch` may come `ive`: then its tokens would be others."""
+    before, after = "<|im_start|>user\nThe keeper of the arch", " of stone<|im_end|>"
+    found = position(tokenizer, before, after)
+    assert found is not None
+    assert tokenizer.decode(tokenizer.encode(before + after)[:found]).startswith(
+        "<|im_start|>user\nThe keeper of the"
+    )
+    assert found < len(tokenizer.encode(before))
+
+
+def test_a_token_across_the_end_is_left_out(tokenizer: Any) -> None:
+    assert position(tokenizer, "a line\n", "\n\nnext") == len(tokenizer.encode("a line"))
+
+
+def test_a_block_that_no_variant_continues_has_no_position(tokenizer: Any) -> None:
+    ids = tokenizer.encode("some text")
+    assert token_positions(tokenizer, {}, "some text", ids, [Place(["some text"], True)]) == [None]
+    assert token_positions(tokenizer, {}, "some text", ids, [Place([], True)]) == [None]
+
+
+def test_tokens_that_are_not_the_prompts_have_no_position(tokenizer: Any) -> None:
+    """As when a reply's beginning was appended, or the text was tokenized another way."""
+    ids = tokenizer.encode("other words here")
+    place = Place(["some text" + MARK], True)
+    assert token_positions(tokenizer, {}, "some text follows", ids, [place]) == [None]
+
+
+def test_a_slow_tokenizer_tells_no_offsets() -> None:
+    class Slow:
+        is_fast = False
+
+    assert token_positions(Slow(), {}, "text", [1, 2], [Place(["text a"], True)]) == [None]
+
+
+PIECES = st.lists(
+    st.sampled_from(["arch", "ive", " keeper", "\n", "  ", "12", "é", "€", ".", "'s", "<", "x"]),
+    min_size=1,
+    max_size=12,
+).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(before=PIECES, after=PIECES, others=st.lists(PIECES, min_size=1, max_size=4))
+def test_a_position_is_a_boundary_whatever_follows(
+    tokenizer: Any, before: str, after: str, others: list[str]
+) -> None:
+    """The tokens before it begin every prompt that begins with the block."""
+    head = "<|im_start|>user\nread this: "
+    found = position(tokenizer, head + before, after)
+    assert found is not None
+    ids = tokenizer.encode(head + before + after)[:found]
+    for other in others:
+        assert tokenizer.encode(head + before + other)[:found] == ids
+
+
+def test_a_chat_is_rendered_without_being_tokenized() -> None:
+    def encode(tokenizer: Any, text: str, kwargs: Any) -> list[int]:
+        return [len(text)]
+
+    def process() -> list[int]:
+        try:
+            return encoded(encode, None, "a chat", {"add_special_tokens": False})
+        except Exception:  # as SGLang tries another form of the tools
+            return []
+
+    assert rendered(process) == Rendering("a chat", {"add_special_tokens": False})
+    assert process() == [6]
+    assert rendered(lambda: None) is None

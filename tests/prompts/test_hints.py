@@ -1,0 +1,56 @@
+"""Our actions in SGLang's envelope: what they may hold, and what is said of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
+
+from sglang_hybrid.prompts import hints
+
+
+def envelope(*actions: dict[str, Any]) -> Any:
+    whole = [{"action_id": "a", "action_version": "1", **action} for action in actions]
+    return decode_kv_hints_envelope({"protocol_version": "1", "message_id": "m", "actions": whole})
+
+
+def checkpoint(positions: Any, **more: Any) -> dict[str, Any]:
+    return {"action_type": "hybrid.checkpoint", "payload": {"positions": positions}, **more}
+
+
+def test_positions_of_all_actions_are_declared_in_order() -> None:
+    asked = envelope(checkpoint([30, 10]), {"action_type": "other.pin"}, checkpoint([10, 20]))
+    hints.check(asked, 31)
+    assert hints.declared_positions(asked) == (10, 20, 30)
+    assert hints.declared_positions(None) == ()
+    hints.check(None, 31)
+
+
+def test_the_envelope_we_write_is_one_that_we_read() -> None:
+    written = decode_kv_hints_envelope(hints.checkpoint_hint([7, 3]))
+    hints.check(written, 8)
+    assert hints.declared_positions(written) == (3, 7)
+
+
+@pytest.mark.parametrize(
+    ("action", "sentence"),
+    [
+        (checkpoint([5, 31]), "positions[1] of hybrid.checkpoint is 31; in a prompt of 31 tokens"),
+        (checkpoint([0]), "positions[0] of hybrid.checkpoint is 0"),
+        (checkpoint([True]), "positions[0] of hybrid.checkpoint is True"),
+        (checkpoint(["5"]), "positions[0] of hybrid.checkpoint is '5'"),
+        (checkpoint([]), "positions of hybrid.checkpoint is []; it must be a list"),
+        (checkpoint(7), "positions of hybrid.checkpoint is 7; it must be a list"),
+        ({"action_type": "hybrid.checkpoint"}, "positions of hybrid.checkpoint is None"),
+        (checkpoint([5], action_version="2"), "version '2' of hybrid.checkpoint"),
+        (checkpoint([5], action_type="hybrid.fly"), "the action 'hybrid.fly'"),
+        (checkpoint([5], payload={"positions": [5], "at": 1}), "has the field 'at'"),
+        (checkpoint(list(range(1, 18))), "declares 17 positions; a request may declare 16"),
+    ],
+)
+def test_what_is_malformed_is_named(action: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError) as error:
+        hints.check(envelope(action), 31)
+    assert sentence in str(error.value)
+    assert str(error.value).endswith(".") and "\n" not in str(error.value)

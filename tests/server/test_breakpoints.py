@@ -1,0 +1,233 @@
+"""Marked blocks through the official clients, on a real server: exact tokens, true counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.server_process import ServerProcess
+from tests.server.client import flush
+
+TEMPLATE = Path(__file__).parents[1] / "prompts" / "chat.jinja"
+MARKED = {"type": "ephemeral"}
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+
+RULES = " ".join(f"Rule {n} is kept by keeper {n * 7 % 31}." for n in range(40))
+STORY = " ".join(f"On day {n} the keeper counted {n * 3} lanterns." for n in range(40))
+TOOLS = [
+    {
+        "name": name,
+        "description": f"Looks up {name} in the archive.",
+        "input_schema": {"type": "object", "properties": {"word": {"type": "string"}}},
+    }
+    for name in ("rooms", "keepers", "lanterns")
+]
+
+
+@pytest.fixture(scope="module")
+def server(model_directory: Callable[[str], Path]) -> Iterator[str]:
+    """A server whose chat template shows tools; it reports no cached tokens unless asked."""
+    model = model_directory(DEFAULT_ARCHITECTURE)
+    flags = ["--model-path", str(model), "--chat-template", str(TEMPLATE)]
+    with ServerProcess(flags) as running:
+        yield running.url
+
+
+@pytest.fixture(scope="module")
+def tokens(model_directory: Callable[[str], Path]) -> Callable[[str], int]:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_directory(DEFAULT_ARCHITECTURE))
+    return lambda text: len(tokenizer.encode(text))
+
+
+@pytest.fixture
+def claude(server: str) -> anthropic.Anthropic:
+    flush(server)
+    return anthropic.Anthropic(base_url=server, api_key="none", max_retries=0)
+
+
+def text(words: str, mark: Any = None) -> dict[str, Any]:
+    return {"type": "text", "text": words, **({"cache_control": mark} if mark else {})}
+
+
+def ask(client: anthropic.Anthropic, question: str, **more: Any) -> anthropic.types.Usage:
+    content = more.pop("content", [text(question)])
+    messages = more.pop("messages", [{"role": "user", "content": content}])
+    return client.messages.create(
+        model="default", max_tokens=4, temperature=0, messages=messages, **more
+    ).usage
+
+
+def counts(usage: anthropic.types.Usage) -> tuple[int, int, int]:
+    """Read, written, and computed for this request alone."""
+    return (
+        usage.cache_read_input_tokens or 0,
+        usage.cache_creation_input_tokens or 0,
+        usage.input_tokens,
+    )
+
+
+def test_the_second_request_hits_exactly_the_marked_system_prompt(
+    claude: anthropic.Anthropic, tokens: Callable[[str], int]
+) -> None:
+    marked = tokens("<|im_start|>system\n" + RULES)
+    system = [text(RULES, MARKED)]
+    first = ask(claude, "Who keeps rule 3?", system=system)
+    assert counts(first)[:2] == (0, marked)
+    assert first.cache_creation is not None
+    assert first.cache_creation.ephemeral_5m_input_tokens == marked
+    second = ask(claude, "Name the keeper of rule 5.", system=system)
+    assert counts(second)[:2] == (marked, 0)
+    for usage, question in ((first, "Who keeps rule 3?"), (second, "Name the keeper of rule 5.")):
+        counted = claude.messages.count_tokens(
+            model="default",
+            system=system,
+            messages=[{"role": "user", "content": question}],
+        )
+        assert sum(counts(usage)) == counted.input_tokens
+
+
+def test_each_kind_of_block_ends_at_its_own_token(
+    claude: anthropic.Anthropic, tokens: Callable[[str], int]
+) -> None:
+    """Tools and system for an hour, a document and the last block for five minutes."""
+    tools = [*TOOLS[:2], {**TOOLS[2], "cache_control": HOUR}]
+    content = [text(STORY, MARKED), text("\nHow many lanterns on day 7?", MARKED)]
+    request = {"tools": tools, "system": [text(RULES, HOUR)]}
+    usage = ask(claude, "", content=content, **request)
+    read, written, _ = counts(usage)
+    assert read == 0 and usage.cache_creation is not None
+    assert usage.cache_creation.ephemeral_5m_input_tokens > tokens(STORY)
+    assert tokens(RULES) < usage.cache_creation.ephemeral_1h_input_tokens < written
+    # The same tools, the same system, the same document: each is found where it ends.
+    other_question = ask(claude, "", content=[content[0], text("\nWhen?")], **request)
+    other_document = ask(claude, "Something else.", **request)
+    other_system = ask(claude, "Something else.", tools=tools, system="Be brief.")
+    hits = [counts(each)[0] for each in (other_question, other_document, other_system)]
+    assert counts(other_question)[1] == 0
+    assert hits[0] - hits[1] >= tokens(STORY)
+    assert hits[1] == usage.cache_creation.ephemeral_1h_input_tokens
+    assert hits[1] - hits[2] == tokens("<|im_end|>\n<|im_start|>system\n" + RULES)
+    assert hits[2] > 0
+
+
+def test_a_tool_call_and_its_result_are_marked_in_a_growing_conversation(
+    claude: anthropic.Anthropic,
+) -> None:
+    messages: list[Any] = [{"role": "user", "content": "How many lanterns?"}]
+    reached = 0
+    for turn in range(4):
+        call = {"type": "tool_use", "id": f"call{turn}", "name": "lanterns", "input": {"day": turn}}
+        result = {
+            "type": "tool_result",
+            "tool_use_id": call["id"],
+            "content": [text(STORY[turn * 100 : turn * 100 + 400])],
+        }
+        messages += [
+            {"role": "assistant", "content": [{**call, "cache_control": MARKED}]},
+            {"role": "user", "content": [{**result, "cache_control": MARKED}]},
+        ]
+        usage = ask(claude, "", messages=messages, tools=TOOLS, system=RULES)
+        read, written, _ = counts(usage)
+        assert read >= reached  # the end of that prompt, a few tokens on, was kept too
+        assert written > 100
+        reached = read + written
+        for message in messages[1:]:
+            message["content"][0].pop("cache_control", None)
+
+
+def test_the_last_block_is_marked_by_the_request(
+    claude: anthropic.Anthropic, tokens: Callable[[str], int]
+) -> None:
+    marked = tokens("<|im_start|>user\n" + STORY)
+    story = [{"role": "user", "content": STORY}]
+    first = ask(claude, "", messages=story, extra_body={"cache_control": MARKED})
+    assert counts(first)[1] == marked
+    longer = [{"role": "user", "content": STORY + " And then?"}]
+    second = ask(claude, "", messages=longer, extra_body={"cache_control": HOUR})
+    assert counts(second)[0] == marked
+    assert second.cache_creation is not None
+    assert second.cache_creation.ephemeral_1h_input_tokens == counts(second)[1] > 0
+
+
+def test_a_stream_counts_alike(claude: anthropic.Anthropic, tokens: Callable[[str], int]) -> None:
+    marked = tokens("<|im_start|>system\n" + RULES)
+    for read, written in ((0, marked), (marked, 0)):
+        with claude.messages.stream(
+            model="default",
+            max_tokens=4,
+            system=[text(RULES, MARKED)],
+            messages=[{"role": "user", "content": f"Question {read}?"}],
+        ) as stream:
+            started = next(event for event in stream if event.type == "message_start")
+            usage = stream.get_final_message().usage
+        assert counts(usage)[:2] == counts(started.message.usage)[:2] == (read, written)
+
+
+@pytest.mark.parametrize(
+    ("marks", "sentence"),
+    [
+        ([MARKED] * 5, "A maximum of 4 blocks with cache_control may be provided. Found 5."),
+        ([MARKED, HOUR], "a ttl='1h' cache_control block must not come after a ttl='5m'"),
+        ([{"type": "ephemeral", "ttl": "2h"}], "cache_control.ttl"),
+        ([{"type": "for ever"}], "cache_control.type"),
+    ],
+)
+def test_wrong_marks_get_the_documented_error(
+    claude: anthropic.Anthropic, marks: list[Any], sentence: str
+) -> None:
+    content = [text(f"Block {n}.", mark) for n, mark in enumerate(marks)]
+    with pytest.raises(anthropic.BadRequestError) as error:
+        ask(claude, "", content=content)
+    body: Any = error.value.body
+    assert body["error"]["type"] == "invalid_request_error"
+    assert sentence in body["error"]["message"]
+
+
+def test_an_empty_block_cannot_be_marked(claude: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError) as error:
+        ask(claude, "", content=[text("", MARKED), text("Who?")])
+    assert "messages.0.content.0: cache_control cannot be set for empty text" in str(error.value)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_parts_are_marked(server: str, tokens: Callable[[str], int], stream: bool) -> None:
+    flush(server)
+    client = openai.OpenAI(base_url=server + "/v1", api_key="none", max_retries=0)
+    marked = tokens("<|im_start|>user\n" + STORY[:-1])  # its full stop may become an ellipsis
+    found = []
+    for question in ("\nHow many?", " When was that?"):
+        parts: list[Any] = [
+            {**text(STORY), "prompt_cache_breakpoint": {"mode": "explicit"}},
+            text(question),
+        ]
+        answer: Any = client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": parts}],
+            max_tokens=4,
+            stream=stream,
+            extra_body={
+                "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
+                "prompt_cache_key": "archive",
+                **({"stream_options": {"include_usage": True}} if stream else {}),
+            },
+        )
+        usage = [chunk.usage for chunk in answer if chunk.usage][-1] if stream else answer.usage
+        details = usage.prompt_tokens_details
+        found.append((details.cached_tokens, details.cache_write_tokens))
+    assert found == [(0, marked), (marked, 0)]
+
+
+def test_openai_breakpoints_have_one_mode(server: str) -> None:
+    client = openai.OpenAI(base_url=server + "/v1", api_key="none", max_retries=0)
+    part: Any = {**text(STORY), "prompt_cache_breakpoint": {"mode": "fuzzy"}}
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(
+            model="default", messages=[{"role": "user", "content": [part]}], max_tokens=4
+        )

@@ -1,0 +1,67 @@
+"""Positions that a request declares, on a real server: a checkpoint at exactly that token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import requests
+
+from sglang_hybrid.prompts.hints import checkpoint_hint
+from tests.server.client import TOLERANCE, flush, logprobs, random_prompt
+
+
+def send(url: str, prompt: Any, hints: Any = None) -> requests.Response:
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "kv_hints": hints,
+    }
+    return requests.post(url + "/generate", json=body, timeout=300)
+
+
+def test_a_declared_position_is_hit_exactly_the_first_time_it_is_shared(url: str) -> None:
+    prompt = random_prompt(700, seed=1)
+    first = send(url, prompt, checkpoint_hint([123, 301])).json()
+    report = first["meta_info"]["hybrid_cache"]
+    kinds = {each["position"]: each["kind"] for each in report["checkpoints"]}
+    assert (kinds[123], kinds[301]) == ("declared", "declared")
+    assert report["declared"] == {"kept": [123, 301], "written_tokens": 301}
+    for declared in (301, 123):
+        other = prompt[:declared] + random_prompt(50, seed=declared)
+        warm = send(url, other).json()
+        assert warm["meta_info"]["cached_tokens"] == declared
+        flush(url)
+        cold = send(url, other).json()
+        assert warm["output_ids"] == cold["output_ids"]
+        assert logprobs(warm) == pytest.approx(logprobs(cold), abs=TOLERANCE)
+        send(url, prompt, checkpoint_hint([123, 301]))
+
+
+def test_each_prompt_of_a_batch_declares_its_own(url: str) -> None:
+    prompts = [random_prompt(200, seed=2), random_prompt(300, seed=3)]
+    answers = send(url, prompts, [checkpoint_hint([50]), checkpoint_hint([260])]).json()
+    kept = [answer["meta_info"]["hybrid_cache"]["declared"]["kept"] for answer in answers]
+    assert kept == [[50], [260]]
+
+
+@pytest.mark.parametrize(
+    ("positions", "sentence"),
+    [
+        ([40], "positions[0] of hybrid.checkpoint is 40; in a prompt of 40 tokens a position is"),
+        ([-1], "positions[0] of hybrid.checkpoint is -1"),
+        (list(range(1, 18)), "kv_hints declares 17 positions"),
+    ],
+)
+def test_what_is_malformed_is_refused(url: str, positions: list[int], sentence: str) -> None:
+    response = send(url, random_prompt(40, seed=4), checkpoint_hint(positions))
+    assert response.status_code == 400
+    assert sentence in response.json()["error"]["message"]
+
+
+def test_an_envelope_that_sglang_cannot_read_is_refused(url: str) -> None:
+    response = send(url, random_prompt(40, seed=4), {"protocol_version": "1"})
+    assert response.status_code == 400
+    assert "Malformed kv_hints envelope" in response.json()["error"]["message"]
