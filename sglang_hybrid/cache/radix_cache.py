@@ -34,6 +34,7 @@ from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.checkpoints.planner import PendingCheckpoint, Planner
 from sglang_hybrid.checkpoints.prefix_wait import PrefixWait
 from sglang_hybrid.config import BACKEND, Admission, Eviction, HybridConfig
+from sglang_hybrid.core.answers import Calibration
 from sglang_hybrid.core.cost import UNBOUNDED
 from sglang_hybrid.core.history import History
 from sglang_hybrid.core.nodes import Kind
@@ -114,7 +115,10 @@ class HybridRadixCache(UnifiedRadixCache):
             if has_states:
                 override[ComponentType.MAMBA] = RobustMamba
         else:
-            history = History(page_size=params.page_size)
+            history = History(
+                page_size=params.page_size,
+                answer_bytes=self.options.hybrid_answer_memory << 20,
+            )
             policies = make_policies(asked_for(self.options), history)
             self.shadow_tree = ShadowTree(
                 self.cost,
@@ -169,6 +173,12 @@ class HybridRadixCache(UnifiedRadixCache):
     def alpha(self) -> float | None:
         """Marconi's alpha in force, None under another policy."""
         return dict(self.tuning.in_force.options).get("alpha")
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """How true what was expected of answers has been; None where nothing is expected."""
+        history = self.shadow_tree.history if self.has_shadow_tree else None
+        return None if history is None else history.calibration
 
     @property
     def tuner_counts(self) -> Mapping[str, float]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.replay.traces import TokenArray
 
 RECORD_BYTES = 400
@@ -20,7 +21,7 @@ class Finished:
 
     arrival: seconds on any clock. kv_room, slot_room: KV tokens and state slots that running
     requests left to the cache when it ended. tenant: a name for who sent it, "" for a request
-    without cache salt, extra key and adapter.
+    without cache salt, extra key and adapter. hint: what its client said of the session.
     """
 
     tokens: TokenArray
@@ -31,6 +32,7 @@ class Finished:
     slot_room: int
     message_starts: tuple[int, ...] = ()
     tenant: str = ""
+    hint: Hint | None = None
 
     @property
     def held_bytes(self) -> int:
