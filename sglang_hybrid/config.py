@@ -94,6 +94,7 @@ class HybridConfig:
     hybrid_memory: Memory = Memory.AUTO
     hybrid_burst_ms: float = 3.0
     hybrid_drain_seconds: float = 3.0
+    hybrid_answer_memory: int = 64
     hybrid_tuner_workers: int = 0
     hybrid_tuner_window: int = 0
     hybrid_record: str = ""
@@ -210,6 +211,15 @@ class HybridConfig:
             default=HybridConfig.hybrid_drain_seconds,
             help="how long running requests may go on after SIGTERM or Ctrl-C; then they end with "
             "an error of status 503 (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-answer-memory",
+            type=count,
+            metavar="MIB",
+            default=HybridConfig.hybrid_answer_memory,
+            help="memory for what answers and clients' hints tell of a return, for "
+            "--hybrid-eviction reuse: 2 MiB per tenant, of tenants that came last; 0 turns that "
+            "off (default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-tuner-workers",

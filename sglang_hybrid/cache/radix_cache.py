@@ -23,6 +23,7 @@ from sglang_hybrid.checkpoints import decode
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.checkpoints.prefix_wait import PrefixWait
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.core.answers import Calibration
 from sglang_hybrid.explain.explainer import Explainer
 from sglang_hybrid.prompts.hints import declared_positions
 from sglang_hybrid.telemetry.metrics import CacheMetrics
@@ -105,6 +106,12 @@ class HybridRadixCache(OneMemoryCache):
     def alpha(self) -> float | None:
         """Marconi's alpha in force, None under another policy."""
         return dict(self.tuning.in_force.options).get("alpha")
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """How true what was expected of answers has been; None where nothing is expected."""
+        history = None if self.shadow_tree is None else self.shadow_tree.history
+        return None if history is None else history.calibration
 
     @property
     def tuner_counts(self) -> Mapping[str, float]:

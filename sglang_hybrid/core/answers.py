@@ -1,8 +1,10 @@
-"""Whether somebody comes back after an answer: learnt from the answer's first and last tokens.
+"""Whether somebody comes back after an answer: learnt from the answer's first and last tokens, and
+from what the client says.
 
 After an agent's last answer nobody comes back, after a tool call somebody does; what such answers
-look like is learnt online, by a logistic regression per tenant. Its prediction is one more feature
-of the classes of the reuse index.
+look like is learnt online, by a logistic regression per tenant. A client's hint is believed as far
+as that tenant's hints have proved true. What is expected is one more feature of the classes of the
+reuse index.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from sglang_hybrid.core.hints import Hint, HintRecord
 
 WEIGHT_BITS = 16
 TOKENS_AT_EACH_END = 64
@@ -36,7 +40,7 @@ MEMORY = 256
 """Labels over which that is judged: the weight of one is halved after so many others."""
 THRESHOLDS = (0.2, 0.8)
 BUCKETS = 2 + len(THRESHOLDS)
-"""What `AnswerModel.bucket` returns is less."""
+"""What `bucket_of` returns is less."""
 MODEL_BYTES = 2 << 20
 """Of one tenant: weights, sums of squares and answers."""
 
@@ -54,27 +58,63 @@ def features_of(answer: npt.ArrayLike) -> Features:
     return np.unique((mixed >> np.uint32(32 - WEIGHT_BITS)).astype(np.uint16))
 
 
+def bucket_of(expected: float | None) -> int:
+    """0 where nothing is expected, else 1 and the thresholds that the probability exceeds."""
+    return 0 if expected is None else 1 + sum(expected > threshold for threshold in THRESHOLDS)
+
+
 @dataclass(eq=False, slots=True)
 class Answer:
-    """An answer that ended at `time`. predicted: what the model said then. returned: whether
-    somebody came back to a position that its request opened or resumed from; None while that is
-    open.
+    """An answer that ended at `time`.
+
+    predicted: what the regression said then. hint: what the client said. expected: the probability
+    of a return that was believed then, None if neither told anything. returned: whether somebody
+    came back to a position that its request opened or resumed from; None while that is open.
     """
 
     features: Features
     time: float
     predicted: float
+    hint: Hint | None = None
+    expected: float | None = None
     returned: bool | None = None
+
+    @property
+    def bucket(self) -> int:
+        return bucket_of(self.expected)
+
+
+class Calibration:
+    """What was expected of answers, against what happened; over all tenants.
+
+    returned, gone: answers [BUCKETS] by `Answer.bucket` that somebody came back to, and that were
+    given up. expected: the sum of their probabilities [BUCKETS]; 0 in the first bucket.
+    """
+
+    def __init__(self) -> None:
+        self.returned = [0] * BUCKETS
+        self.gone = [0] * BUCKETS
+        self.expected = [0.0] * BUCKETS
+
+    def judge(self, answer: Answer, count: int = 1) -> None:
+        """`answer` got its label; count -1: that is taken back."""
+        happened = self.returned if answer.returned else self.gone
+        happened[answer.bucket] += count
+        self.expected[answer.bucket] += count * (answer.expected or 0.0)
 
 
 class AnswerModel:
-    """Logistic regression over `features_of`, with an own step size for each weight (AdaGrad).
+    """Logistic regression over `features_of`, with an own step size for each weight (AdaGrad); and
+    what the tenant's hints were worth.
 
     Args:
+        calibration: is told of every label.
         seed: of the choice of replayed answers; the same calls give the same model.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, calibration: Calibration | None = None, seed: int = 0) -> None:
+        self.hints = HintRecord()
+        self._calibration = calibration or Calibration()
         self._weights = np.zeros(1 << WEIGHT_BITS, dtype=np.float32)
         self._squares = np.full(1 << WEIGHT_BITS, FIRST_SQUARES, dtype=np.float32)
         self._bias = 0.0
@@ -102,17 +142,21 @@ class AnswerModel:
         score = self._bias + float(self._weights[features].sum())
         return float(1 / (1 + np.exp(-min(max(score, -30.0), 30.0))))
 
-    def bucket(self, features: Features) -> int:
-        """0 while answers tell nothing, else 1 and the thresholds that the prediction exceeds."""
-        if not self.tells:
-            return 0
-        p = self.predict(features)
-        return 1 + sum(p > threshold for threshold in THRESHOLDS)
+    def expect(self, features: Features, hint: Hint | None = None) -> float | None:
+        """The probability that somebody comes back after such an answer and such a hint; None while
+        neither tells anything. A hint that says little counts for nothing.
+        """
+        if hint is not None:
+            p = self.hints.probability(hint)
+            if not THRESHOLDS[0] < p <= THRESHOLDS[-1]:
+                return p
+        return self.predict(features) if self.tells else None
 
-    def ended(self, tokens: npt.ArrayLike, time: float) -> Answer:
+    def ended(self, tokens: npt.ArrayLike, time: float, hint: Hint | None = None) -> Answer:
         """An answer [n] of token ids ended; from now on it waits for a return."""
         features = features_of(tokens)
-        answer = Answer(features, time, self.predict(features))
+        expected = self.expect(features, hint)
+        answer = Answer(features, time, self.predict(features), hint, expected)
         self._open.append(answer)
         return answer
 
@@ -122,6 +166,9 @@ class AnswerModel:
             return
         if answer.returned is False:
             self.labels[0] -= 1
+            self._calibration.judge(answer, -1)
+            if answer.hint is not None:
+                self.hints.take_back(answer.hint)
         answer.returned = True
         self.labels[1] += 1
         self._intervals.append(time - answer.time)
@@ -149,6 +196,11 @@ class AnswerModel:
         self._share += (float(bool(answer.returned)) - self._share) / min(self._weight + 1, MEMORY)
 
     def _learn(self, answer: Answer) -> None:
+        self._calibration.judge(answer)
+        if answer.hint is not None:
+            self.hints.followed(answer.hint, returned=bool(answer.returned))
+        if not len(answer.features):  # no answer, only a hint
+            return
         self._judge(answer)
         self._step(answer)
         for kept in (self._positives, self._negatives):
@@ -175,12 +227,13 @@ class AnswerModels:
     def __init__(self, max_bytes: int = 64 << 20) -> None:
         self._most = max_bytes // MODEL_BYTES
         self._models: OrderedDict[Hashable, AnswerModel] = OrderedDict()
+        self.calibration = Calibration()
 
     def of(self, tenant: Hashable) -> AnswerModel | None:
         """The model of `tenant`, which is here now; None where none may be kept."""
         if self._most < 1:
             return None
-        model = self._models.pop(tenant, None) or AnswerModel()
+        model = self._models.pop(tenant, None) or AnswerModel(self.calibration)
         self._models[tenant] = model
         while len(self._models) > self._most:
             self._models.popitem(last=False)

@@ -154,6 +154,10 @@ class Reuse(Policy):
     it resume from the next state above, its anchor. So the anchor inherits that demand: its G is
     its own plus that of the evicted state. A weight changes when the age enters the next bin, at a
     time that is known beforehand, and when the index is rebuilt.
+
+    Args:
+        history: shared by the policies that learn from the same requests.
+        answers: 0: answers and hints, which the history goes on to learn from, do not count.
     """
 
     name = "reuse"
@@ -162,8 +166,9 @@ class Reuse(Policy):
     # which the score expires
     columns = 7
 
-    def __init__(self, history: History | None = None) -> None:
+    def __init__(self, history: History | None = None, answers: float = 1) -> None:
         self.history: History = history or History()
+        self.history.answers_count = bool(answers)
 
     def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
         history_node = node.history_node

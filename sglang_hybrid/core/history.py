@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
-from sglang_hybrid.core.answers import Answer, AnswerModels
+from sglang_hybrid.core.answers import Answer, AnswerModels, Calibration
+from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.core.history_tree import (
     NO_INTERVAL,
     TOKEN_BYTES,
@@ -79,8 +80,9 @@ class History:
 
     time_unit: what ages are counted in. max_offset: a checkpoint may lie at most so many tokens
     (exclusive) above the history node whose returns it serves. page_size: positions of checkpoints
-    are rounded down to multiples of it. answer_bytes: memory for what answers teach, 2 MiB for each
-    tenant; 0: they teach nothing.
+    are rounded down to multiples of it. answer_bytes: memory for what answers and hints teach, 2
+    MiB for each tenant; 0: they teach nothing. answers_count: whether what they tell of new answers
+    counts.
     """
 
     def __init__(
@@ -100,12 +102,18 @@ class History:
         self._trees: dict[Hashable, HistoryTree] = {}
         self._shares = Shares()
         self._answers = AnswerModels(answer_bytes)
+        self.answers_count = True
         self._empty = HistoryTree(self.index)  # of a tenant that sent nothing yet
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all tenants' trees."""
         return self._shares.total
+
+    @property
+    def calibration(self) -> Calibration:
+        """How true what was expected of answers has been."""
+        return self._answers.calibration
 
     def tree(self, tenant: Hashable = None) -> HistoryTree:
         """The sequences of `tenant`, to be read only."""
@@ -126,14 +134,16 @@ class History:
         message_starts: Iterable[int] = (),
         history_match: HistoryMatch | None = None,
         tenant: Hashable = None,
+        hint: Hint | None = None,
     ) -> HistoryPath:
         """Take in a request of `tenant` when it ends: `tokens` [n] is its prompt of `input_len`
         tokens and its answer, or less if it was cut short.
 
         Call it once per request, for aborted ones too, in the same order on every rank. The time is
         that of `clock`. history_match: the result of `match` for this prompt; if the tenant's
-        history did not change since, the prompt is not searched again. Cost: a few vector passes
-        over n tokens, and Python work per history node on the path.
+        history did not change since, the prompt is not searched again. hint: what the client says
+        of the session. Cost: a few vector passes over n tokens, and Python work per history node on
+        the path.
         """
         now = self.time_unit.now(clock)
         ids = np.asarray(tokens)
@@ -150,21 +160,22 @@ class History:
         if history_match is None:
             history_match = self._as_match(tree, path, matched, fingerprints, input_len)
         model = self._answers.of(tenant)
-        answer, bucket = None, 0
+        answer = None
         if model is not None:
             if history_match.reused is not None and history_match.reused.last is not None:
                 model.returned(history_match.reused.last, now)
             model.give_up(now)
-            if len(ids) > input_len:
-                answer = model.ended(ids[input_len:], now)
-                bucket = model.bucket(answer.features)
+            if len(ids) > input_len or hint is not None:
+                answer = model.ended(ids[input_len:], now, hint)
+                if not self.answers_count:
+                    answer.expected = None
         interval_bucket = 0
         if history_match.reused is not None:
             interval_bucket = self.index.interval_bucket(
                 self.index.returned(history_match.reused.interval_id, now)
             )
             history_match.reused.last_interval_bucket = interval_bucket
-            _set_answer(history_match.reused, answer, bucket)
+            _set_answer(history_match.reused, answer)
             self.index.reclass(history_match.reused.interval_id, history_match.reused.reuse_class)
         ends = {start for start in message_starts if 0 < start < min(input_len, len(ids))}
         ends |= {history_match.branch, len(ids)} - {0}
@@ -173,7 +184,7 @@ class History:
         self._changed(tenant, tree, held)
         for node in nodes:
             if node.depth in ends:
-                _set_answer(node, answer, bucket)
+                _set_answer(node, answer)
                 self._open(node, now, interval_bucket, is_end=node.depth == len(ids))
         self._forget_oldest(tenant)
         self.index.observed(now)
@@ -236,7 +247,6 @@ class History:
                 del self._trees[tenant]
 
 
-def _set_answer(node: HistoryNode, answer: Answer | None, bucket: int) -> None:
+def _set_answer(node: HistoryNode, answer: Answer | None) -> None:
     """A request that ended with `answer` opened `node` or resumed from it."""
-    few = node.branches <= MOST_CHILDREN
-    node.last, node.answer = (answer, bucket) if few else (None, 0)
+    node.last = answer if node.branches <= MOST_CHILDREN else None

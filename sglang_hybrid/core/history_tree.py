@@ -25,11 +25,10 @@ class HistoryNode:
     forgotten ones included. last_interval_bucket: bucket of the latest reuse interval
     (`ReuseIndex.interval_bucket`). A new node inherits the bucket of the interval that ended when
     it was created, because the gaps within a session are similar. last: the answer of the request
-    that opened the node or resumed from it last. answer: what that says (`AnswerModel.bucket`).
+    that opened the node or resumed from it last, if its returns say something of that answer.
     """
 
     __slots__ = (
-        "answer",
         "branches",
         "children",
         "depth",
@@ -51,7 +50,6 @@ class HistoryNode:
         self.turn: int = parent.turn if parent else 0
         self.is_end = False
         self.last_interval_bucket = 0
-        self.answer = 0
         self.last: Answer | None = None
         self.interval_id = NO_INTERVAL
 
@@ -60,9 +58,17 @@ class HistoryNode:
         child.parent = self
 
     @property
+    def return_expected(self) -> float | None:
+        """The probability of a return by the answer and the client's hint; None if they tell
+        nothing.
+        """
+        return None if self.last is None else self.last.expected
+
+    @property
     def reuse_class(self) -> int:
+        answer = 0 if self.last is None else self.last.bucket
         return reuse_class_of(
-            self.branches, self.depth, self.turn, self.last_interval_bucket, self.answer
+            self.branches, self.depth, self.turn, self.last_interval_bucket, answer
         )
 
 

@@ -51,7 +51,7 @@ def reuse_class_of(
 
     children: of its node. depth: tokens from the root. turn: sequence ends on its path.
     interval_bucket: `ReuseIndex.interval_bucket` of the interval that ended before, 0 if none did.
-    answer: `AnswerModel.bucket` of the answer at the position, 0 if it says nothing.
+    answer: `Answer.bucket` of the answer at the position, 0 if nothing is expected.
     """
     shape = (min(children, 2) * DEPTHS + depth_bucket(depth)) * ANSWERS + answer
     return (shape * INTERVAL_BUCKETS + interval_bucket) * TURNS + min(turn, TURNS - 1)

@@ -98,6 +98,7 @@ class DecisionLog:
             record.hits,
             record.taken,
             (record.last_used, record.stamp),
+            _return_expected(record),
         )
         self.decisions.add(whose, record.depth, self.prefix_hash(record), lost)
 
@@ -172,7 +173,14 @@ class DecisionLog:
             return ResumedFrom(position)
         record = self._cache.shadow_tree.record(node)
         last_used = (record.last_used, record.stamp)
-        return ResumedFrom(position, record.kind, record.hits, record.taken, last_used)
+        return ResumedFrom(
+            position,
+            record.kind,
+            record.hits,
+            record.taken,
+            last_used,
+            _return_expected(record),
+        )
 
     # Prefix hashes.
 
@@ -208,6 +216,11 @@ class DecisionLog:
 
 def moment(clock: Clock) -> Moment:
     return clock.tick, clock.stamp
+
+
+def _return_expected(record: Node) -> float | None:
+    history_node = record.history_node
+    return None if history_node is None else history_node.return_expected
 
 
 def _tenant_of_node(node: UnifiedTreeNode) -> Tenant:

@@ -69,7 +69,8 @@ class StateLost(Decision):
 
     what: whether its KV went too. short: the pool that ran short. score: what `policy` gave it;
     None for the leaves that go first. recipient: the state that got its slot; None if a running
-    request did. hits, taken, last_used: of the state.
+    request did. hits, taken, last_used: of the state. return_expected: the probability of a return
+    by the last answer there, None if that told nothing.
     """
 
     kind: Kind
@@ -81,6 +82,7 @@ class StateLost(Decision):
     hits: int
     taken: Moment
     last_used: Moment
+    return_expected: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

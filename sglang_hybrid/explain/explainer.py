@@ -302,6 +302,7 @@ class Explanation:
             ),
             hits=event.hits,
             unused=_between(event.last_used, event.at),
+            return_expected=event.return_expected,
             with_kv=event.what is Evicted.LEAF,
         )
 
@@ -358,6 +359,7 @@ class Explanation:
             self._ago(used.taken),
             self._ago(used.last_used),
             used.hits,
+            used.return_expected,
         )
 
     def _ago(self, at: Moment | None) -> float | None:

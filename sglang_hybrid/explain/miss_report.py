@@ -34,13 +34,16 @@ class UnstoredReason(Enum):
 
 
 class ResumedCheckpoint(msgspec.Struct):
-    """A state in the tree; what is None is not recorded."""
+    """A state in the tree; what is None is not recorded. return_expected: the probability of a
+    return by the last answer there, or by the client's hint; None if they tell nothing.
+    """
 
     position: int
     kind: str | None = None
     taken: float | None = None
     last_used: float | None = None
     hits: int | None = None
+    return_expected: float | None = None
 
 
 class SlotRecipient(msgspec.Struct):
@@ -62,6 +65,7 @@ class MissedCheckpoint(msgspec.Struct):
     short when it was evicted. score, victim_score: what `policy` gave it, and what it gave the
     cheapest one that could go; below 0 nobody is expected to come back; None once several tenants
     came. recipient: the same tenant's state that got its slot. with_kv: its KV was evicted with it.
+    return_expected: as in `ResumedCheckpoint`, when it was evicted.
     """
 
     position: int
@@ -78,6 +82,7 @@ class MissedCheckpoint(msgspec.Struct):
     hits: int | None = None
     unused: float | None = None
     with_kv: bool = False
+    return_expected: float | None = None
 
 
 class Unstored(msgspec.Struct):

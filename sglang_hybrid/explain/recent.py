@@ -20,13 +20,18 @@ BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class ResumedFrom:
-    """The checkpoint that a request resumed from, as it was then; what is None is not recorded."""
+    """The checkpoint that a request resumed from, as it was then; what is None is not recorded.
+
+    return_expected: the probability of a return by the last answer there, None if that told
+    nothing.
+    """
 
     position: int
     kind: Kind | None = None
     hits: int | None = None
     taken: Moment | None = None
     last_used: Moment | None = None
+    return_expected: float | None = None
 
 
 @dataclass(slots=True)

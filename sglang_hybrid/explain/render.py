@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sglang_hybrid.core.answers import THRESHOLDS
 from sglang_hybrid.explain.miss_report import (
     CacheSnapshot,
     MissedCheckpoint,
@@ -27,6 +28,8 @@ FREE_SLOTS_ONLY = ("chunk", "prompt_end")
 
 WORTH_MENDING = 16
 """Tokens that a checkpoint must have saved for a flag to be named."""
+
+UNLIKELY, LIKELY = THRESHOLDS
 
 SHOWN = 12
 """Positions that are told one by one."""
@@ -95,6 +98,8 @@ def _resumed(report: MissReport) -> str:
         hits = _count(used.hits, "hit")
         last = f", the last one {_ago(used.last_used)}" if used.hits else ""
         about.append(f"taken {_ago(used.taken)}, {hits}{last}")
+    if used.return_expected is not None:
+        about.append(_expected(used.return_expected))
     return f"token {used.position:,}: " + ("; ".join(about) or "a checkpoint")
 
 
@@ -156,6 +161,8 @@ def _evicted(missed: MissedCheckpoint) -> str:
         said += "; another request needed the slot"
     if missed.hits is not None and missed.unused is not None:
         said += f"; {_count(missed.hits, 'hit')}, unused for {_span(missed.unused)}"
+    if missed.return_expected is not None:
+        said += f"; {_expected(missed.return_expected)}"
     return said
 
 
@@ -231,6 +238,15 @@ def _more_kv(cache: CacheSnapshot) -> str:
         f"{more}; or a smaller --mamba-full-memory-ratio, where /server_info shows that state "
         "slots stay free."
     )
+
+
+def _expected(p: float) -> str:
+    """What the last answer there, or the client, said of a return."""
+    if p > LIKELY:
+        return f"kept longer, for after such an answer somebody comes back (p = {p:.2f})"
+    if p <= UNLIKELY:
+        return f"kept shorter, for after such an answer nobody comes back (p = {p:.2f})"
+    return f"after such an answer somebody may come back (p = {p:.2f})"
 
 
 def _worth(score: float | None) -> str:

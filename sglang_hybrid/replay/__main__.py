@@ -22,6 +22,8 @@ from sglang_hybrid.core.systems import HINDSIGHT, SYSTEMS, Spec
 from sglang_hybrid.replay.arrivals import Azure, Draw
 from sglang_hybrid.replay.formats import FORMATS, Reading, find_format, read_trace, write_trace
 from sglang_hybrid.replay.generators import KINDS, generate, traffic
+from sglang_hybrid.replay.hints import KINDS as HINTS
+from sglang_hybrid.replay.hints import with_hints
 from sglang_hybrid.replay.runner import Job, Result, Runner, run_all
 from sglang_hybrid.replay.systems import smallest_budget
 from sglang_hybrid.replay.timing import PAPER, PrefillTime
@@ -79,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         about = "seconds" if name == "think" else "requests" if name == "turns" else "tokens"
         add(f"--{name}", metavar="DIST", help=f"{about}: const:N, exp:MEAN, lognormal:MEDIAN:SIGMA")
     add("--azure", type=Path, metavar="CSV", help="arrivals and lengths of generated traffic")
+    add("--hints", metavar="KIND", help=f"add what clients say: {', '.join(HINTS)}")
     add("--record", type=Path, metavar="FILE", help="write the trace and stop")
     add("--to", default="recorded", metavar="NAME", help="format of --record")
     add = parser.add_argument_group("cache").add_argument
@@ -206,6 +209,8 @@ def _traffic(options: argparse.Namespace, console: Console) -> tuple[str, Sequen
             raise ValueError("no request was generated: every prompt is longer than --max-input")
     if skipped.count:
         console.print(f"bad lines skipped: {skipped.count:,}")
+    if options.hints is not None:
+        requests = with_hints(requests, options.hints, options.seed)
     return name, requests
 
 

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.replay.arrivals import Azure
 from sglang_hybrid.replay.blocks import BlockReader
 from sglang_hybrid.replay.conversations import (
@@ -84,7 +85,7 @@ class RecordedLine(msgspec.Struct, omit_defaults=True):
     t, first, end: seconds since the recording began: arrival, first token, last token.
     message_starts: positions in the prompt at which messages begin. tenant: a name without meaning
     for the cache salt, extra key and adapter together; prompts of different ones share nothing.
-    Other keys are ignored.
+    hint: what its client said of the session. Other keys are ignored.
     """
 
     t: Seconds
@@ -96,6 +97,7 @@ class RecordedLine(msgspec.Struct, omit_defaults=True):
     first: Seconds | None = None
     end: Seconds | None = None
     tenant: str = ""
+    hint: Hint | None = None
 
 
 def read_marconi(path: Path, reading: Reading) -> list[Request]:
@@ -129,9 +131,8 @@ def read_recorded(path: Path, reading: Reading) -> list[Request]:
         if list(starts) != sorted(starts) or (starts and starts[-1] >= len(line.input_ids)):
             raise ValueError("its message_starts do not rise within the prompt")
         session = number - 1 if line.session is None else line.session
-        return make_request(
-            session, line.turn, line.t, line.input_ids, line.output_ids, starts, line.tenant
-        )
+        parts = line.input_ids, line.output_ids
+        return make_request(session, line.turn, line.t, *parts, starts, line.tenant, line.hint)
 
     what = "a recorded trace"
     ended = read_lines(
@@ -144,7 +145,8 @@ def write_recorded(path: Path, requests: Iterable[Request]) -> None:
     with whole_file(path) as file:
         for r in requests:
             starts = list(r.message_starts)
-            line = RecordedLine(r.arrival, *_parts(r), r.session, r.turn, starts, tenant=r.tenant)
+            line = RecordedLine(r.arrival, *_parts(r), r.session, r.turn, starts)
+            line.tenant, line.hint = r.tenant, r.hint
             write_line(file, line)
 
 

@@ -283,9 +283,14 @@ class ServerSimulator(Simulator):
             return
         request = running.request
         history_match = None if running.plan is None else running.plan.history_match
-        starts = request.message_starts[-1:]
         history_path = history.observe(
-            tokens, request.input_len, self.tree.clock, starts, history_match, request.tenant
+            tokens,
+            request.input_len,
+            self.tree.clock,
+            request.message_starts[-1:],
+            history_match,
+            request.tenant,
+            request.hint,
         )
         for node in way_to(running.locked_node):
             self.tree.link_history(node, history_path.at(node.depth))

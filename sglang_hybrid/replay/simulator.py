@@ -246,6 +246,7 @@ class Simulator:
                 clock,
                 history_match=ticket.history_match,
                 tenant=request.tenant,
+                hint=request.hint,
             )
             for node in path:
                 self.tree.link_history(node, history_path.at(node.depth))

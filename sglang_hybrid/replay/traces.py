@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from sglang_hybrid.core.hints import Hint
+
 TokenArray = npt.NDArray[np.int32]
 Schema = TypeVar("Schema")
 Seconds = Annotated[float, Meta(ge=0)]
@@ -29,7 +31,7 @@ Tokens = list[Annotated[int, Meta(ge=-(2**31), lt=2**31)]]
 class Request:
     """One request: `tokens` [input_len + output_len] are its prompt and its answer; `arrival` is in
     seconds. message_starts: positions in the prompt at which the client's messages begin. tenant:
-    requests of different ones share nothing.
+    requests of different ones share nothing. hint: what its client said of the session.
     """
 
     session: int
@@ -39,6 +41,7 @@ class Request:
     input_len: int
     message_starts: tuple[int, ...] = ()
     tenant: str = ""
+    hint: Hint | None = None
 
 
 class TraceError(ValueError):
@@ -155,13 +158,14 @@ def make_request(
     answer: npt.ArrayLike,
     message_starts: tuple[int, ...] = (),
     tenant: str = "",
+    hint: Hint | None = None,
 ) -> Request:
     """A request from its parts. Raises ValueError for an empty prompt."""
     first = np.asarray(prompt, dtype=np.int32)
     if not len(first):
         raise ValueError("its prompt is empty")
     tokens = np.concatenate([first, np.asarray(answer, dtype=np.int32)])
-    return Request(session, turn, arrival, tokens, len(first), message_starts, tenant)
+    return Request(session, turn, arrival, tokens, len(first), message_starts, tenant, hint)
 
 
 def read_lines(

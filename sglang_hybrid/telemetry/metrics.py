@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from sglang_hybrid.telemetry.answers import AnswerMetrics
 from sglang_hybrid.telemetry.memory import MemoryMetrics
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge
 
+    from sglang_hybrid.core.answers import Calibration
     from sglang_hybrid.memory.account import Account
     from sglang_hybrid.telemetry.stats import CacheStats
 
@@ -32,6 +34,9 @@ class HasStats(Protocol):
 
     @property
     def tuner_counts(self) -> Mapping[str, float]: ...
+
+    @property
+    def calibration(self) -> Calibration | None: ...
 
     account: Account | None  # of one memory
 
@@ -88,6 +93,7 @@ class CacheMetrics:
         self._make_alpha = partial(
             Gauge, PREFIX + "alpha", "Marconi's alpha in force.", multiprocess_mode="mostrecent"
         )
+        self._answers = None if cache.calibration is None else AnswerMetrics(cache.calibration)
         self._memory = None if cache.account is None else MemoryMetrics(cache.account)
         self._shown = ""
         self._show_policy()
@@ -103,6 +109,8 @@ class CacheMetrics:
                 counter.labels(label).inc(self._since(name, label, total))
         for name, counter in self._tuner.items():
             counter.inc(self._since("tuner", name, self._cache.tuner_counts[name]))
+        if self._answers is not None:
+            self._answers.update()
         if self._memory is not None:
             self._memory.update()
         self._show_policy()

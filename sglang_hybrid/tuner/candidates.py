@@ -10,7 +10,14 @@ from sglang_hybrid.tuner.window import Window
 MARCONI_ALONE = tuple(Spec(HINDSIGHT).candidates())
 """What the paper chooses from; it starts with the first one, whose alpha is 0: LRU."""
 
-CANDIDATES = (Spec("reuse"), Spec("lru"), *MARCONI_ALONE[1:])
+CANDIDATES = (
+    *(Spec("reuse"), Spec("lru")),
+    *MARCONI_ALONE[1:],
+    Spec("reuse", (("answers", 0.0),)),
+)
+"""Beside the paper's, the reuse index, with and without what answers and hints tell. Of equals the
+first one is chosen.
+"""
 
 
 def as_text(spec: Spec) -> str:

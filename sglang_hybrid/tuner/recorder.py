@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.core.serving import Split
 from sglang_hybrid.replay.traces import TokenArray
 
@@ -21,7 +22,8 @@ class Finished:
 
     arrival: seconds on any clock. room: what running requests left to the cache when it ended, KV
     tokens and state slots of two pools, or bytes of one memory. tenant: a name for who sent it, ""
-    for a request without cache salt, extra key and adapter.
+    for a request without cache salt, extra key and adapter. hint: what its client said of the
+    session.
     """
 
     tokens: TokenArray
@@ -31,6 +33,7 @@ class Finished:
     room: Split | int
     message_starts: tuple[int, ...] = ()
     tenant: str = ""
+    hint: Hint | None = None
 
     @property
     def held_bytes(self) -> int:

@@ -147,6 +147,7 @@ def as_line(record: Finished, t: float) -> RecordedLine:
         tokens[record.input_len :].tolist(),
         message_starts=list(record.message_starts),
         tenant=record.tenant,
+        hint=record.hint,
     )
 
 

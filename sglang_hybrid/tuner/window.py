@@ -63,7 +63,10 @@ def make_window(
     """`records` [n > 0] in as much memory as running requests usually leave of the server's."""
     start = records[0].arrival
     requests = [
-        Request(number, 0, r.arrival - start, r.tokens, r.input_len, r.message_starts, r.tenant)
+        Request(
+            *(number, 0, r.arrival - start, r.tokens, r.input_len),
+            *(r.message_starts, r.tenant, r.hint),
+        )
         for number, r in enumerate(records)
     ]
     room = _usual_room([r.room for r in records], has_states=has_states)
@@ -86,7 +89,10 @@ def packed(window: Window) -> Iterator[int]:
     Written piece by piece, so that other threads of this process are not held up.
     """
     rows = [
-        (r.session, r.turn, r.arrival, len(r.tokens), r.input_len, r.message_starts, r.tenant)
+        (
+            *(r.session, r.turn, r.arrival, len(r.tokens), r.input_len),
+            *(r.message_starts, r.tenant, r.hint),
+        )
         for r in window.requests
     ]
     cache = (
@@ -112,8 +118,8 @@ def unpack(descriptor: int) -> Window:
     start = 8 + int.from_bytes(content[:8], "little")
     cache, rows = pickle.loads(content[8:start])
     requests = []
-    for session, turn, arrival, length, input_len, message_starts, tenant in rows:
+    for session, turn, arrival, length, *rest in rows:
         tokens = np.frombuffer(content, np.int32, length, start)
         start += tokens.nbytes
-        requests.append(Request(session, turn, arrival, tokens, input_len, message_starts, tenant))
+        requests.append(Request(session, turn, arrival, tokens, *rest))
     return Window(requests, *cache)

@@ -338,7 +338,10 @@ def test_declared_positions_get_checkpoints_on_the_first_visit(one_pass: bool, c
     it.prefill_step(again)
     while again.extend_end < 46:
         it.prefill_step(again)
-    assert it.cache.lookups.report(again).as_dict()["declared"] == {"kept": [20], "written_tokens": 4}
+    assert it.cache.lookups.report(again).as_dict()["declared"] == {
+        "kept": [20],
+        "written_tokens": 4,
+    }
 
 
 def test_a_declared_position_takes_the_slot_of_the_cheapest_state() -> None:
@@ -360,7 +363,10 @@ def test_without_recurrent_state_every_declared_position_is_kept() -> None:
     req = it.arrive(run(60), declared=[10, 40])
     assert it.admit(req)
     it.prefill_step(req)
-    assert it.cache.lookups.report(req).as_dict()["declared"] == {"kept": [40], "written_tokens": 20}
+    assert it.cache.lookups.report(req).as_dict()["declared"] == {
+        "kept": [40],
+        "written_tokens": 20,
+    }
 
 
 # When slots run out.

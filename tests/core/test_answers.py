@@ -15,6 +15,7 @@ from sglang_hybrid.core.answers import (
     TOKENS_AT_EACH_END,
     AnswerModel,
     AnswerModels,
+    bucket_of,
     features_of,
 )
 from sglang_hybrid.core.history import History, TimeUnit
@@ -66,8 +67,8 @@ def test_it_learns_what_last_answers_look_like() -> None:
     rng = random.Random(2)
     for _ in range(20):
         answer = [rng.randrange(100, 1_000) for _ in range(30)]
-        assert model.bucket(features_of(answer)) == BUCKETS - 1
-        assert model.bucket(features_of([*answer[:-1], GOODBYE])) == 1
+        assert bucket_of(model.expect(features_of(answer))) == BUCKETS - 1
+        assert bucket_of(model.expect(features_of([*answer[:-1], GOODBYE]))) == 1
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -75,7 +76,7 @@ def test_where_answers_tell_nothing_it_says_nothing(seed: int) -> None:
     model = AnswerModel()
     agents(model, random.Random(seed), 400, tells=False)
     assert not model.tells
-    assert model.bucket(features_of([GOODBYE])) == 0
+    assert model.expect(features_of([GOODBYE])) is None
 
 
 def test_a_late_return_takes_a_label_back() -> None:
@@ -162,4 +163,55 @@ def test_requests_without_an_answer_say_nothing() -> None:
     for _ in range(3):
         clock.advance()
         history_path = history.observe(list(range(100)), 100, clock)
-        assert all(place.answer == 0 and place.last is None for place in history_path.nodes)
+        assert all(place.last is None for place in history_path.nodes)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_was_expected_is_compared_with_what_happened(seed: int) -> None:
+    models = AnswerModels()
+    model = models.of("a")
+    assert model is not None
+    agents(model, random.Random(seed), 600, tells=True)
+    seen = models.calibration
+    labels = [a + b for a, b in zip(seen.returned, seen.gone, strict=True)]
+    assert sum(seen.returned) == model.labels[1] and sum(seen.gone) == model.labels[0]
+    for bucket in (1, BUCKETS - 1):
+        share, expected = seen.returned[bucket] / labels[bucket], seen.expected[bucket]
+        assert share == pytest.approx(expected / labels[bucket], abs=0.1)
+    assert seen.expected[0] == 0.0
+
+
+def flood(history: History, clock: Clock, rng: random.Random, sessions: int) -> None:
+    """A tenant that always comes back after goodbye, and never after anything else."""
+    for _ in range(sessions):
+        session = [rng.randrange(100, 1_000) for _ in range(40)]
+        for turn in range(4):
+            words = [rng.randrange(100, 1_000) for _ in range(40)]
+            serve(history, clock, session, words if turn == 3 else [*words[:-1], GOODBYE], "b")
+
+
+def test_a_tenant_with_customs_of_its_own_changes_no_prediction_for_others() -> None:
+    """The other way round, for as many requests: what a's answers foretell is the same bit by bit,
+    and b's customs are learnt as they are.
+    """
+    found = []
+    for other in (False, True):
+        history, clock = History(TimeUnit.REQUESTS), Clock()
+        rng, noise = random.Random(5), random.Random(6)
+        expected = []
+        for _ in range(200):
+            if other:
+                now = clock.tick, clock.stamp
+                flood(history, clock, noise, 1)
+                clock.tick, clock.stamp = now  # a's intervals are the same with b and without
+            session = [rng.randrange(100, 1_000) for _ in range(40)]
+            for turn in range(4):
+                words = [rng.randrange(100, 1_000) for _ in range(40)]
+                answer = [*words[:-1], GOODBYE] if turn == 3 else words
+                serve(history, clock, session, answer, "a")
+                node = history.tree("a").walk(fingerprint_tokens(np.array(session)), [])[0][-1]
+                assert node.last is not None
+                expected.append(node.last.expected)
+        found.append(expected)
+    assert found[0] == found[1]
+    assert found[0][-1] is not None and found[0][-1] < 0.2

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.replay.arrivals import Azure, Draw
 from sglang_hybrid.replay.formats import FORMATS, Reading, read_trace, recognise, write_trace
 from sglang_hybrid.replay.traces import Request, Skipped, TraceError
@@ -177,6 +178,15 @@ def test_tenants_are_recorded_and_in_no_other_format(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="write them as 'recorded'"):
             write_trace(tmp_path / "other.jsonl", requests, name)
         assert not (tmp_path / "other.jsonl").exists()
+
+
+def test_hints_are_recorded(tmp_path: Path) -> None:
+    tokens = np.arange(50, dtype=np.int32)
+    hints = [None, Hint.ENDS, Hint.RETURNS]
+    requests = [Request(k, 0, float(k), tokens, 40, hint=hint) for k, hint in enumerate(hints)]
+    write_trace(tmp_path / "t.jsonl", requests, "recorded")
+    read = read_trace(tmp_path / "t.jsonl", Reading())
+    assert [request.hint for request in read] == hints
 
 
 def test_compact_says_a_prefix_once(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ class Cache:
     alpha = {alpha!r}
     tuner_counts = {tuner!r}
     account = None
+    calibration = None
 
 cache = Cache()
 metrics = CacheMetrics(cache)
@@ -120,3 +121,23 @@ shown.update()
     assert found["sglang_hybrid:memory_moves_total"] == 1
     assert found["sglang_hybrid:memory_state[balanced]"] == 1
     assert found["sglang_hybrid:memory_state[kv_short]"] == 0
+
+
+def test_what_was_expected_of_answers_is_shown() -> None:
+    found = read("""
+from sglang_hybrid.core.answers import Answer, Calibration
+from sglang_hybrid.telemetry.answers import AnswerMetrics
+seen = Calibration()
+shown = AnswerMetrics(seen)
+for expected, returned in ((None, True), (0.9, True), (0.95, False), (0.1, False)):
+    answer = Answer([], 0.0, 0.5, None, expected, returned)
+    seen.judge(answer)
+seen.judge(answer, -1)
+shown.update()
+""")
+    assert found["sglang_hybrid:answers[nothing][yes]"] == 1
+    assert found["sglang_hybrid:answers[likely][yes]"] == 1
+    assert found["sglang_hybrid:answers[likely][no]"] == 1
+    assert found["sglang_hybrid:answers[unlikely][no]"] == 0
+    assert abs(found["sglang_hybrid:answers_expected_returns[likely]"] - 1.85) < 1e-9
+    assert "sglang_hybrid:answers_expected_returns[nothing]" not in found

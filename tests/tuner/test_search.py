@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sglang_hybrid.replay.hints import with_hints
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.tuner.candidates import CANDIDATES, as_text, replay
 from sglang_hybrid.tuner.search import Limits, search
@@ -29,11 +30,12 @@ def test_texts_are_what_the_replay_parses() -> None:
 
 
 def test_a_window_arrives_as_it_left() -> None:
-    with packed(MIX) as descriptor:
+    hints = dataclasses.replace(MIX, requests=with_hints(MIX.requests, "both"))
+    with packed(hints) as descriptor:
         there = unpack(descriptor)
     for field in ("cost", "budget", "counted", "min_branch_tokens", "serving"):
-        assert getattr(there, field) == getattr(MIX, field)
-    for mine, its in zip(MIX.requests, there.requests, strict=True):
+        assert getattr(there, field) == getattr(hints, field)
+    for mine, its in zip(hints.requests, there.requests, strict=True):
         assert its.tokens.tolist() == mine.tokens.tolist()
         assert dataclasses.replace(its, tokens=mine.tokens) == mine
 

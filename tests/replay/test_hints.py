@@ -1,0 +1,39 @@
+"""Hints that are added to a trace: who says what."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sglang_hybrid.core.hints import Hint
+from sglang_hybrid.replay.hints import KINDS, with_hints
+from sglang_hybrid.replay.traces import Request
+
+TOKENS = np.arange(50, dtype=np.int32)
+TRACE = [Request(session, 0, float(n), TOKENS, 40) for n, session in enumerate([1, 2, 1, 1, 2])]
+ENDS, RETURNS = Hint.ENDS, Hint.RETURNS
+
+
+@pytest.mark.parametrize(
+    ("kind", "hints"),
+    [
+        ("true", [None, None, None, ENDS, ENDS]),
+        ("both", [RETURNS, RETURNS, RETURNS, ENDS, ENDS]),
+        ("lies", [ENDS, ENDS, ENDS, None, None]),
+    ],
+)
+def test_hints_follow_from_sessions(kind: str, hints: list[Hint | None]) -> None:
+    assert [request.hint for request in with_hints(TRACE, kind)] == hints
+
+
+def test_random_hints_come_from_a_seed() -> None:
+    trace = TRACE * 40
+    hints = [request.hint for request in with_hints(trace, "random", 3)]
+    assert hints == [request.hint for request in with_hints(trace, "random", 3)]
+    assert 0.1 < sum(hint is ENDS for hint in hints) / len(trace) < 0.4
+    assert set(hints) == {ENDS, None}
+
+
+def test_another_kind_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match=f"known are {', '.join(KINDS)}"):
+        with_hints(TRACE, "loud")
