@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -24,8 +24,9 @@ from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.checkpoints.prefix_wait import PrefixWait
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.core.answers import Calibration
+from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.explain.explainer import Explainer
-from sglang_hybrid.prompts.hints import declared_positions
+from sglang_hybrid.prompts.hints import declared_positions, session_hint
 from sglang_hybrid.telemetry.metrics import CacheMetrics
 from sglang_hybrid.tenants import tenant_of
 
@@ -224,7 +225,17 @@ class HybridRadixCache(OneMemoryCache):
                 self.tree_core.root_node,
                 self.message_starts(req),
                 tenant_of(req),
+                session_hint(req.kv_hints),
             )
+
+    def session_closed(self, last: Sequence[Req]) -> None:
+        """A client closed its session, whose `last` requests nobody continued (patch 0041)."""
+        history = None if self.shadow_tree is None else self.shadow_tree.history
+        if history is None:
+            return
+        for req in last:
+            tokens = req.full_untruncated_fill_ids
+            history.hint(array("q", tokens), Hint.ENDS, tenant_of(req))
 
     def on_release(self, req: Req, *args: Any, **kwargs: Any) -> None:
         super().on_release(req, *args, **kwargs)

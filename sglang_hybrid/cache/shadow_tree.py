@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
+from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.core.history import HistoryMatch
 from sglang_hybrid.core.nodes import Clock, Kind, Node, NodeTree
 from sglang_hybrid.core.pool import Pool, Scarce
@@ -158,14 +159,17 @@ class ShadowTree:
         root: UnifiedTreeNode,
         message_starts: Sequence[int] = (),
         tenant: Hashable = None,
+        hint: Hint | None = None,
     ) -> None:
         """A sequence of `tenant` ended; `node` is the deepest one on its path that the tree
-        holds.
+        holds. hint: what the client said of its session.
         """
         if self.history is None:
             return
         last = message_starts[-1:]
-        history_path = self.history.observe(tokens, input_len, self.clock, last, tenant=tenant)
+        history_path = self.history.observe(
+            tokens, input_len, self.clock, last, tenant=tenant, hint=hint
+        )
         while node is not root:
             record = self._records[node.id]
             self.tree.link_history(record, history_path.at(record.depth))

@@ -9,8 +9,8 @@ from typing import Final
 class Hint(Enum):
     """ENDS: this was the session's last request. RETURNS: another one will follow."""
 
-    ENDS = "ends"
-    RETURNS = "returns"
+    ENDS = "end"
+    RETURNS = "return"
 
 
 FIRST_BELIEF: Final = {Hint.ENDS: 0.1, Hint.RETURNS: 0.9}

@@ -190,6 +190,21 @@ class History:
         self.index.observed(now)
         return HistoryPath(nodes)
 
+    def hint(self, tokens: npt.ArrayLike, hint: Hint, tenant: Hashable = None) -> None:
+        """The client says only now what becomes of the session whose last sequence is `tokens` [n],
+        as it was observed. If it is not known any more, or a later one gave it another meaning,
+        nothing happens.
+        """
+        model = self._answers.of(tenant) if self.answers_count else None
+        path, _ = self.tree(tenant).walk(fingerprint_tokens(tokens), [])
+        answer = path[-1].last if path else None
+        if model is None or answer is None or answer.returned is not None:
+            return
+        answer.hint, answer.expected = hint, model.expect(answer.features, hint)
+        for node in path:
+            if node.last is answer and node.interval_id != NO_INTERVAL:
+                self.index.reclass(node.interval_id, node.reuse_class)
+
     def _as_match(
         self,
         tree: HistoryTree,

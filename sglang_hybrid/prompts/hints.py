@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
+from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.requests.fields import shown
 
 PREFIX = "hybrid."
 CHECKPOINT = "hybrid.checkpoint"
+SESSION = "hybrid.session"
 VERSION = "1"
 
 MOST_POSITIONS = 16
@@ -45,13 +49,44 @@ def checkpoint_hint(positions: Iterable[int]) -> dict[str, Any]:
     return {"protocol_version": "1", "message_id": "hybrid", "actions": [action]}
 
 
+def with_session(kv_hints: Any, hint: Hint) -> Any:
+    """The `kv_hints` of a request as it came (an envelope, None, or a list with one for each prompt
+    of a batch), which also say what becomes of the session. What is no envelope stays, for SGLang
+    to refuse.
+    """
+    if isinstance(kv_hints, list):
+        return [with_session(each, hint) for each in kv_hints]
+    action = {
+        "action_id": "session",
+        "action_type": SESSION,
+        "action_version": VERSION,
+        "payload": {"next": hint.value},
+    }
+    if not kv_hints:
+        return {"protocol_version": "1", "message_id": "hybrid", "actions": [action]}
+    envelope = msgspec.to_builtins(kv_hints)
+    if not isinstance(envelope, dict) or not isinstance(envelope.get("actions", []), list):
+        return kv_hints
+    return {**envelope, "actions": [*envelope.get("actions", []), action]}
+
+
+def session_hint(envelope: Envelope | None) -> Hint | None:
+    """What a checked request says of its session: the last one of such actions."""
+    said = [] if envelope is None else _ours(envelope, SESSION)
+    return Hint(said[-1].payload["next"]) if said else None
+
+
 def declared_positions(envelope: Envelope | None) -> tuple[int, ...]:
     """Positions (tokens from the start of the prompt) at which a checked request wants
     checkpoints, ascending.
     """
     if envelope is None:
         return ()
-    asked = {position for action in _ours(envelope) for position in action.payload["positions"]}
+    asked = {
+        position
+        for action in _ours(envelope, CHECKPOINT)
+        for position in action.payload["positions"]
+    }
     return tuple(sorted(asked))
 
 
@@ -62,17 +97,21 @@ def check(envelope: Envelope | None, prompt_len: int) -> None:
     if envelope is None:
         return
     for action in _ours(envelope):
-        if action.action_type != CHECKPOINT:
+        if action.action_type not in (CHECKPOINT, SESSION):
             raise ValueError(
                 f"kv_hints has the action {shown(action.action_type)}; of those that begin with "
-                f"{PREFIX} this server knows {CHECKPOINT}."
+                f"{PREFIX} this server knows {CHECKPOINT} and {SESSION}."
             )
         if action.action_version != VERSION:
             raise ValueError(
-                f"kv_hints has version {shown(action.action_version)} of {CHECKPOINT}; this server "
-                f"knows version {VERSION!r}."
+                f"kv_hints has version {shown(action.action_version)} of {action.action_type}; "
+                f"this server knows version {VERSION!r}."
             )
-        _check_positions(action.payload, prompt_len)
+        if action.action_type == SESSION:
+            check_session(f"the payload of {SESSION}", action.payload.get("next"))
+            _check_fields(action, "next")
+        else:
+            _check_positions(action, prompt_len)
     count = len(declared_positions(envelope))
     if count > MOST_POSITIONS:
         raise ValueError(
@@ -80,14 +119,27 @@ def check(envelope: Envelope | None, prompt_len: int) -> None:
         )
 
 
-def _check_positions(payload: Mapping[str, Any], prompt_len: int) -> None:
-    unknown = payload.keys() - {"positions"}
+def check_session(where: str, value: Any) -> Hint:
+    """What `where` says of a session. Raises ValueError with one sentence."""
+    try:
+        return Hint(value)
+    except ValueError:
+        known = " or ".join(repr(hint.value) for hint in Hint)
+        raise ValueError(f"{where} says {shown(value)} of the session; say {known}.") from None
+
+
+def _check_fields(action: Action, field: str) -> None:
+    unknown = action.payload.keys() - {field}
     if unknown:
         raise ValueError(
-            f"the payload of {CHECKPOINT} has the field {shown(min(unknown))}; it has only "
-            "positions."
+            f"the payload of {action.action_type} has the field {shown(min(unknown))}; it has only "
+            f"{field}."
         )
-    positions = payload.get("positions")
+
+
+def _check_positions(action: Action, prompt_len: int) -> None:
+    _check_fields(action, "positions")
+    positions = action.payload.get("positions")
     if not isinstance(positions, list) or not positions:
         raise ValueError(
             f"positions of {CHECKPOINT} is {shown(positions)}; it must be a list of one position "
@@ -101,5 +153,5 @@ def _check_positions(payload: Mapping[str, Any], prompt_len: int) -> None:
             )
 
 
-def _ours(envelope: Envelope) -> list[Action]:
-    return [action for action in envelope.actions if action.action_type.startswith(PREFIX)]
+def _ours(envelope: Envelope, prefix: str = PREFIX) -> list[Action]:
+    return [action for action in envelope.actions if action.action_type.startswith(prefix)]

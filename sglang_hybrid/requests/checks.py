@@ -57,6 +57,9 @@ INTERNAL = frozenset(
 HEAVY = ("input_ids", "input_text", "mm_inputs", "time_stats")
 """Of a tokenized request: fields that are large, and whose types are right."""
 
+SESSION_HEADER = "X-Hybrid-Session"
+"""What an HTTP client says of its session: `end` or `return`, as the action `hybrid.session`."""
+
 _PLACE = re.compile(r" - at `\$\[(?P<index>\d+)\](?P<rest>[^`]*)`")
 
 
@@ -71,6 +74,10 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
     if not path.startswith("/health"):
         _no_health_check(request.rid)
     _samples(request.sampling_params)
+    said = None if http is None else http.headers.get(SESSION_HEADER)
+    if said is not None and isinstance(request, GenerateReqInput):
+        hint = hints.check_session(f"the header {SESSION_HEADER}", said)
+        request.kv_hints = hints.with_session(request.kv_hints, hint)
     try:
         request.normalize_batch_and_arguments()
         if not request.is_single:

@@ -45,10 +45,11 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.memory.account import Account, MemoryKind
 from sglang_hybrid.memory.allocators import OneMemoryPages, OneMemorySlots, OneMemoryTokens
 from sglang_hybrid.memory.granules import GranulePool
-from sglang_hybrid.prompts.hints import checkpoint_hint
+from sglang_hybrid.prompts.hints import checkpoint_hint, with_session
 from sglang_hybrid.replay.traces import Request
 from tests.cache.backends import COST
 
@@ -237,9 +238,13 @@ class Server:
         cache_salt: str | None = None,
         lora_id: str | None = None,
         declared: Sequence[int] = (),
+        session: Hint | None = None,
     ) -> Req:
-        """A request that waits."""
+        """A request that waits. session: what its client says of the session."""
         self._rid += 1
+        said = checkpoint_hint(declared) if declared else None
+        if session is not None:
+            said = with_session(said, session)
         req = Req(
             rid=str(self._rid) if rid is None else rid,
             extra_key=extra_key,
@@ -248,7 +253,7 @@ class Server:
             origin_input_text="",
             origin_input_ids=array("q", tokens),
             sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
-            kv_hints=decode_kv_hints_envelope(checkpoint_hint(declared)) if declared else None,
+            kv_hints=None if said is None else decode_kv_hints_envelope(said),
         )
         req.time_stats.created_time = stamp
         return req
@@ -370,9 +375,10 @@ class Server:
         answer: Sequence[int],
         stamp: float = 0.0,
         cache_salt: str | None = None,
+        session: Hint | None = None,
     ) -> int:
         """A request from arrival to end, alone; returns its hit length."""
-        req = self.arrive(tokens, stamp, cache_salt=cache_salt)
+        req = self.arrive(tokens, stamp, cache_salt=cache_salt, session=session)
         if not self.admit(req):
             raise RuntimeError("the request does not fit into the pools, even alone")
         hit = int(req.prefix_len)

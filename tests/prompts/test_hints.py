@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 
+from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.prompts import hints
 
 
@@ -17,6 +18,10 @@ def envelope(*actions: dict[str, Any]) -> Any:
 
 def checkpoint(positions: Any, **more: Any) -> dict[str, Any]:
     return {"action_type": "hybrid.checkpoint", "payload": {"positions": positions}, **more}
+
+
+def session(what: Any, **more: Any) -> dict[str, Any]:
+    return {"action_type": "hybrid.session", "payload": {"next": what}, **more}
 
 
 def test_positions_of_all_actions_are_declared_in_order() -> None:
@@ -33,6 +38,30 @@ def test_the_envelope_we_write_is_one_that_we_read() -> None:
     assert hints.declared_positions(written) == (3, 7)
 
 
+def test_the_last_word_about_a_session_counts() -> None:
+    said = envelope(session("end"), checkpoint([3]), session("return"))
+    hints.check(said, 8)
+    assert hints.session_hint(said) is Hint.RETURNS
+    assert hints.declared_positions(said) == (3,)
+    assert hints.session_hint(envelope(checkpoint([3]))) is None
+    assert hints.session_hint(None) is None
+
+
+@pytest.mark.parametrize("before", [None, {}, hints.checkpoint_hint([7]), envelope(session("end"))])
+def test_what_is_said_of_a_session_joins_an_envelope(before: Any) -> None:
+    written = decode_kv_hints_envelope(hints.with_session(before, Hint.RETURNS))
+    hints.check(written, 8)
+    assert hints.session_hint(written) is Hint.RETURNS
+    batch = hints.with_session([before, None], Hint.ENDS)
+    assert [hints.session_hint(decode_kv_hints_envelope(one)) for one in batch] == [Hint.ENDS] * 2
+
+
+@pytest.mark.parametrize("broken", [{"actions": 3}, "text", 7])
+def test_what_is_no_envelope_is_left_for_sglang_to_refuse(broken: Any) -> None:
+    with pytest.raises(ValueError, match="Malformed kv_hints"):
+        decode_kv_hints_envelope(hints.with_session(broken, Hint.ENDS))
+
+
 @pytest.mark.parametrize(
     ("action", "sentence"),
     [
@@ -45,6 +74,9 @@ def test_the_envelope_we_write_is_one_that_we_read() -> None:
         ({"action_type": "hybrid.checkpoint"}, "positions of hybrid.checkpoint is None"),
         (checkpoint([5], action_version="2"), "version '2' of hybrid.checkpoint"),
         (checkpoint([5], action_type="hybrid.fly"), "the action 'hybrid.fly'"),
+        (session("maybe"), "says 'maybe' of the session; say 'end' or 'return'."),
+        (session(None), "the payload of hybrid.session says None"),
+        (session("end", payload={"next": "end", "soon": 1}), "hybrid.session has the field 'soon'"),
         (checkpoint([5], payload={"positions": [5], "at": 1}), "has the field 'at'"),
         (checkpoint(list(range(1, 18))), "declares 17 positions; a request may declare 16"),
     ],
