@@ -30,7 +30,7 @@ from sglang_hybrid.server_process import ServerFailed
 COMMANDS = (
     *("docs", "kernels"),
     *("cache", "rounds", "victim", "admission"),
-    *("policies", "pools", "tuner", "replay"),
+    *("policies", "answers", "pools", "tuner", "replay"),
     *("server", "split", "contexts", "roofline", "profile", "peer"),
     *("ab", "phases", "one-memory"),
 )

@@ -3,9 +3,9 @@
 A row per trace and size of the cache, request after request, starting cold, by the paper's rules,
 as served with two pools, and as served with one memory for KV and states. Token hit rates in
 percent. Rows whose distance is below a point do not count in the mean. With --leave-one-out the
-constants of `core.reuse` that --vary names are chosen by the mean over all other traces, and what
-that choice reaches on the trace left out is reported. With --changes N the traffic is N requests of
-one generated kind and then another kind: what is hit of that, beside a server that starts with it.
+constants that --vary names are chosen by the mean over all other traces, and what that choice
+reaches on the trace left out is reported. With --changes N the traffic is N requests of one
+generated kind and then another kind: what is hit of that, beside a server that starts with it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 
 from scripts.bench.report import BenchFailed, Table
 from scripts.bench.traces import TRACES, Row, read_or_generate
-from sglang_hybrid.core import reuse
+from sglang_hybrid.core import answers, reuse
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.serving import Serving, Split
 from sglang_hybrid.replay.arrivals import Draw
@@ -94,13 +95,19 @@ class Bench:
 
 @contextmanager
 def changed(constants: Constants) -> Iterator[None]:
-    """Constants of `core.reuse` at other values."""
-    before = {name: getattr(reuse, name) for name, _ in constants}
+    """Constants at other values."""
+    before = {name: getattr(*place_of(name)) for name, _ in constants}
     for name, value in constants:
-        setattr(reuse, name, type(before[name])(value))
+        setattr(*place_of(name), type(before[name])(value))
     yield
     for name, value in before.items():
-        setattr(reuse, name, value)
+        setattr(*place_of(name), value)
+
+
+def place_of(constant: str) -> tuple[ModuleType, str]:
+    """The module and the name of NAME in `core.reuse`, or of answers.NAME in `core.answers`."""
+    module, _, name = constant.rpartition(".")
+    return (answers if module == "answers" else reuse), name
 
 
 def show(bench: Bench, specs: Sequence[Spec], rules: Sequence[str]) -> None:
@@ -201,8 +208,8 @@ def parse_grid(varied: Sequence[str]) -> list[Constants]:
     axes = []
     for text in varied:
         name, _, values = text.partition("=")
-        if not isinstance(getattr(reuse, name, None), int | float):
-            raise BenchFailed(f"core.reuse has no number {name!r}")
+        if not isinstance(getattr(*place_of(name), None), int | float):
+            raise BenchFailed(f"neither core.reuse nor core.answers has a number {name!r}")
         axes.append([(name, float(value)) for value in values.split(",")])
     return list(itertools.product(*axes))
 
@@ -217,7 +224,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="NAME=V,V",
         default=["PRIOR_WEIGHT=2,4,8,16,32", "FIRST_GUESS=0.02,0.05,0.1,0.2"],
-        help="constants of core.reuse, for --leave-one-out",
+        help="constants of core.reuse, or as answers.NAME of core.answers, for --leave-one-out",
     )
     parser.add_argument("--leave-one-out", action="store_true")
     parser.add_argument("--changes", type=int, metavar="N", help="requests before a change of kind")
