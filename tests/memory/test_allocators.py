@@ -175,6 +175,16 @@ def test_checkpoints_leave_room_for_the_next_steps() -> None:
 
 
 @pytest.mark.parametrize("page", [1, 4])
+def test_sglangs_checks_see_which_pages_are_free(page: int) -> None:
+    kv, _ = build(page)
+    everything = kv.get_all_free_pages().tolist()
+    assert len(set(everything)) == len(everything) == BUDGET // TOKEN // page
+    taken = kv.alloc(10 * page) // page
+    assert sorted({*kv.get_all_free_pages().tolist(), *taken.tolist()}) == everything
+    assert not {*kv.get_all_free_pages().tolist()} & {*taken.tolist()}
+
+
+@pytest.mark.parametrize("page", [1, 4])
 def test_ranks_are_compared_by_the_ids_that_they_get(
     page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
