@@ -116,8 +116,11 @@ class OneMemoryKV(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
     def available_size(self) -> int:
         return self.pool.available * int(self.page_size)
 
-    def get_all_free_pages(self) -> None:
-        """None: SGLang then takes no census of pages (invariant_checker.py, _check_mamba_pool)."""
+    def get_all_free_pages(self) -> torch.Tensor:
+        """Every page that is not in use, whether there are bytes for it or not. SGLang's checks
+        look for pages that are free twice, or free and in use (invariant_checker.py).
+        """
+        return torch.from_numpy(self.pool.free_ids())
 
     def create_prefill_budget(
         self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0

@@ -175,6 +175,16 @@ def test_checkpoints_leave_room_for_the_next_steps() -> None:
 
 
 @pytest.mark.parametrize("page", [1, 4])
+def test_sglangs_checks_see_which_pages_are_free(page: int) -> None:
+    kv, _ = build(page)
+    everything = kv.get_all_free_pages().tolist()
+    assert len(set(everything)) == len(everything) == BUDGET // TOKEN // page
+    taken = kv.alloc(10 * page) // page
+    assert sorted({*kv.get_all_free_pages().tolist(), *taken.tolist()}) == everything
+    assert not {*kv.get_all_free_pages().tolist()} & {*taken.tolist()}
+
+
+@pytest.mark.parametrize("page", [1, 4])
 def test_ranks_are_compared_by_the_ids_that_they_get(
     page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,3 +223,21 @@ def test_a_rank_whose_bytes_moved_otherwise_is_seen(monkeypatch: pytest.MonkeyPa
             slots.free(slots.alloc(40))  # the KV that follows takes the bytes from the states
         kv.alloc(100)
     assert told[0] != told[2]
+
+
+@pytest.mark.parametrize(("states", "settles"), [(100, True), (12, False)])
+def test_traffic_to_and_fro_within_the_budget_moves_nothing(states: int, settles: bool) -> None:
+    """Three long documents and twelve short sessions in turn, always the same: where the budget
+    holds what both have, nothing moves after the first time; in a smaller one, bytes go to and fro.
+    """
+    sizes = Sizes(kv=1_200, states=states, rows=4, one_memory=True, state_bytes=STATE)
+    server = Server(build_cache(sizes, options("lru")), sizes)
+    documents = [[1_000 * n + k for k in range(300)] for n in range(1, 4)]
+    sessions = [[100_000 + 100 * n + k for k in range(20)] for n in range(12)]
+    moved = []
+    for _ in range(4):
+        for prompt in (*documents, *sessions):
+            server.serve(prompt, [7])
+        moved.append(sum(server.cache.account.moved.values()))
+        server.check()
+    assert (moved[-1] == moved[0]) == settles

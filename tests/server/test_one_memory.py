@@ -19,12 +19,19 @@ FLAGS = (
     *("--hybrid-memory", "one", "--max-total-tokens", str(TOKENS)),
     *("--max-mamba-cache-size", str(SLOTS), "--enable-metrics"),
 )
+CHECKED = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
+"""SGLang's checks end a server in which something is lost, free twice, or free and in use."""
 
 
 @pytest.fixture(scope="module")
 def server(model_directory: Callable[[str], Path]) -> Iterator[ServerProcess]:
     model = model_directory(DEFAULT_ARCHITECTURE)
-    with ServerProcess(["--model-path", str(model), *FLAGS]) as running:
+    command = ["--model-path", str(model), *FLAGS]
+    with ServerProcess(command, environment=CHECKED) as running:
         yield running
 
 
