@@ -16,6 +16,7 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_hybrid.config import BACKEND
 from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput
 from sglang_hybrid.requests import fields
+from sglang_hybrid.requests.bodies import read_body
 from sglang_hybrid.tenants import stored_under
 
 if TYPE_CHECKING:
@@ -99,16 +100,9 @@ async def _read(request: Request, manager: "TokenizerManager") -> Question:
     """The question in a request's body; raises ValueError."""
     longest = manager.context_len
     most = BYTES_BESIDE_TOKENS + BYTES_PER_TOKEN * longest
-    body, size = bytearray(), 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= most:
-            body += part  # the rest is read too: a client that still sends takes no answer
-    if size > most:
-        raise ValueError(
-            f"the body has {size:,} bytes; a prompt of {longest:,} tokens, this server's longest, "
-            f"takes {most:,} at most."
-        )
+    body = await read_body(
+        request, most, f"a prompt of {longest:,} tokens, this server's longest, takes"
+    )
     try:
         question = msgspec.json.decode(body, type=Question)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,0 +1,204 @@
+"""Schemas that clients registered, apart for each tenant, and what prompts did with them."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_hybrid.prompts.hints import MOST_POSITIONS
+from sglang_hybrid.prompts.resolve import Import, Prompt, read_prompt, resolve
+from sglang_hybrid.prompts.schema import Module, Part, Role, Schema, Text, Union, read_schema
+from sglang_hybrid.prompts.tokens import PromptTokenizer, Tokenized
+from sglang_hybrid.tenants import Tenant
+
+MOST_SCHEMAS = 64
+"""Of one tenant."""
+
+MOST_BYTES = 64 << 20
+"""Of all schemas of a server."""
+
+MOST_VALUES = 1_024
+"""Values of parameters that are remembered for each schema."""
+
+
+@dataclass
+class Registered:
+    """A schema in use. imports: how often each module was imported, by its path. values: hashes of
+    parameters' values, the latest last. cached_tokens: of all prompts, from the cache.
+    """
+
+    schema: Schema
+    size: int
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    imports: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    values: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+    def as_dict(self, tokenizer: PromptTokenizer) -> dict[str, Any]:
+        """For whoever asks for the schema."""
+        return {
+            "name": self.schema.name,
+            "bytes": self.size,
+            "requests": self.requests,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "parts": [_described(part, tokenizer, self.imports, ()) for part in self.schema.parts],
+        }
+
+    def seen(self, imports: Sequence[Import]) -> bool:
+        """Whether the values of these imports came before; they are remembered from now on."""
+        key = hash(tuple(_values(imports)))
+        known = key in self.values
+        self.values[key] = None
+        self.values.move_to_end(key)
+        while len(self.values) > MOST_VALUES:
+            self.values.popitem(last=False)
+        return known
+
+
+@dataclass
+class Expanded:
+    """A prompt as token ids, and what its answer says of it. positions: declared ones."""
+
+    registered: Registered
+    tokenized: Tokenized
+    positions: list[int]
+    warnings: Sequence[str]
+
+    def answered(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
+        """`meta_info.prompt` of an answer; the last one is counted."""
+        if meta_info.get("finish_reason") is not None:
+            self.registered.prompt_tokens += meta_info.get("prompt_tokens", 0)
+            self.registered.cached_tokens += meta_info.get("cached_tokens", 0)
+        return {
+            "schema": self.registered.schema.name,
+            "ends": [
+                {"module": "/".join(end.path), "position": end.position}
+                for end in self.tokenized.ends
+            ],
+            "declared": self.positions,
+            "warnings": list(self.warnings),
+        }
+
+
+class Registry:
+    """All schemas of a server. Methods raise ValueError with a sentence."""
+
+    def __init__(self, tokenizer: PromptTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._schemas: dict[Tenant, dict[str, Registered]] = {}
+
+    def register(self, tenant: Tenant, pml: str) -> Registered:
+        """Keep a schema, in place of the tenant's earlier one of its name."""
+        registered = Registered(read_schema(pml), len(pml.encode()))
+        own = self._schemas.get(tenant, {})
+        name = registered.schema.name
+        if name not in own and len(own) >= MOST_SCHEMAS:
+            raise ValueError(
+                f"there are {len(own)} schemas already; a tenant may have {MOST_SCHEMAS}. Delete "
+                "one first."
+            )
+        others = [one for kept in self._schemas.values() for one in kept.values()]
+        total = sum(one.size for one in others) + registered.size
+        if name in own:
+            total -= own[name].size
+        if total > MOST_BYTES:
+            raise ValueError(
+                f"all schemas of this server would have {total:,} bytes; they may have "
+                f"{MOST_BYTES:,}. Delete one first."
+            )
+        self._schemas.setdefault(tenant, own)[name] = registered
+        return registered
+
+    def get(self, tenant: Tenant, name: str) -> Registered:
+        """A schema of this tenant; raises KeyError."""
+        found = self._schemas.get(tenant, {}).get(name)
+        if found is None:
+            raise KeyError(
+                f"there is no schema {name!r}; register it with POST /v1/prompt_schemas."
+            )
+        return found
+
+    def of(self, tenant: Tenant) -> list[Registered]:
+        """All schemas of this tenant, by name."""
+        return [one for _, one in sorted(self._schemas.get(tenant, {}).items())]
+
+    def delete(self, tenant: Tenant, name: str) -> None:
+        """Forget a schema; raises KeyError. Its prompts stay in the cache like any others."""
+        self.get(tenant, name)
+        del self._schemas[tenant][name]
+        if not self._schemas[tenant]:
+            del self._schemas[tenant]
+
+    def expand(self, tenant: Tenant, pml: str) -> Expanded:
+        """The tokens of a prompt, and the positions worth a checkpoint: ends of modules before the
+        first value of a parameter, and behind it if these values came before.
+        """
+        prompt = read_prompt(pml)
+        try:
+            registered = self.get(tenant, prompt.schema)
+        except KeyError as error:
+            raise ValueError(error.args[0]) from None
+        resolved = resolve(registered.schema, prompt)
+        tokenized = self.tokenizer.tokenized(resolved)
+        registered.requests += 1
+        registered.imports.update(_paths(prompt.imports, ()))
+        hot = registered.seen(prompt.imports)
+        return Expanded(registered, tokenized, worthwhile(tokenized, hot=hot), resolved.warnings)
+
+    def expand_path(self, registered: Registered, imports: Sequence[Import]) -> Tokenized:
+        """The tokens of a prompt that only imports."""
+        prompt = Prompt(registered.schema.name, tuple(imports))
+        return self.tokenizer.tokenized(resolve(registered.schema, prompt))
+
+
+def worthwhile(tokenized: Tokenized, *, hot: bool) -> list[int]:
+    """Ends within the prompt that deserve checkpoints, ascending; the deepest, if many do. hot: the
+    values of parameters came before.
+    """
+    last = len(tokenized.ids)
+    found = {
+        end.position
+        for end in tokenized.ends
+        if 0 < end.position < last and (hot or not end.values)
+    }
+    return sorted(found)[-MOST_POSITIONS:]
+
+
+def _paths(imports: Sequence[Import], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for one in imports:
+        yield (*path, one.name)
+        yield from _paths(one.imports, (*path, one.name))
+
+
+def _values(imports: Sequence[Import]) -> Iterator[Any]:
+    for one in imports:
+        yield one.name
+        yield tuple(sorted(one.values.items()))
+        yield from _values(one.imports)
+
+
+def _described(
+    part: Part, tokenizer: PromptTokenizer, imports: Counter[tuple[str, ...]], path: tuple[str, ...]
+) -> dict[str, Any]:
+    def inner(parts: Sequence[Part], path: tuple[str, ...]) -> list[dict[str, Any]]:
+        return [_described(each, tokenizer, imports, path) for each in parts]
+
+    if isinstance(part, Text):
+        return {"text": True, "tokens": tokenizer.length(part.text)}
+    if isinstance(part, Module):
+        own = (*path, part.name)
+        return {
+            "module": part.name,
+            "line": part.line,
+            "imports": imports[own],
+            "parts": inner(part.parts, own),
+        }
+    if isinstance(part, Union):
+        return {"union": inner(part.modules, path)}
+    if isinstance(part, Role):
+        return {"role": part.role, "parts": inner(part.parts, path)}
+    return {"parameter": part.name, "line": part.line, "length": part.length}

@@ -1,0 +1,137 @@
+"""`/v1/prompt_schemas`, and `pml` in `/generate` (patch 0040)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+from sglang_hybrid.prompts.hints import checkpoint_hint
+from sglang_hybrid.prompts.registry import Registry
+from sglang_hybrid.prompts.tokens import PromptTokenizer
+from sglang_hybrid.prompts.xml import MOST_BYTES, MarkupError
+from sglang_hybrid.requests.bodies import read_body
+from sglang_hybrid.tenants import tenant
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+router = APIRouter(prefix="/v1/prompt_schemas")
+
+MOST_BODY = 2 * MOST_BYTES
+"""Bytes of a request: JSON may write a character as six."""
+
+
+class NewSchema(msgspec.Struct, forbid_unknown_fields=True):
+    """A schema as markup, with the extra key and salt of the requests that will use it."""
+
+    pml: str
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+_, DEFINITIONS = msgspec.json.schema_components([NewSchema])
+BODY = {"content": {"application/json": {"schema": DEFINITIONS["NewSchema"]}}, "required": True}
+
+
+@router.post("", openapi_extra={"requestBody": BODY})
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def register(request: Request) -> JSONResponse:
+    """Keep a schema, in place of an earlier one of its name."""
+    try:
+        registry = _registry()
+        body = await read_body(request, MOST_BODY, "that of a schema may have")
+        new = msgspec.json.decode(body, type=NewSchema)
+        registered = registry.register(tenant(new.extra_key, new.cache_salt), new.pml)
+        return JSONResponse(registered.as_dict(registry.tokenizer))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return _refused(f"the body is no schema: {error}.")
+    except ValueError as error:
+        return _refused(str(error), error)
+
+
+@router.get("")
+@auth_level(AuthLevel.NORMAL)
+async def all_schemas(extra_key: str | None = None, cache_salt: str | None = None) -> JSONResponse:
+    """All schemas of a tenant."""
+    registry = _registry()
+    found = registry.of(tenant(extra_key, cache_salt))
+    return JSONResponse([one.as_dict(registry.tokenizer) for one in found])
+
+
+@router.get("/{name}")
+@auth_level(AuthLevel.NORMAL)
+async def one_schema(
+    name: str, extra_key: str | None = None, cache_salt: str | None = None
+) -> JSONResponse:
+    """A schema: its modules, their tokens, how often each was imported."""
+    registry = _registry()
+    try:
+        found = registry.get(tenant(extra_key, cache_salt), name)
+    except KeyError as error:
+        return _refused(error.args[0], status=HTTPStatus.NOT_FOUND)
+    return JSONResponse(found.as_dict(registry.tokenizer))
+
+
+@router.delete("/{name}")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def delete(
+    name: str, extra_key: str | None = None, cache_salt: str | None = None
+) -> JSONResponse:
+    """Forget a schema."""
+    try:
+        _registry().delete(tenant(extra_key, cache_salt), name)
+    except KeyError as error:
+        return _refused(error.args[0], status=HTTPStatus.NOT_FOUND)
+    return JSONResponse({"deleted": name})
+
+
+def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
+    """Put the tokens of a request's `pml` into it. Raises ValueError."""
+    pml = getattr(request, "pml", None)
+    if pml is None:
+        return
+    for name in ("text", "input_ids", "input_embeds", "kv_hints"):
+        if getattr(request, name) is not None:
+            raise ValueError(f"the request has pml and {name}; give one of them.")
+    for name in ("extra_key", "cache_salt"):
+        if isinstance(getattr(request, name), list):
+            raise ValueError(f"{name} is a list; a request with pml has one prompt.")
+    expanded = registry_of(manager).expand(tenant(request.extra_key, request.cache_salt), pml)
+    request.input_ids = expanded.tokenized.ids
+    if expanded.positions:
+        request.kv_hints = checkpoint_hint(expanded.positions)
+    request.pml = None
+    request.expanded = expanded
+
+
+@lru_cache(maxsize=1)
+def registry_of(manager: TokenizerManager) -> Registry:
+    """The schemas of this server; raises ValueError where there can be none."""
+    if manager.tokenizer is None:
+        raise ValueError("this server has no tokenizer (--skip-tokenizer-init).")
+    if manager.server_args.tokenizer_worker_num > 1:
+        raise ValueError(
+            "this server has several tokenizer processes, which share no schemas; start it with "
+            "--tokenizer-worker-num 1."
+        )
+    return Registry(PromptTokenizer(manager.tokenizer))
+
+
+def _registry() -> Registry:
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    return registry_of(get_global_state().tokenizer_manager)
+
+
+def _refused(
+    why: str, error: Any = None, status: HTTPStatus = HTTPStatus.BAD_REQUEST
+) -> JSONResponse:
+    place = {"line": error.line, "column": error.column} if isinstance(error, MarkupError) else {}
+    return JSONResponse({"error": {"message": why, **place}}, status)

@@ -1,0 +1,122 @@
+"""The token ids of a resolved prompt, and the positions at which its modules end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from sglang_hybrid.prompts.resolve import Piece, Resolved
+from sglang_hybrid.prompts.roles import NoRoles, RoleTexts, role_texts
+
+CACHED_PIECES = 4_096
+
+
+@dataclass(frozen=True)
+class End:
+    """A position (tokens from the start) at which a module ends or prompts part. path: names of
+    the modules around it. values: whether values of parameters lie before it.
+    """
+
+    position: int
+    path: tuple[str, ...]
+    values: bool
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """ids [n]; ends, ascending."""
+
+    ids: list[int]
+    ends: list[End]
+
+
+class PromptTokenizer:
+    """Tokenizes pieces apart, so that each one's tokens depend on its own text only.
+
+    tokenizer: of transformers. Its chat template writes what stands around the messages.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+        @lru_cache(CACHED_PIECES)
+        def encode(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        self._encode: Callable[[str], tuple[int, ...]] = encode
+
+    def length(self, text: str) -> int:
+        """Tokens of a piece."""
+        return len(self._encode(text))
+
+    def tokenized(self, resolved: Resolved) -> Tokenized:
+        """The prompt as token ids. Raises ValueError if a value is too long, or if the template
+        cannot write the schema's messages.
+        """
+        ids: list[int] = []
+        ends: list[End] = []
+        values = False
+        for before, piece, after in self._framed(resolved.pieces):
+            ids += self._encode(before)
+            own = self._encode(piece.text)
+            if piece.parameter is not None:
+                values = True
+                if len(own) > piece.parameter.length:
+                    raise ValueError(
+                        f"the value of parameter {piece.parameter.name!r} has {len(own):,} tokens; "
+                        f"it may have {piece.parameter.length:,} at most."
+                    )
+            ids += own
+            if piece.ends:
+                ends.append(End(len(ids), piece.path, values))
+            ids += self._encode(after)
+        if not any(piece.role for piece in resolved.pieces):
+            start = self._start
+            ids = [*start, *ids]
+            ends = [End(end.position + len(start), end.path, end.values) for end in ends]
+        return Tokenized(ids, ends)
+
+    @cached_property
+    def _start(self) -> list[int]:
+        """What the tokenizer puts before a text."""
+        special = list(self._tokenizer("")["input_ids"])
+        eos = self._tokenizer.eos_token_id
+        return special[:-1] if special and special[-1] == eos else special
+
+    @cached_property
+    def _roles(self) -> RoleTexts:
+        def render(messages: Sequence[dict[str, str]], asked: bool) -> str:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=asked
+                )
+            )
+
+        return role_texts(render)
+
+    def _framed(self, pieces: Sequence[Piece]) -> list[tuple[str, Piece, str]]:
+        """Each piece with what the chat template writes before and after it."""
+        framed = []
+        for at, piece in enumerate(pieces):
+            before = after = ""
+            if piece.role is not None:
+                first = at == 0
+                begins = first or pieces[at - 1].message != piece.message
+                last = at + 1 == len(pieces)
+                if begins:
+                    known = self._roles.opening if first else self._roles.before
+                    if piece.role not in known:
+                        raise NoRoles(
+                            f"a message of role {piece.role!r} cannot stand here; a chat begins "
+                            "with one of the system or the user, and only the first may be the "
+                            "system's."
+                        )
+                    before = known[piece.role]
+                if last or pieces[at + 1].message != piece.message:
+                    after = self._roles.after[piece.role]
+                if last and piece.role == "user":
+                    after += self._roles.answer
+            framed.append((before, piece, after))
+        return framed

@@ -1,0 +1,157 @@
+"""Schemas on a real server: what is registered, what a prompt hits, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+
+from tests.prompts import schemas
+from tests.server.client import TOLERANCE, flush, logprobs
+
+SAMPLING = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+
+
+def register(url: str, pml: str, **tenant: str) -> requests.Response:
+    return requests.post(url + "/v1/prompt_schemas", json={"pml": pml, **tenant}, timeout=60)
+
+
+def send(url: str, **fields: Any) -> requests.Response:
+    body = {
+        "sampling_params": SAMPLING,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "return_prompt_token_ids": True,
+        **fields,
+    }
+    return requests.post(url + "/generate", json=body, timeout=300)
+
+
+def prompt(name: str, imports: str, question: str = "Begin.") -> str:
+    return f'<prompt schema="{name}">{imports}<user>{question}</user></prompt>'
+
+
+def pupil(*names: str) -> str:
+    return prompt("education", "".join(f"<{name}/>" for name in names))
+
+
+@pytest.fixture
+def registered(url: str) -> Iterator[str]:
+    """The server with all schemas of a test, which it forgets afterwards."""
+    for text in schemas.all_schemas().values():
+        register(url, text).raise_for_status()
+    yield url
+    for name in schemas.all_schemas():
+        requests.delete(f"{url}/v1/prompt_schemas/{name}", timeout=60).raise_for_status()
+
+
+def test_a_second_selection_hits_at_the_last_module_in_common(registered: str) -> None:
+    names = ["high", "novice", "yesterday", "seeing", "essay", "curious"]
+    first = send(registered, pml=pupil(*names)).json()
+    told = first["meta_info"]["prompt"]
+    ends = {end["module"]: end["position"] for end in told["ends"]}
+    assert first["meta_info"]["hybrid_cache"]["declared"]["kept"] == told["declared"]
+    for shared in (5, 3, 1):
+        others = [*names[:shared], *("doing", "quiz", "playful")[max(0, shared - 3) :]]
+        answer = send(registered, pml=pupil(*others)).json()
+        assert answer["meta_info"]["cached_tokens"] == ends[names[shared - 1]]
+        flush(registered)
+        cold = send(registered, input_ids=answer["prompt_token_ids"]).json()
+        assert answer["output_ids"] == cold["output_ids"]
+        assert logprobs(answer) == pytest.approx(logprobs(cold), abs=TOLERANCE)
+        send(registered, pml=pupil(*names)).raise_for_status()
+
+
+def test_imports_out_of_order_are_the_same_prompt_with_a_warning(registered: str) -> None:
+    files = "<map.py/><unit.py/>"
+    ordered = send(registered, pml=prompt("code-generation-game", "<unit.py/><map.py/>")).json()
+    mixed = send(registered, pml=prompt("code-generation-game", files)).json()
+    assert mixed["prompt_token_ids"] == ordered["prompt_token_ids"]
+    assert mixed["meta_info"]["cached_tokens"] == len(ordered["prompt_token_ids"]) - 1
+    (warning,) = mixed["meta_info"]["prompt"]["warnings"]
+    assert warning.startswith("Module 'unit.py' was imported out of order")
+    assert ordered["meta_info"]["prompt"]["warnings"] == []
+
+
+def test_a_stream_says_it_too(registered: str) -> None:
+    answer = send(registered, pml=pupil("high"), stream=True)
+    events = [line for line in answer.text.split("\n") if line.startswith("data: {")]
+    assert events and all('"schema":"education"' in event for event in events)
+
+
+def test_a_schema_tells_its_modules_and_their_use(registered: str) -> None:
+    before = requests.get(registered + "/v1/prompt_schemas/education", timeout=60).json()
+    answer = send(registered, pml=pupil("high", "novice")).json()
+    after = requests.get(registered + "/v1/prompt_schemas/education", timeout=60).json()
+    assert after["requests"] == before["requests"] + 1
+    tokens = answer["meta_info"]["prompt_tokens"]
+    assert after["prompt_tokens"] == before["prompt_tokens"] + tokens
+    (role,) = after["parts"]
+    modules = {module["module"]: module for module in role["parts"][1]["union"]}
+    assert modules["high"]["imports"] >= 1 and modules["high"]["parts"][0]["tokens"] > 5
+    every = requests.get(registered + "/v1/prompt_schemas", timeout=60).json()
+    assert [one["name"] for one in every] == sorted(schemas.all_schemas())
+
+
+def test_tenants_do_not_see_each_others_schemas(registered: str) -> None:
+    register(registered, '<schema name="mine">text</schema>', extra_key="a").raise_for_status()
+    mine, path = '<prompt schema="mine">Go.</prompt>', registered + "/v1/prompt_schemas/mine"
+    assert send(registered, pml=mine, extra_key="a").status_code == 200
+    assert send(registered, pml=mine).status_code == 400
+    assert requests.get(path, timeout=60).status_code == 404
+    assert requests.get(path, params={"extra_key": "a"}, timeout=60).status_code == 200
+    assert requests.delete(path, timeout=60).status_code == 404
+    assert requests.delete(path, params={"extra_key": "a"}, timeout=60).status_code == 200
+    assert send(registered, pml=mine, extra_key="a").status_code == 400
+
+
+REFUSED = {
+    "not well-formed": ('<schema name="s">\n<module name="a">x</modul></schema>', 2, "well-formed"),
+    "a file": ('<schema name="s"><module name="a" src="../../etc/passwd"/></schema>', 1, "src is"),
+    "an entity": ('<!DOCTYPE s [<!ENTITY a "b">]><schema name="s">&a;</schema>', 1, "an entity"),
+    "deep": ("<schema name='s'>" + "<module name='m'>" * 10_000, 1, "nested more than 64 deep"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_wrong_with_a_schema_has_its_line(url: str, what: str) -> None:
+    markup, line, sentence = REFUSED[what]
+    response = register(url, markup)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["line"] == line and error["column"] > 0
+    assert sentence in error["message"] and "root:" not in response.text
+
+
+def test_ten_megabytes_of_nesting_are_refused(url: str) -> None:
+    response = register(url, "<schema name='s'>" + "<module name='m'>" * (10 << 20 >> 4))
+    assert response.status_code == 400
+    assert "at most" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"pml": 1}', b'{"pml": "", "more": 1}', b"\xff"])
+def test_a_body_that_is_no_schema_is_refused(url: str, body: bytes) -> None:
+    assert requests.post(url + "/v1/prompt_schemas", data=body, timeout=60).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"pml": '<prompt schema="none"/>'}, "there is no schema 'none'"),
+        ({"pml": "<prompt"}, "line 1, column "),
+        ({"pml": prompt("education", "<high/><middle/>")}, "exclude each other"),
+        ({"pml": pupil("high"), "text": "x"}, "the request has pml and text"),
+        (
+            {"pml": prompt("travel", '<travel-plan duration="a b c d e f g h"/>')},
+            "the value of parameter 'duration' has 8 tokens; it may have 5 at most",
+        ),
+    ],
+)
+def test_a_prompt_that_cannot_be_made_is_refused(
+    registered: str, fields: dict[str, Any], sentence: str
+) -> None:
+    response = send(registered, **fields)
+    assert response.status_code == 400
+    assert sentence in response.json()["error"]["message"]
