@@ -92,6 +92,7 @@ class HybridConfig:
     hybrid_min_branch_tokens: int = MIN_BRANCH_TOKENS
     hybrid_slots_per_request: int = 0
     hybrid_memory: Memory = Memory.SPLIT
+    hybrid_history_mb: int = 64
     hybrid_burst_ms: float = 3.0
     hybrid_drain_seconds: float = 3.0
     hybrid_tuner_workers: int = 0
@@ -194,6 +195,15 @@ class HybridConfig:
             "take together, and what is worth least makes room for either; split: each has its "
             "pool; auto: one on the CPU platform for a hybrid model with planned checkpoints, "
             "split elsewhere (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-history-mb",
+            type=count,
+            metavar="N",
+            default=HybridConfig.hybrid_history_mb,
+            help="MiB for the history of prompts and answers that reuse learns from: two bytes per "
+            "token and 600 per fork or end; when it is full, the tenant that holds most forgets "
+            "what it sent longest ago (default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-burst-ms",
