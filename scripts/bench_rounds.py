@@ -2,14 +2,17 @@
 """What requests that wait cost the scheduler: SGLang's two cores and ours, on the same requests.
 
     python scripts/bench_rounds.py [--waiting 128] [--running 8] [--tokens 1024 16384 131072]
+    python scripts/bench_rounds.py --memory 1000000
 
 Prints Markdown. SGLang's `lpm` ranking and prefill adders on its pools with tiny tensors, no model,
 one process, one thread. Of each prompt the first half is cached and shared by 16 requests, the rest
 is its own. In a round all that wait are ranked and one is admitted, prefilled, answered and
-published. So a request is looked up as often as it waits for rounds. Microseconds: `first` and
-`again`, the first two look-ups of a request (medians); `rank`, ranking all that wait (median);
-`admit`, look-up and admission (median); `publish`, prompt and answer into the tree (median);
-`life`, all of these over all rounds, per request.
+published. So a request is looked up as often as it waits for rounds. `--memory`: what a tree of so
+many nodes takes of the machine's memory, each cache in a process of its own.
+
+Microseconds of processor time: `first` and `again`, the first two look-ups of a request (medians);
+`rank`, ranking all that wait (median); `admit`, look-up and admission (median); `publish`, prompt
+and answer into the tree (median); `life`, all of these over all rounds, per request.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import argparse
 import gc
 import logging
 import platform
+import subprocess
 import sys
 import time
 import warnings
@@ -31,8 +35,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 warnings.simplefilter("ignore")
 logging.disable(logging.WARNING)
 
+import numpy as np  # noqa: E402
+import psutil  # noqa: E402
 import torch  # noqa: E402
 from sglang.srt.managers.schedule_policy import SchedulePolicy  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams  # noqa: E402
+from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 
 from tests.cache.backends import options  # noqa: E402
 from tests.cache.driver import Server, Sizes, build_cache  # noqa: E402
@@ -99,9 +107,9 @@ class Rounds:
         self.server.finish(req)
 
     def _timed(self, name: str, work: Any) -> Any:
-        begin = time.perf_counter()
+        begin = time.thread_time()
         result = work()
-        self.times[name].append(time.perf_counter() - begin)
+        self.times[name].append(time.thread_time() - begin)
         return result
 
 
@@ -113,13 +121,21 @@ def main() -> None:
     parser.add_argument(
         "--profile", action="store_true", help="where ours spends its time, instead"
     )
+    parser.add_argument("--memory", type=int, metavar="NODES", help="memory of a tree, instead")
+    parser.add_argument("--tree", nargs=2, metavar="PART", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.tree is not None:
+        measure_trees(args.tree[0], int(args.tree[1]))
+        return
+    if args.memory is not None:
+        memory_table(args.memory)
+        return
     if args.profile:
         profile(args.tokens[0], args.waiting, args.running)
         return
     print(f"Python {platform.python_version()}, torch {torch.__version__}; ", end="")
-    print(f"{args.waiting} waiting, {args.running} running; microseconds.\n")
+    print(f"{args.waiting} waiting, {args.running} running; microseconds of processor time.\n")
     names = ("first", "again", "rank", "admit", "publish", "life")
     print("| tokens | cache | " + " | ".join(names) + " |")
     print("|---:|---|" + "---:|" * len(names))
@@ -143,6 +159,80 @@ def profile(tokens: int, waiting: int, running: int) -> None:
     profiler = cProfile.Profile()
     profiler.runcall(rounds.run, running)
     pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+
+
+SHORT, LONG, FEWER = 8, 520, 25_000
+"""Tokens of a node; nodes of LONG tokens in a tree from which the bytes per token follow."""
+
+PROMPTS = 150_000
+"""In the history that is measured: more than fit."""
+
+
+def memory_table(nodes: int) -> None:
+    """Print bytes per node, per token, and of the history."""
+    print(
+        f"Python {platform.python_version()}, torch {torch.__version__}; {nodes:,} nodes; bytes.\n"
+    )
+    print("| cache | per node | per token | history |")
+    print("|---|---:|---:|---:|", flush=True)
+    for name in CACHES:
+        command = [sys.executable, __file__, "--tree", name, str(nodes)]
+        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        print(f"| {name} | " + " | ".join(out.split()) + " |", flush=True)
+
+
+def measure_trees(name: str, nodes: int) -> None:
+    """Print the cells of one row. What a tree takes is what the process grows by; no tree is freed
+    before the end.
+    """
+    policy, core = CACHES[name]
+    how = None if policy is None else options(policy, "all")
+    process, kept, grown = psutil.Process(), [], []
+    for count, tokens in ((FEWER, SHORT), (FEWER, LONG), (nodes, SHORT)):
+        sizes = Sizes(kv=64, states=64, rows=4, context=256)
+        cache: Any = build_cache(sizes, how, tree_core=core)
+        kept.append(cache)
+        gc.collect()
+        before = process.memory_info().rss
+        fill(cache, count, tokens)
+        gc.collect()
+        grown.append(process.memory_info().rss - before)
+    per_token = (grown[1] - grown[0]) / (FEWER * (LONG - SHORT))
+    cells = f"{grown[2] / nodes - SHORT * per_token:,.0f}", f"{per_token:.1f}"
+    before = process.memory_info().rss
+    remember(cache)
+    gc.collect()
+    print(*cells, f"{process.memory_info().rss - before:,}" if policy else "-")
+
+
+def fill(cache: Any, nodes: int, tokens: int) -> None:
+    """Leaves of `tokens` tokens, each with a state."""
+    shadow_tree = getattr(cache, "shadow_tree", None)
+    for number in range(nodes):
+        start = number * tokens
+        if shadow_tree is not None:
+            shadow_tree.arrived(None)
+        cache.insert(
+            InsertParams(
+                key=RadixKey(array("q", range(start, start + tokens))),
+                value=torch.arange(start, start + tokens),
+                mamba_value=torch.tensor([number]),
+            )
+        )
+        if shadow_tree is not None and number % 500 == 0:  # as evictions do
+            for pool in shadow_tree.pools:
+                pool.cheapest()
+
+
+def remember(cache: Any) -> None:
+    """Prompts of SHORT tokens in the history, if there is one."""
+    shadow_tree = getattr(cache, "shadow_tree", None)
+    if shadow_tree is None:
+        return
+    for number in range(PROMPTS):
+        shadow_tree.arrived(None)
+        prompt = np.arange(number * SHORT, (number + 1) * SHORT)
+        shadow_tree.history.observe(prompt, SHORT, shadow_tree.clock)
 
 
 if __name__ == "__main__":
