@@ -92,9 +92,10 @@ class HybridConfig:
     hybrid_min_branch_tokens: int = MIN_BRANCH_TOKENS
     hybrid_slots_per_request: int = 0
     hybrid_memory: Memory = Memory.AUTO
+    hybrid_history_mb: int = 64
+    hybrid_answers_mb: int = 64
     hybrid_burst_ms: float = 3.0
     hybrid_drain_seconds: float = 3.0
-    hybrid_answer_memory: int = 64
     hybrid_tuner_workers: int = 0
     hybrid_tuner_window: int = 0
     hybrid_record: str = ""
@@ -197,6 +198,15 @@ class HybridConfig:
             "split elsewhere and with --mamba-full-memory-ratio (default: %(default)s)",
         )
         group.add_argument(
+            "--hybrid-history-mb",
+            type=count,
+            metavar="N",
+            default=HybridConfig.hybrid_history_mb,
+            help="MiB for the history of prompts and answers that reuse learns from: two bytes per "
+            "token and 600 per fork or end; when it is full, the tenant that holds most forgets "
+            "what it sent longest ago (default: %(default)s)",
+        )
+        group.add_argument(
             "--hybrid-burst-ms",
             type=nonnegative,
             metavar="MS",
@@ -213,13 +223,13 @@ class HybridConfig:
             "an error of status 503 (default: %(default)s)",
         )
         group.add_argument(
-            "--hybrid-answer-memory",
+            "--hybrid-answers-mb",
             type=count,
-            metavar="MIB",
-            default=HybridConfig.hybrid_answer_memory,
-            help="memory for what answers and clients' hints tell of a return, for "
-            "--hybrid-eviction reuse: 2 MiB per tenant, of tenants that came last; 0 turns that "
-            "off (default: %(default)s)",
+            metavar="N",
+            default=HybridConfig.hybrid_answers_mb,
+            help="MiB for what answers and clients' hints tell of a return, for --hybrid-eviction "
+            "reuse: 2 per tenant, of tenants that came last; 0 turns that off (default: "
+            "%(default)s)",
         )
         group.add_argument(
             "--hybrid-tuner-workers",

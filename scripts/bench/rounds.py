@@ -1,14 +1,17 @@
 """What requests that wait cost the scheduler: SGLang's two cores and ours, on the same requests.
 
     python scripts/bench.py rounds [--waiting 128] [--running 8] [--tokens 1024 16384 131072]
+    python scripts/bench.py rounds --memory 1000000
 
 SGLang's `lpm` ranking and prefill adders on its pools with tiny tensors, no model,
 one process, one thread. Of each prompt the first half is cached and shared by 16 requests, the rest
 is its own. In a round all that wait are ranked and one is admitted, prefilled, answered and
-published. So a request is looked up as often as it waits for rounds. Microseconds: `first` and
-`again`, the first two look-ups of a request (medians); `rank`, ranking all that wait (median);
-`admit`, look-up and admission (median); `publish`, prompt and answer into the tree (median);
-`life`, all of these over all rounds, per request.
+published. So a request is looked up as often as it waits for rounds. `--memory`: what a tree of so
+many nodes takes of the machine's memory, each cache in a process of its own.
+
+Microseconds of processor time: `first` and `again`, the first two look-ups of a request (medians);
+`rank`, ranking all that wait (median); `admit`, look-up and admission (median); `publish`, prompt
+and answer into the tree (median); `life`, all of these over all rounds, per request.
 """
 
 from __future__ import annotations
@@ -16,16 +19,22 @@ from __future__ import annotations
 import argparse
 import gc
 import platform
+import subprocess
+import sys
 import time
 from array import array
 from collections import defaultdict
 from statistics import median
 from typing import Any
 
+import numpy as np
+import psutil
 import torch
 from sglang.srt.managers.schedule_policy import SchedulePolicy
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from scripts.bench.report import Table
+from scripts.bench.report import ROOT, Table
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes, build_cache
 
@@ -91,9 +100,9 @@ class Rounds:
         self.server.finish(req)
 
     def _timed(self, name: str, work: Any) -> Any:
-        begin = time.perf_counter()
+        begin = time.thread_time()
         result = work()
-        self.times[name].append(time.perf_counter() - begin)
+        self.times[name].append(time.thread_time() - begin)
         return result
 
 
@@ -104,15 +113,23 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", action="store_true", help="where ours spends its time, instead"
     )
+    parser.add_argument("--memory", type=int, metavar="NODES", help="memory of a tree, instead")
+    parser.add_argument("--tree", nargs=2, metavar="PART", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
+    if args.tree is not None:
+        measure_trees(args.tree[0], int(args.tree[1]))
+        return
+    if args.memory is not None:
+        memory_table(args.memory)
+        return
     if args.profile:
         profile(args.tokens[0], args.waiting, args.running)
         return
     print(f"Python {platform.python_version()}, torch {torch.__version__}; ", end="")
-    print(f"{args.waiting} waiting, {args.running} running; microseconds.\n")
+    print(f"{args.waiting} waiting, {args.running} running; microseconds of processor time.\n")
     names = ("first", "again", "rank", "admit", "publish", "life")
     table = Table("cache", "tokens", *names)
     for tokens in args.tokens:
@@ -134,3 +151,77 @@ def profile(tokens: int, waiting: int, running: int) -> None:
     profiler = cProfile.Profile()
     profiler.runcall(rounds.run, running)
     pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+
+
+SHORT, LONG, FEWER = 8, 520, 25_000
+"""Tokens of a node; nodes of LONG tokens in a tree from which the bytes per token follow."""
+
+PROMPTS = 150_000
+"""In the history that is measured: more than fit."""
+
+
+def memory_table(nodes: int) -> None:
+    """Print bytes per node, per token, and of the history."""
+    print(
+        f"Python {platform.python_version()}, torch {torch.__version__}; {nodes:,} nodes; bytes.\n"
+    )
+    table = Table("cache", "per node", "per token", "history")
+    for name in CACHES:
+        program = [sys.executable, str(ROOT / "scripts" / "bench.py"), "rounds"]
+        command = [*program, "--tree", name, str(nodes)]
+        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        table.row(name, *out.splitlines()[-1].split())
+
+
+def measure_trees(name: str, nodes: int) -> None:
+    """Print the cells of one row. What a tree takes is what the process grows by; no tree is freed
+    before the end.
+    """
+    policy, core = CACHES[name]
+    how = None if policy is None else options(policy, "all")
+    process, kept, grown = psutil.Process(), [], []
+    for count, tokens in ((FEWER, SHORT), (FEWER, LONG), (nodes, SHORT)):
+        sizes = Sizes(kv=64, states=64, rows=4, context=256)
+        cache: Any = build_cache(sizes, how, tree_core=core)
+        kept.append(cache)
+        gc.collect()
+        before = process.memory_info().rss
+        fill(cache, count, tokens)
+        gc.collect()
+        grown.append(process.memory_info().rss - before)
+    per_token = (grown[1] - grown[0]) / (FEWER * (LONG - SHORT))
+    cells = f"{grown[2] / nodes - SHORT * per_token:,.0f}", f"{per_token:.1f}"
+    before = process.memory_info().rss
+    remember(cache)
+    gc.collect()
+    print(*cells, f"{process.memory_info().rss - before:,}" if policy else "-")
+
+
+def fill(cache: Any, nodes: int, tokens: int) -> None:
+    """Leaves of `tokens` tokens, each with a state."""
+    shadow_tree = getattr(cache, "shadow_tree", None)
+    for number in range(nodes):
+        start = number * tokens
+        if shadow_tree is not None:
+            shadow_tree.arrived(None)
+        cache.insert(
+            InsertParams(
+                key=RadixKey(array("q", range(start, start + tokens))),
+                value=torch.arange(start, start + tokens),
+                mamba_value=torch.tensor([number]),
+            )
+        )
+        if shadow_tree is not None and number % 500 == 0:  # as evictions do
+            for pool in shadow_tree.pools:
+                pool.cheapest()
+
+
+def remember(cache: Any) -> None:
+    """Prompts of SHORT tokens in the history, if there is one."""
+    shadow_tree = getattr(cache, "shadow_tree", None)
+    if shadow_tree is None:
+        return
+    for number in range(PROMPTS):
+        shadow_tree.arrived(None)
+        prompt = np.arange(number * SHORT, (number + 1) * SHORT)
+        shadow_tree.history.observe(prompt, SHORT, shadow_tree.clock)

@@ -82,8 +82,11 @@ def build_parts(
     shadow_tree = None
     has_states = ComponentType.MAMBA in (params.tree_components or ())
     if options.policy is not Eviction.SGLANG_LRU and not params.disable:
-        memory = options.hybrid_answer_memory << 20
-        history = History(page_size=params.page_size, answer_bytes=memory)
+        history = History(
+            max_bytes=options.hybrid_history_mb << 20,
+            page_size=params.page_size,
+            answer_bytes=options.hybrid_answers_mb << 20,
+        )
         policies = make_policies(start, history)
         one_memory = account is not None
         shadow_tree = ShadowTree(measured, *policies, has_states=has_states, one_memory=one_memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
     from sglang_hybrid.core.cost import CostModel
+    from sglang_hybrid.core.history import HistoryMatch
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class HybridRadixCache(OneMemoryCache):
         self.options = options or HybridConfig.from_environment()
         self.message_boundaries = message_boundaries or MessageBoundaries()
         self._messages: WeakKeyDictionary[Req, list[int]] = WeakKeyDictionary()
+        self._history_matches: WeakKeyDictionary[Req, HistoryMatch] = WeakKeyDictionary()
         self.advice: list[str] = []  # what its flags should rather be, for the report
         parts = build_parts(self, params, self.options, cost, one_pass=one_pass, plans=plans)
         self.cost, self.account, self.stats = parts.cost, parts.account, parts.stats
@@ -155,12 +157,12 @@ class HybridRadixCache(OneMemoryCache):
         if self.planner is None or req.skip_radix_cache_insert:
             return
         prompt = req.full_untruncated_fill_ids
-        history_match = (
-            self.shadow_tree.match_history(prompt, tenant_of(req))
-            if self.shadow_tree is not None
-            else None
-        )
+        history_match = None
+        if self.shadow_tree is not None:
+            last = self._history_matches.get(req)
+            history_match = self.shadow_tree.match_history(prompt, tenant_of(req), last)
         if history_match is not None:
+            self._history_matches[req] = history_match
             self.decision_log.history_matched(req, history_match.known_len)
         self.planner.plan_request(
             req,
@@ -204,7 +206,10 @@ class HybridRadixCache(OneMemoryCache):
         ready = [] if self.planner is None else self.planner.take_ready(req, up_to)
         publication = Publication(req, self.slots, ready)
         states = self.components.get(ComponentType.MAMBA)
-        with nullcontext() if states is None else states.publishing(publication):
+        with (
+            nullcontext() if states is None else states.publishing(publication),
+            nullcontext() if self.shadow_tree is None else self._inserting_below(req),
+        ):
             super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
             publication.publish_rest(self)
         self.lookups.published(req, publication.published)
@@ -213,18 +218,23 @@ class HybridRadixCache(OneMemoryCache):
         if req.finished() and req.last_node is not None:
             self._ended(req, up_to)
 
+    def _inserting_below(self, req: Req) -> AbstractContextManager[None]:
+        inserting: AbstractContextManager[None] = self.tree_core.inserting_below(req.last_node)
+        return inserting
+
     def _ended(self, req: Req, up_to: int) -> None:
         """Tuner and history learn of a request with `up_to` tokens in the tree."""
         if self.tuning.listens:
             self.tuning.finished(req, up_to, self.message_starts(req))
         if self.shadow_tree is not None:
             self.shadow_tree.finished(
-                array("q", req.full_untruncated_fill_ids[:up_to]),
+                req.full_untruncated_fill_ids[:up_to],
                 len(req.origin_input_ids),
                 self.tree_core.node_by_id(req.last_node),
                 self.tree_core.root_node,
                 self.message_starts(req),
                 tenant_of(req),
+                self._history_matches.get(req),
                 session_hint(req.kv_hints),
             )
 

@@ -159,16 +159,17 @@ class ShadowTree:
         root: UnifiedTreeNode,
         message_starts: Sequence[int] = (),
         tenant: Hashable = None,
+        history_match: HistoryMatch | None = None,
         hint: Hint | None = None,
     ) -> None:
         """A sequence of `tenant` ended; `node` is the deepest one on its path that the tree
-        holds. hint: what the client said of its session.
+        holds. history_match: what its prompt had in common with the history, if that was asked.
+        hint: what the client said of its session.
         """
         if self.history is None:
             return
-        last = message_starts[-1:]
         history_path = self.history.observe(
-            tokens, input_len, self.clock, last, tenant=tenant, hint=hint
+            tokens, input_len, self.clock, message_starts[-1:], history_match, tenant, hint
         )
         while node is not root:
             record = self._records[node.id]
@@ -189,12 +190,14 @@ class ShadowTree:
 
     # What to admit.
 
-    def match_history(self, prompt: array[int], tenant: Hashable = None) -> HistoryMatch | None:
+    def match_history(
+        self, prompt: array[int], tenant: Hashable = None, last: HistoryMatch | None = None
+    ) -> HistoryMatch | None:
         """What a prompt has in common with its tenant's history, before its prefill; None for a
-        policy without a history.
+        policy without a history. last: what an earlier look-up of the prompt found.
         """
         history = self._state_policy.history
-        return None if history is None else history.match(prompt, tenant)
+        return None if history is None else history.match(prompt, tenant, last)
 
     # Whether it is all true.
 

@@ -51,9 +51,12 @@ class PoolStateSlots:
         """A slot [1] for `request`, pushing out the cheapest victim if none is free; None if
         nothing may go.
         """
-        with self._decision_log.making_room_for(request):
-            if not self._leaves_enough() or not self.make_room():
-                return None
+        if not self._leaves_enough():
+            return None
+        if self.free() == 0:
+            with self._decision_log.making_room_for(request):
+                if not self.make_room():
+                    return None
         slot: torch.Tensor | None = self._allocator.alloc(1)
         return slot
 

@@ -116,7 +116,7 @@ class Planner:
 
     def in_flight(self) -> list[tuple[Req, CheckpointPlan]]:
         """Requests whose prefill is to leave states that are not published yet."""
-        return [(req, plan) for req, plan in self._plans.items() if plan.open_positions]
+        return [(req, plan) for req, plan in self._plans.items() if plan.is_open]
 
     def next_cut(self, req: Req, start: int, end: int) -> int | None:
         """Where a forward of tokens [start, end) must stop for a state, if kernels need that."""
@@ -184,10 +184,11 @@ class Planner:
 def _tracks(tracked: list[tuple[int, PendingCheckpoint]]) -> StateTracks | None:
     if not tracked:
         return None
+    slots = [checkpoint.slot for _, checkpoint in tracked]
     return StateTracks(
         rows=[row for row, _ in tracked],
         positions=[checkpoint.position for _, checkpoint in tracked],
-        slots=torch.cat([checkpoint.slot for _, checkpoint in tracked]).to(torch.int64),
+        slots=(slots[0] if len(slots) == 1 else torch.cat(slots)).to(torch.int64),
     )
 
 

@@ -45,7 +45,7 @@ class PrefixWait:
             self._overlap.remove(req)
         for req in waiting:
             if req not in self._overlap:
-                self._overlap.add(req, req.origin_input_ids, tenant_of(req))
+                self._overlap.add_key(req, self._key(req), tenant_of(req))
 
     def shared(self, req: Req) -> list[int]:
         """Lengths of the prefixes that requests of its tenant in the queue share with `req`,
@@ -80,14 +80,14 @@ class PrefixWait:
         usable = len(req.origin_input_ids) - 1
         if usable < best:
             return False
+        tenant, key = tenant_of(req), self._key(req)
         for other, plan in self._planner.in_flight():
-            if other is req or tenant_of(other) != tenant_of(req):
+            if other is req or plan.tenant != tenant:
                 continue
-            nearest = min((at for at in plan.open_positions if at >= best), default=usable + 1)
-            if nearest > usable:
+            nearest = plan.first_open(best)
+            if nearest is None or nearest > usable:
                 continue
-            shared = memoryview(self._key(other))[: nearest * TOKEN_BYTES]
-            if self._key(req).startswith(shared):
+            if key.startswith(memoryview(self._key(other))[: nearest * TOKEN_BYTES]):
                 return True
         return False
 

@@ -9,6 +9,7 @@ reuse index.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import OrderedDict, deque
 from collections.abc import Hashable
@@ -55,7 +56,12 @@ def features_of(answer: npt.ArrayLike) -> Features:
     first = ids[:TOKENS_AT_EACH_END] * np.uint32(2) + np.uint32(1)
     last = ids[-TOKENS_AT_EACH_END:] * np.uint32(2)
     mixed = np.concatenate([first, last]) * np.uint32(2654435761)
-    return np.unique((mixed >> np.uint32(32 - WEIGHT_BITS)).astype(np.uint16))
+    features = (mixed >> np.uint32(32 - WEIGHT_BITS)).astype(np.uint16)
+    features.sort()
+    first_of_its_kind = np.empty(len(features), dtype=np.bool_)
+    first_of_its_kind[:1] = True
+    np.not_equal(features[1:], features[:-1], out=first_of_its_kind[1:])
+    return features[first_of_its_kind]
 
 
 def bucket_of(expected: float | None) -> int:
@@ -139,8 +145,12 @@ class AnswerModel:
 
     def predict(self, features: Features) -> float:
         """The probability that somebody comes back after such an answer."""
-        score = self._bias + float(self._weights[features].sum())
-        return float(1 / (1 + np.exp(-min(max(score, -30.0), 30.0))))
+        return self._probability(self._weights.take(features))
+
+    def _probability(self, weights: npt.NDArray[np.float32]) -> float:
+        """What `predict` returns for features with these weights."""
+        score = self._bias + float(weights.sum())
+        return 1 / (1 + math.exp(-min(max(score, -30.0), 30.0)))
 
     def expect(self, features: Features, hint: Hint | None = None) -> float | None:
         """The probability that somebody comes back after such an answer and such a hint; None while
@@ -191,7 +201,7 @@ class AnswerModel:
         right = answer.predicted if answer.returned else 1 - answer.predicted
         guessed = self._share if answer.returned else 1 - self._share
         fade = 0.5 ** (1 / MEMORY)
-        self._gain = fade * self._gain + float(np.log(max(right, 1e-3) / max(guessed, 1e-3)))
+        self._gain = fade * self._gain + math.log(max(right, 1e-3) / max(guessed, 1e-3))
         self._weight = fade * self._weight + 1
         self._share += (float(bool(answer.returned)) - self._share) / min(self._weight + 1, MEMORY)
 
@@ -209,10 +219,11 @@ class AnswerModel:
 
     def _step(self, answer: Answer) -> None:
         features = answer.features
-        error = self.predict(features) - float(bool(answer.returned))
-        weights = self._weights[features]
+        weights = self._weights.take(features)
+        error = self._probability(weights) - float(bool(answer.returned))
         gradient = error + DECAY * weights
-        squares = self._squares[features] + gradient * gradient
+        squares = self._squares.take(features)
+        squares += gradient * gradient
         self._squares[features] = squares
         self._weights[features] = weights - RATE * gradient / np.sqrt(squares)
         self._bias_squares += error * error

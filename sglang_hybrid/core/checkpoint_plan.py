@@ -95,6 +95,23 @@ class CheckpointPlan(Generic[Slot]):
         """Positions whose states are wanted or under way, in no order."""
         return [*self.wanted, *(checkpoint.position for checkpoint in self.pending_checkpoints)]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether states are wanted or under way."""
+        return bool(self.wanted or self.pending_checkpoints)
+
+    def first_open(self, least: int) -> int | None:
+        """The shallowest of the open positions from `least` on."""
+        first = None
+        for at in self.wanted:
+            if at >= least and (first is None or at < first):
+                first = at
+        for checkpoint in self.pending_checkpoints:
+            at = checkpoint.position
+            if at >= least and (first is None or at < first):
+                first = at
+        return first
+
     def anchor_of(self, position: int) -> int:
         """The deepest state on the way before `position`."""
         return max((at for at in self.placed if at < position), default=self.hit_len)
@@ -167,7 +184,7 @@ def plan_checkpoints(
         elif checkpoint.skip is Skip.MICRO_BRANCH and checkpoint.kind is Kind.BRANCH:
             micro_branches.append(checkpoint)
     knows_messages = bool(prefill.message_starts)
-    plan = CheckpointPlan[Slot](
+    plan: CheckpointPlan[Slot] = CheckpointPlan(
         prefill.prompt_len, prefill.hit_len, wanted, knows_messages, history_match
     )
     return plan, micro_branches

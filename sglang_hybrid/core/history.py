@@ -8,14 +8,16 @@ Each tenant has a tree of its own: no look-up of one can find what another one s
 which holds statistics of classes of positions, is common to all.
 
 Memory: two bytes per token (a fingerprint, not the token) and about 600 bytes per history node,
-over all tenants. When `max_bytes` is reached, the tenant that holds most forgets its oldest leaves.
+over all tenants. When `max_bytes` (the server's `--hybrid-history-mb`) is reached, the tenant that
+holds most forgets its oldest leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +66,7 @@ class HistoryMatch:
     reused: the deepest of them that could have been a checkpoint and that the prompt continues.
 
     version, fingerprints: the version of the tree that was searched, and the prompt's fingerprints.
-    With them `observe` need not search again.
+    With them `match` and `observe` need not search again.
     """
 
     known_len: int
@@ -73,6 +75,10 @@ class HistoryMatch:
     reused: HistoryNode | None
     version: int
     fingerprints: bytes
+
+    def is_of(self, tokens: int) -> bool:
+        """Whether the prompt that was looked up has so many tokens."""
+        return len(self.fingerprints) == tokens * TOKEN_BYTES
 
 
 class History:
@@ -119,10 +125,24 @@ class History:
         """The sequences of `tenant`, to be read only."""
         return self._trees.get(tenant, self._empty)
 
-    def match(self, prompt: npt.ArrayLike, tenant: Hashable = None) -> HistoryMatch:
-        """Look `prompt` [n] of `tenant` up in the history, before its prefill. Changes nothing."""
-        fingerprints = fingerprint_tokens(prompt)
+    def match(
+        self,
+        prompt: Sequence[int] | npt.NDArray[np.integer[Any]],
+        tenant: Hashable = None,
+        last: HistoryMatch | None = None,
+    ) -> HistoryMatch:
+        """Look `prompt` [n] of `tenant` up in the history, before its prefill. Changes nothing.
+
+        last: what an earlier look-up of the same prompt found; it holds still if the tenant's
+        history did not change since.
+        """
         tree = self.tree(tenant)
+        if last is not None and last.is_of(len(prompt)):
+            if last.version == tree.version:
+                return last
+            fingerprints = last.fingerprints
+        else:
+            fingerprints = fingerprint_tokens(prompt)
         path, matched = tree.walk(fingerprints, [])
         return self._as_match(tree, path, matched, fingerprints, len(fingerprints) // TOKEN_BYTES)
 
@@ -140,10 +160,10 @@ class History:
         tokens and its answer, or less if it was cut short.
 
         Call it once per request, for aborted ones too, in the same order on every rank. The time is
-        that of `clock`. history_match: the result of `match` for this prompt; if the tenant's
-        history did not change since, the prompt is not searched again. hint: what the client says
-        of the session. Cost: a few vector passes over n tokens, and Python work per history node on
-        the path.
+        that of `clock`. history_match: the result of `match` for this prompt; its tokens are not
+        read again, nor searched if the tenant's history did not change since. hint: what the client
+        says of the session. Cost: a few vector passes over n tokens, and Python work per history
+        node on the path.
         """
         now = self.time_unit.now(clock)
         ids = np.asarray(tokens)
@@ -151,11 +171,14 @@ class History:
         if tree is None:
             tree = self._trees[tenant] = HistoryTree(self.index)
         known: list[HistoryNode] = []
-        if history_match is None or history_match.version != tree.version or len(ids) < input_len:
+        if history_match is None or len(ids) < input_len or not history_match.is_of(input_len):
             history_match, fingerprints = None, fingerprint_tokens(ids)
         else:
-            known = history_match.path.nodes
             fingerprints = history_match.fingerprints + fingerprint_tokens(ids[input_len:])
+            if history_match.version == tree.version:
+                known = history_match.path.nodes
+            else:
+                history_match = None
         path, matched = tree.walk(fingerprints, known)
         if history_match is None:
             history_match = self._as_match(tree, path, matched, fingerprints, input_len)

@@ -37,9 +37,12 @@ class PrefixOverlap:
         """`prompt` [n] token ids waits from now on. Raises ValueError for a name that waits
         already.
         """
+        self.add_key(name, as_key(prompt), tenant)
+
+    def add_key(self, name: Hashable, key: bytes, tenant: Hashable = None) -> None:
+        """The same for a prompt of which `as_key` is known."""
         if name in self._prompts:
             raise ValueError(f"{name!r} waits already")
-        key = as_key(prompt)
         self._prompts[name] = (tenant, key)
         insort(self._sorted.setdefault(tenant, []), key)
 

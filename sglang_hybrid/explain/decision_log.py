@@ -228,4 +228,6 @@ def _tenant_of_node(node: UnifiedTreeNode) -> Tenant:
 
 
 def _short(request: CheckpointRequest) -> CheckpointRequest:
+    if len(request.request_id) <= NAME_LENGTH:
+        return request
     return replace(request, request_id=request.request_id[:NAME_LENGTH])

@@ -52,6 +52,6 @@ def test_policies_without_a_history_hear_nothing(policy: str) -> None:
 
 
 def test_memory_for_answers_can_be_turned_off() -> None:
-    it = server(hybrid_answer_memory=0)
+    it = server(hybrid_answers_mb=0)
     it.serve(run(40), run(3, 1), session=Hint.ENDS)
     assert at_the_end(it, [*run(40), *run(3, 1)]).return_expected is None

@@ -432,6 +432,16 @@ def test_every_slot_comes_back(policy: str, extra_buffer: bool, how: str) -> Non
     assert it.free() == start
 
 
+def test_the_history_is_as_large_as_the_flag_says() -> None:
+    sizes = Sizes(states=16)
+    it = Server(build_cache(sizes, options("reuse", hybrid_history_mb=0)), sizes)
+    for k in range(5):
+        it.serve(run(20, k), [7])
+    history = it.cache.shadow_tree.history
+    assert history.max_bytes == 0
+    assert len(history.tree().leaves) == 1, "only the newest sequence is kept"
+
+
 def test_a_flushed_cache_knows_nothing_but_its_history() -> None:
     it = server("reuse")
     it.serve(run(20), [7])

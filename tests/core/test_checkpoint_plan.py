@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from sglang_hybrid.core.admission import Skip, SlotBudget
-from sglang_hybrid.core.checkpoint_plan import CheckpointPlan, CheckpointRequest, slot_budget_for
+from sglang_hybrid.core.checkpoint_plan import (
+    CheckpointPlan,
+    CheckpointRequest,
+    PendingCheckpoint,
+    slot_budget_for,
+)
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import make_policy
 from sglang_hybrid.core.nodes import Kind, NodeTree
@@ -31,6 +39,23 @@ class Slots:
 
     def budget(self, plan: CheckpointPlan[int]) -> SlotBudget:
         return slot_budget_for(plan, self.free(), self.pool)
+
+
+positions = st.sets(st.integers(1, 50), max_size=4)
+
+
+@given(positions, positions, st.integers(0, 55))
+def test_the_first_open_position_is_the_least_of_them(
+    wanted: set[int], under_way: set[int], least: int
+) -> None:
+    plan: CheckpointPlan[int] = CheckpointPlan(
+        50, 0, dict.fromkeys(sorted(wanted, reverse=True), Kind.BRANCH), True, None
+    )
+    plan.pending_checkpoints = [PendingCheckpoint(at, Kind.BRANCH, at) for at in under_way]
+    assert plan.first_open(least) == min(
+        (at for at in plan.open_positions if at >= least), default=None
+    )
+    assert plan.is_open == bool(plan.open_positions)
 
 
 def test_a_wish_tells_what_it_is_for_and_how_it_compared() -> None:

@@ -56,6 +56,37 @@ def all_nodes(history: History, tenant: str | None = None) -> list[HistoryNode]:
     return found
 
 
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_a_look_up_that_goes_on_is_one_from_the_start(seed: int) -> None:
+    """Prompts wait while others end; one history is told what their last look-ups found."""
+    rng, clock = random.Random(seed), Clock()
+    histories = [History(min_branch_tokens=3, max_bytes=12_000) for _ in "ab"]
+    waiting: list[tuple[array[int], HistoryMatch | None]] = []
+    for _ in range(40):
+        clock.advance(None)
+        prompt = array("q", [rng.randrange(2) for _ in range(rng.randrange(1, 30))])
+        waiting.append((prompt, None))
+        for index in rng.sample(range(len(waiting)), min(3, len(waiting))):
+            prompt, last = waiting[index]
+            match = histories[0].match(prompt, None, last)
+            anew = histories[1].match(prompt)
+            assert comparable(match) == comparable(anew)
+            waiting[index] = prompt, match
+        prompt, last = waiting.pop(rng.randrange(len(waiting)))
+        cut = prompt[: rng.choice([len(prompt), rng.randrange(len(prompt) + 1)])]
+        sequence = cut + array("q", [1] * rng.randrange(4) * (len(cut) == len(prompt)))
+        if len(sequence):
+            histories[0].observe(sequence, len(prompt), clock, (), last)
+            histories[1].observe(sequence, len(prompt), clock)
+
+
+def comparable(match: HistoryMatch) -> Any:
+    reused = None if match.reused is None else (match.reused.depth, match.reused.interval_id)
+    path = [(node.depth, node.turn, node.reuse_class) for node in match.path.nodes]
+    return match.known_len, match.branch, reused, path, match.version, match.fingerprints
+
+
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 10**9), min_branch=st.sampled_from([1, 3]))
 def test_history_remembers_what_plain_lists_remember(seed: int, min_branch: int) -> None:

@@ -1,0 +1,121 @@
+"""An insertion that begins at the nodes a request holds leaves the tree that SGLang's leaves."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from sglang.srt.managers.schedule_batch import Req
+
+from tests.cache.backends import options
+from tests.cache.driver import MAMBA, Server, Sizes, build_cache
+
+SIZES = {
+    "states": Sizes(kv=600, states=12),
+    "pages": Sizes(kv=640, states=24, page=4, extra_buffer=True, grid=4),
+    "attention": Sizes(kv=600, states=0),
+    "one memory": Sizes(kv=600, states=12, one_memory=True),
+}
+
+
+class Pair:
+    """The same requests on our tree and on one that always begins at the root."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.servers = [Server(build_cache(sizes, options("reuse")), sizes, 16) for _ in "ab"]
+        core: Any = self.servers[1].cache.tree_core
+        core._known_part = lambda params: None
+        self.running: list[list[Req]] = []
+
+    def begin(self, tokens: list[int]) -> None:
+        reqs = [server.arrive(tokens) for server in self.servers]
+        admitted = [server.admit(req) for server, req in zip(self.servers, reqs, strict=True)]
+        assert admitted[0] == admitted[1]
+        assert reqs[0].prefix_len == reqs[1].prefix_len
+        if admitted[0]:
+            self.running.append(reqs)
+
+    def step(self, reqs: list[Req], answer: list[int], *, keep: bool) -> None:
+        """A prefill step; after the last one the request is answered, or its client goes away."""
+        done = [server.prefill_step(req) for server, req in zip(self.servers, reqs, strict=True)]
+        assert done[0] == done[1]
+        if not done[0]:
+            return
+        self.running.remove(reqs)
+        for server, req in zip(self.servers, reqs, strict=True):
+            if keep:
+                server.decode(req, answer)
+                server.finish(req)
+            else:
+                server.abort(req)
+
+    def compare(self) -> None:
+        first, second = (tree(server) for server in self.servers)
+        assert first == second
+        assert self.servers[0].free() == self.servers[1].free()
+        for server in self.servers:
+            server.check()
+
+
+def tree(server: Server) -> Any:
+    """Tokens, KV and state of every node, as nested lists."""
+    core: Any = server.cache.tree_core
+
+    def of(node: Any) -> Any:
+        has_state = bool(server.sizes.states) and node.component_data[MAMBA].value is not None
+        below = sorted((of(child) for child in node.children.values()), key=repr)
+        tokens = [] if node is core.root_node else list(node.key.token_ids)
+        return [tokens, has_state, below]
+
+    return of(core.root_node)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10**9))
+def test_it_is_the_tree_of_an_insertion_from_the_root(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    pair = Pair(SIZES[name])
+    known = pair.servers[0].cache.tree_core._known_part
+    begun_below = 0
+
+    def counted(params: Any) -> Any:
+        nonlocal begun_below
+        found = known(params)
+        begun_below += found is not None
+        return found
+
+    pair.servers[0].cache.tree_core._known_part = counted  # type: ignore[method-assign]
+    sequences: list[list[int]] = [[]]
+    for _ in range(40):
+        if rng.random() < 0.5 or not pair.running:
+            base = rng.choice(sequences)
+            tokens = base[: rng.randrange(len(base) + 1)]
+            tokens = (tokens + [rng.randrange(3) for _ in range(rng.randrange(1, 40))])[:150]
+            sequences.append(tokens)
+            if len(pair.running) < 3:
+                pair.begin(tokens)
+        else:
+            answer = [rng.randrange(3) for _ in range(rng.randrange(1, 8))]
+            pair.step(rng.choice(pair.running), answer, keep=rng.random() < 0.8)
+        if rng.random() < 0.3:
+            pair.compare()
+    pair.compare()
+    event(f"insertions that began below the root: {begun_below > 0}")
+
+
+def test_an_insertion_begins_at_what_the_request_holds() -> None:
+    sizes = SIZES["states"]
+    server = Server(build_cache(sizes, options("reuse")), sizes, 16)
+    core: Any = server.cache.tree_core
+    known, found = core._known_part, []
+    core._known_part = lambda params: found.append(known(params)) or found[-1]
+    server.serve(range(40), [7, 8])
+    server.serve([*range(41), 9], [7])
+    depths = [None if part is None else part[1] for part in found]
+    assert depths[0] is None, "the first request finds nothing"
+    assert {16, 39} <= set(depths), "its later steps and the second request go on below"
