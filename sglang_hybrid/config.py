@@ -228,7 +228,7 @@ class HybridConfig:
             metavar="N",
             default=HybridConfig.hybrid_answers_mb,
             help="MiB for what answers and clients' hints tell of a return, for --hybrid-eviction "
-            "reuse: 2 per tenant, of tenants that came last; 0 turns that off (default: "
+            "reuse: 3 per tenant, of tenants that came last; 0 turns that off (default: "
             "%(default)s)",
         )
         group.add_argument(

@@ -109,7 +109,7 @@ def draw(samples: Sequence[tuple[float, Any]], ends: Sequence[float], file: Path
         held.axhline(samples[0][1]["budget"] / 1e6, color="#333333", linewidth=1, label="budget")
         for kind, (name, colour) in kinds.items():
             moved.plot(seconds, series("moved_to", kind), color=colour, label=f"to {name}")
-        for axes, label in ((held, "in use (MB)"), (moved, "moved since the start (MB)")):
+        for axes, label in ((held, "in use (MB)"), (moved, "moved (MB)")):
             for end in ends[:-1]:
                 axes.axvline(end, color="#888888", linewidth=1, linestyle=":")
             axes.set(ylabel=label, ylim=(0, None), xlim=(0, seconds[-1]))

@@ -27,6 +27,8 @@ DECAY = 1e-4
 FIRST_SQUARES = 0.1
 POSITIVES, NEGATIVES = 2_000, 1_000
 """Labelled answers of each sign that are kept for replays."""
+WAITING = 2_000
+"""Answers that wait for a return; of more, the oldest is given up."""
 REPLAYS = 2
 """Of each sign, per label."""
 INTERVALS = 512
@@ -42,7 +44,7 @@ MEMORY = 256
 THRESHOLDS = (0.2, 0.8)
 BUCKETS = 2 + len(THRESHOLDS)
 """What `bucket_of` returns is less."""
-MODEL_BYTES = 2 << 20
+MODEL_BYTES = 3 << 20
 """Of one tenant: weights, sums of squares and answers."""
 
 Features = npt.NDArray[np.uint16]
@@ -189,7 +191,9 @@ class AnswerModel:
 
     def give_up(self, now: float) -> None:
         """Answers that waited too long by now are taken for the last ones of their sessions."""
-        while self._open and now - self._open[0].time > self._patience:
+        while self._open and (
+            len(self._open) > WAITING or now - self._open[0].time > self._patience
+        ):
             answer = self._open.popleft()
             if answer.returned is None:
                 answer.returned = False

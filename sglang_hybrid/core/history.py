@@ -86,7 +86,7 @@ class History:
 
     time_unit: what ages are counted in. max_offset: a checkpoint may lie at most so many tokens
     (exclusive) above the history node whose returns it serves. page_size: positions of checkpoints
-    are rounded down to multiples of it. answer_bytes: memory for what answers and hints teach, 2
+    are rounded down to multiples of it. answer_bytes: memory for what answers and hints teach, 3
     MiB for each tenant; 0: they teach nothing. answers_count: whether what they tell of new answers
     counts.
     """

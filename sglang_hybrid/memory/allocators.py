@@ -117,8 +117,8 @@ class OneMemoryKV(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
         return self.pool.available * int(self.page_size)
 
     def get_all_free_pages(self) -> torch.Tensor:
-        """Every page that is not in use, whether there are bytes for it or not. SGLang's checks
-        look for pages that are free twice, or free and in use (invariant_checker.py).
+        """Every page that is not in use, whether there are bytes for it or not. With these, SGLang
+        looks for pages that are free twice, or free and in use (invariant_checker.py).
         """
         return torch.from_numpy(self.pool.free_ids())
 

@@ -45,7 +45,7 @@ def why_split(configurator: KVCacheConfigurator) -> str | None:
     features = get_exec()
     reasons = {
         "the model has no recurrent states": model is None,
-        "it is for the CPU platform; on a GPU, SGLang's --enable-unified-memory shares": not (
+        "one memory is for the CPU platform; a GPU has SGLang's --enable-unified-memory": not (
             isinstance(current_platform, HybridCpuPlatform)
         ),
         f"checkpoints are not planned ({why_unplanned(flags) or 'admission or cache'})": not (
@@ -62,7 +62,7 @@ def why_split(configurator: KVCacheConfigurator) -> str | None:
                 or configurator.is_hybrid_swa
             )
         ),
-        "--mamba-full-memory-ratio divides it, leave that out": (
+        "--mamba-full-memory-ratio, which may be left out, divides the memory": (
             flags.mamba_full_memory_ratio is not None
         ),
         "--enable-memory-saver moves pools itself": features.features.enable_memory_saver,

@@ -13,6 +13,7 @@ from sglang_hybrid.core.answers import (
     BUCKETS,
     MODEL_BYTES,
     TOKENS_AT_EACH_END,
+    WAITING,
     AnswerModel,
     AnswerModels,
     bucket_of,
@@ -92,6 +93,15 @@ def test_a_late_return_takes_a_label_back() -> None:
     assert late.returned is True and model.labels == [0, 21]
     model.returned(late, 31.0)
     assert model.labels == [0, 21], "only the first return counts"
+
+
+def test_answers_that_nobody_comes_back_to_are_bounded() -> None:
+    """Without any return, nothing is known of how long to wait."""
+    model = AnswerModel()
+    answers = [model.ended([1, 2, 3], float(time)) for time in range(WAITING + 10)]
+    model.give_up(float(WAITING + 10))
+    assert [answer.returned for answer in answers[:11]] == 10 * [False] + [None]
+    assert model.labels == [10, 0]
 
 
 def test_the_same_requests_teach_the_same() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -241,6 +242,17 @@ def test_with_a_queue_nobody_is_harmed_and_all_is_done_sooner(workload: str) -> 
     assert (ours.out_of_memory, ours.evicted) == (0, 0)
     assert ours.makespan < sglangs.makespan
     assert ours.refused <= sglangs.refused
+
+
+def test_the_command_prints_both_tables(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, workload in WORKLOADS.items():
+        monkeypatch.setitem(WORKLOADS, name, replace(workload, count=20))
+    assert main(["avmp", "--seeds", "1"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + len(ALLOCATORS) + 1 + len(WORKLOADS) * len(QUEUES)
+    assert rows[len(ALLOCATORS)].startswith(f"| {OURS} |")
 
 
 def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,8 +45,9 @@ def conversation() -> list[list[int]]:
 
 STARVED = (
     *("--max-mamba-cache-size", "12", "--max-running-requests", "16"),
-    *("--hybrid-memory", "split"),
+    *("--mamba-full-memory-ratio", "0.5"),
 )
+"""The ratio asks for two pools."""
 
 
 def test_a_server_short_of_slots_serves_a_burst(model_directory: Callable[[str], Path]) -> None:
@@ -72,8 +73,11 @@ def test_a_server_short_of_slots_serves_a_burst(model_directory: Callable[[str],
         assert "leave 0 for checkpoints" in leave
         flush(server.url)
         assert hybrid_cache(server.url)["state_slots_free"] == 12
+        assert seen["memory"] is None
+        log = server.log.read_text(errors="replace")
+        assert log.count("KV and states have a pool each: --mamba-full-memory-ratio") == 1
         assert server.process is not None and server.process.poll() is None
-        assert "exception" not in server.log.read_text(errors="replace")
+        assert "exception" not in log
 
 
 def test_what_the_cache_did_is_told(model_directory: Callable[[str], Path]) -> None:

@@ -49,8 +49,12 @@ in 2,000 requests, of which 8 MB are kept by design. A state per request would b
 GROWTH_OBJECTS = 100
 """What the scheduler's objects of one type may grow by meanwhile; a record per request is 2,000."""
 
-RECORDS = {"sglang_hybrid.core.history_tree.HistoryNode", "sglang_hybrid.tuner.recorder.Finished"}
-"""What is kept of requests by design, up to a number of bytes."""
+RECORDS = {
+    "sglang_hybrid.core.answers.Answer",
+    "sglang_hybrid.core.history_tree.HistoryNode",
+    "sglang_hybrid.tuner.recorder.Finished",
+}
+"""What is kept of requests by design, up to a number or a number of bytes."""
 
 
 @dataclass(frozen=True)
