@@ -14,6 +14,9 @@ from sglang_hybrid.prompts.tree import Path, prefix_tree
 EARLY_SHARE = 0.5
 """Of a schema's tokens: what comes before so many of them is early."""
 
+MOST_MODULES = 200
+"""Of a schema whose order is weighed."""
+
 DATES = re.compile(
     r"\b\d{4}-\d{2}-\d{2}\b|\b\d{1,2}:\d{2}\b"
     r"|\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b",
@@ -50,8 +53,9 @@ def lint(
         *_parameters(pieces, total),
         *_short_modules(schema, length, state_tokens),
         *_changing_text(pieces, total),
-        *_early_unions(schema, length, counts or {}, requests),
     ]
+    if sum(1 for _ in schema.modules()) <= MOST_MODULES:
+        found += _early_unions(schema, length, counts or {}, requests)
     return sorted(found, key=lambda finding: finding.line)
 
 
@@ -173,8 +177,11 @@ def _gain(
 def _saving(
     schema: Schema, length: Callable[[str], int], counts: Mapping[Path, int], requests: int
 ) -> float:
-    """Expected tokens saved by states along the likeliest path."""
-    node = prefix_tree(schema, length, counts, requests)
+    """Expected tokens saved by states along the likeliest path; 0 if the schema is too large."""
+    try:
+        node = prefix_tree(schema, length, counts, requests)
+    except ValueError:
+        return 0.0
     chosen = []
     while node.children:
         node = max(node.children, key=lambda child: child.probability)
