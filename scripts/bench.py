@@ -30,7 +30,7 @@ from sglang_hybrid.server_process import ServerFailed
 COMMANDS = (
     *("docs", "kernels"),
     *("cache", "rounds", "victim", "admission"),
-    *("policies", "answers", "pools", "tuner", "replay"),
+    *("policies", "answers", "pools", "tuner", "replay", "prewarm"),
     *("server", "split", "contexts", "roofline", "profile", "peer"),
     *("ab", "phases", "one-memory", "moves"),
 )

@@ -99,6 +99,7 @@ class HybridConfig:
     hybrid_tuner_workers: int = 0
     hybrid_tuner_window: int = 0
     hybrid_record: str = ""
+    hybrid_prewarm: str = ""
     hybrid_default_model: str = "nemotron-h"
 
     @property
@@ -254,6 +255,14 @@ class HybridConfig:
             default=HybridConfig.hybrid_record,
             help="write every finished request's token ids and arrival there, for `python -m "
             "sglang_hybrid.replay`",
+        )
+        group.add_argument(
+            "--hybrid-prewarm",
+            metavar="FILE",
+            default=HybridConfig.hybrid_prewarm,
+            help="compute the prompts in this file when the server has started: one JSON object a "
+            "line, with messages, text, input_ids or pml as in a request, or with schema and "
+            "budget_mb",
         )
         group.add_argument(
             "--hybrid-default-model",

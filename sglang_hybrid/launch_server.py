@@ -82,6 +82,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_pools,
         check_port,
     )
+    from sglang_hybrid.prompts import warm_file
     from sglang_hybrid.tenants import KEY_VARIABLE
     from sglang_hybrid.tuner import trace_file
 
@@ -129,6 +130,11 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
             raise StartupError(f"--hybrid-record: {error}") from None
         # All ranks give a tenant the same name.
         os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
+    if options.hybrid_prewarm:
+        try:
+            warm_file.read_lines(Path(options.hybrid_prewarm))
+        except ValueError as error:
+            raise StartupError(f"--hybrid-prewarm: {error}") from None
     sglang_argv += choose_backend(flags, options)
     try:
         return prepare_server_args(sglang_argv)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import asdict
 from functools import lru_cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from sglang_hybrid.prompts import prewarm as prewarming
 from sglang_hybrid.prompts.hints import checkpoint_hint
+from sglang_hybrid.prompts.lint import lint
 from sglang_hybrid.prompts.registry import Registry
 from sglang_hybrid.prompts.tokens import PromptTokenizer
 from sglang_hybrid.prompts.xml import MOST_BYTES, MarkupError
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 router = APIRouter(prefix="/v1/prompt_schemas")
+
+MOST_MEGABYTES = 1 << 20
 
 MOST_BODY = 2 * MOST_BYTES
 """Bytes of a request: JSON may write a character as six."""
@@ -36,8 +42,22 @@ class NewSchema(msgspec.Struct, forbid_unknown_fields=True):
     cache_salt: str | None = None
 
 
-_, DEFINITIONS = msgspec.json.schema_components([NewSchema])
-BODY = {"content": {"application/json": {"schema": DEFINITIONS["NewSchema"]}}, "required": True}
+class Prewarm(msgspec.Struct, forbid_unknown_fields=True):
+    """How much memory prefixes of a schema may take, and for whose requests."""
+
+    budget_mb: float
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+_, DEFINITIONS = msgspec.json.schema_components([NewSchema, Prewarm])
+
+
+def _body(kind: str) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": DEFINITIONS[kind]}}, "required": True}
+
+
+BODY, PREWARM_BODY = _body("NewSchema"), _body("Prewarm")
 
 
 @router.post("", openapi_extra={"requestBody": BODY})
@@ -92,6 +112,76 @@ async def delete(
     return JSONResponse({"deleted": name})
 
 
+@router.post("/{name}/prewarm", openapi_extra={"requestBody": PREWARM_BODY})
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def prewarm(name: str, request: Request) -> JSONResponse:
+    """Compute the prefixes of a schema that are worth most within a budget of memory, each while
+    no other request runs; the answer comes when all are done.
+    """
+    try:
+        registry, manager = _registry(), _manager()
+        body = await read_body(request, MOST_BODY, "that of a pre-warming may have")
+        asked = msgspec.json.decode(body, type=Prewarm)
+        if not 0 < asked.budget_mb <= MOST_MEGABYTES:
+            raise ValueError(
+                f"budget_mb is {asked.budget_mb}; it must be above 0 and at most "
+                f"{MOST_MEGABYTES:,}."
+            )
+        own = tenant(asked.extra_key, asked.cache_salt)
+        registered = registry.get(own, name)
+        sizes = (await manager.get_internal_state())[0].get("hybrid_cache")
+        if not sizes:
+            raise ValueError("this server does not run sglang_hybrid's cache.")
+        plan = await asyncio.to_thread(
+            prewarming.plan_for,
+            registry,
+            registered,
+            int(asked.budget_mb * (1 << 20)),
+            sizes["state_bytes"],
+            sizes["kv_bytes_per_token"],
+        )
+        prompts = prewarming.prompts_for(registry, registered, plan.nodes)
+        await prewarming.prefill(manager, own, prompts)
+    except KeyError as error:
+        return _refused(error.args[0], status=HTTPStatus.NOT_FOUND)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return _refused(f"the body is no request for pre-warming: {error}.")
+    except ValueError as error:
+        return _refused(str(error), error)
+    return JSONResponse(
+        {
+            "prefixes": len(plan.nodes),
+            "prompts": len(prompts),
+            "bytes": plan.cost,
+            "expected_saved_tokens": plan.saved,
+        }
+    )
+
+
+@router.post("/{name}/lint")
+@auth_level(AuthLevel.NORMAL)
+async def lint_schema(
+    name: str, extra_key: str | None = None, cache_salt: str | None = None
+) -> JSONResponse:
+    """What keeps prompts of a schema from being cached, by what was imported so far."""
+    try:
+        registry, manager = _registry(), _manager()
+        found = registry.get(tenant(extra_key, cache_salt), name)
+    except KeyError as error:
+        return _refused(error.args[0], status=HTTPStatus.NOT_FOUND)
+    sizes = (await manager.get_internal_state())[0].get("hybrid_cache") or {}
+    kv = sizes.get("kv_bytes_per_token") or 0
+    findings = await asyncio.to_thread(
+        lint,
+        found.schema,
+        registry.tokenizer.length,
+        state_tokens=sizes["state_bytes"] // kv if kv else 0,
+        counts=dict(found.imports),
+        requests=found.requests,
+    )
+    return JSONResponse([asdict(finding) for finding in findings])
+
+
 def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
     """Put the tokens of a request's `pml` into it. Raises ValueError."""
     pml = getattr(request, "pml", None)
@@ -125,9 +215,13 @@ def registry_of(manager: TokenizerManager) -> Registry:
 
 
 def _registry() -> Registry:
+    return registry_of(_manager())
+
+
+def _manager() -> Any:
     from sglang.srt.entrypoints.http_server import get_global_state
 
-    return registry_of(get_global_state().tokenizer_manager)
+    return get_global_state().tokenizer_manager
 
 
 def _refused(

@@ -26,10 +26,11 @@ class End:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """ids [n]; ends, ascending."""
+    """ids [n]; ends, ascending; piece_ends: positions behind each piece."""
 
     ids: list[int]
     ends: list[End]
+    piece_ends: list[int]
 
 
 class PromptTokenizer:
@@ -55,7 +56,9 @@ class PromptTokenizer:
         """The prompt as token ids. Raises ValueError if a value is too long, or if the template
         cannot write the schema's messages.
         """
-        ids: list[int] = []
+        in_roles = any(piece.role for piece in resolved.pieces)
+        ids: list[int] = [] if in_roles else [*self._start]
+        piece_ends: list[int] = []
         ends: list[End] = []
         values = False
         for before, piece, after in self._framed(resolved.pieces):
@@ -69,14 +72,11 @@ class PromptTokenizer:
                         f"it may have {piece.parameter.length:,} at most."
                     )
             ids += own
+            piece_ends.append(len(ids))
             if piece.ends:
                 ends.append(End(len(ids), piece.path, values))
             ids += self._encode(after)
-        if not any(piece.role for piece in resolved.pieces):
-            start = self._start
-            ids = [*start, *ids]
-            ends = [End(end.position + len(start), end.path, end.values) for end in ends]
-        return Tokenized(ids, ends)
+        return Tokenized(ids, ends, piece_ends)
 
     @cached_property
     def _start(self) -> list[int]:

@@ -16,6 +16,11 @@ from typing import TypeAlias
 from sglang_hybrid.prompts.resolve import Import
 from sglang_hybrid.prompts.schema import Module, Parameter, Part, Role, Schema, Text, Union
 
+LONGEST_CHAIN = 150
+"""Texts and choices that may follow each other on one path."""
+
+MOST_EDGES = 200_000
+
 Path: TypeAlias = tuple[str, ...]
 """Names of a module and of those around it, the outermost first."""
 
@@ -75,13 +80,32 @@ class Node:
 def prefix_tree(
     schema: Schema, length: Callable[[str], int], counts: Mapping[Path, int], requests: int
 ) -> Node:
-    """The root of the tree of a schema's prefixes.
+    """The root of the tree of a schema's prefixes. Raises ValueError if it is too large.
 
     length: tokens of a text. counts: how often each module was imported in so many `requests`; at
     first each choice is as likely as the others (a prior of one request each).
     """
+    chain = _chain(schema.parts)
+    if chain > LONGEST_CHAIN:
+        raise ValueError(
+            f"the schema has {chain:,} parts one after another; the prefixes of at most "
+            f"{LONGEST_CHAIN} can be weighed."
+        )
     steps = tuple((part, ()) for part in schema.parts)
     return Node(_Shapes(length, counts, requests).after(steps))
+
+
+def _chain(parts: tuple[Part, ...]) -> int:
+    """Parts on the longest path."""
+    total = 0
+    for part in parts:
+        inner = 0
+        if isinstance(part, Union):
+            inner = max(_chain(module.parts) for module in part.modules)
+        elif isinstance(part, Module | Role):
+            inner = _chain(part.parts)
+        total += 1 + inner
+    return total
 
 
 def as_imports(paths: tuple[Path, ...]) -> tuple[Import, ...]:
@@ -106,12 +130,20 @@ class _Shapes:
         self._counts = counts
         self._requests = requests
         self._known: dict[tuple[tuple[int, Path], ...], Shape] = {}
+        self._edges_left = MOST_EDGES
 
     def after(self, steps: Steps) -> Shape:
         """What may follow where `steps` come next."""
         key = tuple((id(part), path) for part, path in steps)
         if key not in self._known:
-            self._known[key] = Shape(self._edges(steps))
+            edges = self._edges(steps)
+            self._edges_left -= len(edges)
+            if self._edges_left < 0:
+                raise ValueError(
+                    f"the schema's parts can follow each other in more than {MOST_EDGES:,} ways; "
+                    "its prefixes cannot be weighed."
+                )
+            self._known[key] = Shape(edges)
         return self._known[key]
 
     def _edges(self, steps: Steps) -> list[Edge]:

@@ -66,6 +66,22 @@ def test_the_tree_of_a_schema_has_every_prefix() -> None:
     }
 
 
+def test_what_is_too_large_to_weigh_is_refused() -> None:
+    def modules(count: int) -> str:
+        return "".join(f'<module name="m{n}">text</module>' for n in range(count))
+
+    def tree(parts: str) -> Node:
+        return prefix_tree(read_schema(f'<schema name="s">{parts}</schema>'), len, {}, 0)
+
+    assert len(tree(modules(70)).children) == 70
+    with pytest.raises(ValueError, match="400 parts one after another"):
+        tree(modules(200))
+    assert len(tree(f"<union>{modules(5_000)}</union>").children) == 5_000
+    many = "".join(f"<union>{modules(300)}</union>".replace('"m', f'"u{n}.') for n in range(40))
+    with pytest.raises(ValueError, match="more than 200,000 ways"):
+        tree(many)
+
+
 def test_a_node_is_reached_by_its_imports() -> None:
     schema = read_schema(schemas.pupil())
     root = prefix_tree(schema, len, {}, 0)

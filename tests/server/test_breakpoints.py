@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+import requests
 from transformers import PreTrainedTokenizerFast
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
@@ -32,11 +35,18 @@ TOOLS = [
 
 
 @pytest.fixture(scope="module")
-def server(model_directory: Callable[[str], Path]) -> Iterator[str]:
-    """A server whose chat template shows tools; it reports no cached tokens unless asked."""
+def server(
+    model_directory: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """A server whose chat template shows tools, with a story that was computed at its start; it
+    reports no cached tokens unless asked.
+    """
     model = model_directory(DEFAULT_ARCHITECTURE)
+    warm = tmp_path_factory.mktemp("warm") / "prompts.jsonl"
+    lines = [{"text": STORY}, {"text": ""}, {"schema": "<schema name='last'>text</schema>"}]
+    warm.write_text("\n".join(map(json.dumps, lines)))
     flags = ["--model-path", str(model), "--chat-template", str(TEMPLATE)]
-    with ServerProcess(flags) as running:
+    with ServerProcess([*flags, "--hybrid-prewarm", str(warm)]) as running:
         yield running.url
 
 
@@ -71,6 +81,19 @@ def counts(usage: anthropic.types.Usage) -> tuple[int, int, int]:
         usage.cache_creation_input_tokens or 0,
         usage.input_tokens,
     )
+
+
+def test_a_file_of_prompts_is_computed_at_the_start(
+    server: str, tokens: Callable[[str], int]
+) -> None:
+    """A line that is refused, as the empty text, does not keep the others from it."""
+    for _ in range(600):
+        if requests.get(server + "/v1/prompt_schemas", timeout=60).json():
+            break
+        time.sleep(0.1)
+    body = {"text": STORY + " And then?", "sampling_params": {"max_new_tokens": 1}}
+    meta = requests.post(server + "/generate", json=body, timeout=60).json()["meta_info"]
+    assert tokens(STORY) - 1 <= meta["cached_tokens"] <= tokens(STORY)
 
 
 def test_the_second_request_hits_exactly_the_marked_system_prompt(

@@ -9,7 +9,7 @@ import pytest
 import requests
 
 from tests.prompts import schemas
-from tests.server.client import TOLERANCE, flush, logprobs
+from tests.server.client import TOLERANCE, flush, hybrid_cache, logprobs
 
 SAMPLING = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 
@@ -95,6 +95,13 @@ def test_a_schema_tells_its_modules_and_their_use(registered: str) -> None:
     assert [one["name"] for one in every] == sorted(schemas.all_schemas())
 
 
+def test_a_schema_is_linted_where_it_is(registered: str) -> None:
+    url = registered + "/v1/prompt_schemas/travel/lint"
+    findings = requests.post(url, timeout=60).json()
+    assert [one["rule"] for one in findings if "duration" in one["sentence"]] == ["early-parameter"]
+    assert requests.post(url, params={"extra_key": "a"}, timeout=60).status_code == 404
+
+
 def test_tenants_do_not_see_each_others_schemas(registered: str) -> None:
     register(registered, '<schema name="mine">text</schema>', extra_key="a").raise_for_status()
     mine, path = '<prompt schema="mine">Go.</prompt>', registered + "/v1/prompt_schemas/mine"
@@ -155,3 +162,39 @@ def test_a_prompt_that_cannot_be_made_is_refused(
     response = send(registered, **fields)
     assert response.status_code == 400
     assert sentence in response.json()["error"]["message"]
+
+
+def test_prewarming_holds_what_is_worth_most(registered: str) -> None:
+    """And the first request then hits exactly at the end of the last module that was prepared."""
+    flush(registered)
+    info = hybrid_cache(registered)
+    budget = (6 * info["state_bytes"] + 400 * info["kv_bytes_per_token"]) / (1 << 20)
+    url = registered + "/v1/prompt_schemas/education/prewarm"
+    popular = ("high", "novice", "yesterday", "seeing", "essay", "curious")
+    for _ in range(20):
+        send(registered, pml=pupil(*popular)).raise_for_status()
+    flush(registered)
+    told = requests.post(url, json={"budget_mb": budget}, timeout=300)
+    assert told.status_code == 200, told.text
+    assert told.json()["prefixes"] > 0 and told.json()["expected_saved_tokens"] > 0
+    assert told.json()["bytes"] <= budget * (1 << 20)
+    first = send(registered, pml=pupil(*popular)).json()["meta_info"]
+    ends = {end["module"]: end["position"] for end in first["prompt"]["ends"]}
+    assert first["cached_tokens"] in ends.values()
+    assert first["cached_tokens"] >= ends["yesterday"]
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "status"),
+    [
+        ("none", {"budget_mb": 1}, 404),
+        ("education", {"budget_mb": 0}, 400),
+        ("education", {"budget_mb": "a"}, 400),
+        ("education", {}, 400),
+    ],
+)
+def test_what_cannot_be_prewarmed_is_refused(
+    registered: str, name: str, body: dict[str, Any], status: int
+) -> None:
+    url = f"{registered}/v1/prompt_schemas/{name}/prewarm"
+    assert requests.post(url, json=body, timeout=60).status_code == status

@@ -1,0 +1,230 @@
+"""Schemas written as Python functions, and a client for them.
+
+    @schema
+    def rules(add, brief: bool, language: Literal["en", "fr"]):
+        add("You keep an archive.")
+        if brief:
+            add("Answer in one sentence.")
+        match language:
+            case "en":
+                add("Write English.")
+            case "fr":
+                add("Write French.")
+
+The function is read, not run: each statement `add(...)` with a text is text, an `if` on an argument
+is an optional module of the argument's name, and a `match` on an argument is a union with a module
+for each case. `rules.pml` is the schema; `rules(brief=True, language="fr")` is a selection, which
+`PromptSchemaClient.generate` sends.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from xml.sax.saxutils import escape, quoteattr
+
+import requests
+
+from sglang_hybrid.prompts.schema import ROLES, read_schema
+
+TIMEOUT = 600.0
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Modules of a schema that a prompt imports, as markup."""
+
+    schema: str
+    imports: str
+
+    def pml(self, user: str) -> str:
+        """The prompt with a message of the user's behind the imports."""
+        asked = f"<user>{escape(user)}</user>"
+        return f"<prompt schema={quoteattr(self.schema)}>{self.imports}{asked}</prompt>"
+
+
+class PythonSchema:
+    """A schema that was written as a function. Raises ValueError for what it cannot express."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        source = textwrap.dedent(inspect.getsource(function))
+        tree = ast.parse(source).body[0]
+        assert isinstance(tree, ast.FunctionDef)
+        names = [argument.arg for argument in tree.args.args]
+        if not names:
+            raise ValueError(f"{tree.name}() needs an argument that adds text, as in add('...').")
+        self.name = tree.name
+        self._reader = _Reader(tree.name, names[0], set(names[1:]))
+        parts, self._choices = self._reader.parts(tree.body)
+        self.pml = f'<schema name="{self.name}">{parts}</schema>'
+        read_schema(self.pml)
+
+    def __call__(self, **chosen: Any) -> Selection:
+        """The selection for these arguments; those that are left out choose nothing."""
+        unknown = chosen.keys() - self._reader.arguments
+        if unknown:
+            raise ValueError(f"{self.name}() has no argument {min(unknown)!r}.")
+        return Selection(self.name, _imports(self._choices, chosen, self.name))
+
+
+def schema(function: Callable[..., None]) -> PythonSchema:
+    """Decorates a function that says what a schema holds."""
+    return PythonSchema(function)
+
+
+class PromptSchemaClient:
+    """Registers schemas with a server, and sends prompts of their modules.
+
+    tenant: `extra_key` and `cache_salt` of all requests.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, **tenant: str) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._tenant = tenant
+
+    def register(self, what: PythonSchema | str) -> Mapping[str, Any]:
+        """Register a schema, or markup; what the server says of it."""
+        pml = what if isinstance(what, str) else what.pml
+        return self._post("/v1/prompt_schemas", {"pml": pml, **self._tenant})
+
+    def generate(self, selection: Selection, user: str, **sampling: Any) -> Mapping[str, Any]:
+        """An answer of /generate."""
+        body = {"pml": selection.pml(user), "sampling_params": sampling, **self._tenant}
+        return self._post("/generate", body)
+
+    def prewarm(self, name: str, budget_mb: float) -> Mapping[str, Any]:
+        """Compute the prefixes that are worth most within a budget."""
+        path = f"/v1/prompt_schemas/{name}/prewarm"
+        return self._post(path, {"budget_mb": budget_mb, **self._tenant})
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        answer = requests.post(
+            self._url + path, json=dict(body), headers=self._headers, timeout=TIMEOUT
+        )
+        if not answer.ok:
+            error = answer.json().get("error", answer.text)
+            raise ValueError(error.get("message", error) if isinstance(error, dict) else error)
+        found: Mapping[str, Any] = answer.json()
+        return found
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A module that is imported if an argument has a value (None: if it is true)."""
+
+    argument: str
+    value: str | None
+    module: str
+    inner: Sequence[_Choice]
+
+
+class _Reader:
+    """Markup and choices from the statements of a function."""
+
+    def __init__(self, name: str, add: str, arguments: set[str]) -> None:
+        self.arguments = arguments
+        self._name = name
+        self._add = add
+
+    def parts(self, body: Sequence[ast.stmt]) -> tuple[str, list[_Choice]]:
+        markup, choices = "", []
+        for at, statement in enumerate(body):
+            if at == 0 and _is_text(statement):
+                continue  # the docstring
+            if isinstance(statement, ast.If):
+                text, found = self._optional(statement)
+            elif isinstance(statement, ast.Match):
+                text, found = self._union(statement)
+            else:
+                text, found = self._text(statement), []
+            markup += text
+            choices += found
+        return markup, choices
+
+    def _optional(self, statement: ast.If) -> tuple[str, list[_Choice]]:
+        argument = self._argument(statement.test)
+        if statement.orelse:
+            raise self._error(statement, "an `if` has no `else`; write a `match`.")
+        inner, choices = self.parts(statement.body)
+        markup = f'<module name="{argument}">{inner}</module>'
+        return markup, [_Choice(argument, None, argument, choices)]
+
+    def _union(self, statement: ast.Match) -> tuple[str, list[_Choice]]:
+        argument = self._argument(statement.subject)
+        markup, choices = "", []
+        for case in statement.cases:
+            pattern = case.pattern
+            if (
+                not isinstance(pattern, ast.MatchValue)
+                or not isinstance(pattern.value, ast.Constant)
+                or not isinstance(pattern.value.value, str)
+                or case.guard is not None
+            ):
+                raise self._error(statement, "each `case` is a text, without a condition.")
+            name = pattern.value.value
+            inner, found = self.parts(case.body)
+            markup += f"<module name={quoteattr(name)}>{inner}</module>"
+            choices.append(_Choice(argument, name, name, found))
+        return f"<union>{markup}</union>", choices
+
+    def _text(self, statement: ast.stmt) -> str:
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        if (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Name)
+            and call.func.id == self._add
+            and len(call.args) == 1
+            and isinstance(call.args[0], ast.Constant)
+            and isinstance(call.args[0].value, str)
+            and not call.keywords
+        ):
+            return escape(call.args[0].value)
+        if isinstance(statement, ast.With) and len(statement.items) == 1:
+            return self._role(statement)
+        raise self._error(
+            statement,
+            f"a statement is {self._add}('...'), `if argument:`, `match argument:` or "
+            f"`with {self._add}.user:`.",
+        )
+
+    def _role(self, statement: ast.With) -> str:
+        where = statement.items[0].context_expr
+        if (
+            not isinstance(where, ast.Attribute)
+            or not isinstance(where.value, ast.Name)
+            or where.value.id != self._add
+            or where.attr not in ROLES
+        ):
+            raise self._error(statement, f"`with` opens one of {', '.join(ROLES)}.")
+        raise self._error(statement, "messages stand around the whole schema only.")
+
+    def _argument(self, node: ast.expr) -> str:
+        if isinstance(node, ast.Name) and node.id in self.arguments:
+            return node.id
+        raise self._error(node, "a choice is made by one argument of the function.")
+
+    def _error(self, node: ast.AST, why: str) -> ValueError:
+        return ValueError(f"{self._name}(), line {getattr(node, 'lineno', 0)}: {why}")
+
+
+def _imports(choices: Sequence[_Choice], chosen: Mapping[str, Any], name: str) -> str:
+    markup = ""
+    for choice in choices:
+        given = chosen.get(choice.argument)
+        if given == choice.value if choice.value is not None else bool(given):
+            inner = _imports(choice.inner, chosen, name)
+            markup += f"<{choice.module}>{inner}</{choice.module}>"
+    return markup
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
