@@ -10,7 +10,7 @@ cd "$1"
 [ -d sglang/srt ] || { echo "error: $1 has no sglang/srt in it" >&2; exit 1; }
 for patch in "$patches"/*.patch; do
     git apply --check -p1 "$patch" ||
-        { echo "error: $(basename "$patch") does not apply; is this sglang 0.5.23?" >&2; exit 1; }
+        { echo "error: $(basename "$patch") does not apply; is this sglang 0.5.23 or 0.5.22?" >&2; exit 1; }
     git apply -p1 "$patch"
     echo "applied $(basename "$patch")"
 done

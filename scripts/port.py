@@ -28,6 +28,9 @@ from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 
+from sglang_hybrid import SGLANG_VERSION
+from sglang_hybrid.patching import place_of
+
 ROOT = Path(__file__).parents[1]
 WIDTH = 70  # columns of each of two texts beside each other
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
@@ -161,12 +164,10 @@ def try_hunk(lines: list[str], hunk: Hunk, moved: int) -> int | None:
     """Apply `hunk` to `lines` where its text is, nearest to where it should be. Returns by how many
     lines that is elsewhere; None if the text is nowhere.
     """
-    size, wanted = len(hunk.before), hunk.start + moved
-    places = [at for at in range(len(lines) - size + 1) if lines[at : at + size] == hunk.before]
-    if not places:
+    at = place_of(hunk.before, lines, hunk.start + moved)
+    if at is None:
         return None
-    at = min(places, key=lambda place: abs(place - wanted))
-    lines[at : at + size] = hunk.after
+    lines[at : at + len(hunk.before)] = hunk.after
     return at - hunk.start
 
 
@@ -357,7 +358,9 @@ def installed() -> Release:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("release", help="a version, a wheel or a folder that has sglang/")
-    parser.add_argument("--patches", type=Path, default=ROOT / "patches" / "sglang-0.5.23")
+    parser.add_argument(
+        "--patches", type=Path, default=ROOT / "patches" / f"sglang-{SGLANG_VERSION}"
+    )
     options = parser.parse_args()
     package = ROOT / "sglang_hybrid"
     with tempfile.TemporaryDirectory() as folder:

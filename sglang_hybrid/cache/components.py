@@ -272,9 +272,12 @@ class ShadowedMamba(RobustMamba):
         tracker: dict[ComponentType, int],
         device_frees: Any,
         host_frees: Any,
-        cache_actions: Any,
+        **more: Any,
     ) -> int | None:
-        """One victim: a leaf is returned for SGLang to delete, an inner node gives up its state."""
+        """One victim: a leaf is returned for SGLang to delete, an inner node gives up its state.
+
+        more: `cache_actions`, to which SGLang 0.5.23 adds, and which 0.5.22 does not have.
+        """
         if tracker[self.component_type] >= self._wanted:
             return None
         node = self.cache.shadow_tree.state_victim()
@@ -290,7 +293,7 @@ class ShadowedMamba(RobustMamba):
             tracker=tracker,
             device_frees=device_frees,
             host_frees=host_frees,
-            cache_actions=cache_actions,
+            **more,
         )
         self.tree_core._update_evictable_leaf_sets(node)
         return None
