@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import re
 import subprocess
 import sys
@@ -235,6 +236,17 @@ def check_patches(folder: Path, release: Release) -> tuple[list[str], int]:
     return report, failed
 
 
+def hashes(folder: Path, release: Release) -> Iterator[str]:
+    """A line with the sha256 of each file that patches change, as `sglang_hybrid.patching` reads
+    them.
+    """
+    changed = {path for patch in folder.glob("*.patch") for path in hunks(patch.read_text())}
+    for path in sorted(changed):
+        text = release.text(path)
+        if text is not None:
+            yield f"SHA256 ({path}) = {hashlib.sha256(text.encode()).hexdigest()}"
+
+
 # Names.
 
 
@@ -361,10 +373,16 @@ def main() -> int:
     parser.add_argument(
         "--patches", type=Path, default=ROOT / "patches" / f"sglang-{SGLANG_VERSION}"
     )
+    parser.add_argument(
+        "--hashes", action="store_true", help="print the file SHA256 of a port, and nothing else"
+    )
     options = parser.parse_args()
     package = ROOT / "sglang_hybrid"
     with tempfile.TemporaryDirectory() as folder:
         old, new = installed(), find_release(options.release, Path(folder))
+        if options.hashes:
+            print(*hashes(options.patches, new), sep="\n")
+            return 0
         report, failed = check_patches(options.patches, new)
         print(f"# Patches: {failed} fail", *report, sep="\n")
         bound = bindings(package / "platforms" / "cpu_ops" / "bindings.py")

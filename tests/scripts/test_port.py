@@ -13,11 +13,13 @@ from scripts.port import (
     bindings,
     check_patches,
     compare,
+    hashes,
     imports,
     installed,
     overrides,
 )
 from sglang_hybrid import SGLANG_VERSION
+from sglang_hybrid.patching import load_patches
 from tests.documented import ROOT
 
 OLD = (
@@ -129,5 +131,9 @@ def test_the_installed_release_is_one_that_the_package_was_made_for() -> None:
     assert not failed
     if sglang.__version__ == SGLANG_VERSION:
         assert all(line.endswith(": applies") for line in report)
+    lines = list(hashes(ROOT / "patches" / f"sglang-{SGLANG_VERSION}", release))
+    assert lines == [
+        f"SHA256 ({path}) = {patch.sha256}" for path, patch in sorted(load_patches().items())
+    ]
     known = imports(ROOT / "sglang_hybrid")
     assert len(known) > 50 and all(release.has(*name) for name in known)
