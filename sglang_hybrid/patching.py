@@ -13,6 +13,7 @@ that changes a file a second time is cut against the result of those before it.
 
 Patches are cut from `SGLANG_VERSION`. For each other release of `SGLANG_VERSIONS` a file `SHA256`
 has the hashes, in lines of the same form. There a hunk is applied where its lines are found.
+Patches that only that release needs stand beside the file.
 """
 
 import hashlib
@@ -131,7 +132,8 @@ def load_patches(release: str | None = None) -> dict[str, FilePatch]:
     room = files("sglang_hybrid") / "patches"
     texts = {
         item.name: item.read_text(encoding="utf-8")
-        for item in (room / f"sglang-{SGLANG_VERSION}").iterdir()
+        for version in dict.fromkeys((SGLANG_VERSION, release))
+        for item in (room / f"sglang-{version}").iterdir()
         if item.name.endswith(".patch")
     }
     if release == SGLANG_VERSION:

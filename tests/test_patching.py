@@ -178,6 +178,7 @@ def test_the_same_patches_apply_to_a_checkout(tmp_path: Path) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((installed / path).read_bytes())
     script = Path(__file__).parents[1] / "scripts" / "apply_patches.sh"
-    subprocess.run([script, tmp_path], check=True, capture_output=True)
+    release = patching.importlib.metadata.version("sglang")
+    subprocess.run([script, tmp_path, release], check=True, capture_output=True)
     for path, patch in patches.items():
         assert (tmp_path / path).read_text() == patch.apply((installed / path).read_bytes())

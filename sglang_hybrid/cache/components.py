@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
 from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
 
+from sglang_hybrid.cache.releases import tracking_slots_used
 from sglang_hybrid.core.admission import Skip
 from sglang_hybrid.core.checkpoint_plan import CheckpointRequest
 from sglang_hybrid.core.nodes import Kind
@@ -154,7 +155,7 @@ class RobustMamba(MambaComponent):
     def _track_the_live_state(self, req: Req, position: int) -> None:
         """Swap the live state for a tracked one: from there SGLang donates it without a copy."""
         pool = self.cache.req_to_token_pool
-        index = req.kv.mamba_ping_pong_empty.index(False)
+        index = tracking_slots_used(req.kv).index(True)
         spare = req.kv.mamba_ping_pong_track_buffer[index].clone()
         pool.set_mamba_ping_pong_slot(req, index, req.kv.mamba_pool_idx)
         req.kv.mamba_pool_idx = spare
