@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import re
 import subprocess
 import sys
@@ -27,6 +28,9 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
+
+from sglang_hybrid import SGLANG_VERSION
+from sglang_hybrid.patching import place_of
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 70  # columns of each of two texts beside each other
@@ -161,12 +165,10 @@ def try_hunk(lines: list[str], hunk: Hunk, moved: int) -> int | None:
     """Apply `hunk` to `lines` where its text is, nearest to where it should be. Returns by how many
     lines that is elsewhere; None if the text is nowhere.
     """
-    size, wanted = len(hunk.before), hunk.start + moved
-    places = [at for at in range(len(lines) - size + 1) if lines[at : at + size] == hunk.before]
-    if not places:
+    at = place_of(hunk.before, lines, hunk.start + moved)
+    if at is None:
         return None
-    at = min(places, key=lambda place: abs(place - wanted))
-    lines[at : at + size] = hunk.after
+    lines[at : at + len(hunk.before)] = hunk.after
     return at - hunk.start
 
 
@@ -232,6 +234,17 @@ def check_patches(folder: Path, release: Release) -> tuple[list[str], int]:
         report += problems
         failed += bool(problems)
     return report, failed
+
+
+def hashes(folder: Path, release: Release) -> Iterator[str]:
+    """A line with the sha256 of each file that patches change, as `sglang_hybrid.patching` reads
+    them.
+    """
+    changed = {path for patch in folder.glob("*.patch") for path in hunks(patch.read_text())}
+    for path in sorted(changed):
+        text = release.text(path)
+        if text is not None:
+            yield f"SHA256 ({path}) = {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 # Names.
@@ -357,11 +370,19 @@ def installed() -> Release:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("release", help="a version, a wheel or a folder that has sglang/")
-    parser.add_argument("--patches", type=Path, default=ROOT / "patches" / "sglang-0.5.23")
+    parser.add_argument(
+        "--patches", type=Path, default=ROOT / "patches" / f"sglang-{SGLANG_VERSION}"
+    )
+    parser.add_argument(
+        "--hashes", action="store_true", help="print the file SHA256 of a port, and nothing else"
+    )
     options = parser.parse_args()
     package = ROOT / "sglang_hybrid"
     with tempfile.TemporaryDirectory() as folder:
         old, new = installed(), find_release(options.release, Path(folder))
+        if options.hashes:
+            print(*hashes(options.patches, new), sep="\n")
+            return 0
         report, failed = check_patches(options.patches, new)
         print(f"# Patches: {failed} fail", *report, sep="\n")
         bound = bindings(package / "platforms" / "cpu_ops" / "bindings.py")

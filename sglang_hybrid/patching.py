@@ -10,6 +10,10 @@ A patch file starts with a sentence that says what and why, then one line for ea
 
 then the diff with `a/` and `b/` prefixes. Patches are applied in the order of their numbers; one
 that changes a file a second time is cut against the result of those before it.
+
+Patches are cut from `SGLANG_VERSION`. For each other release of `SGLANG_VERSIONS` a file `SHA256`
+has the hashes, in lines of the same form. There a hunk is applied where its lines are found.
+Patches that only that release needs stand beside the file.
 """
 
 import hashlib
@@ -25,11 +29,12 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 
 import whatthepatch
 
-from sglang_hybrid import SGLANG_VERSION
+from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
 
 NOTE = " (patched by sglang_hybrid)"
 _HASH_LINE = re.compile(r"^SHA256 \((?P<path>[^)]+)\) = (?P<hash>[0-9a-f]{64})$", re.MULTILINE)
@@ -41,10 +46,11 @@ class PatchError(ImportError):
 
 @dataclass(frozen=True)
 class FilePatch:
-    """All changes to one file of SGLang: its released hash and the diffs, in order."""
+    """All changes to one file of a release of SGLang: its hash and the diffs, in order."""
 
     path: str
     sha256: str
+    release: str = SGLANG_VERSION
     diffs: list[tuple[str, "whatthepatch.patch.diffobj"]] = field(default_factory=list)
 
     @property
@@ -55,7 +61,7 @@ class FilePatch:
         """The error that the installed SGLang has no such file."""
         return PatchError(
             f"{self.path}, which sglang_hybrid patches, is not in the installed sglang "
-            f"{_installed_version()}; reinstall sglang=={SGLANG_VERSION}."
+            f"{_installed_version()}; reinstall sglang=={self.release}."
         )
 
     def apply(self, released: bytes) -> str:
@@ -65,45 +71,105 @@ class FilePatch:
             names = ", ".join(name for name, _ in self.diffs)
             raise PatchError(
                 f"{self.path} of the installed sglang {_installed_version()} is not the file of "
-                f"sglang {SGLANG_VERSION} that {names} was cut from (sha256 {found[:12]} instead "
-                f"of {self.sha256[:12]}); reinstall sglang=={SGLANG_VERSION}."
+                f"sglang {self.release} that {names} was cut from (sha256 {found[:12]} instead "
+                f"of {self.sha256[:12]}); reinstall sglang=={self.release}."
             )
         lines = released.decode().split("\n")
         for name, diff in self.diffs:
             try:
-                lines = list(whatthepatch.apply_diff(diff, lines))
+                lines = list(whatthepatch.apply_diff(_moved(diff, lines), lines))
             except whatthepatch.exceptions.WhatThePatchException as error:
                 raise PatchError(f"patch {name} does not apply to {self.path}: {error}") from None
         return "\n".join(lines)
 
 
-def load_patches() -> dict[str, FilePatch]:
-    """The patches for `SGLANG_VERSION` that ship with this package, by path of the file changed."""
-    room = files("sglang_hybrid") / "patches" / f"sglang-{SGLANG_VERSION}"
+def place_of(wanted: Sequence[str], lines: Sequence[str], near: int) -> int | None:
+    """The index in `lines` nearest to `near` where all of `wanted` stand; None if they do not."""
+    size = len(wanted)
+
+    def stand(at: int) -> bool:
+        return lines[at] == wanted[0] and list(lines[at : at + size]) == list(wanted)
+
+    places = range(len(lines) - size + 1)
+    if near in places and stand(near):
+        return near
+    return min(filter(stand, places), key=lambda at: abs(at - near), default=None)
+
+
+def _moved(
+    diff: "whatthepatch.patch.diffobj", lines: Sequence[str]
+) -> "whatthepatch.patch.diffobj":
+    """`diff` with the line numbers at which the texts of its hunks stand in `lines`.
+
+    A text that is nowhere keeps its numbers, so that applying it fails.
+    """
+    changes, shift = [], 0
+    for _, group in groupby(diff.changes, key=lambda change: change.hunk):
+        hunk = list(group)
+        before = [change for change in hunk if change.old is not None]
+        expected = before[0].old - 1
+        place = place_of([change.line for change in before], lines, expected + shift)
+        shift = shift if place is None else place - expected
+        changes += [
+            change._replace(
+                old=change.old and change.old + shift, new=change.new and change.new + shift
+            )
+            for change in hunk
+        ]
+    return diff._replace(changes=changes)
+
+
+def load_patches(release: str | None = None) -> dict[str, FilePatch]:
+    """The patches for a release of SGLang, by path of the file changed.
+
+    Args:
+        release: one of `SGLANG_VERSIONS`; by default the installed one. Where that is another one,
+            the patches for `SGLANG_VERSION`, which do not apply to it.
+    """
+    installed = _installed_version()
+    if release is None:
+        release = installed if installed in SGLANG_VERSIONS else SGLANG_VERSION
+    room = files("sglang_hybrid") / "patches"
     texts = {
         item.name: item.read_text(encoding="utf-8")
-        for item in room.iterdir()
+        for version in dict.fromkeys((SGLANG_VERSION, release))
+        for item in (room / f"sglang-{version}").iterdir()
         if item.name.endswith(".patch")
     }
-    return parse_patches(texts)
+    if release == SGLANG_VERSION:
+        return parse_patches(texts)
+    hashes = _hashes((room / f"sglang-{release}" / "SHA256").read_text(encoding="utf-8"))
+    return parse_patches(texts, hashes, release)
 
 
-def parse_patches(texts: dict[str, str]) -> dict[str, FilePatch]:
-    """Group patch files (name -> text) by the file they change, in the order of their names."""
+def parse_patches(
+    texts: dict[str, str], hashes: dict[str, str] | None = None, release: str = SGLANG_VERSION
+) -> dict[str, FilePatch]:
+    """Group patch files (name -> text) by the file they change, in the order of their names.
+
+    Args:
+        hashes: of a release's files, by their path, instead of those in the patches.
+        release: whose files they change.
+    """
     patched: dict[str, FilePatch] = {}
     for name in sorted(texts):
-        hashes = {m["path"]: m["hash"] for m in _HASH_LINE.finditer(texts[name])}
+        known = _hashes(texts[name]) | (hashes or {})
         for diff in whatthepatch.parse_patch(texts[name]):
             if diff.header is None or not diff.changes:
                 continue
             path = diff.header.new_path.removeprefix("b/")
-            if path not in hashes:
+            if path not in known:
                 raise PatchError(f"patch {name} changes {path} but has no SHA256 line for it.")
-            entry = patched.setdefault(path, FilePatch(path, hashes[path]))
-            if entry.sha256 != hashes[path]:
+            entry = patched.setdefault(path, FilePatch(path, known[path], release))
+            if entry.sha256 != known[path]:
                 raise PatchError(f"patch {name} names another SHA256 for {path} than those before.")
             entry.diffs.append((name, diff))
     return patched
+
+
+def _hashes(text: str) -> dict[str, str]:
+    """The hashes that lines of a text say, by path."""
+    return {m["path"]: m["hash"] for m in _HASH_LINE.finditer(text)}
 
 
 class _PatchedLoader(importlib.machinery.SourceFileLoader):

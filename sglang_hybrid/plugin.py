@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sglang_hybrid import SGLANG_VERSION
+from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
 from sglang_hybrid.config import CPU_ATTENTION
 
 if TYPE_CHECKING:
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 class UnsupportedSGLang(RuntimeError):
-    """The installed SGLang is not the release that this package extends."""
+    """The installed SGLang is no release that this package extends."""
 
 
 def check_sglang_version() -> None:
-    """Raise `UnsupportedSGLang` unless exactly `SGLANG_VERSION` is installed."""
+    """Raise `UnsupportedSGLang` unless one of `SGLANG_VERSIONS` is installed."""
     try:
         found = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -27,10 +27,10 @@ def check_sglang_version() -> None:
             f"sglang is not installed; install sglang=={SGLANG_VERSION} "
             "(scripts/quickstart.sh does, on a machine with or without a GPU)."
         ) from None
-    if found != SGLANG_VERSION:
+    if found not in SGLANG_VERSIONS:
         raise UnsupportedSGLang(
             f"sglang {found} is installed, but this release of sglang_hybrid extends "
-            f"{SGLANG_VERSION} only; install sglang=={SGLANG_VERSION}."
+            f"{' and '.join(SGLANG_VERSIONS)} only; install sglang=={SGLANG_VERSION}."
         )
 
 

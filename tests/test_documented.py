@@ -164,7 +164,8 @@ def test_patches_are_applied_to_a_checkout(tmp_path: Path) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(released / path, tmp_path / path)
     script = ROOT / "scripts/apply_patches.sh"
-    subprocess.run([script, tmp_path], check=True, stdout=subprocess.DEVNULL)
+    command = [script, tmp_path, sglang.__version__]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     for path, patch in paths.items():
         assert (tmp_path / path).read_text() == patch.apply((released / path).read_bytes())
 

@@ -34,7 +34,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(built)
 
 
-@pytest.mark.parametrize(("room", "pattern"), [("kernels", "*.py"), ("patches", "**/*.patch")])
+@pytest.mark.parametrize(
+    ("room", "pattern"), [("kernels", "*.py"), ("patches", "**/*.patch"), ("patches", "**/SHA256")]
+)
 def test_a_room_beside_the_package_is_in_the_wheel(
     wheel: zipfile.ZipFile, room: str, pattern: str
 ) -> None:

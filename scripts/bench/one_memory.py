@@ -171,10 +171,9 @@ def run(options: argparse.Namespace) -> None:
         flags, tokens, slots = flags_of_split(model, sizes, options.megabytes, share)
         rates, accounts = serve(flags, traces)
         total = sum(rate * n for rate, n in zip(rates, prompts, strict=True)) / sum(prompts)
-        split = (f"split, {share:.0%} for states", f"{tokens:,}", slots)
-        table.row(
-            *(split if share else ("one", "", "")), *(f"{rate:.1%}" for rate in (*rates, total))
-        )
+        name = f"split, {share:.0%} for states" if share else "one"
+        sized = (f"{tokens:,}", slots) if share else ("", "")
+        table.row(name, *sized, *(f"{rate:.1%}" for rate in (*rates, total)))
         if share is None:
             kept = accounts
     print("\nOne memory after each phase, in MB:\n")

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
 from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
 
 from sglang_hybrid.cache.lookups import NoSlotForHit
+from sglang_hybrid.cache.releases import tracking_slots_used
 from sglang_hybrid.core.admission import Skip
 from sglang_hybrid.core.checkpoint_plan import CheckpointRequest
 from sglang_hybrid.core.nodes import Kind
@@ -157,7 +158,7 @@ class RobustMamba(MambaComponent):
     def _track_the_live_state(self, req: Req, position: int) -> None:
         """Swap the live state for a tracked one: from there SGLang donates it without a copy."""
         pool = self.cache.req_to_token_pool
-        index = req.kv.mamba_ping_pong_empty.index(False)
+        index = tracking_slots_used(req.kv).index(True)
         spare = req.kv.mamba_ping_pong_track_buffer[index].clone()
         pool.set_mamba_ping_pong_slot(req, index, req.kv.mamba_pool_idx)
         req.kv.mamba_pool_idx = spare
@@ -281,9 +282,12 @@ class ShadowedMamba(RobustMamba):
         tracker: dict[ComponentType, int],
         device_frees: Any,
         host_frees: Any,
-        cache_actions: Any,
+        **more: Any,
     ) -> int | None:
-        """One victim: a leaf is returned for SGLang to delete, an inner node gives up its state."""
+        """One victim: a leaf is returned for SGLang to delete, an inner node gives up its state.
+
+        more: `cache_actions`, to which SGLang 0.5.23 adds, and which 0.5.22 does not have.
+        """
         if tracker[self.component_type] >= self._wanted:
             return None
         node = self._shadow_tree.state_victim()
@@ -299,7 +303,7 @@ class ShadowedMamba(RobustMamba):
             tracker=tracker,
             device_frees=device_frees,
             host_frees=host_frees,
-            cache_actions=cache_actions,
+            **more,
         )
         self.tree_core._update_evictable_leaf_sets(node)
         return None

@@ -16,6 +16,8 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.base import LRURefreshPhase
 
+from sglang_hybrid.cache.releases import last_visited
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -147,8 +149,8 @@ class TreeMatcher:
             last_device_node=best,
             last_host_node=best,
             best_match_node=best,
-            last_visited_node_id=None if node is core.root_node else node.id,
             full_kv_hit_length=depth,
+            **last_visited(None if node is core.root_node else node.id),
         )
         for component in core.components:
             if component.component_type is not ComponentType.FULL:  # which keeps no such list

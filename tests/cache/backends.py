@@ -1,20 +1,14 @@
-"""Our backend where SGLang's kit builds its own, and small things all cache tests share."""
+"""Options and costs that cache tests and benchmarks share."""
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
-import pytest
-from sglang.srt.mem_cache.unified_cache import tree_core_registry
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-from sglang.test.kits.unified_radix_cache import fixtures
-from sglang.test.kits.unified_radix_cache.unified_tree_core_inspector import (
-    UnifiedTreeCoreInspector,
-)
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_hybrid.cache.radix_cache import HybridRadixCache
-from sglang_hybrid.cache.tree_core import HybridTreeCore
-from sglang_hybrid.config import BACKEND, Admission, Eviction, HybridConfig
+from sglang_hybrid.config import Admission, Eviction, HybridConfig
 from sglang_hybrid.core.cost import CostModel
 
 POLICIES = ("reuse", "marconi", "sglang-lru", "seglen", "gdsf")
@@ -23,31 +17,12 @@ COST = CostModel(linear=1_000, quadratic=3, windows=(), kv_bytes_per_token=8, st
 """A hit twice as long saves more than twice the work."""
 
 
-class HybridInspector(HybridTreeCore, UnifiedTreeCoreInspector):
-    """Our tree with the kit's windows into it."""
-
-
-def _inspected(params: Any, components: Any) -> HybridInspector:
-    return HybridInspector(params, components, next(iter(components.values())).cache.shadow_tree)
-
-
 def options(policy: str, admission: str = "judicious", **more: Any) -> HybridConfig:
     return HybridConfig(
         hybrid_eviction=Eviction(policy), hybrid_admission=Admission(admission), **more
     )
 
 
-def use_policy(
-    monkeypatch: pytest.MonkeyPatch, policy: str | None, admission: str = "judicious"
-) -> None:
-    """From now on the kit builds `HybridRadixCache` under `policy`, or SGLang's own for None."""
-
-    def build(params: Any) -> UnifiedRadixCache:
-        return HybridRadixCache(params, options(policy, admission), COST)
-
-    if policy is None:
-        return
-    monkeypatch.setattr(fixtures, "UnifiedRadixCache", build)
-    monkeypatch.setitem(tree_core_registry._TREE_CORE_REGISTRY, BACKEND, _inspected)
-    if policy != "sglang-lru":  # there SGLang's own tree does
-        monkeypatch.setattr(fixtures, "TREE_CORE_TEST_BACKEND", BACKEND)
+def match_prefix(cache: Any, tokens: list[int]) -> MatchResult:
+    """A look-up that no request makes."""
+    return cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))

@@ -43,6 +43,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
+from sglang_hybrid.cache.releases import tracking_slots_used
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.hints import Hint
@@ -438,7 +439,7 @@ class Server:
         own = 0
         for req in self.running:
             own += req.kv.holds_mamba
-            own += sum(not empty for empty in req.kv.mamba_ping_pong_empty or ())
+            own += sum(tracking_slots_used(req.kv))
         if self._plans:
             own += sum(len(plan.pending_checkpoints) for _, plan in self.cache.planner.in_flight())
         return int(cached), int(own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -13,12 +14,15 @@ from tests.cache.driver import Server, Sizes, build_cache
 from tests.cache.test_rules import run
 
 REQUEST = SimpleNamespace()
-FITS = _PrefillAdmission(
-    prefix_len=0, extend_len=100, max_new_tokens=8, is_chunked=False, replay_len=0
-)
-CUT_OFF = _PrefillAdmission(
-    prefix_len=0, extend_len=60, max_new_tokens=0, is_chunked=True, replay_len=0
-)
+
+
+def admission(**given: int) -> _PrefillAdmission:
+    """What SGLang admits; what a release adds to it is 0."""
+    return _PrefillAdmission(**{one.name: 0 for one in fields(_PrefillAdmission)} | given)
+
+
+FITS = admission(extend_len=100, max_new_tokens=8, is_chunked=False)
+CUT_OFF = admission(extend_len=60, is_chunked=True)
 
 
 def admit(

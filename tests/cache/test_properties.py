@@ -14,12 +14,11 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.test.kits.unified_radix_cache.fixtures import match_prefix
 
 from sglang_hybrid.core.eviction import Gdsf
 from sglang_hybrid.core.nodes import Node
 from sglang_hybrid.core.pool import Pool
-from tests.cache.backends import options
+from tests.cache.backends import match_prefix, options
 from tests.cache.driver import Server, Sizes, build_cache
 from tests.core.plain import plain_victim
 

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.test.kits.unified_radix_cache.fixtures import match_prefix
 
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.core.nodes import Kind
-from tests.cache.backends import COST, options
+from tests.cache.backends import COST, match_prefix, options
 from tests.cache.driver import Server, Sizes, build_cache
 
 

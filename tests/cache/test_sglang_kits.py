@@ -28,6 +28,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("sglang.test.kits.unified_radix_cache", reason="the kit came with 0.5.23")
+
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -44,7 +47,8 @@ from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixture
 from sglang.test.mem_cache_utils import finish_req
 from sglang.test.test_utils import CustomTestCase
 
-from tests.cache.backends import POLICIES, use_policy
+from tests.cache.backends import POLICIES
+from tests.cache.kit import use_policy
 
 FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 SWA_CONFIGS = [cfg for cfg in CONFIGS if cfg.has_swa]

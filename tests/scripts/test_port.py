@@ -6,16 +6,20 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import sglang
 
 from scripts.port import (
     Release,
     bindings,
     check_patches,
     compare,
+    hashes,
     imports,
     installed,
     overrides,
 )
+from sglang_hybrid import SGLANG_VERSION
+from sglang_hybrid.patching import load_patches
 from tests.documented import ROOT
 
 OLD = (
@@ -121,9 +125,15 @@ def test_names_that_are_gone(tmp_path: Path) -> None:
     assert not new.has("sglang.one", "second") and not new.has("sglang.three", "first")
 
 
-def test_the_installed_release_is_what_the_package_was_made_for() -> None:
+def test_the_installed_release_is_one_that_the_package_was_made_for() -> None:
     release = installed()
-    report, failed = check_patches(ROOT / "patches" / "sglang-0.5.23", release)
-    assert not failed and all(line.endswith(": applies") for line in report)
+    report, failed = check_patches(ROOT / "patches" / f"sglang-{SGLANG_VERSION}", release)
+    assert not failed
+    if sglang.__version__ == SGLANG_VERSION:
+        assert all(line.endswith(": applies") for line in report)
+    lines = list(hashes(ROOT / "patches" / f"sglang-{SGLANG_VERSION}", release))
+    assert lines == [
+        f"SHA256 ({path}) = {patch.sha256}" for path, patch in sorted(load_patches().items())
+    ]
     known = imports(ROOT / "sglang_hybrid")
     assert len(known) > 50 and all(release.has(*name) for name in known)

@@ -14,6 +14,7 @@ from sglang.srt.managers.scheduler_components.invariant_checker import Scheduler
 
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
+from sglang_hybrid.cache.releases import tracking_slots_used
 
 STEPS_BETWEEN_TREE_CHECKS = 8
 
@@ -55,9 +56,8 @@ def slots_of(req: Any) -> list[int]:
     slots = [] if kv.mamba_pool_idx is None else kv.mamba_pool_idx.reshape(-1).tolist()
     if kv.mamba_ping_pong_track_buffer is not None:
         tracked = kv.mamba_ping_pong_track_buffer.tolist()
-        slots += [
-            slot for slot, empty in zip(tracked, kv.mamba_ping_pong_empty, strict=True) if not empty
-        ]
+        used = tracking_slots_used(kv)
+        slots += [slot for slot, there in zip(tracked, used, strict=True) if there]
     return slots
 
 

@@ -75,9 +75,9 @@ def said(
     broken = shutil.copytree(model_directory("transformer"), scratch / "broken")
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    other = scratch / "site" / "sglang-0.5.22.dist-info"
+    other = scratch / "site" / "sglang-0.5.21.dist-info"
     other.mkdir(parents=True)
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.22\n")
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.21\n")
     with socket.socket() as taken, ThreadPoolExecutor(2) as pool:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -107,7 +107,7 @@ def said(
         ("port in use", ["cannot listen on 127.0.0.1:", "choose another --port"]),
         ("too large pools", ["lower --max-total-tokens"]),
         ("refused by sglang", ["no_buffer only supports page_size=1"]),
-        ("another sglang", ["sglang 0.5.22 is installed", "install sglang==0.5.23"]),
+        ("another sglang", ["sglang 0.5.21 is installed", "0.5.23 and 0.5.22 only"]),
     ],
 )
 def test_a_mistake_ends_in_one_sentence(
