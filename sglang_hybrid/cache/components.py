@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.cache.kv_components import CountedFull, ShadowedFull
-from sglang_hybrid.cache.state_components import RobustMamba, ShadowedMamba
+from sglang_hybrid.cache.kv_components import CountedFull
+from sglang_hybrid.cache.shadowed_components import ShadowedFull, ShadowedMamba
+from sglang_hybrid.cache.state_components import RobustMamba
 from sglang_hybrid.config import BACKEND
 
 if TYPE_CHECKING:

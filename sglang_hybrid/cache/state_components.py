@@ -1,4 +1,4 @@
-"""SGLang's tree component for states: our admission, our victims, no assertion on a missing slot.
+"""SGLang's tree component for states with our admission, and no assertion on a missing slot.
 
 Every override calls SGLang's own method and adds to it, or decides something that SGLang decides
 by recency alone; line references are to sglang 0.5.23, mem_cache/unified_cache/components/.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
 from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.cache.parts import Parts
     from sglang_hybrid.cache.publication import Publication
-    from sglang_hybrid.cache.shadow_tree import ShadowTree
 
 
 class RobustMamba(MambaComponent):
@@ -240,76 +238,6 @@ class RobustMamba(MambaComponent):
         had = self._parts.slots.make_room()
         self.cache.dec_lock_ref(source.best_match_node, lock.to_dec_params())
         return had
-
-
-class ShadowedMamba(RobustMamba):
-    """States that are evicted by what they save."""
-
-    def __init__(self, *args: Any, parts: Parts, shadow_tree: ShadowTree) -> None:
-        super().__init__(*args, parts=parts)
-        self._shadow_tree = shadow_tree
-
-    def state_given(self, node: UnifiedTreeNode, kind: Kind) -> None:
-        self._shadow_tree.state_given(node, kind)
-
-    def state_dropped(self, node: UnifiedTreeNode, what: Evicted) -> None:
-        self._parts.decision_log.state_lost(node, what)
-        self._shadow_tree.state_dropped(node)
-
-    def acquire_component_lock(
-        self, node: UnifiedTreeNode, result: Any, lock_host: bool = False
-    ) -> Any:
-        result = super().acquire_component_lock(node, result, lock_host)
-        self._tell_lock(node)
-        return result
-
-    def release_component_lock(
-        self, node: UnifiedTreeNode, params: Any, lock_host: bool = False
-    ) -> None:
-        super().release_component_lock(node, params, lock_host)
-        self._tell_lock(node)
-
-    def _tell_lock(self, node: UnifiedTreeNode) -> None:
-        self._shadow_tree.state_lock_changed(
-            node, node.component_data[self.component_type].lock_ref > 0
-        )
-
-    def _evict_device_start(self, request_cnt: int) -> None:
-        self._wanted = request_cnt
-
-    def _evict_device_next_node(
-        self,
-        tracker: dict[ComponentType, int],
-        device_frees: Any,
-        host_frees: Any,
-        **more: Any,
-    ) -> int | None:
-        """One victim: a leaf is returned for SGLang to delete, an inner node gives up its state.
-
-        more: `cache_actions`, to which SGLang 0.5.23 adds, and which 0.5.22 does not have.
-        """
-        if tracker[self.component_type] >= self._wanted:
-            return None
-        node = self._shadow_tree.state_victim()
-        if node is None:
-            return None
-        if node in self.tree_core.evictable_device_leaves:
-            leaf: int = node.id
-            return leaf
-        self.tree_core._evict_component_and_detach_lru(
-            node,
-            self,
-            target=EvictLayer.DEVICE,
-            tracker=tracker,
-            device_frees=device_frees,
-            host_frees=host_frees,
-            **more,
-        )
-        self.tree_core._update_evictable_leaf_sets(node)
-        return None
-
-    def _evict_device_end(self) -> None:
-        self._wanted = 0
 
 
 def _kind(req: Req, position: int, up_to: int, is_finished: bool) -> Kind:

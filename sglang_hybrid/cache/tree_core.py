@@ -79,7 +79,7 @@ class HybridTreeCore(UnifiedTreeCore):
         known = self._known_part(params)
         if known is None:
             return super().begin_insert(params)
-        if self._ongoing_insert_walk_state is not None:
+        if self.has_ongoing_insert():
             raise RuntimeError("an insertion began while another one was under way")
         node, depth = known
         key = params.key.page_aligned(self.page_size)

@@ -102,12 +102,13 @@ class Planner:
         plan.request_id, plan.tenant = req.rid, tenant_of(req)
         self.drop(req)
         self._plans[req] = plan
-        self._micro_branches[req] = [
-            plans.CheckpointRequest(
-                branch.position, branch.kind, plan.request_id, tenant=plan.tenant
-            )
-            for branch in micro_branches
-        ]
+        if micro_branches:
+            self._micro_branches[req] = [
+                plans.CheckpointRequest(
+                    branch.position, branch.kind, plan.request_id, tenant=plan.tenant
+                )
+                for branch in micro_branches
+            ]
 
     def admitted(self, req: Req) -> None:
         """`req` joined a batch: what it will not leave is counted, once."""

@@ -170,7 +170,7 @@ class ReuseIndex:
             self._bins(self._now - self._since.take(waiting)),
         )
         cells = position.take(classes) * BINS + age_bins
-        self._news.look(waiting, classes, age_bins)
+        self._news.look(known, waiting, classes, age_bins)
         for reuse_class in self._news.refuted():
             self._long.start_over(self._short, reuse_class, waiting[classes == reuse_class])
         hazard, row = hazards(known, *self._long.of(known, waiting, classes, cells))
@@ -247,8 +247,12 @@ class News:
             self._steps[reuse_class, age_bin] -= 1
             self._seen[interval] = age_bin
 
-    def look(self, intervals: IntArray, classes: IntArray, age_bins: IntArray) -> None:
-        """The open intervals [n] are in these bins [n] by now. Weigh what happened."""
+    def look(
+        self, known: IntArray, intervals: IntArray, classes: IntArray, age_bins: IntArray
+    ) -> None:
+        """The open intervals [n] are in these bins [n] by now. Weigh what happened. known [C]: all
+        classes of which something can have happened.
+        """
         seen = self._seen.take(intervals)
         on = (age_bins > seen).nonzero()[0]
         np.add.at(self._steps, (classes[on], seen[on]), 1)
@@ -261,8 +265,8 @@ class News:
         self._evidence[self._known] = np.maximum(
             fade * self._evidence[self._known] + gain, -REFUTED
         )
-        self._ended[:] = 0
-        self._steps[:] = 0
+        self._ended[known] = 0
+        self._steps[known] = 0
 
     def refuted(self) -> list[int]:
         """Classes of which the short estimate knows more than the long one; once each."""
