@@ -371,9 +371,12 @@ class Explanation:
 
     def _snapshot(self) -> CacheSnapshot:
         cache = self._cache
-        slots = None
+        kv_room, slots, shared = int(cache.token_to_kv_pool_allocator.size), None, None
         if cache.is_mamba_enabled:
             slots = int(cache.req_to_token_pool.mamba_allocator.size)
+        if cache.account is not None:  # where the size changes with what all tenants store
+            shared = cache.account.budget
+            kv_room = shared // cache.cost.kv_bytes_per_token
         return CacheSnapshot(
             policy=cache.policy_name,
             admission=cache.options.hybrid_admission.value,
@@ -383,8 +386,8 @@ class Explanation:
             min_branch_tokens=cache.options.hybrid_min_branch_tokens,
             grid=self._grid() if cache.is_mamba_enabled and not cache.plans_checkpoints else None,
             state_slots=slots,
-            kv_room=int(cache.token_to_kv_pool_allocator.size),
-            shared_bytes=None if cache.account is None else cache.account.budget,
+            kv_room=kv_room,
+            shared_bytes=shared,
             full=self._log.full,
             emptied=self._ago(self._decision_log.decisions.emptied),
         )

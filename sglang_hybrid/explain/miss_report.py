@@ -122,8 +122,8 @@ class CacheSnapshot(msgspec.Struct):
 
     states: the model has recurrent state. recorded: skipped and evicted states are remembered.
     grid: tokens between the states that SGLang tracks, None if the cache takes them where it wants.
-    kv_room: tokens of KV. shared_bytes: of one memory for KV and states, None for two pools. full:
-    older decisions about this tenant's prompts are forgotten. emptied: when the cache was.
+    kv_room: KV tokens at most. shared_bytes: of one memory for KV and states, None for two pools.
+    full: older decisions about this tenant's prompts are forgotten. emptied: when the cache was.
     """
 
     policy: str

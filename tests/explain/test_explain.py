@@ -241,6 +241,15 @@ def test_evicted_when_one_memory_ran_short() -> None:
     assert advice is not None and f"share {it.sizes.budget:,} bytes" in advice
 
 
+def test_one_memory_does_not_tell_what_other_tenants_store() -> None:
+    it = server(kv=2_000, states=4, one_memory=True, state_bytes=160)
+    before = explain(it, run(9), cache_salt="b").cache
+    for k in range(1, 4):
+        it.serve(run(100, k), [7], cache_salt="a")
+    assert explain(it, run(9), cache_salt="b").cache == before
+    assert before.kv_room == it.sizes.budget // 8
+
+
 def test_kv_that_went_so_long_ago_that_only_the_history_knows() -> None:
     it = server(kv=400)
     it.cache.decision_log.decisions = Decisions(entries=1)
