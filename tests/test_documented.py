@@ -33,6 +33,7 @@ COMMANDS = sorted(commands())
 LAUNCHER, REPLAY = "python -m sglang_hybrid.launch_server", "python -m sglang_hybrid.replay"
 TESTS = "python -m pytest"
 EXPLAIN = "python -m sglang_hybrid.explain"
+PROMPTS = "python -m sglang_hybrid.prompts"
 README = (ROOT / "README.md").read_text()
 
 
@@ -55,6 +56,7 @@ def is_known(command: str) -> bool:
         LAUNCHER,
         REPLAY,
         EXPLAIN,
+        PROMPTS,
         TESTS,
         "pip install -e ",
         "docker",
@@ -114,13 +116,13 @@ def test_a_replay_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert replay(words(command.removeprefix(REPLAY))) == 0
 
 
-@pytest.mark.parametrize("command", of(EXPLAIN))
-def test_an_explanation_takes_its_arguments(
+@pytest.mark.parametrize("command", [*of(EXPLAIN), *of(PROMPTS)])
+def test_a_module_takes_its_arguments(
     command: str, stops_when_parsed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", words(command)[2:])
     with pytest.raises(Parsed):
-        runpy.run_module("sglang_hybrid.explain", run_name="__main__")
+        runpy.run_module(words(command)[2], run_name="__main__")
 
 
 @pytest.mark.parametrize(

@@ -71,15 +71,15 @@ def marked_blocks(request: Any) -> list[MarkedBlock]:
 
 
 def usage_of_input(
-    computed: int, read: int, written: int, breakpoints: Sequence[Breakpoint]
+    computed: int, read: int, written: int | None, breakpoints: Sequence[Breakpoint]
 ) -> dict[str, Any]:
     """The input fields of an answer's usage; the three counts add up to the prompt.
 
     computed, read: tokens of the prompt that were computed, and that came from the cache. written:
-    those computed up to the last declared position that was kept. breakpoints: positions and
-    lifetimes, ascending.
+    those computed up to the last declared position that was kept; None if the server's cache does
+    not tell. breakpoints: positions and lifetimes, ascending.
     """
-    if not breakpoints:
+    if not breakpoints or written is None:
         fields = {"input_tokens": computed}
         return {**fields, "cache_read_input_tokens": read} if read else fields
     kept_to = read + written

@@ -75,10 +75,7 @@ def cost(chosen: Sequence[Node], state_bytes: int, kv_bytes_per_token: int) -> i
 
 
 def _held_above(node: Node, held: set[Node]) -> int:
-    above = node.parent
-    while above is not None and above not in held:
-        above = above.parent
-    return 0 if above is None else above.depth
+    return next((above.depth for above in node.above() if above in held), 0)
 
 
 class _Chooser:

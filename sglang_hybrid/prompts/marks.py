@@ -54,16 +54,11 @@ def declare(
     ids = adapted.input_ids
     if not blocks or not ids or not isinstance(ids[0], int):
         return []
-    whole = _rendered(process, request)
-    if whole is None:
-        logger.info("sglang_hybrid: marked blocks are ignored: the chat has no Jinja template.")
+    try:
+        positions = _positions(ids, tokenizer, request, blocks, process)
+    except Exception as error:  # anybody's tokenizer; the request is served without marks
+        logger.warning("sglang_hybrid: marked blocks are ignored: %r", error)
         return []
-    places = []
-    for block in blocks:
-        renderings = (_rendered(process, variant) for variant in block.variants)
-        texts = [rendering.text for rendering in renderings if rendering is not None]
-        places.append(Place(texts, block.open_ended))
-    positions = token_positions(tokenizer, whole.encode_kwargs, whole.text, ids, places)
     found = {
         position: Breakpoint(position, block.ttl)
         for position, block in zip(positions, blocks, strict=True)
@@ -72,6 +67,25 @@ def declare(
     if found:
         adapted.kv_hints = checkpoint_hint(found)
     return [found[position] for position in sorted(found)]
+
+
+def _positions(
+    ids: Sequence[int],
+    tokenizer: Any,
+    request: Any,
+    blocks: Sequence[MarkedBlock],
+    process: Callable[[Any], Any],
+) -> list[int | None]:
+    whole = _rendered(process, request)
+    if whole is None:
+        logger.info("sglang_hybrid: marked blocks are ignored: the chat has no Jinja template.")
+        return [None] * len(blocks)
+    places = []
+    for block in blocks:
+        renderings = (_rendered(process, variant) for variant in block.variants)
+        texts = [rendering.text for rendering in renderings if rendering is not None]
+        places.append(Place(texts, block.open_ended))
+    return token_positions(tokenizer, whole.encode_kwargs, whole.text, ids, places)
 
 
 def _rendered(process: Callable[[Any], Any], request: Any) -> Rendering | None:

@@ -44,13 +44,13 @@ def prompts_for(
 ) -> list[Prepared]:
     """Prompts that pass all `nodes`, each of them once; the longest cover those before them."""
     chosen = set(nodes)
-    passed = {above for node in nodes for above in _above(node)}
+    passed = {above for node in nodes for above in node.above()}
     prepared = []
     for node in nodes:
         if node in passed:
             continue
         tokenized = registry.expand_path(registered, as_imports(node.imports))
-        path = [node, *_above(node)]
+        path = [node, *node.above()]
         held = [len(path) - at for at, one in enumerate(path) if one in chosen]
         positions = sorted(tokenized.piece_ends[level - 1] for level in held)
         prepared.append(Prepared(tokenized.ids[: positions[-1]], positions))
@@ -76,13 +76,3 @@ async def prefill(manager: TokenizerManager, tenant: Tenant, prepared: Sequence[
         )
         async for _ in manager.generate_request(request, None):
             pass
-
-
-def _above(node: Node) -> list[Node]:
-    """Nodes above, the nearest first, without the root."""
-    found = []
-    above = node.parent
-    while above is not None and above.parent is not None:
-        found.append(above)
-        above = above.parent
-    return found

@@ -1,6 +1,6 @@
 """Schemas written as Python functions, and a client for them.
 
-    @schema
+    @schema(role="system")
     def rules(add, brief: bool, language: Literal["en", "fr"]):
         add("You keep an archive.")
         if brief:
@@ -13,8 +13,8 @@
 
 The function is read, not run: each statement `add(...)` with a text is text, an `if` on an argument
 is an optional module of the argument's name, and a `match` on an argument is a union with a module
-for each case. `rules.pml` is the schema; `rules(brief=True, language="fr")` is a selection, which
-`PromptSchemaClient.generate` sends.
+for each case. With a role, all of it is one message. `rules.pml` is the schema;
+`rules(brief=True, language="fr")` is a selection, which `PromptSchemaClient.generate` sends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 import requests
 
-from sglang_hybrid.prompts.schema import ROLES, read_schema
+from sglang_hybrid.prompts.schema import read_schema
 
 TIMEOUT = 600.0
 
@@ -50,7 +50,7 @@ class Selection:
 class PythonSchema:
     """A schema that was written as a function. Raises ValueError for what it cannot express."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., None], role: str | None = None) -> None:
         source = textwrap.dedent(inspect.getsource(function))
         tree = ast.parse(source).body[0]
         assert isinstance(tree, ast.FunctionDef)
@@ -60,6 +60,8 @@ class PythonSchema:
         self.name = tree.name
         self._reader = _Reader(tree.name, names[0], set(names[1:]))
         parts, self._choices = self._reader.parts(tree.body)
+        if role is not None:
+            parts = f"<{role}>{parts}</{role}>"
         self.pml = f'<schema name="{self.name}">{parts}</schema>'
         read_schema(self.pml)
 
@@ -68,12 +70,21 @@ class PythonSchema:
         unknown = chosen.keys() - self._reader.arguments
         if unknown:
             raise ValueError(f"{self.name}() has no argument {min(unknown)!r}.")
-        return Selection(self.name, _imports(self._choices, chosen, self.name))
+        for argument, value in chosen.items():
+            known = self._reader.cases.get(argument)
+            if known is not None and value is not None and value not in known:
+                raise ValueError(
+                    f"{argument} of {self.name}() is {value!r}; it can be {', '.join(known)}."
+                )
+        return Selection(self.name, _imports(self._choices, chosen))
 
 
-def schema(function: Callable[..., None]) -> PythonSchema:
-    """Decorates a function that says what a schema holds."""
-    return PythonSchema(function)
+def schema(*, role: str | None = None) -> Callable[[Callable[..., None]], PythonSchema]:
+    """Decorates a function that says what a schema holds.
+
+    role: of the one message that it is; without it the schema is text without messages.
+    """
+    return lambda function: PythonSchema(function, role)
 
 
 class PromptSchemaClient:
@@ -128,6 +139,7 @@ class _Reader:
 
     def __init__(self, name: str, add: str, arguments: set[str]) -> None:
         self.arguments = arguments
+        self.cases: dict[str, list[str]] = {}  # values of the arguments of unions
         self._name = name
         self._add = add
 
@@ -167,6 +179,7 @@ class _Reader:
             ):
                 raise self._error(statement, "each `case` is a text, without a condition.")
             name = pattern.value.value
+            self.cases.setdefault(argument, []).append(name)
             inner, found = self.parts(case.body)
             markup += f"<module name={quoteattr(name)}>{inner}</module>"
             choices.append(_Choice(argument, name, name, found))
@@ -184,24 +197,10 @@ class _Reader:
             and not call.keywords
         ):
             return escape(call.args[0].value)
-        if isinstance(statement, ast.With) and len(statement.items) == 1:
-            return self._role(statement)
         raise self._error(
             statement,
-            f"a statement is {self._add}('...'), `if argument:`, `match argument:` or "
-            f"`with {self._add}.user:`.",
+            f"a statement is {self._add}('...'), `if argument:` or `match argument:`.",
         )
-
-    def _role(self, statement: ast.With) -> str:
-        where = statement.items[0].context_expr
-        if (
-            not isinstance(where, ast.Attribute)
-            or not isinstance(where.value, ast.Name)
-            or where.value.id != self._add
-            or where.attr not in ROLES
-        ):
-            raise self._error(statement, f"`with` opens one of {', '.join(ROLES)}.")
-        raise self._error(statement, "messages stand around the whole schema only.")
 
     def _argument(self, node: ast.expr) -> str:
         if isinstance(node, ast.Name) and node.id in self.arguments:
@@ -212,12 +211,12 @@ class _Reader:
         return ValueError(f"{self._name}(), line {getattr(node, 'lineno', 0)}: {why}")
 
 
-def _imports(choices: Sequence[_Choice], chosen: Mapping[str, Any], name: str) -> str:
+def _imports(choices: Sequence[_Choice], chosen: Mapping[str, Any]) -> str:
     markup = ""
     for choice in choices:
         given = chosen.get(choice.argument)
         if given == choice.value if choice.value is not None else bool(given):
-            inner = _imports(choice.inner, chosen, name)
+            inner = _imports(choice.inner, chosen)
             markup += f"<{choice.module}>{inner}</{choice.module}>"
     return markup
 

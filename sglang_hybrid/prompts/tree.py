@@ -69,6 +69,13 @@ class Node:
             for edge in self.shape.edges
         ]
 
+    def above(self) -> Iterator[Node]:
+        """Nodes above this one, the nearest first, without the root."""
+        node = self.parent
+        while node is not None and node.parent is not None:
+            yield node
+            node = node.parent
+
     def walk(self) -> Iterator[Node]:
         """This node and all below it, level by level."""
         level = [self]

@@ -1,4 +1,4 @@
-"""The programs and requests of README, against a server: only its address is another one."""
+"""The programs and requests of the pages, against a server: only its address is another one."""
 
 from __future__ import annotations
 
@@ -28,10 +28,17 @@ def test_a_request(url: str, command: str) -> None:
     assert json.loads(done.stdout)["meta_info"]["completion_tokens"] == 8
 
 
-@pytest.mark.parametrize("number", range(len(python_blocks("README.md"))))
-def test_a_program(url: str, number: int, tmp_path: Path) -> None:
+PROGRAMS = [
+    (page, number)
+    for page in ("README.md", "docs/prompts.md")
+    for number in range(len(python_blocks(page)))
+]
+
+
+@pytest.mark.parametrize(("page", "number"), PROGRAMS)
+def test_a_program(url: str, page: str, number: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"  # the frontend language reads a function's source
-    program.write_text(ADDRESS.sub(url, python_blocks("README.md")[number]))
+    program.write_text(ADDRESS.sub(url, python_blocks(page)[number]))
     done = subprocess.run(
         [sys.executable, program], capture_output=True, text=True, timeout=120, check=False
     )
