@@ -18,6 +18,9 @@ from tests.server.client import hybrid_cache, random_prompt
 TIMES = ("when", "taken", "last_used", "unused", "emptied")
 """Fields of an explanation that hold seconds; no two runs have the same."""
 
+ROUNDING = 1e-4
+"""Of logprobs: sums are grouped by where KV lies in memory, and by what is computed together."""
+
 
 def send(url: str, prompt: list[int], rid: str, **whose: str) -> dict[str, Any]:
     """A response but for what differs from run to run: durations and the machine's load."""
@@ -87,22 +90,28 @@ def test_another_tenants_traffic_changes_nothing_that_is_told(
     flags = ["--model-path", str(model), "--enable-metrics", "--enable-cache-report"]
     mine, theirs = traffic(1, 24), traffic(2, 48)
     seen: list[list[Any]] = []
+    rounded: list[list[float]] = []
     names: list[set[str]] = []
     for with_a in (False, True):
         with ServerProcess(flags) as server:
             told: list[Any] = []
+            logprobs: list[float] = []
             for number, prompt in enumerate(mine):
                 if with_a:
                     for k in (0, 1):
                         send(server.url, theirs[2 * number + k], f"{number + k}", **{kind: "a"})
-                told.append(send(server.url, prompt, f"{number}", **{kind: "b"}))
+                answer = send(server.url, prompt, f"{number}", **{kind: "b"})
+                logprobs += [value for value, _, _ in answer.pop("output_token_logprobs")]
+                told.append(answer)
                 for question in ({"input_ids": prompt}, {"request_id": f"{number}"}):
                     told.append(explain(server.url, question, **{kind: "b"}))
             seen.append(told)
+            rounded.append(logprobs)
             send(server.url, mine[0], "last", **{kind: "a"})  # so that every counter has counted
             names.append(labels(server.url))
             assert not hybrid_cache(server.url)["evicted"]
     assert seen[0] == seen[1]
+    assert rounded[0] == pytest.approx(rounded[1], abs=ROUNDING)
     assert names[0] == names[1]
     hits = [one["cached_tokens"] for one in seen[0] if "cached_tokens" in one]
     assert any(hits)
