@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
     from sglang_hybrid.config import HybridConfig
+    from sglang_hybrid.core.cost import CostModel
     from sglang_hybrid.memory.account import Account
 
 
@@ -53,6 +54,7 @@ class ExplainedCache(LoggedCache, Protocol):
 
     options: HybridConfig
     account: Account | None
+    cost: CostModel
     message_boundaries: MessageBoundaries
     disable: bool
     components: Mapping[ComponentType, Any]
