@@ -107,7 +107,13 @@ def test_a_server_takes_its_flags(command: str, monkeypatch: pytest.MonkeyPatch)
     assert not getattr(stopped.value, "code", 0)
 
 
-@pytest.mark.parametrize("command", of(REPLAY))
+def replays() -> list[Any]:
+    """Those that play the paper's workloads in full are slow ones."""
+    slow = {command: pytest.mark.slow for command in of(REPLAY) if "replay avmp" in command}
+    return [pytest.param(command, marks=slow.get(command, ())) for command in of(REPLAY)]
+
+
+@pytest.mark.parametrize("command", replays())
 def test_a_replay_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     line = {"t": 0.5, "input_ids": list(range(300, 400)), "output_ids": [1, 2, 3]}

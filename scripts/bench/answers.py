@@ -2,7 +2,7 @@
 
 A row per trace and size of the cache, request after request, starting cold, by the paper's rules
 and as served with one memory. Token hit rates in percent without either, and the points that are
-added: by answers; by answers and hints of a kind (`python -m sglang_hybrid.replay --hints`).
+added: by answers; by answers and hints of a kind (the option `--hints` of the replay).
 """
 
 from __future__ import annotations

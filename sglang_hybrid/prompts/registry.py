@@ -16,6 +16,9 @@ from sglang_hybrid.tenants import Tenant
 MOST_SCHEMAS = 64
 """Of one tenant."""
 
+MOST_TENANT_BYTES = 8 << 20
+"""Of all schemas of one tenant."""
+
 MOST_BYTES = 64 << 20
 """Of all schemas of a server."""
 
@@ -101,14 +104,19 @@ class Registry:
                 f"there are {len(own)} schemas already; a tenant may have {MOST_SCHEMAS}. Delete "
                 "one first."
             )
-        others = [one for kept in self._schemas.values() for one in kept.values()]
-        total = sum(one.size for one in others) + registered.size
-        if name in own:
-            total -= own[name].size
-        if total > MOST_BYTES:
+        more = registered.size - (own[name].size if name in own else 0)
+        held = sum(one.size for one in own.values()) + more
+        if held > MOST_TENANT_BYTES:
             raise ValueError(
-                f"all schemas of this server would have {total:,} bytes; they may have "
-                f"{MOST_BYTES:,}. Delete one first."
+                f"the schemas would have {held:,} bytes; those of a tenant may have "
+                f"{MOST_TENANT_BYTES:,}. Delete one first."
+            )
+        if sum(one.size for kept in self._schemas.values() for one in kept.values()) + more > (
+            MOST_BYTES
+        ):
+            raise ValueError(
+                f"the schemas of all tenants may have {MOST_BYTES:,} bytes, and this one would be "
+                "too much; try again when others were deleted."
             )
         self._schemas.setdefault(tenant, own)[name] = registered
         return registered

@@ -153,8 +153,14 @@ def test_two_ranks_evict_and_move_alike(model_directory: Callable[[str], Path]) 
             "does not hold one request",
         ),
         (("--hybrid-eviction", "sglang-lru"), "SGLang's own order"),
-        (("--hybrid-admission", "all"), "checkpoints are not planned"),
-        (("--mamba-full-memory-ratio", "0.5"), "may be left out, divides the memory"),
+        pytest.param(
+            ("--hybrid-admission", "all"), "checkpoints are not planned", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("--mamba-full-memory-ratio", "0.5"),
+            "may be left out, divides the memory",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_is_one_sentence(

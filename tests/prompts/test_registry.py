@@ -1,0 +1,65 @@
+"""Schemas of clients: apart for each tenant, and within bounds that one tenant cannot use up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_hybrid.prompts import registry
+from sglang_hybrid.prompts.registry import Registry
+
+A, B = ("a", None), ("b", None)
+
+
+def schema(name: str, size: int = 40) -> str:
+    """Markup of at least `size` bytes."""
+    return f'<schema name="{name}">{"x" * size}</schema>'
+
+
+def schemas(tokenizer: Any = None) -> Registry:
+    return Registry(tokenizer)
+
+
+def test_tenants_have_their_own() -> None:
+    kept = schemas()
+    kept.register(A, schema("one"))
+    assert [one.schema.name for one in kept.of(A)] == ["one"]
+    assert kept.of(B) == []
+    with pytest.raises(KeyError, match="there is no schema 'one'"):
+        kept.get(B, "one")
+    with pytest.raises(KeyError):
+        kept.delete(B, "one")
+
+
+def test_bytes_of_a_tenant_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MOST_TENANT_BYTES", 250)
+    kept = schemas()
+    kept.register(A, schema("one", 100))
+    with pytest.raises(ValueError, match="those of a tenant may have 250"):
+        kept.register(A, schema("two", 150))
+    kept.register(A, schema("one", 200))  # in place of the earlier one
+    kept.register(B, schema("two", 150))
+    kept.delete(A, "one")
+    kept.register(A, schema("two", 150))
+
+
+def test_bytes_of_all_are_bounded_and_nothing_is_told_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "MOST_BYTES", 250)
+    kept = schemas()
+    kept.register(A, schema("one", 150))
+    with pytest.raises(ValueError, match="of all tenants may have 250 bytes") as error:
+        kept.register(B, schema("two", 150))
+    assert "one" not in str(error.value).replace("one would be", "")
+    kept.register(B, schema("two", 10))
+
+
+def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MOST_SCHEMAS", 1)
+    kept = schemas()
+    kept.register(A, schema("one"))
+    with pytest.raises(ValueError, match="a tenant may have 1"):
+        kept.register(A, schema("two"))
+    kept.register(A, schema("one"))
