@@ -158,7 +158,7 @@ class AnswerModel:
         """The probability that somebody comes back after such an answer and such a hint; None while
         neither tells anything. A hint that says little counts for nothing.
         """
-        if hint is not None:
+        if hint is not None and self.hints.tells(hint):
             p = self.hints.probability(hint)
             if not THRESHOLDS[0] < p <= THRESHOLDS[-1]:
                 return p
@@ -179,8 +179,7 @@ class AnswerModel:
         if answer.returned is False:
             self.labels[0] -= 1
             self._calibration.judge(answer, -1)
-            if answer.hint is not None:
-                self.hints.take_back(answer.hint)
+            self.hints.take_back(answer.hint)
         answer.returned = True
         self.labels[1] += 1
         self._intervals.append(time - answer.time)
@@ -211,8 +210,7 @@ class AnswerModel:
 
     def _learn(self, answer: Answer) -> None:
         self._calibration.judge(answer)
-        if answer.hint is not None:
-            self.hints.followed(answer.hint, returned=bool(answer.returned))
+        self.hints.followed(answer.hint, returned=bool(answer.returned))
         if not len(answer.features):  # no answer, only a hint
             return
         self._judge(answer)

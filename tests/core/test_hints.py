@@ -44,6 +44,19 @@ def test_hints_that_are_always_wrong_are_known_by_what_follows(always: bool, buc
     assert bucket_of(record.probability(hint)) == bucket
 
 
+@pytest.mark.parametrize("returns", [0.05, 0.95])
+def test_hints_given_at_random_do_not_count(returns: float) -> None:
+    """After them somebody comes back as often, or as seldom, as without them."""
+    model, rng = AnswerModel(), random.Random(1)
+    for time in range(400):
+        hint = Hint.ENDS if rng.random() < 0.25 else None
+        answer = model.ended([], float(time), hint)
+        if rng.random() < returns:
+            model.returned(answer, time + 0.5)
+        model.give_up(float(time))
+    assert model.expect(answer.features, Hint.ENDS) is None
+
+
 def test_hints_that_say_nothing_do_not_count() -> None:
     model = AnswerModel()
     rng = random.Random(1)
