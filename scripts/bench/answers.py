@@ -2,18 +2,24 @@
 
 A row per trace and size of the cache, request after request, starting cold, by the paper's rules
 and as served with one memory. Token hit rates in percent without either, and the points that are
-added: by answers; by answers and hints of a kind (the option `--hints` of the replay).
+added: by answers; by answers and hints of a kind (the option `--hints` of the replay). With --cost
+it is the time that the history takes for a request when it ends, with and without answers.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
+from time import perf_counter
+
+import numpy as np
 
 from scripts.bench.policies import COST, RULES
 from scripts.bench.report import Table, positive
 from scripts.bench.traces import TRACES, read_or_generate
+from sglang_hybrid.core.history import History, TimeUnit
+from sglang_hybrid.core.nodes import Clock
 from sglang_hybrid.replay.hints import KINDS, with_hints
 from sglang_hybrid.replay.runner import Job, Runner, run_all
 from sglang_hybrid.replay.systems import Spec
@@ -28,9 +34,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
     parser.add_argument("--generated", type=int, metavar="SEEDS", help="generated traffic instead")
     parser.add_argument("--workers", type=positive, default=1, help="processes")
+    parser.add_argument("--cost", action="store_true", help="of a request, instead")
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.cost:
+        cost()
+        return
     runner, rows = read_or_generate(options.traces, options.generated)
     traces = dict(runner.traces)
     for kind in options.hints:
@@ -61,3 +71,26 @@ def run(options: argparse.Namespace) -> None:
         for nth, value in enumerate(means)
     ]
     table.row("**mean**", "", *shown)
+
+
+def cost(requests: int = 300, answer: int = 200) -> None:
+    """Milliseconds of `History.observe` for prompts that share all but their last 50 tokens."""
+    table = Table("prompt tokens", "without answers, ms", "with answers, ms", text=0)
+    for length in (4_096, 65_536):
+        rng = np.random.default_rng(0)
+        shared = rng.integers(300, 32_000, length - 50)
+        sequences = [
+            np.concatenate([shared, rng.integers(300, 32_000, 50 + answer)])
+            for _ in range(requests)
+        ]
+        medians = []
+        for answer_bytes in (0, 64 << 20):
+            history = History(TimeUnit.REQUESTS, max_bytes=1 << 30, answer_bytes=answer_bytes)
+            clock, times = Clock(), []
+            for sequence in sequences:
+                clock.advance()
+                begin = perf_counter()
+                history.observe(sequence, length, clock)
+                times.append(perf_counter() - begin)
+            medians.append(f"{1e3 * median(times):.3f}")
+        table.row(f"{length:,}", *medians)

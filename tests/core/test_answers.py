@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -225,3 +229,48 @@ def test_a_tenant_with_customs_of_its_own_changes_no_prediction_for_others() -> 
         found.append(expected)
     assert found[0] == found[1]
     assert found[0][-1] is not None and found[0][-1] < 0.2
+
+
+RANK = """
+import hashlib, random
+import numpy as np
+from sglang_hybrid.core.hints import Hint
+from sglang_hybrid.core.history import History, TimeUnit
+from sglang_hybrid.core.nodes import Clock
+from tests.core.test_answers import GOODBYE
+
+history, clock, rng = History(TimeUnit.REQUESTS), Clock(), random.Random(7)
+sessions, digest = {}, hashlib.sha256()
+for number in range(10_000):
+    clock.advance()
+    tenant = f"tenant {rng.randrange(3)}"
+    session = sessions.setdefault((tenant, rng.randrange(40)), [rng.randrange(100, 1_000)] * 40)
+    ends = rng.random() < 0.2
+    session.append(5_000 + number)
+    input_len = len(session)
+    session += [rng.randrange(100, 1_000) for _ in range(20)] + [GOODBYE] * ends
+    hint = rng.choice([None, None, Hint.ENDS if ends else Hint.RETURNS])
+    path = history.observe(session, input_len, clock, tenant=tenant, hint=hint)
+    last = path.nodes[-1].last
+    digest.update(repr((path.nodes[-1].reuse_class, last and last.expected)).encode())
+    if ends:
+        session.clear()
+        session += [rng.randrange(100, 1_000)] * 40
+print(digest.hexdigest())
+"""
+
+
+def test_ranks_agree_after_ten_thousand_requests() -> None:
+    """Two processes, whose hashes of strings differ, expect the same of each answer."""
+    found = []
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", RANK],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout)
+    assert found[0] == found[1]
