@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
-from sglang_hybrid.prompts.hints import declared_positions
+from sglang_hybrid.requests.kv_hints import declared_positions
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
 
 if TYPE_CHECKING:

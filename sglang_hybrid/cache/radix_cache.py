@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.core.answers import Calibration
 from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.explain.explainer import Explainer
-from sglang_hybrid.prompts.hints import declared_positions, session_hint
+from sglang_hybrid.requests.kv_hints import declared_positions, session_hint
 from sglang_hybrid.telemetry.metrics import CacheMetrics
 from sglang_hybrid.tenants import tenant_of
 
@@ -244,8 +243,7 @@ class HybridRadixCache(OneMemoryCache):
         if history is None:
             return
         for req in last:
-            tokens = req.full_untruncated_fill_ids
-            history.hint(array("q", tokens), Hint.ENDS, tenant_of(req))
+            history.hint(req.full_untruncated_fill_ids, Hint.ENDS, tenant_of(req))
 
     def on_release(self, req: Req, *args: Any, **kwargs: Any) -> None:
         super().on_release(req, *args, **kwargs)

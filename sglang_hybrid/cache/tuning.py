@@ -14,7 +14,7 @@ from sglang_hybrid.config import Eviction
 from sglang_hybrid.core.serving import Split
 from sglang_hybrid.core.systems import make_policies
 from sglang_hybrid.memory.allocators import OneMemoryKV
-from sglang_hybrid.prompts.hints import session_hint
+from sglang_hybrid.requests.kv_hints import session_hint
 from sglang_hybrid.tenants import TenantNames, tenant_of
 from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE
 from sglang_hybrid.tuner.recorder import Finished, compact

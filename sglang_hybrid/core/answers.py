@@ -158,17 +158,22 @@ class AnswerModel:
         """The probability that somebody comes back after such an answer and such a hint; None while
         neither tells anything. A hint that says little counts for nothing.
         """
+        return self._expected(self.predict(features), hint)
+
+    def _expected(self, predicted: float, hint: Hint | None) -> float | None:
+        """What `expect` returns where the regression says `predicted`."""
         if hint is not None and self.hints.tells(hint):
             p = self.hints.probability(hint)
             if not THRESHOLDS[0] < p <= THRESHOLDS[-1]:
                 return p
-        return self.predict(features) if self.tells else None
+        return predicted if self.tells else None
 
     def ended(self, tokens: npt.ArrayLike, time: float, hint: Hint | None = None) -> Answer:
         """An answer [n] of token ids ended; from now on it waits for a return."""
         features = features_of(tokens)
-        expected = self.expect(features, hint)
-        answer = Answer(features, time, self.predict(features), hint, expected)
+        predicted = self.predict(features)
+        expected = self._expected(predicted, hint)
+        answer = Answer(features, time, predicted, hint, expected)
         self._open.append(answer)
         return answer
 

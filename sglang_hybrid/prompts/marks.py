@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_hybrid.prompts.breakpoints import Place, token_positions
-from sglang_hybrid.prompts.hints import checkpoint_hint
 from sglang_hybrid.prompts.rendering import Rendering, rendered
+from sglang_hybrid.requests.kv_hints import checkpoint_hint
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.prompts.budget import Plan, best_prefixes
-from sglang_hybrid.prompts.hints import MOST_POSITIONS, checkpoint_hint
 from sglang_hybrid.prompts.registry import Registered, Registry
 from sglang_hybrid.prompts.tree import Node, as_imports, prefix_tree
+from sglang_hybrid.requests.kv_hints import MOST_POSITIONS, checkpoint_hint
 from sglang_hybrid.tenants import Tenant
 
 if TYPE_CHECKING:

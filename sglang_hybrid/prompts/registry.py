@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_hybrid.prompts.hints import MOST_POSITIONS
 from sglang_hybrid.prompts.resolve import Import, Prompt, read_prompt, resolve
 from sglang_hybrid.prompts.schema import Module, Part, Role, Schema, Text, Union, read_schema
 from sglang_hybrid.prompts.tokens import PromptTokenizer, Tokenized
+from sglang_hybrid.requests.kv_hints import MOST_POSITIONS
 from sglang_hybrid.tenants import Tenant
 
 MOST_SCHEMAS = 64

@@ -14,12 +14,12 @@ from fastapi.responses import JSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_hybrid.prompts import prewarm as prewarming
-from sglang_hybrid.prompts.hints import checkpoint_hint
 from sglang_hybrid.prompts.lint import lint
 from sglang_hybrid.prompts.registry import Registry
 from sglang_hybrid.prompts.tokens import PromptTokenizer
 from sglang_hybrid.prompts.xml import MOST_BYTES, MarkupError
 from sglang_hybrid.requests.bodies import read_body
+from sglang_hybrid.requests.kv_hints import checkpoint_hint
 from sglang_hybrid.tenants import tenant
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
 
-from sglang_hybrid.prompts import hints
-from sglang_hybrid.requests import fields
+from sglang_hybrid.requests import fields, kv_hints
 
 if TYPE_CHECKING:
     import fastapi
@@ -76,8 +75,8 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
     _samples(request.sampling_params)
     said = None if http is None else http.headers.get(SESSION_HEADER)
     if said is not None and isinstance(request, GenerateReqInput):
-        hint = hints.check_session(f"the header {SESSION_HEADER}", said)
-        request.kv_hints = hints.with_session(request.kv_hints, hint)
+        hint = kv_hints.check_session(f"the header {SESSION_HEADER}", said)
+        request.kv_hints = kv_hints.with_session(request.kv_hints, hint)
     try:
         request.normalize_batch_and_arguments()
         if not request.is_single:
@@ -116,7 +115,7 @@ def check(
         if positions is not None:
             fields.positions(name, positions, len(ids))
     if isinstance(request, GenerateReqInput):
-        hints.check(request.kv_hints, len(ids))
+        kv_hints.check(request.kv_hints, len(ids))
         _check_logprobs(manager, request, len(ids))
 
 

@@ -50,8 +50,8 @@ from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.memory.account import Account, MemoryKind
 from sglang_hybrid.memory.allocators import OneMemoryPages, OneMemorySlots, OneMemoryTokens
 from sglang_hybrid.memory.granules import GranulePool
-from sglang_hybrid.prompts.hints import checkpoint_hint, with_session
 from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.requests.kv_hints import checkpoint_hint, with_session
 from tests.cache.backends import COST
 
 FULL, MAMBA = ComponentType.FULL, ComponentType.MAMBA

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from sglang_hybrid.memory.account import MemoryKind
 from sglang_hybrid.replay.__main__ import main
 from sglang_hybrid.replay.avmp.compare import (
     ALLOCATORS,
@@ -16,7 +17,7 @@ from sglang_hybrid.replay.avmp.compare import (
     compare_queues,
 )
 from sglang_hybrid.replay.avmp.harness import Counts, run
-from sglang_hybrid.replay.avmp.memory import MODELS, Ids, Kind, Memory, Model
+from sglang_hybrid.replay.avmp.memory import MODELS, Ids, Memory, Model
 from sglang_hybrid.replay.avmp.paged import Padded, TwoPools
 from sglang_hybrid.replay.avmp.queueing import Capacity, queue
 from sglang_hybrid.replay.avmp.requests import IN_TOTALS, WORKLOADS, LiveRequest, pages_of
@@ -82,85 +83,87 @@ def test_a_pool_shrinks_at_its_end_only() -> None:
 def test_a_pool_evicts_one_request_of_its_own() -> None:
     pools = TwoPools(SMALL, 200, share=0.4)  # 12 pages and 2 states
     for number in range(2):
-        assert pools.take(Kind.KV, number, 2)
-        assert pools.take(Kind.STATES, number, 1)
-    assert pools.take(Kind.STATES, 2, 1)
+        assert pools.take(MemoryKind.KV, number, 2)
+        assert pools.take(MemoryKind.STATES, number, 1)
+    assert pools.take(MemoryKind.STATES, 2, 1)
     assert pools.evicted == {0}
-    assert not pools.take(Kind.KV, 2, 11), "evicting the two pages of one request is not enough"
+    assert not pools.take(MemoryKind.KV, 2, 11), (
+        "evicting the two pages of one request is not enough"
+    )
     assert pools.evicted == {0}
-    assert pools.take(Kind.KV, 2, 11)
+    assert pools.take(MemoryKind.KV, 2, 11)
     assert pools.evicted == {0, 1}
 
 
 def test_pages_move_when_an_eviction_was_not_enough() -> None:
     pools = TwoPools(SMALL, 400, share=0.5, batch=2)  # 20 pages and 5 states
-    assert pools.take(Kind.KV, 0, 12)
-    assert pools.take(Kind.KV, 1, 6)
-    assert not TwoPools(SMALL, 400, share=0.5).take(Kind.KV, 2, 21)
-    assert pools.take(Kind.STATES, 0, 1)
-    assert pools.take(Kind.KV, 2, 22)  # 12 of request 0, 2 free, 8 from two states
+    assert pools.take(MemoryKind.KV, 0, 12)
+    assert pools.take(MemoryKind.KV, 1, 6)
+    assert not TwoPools(SMALL, 400, share=0.5).take(MemoryKind.KV, 2, 21)
+    assert pools.take(MemoryKind.STATES, 0, 1)
+    assert pools.take(MemoryKind.KV, 2, 22)  # 12 of request 0, 2 free, 8 from two states
     assert (pools.evicted, pools.moves) == ({0}, 1)
 
 
 def test_the_donors_last_pages_may_be_in_use() -> None:
     pools = TwoPools(SMALL, 400, share=0.5, batch=4)
     for number in range(5):
-        assert pools.take(Kind.STATES, number, 1)
+        assert pools.take(MemoryKind.STATES, number, 1)
     pools.end(0)
-    assert not pools.take(Kind.KV, 5, 21)
+    assert not pools.take(MemoryKind.KV, 5, 21)
     assert pools.moves == 0
 
 
 def test_a_padded_page_is_as_large_as_a_state() -> None:
     padded = Padded(SMALL, 200)  # 5 pages of 40
-    assert padded.take(Kind.KV, 0, 3)
-    assert padded.take(Kind.STATES, 1, 1)
-    assert padded.take(Kind.KV, 2, 4)
+    assert padded.take(MemoryKind.KV, 0, 3)
+    assert padded.take(MemoryKind.STATES, 1, 1)
+    assert padded.take(MemoryKind.KV, 2, 4)
     assert padded.evicted == {0}
     padded.end(0)  # gives back what is request 2's by now, as there
-    assert padded.take(Kind.KV, 3, 3)
+    assert padded.take(MemoryKind.KV, 3, 3)
     assert padded.evicted == {0}
 
 
 def test_a_plain_pool_evicts_the_oldest_and_once() -> None:
     plain = PlainShared(SMALL, 200)
-    assert plain.take(Kind.STATES, 0, 1)
-    assert plain.take(Kind.KV, 1, 15)
-    assert not plain.take(Kind.KV, 2, 10)
+    assert plain.take(MemoryKind.STATES, 0, 1)
+    assert plain.take(MemoryKind.KV, 1, 15)
+    assert not plain.take(MemoryKind.KV, 2, 10)
     assert (plain.evicted, plain.free) == ({0}, 50)
 
 
 def test_a_donor_gives_kv_to_states_and_never_back() -> None:
     donor = OneWayDonor(SMALL, 200)
-    assert donor.take(Kind.KV, 0, 20)
-    assert donor.take(Kind.STATES, 1, 5)
+    assert donor.take(MemoryKind.KV, 0, 20)
+    assert donor.take(MemoryKind.STATES, 1, 5)
     assert donor.evicted == {0}
-    assert not donor.take(Kind.KV, 2, 1)
+    assert not donor.take(MemoryKind.KV, 2, 1)
     assert donor.evicted == {0}
 
 
 def test_one_memory_evicts_what_is_worth_least_until_it_suffices() -> None:
     ours = OneMemory(SMALL, 200)
-    assert ours.take(Kind.KV, 0, 6)
-    assert ours.take(Kind.KV, 1, 8)
-    assert ours.take(Kind.STATES, 2, 1)
-    assert ours.take(Kind.KV, 3, 10)
+    assert ours.take(MemoryKind.KV, 0, 6)
+    assert ours.take(MemoryKind.KV, 1, 8)
+    assert ours.take(MemoryKind.STATES, 2, 1)
+    assert ours.take(MemoryKind.KV, 3, 10)
     assert ours.evicted == {1}, "the largest one"
-    assert ours.take(Kind.STATES, 4, 1)
+    assert ours.take(MemoryKind.STATES, 4, 1)
     assert ours.evicted == {1, 3}
-    assert ours.take(Kind.KV, 3, 2), "there is room"
-    assert ours.take(Kind.STATES, 5, 2)
+    assert ours.take(MemoryKind.KV, 3, 2), "there is room"
+    assert ours.take(MemoryKind.STATES, 5, 2)
     assert ours.evicted == {1, 3, 0}, "what is lost already first, and then the largest"
     assert ours.bytes_of(3) == 0
-    assert not ours.take(Kind.KV, 0, 21), "more than there is"
+    assert not ours.take(MemoryKind.KV, 0, 21), "more than there is"
 
 
 def test_a_lost_request_takes_nothing_from_others() -> None:
     ours = OneMemory(SMALL, 100)
-    assert ours.take(Kind.KV, 0, 10)
-    assert ours.take(Kind.KV, 1, 10)
+    assert ours.take(MemoryKind.KV, 0, 10)
+    assert ours.take(MemoryKind.KV, 1, 10)
     assert ours.evicted == {0}
-    assert not ours.take(Kind.KV, 0, 1)
+    assert not ours.take(MemoryKind.KV, 0, 1)
     assert ours.evicted == {0}
 
 
@@ -171,15 +174,15 @@ def test_nothing_is_left_when_all_have_ended(make: type[Memory]) -> None:
     memory = make(SMALL, 2_000)
     running: set[int] = set()
     for number in range(300):
-        memory.take(rng.choice(list(Kind)), number, rng.randrange(1, 30))
+        memory.take(rng.choice(list(MemoryKind)), number, rng.randrange(1, 30))
         running.add(number)
         if rng.random() < 0.5:
             memory.end(running.pop())
     for number in running:
         memory.end(number)
     before = set(memory.evicted)
-    assert memory.take(Kind.KV, 1_000, 5)
-    assert memory.take(Kind.STATES, 1_000, 2)
+    assert memory.take(MemoryKind.KV, 1_000, 5)
+    assert memory.take(MemoryKind.STATES, 1_000, 2)
     assert memory.evicted == before
 
 
@@ -258,4 +261,4 @@ def test_the_command_prints_both_tables(
 def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["avmp", "--seeds", "0"]) == 1
     assert "--seeds must be 1 or more" in capsys.readouterr().err
-    assert MODELS[0].peak(LiveRequest(0, 16, 16, 0)) == {Kind.KV: 8, Kind.STATES: 28}
+    assert MODELS[0].peak(LiveRequest(0, 16, 16, 0)) == {MemoryKind.KV: 8, MemoryKind.STATES: 28}

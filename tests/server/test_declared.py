@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_hybrid.prompts.hints import checkpoint_hint
+from sglang_hybrid.requests.kv_hints import checkpoint_hint
 from tests.server.client import TOLERANCE, flush, logprobs, random_prompt
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from sglang_hybrid.replay.avmp.memory import Kind, Memory, Model
+from sglang_hybrid.memory.account import MemoryKind
+from sglang_hybrid.replay.avmp.memory import Memory, Model
 from sglang_hybrid.replay.avmp.requests import LiveRequest
 
 
@@ -55,12 +56,12 @@ def run(memory: Memory, model: Model, requests: Sequence[LiveRequest]) -> Counts
             running.discard(number)
             memory.end(number)
             continue
-        takes = [(Kind.KV, 1, model.kv_layers)]
+        takes = [(MemoryKind.KV, 1, model.kv_layers)]
         if what is Event.ARRIVAL:
             running.add(number)
             takes = [
-                (Kind.KV, by_number[number].pages, model.kv_layers),
-                (Kind.STATES, 1, model.state_layers),
+                (MemoryKind.KV, by_number[number].pages, model.kv_layers),
+                (MemoryKind.STATES, 1, model.state_layers),
             ]
         elif number not in running:  # its last page and its end are at the same tick
             continue

@@ -5,23 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Protocol
 
+from sglang_hybrid.memory.account import MemoryKind
 from sglang_hybrid.replay.avmp.requests import LiveRequest
 
 GIB = 1 << 30
-
-
-class Kind(Enum):
-    """Whose bytes they are."""
-
-    KV = "kv"
-    STATES = "states"
-
-    @property
-    def other(self) -> Kind:
-        return Kind.STATES if self is Kind.KV else Kind.KV
 
 
 @dataclass(frozen=True)
@@ -34,15 +23,15 @@ class Model:
     kv_layers: int = 4
     state_layers: int = 28
 
-    def unit(self, kind: Kind) -> int:
+    def unit(self, kind: MemoryKind) -> int:
         """Bytes of what one layer takes of `kind` at a time."""
-        return self.page if kind is Kind.KV else self.state
+        return self.page if kind is MemoryKind.KV else self.state
 
-    def peak(self, request: LiveRequest) -> dict[Kind, int]:
+    def peak(self, request: LiveRequest) -> dict[MemoryKind, int]:
         """Units of each kind that `request` holds when it ends."""
         return {
-            Kind.KV: self.kv_layers * request.pages_at_its_end,
-            Kind.STATES: self.state_layers,
+            MemoryKind.KV: self.kv_layers * request.pages_at_its_end,
+            MemoryKind.STATES: self.state_layers,
         }
 
 
@@ -60,7 +49,7 @@ class Memory(Protocol):
 
     evicted: set[int]
 
-    def take(self, kind: Kind, request: int, units: int) -> bool:
+    def take(self, kind: MemoryKind, request: int, units: int) -> bool:
         """Give `request` so many pages or states; False, and it gets none, if there is no room."""
 
     def end(self, request: int) -> None:

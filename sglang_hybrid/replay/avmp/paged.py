@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 
-from sglang_hybrid.replay.avmp.memory import Ids, Kind, Model, Recency
+from sglang_hybrid.memory.account import MemoryKind
+from sglang_hybrid.replay.avmp.memory import Ids, Model, Recency
 
 
 class Padded:
@@ -22,7 +23,7 @@ class Padded:
         self._owner: dict[int, int] = {}
         self._given: defaultdict[int, list[int]] = defaultdict(list)
 
-    def take(self, kind: Kind, request: int, units: int) -> bool:
+    def take(self, kind: MemoryKind, request: int, units: int) -> bool:
         ids = self._ids.take(units)
         if ids is None:
             self._evict_one()
@@ -71,14 +72,14 @@ class TwoPools:
         self.evicted: set[int] = set()
         self.moves = 0
         self._batch = batch
-        self._unit = {kind: model.unit(kind) for kind in Kind}
-        self._most = {kind: total // self._unit[kind] for kind in Kind}
+        self._unit = {kind: model.unit(kind) for kind in MemoryKind}
+        self._most = {kind: total // self._unit[kind] for kind in MemoryKind}
         for_states = int(total * share)
-        bytes_ = {Kind.KV: total - for_states, Kind.STATES: for_states}
-        self._ids = {kind: Ids(bytes_[kind] // self._unit[kind]) for kind in Kind}
-        self._recency = {kind: Recency() for kind in Kind}
+        bytes_ = {MemoryKind.KV: total - for_states, MemoryKind.STATES: for_states}
+        self._ids = {kind: Ids(bytes_[kind] // self._unit[kind]) for kind in MemoryKind}
+        self._recency = {kind: Recency() for kind in MemoryKind}
 
-    def take(self, kind: Kind, request: int, units: int) -> bool:
+    def take(self, kind: MemoryKind, request: int, units: int) -> bool:
         pool = self._ids[kind]
         ids = pool.take_one_by_one(units)
         if ids is None:
@@ -92,17 +93,17 @@ class TwoPools:
         return True
 
     def end(self, request: int) -> None:
-        for kind in Kind:
+        for kind in MemoryKind:
             self._ids[kind].give(self._recency[kind].drop(request))
 
-    def _evict_one(self, kind: Kind) -> None:
+    def _evict_one(self, kind: MemoryKind) -> None:
         recency = self._recency[kind]
         victim = recency.oldest()
         if victim is not None:
             self._ids[kind].give(recency.drop(victim))
             self.evicted.add(victim)
 
-    def _move_to(self, taker: Kind) -> bool:
+    def _move_to(self, taker: MemoryKind) -> bool:
         """The thresholds of the paper are not here: where a move is forced, they are not asked."""
         donor = taker.other
         giving, taking = self._ids[donor], self._ids[taker]

@@ -6,10 +6,11 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sglang_hybrid.replay.avmp.memory import Kind, Model
+from sglang_hybrid.memory.account import MemoryKind
+from sglang_hybrid.replay.avmp.memory import Model
 from sglang_hybrid.replay.avmp.requests import LiveRequest
 
-Room = dict[Kind, int]
+Room = dict[MemoryKind, int]
 """Units of each kind."""
 
 
@@ -26,11 +27,13 @@ class Capacity:
 
     def holds(self, units: Room) -> bool:
         """Whether so much of each kind fits."""
-        size = {kind: units[kind] * self.model.unit(kind) for kind in Kind}
+        size = {kind: units[kind] * self.model.unit(kind) for kind in MemoryKind}
         if self.share is None:
             return sum(size.values()) <= self.total
         for_states = int(self.total * self.share)
-        return size[Kind.STATES] <= for_states and size[Kind.KV] <= self.total - for_states
+        return (
+            size[MemoryKind.STATES] <= for_states and size[MemoryKind.KV] <= self.total - for_states
+        )
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def queue(capacity: Capacity, requests: Sequence[LiveRequest]) -> Queued:
     will hold at its end, and all before it have begun.
     """
     model, now, waited = capacity.model, 0, 0
-    used: Room = dict.fromkeys(Kind, 0)
+    used: Room = dict.fromkeys(MemoryKind, 0)
     running: list[tuple[int, int, Room]] = []  # end, number, what it holds
     started, refused = [], []
     for request in requests:
@@ -64,8 +67,8 @@ def queue(capacity: Capacity, requests: Sequence[LiveRequest]) -> Queued:
         while True:
             while running and running[0][0] <= now:
                 _, _, freed = heapq.heappop(running)
-                used = {kind: used[kind] - freed[kind] for kind in Kind}
-            wanted = {kind: used[kind] + peak[kind] for kind in Kind}
+                used = {kind: used[kind] - freed[kind] for kind in MemoryKind}
+            wanted = {kind: used[kind] + peak[kind] for kind in MemoryKind}
             if capacity.holds(wanted):
                 break
             now = running[0][0]

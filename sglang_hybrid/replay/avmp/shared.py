@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from sglang_hybrid.replay.avmp.memory import Kind, Model
+from sglang_hybrid.memory.account import MemoryKind
+from sglang_hybrid.replay.avmp.memory import Model
 
 
 class SharedBytes:
@@ -14,8 +15,10 @@ class SharedBytes:
         self.evicted: set[int] = set()
         self.free = total
         self.total = total
-        self._unit = {kind: model.unit(kind) for kind in Kind}
-        self.held: dict[Kind, OrderedDict[int, int]] = {kind: OrderedDict() for kind in Kind}
+        self._unit = {kind: model.unit(kind) for kind in MemoryKind}
+        self.held: dict[MemoryKind, OrderedDict[int, int]] = {
+            kind: OrderedDict() for kind in MemoryKind
+        }
 
     def end(self, request: int) -> None:
         """`request` is done: what it still has is free."""
@@ -25,7 +28,7 @@ class SharedBytes:
     def bytes_of(self, request: int) -> int:
         return sum(held.get(request, 0) for held in self.held.values())
 
-    def _give(self, kind: Kind, request: int, size: int) -> None:
+    def _give(self, kind: MemoryKind, request: int, size: int) -> None:
         held = self.held[kind]
         held[request] = held.get(request, 0) + size
         held.move_to_end(request)
@@ -43,7 +46,7 @@ class PlainShared(SharedBytes):
         super().__init__(model, total)
         self._order: OrderedDict[int, None] = OrderedDict()
 
-    def take(self, kind: Kind, request: int, units: int) -> bool:
+    def take(self, kind: MemoryKind, request: int, units: int) -> bool:
         size = units * self._unit[kind]
         if size > self.free and self._order:
             victim, _ = self._order.popitem(last=False)
@@ -65,9 +68,11 @@ class OneWayDonor(SharedBytes):
     gives way; states never give way to KV (`MambaFullCacheDonor`). One victim of a kind at a time.
     """
 
-    def take(self, kind: Kind, request: int, units: int) -> bool:
+    def take(self, kind: MemoryKind, request: int, units: int) -> bool:
         size = units * self._unit[kind]
-        givers = (Kind.STATES, Kind.KV) if kind is Kind.STATES else (Kind.KV,)
+        givers = (
+            (MemoryKind.STATES, MemoryKind.KV) if kind is MemoryKind.STATES else (MemoryKind.KV,)
+        )
         for giver in givers:
             held = self.held[giver]
             if size > self.free and held:
@@ -93,7 +98,7 @@ class OneMemory(SharedBytes):
         super().__init__(model, total)
         self._lost: set[int] = set()
 
-    def take(self, kind: Kind, request: int, units: int) -> bool:
+    def take(self, kind: MemoryKind, request: int, units: int) -> bool:
         size = units * self._unit[kind]
         while size > self.free:
             victim = self._victim(request)
@@ -107,7 +112,7 @@ class OneMemory(SharedBytes):
 
     def _victim(self, request: int) -> int | None:
         """What makes room for `request` next; None if nothing may."""
-        holding = {*self.held[Kind.KV], *self.held[Kind.STATES]}
+        holding = {*self.held[MemoryKind.KV], *self.held[MemoryKind.STATES]}
         candidates = holding & self._lost
         if not candidates and request not in self._lost:
             candidates = holding

@@ -40,13 +40,7 @@ class Envelope(Protocol):
 
 def checkpoint_hint(positions: Iterable[int]) -> dict[str, Any]:
     """An envelope that declares `positions`, as JSON."""
-    action = {
-        "action_id": "checkpoint",
-        "action_type": CHECKPOINT,
-        "action_version": VERSION,
-        "payload": {"positions": sorted(positions)},
-    }
-    return {"protocol_version": "1", "message_id": "hybrid", "actions": [action]}
+    return _envelope(_action(CHECKPOINT, {"positions": sorted(positions)}))
 
 
 def with_session(kv_hints: Any, hint: Hint) -> Any:
@@ -56,14 +50,9 @@ def with_session(kv_hints: Any, hint: Hint) -> Any:
     """
     if isinstance(kv_hints, list):
         return [with_session(each, hint) for each in kv_hints]
-    action = {
-        "action_id": "session",
-        "action_type": SESSION,
-        "action_version": VERSION,
-        "payload": {"next": hint.value},
-    }
+    action = _action(SESSION, {"next": hint.value})
     if not kv_hints:
-        return {"protocol_version": "1", "message_id": "hybrid", "actions": [action]}
+        return _envelope(action)
     envelope = msgspec.to_builtins(kv_hints)
     if not isinstance(envelope, dict) or not isinstance(envelope.get("actions", []), list):
         return kv_hints
@@ -151,6 +140,19 @@ def _check_positions(action: Action, prompt_len: int) -> None:
                 f"positions[{at}] of {CHECKPOINT} is {shown(position)}; in a prompt of "
                 f"{prompt_len:,} tokens a position is a whole number from 1 to {prompt_len - 1:,}."
             )
+
+
+def _action(action_type: str, payload: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "action_id": action_type.removeprefix(PREFIX),
+        "action_type": action_type,
+        "action_version": VERSION,
+        "payload": payload,
+    }
+
+
+def _envelope(action: dict[str, Any]) -> dict[str, Any]:
+    return {"protocol_version": "1", "message_id": "hybrid", "actions": [action]}
 
 
 def _ours(envelope: Envelope, prefix: str = PREFIX) -> list[Action]:

@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 
 from sglang_hybrid.core.hints import Hint
-from sglang_hybrid.prompts import hints
+from sglang_hybrid.requests import kv_hints
 
 
 def envelope(*actions: dict[str, Any]) -> Any:
@@ -26,40 +26,44 @@ def session(what: Any, **more: Any) -> dict[str, Any]:
 
 def test_positions_of_all_actions_are_declared_in_order() -> None:
     asked = envelope(checkpoint([30, 10]), {"action_type": "other.pin"}, checkpoint([10, 20]))
-    hints.check(asked, 31)
-    assert hints.declared_positions(asked) == (10, 20, 30)
-    assert hints.declared_positions(None) == ()
-    hints.check(None, 31)
+    kv_hints.check(asked, 31)
+    assert kv_hints.declared_positions(asked) == (10, 20, 30)
+    assert kv_hints.declared_positions(None) == ()
+    kv_hints.check(None, 31)
 
 
 def test_the_envelope_we_write_is_one_that_we_read() -> None:
-    written = decode_kv_hints_envelope(hints.checkpoint_hint([7, 3]))
-    hints.check(written, 8)
-    assert hints.declared_positions(written) == (3, 7)
+    written = decode_kv_hints_envelope(kv_hints.checkpoint_hint([7, 3]))
+    kv_hints.check(written, 8)
+    assert kv_hints.declared_positions(written) == (3, 7)
 
 
 def test_the_last_word_about_a_session_counts() -> None:
     said = envelope(session("end"), checkpoint([3]), session("return"))
-    hints.check(said, 8)
-    assert hints.session_hint(said) is Hint.RETURNS
-    assert hints.declared_positions(said) == (3,)
-    assert hints.session_hint(envelope(checkpoint([3]))) is None
-    assert hints.session_hint(None) is None
+    kv_hints.check(said, 8)
+    assert kv_hints.session_hint(said) is Hint.RETURNS
+    assert kv_hints.declared_positions(said) == (3,)
+    assert kv_hints.session_hint(envelope(checkpoint([3]))) is None
+    assert kv_hints.session_hint(None) is None
 
 
-@pytest.mark.parametrize("before", [None, {}, hints.checkpoint_hint([7]), envelope(session("end"))])
+@pytest.mark.parametrize(
+    "before", [None, {}, kv_hints.checkpoint_hint([7]), envelope(session("end"))]
+)
 def test_what_is_said_of_a_session_joins_an_envelope(before: Any) -> None:
-    written = decode_kv_hints_envelope(hints.with_session(before, Hint.RETURNS))
-    hints.check(written, 8)
-    assert hints.session_hint(written) is Hint.RETURNS
-    batch = hints.with_session([before, None], Hint.ENDS)
-    assert [hints.session_hint(decode_kv_hints_envelope(one)) for one in batch] == [Hint.ENDS] * 2
+    written = decode_kv_hints_envelope(kv_hints.with_session(before, Hint.RETURNS))
+    kv_hints.check(written, 8)
+    assert kv_hints.session_hint(written) is Hint.RETURNS
+    batch = kv_hints.with_session([before, None], Hint.ENDS)
+    assert [kv_hints.session_hint(decode_kv_hints_envelope(one)) for one in batch] == [
+        Hint.ENDS
+    ] * 2
 
 
 @pytest.mark.parametrize("broken", [{"actions": 3}, "text", 7])
 def test_what_is_no_envelope_is_left_for_sglang_to_refuse(broken: Any) -> None:
     with pytest.raises(ValueError, match="Malformed kv_hints"):
-        decode_kv_hints_envelope(hints.with_session(broken, Hint.ENDS))
+        decode_kv_hints_envelope(kv_hints.with_session(broken, Hint.ENDS))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +87,6 @@ def test_what_is_no_envelope_is_left_for_sglang_to_refuse(broken: Any) -> None:
 )
 def test_what_is_malformed_is_named(action: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as error:
-        hints.check(envelope(action), 31)
+        kv_hints.check(envelope(action), 31)
     assert sentence in str(error.value)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
