@@ -1,4 +1,4 @@
-"""Why a prompt was not read from the cache: what differs from an earlier request of the same client.
+"""Why a prompt was not read from the cache: what differs from an earlier request of its client.
 
 Clients of Anthropic and OpenAI name the answer to an earlier request. The two requests are compared
 part by part, in the order in which prompts depend on them. What is kept for that stays in the
