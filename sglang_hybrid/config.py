@@ -120,6 +120,8 @@ class HybridConfig:
     hybrid_prewarm: str = ""
     hybrid_offload_watermark: float = 0.9
     hybrid_simulate_bandwidth: str = ""
+    hybrid_disk_folder: str = ""
+    hybrid_disk_mb: int = 0
     hybrid_default_model: str = "nemotron-h"
 
     @property
@@ -301,6 +303,21 @@ class HybridConfig:
             help="for measurements on the CPU platform: copies to and from a tier take as long as "
             "at this bandwidth, with this latency if one is given, as in "
             "host=25GB/s+20us,disk=3GB/s; without it they take what they take on this machine",
+        )
+        group.add_argument(
+            "--hybrid-disk-folder",
+            metavar="DIR",
+            default=HybridConfig.hybrid_disk_folder,
+            help="where --hicache-storage-backend file keeps KV and states; by default what "
+            "SGLang's own settings name, or sglang_hybrid/tiers in the user's folder of caches",
+        )
+        group.add_argument(
+            "--hybrid-disk-mb",
+            type=count,
+            metavar="N",
+            default=HybridConfig.hybrid_disk_mb,
+            help="MiB that the folder may take, shared by all ranks; 0 is all but 5%% of the disk "
+            "(default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-default-model",
