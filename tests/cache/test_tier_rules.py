@@ -9,12 +9,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.core.rates import Link as HostLink
 from sglang_hybrid.core.rates import Speeds, Tier
+from sglang_hybrid.explain.messages import ExplainReq
+from sglang_hybrid.explain.miss_report import MissReport
+from sglang_hybrid.explain.render import render
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
 from sglang_hybrid.tiers.links import Link
 from tests.cache.backends import options
@@ -242,3 +246,18 @@ def test_a_request_is_told_where_its_hit_came_from() -> None:
     assert report["tiers"]["host_tokens"] == report["hit_tokens"] == 40
     assert report["tiers"]["state"] == Tier.HOST.name.lower()
     at.abort(req)
+
+
+@pytest.mark.parametrize(("speeds", "end"), [(SLOW, "it is loaded"), (FAST, "it is computed")])
+def test_an_explanation_names_the_tier(speeds: Speeds, end: str) -> None:
+    at = server()
+    prompt = list(range(100, 140))
+    hit(at, prompt)
+    empty_the_device(at)
+    at.cache.speeds.speeds = speeds
+    answer = at.cache.explainer.answer(ExplainReq(input_ids=[*prompt, 1, 2]))
+    report = msgspec.convert(answer.report, MissReport)
+    (line,) = [line for line in render(report) if line.startswith("below")]
+    assert "token 40: its state and KV of 40 tokens are in host memory; loading takes" in line
+    assert line.endswith(end)
+    assert at.cache.tree_core.ways is at.cache.ways and at.loads == 0
