@@ -33,7 +33,8 @@ SHARED = list(range(200, 240))
 
 def server(sizes: Sizes = ROOM, speeds: Speeds = SLOW, chunk: int = 0, **more: Any) -> TieredServer:
     """A server whose next best way costs what `speeds` say."""
-    cache = build_tiered_cache(sizes, options("reuse", **more.pop("flags", {})), **more)
+    flags = options(more.pop("eviction", "reuse"), **more.pop("flags", {}))
+    cache = build_tiered_cache(sizes, flags, **more)
     cache.speeds.speeds = speeds
     cache.speeds.poll = lambda: []
     return TieredServer(cache, sizes, chunk)
@@ -212,7 +213,7 @@ def test_what_the_device_has_too_goes_before_what_must_be_computed() -> None:
 
 def test_the_host_forgets_what_saves_least() -> None:
     """Short prompts go first, and the long ones that would cost most stay."""
-    at = server(replace(ROOM, kv=120), ratio=2.0)
+    at = server(replace(ROOM, kv=120), ratio=2.0, eviction="seglen")
     long = [list(range(300 + 100 * n, 300 + 100 * n + 90)) for n in range(2)]
     for prompt in long:
         hit(at, prompt)
@@ -221,6 +222,19 @@ def test_the_host_forgets_what_saves_least() -> None:
         hit(at, [number + 10] * 12)
     empty_the_device(at)
     assert [hit(at, prompt) for prompt in long] == [89, 89]
+
+
+def test_what_would_push_out_more_than_it_is_worth_is_not_copied() -> None:
+    at = server(replace(ROOM, kv=120), ratio=1.0, eviction="seglen")
+    hit(at, list(range(300, 400)))
+    written = tiers_of(at)["written_bytes"]
+    for number in range(10):
+        hit(at, [number + 10] * 12)
+    info = tiers_of(at)
+    assert info["not_written"] > 0
+    assert info["written_bytes"] < 2 * written
+    empty_the_device(at)
+    assert hit(at, list(range(300, 400))) == 99
 
 
 def test_tenants_stay_apart_on_the_host() -> None:
