@@ -36,6 +36,8 @@ class TieredShadowTree(ShadowTree):
     KV and one for states, as SGLang has two pools there; each under the policy of its kind.
     """
 
+    follows_copies = True
+
     def __init__(
         self,
         cost: CostModel,

@@ -86,6 +86,20 @@ def test_a_state_inside_the_tree_is_demoted_and_found(policy: str) -> None:
     assert hit(at, SHARED + [4] * 30) == len(SHARED)
 
 
+def test_a_state_that_comes_while_its_kv_is_copied_is_copied_after_it() -> None:
+    """A prefill that leaves several states cuts the node that is being copied."""
+    at = server()
+    req = at.arrive(list(range(100, 160)), declared=[16, 32])
+    assert at.admit(req)
+    at.prefill_step(req)
+    at.decode(req, [3])
+    at.finish(req)
+    for _ in range(3):
+        at.poll()
+    held = tiers_of(at)["held"]
+    assert held["device"]["states"] == held["host"]["states"] == 4
+
+
 def test_the_last_token_is_not_applied_twice() -> None:
     """[vllm 51094, lmcache 5249] The mark of the state that is resumed from is checked, too."""
     at = server()
