@@ -29,8 +29,20 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
     """SGLang arguments that select our backend, or none where SGLang's own should serve.
 
     Raises `StartupError` if our backend was asked for, by name or by a policy, together with
-    something that it cannot honour.
+    something that it cannot honour; or if copies are to be smaller that nobody would mark as such.
     """
+    arguments = _choose(flags, options)
+    ours = bool(arguments) or flags.radix_cache_backend == BACKEND
+    if options.hybrid_tier_codec != "exact" and not (ours and flags.enable_hierarchical_cache):
+        raise StartupError(
+            f"--hybrid-tier-codec {options.hybrid_tier_codec} needs the {BACKEND} cache with "
+            "--enable-hierarchical-cache, which says what comes from copies that are not exact; "
+            "leave the flag out."
+        )
+    return arguments
+
+
+def _choose(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
     asked = flags.radix_cache_backend == BACKEND or options.pinned
     known = registered_backends()
     if flags.radix_cache_backend not in (None, *known):

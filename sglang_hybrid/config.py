@@ -25,6 +25,9 @@ BACKEND = "hybrid"
 CPU_ATTENTION = "hybrid_cpu"
 """Our name for SGLang's --attention-backend, on the CPU platform."""
 
+TIER_CODECS = ("exact", "bf16", "int8")
+"""Names of `sglang_hybrid.tiers.codecs.Codec`, which needs torch."""
+
 GROUP = "sglang_hybrid"
 AUTO_ALPHA = "auto"
 DEFAULT_ALPHA = 1.0
@@ -113,6 +116,8 @@ class HybridConfig:
     hybrid_simulate_bandwidth: str = ""
     hybrid_disk_folder: str = ""
     hybrid_disk_mb: int = 0
+    hybrid_warm_start: int = 0
+    hybrid_tier_codec: str = "exact"
     hybrid_default_model: str = "nemotron-h"
 
     @property
@@ -300,6 +305,22 @@ class HybridConfig:
             default=HybridConfig.hybrid_disk_mb,
             help="MiB that the folder may take, shared by all ranks; 0 is all but 5%% of the disk "
             "(default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-warm-start",
+            type=count,
+            metavar="MB",
+            default=HybridConfig.hybrid_warm_start,
+            help="MiB of what the disk holds that a starting server reads into memory while it "
+            "already serves, per rank: what was used last, states first (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-tier-codec",
+            choices=TIER_CODECS,
+            default=HybridConfig.hybrid_tier_codec,
+            help="how copies of KV and states are stored below the device: as they are, as "
+            "bfloat16, or as int8 with a scale for each row; hits on copies that are not exact "
+            "say so (default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-default-model",

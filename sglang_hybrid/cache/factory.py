@@ -20,6 +20,9 @@ from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, why_unplanned
 from sglang_hybrid.checkpoints.tracks import why_split
 from sglang_hybrid.config import BACKEND, HybridConfig
 from sglang_hybrid.patching import is_patched
+from sglang_hybrid.tiers import coded_rows
+from sglang_hybrid.tiers.codecs import Codec
+from sglang_hybrid.tiers.coded_rows import CodecPlan
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     from sglang_hybrid.cache.sizes import cost_of_model
 
     options = HybridConfig.from_environment()
+    coded_rows.use(CodecPlan.uniform(Codec(options.hybrid_tier_codec)))
     cost = cost_of_model(context.model_config.hf_config)
 
     unplanned = why_unplanned(context.server_args)

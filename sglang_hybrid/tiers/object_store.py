@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,16 @@ from typing import Any
 from sglang_hybrid.tiers.folder import RankFolder, bytes_below
 from sglang_hybrid.tiers.object_file import (
     SUFFIX,
-    UNFINISHED,
     BadFile,
     Bytes,
     Header,
     encode,
     read_header,
     read_objects,
+    remove,
     write_file,
 )
+from sglang_hybrid.tiers.store_start import learn_files
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class StoreCounts:
     written: int = 0
     read: int = 0
     found_at_start: int = 0
+    bytes_read_ahead: int = 0
     files_ignored: int = 0
     objects_damaged: int = 0
     files_evicted: int = 0
@@ -72,6 +75,7 @@ class ObjectStore:
         folder: whose objects these are; the store closes it.
         budget: bytes that all files may take; 0 is no bound but the disk's own.
         least_free: bytes of the file system that are left free.
+        warm_bytes: of what is there at the start, read ahead into memory.
         now: seconds, as files' times are.
     """
 
@@ -80,6 +84,7 @@ class ObjectStore:
         folder: RankFolder,
         budget: int = 0,
         least_free: int = 0,
+        warm_bytes: int = 0,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.folder, self.budget, self.least_free = folder, budget, least_free
@@ -95,8 +100,9 @@ class ObjectStore:
         self._files: dict[Path, _File] = {}
         self._lock = threading.RLock()
         self._closed = False
-        self._scanner = threading.Thread(target=self._scan, name="hybrid-disk-scan", daemon=True)
-        self._scanner.start()
+        start = partial(learn_files, self, warm_bytes)
+        self._starter = threading.Thread(target=start, name="hybrid-disk-start", daemon=True)
+        self._starter.start()
 
     def put(self, kind: str, keys: Sequence[str], contents: Sequence[Bytes]) -> bool:
         """Keep objects of one size. Returns whether all are on disk now."""
@@ -147,6 +153,27 @@ class ObjectStore:
             for file in list(self._files.values()):
                 self._forget(file)
 
+    @property
+    def in_use(self) -> bool:
+        """Whether it is neither off nor closed."""
+        return not (self.off or self._closed)
+
+    def found(self, path: Path, header: Header, last_use: float) -> None:
+        """A file was there at the start."""
+        with self._lock:
+            if path not in self._files and self.in_use:
+                self._add(path, header, last_use)
+                self.counts.found_at_start += len(header.names)
+
+    def warmest(self) -> list[tuple[Path, int]]:
+        """All files and their bytes, in the order in which they are worth reading ahead: what was
+        used last, and of what was used in the same minute states before KV.
+        """
+        with self._lock:
+            files = list(self._files.values())
+        files.sort(key=lambda f: (-int(f.last_use / 60), f.header.kind == "kv", -f.last_use))
+        return [(file.path, file.header.file_bytes) for file in files]
+
     def turn_off(self, why: str) -> None:
         """Use the folder no more, and let the log say why. What is in it stays."""
         with self._lock:
@@ -160,7 +187,7 @@ class ObjectStore:
 
     def close(self) -> None:
         self._closed = True
-        self._scanner.join()
+        self._starter.join()
         self.folder.close()
 
     def info(self) -> dict[str, Any]:
@@ -221,7 +248,7 @@ class ObjectStore:
             )
 
     def _may_write(self) -> bool:
-        if self.off or self._closed or self._now() < self._retry_at:
+        if not self.in_use or self._now() < self._retry_at:
             return False
         if not self.folder.held:
             self.turn_off(f"{self.folder.path} was removed; a restart makes it again")
@@ -281,12 +308,7 @@ class ObjectStore:
 
     def _forget(self, file: _File) -> None:
         self._drop(file)
-        self._remove(file.path)
-
-    @staticmethod
-    def _remove(path: Path) -> None:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+        remove(file.path)
 
     def _make_room(self, more: int) -> bool:
         """Whether a file of this size fits, after what others left, and then what was used longest
@@ -318,62 +340,3 @@ class ObjectStore:
             disk = os.statvfs(self.folder.path)
             over = max(over, more + self.least_free - disk.f_bavail * disk.f_frsize)
         return over
-
-    def _scan(self) -> None:
-        """Learn what earlier servers left, the most recently used first."""
-        try:
-            self._scan_files()
-        except Exception:
-            logger.exception("sglang_hybrid: the disk tier's files could not be listed.")
-        finally:
-            self.ready.set()
-
-    def _scan_files(self) -> None:
-        ignored: list[str] = []
-        files = []
-        for entry in self.folder.files():
-            with contextlib.suppress(OSError):
-                files.append((entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)))
-        for last_use, path in sorted(files, reverse=True):
-            if self._closed or self.off:
-                return
-            why = self._learn(path, last_use)
-            if why:
-                ignored.append(why)
-        self.counts.files_ignored = len(ignored)
-        if ignored:
-            logger.warning(
-                "sglang_hybrid: %d files in %s are no whole files of this model and are ignored "
-                "(the first: %s).",
-                len(ignored),
-                self.folder.path,
-                ignored[0],
-            )
-        logger.info(
-            "sglang_hybrid: %s objects (%s bytes) are on disk in %s.",
-            f"{self.counts.found_at_start:,}",
-            f"{self.bytes:,}",
-            self.folder.path,
-        )
-
-    def _learn(self, path: Path, last_use: float) -> str:
-        """Add a file. Returns why it is ignored, or "". Bad files of ours are removed."""
-        if path.name.endswith(UNFINISHED):
-            return ""
-        if path.suffix == ".tmp":
-            self._remove(path)
-            return "it is half written"
-        if path.suffix != SUFFIX:
-            return "it is somebody else's"
-        try:
-            header = read_header(path, self.folder.identity)
-        except BadFile as error:
-            self._remove(path)
-            return str(error)
-        except OSError as error:
-            return error.strerror or "it cannot be read"
-        with self._lock:
-            if path not in self._files and not self.off:
-                self._add(path, header, last_use)
-                self.counts.found_at_start += len(header.names)
-        return ""

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.tiers import object_store
+from sglang_hybrid.tiers import object_store, store_start
 from sglang_hybrid.tiers.folder import KEY_VARIABLE, FolderError, RankFolder
 from sglang_hybrid.tiers.object_file import Bytes
 from sglang_hybrid.tiers.object_store import RETRY_SECONDS, ObjectStore
@@ -305,6 +305,33 @@ def test_files_that_may_not_be_read_are_not_there(
         patched.setattr(object_store, "read_objects", refused)
         assert not held(store, 1)
     assert store.info()["off"] == ""
+
+
+def test_what_was_used_last_is_read_ahead_states_first(
+    start: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = start()
+    kinds = {1: "kv", 2: "mamba", 3: "kv", 4: "mamba"}
+    for number, kind in kinds.items():
+        put(store, number, kind=kind)
+    for path, file in store._files.items():
+        old = file.header.names[0] in (
+            store.folder.name("kv", "k1"),
+            store.folder.name("mamba", "k2"),
+        )
+        os.utime(path, (0, 60_000 if old else 120_000 + (file.header.kind == "kv")))
+    budget = store.bytes - 1
+    store.close()
+    read: list[Path] = []
+    monkeypatch.setattr(store_start, "_advise", read.append)
+    store = ObjectStore(RankFolder(folder, FACTS, "rank-0-of-1"), warm_bytes=budget)
+    store._starter.join()
+    store.close()
+    names = [
+        store.folder.name(*each).hex() for each in (("mamba", "k4"), ("kv", "k3"), ("mamba", "k2"))
+    ]
+    assert [path.name.split("-")[0] for path in read] == names
+    assert 0 < store.counts.bytes_read_ahead <= budget
 
 
 def test_clear_removes_everything(start: Open, folder: Path) -> None:
