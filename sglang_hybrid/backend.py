@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from sglang_hybrid.advice import RADIX_CACHE_DISABLED
-from sglang_hybrid.config import BACKEND, HybridConfig
+from sglang_hybrid.config import BACKEND, Eviction, HybridConfig
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.preflight import StartupError, read_config
 
@@ -33,11 +33,12 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
     """
     arguments = _choose(flags, options)
     ours = bool(arguments) or flags.radix_cache_backend == BACKEND
-    if options.hybrid_tier_codec != "exact" and not (ours and flags.enable_hierarchical_cache):
+    marked = ours and options.policy is not Eviction.SGLANG_LRU and flags.enable_hierarchical_cache
+    if options.hybrid_tier_codec != "exact" and not marked:
         raise StartupError(
             f"--hybrid-tier-codec {options.hybrid_tier_codec} needs the {BACKEND} cache with "
-            "--enable-hierarchical-cache, which says what comes from copies that are not exact; "
-            "leave the flag out."
+            "--enable-hierarchical-cache and a --hybrid-eviction of its own, which marks what "
+            "comes from copies that are not exact; leave the flag out."
         )
     return arguments
 

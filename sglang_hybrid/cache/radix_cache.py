@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache import tree_core  # noqa: F401, it registers BACKEND with SGLang
 from sglang_hybrid.cache.components import with_our_components
+from sglang_hybrid.cache.inexact import ExactPartsCache
 from sglang_hybrid.cache.one_memory import OneMemoryCache
 from sglang_hybrid.cache.parts import build_parts
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class HybridRadixCache(OneMemoryCache):
+class HybridRadixCache(ExactPartsCache, OneMemoryCache):
     """SGLang's tree and pools with our choice of victims, admission and reports.
 
     Under `--hybrid-eviction sglang-lru` SGLang's own order decides and there is no shadow tree.
