@@ -34,11 +34,17 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
     arguments = _choose(flags, options)
     ours = bool(arguments) or flags.radix_cache_backend == BACKEND
     marked = ours and options.policy is not Eviction.SGLANG_LRU and flags.enable_hierarchical_cache
-    if options.hybrid_tier_codec != "exact" and not marked:
+    if options.smaller_copies and not marked:
         raise StartupError(
-            f"--hybrid-tier-codec {options.hybrid_tier_codec} needs the {BACKEND} cache with "
+            f"{options.smaller_copies} needs the {BACKEND} cache with "
             "--enable-hierarchical-cache and a --hybrid-eviction of its own, which marks what "
             "comes from copies that are not exact; leave the flag out."
+        )
+    storage = getattr(flags, "hicache_storage_backend", None)
+    if options.smaller_copies and storage not in (None, "file"):
+        raise StartupError(
+            f"{options.smaller_copies} goes with --hicache-storage-backend file, not {storage}; "
+            "leave out one of them."
         )
     return arguments
 

@@ -118,6 +118,7 @@ class HybridConfig:
     hybrid_disk_mb: int = 0
     hybrid_warm_start: int = 0
     hybrid_tier_codec: str = "exact"
+    hybrid_tier_error: float = 0.0
     hybrid_default_model: str = "nemotron-h"
 
     @property
@@ -137,6 +138,14 @@ class HybridConfig:
         if self.hybrid_alpha is None:
             return 0.0 if self.tuned else DEFAULT_ALPHA
         return self.hybrid_alpha
+
+    @property
+    def smaller_copies(self) -> str:
+        """The flag that asks for copies that may not be exact, with its value; "" without one."""
+        if self.hybrid_tier_error:
+            return f"--hybrid-tier-error {self.hybrid_tier_error:g}"
+        smaller = self.hybrid_tier_codec != TIER_CODECS[0]
+        return f"--hybrid-tier-codec {self.hybrid_tier_codec}" if smaller else ""
 
     @property
     def judicious(self) -> bool:
@@ -323,6 +332,15 @@ class HybridConfig:
             "say so (default: %(default)s)",
         )
         group.add_argument(
+            "--hybrid-tier-error",
+            type=nonnegative,
+            metavar="LOGPROB",
+            default=HybridConfig.hybrid_tier_error,
+            help="instead of one codec for all layers: measure at the start how far each layer's "
+            "smaller copies move log probabilities, and give each the smallest codec within this "
+            "bound; 0 turns that off (default: %(default)s)",
+        )
+        group.add_argument(
             "--hybrid-default-model",
             metavar="ARCHITECTURE",
             choices=sorted(ARCHITECTURES),
@@ -371,6 +389,11 @@ class HybridConfig:
         known["hybrid_admission"] = Admission(known["hybrid_admission"])
         known["hybrid_memory"] = Memory(known["hybrid_memory"])
         config = cls(**known)
+        if config.hybrid_tier_error and config.hybrid_tier_codec != "exact":
+            raise ValueError(
+                f"--hybrid-tier-error {config.hybrid_tier_error:g} chooses the codecs itself; "
+                f"leave --hybrid-tier-codec {config.hybrid_tier_codec} out."
+            )
         if config.hybrid_alpha is not None and config.policy is not Eviction.MARCONI:
             raise ValueError(
                 f"--hybrid-alpha {config.hybrid_alpha:g} belongs to --hybrid-eviction marconi and "

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache import device_pool_info
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
@@ -26,6 +27,8 @@ def coded_kv_pool(sglangs: type) -> type:
     """The class of KV's host pool, instead of SGLang's where copies are to be smaller."""
     if chosen().exact:
         return sglangs
+    if not hasattr(device_pool_info, "MHABufferInfo"):
+        raise CodecRefused(f"--hybrid-tier-codec {chosen()} needs SGLang 0.5.23.")
     if sglangs is not MHATokenToKVPoolHost:
         raise CodecRefused(
             f"--hybrid-tier-codec {chosen()} knows no KV of {sglangs.__name__}; leave the flag out."
