@@ -54,7 +54,7 @@ def _learn_all(store: ObjectStore) -> None:
     logger.info(
         "sglang_hybrid: %s objects (%s bytes) are on disk in %s.",
         f"{store.counts.found_at_start:,}",
-        f"{store.bytes:,}",
+        f"{store.used_bytes:,}",
         store.folder.path,
     )
 
