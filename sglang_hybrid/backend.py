@@ -18,7 +18,6 @@ REFUSED = {
     "enable_unified_cache_external_linker": "SGLang allows no other cache backend beside it",
     "enable_lmcache": "LMCache brings its own tree",
     "enable_flexkv": "FlexKV brings its own tree",
-    "enable_hierarchical_cache": "its host tier is not in the shadow tree yet",
     "enable_unified_memory": "its pools share their bytes, which is not accounted yet",
     "enable_session_radix_cache": "sessions order the victims themselves",
 }

@@ -86,6 +86,14 @@ def count(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    """A number of 0 to 1."""
+    value = nonnegative(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 to 1")
+    return value
+
+
 def links(text: str) -> str:
     """Bandwidths of tiers as `parse_links` reads them, still as text."""
     try:
@@ -113,6 +121,7 @@ class HybridConfig:
     hybrid_tuner_window: int = 0
     hybrid_record: str = ""
     hybrid_prewarm: str = ""
+    hybrid_offload_watermark: float = 0.9
     hybrid_simulate_bandwidth: str = ""
     hybrid_disk_folder: str = ""
     hybrid_disk_mb: int = 0
@@ -290,6 +299,15 @@ class HybridConfig:
             help="compute the prompts in this file when the server has started: one JSON object a "
             "line, with messages, text, input_ids or pml as in a request, or with schema and "
             "budget_mb",
+        )
+        group.add_argument(
+            "--hybrid-offload-watermark",
+            type=share,
+            metavar="SHARE",
+            default=HybridConfig.hybrid_offload_watermark,
+            help="with --enable-hierarchical-cache: when more of the device's memory than this "
+            "share is in use and nothing waits, what would be evicted next is copied to the host; "
+            "1 turns that off (default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-simulate-bandwidth",

@@ -59,6 +59,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
             message_boundaries,
             one_pass=split is None,
             plans=not unplanned,
+            tiers=bool(context.server_args.enable_hierarchical_cache),
             rank=_rank(),
         )
 

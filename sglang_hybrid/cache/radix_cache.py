@@ -12,13 +12,17 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache import tree_core  # noqa: F401, it registers BACKEND with SGLang
 from sglang_hybrid.cache.components import with_our_components
+from sglang_hybrid.cache.host_tier import HostTierCache
 from sglang_hybrid.cache.inexact import ExactPartsCache
-from sglang_hybrid.cache.one_memory import OneMemoryCache
+from sglang_hybrid.cache.offload import Offload
 from sglang_hybrid.cache.parts import build_parts
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from sglang_hybrid.cache.publication import Publication
 from sglang_hybrid.cache.slots import free_slots
+from sglang_hybrid.cache.tiered_shadow_tree import TieredShadowTree
 from sglang_hybrid.cache.tuning import make_tuning
+from sglang_hybrid.cache.ways import WayChooser
+from sglang_hybrid.cache.writes import WriteJudge
 from sglang_hybrid.checkpoints import decode
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.checkpoints.prefix_wait import PrefixWait
@@ -41,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class HybridRadixCache(ExactPartsCache, OneMemoryCache):
+class HybridRadixCache(ExactPartsCache, HostTierCache):
     """SGLang's tree and pools with our choice of victims, admission and reports.
 
     Under `--hybrid-eviction sglang-lru` SGLang's own order decides and there is no shadow tree.
@@ -54,6 +58,7 @@ class HybridRadixCache(ExactPartsCache, OneMemoryCache):
         one_pass: the model's kernels can take states in the middle of a prefill.
         plans: states are taken where we want them; otherwise where SGLang tracks them, as for
             speculative decoding.
+        tiers: there is host memory below the device, whose copies are chosen by value.
         rank: which of several caches with requests of their own this is; None if another rank
             receives its requests.
     """
@@ -67,6 +72,7 @@ class HybridRadixCache(ExactPartsCache, OneMemoryCache):
         *,
         one_pass: bool = True,
         plans: bool = True,
+        tiers: bool = False,
         rank: int | None = None,
     ) -> None:
         self.options = options or HybridConfig.from_environment()
@@ -74,12 +80,20 @@ class HybridRadixCache(ExactPartsCache, OneMemoryCache):
         self._messages: WeakKeyDictionary[Req, list[int]] = WeakKeyDictionary()
         self._history_matches: WeakKeyDictionary[Req, HistoryMatch] = WeakKeyDictionary()
         self.advice: list[str] = []  # what its flags should rather be, for the report
-        parts = build_parts(self, params, self.options, cost, one_pass=one_pass, plans=plans)
+        parts = build_parts(
+            self, params, self.options, cost, one_pass=one_pass, plans=plans, tiers=tiers
+        )
         self.cost, self.account, self.stats = parts.cost, parts.account, parts.stats
         self.shadow_tree, self.planner, self.slots = parts.shadow_tree, parts.planner, parts.slots
         self.lookups, self.decision_log = parts.lookups, parts.decision_log
         self.explainer = Explainer(self, self.decision_log)
+        self.speeds, self.ways, self.tier_stats = parts.speeds, None, parts.tier_stats
+        self.offload, self.prefix_wait = None, None
         super().__init__(with_our_components(params, parts))
+        if isinstance(self.shadow_tree, TieredShadowTree) and not self.disable:
+            self.ways = self.tree_core.ways = WayChooser(self.shadow_tree)
+            self.tree_core.writes = WriteJudge(self.shadow_tree, self.tier_stats)
+            self.offload = Offload(self, self.options.hybrid_offload_watermark)
         if self.is_mamba_enabled and not self.disable:
             self._admit_with_states()
         self.tuning = make_tuning(self, parts, rank)
@@ -167,6 +181,7 @@ class HybridRadixCache(ExactPartsCache, OneMemoryCache):
         self.planner.plan_request(
             req,
             len(prompt),
+            self.lookups.hit_len(req),
             self.lookups.kv_len(req),
             history_match=history_match,
             shared=self.prefix_wait.shared(req),
@@ -198,11 +213,15 @@ class HybridRadixCache(ExactPartsCache, OneMemoryCache):
         """The prefill of `batch` is about to start: give its states their slots."""
         if self.planner is not None:
             self.planner.assign_slots(batch)
+        if self.speeds is not None:
+            self.speeds.prefill_begins((req.prefix_len, req.extend_end) for req in batch.reqs)
 
     # What they leave.
 
     def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         self.lookups.began(req)
+        if self.speeds is not None:
+            self.speeds.prefill_done()
         ready = [] if self.planner is None else self.planner.take_ready(req, up_to)
         publication = Publication(req, self.slots, ready)
         states = self.components.get(ComponentType.MAMBA)
@@ -281,6 +300,7 @@ class HybridRadixCache(ExactPartsCache, OneMemoryCache):
             "state_slots_free": None if allocator is None else free_slots(allocator),
             **self.stats.as_dict(),
             "memory": None if self.account is None else self.account.as_dict(),
+            "tiers": self.tiers_info(),
             "tuner": self.tuning.info(),
             "recording": self.tuning.recording(),
             "advice": self.advice,
