@@ -32,7 +32,7 @@ COMMANDS = (
     *("cache", "rounds", "victim", "admission"),
     *("policies", "answers", "pools", "tuner", "replay", "prewarm"),
     *("server", "split", "contexts", "roofline", "profile", "peer"),
-    *("ab", "phases", "one-memory", "moves", "tiers", "agent"),
+    *("ab", "phases", "one-memory", "moves", "tiers", "agent", "codecs"),
 )
 """In the order of `--help`: kernels; the cache in one process; replays; a server; servers."""
 

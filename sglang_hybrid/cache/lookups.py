@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
 from sglang_hybrid.requests.kv_hints import declared_positions
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
+from sglang_hybrid.tiers.coded_rows import chosen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -148,6 +149,9 @@ class LookUps:
         if report is None or report.started:
             return
         report.started = True
+        if not chosen().exact:
+            core = self._cache.tree_core
+            report.exact = core.is_exact(core.node_by_id(req.last_node))
         self._stats.served(report, self._cost.flops(report.hit_tokens))
         if report.found is not None:
             self._tier_stats.hit_tokens["device"] += report.found.device_tokens

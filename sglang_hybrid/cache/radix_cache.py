@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang_hybrid.cache import tree_core  # noqa: F401, it registers BACKEND with SGLang
 from sglang_hybrid.cache.components import with_our_components
 from sglang_hybrid.cache.host_tier import HostTierCache
+from sglang_hybrid.cache.inexact import ExactPartsCache
 from sglang_hybrid.cache.offload import Offload
 from sglang_hybrid.cache.parts import build_parts
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class HybridRadixCache(HostTierCache):
+class HybridRadixCache(ExactPartsCache, HostTierCache):
     """SGLang's tree and pools with our choice of victims, admission and reports.
 
     Under `--hybrid-eviction sglang-lru` SGLang's own order decides and there is no shadow tree.

@@ -18,6 +18,8 @@ from sglang_hybrid.requests.fields import shown
 PREFIX = "hybrid."
 CHECKPOINT = "hybrid.checkpoint"
 SESSION = "hybrid.session"
+EXACT = "hybrid.exact"
+KNOWN = (CHECKPOINT, SESSION, EXACT)
 VERSION = "1"
 
 MOST_POSITIONS = 16
@@ -44,19 +46,32 @@ def checkpoint_hint(positions: Iterable[int]) -> dict[str, Any]:
 
 
 def with_session(kv_hints: Any, hint: Hint) -> Any:
-    """The `kv_hints` of a request as it came (an envelope, None, or a list with one for each prompt
-    of a batch), which also say what becomes of the session. What is no envelope stays, for SGLang
-    to refuse.
+    """The `kv_hints` of a request as it came, which also say what becomes of the session."""
+    return _with(kv_hints, _action(SESSION, {"next": hint.value}))
+
+
+def with_exact(kv_hints: Any) -> Any:
+    """The `kv_hints` of a request as it came, which also ask for exact copies only."""
+    return _with(kv_hints, _action(EXACT, {}))
+
+
+def _with(kv_hints: Any, action: dict[str, Any]) -> Any:
+    """`kv_hints` (an envelope, None, or a list with one for each prompt of a batch) and `action`.
+    What is no envelope stays, for SGLang to refuse.
     """
     if isinstance(kv_hints, list):
-        return [with_session(each, hint) for each in kv_hints]
-    action = _action(SESSION, {"next": hint.value})
+        return [_with(each, action) for each in kv_hints]
     if not kv_hints:
         return _envelope(action)
     envelope = msgspec.to_builtins(kv_hints)
     if not isinstance(envelope, dict) or not isinstance(envelope.get("actions", []), list):
         return kv_hints
     return {**envelope, "actions": [*envelope.get("actions", []), action]}
+
+
+def wants_exact(envelope: Envelope | None) -> bool:
+    """Whether a checked request is to be answered from exact copies only."""
+    return envelope is not None and bool(_ours(envelope, EXACT))
 
 
 def session_hint(envelope: Envelope | None) -> Hint | None:
@@ -86,10 +101,10 @@ def check(envelope: Envelope | None, prompt_len: int) -> None:
     if envelope is None:
         return
     for action in _ours(envelope):
-        if action.action_type not in (CHECKPOINT, SESSION):
+        if action.action_type not in KNOWN:
             raise ValueError(
                 f"kv_hints has the action {shown(action.action_type)}; of those that begin with "
-                f"{PREFIX} this server knows {CHECKPOINT} and {SESSION}."
+                f"{PREFIX} this server knows {', '.join(KNOWN)}."
             )
         if action.action_version != VERSION:
             raise ValueError(
@@ -99,6 +114,8 @@ def check(envelope: Envelope | None, prompt_len: int) -> None:
         if action.action_type == SESSION:
             check_session(f"the payload of {SESSION}", action.payload.get("next"))
             _check_fields(action, "next")
+        elif action.action_type == EXACT:
+            _check_fields(action)
         else:
             _check_positions(action, prompt_len)
     count = len(declared_positions(envelope))
@@ -117,12 +134,12 @@ def check_session(where: str, value: Any) -> Hint:
         raise ValueError(f"{where} says {shown(value)} of the session; say {known}.") from None
 
 
-def _check_fields(action: Action, field: str) -> None:
-    unknown = action.payload.keys() - {field}
+def _check_fields(action: Action, *fields: str) -> None:
+    unknown = action.payload.keys() - {*fields}
     if unknown:
         raise ValueError(
-            f"the payload of {action.action_type} has the field {shown(min(unknown))}; it has only "
-            f"{field}."
+            f"the payload of {action.action_type} has the field {shown(min(unknown))}; "
+            f"{'it has only ' + ', '.join(fields) if fields else 'it has none'}."
         )
 
 
