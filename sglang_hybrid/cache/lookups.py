@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
-from sglang_hybrid.requests.kv_hints import declared_positions
+from sglang_hybrid.requests.kv_hints import declared_positions, imported
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class LookUps:
         self._decision_log.looked_up(req, report, result.full_kv_hit_length, node)
         if known is None and self._shadow_tree is not None:
             self._shadow_tree.hit(node)
+        if report.composed == 0:  # it will not enter the tree, which is where others are reported
+            _send(req, report)
 
     def _report_of(self, req: Req, key: Any, result: MatchResult) -> RequestReport:
         hit = result.device_prefix_len + result.host_hit_length
@@ -112,7 +114,15 @@ class LookUps:
             missed,
             declared=declared_positions(req.kv_hints),
             has_states=self._cache.is_mamba_enabled,
+            composed=self._composed(req),
         )
+
+    def _composed(self, req: Req) -> int | None:
+        """Tokens of segments that were put together for it; None if it has none."""
+        asked = imported(req.kv_hints)
+        if asked is None or not asked.segments:
+            return None
+        return 0 if req.skip_radix_cache_insert else asked.length
 
     def began(self, req: Req) -> None:
         """The first prefill of a request has run: count what it found, once."""

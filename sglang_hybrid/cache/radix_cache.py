@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache import tree_core  # noqa: F401, it registers BACKEND with SGLang
 from sglang_hybrid.cache.components import with_our_components
+from sglang_hybrid.cache.modular import ModularPrompts
 from sglang_hybrid.cache.one_memory import OneMemoryCache
 from sglang_hybrid.cache.parts import build_parts
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
@@ -81,6 +82,7 @@ class HybridRadixCache(OneMemoryCache):
         super().__init__(with_our_components(params, parts))
         if self.is_mamba_enabled and not self.disable:
             self._admit_with_states()
+        self.modular = ModularPrompts(self, super()._match_tree)
         self.tuning = make_tuning(self, parts, rank)
         one_of_its_kind = params.enable_metrics and rank is not None  # ranks do the same
         self._metrics = CacheMetrics(self) if one_of_its_kind else None
@@ -128,6 +130,7 @@ class HybridRadixCache(OneMemoryCache):
     # What requests find.
 
     def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
+        params = self.modular.prepare(params)
         result = self._just_ranked(params) or super()._match_tree(params)
         self.lookups.looked_up(params, result)
         return result
@@ -222,7 +225,11 @@ class HybridRadixCache(OneMemoryCache):
         return inserting
 
     def _ended(self, req: Req, up_to: int) -> None:
-        """Tuner and history learn of a request with `up_to` tokens in the tree."""
+        """Tuner and history learn of a request with `up_to` tokens in the tree; of one that was put
+        together from segments they could not.
+        """
+        if self.modular.composed(req) is not None:
+            return
         if self.tuning.listens:
             self.tuning.finished(req, up_to, self.message_starts(req))
         if self.shadow_tree is not None:

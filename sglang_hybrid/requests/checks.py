@@ -115,7 +115,8 @@ def check(
         if positions is not None:
             fields.positions(name, positions, len(ids))
     if isinstance(request, GenerateReqInput):
-        kv_hints.check(request.kv_hints, len(ids))
+        own = getattr(request, "expanded", None) is not None
+        kv_hints.check(request.kv_hints, len(ids), own=own)
         _check_logprobs(manager, request, len(ids))
 
 

@@ -36,7 +36,8 @@ class RequestReport:
     KV is stored, but without a state to resume from. checkpoints: (position, kind) of each state
     that the request left in the tree. started: its prefill has begun, the numbers are final.
     declared: positions at which the client asked for a checkpoint. has_states: the model has
-    recurrent state, so only positions with a checkpoint can be hit.
+    recurrent state, so only positions with a checkpoint can be hit. composed: tokens of modules
+    that were computed apart, 0 if the whole prompt was computed instead; None for other prompts.
     """
 
     prompt_tokens: int
@@ -47,6 +48,7 @@ class RequestReport:
     started: bool = False
     declared: Sequence[int] = ()
     has_states: bool = True
+    composed: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """A request that declared positions is also told which of them behind the hit were kept,
@@ -62,6 +64,7 @@ class RequestReport:
                 {"position": position, "kind": kind.value} for position, kind in self.checkpoints
             ],
             **({"declared": declared} if self.declared else {}),
+            **({} if self.composed is None else {"composed_tokens": self.composed}),
         }
 
     @property
