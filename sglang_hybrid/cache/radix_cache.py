@@ -14,6 +14,7 @@ from sglang_hybrid.cache import tree_core  # noqa: F401, it registers BACKEND wi
 from sglang_hybrid.cache.components import with_our_components
 from sglang_hybrid.cache.host_tier import HostTierCache
 from sglang_hybrid.cache.inexact import ExactPartsCache
+from sglang_hybrid.cache.modular import ModularPrompts
 from sglang_hybrid.cache.offload import Offload
 from sglang_hybrid.cache.parts import build_parts
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
@@ -96,6 +97,7 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
             self.offload = Offload(self, self.options.hybrid_offload_watermark)
         if self.is_mamba_enabled and not self.disable:
             self._admit_with_states()
+        self.modular = ModularPrompts(self, super()._match_tree)
         self.tuning = make_tuning(self, parts, rank)
         one_of_its_kind = params.enable_metrics and rank is not None  # ranks do the same
         self._metrics = CacheMetrics(self) if one_of_its_kind else None
@@ -143,6 +145,7 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
     # What requests find.
 
     def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
+        params = self.modular.prepare(params)
         result = self._just_ranked(params) or super()._match_tree(params)
         self.lookups.looked_up(params, result)
         return result
@@ -242,7 +245,11 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
         return inserting
 
     def _ended(self, req: Req, up_to: int) -> None:
-        """Tuner and history learn of a request with `up_to` tokens in the tree."""
+        """Tuner and history learn of a request with `up_to` tokens in the tree; of one that was put
+        together from segments they could not.
+        """
+        if self.modular.composed(req) is not None:
+            return
         if self.tuning.listens:
             self.tuning.finished(req, up_to, self.message_starts(req))
         if self.shadow_tree is not None:
