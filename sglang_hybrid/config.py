@@ -17,6 +17,7 @@ from typing import Any
 
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.models import ARCHITECTURES
+from sglang_hybrid.tiers.links import parse_links
 
 BACKEND = "hybrid"
 """Our name for SGLang's --radix-cache-backend."""
@@ -82,6 +83,15 @@ def count(text: str) -> int:
     return int(text)
 
 
+def links(text: str) -> str:
+    """Bandwidths of tiers as `parse_links` reads them, still as text."""
+    try:
+        parse_links(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 @dataclass(frozen=True)
 class HybridConfig:
     """What `python -m sglang_hybrid.launch_server` takes beside SGLang's own flags."""
@@ -100,6 +110,9 @@ class HybridConfig:
     hybrid_tuner_window: int = 0
     hybrid_record: str = ""
     hybrid_prewarm: str = ""
+    hybrid_simulate_bandwidth: str = ""
+    hybrid_disk_folder: str = ""
+    hybrid_disk_mb: int = 0
     hybrid_default_model: str = "nemotron-h"
 
     @property
@@ -263,6 +276,30 @@ class HybridConfig:
             help="compute the prompts in this file when the server has started: one JSON object a "
             "line, with messages, text, input_ids or pml as in a request, or with schema and "
             "budget_mb",
+        )
+        group.add_argument(
+            "--hybrid-simulate-bandwidth",
+            type=links,
+            metavar="TIER=SPEED,...",
+            default=HybridConfig.hybrid_simulate_bandwidth,
+            help="for measurements on the CPU platform: copies to and from a tier take as long as "
+            "at this bandwidth, with this latency if one is given, as in "
+            "host=25GB/s+20us,disk=3GB/s; without it they take what they take on this machine",
+        )
+        group.add_argument(
+            "--hybrid-disk-folder",
+            metavar="DIR",
+            default=HybridConfig.hybrid_disk_folder,
+            help="where --hicache-storage-backend file keeps KV and states; by default what "
+            "SGLang's own settings name, or sglang_hybrid/tiers in the user's folder of caches",
+        )
+        group.add_argument(
+            "--hybrid-disk-mb",
+            type=count,
+            metavar="N",
+            default=HybridConfig.hybrid_disk_mb,
+            help="MiB that the folder may take, shared by all ranks; 0 is all but 5%% of the disk "
+            "(default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-default-model",

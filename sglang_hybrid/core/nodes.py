@@ -60,12 +60,14 @@ class Node:
     below. taken: tick and seconds at which its state was taken. prefix_hash: hash of all tokens
     down to its end, None until it is asked for. standing: requests of the window that would resume
     from it count 1 each, running ones that did 2. payload: what the cache attaches to the record:
-    SGLang's tree node, or the tokens of the edge.
+    SGLang's tree node, or the tokens of the edge. copies: where its KV and its state have copies
+    (places.Copies), None without tiers.
     """
 
     __slots__ = (
         "anchor_depth",
         "children",
+        "copies",
         "depth",
         "has_state",
         "history_node",
@@ -106,6 +108,7 @@ class Node:
         self.prefix_hash: int | None = None
         self.standing = 0
         self.payload: Any = None
+        self.copies: Any = None
         if parent is None:
             self.depth = self.anchor_depth = self.turn = 0
         else:
@@ -178,8 +181,8 @@ class NodeTree:
         node = self._new(parent, tokens)
         self._mark_chain_dirty(parent)
         self._attach(parent, key, node)
-        self._mark_dirty(parent)
-        self._mark_dirty(node)
+        self.mark_dirty(parent)
+        self.mark_dirty(node)
         return node
 
     def split(self, node: Node, head_tokens: int, head_key: Hashable, tail_key: Hashable) -> Node:
@@ -195,12 +198,14 @@ class NodeTree:
         head = self._new(parent, head_tokens)
         head.last_used, head.stamp = node.last_used, node.stamp
         head.kv_locked = node.kv_locked
+        if node.copies is not None:
+            head.copies = node.copies.of_head()
         del parent.children[node.key]
         self._attach(parent, head_key, head)
         self._attach(head, tail_key, node)
         node.tokens -= head_tokens
-        self._mark_dirty(head)
-        self._mark_dirty(node)
+        self.mark_dirty(head)
+        self.mark_dirty(node)
         return head
 
     def remove(self, node: Node) -> None:
@@ -214,7 +219,7 @@ class NodeTree:
         node.parent = None
         for listener in self._listeners:
             listener.forget(node)
-        self._mark_dirty(parent)
+        self.mark_dirty(parent)
         self._mark_chain_dirty(parent)
 
     def give_state(self, node: Node, kind: Kind) -> None:
@@ -228,14 +233,14 @@ class NodeTree:
             node.has_state = True
             node.last_used, node.stamp = node.taken = self.clock.tick, self.clock.stamp
             self._re_anchor(node)
-        self._mark_dirty(node)
+        self.mark_dirty(node)
 
     def drop_state(self, node: Node) -> None:
         """`node` loses its checkpoint: what it anchored falls to its own anchor."""
         if node.has_state:
             node.has_state = False
             self._re_anchor(node)
-            self._mark_dirty(node)
+            self.mark_dirty(node)
             self._mark_anchor_dirty(node)
 
     def hit(self, node: Node) -> None:
@@ -243,24 +248,24 @@ class NodeTree:
         node.hits += 1
         node.last_used = self.clock.tick
         node.stamp = self.clock.stamp
-        self._mark_dirty(node)
+        self.mark_dirty(node)
 
     def lock(self, node: Node, *, kv: bool, state: bool) -> None:
         """Say whether a running request has locked this node's KV and its state."""
         if (node.kv_locked, node.state_locked) != (kv, state):
             node.kv_locked, node.state_locked = kv, state
-            self._mark_dirty(node)
+            self.mark_dirty(node)
 
     def move_standing(self, node: Node, by: int) -> None:
         """Requests that wait or run need `node` more, or less."""
         node.standing += by
         if node.parent is not None and (node.standing == by or not node.standing):
-            self._mark_dirty(node)
+            self.mark_dirty(node)
 
     def link_history(self, node: Node, history_node: Any) -> None:
         """A request passed `node`, and `history_node` is what the history has for its position."""
         node.history_node = history_node
-        self._mark_dirty(node)
+        self.mark_dirty(node)
 
     def walk(self) -> Iterator[Node]:
         """Every node but the root, parents first."""
@@ -295,7 +300,7 @@ class NodeTree:
             if node.anchor_depth == anchor_depth:
                 continue
             node.anchor_depth = anchor_depth
-            self._mark_dirty(node)
+            self.mark_dirty(node)
             if not node.has_state and node.children:
                 unsettled.append(list(node.children.values()))
 
@@ -313,15 +318,15 @@ class NodeTree:
         """
         while absorbs(node):
             (node,) = node.children.values()
-            self._mark_dirty(node)
+            self.mark_dirty(node)
 
     def _mark_anchor_dirty(self, node: Node) -> None:
         """Mark the state above `node`: it inherits the demand for the state of `node`."""
         above = anchor(node)
         if above is not None:
-            self._mark_dirty(above)
+            self.mark_dirty(above)
 
-    def _mark_dirty(self, node: Node) -> None:
+    def mark_dirty(self, node: Node) -> None:
         if node is not self.root:
             for listener in self._listeners:
                 listener.mark_dirty(node)
