@@ -16,8 +16,8 @@ LPM_MOST_WAITING: Final = 128
 (WAITING_QUEUE_PREFIX_MATCH_MAX in schedule_policy.py of 0.5.23).
 """
 
-STEPS: Final = 4
-"""Steps in which `Window` sees the part of a prefill that remains."""
+MOST_SHARE: Final = 0.75
+"""Part of a prefill that remains from which on `Window` is first-come."""
 
 Key = tuple[float, ...]
 
@@ -122,11 +122,11 @@ class Car:
 
 @dataclass(frozen=True)
 class Window:
-    """CaR's window and classes, with steps in the place of its first two: the part of the prefill
-    that remains, in quarters. What must be loaded comes last, as there.
+    """CaR's window, with the part of the prefill that remains in the place of its first two
+    classes: the smallest part first. What must be loaded comes last, as there.
 
-    Of requests that reuse nearly all of their prompt the shortest runs first. In the other steps
-    first-come decides: where prefills are long, the shortest first makes the longest wait longest.
+    Requests that reuse little or nothing, whose prefill remains to `MOST_SHARE` or more, are
+    first-come. So a long prompt never waits for short ones because it is long.
     """
 
     window: int
@@ -138,6 +138,5 @@ class Window:
 
     def key(self, waiting: Waiting[Any], prospect: Prospect, now: float) -> Key:
         if prospect.reuse is Reuse.TO_LOAD:
-            return (STEPS + 1, 0.0)
-        step = round(STEPS * prospect.share)
-        return (step, 0.0 if step else prospect.cost)
+            return (2.0,)
+        return (prospect.share if prospect.share < MOST_SHARE else 1.0,)

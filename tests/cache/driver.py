@@ -95,6 +95,7 @@ def build_cache(
     one_pass: bool = True,
     plans: bool = True,
     rank: int | None = None,
+    priority_sign: int | None = None,
     **more: Any,
 ) -> UnifiedRadixCache:
     """Our cache under `options`, or SGLang's own for None, on pools of their own."""
@@ -177,7 +178,15 @@ def build_cache(
     )
     if options is None:
         return UnifiedRadixCache(params)
-    return HybridRadixCache(params, options, cost, one_pass=one_pass, plans=plans, rank=rank)
+    return HybridRadixCache(
+        params,
+        options,
+        cost,
+        one_pass=one_pass,
+        plans=plans,
+        rank=rank,
+        priority_sign=priority_sign,
+    )
 
 
 def one_memory(sizes: Sizes, pool: Any, kv: Any) -> Any:
@@ -257,6 +266,7 @@ class Server:
             kv_hints=None if said is None else decode_kv_hints_envelope(said),
         )
         req.time_stats.created_time = stamp
+        req.priority = 0
         return req
 
     def look_up(self, req: Req) -> int:

@@ -93,13 +93,11 @@ def test_cars_classes() -> None:
     assert waiting.arrange() == ["little", "much", "cold", "cold_2", "load"]
 
 
-def test_the_window_has_steps_of_what_remains() -> None:
-    waiting = line(
-        Window(8), load=LOADED, cold=hit(0), tiny=hit(0.05), half=hit(0.5), half_2=hit(0.6)
-    )
+def test_the_window_goes_by_the_part_that_remains() -> None:
+    waiting = line(Window(8), load=LOADED, cold=hit(0), little=hit(0.2), third=hit(0.3))
     waiting.add("long", Prospect(9_000, 9.0, 100.0, Reuse.ON_DEVICE))
-    waiting.add("short", Prospect(90, 1.0, 10.0, Reuse.ON_DEVICE))
-    assert waiting.arrange() == ["short", "long", "half", "half_2", "cold", "tiny", "load"]
+    waiting.add("short", Prospect(85, 1.5, 10.0, Reuse.ON_DEVICE))
+    assert waiting.arrange() == ["long", "short", "third", "cold", "little", "load"]
 
 
 def test_longest_prefix_gives_up_where_too_many_wait() -> None:
