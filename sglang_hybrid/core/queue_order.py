@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, MutableMapping
 from typing import Generic
 
@@ -52,7 +53,7 @@ class QueueOrder(Generic[Name]):
         """
         self._now = now
         if priority is not None:
-            queue.sort(key=priority)  # equals keep their places, so a front stays in front
+            queue.sort(key=lambda name: (priority(name), self._number(name)))
         count = self.order.front(len(queue))
         keyed = []
         for name in queue[:count]:
@@ -94,6 +95,11 @@ class QueueOrder(Generic[Name]):
     def _before(waiting: Waiting[Name], other: Waiting[Name]) -> bool:
         """Whether `waiting` came before `other` and has its priority."""
         return waiting.number < other.number and waiting.priority == other.priority
+
+    def _number(self, name: Name) -> float:
+        """Of a request that was at the front; those that never were came later than all of them."""
+        known = self._known.get(name)
+        return math.inf if known is None else known.number
 
     def _record(self, name: Name, arrived: float, priority: int) -> Waiting[Name]:
         waiting = self._known.get(name)

@@ -148,6 +148,15 @@ def test_priorities_are_above_all() -> None:
     assert waiting.run("hit") == 1, "only hit_2 has its priority"
 
 
+def test_who_urgent_requests_push_out_of_the_window_is_the_latest() -> None:
+    """So nobody behind the window can be overtaken by somebody in it."""
+    waiting = line(Window(2), cold=hit(0), warm=hit(0.9))
+    assert waiting.arrange() == ["warm", "cold"]
+    waiting.add("urgent", hit(0), priority=-1)
+    assert waiting.arrange() == ["urgent", "cold", "warm"]
+    assert not waiting.order.may_run("warm")
+
+
 def test_a_stream_of_hits_and_one_cold_request() -> None:
     """The cold one runs after `times` hits."""
     waiting = line(Window(4), Bound(times=3), cold=hit(0))
