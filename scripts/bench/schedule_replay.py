@@ -6,9 +6,12 @@ Azure's conversation trace arrived, and the gaps within them are the trace's. A 
 request waits for the answer before. All times are stretched by one factor, so that the prefills,
 served one by one without a queue, would take the device for --loads of the time.
 
-The table has, for each row, what every order did. `window` meets its aims where its P99 is not
-above fcfs's, its P50 not above lpm's, its hit rate at most 0.5 points below lpm's, and nobody was
-overtaken more often than the bound says. P50, P95, P99, worst: seconds to the first token.
+Seconds to the first token (P50 / P95 / P99 / worst), tokens of prompts per second, share of tokens
+hit. `misses`: what of its aims `window` misses in a row: P99 not above fcfs's, P50 not above lpm's
+(by a millisecond or more), a hit rate at most 0.5 points below lpm's, and nobody overtaken more
+often than the bound says. The last table: geometric means over the rows of P50 against lpm's and
+P99 against fcfs's, the mean difference of hit rates from lpm's, rows in which the order meets each
+of these, and the most that a request was overtaken.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ SIZES = {
 
 AZURE = "AzureLLMInferenceTrace_conv.csv.gz"
 UNBOUNDED = Bound()
+MILLISECOND = 0.001
 WITH_GAPS = ("taubench_airline", "sharegpt_55", "claude_code_64k")
 """Traces of sessions."""
 
@@ -69,6 +73,10 @@ class Row:
     load: float
     requests: Sequence[Request]
     memory: int
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        return self.trace.split("_")[0], "Azure" if self.azure else "own", f"{self.load:g}"
 
 
 @dataclass(frozen=True)
@@ -160,48 +168,75 @@ def serve_row(row: Row) -> dict[str, Served]:
     return {name: serve(row, order, bound) for name, (order, bound) in orders().items()}
 
 
-def missed(served: dict[str, Served], bound: Bound) -> list[str]:
-    """The aims that `window` misses."""
-    window, fcfs, lpm = served["window"], served["fcfs"], served["lpm"]
-    met = {
-        "P99": window.p99 <= fcfs.p99,
-        "P50": window.p50 <= lpm.p50,
-        "hits": window.hit_rate >= lpm.hit_rate - 0.005,
-        "bound": window.most_overtaken <= bound.times,
+def met(order: str, served: dict[str, Served]) -> dict[str, bool]:
+    """Whether an order is as good as the best of SGLang's in each respect."""
+    one, fcfs, lpm = served[order], served["fcfs"], served["lpm"]
+    return {
+        "P50": one.p50 < lpm.p50 + MILLISECOND,
+        "P99": one.p99 < fcfs.p99 + MILLISECOND,
+        "hits": one.hit_rate >= lpm.hit_rate - 0.005,
     }
-    return [aim for aim, is_met in met.items() if not is_met]
+
+
+def missed(served: dict[str, Served], bound: Bound) -> str:
+    """The aims that `window` misses."""
+    aims = [aim for aim, is_met in met("window", served).items() if not is_met]
+    over = served["window"].most_overtaken > bound.times
+    return ", ".join(aims + ["bound"] * over)
+
+
+def show(rows: Sequence[tuple[Row, dict[str, Served]]]) -> None:
+    """Print waits, then throughput and hits, then the orders over all rows."""
+    names, (_, bound) = list(orders()), orders()["window"]
+    print("Seconds to the first token: P50 / P95 / P99 / worst\n")
+    table = Table("trace", "arrivals", "load", *names, "misses", text=2)
+    for row, served in rows:
+        waits = [
+            " / ".join(f"{seconds:.2f}" for seconds in (one.p50, one.p95, one.p99, one.worst))
+            for one in served.values()
+        ]
+        table.row(*row.cells, *waits, missed(served, bound))
+    print("\nTokens per second, hit rate\n")
+    table = Table("trace", "arrivals", "load", *names, text=2)
+    for row, served in rows:
+        table.row(
+            *row.cells,
+            *(f"{one.tokens_per_second:,.0f}, {one.hit_rate:.1%}" for one in served.values()),
+        )
+    print("\nAll rows\n")
+    table = Table(
+        *("order", "P50 / lpm's", "P99 / fcfs's", "hit rate - lpm's", "P50 met", "P99 met"),
+        *("hits met", "most overtaken"),
+    )
+    for name in names:
+        ones = [served[name] for _, served in rows]
+        table.row(
+            name,
+            f"{mean_ratio([served[name].p50 / served['lpm'].p50 for _, served in rows]):.2f}",
+            f"{mean_ratio([served[name].p99 / served['fcfs'].p99 for _, served in rows]):.2f}",
+            f"{np.mean([s[name].hit_rate - s['lpm'].hit_rate for _, s in rows]):+.1%}",
+            *(
+                f"{sum(met(name, served)[aim] for _, served in rows)} of {len(rows)}"
+                for aim in ("P50", "P99", "hits")
+            ),
+            max(one.most_overtaken for one in ones),
+        )
+
+
+def mean_ratio(ratios: Sequence[float]) -> float:
+    """The geometric mean."""
+    return float(np.exp(np.mean(np.log(ratios))))
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 0.95, 1.1])
-    parser.add_argument("--requests", type=int, default=2_000, help="of each trace, at most")
+    parser.add_argument("--requests", type=int, default=1_000, help="of each trace, at most")
     parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
     parser.add_argument("--workers", type=int, default=2)
 
 
 def run(options: argparse.Namespace) -> None:
-    table = Table(
-        *("trace", "arrivals", "load", "order", "P50", "P95", "P99", "worst", "tokens/s"),
-        *("hit rate", "most overtaken", "misses"),
-        text=4,
-    )
-    _, bound = orders()["window"]
-    aims: dict[str, int] = {}
-    count = 0
-    context = multiprocessing.get_context("spawn")
     asked = list(rows(options))
+    context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, context) as pool:
-        for row, served in zip(asked, pool.map(serve_row, asked), strict=True):
-            count += 1
-            for aim in missed(served, bound):
-                aims[aim] = aims.get(aim, 0) + 1
-            for name, one in served.items():
-                table.row(
-                    *(row.trace.split("_")[0], "Azure" if row.azure else "own", f"{row.load:g}"),
-                    *(name, f"{one.p50:.2f}", f"{one.p95:.2f}", f"{one.p99:.2f}"),
-                    *(f"{one.worst:.2f}", f"{one.tokens_per_second:,.0f}", f"{one.hit_rate:.1%}"),
-                    one.most_overtaken,
-                    ", ".join(missed(served, bound)) if name == "window" else "",
-                )
-    print(f"\n`window` misses, of {count} rows: ", end="")
-    print(", ".join(f"{aim} in {times}" for aim, times in sorted(aims.items())) or "nothing")
+        show(list(zip(asked, pool.map(serve_row, asked), strict=True)))
