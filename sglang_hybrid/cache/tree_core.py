@@ -10,11 +10,11 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertResult
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_core_backend
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import (
-    UnifiedTreeCore,
     _InsertPhase,
     _InsertWalkState,
 )
 
+from sglang_hybrid.cache.inexact import MarkedTreeCore
 from sglang_hybrid.cache.tree_match import TreeMatcher
 from sglang_hybrid.config import BACKEND
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.writes import WriteJudge
 
 
-class HybridTreeCore(UnifiedTreeCore):
+class HybridTreeCore(MarkedTreeCore):
     """Repeats every added, split and removed node in the shadow tree of its cache."""
 
     _ongoing_insert_walk_state: _InsertWalkState | None
