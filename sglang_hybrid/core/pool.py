@@ -192,7 +192,8 @@ class Pool:
         wrong = [
             node
             for node in known
-            if node not in self._dirty and self._home.get(node) is not self._table_of(node)[0]
+            if node not in self._dirty
+            and self._home.get(node) is not self._table_of(node, *self._appraise(node))
         ]
         gone = (self._home.keys() | self._dirty.keys()) - set(known)
         return [f"{self.scarce.value}: {node!r} is in the wrong table" for node in wrong] + [
@@ -207,7 +208,8 @@ class Pool:
 
     def _describe_one(self, node: Node) -> None:
         self._dirty.pop(node, None)
-        table, freed = self._table_of(node)
+        saved, freed = self._appraise(node)
+        table = self._table_of(node, saved, freed)
         if table is not self._home.get(node):
             self._leave(node)
         if table is None:
@@ -216,23 +218,29 @@ class Pool:
         if table is self._stateless:
             table.put(node, ())
         else:
-            saved = self.cost.savings(node.depth, node.anchor_depth) if node.has_state else 0
             table.put(node, self.policy.describe(node, saved, freed))
+
+    def _appraise(self, node: Node) -> tuple[float, int]:
+        """FLOPs that `node` saves over its anchor, and the bytes that evicting it gives back, 0 if
+        it gives back nothing.
+        """
+        freed = freed_bytes(node, self.scarce, self.cost)
+        saved = self.cost.savings(node.depth, node.anchor_depth) if node.has_state else 0
+        return saved, freed
 
     def _leave(self, node: Node) -> None:
         table = self._home.pop(node, None)
         if table is not None:
             table.discard(node)
 
-    def _table_of(self, node: Node) -> tuple[Table | None, int]:
-        freed = freed_bytes(node, self.scarce, self.cost)
+    def _table_of(self, node: Node, saved: float, freed: int) -> Table | None:
         if not freed:
-            return None, 0
+            return None
         if self._is_stateless(node):
-            return self._stateless, freed
+            return self._stateless
         if len(node.children) > 1 and self.policy.spares_forks:
-            return self._forks, freed
-        return self._candidates, freed
+            return self._forks
+        return self._candidates
 
     def _is_stateless(self, node: Node) -> bool:
         return not node.has_state and self.policy.stateless_first
