@@ -17,12 +17,16 @@ from typing import Any
 
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.models import ARCHITECTURES
+from sglang_hybrid.tiers.links import parse_links
 
 BACKEND = "hybrid"
 """Our name for SGLang's --radix-cache-backend."""
 
 CPU_ATTENTION = "hybrid_cpu"
 """Our name for SGLang's --attention-backend, on the CPU platform."""
+
+TIER_CODECS = ("exact", "bf16", "int8")
+"""Names of `sglang_hybrid.tiers.codecs.Codec`, which needs torch."""
 
 GROUP = "sglang_hybrid"
 AUTO_ALPHA = "auto"
@@ -49,6 +53,21 @@ class Admission(Enum):
 
     JUDICIOUS = "judicious"
     ALL = "all"
+
+
+class Schedule(Enum):
+    """In which order waiting requests run. SGLANG: as --schedule-policy says."""
+
+    SGLANG = "sglang"
+    WINDOW = "window"
+    CAR = "car"
+    FCFS = "fcfs"
+    LPM = "lpm"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether SGLang does not know it."""
+        return self in (Schedule.WINDOW, Schedule.CAR)
 
 
 class Memory(Enum):
@@ -82,6 +101,23 @@ def count(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    """A number of 0 to 1."""
+    value = nonnegative(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 to 1")
+    return value
+
+
+def links(text: str) -> str:
+    """Bandwidths of tiers as `parse_links` reads them, still as text."""
+    try:
+        parse_links(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 @dataclass(frozen=True)
 class HybridConfig:
     """What `python -m sglang_hybrid.launch_server` takes beside SGLang's own flags."""
@@ -92,6 +128,10 @@ class HybridConfig:
     hybrid_min_branch_tokens: int = MIN_BRANCH_TOKENS
     hybrid_slots_per_request: int = 0
     hybrid_memory: Memory = Memory.AUTO
+    hybrid_schedule: Schedule = Schedule.SGLANG
+    hybrid_schedule_window: int = 128
+    hybrid_schedule_overtaken: int = 64
+    hybrid_schedule_seconds: float = 60.0
     hybrid_history_mb: int = 64
     hybrid_answers_mb: int = 64
     hybrid_burst_ms: float = 3.0
@@ -100,6 +140,13 @@ class HybridConfig:
     hybrid_tuner_window: int = 0
     hybrid_record: str = ""
     hybrid_prewarm: str = ""
+    hybrid_offload_watermark: float = 0.9
+    hybrid_simulate_bandwidth: str = ""
+    hybrid_disk_folder: str = ""
+    hybrid_disk_mb: int = 0
+    hybrid_warm_start: int = 0
+    hybrid_tier_codec: str = "exact"
+    hybrid_tier_error: float = 0.0
     hybrid_default_model: str = "nemotron-h"
 
     @property
@@ -119,6 +166,14 @@ class HybridConfig:
         if self.hybrid_alpha is None:
             return 0.0 if self.tuned else DEFAULT_ALPHA
         return self.hybrid_alpha
+
+    @property
+    def smaller_copies(self) -> str:
+        """The flag that asks for copies that may not be exact, with its value; "" without one."""
+        if self.hybrid_tier_error:
+            return f"--hybrid-tier-error {self.hybrid_tier_error:g}"
+        smaller = self.hybrid_tier_codec != TIER_CODECS[0]
+        return f"--hybrid-tier-codec {self.hybrid_tier_codec}" if smaller else ""
 
     @property
     def judicious(self) -> bool:
@@ -199,6 +254,40 @@ class HybridConfig:
             "split elsewhere and with --mamba-full-memory-ratio (default: %(default)s)",
         )
         group.add_argument(
+            "--hybrid-schedule",
+            choices=[schedule.value for schedule in Schedule],
+            default=HybridConfig.hybrid_schedule.value,
+            help="in which order waiting requests run: of those at the front of the queue, first "
+            "those of whose prefill least remains (window), or those that reuse something, then "
+            "those that reuse nothing, then those that must load (car); as they came (fcfs), or "
+            "the longest hit first (lpm), as in SGLang; sglang is what --schedule-policy says "
+            "(default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-schedule-window",
+            type=count,
+            metavar="N",
+            default=HybridConfig.hybrid_schedule_window,
+            help="how many requests, from the front of the queue, window and car choose from "
+            "(default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-schedule-overtaken",
+            type=count,
+            metavar="N",
+            default=HybridConfig.hybrid_schedule_overtaken,
+            help="a request that so many later ones have overtaken is overtaken no more, under "
+            "window and car (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-schedule-seconds",
+            type=nonnegative,
+            metavar="SECONDS",
+            default=HybridConfig.hybrid_schedule_seconds,
+            help="a request that has waited so long is overtaken no more, under window and car "
+            "(default: %(default)s)",
+        )
+        group.add_argument(
             "--hybrid-history-mb",
             type=count,
             metavar="N",
@@ -265,6 +354,64 @@ class HybridConfig:
             "budget_mb",
         )
         group.add_argument(
+            "--hybrid-offload-watermark",
+            type=share,
+            metavar="SHARE",
+            default=HybridConfig.hybrid_offload_watermark,
+            help="with --enable-hierarchical-cache: when more of the device's memory than this "
+            "share is in use and nothing waits, what would be evicted next is copied to the host; "
+            "1 turns that off (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-simulate-bandwidth",
+            type=links,
+            metavar="TIER=SPEED,...",
+            default=HybridConfig.hybrid_simulate_bandwidth,
+            help="for measurements on the CPU platform: copies to and from a tier take as long as "
+            "at this bandwidth, with this latency if one is given, as in "
+            "host=25GB/s+20us,disk=3GB/s; without it they take what they take on this machine",
+        )
+        group.add_argument(
+            "--hybrid-disk-folder",
+            metavar="DIR",
+            default=HybridConfig.hybrid_disk_folder,
+            help="where --hicache-storage-backend file keeps KV and states; by default what "
+            "SGLang's own settings name, or sglang_hybrid/tiers in the user's folder of caches",
+        )
+        group.add_argument(
+            "--hybrid-disk-mb",
+            type=count,
+            metavar="N",
+            default=HybridConfig.hybrid_disk_mb,
+            help="MiB that the folder may take, shared by all ranks; 0 is all but 5%% of the disk "
+            "(default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-warm-start",
+            type=count,
+            metavar="MB",
+            default=HybridConfig.hybrid_warm_start,
+            help="MiB of what the disk holds that a starting server reads into memory while it "
+            "already serves, per rank: what was used last, states first (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-tier-codec",
+            choices=TIER_CODECS,
+            default=HybridConfig.hybrid_tier_codec,
+            help="how copies of KV and states are stored below the device: as they are, as "
+            "bfloat16, or as int8 with a scale for each row; hits on copies that are not exact "
+            "say so (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-tier-error",
+            type=nonnegative,
+            metavar="LOGPROB",
+            default=HybridConfig.hybrid_tier_error,
+            help="instead of one codec for all layers: measure at the start how far each layer's "
+            "smaller copies move log probabilities, and give each the smallest codec within this "
+            "bound; 0 turns that off (default: %(default)s)",
+        )
+        group.add_argument(
             "--hybrid-default-model",
             metavar="ARCHITECTURE",
             choices=sorted(ARCHITECTURES),
@@ -312,12 +459,20 @@ class HybridConfig:
         known["hybrid_eviction"] = Eviction(known["hybrid_eviction"])
         known["hybrid_admission"] = Admission(known["hybrid_admission"])
         known["hybrid_memory"] = Memory(known["hybrid_memory"])
+        known["hybrid_schedule"] = Schedule(known["hybrid_schedule"])
         config = cls(**known)
+        if config.hybrid_tier_error and config.hybrid_tier_codec != "exact":
+            raise ValueError(
+                f"--hybrid-tier-error {config.hybrid_tier_error:g} chooses the codecs itself; "
+                f"leave --hybrid-tier-codec {config.hybrid_tier_codec} out."
+            )
         if config.hybrid_alpha is not None and config.policy is not Eviction.MARCONI:
             raise ValueError(
                 f"--hybrid-alpha {config.hybrid_alpha:g} belongs to --hybrid-eviction marconi and "
                 f"means nothing to {config.policy.value}; leave one of the two flags out."
             )
+        if config.hybrid_schedule_window < 1:
+            raise ValueError("--hybrid-schedule-window 0 leaves nothing to choose; give 1 or more.")
         return config
 
 

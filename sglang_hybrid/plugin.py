@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
-from sglang_hybrid.config import CPU_ATTENTION
+from sglang_hybrid.config import CPU_ATTENTION, HybridConfig
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -42,9 +42,14 @@ def register() -> None:
     from sglang_hybrid.cache import factory
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform
     from sglang_hybrid.processes import ignore_signals_for_the_first_process
+    from sglang_hybrid.tiers import file_backend
 
     ignore_signals_for_the_first_process()
     factory.register()
+    options = HybridConfig.from_environment()
+    file_backend.register(
+        options.hybrid_disk_folder, options.hybrid_disk_mb << 20, options.hybrid_warm_start << 20
+    )
     _settle_states()
     if isinstance(current_platform, HybridCpuPlatform):
         from sglang_hybrid.platforms import attention

@@ -14,12 +14,14 @@ from sglang.srt.mem_cache.registry import (
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_hybrid.advice import ServerSetup, advise
+from sglang_hybrid.cache.codec_choice import choose_codecs
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
 from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, why_unplanned
 from sglang_hybrid.checkpoints.tracks import why_split
 from sglang_hybrid.config import BACKEND, HybridConfig
 from sglang_hybrid.patching import is_patched
+from sglang_hybrid.tiers import coded_rows
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     from sglang_hybrid.cache.sizes import cost_of_model
 
     options = HybridConfig.from_environment()
+    coded_rows.use(choose_codecs(options, context))
     cost = cost_of_model(context.model_config.hf_config)
 
     unplanned = why_unplanned(context.server_args)
@@ -56,7 +59,9 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
             message_boundaries,
             one_pass=split is None,
             plans=not unplanned,
+            tiers=bool(context.server_args.enable_hierarchical_cache),
             rank=_rank(),
+            priority_sign=_priority_sign(context.server_args),
         )
 
     cache: HybridRadixCache = create_unified_radix_cache(context, cache_class=build)
@@ -104,6 +109,13 @@ def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Se
         no_buffer=not mamba.enable_mamba_extra_buffer,
         no_buffer_asked=context.server_args.mamba_radix_cache_strategy == "no_buffer",
     )
+
+
+def _priority_sign(server_args: Any) -> int | None:
+    """SGLang's `SchedulePolicy.priority_sign`; None where priorities are off."""
+    if not server_args.enable_priority_scheduling:
+        return None
+    return 1 if server_args.schedule_low_priority_values_first else -1
 
 
 def _rank() -> int | None:

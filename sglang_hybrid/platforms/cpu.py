@@ -16,7 +16,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sglang_hybrid.config import CPU_ATTENTION
+from sglang_hybrid.config import CPU_ATTENTION, HybridConfig
 from sglang_hybrid.platforms.memory import keep_freed_memory, memory_limit, memory_used
 from sglang_hybrid.platforms.sizing import (
     DTYPES,
@@ -27,6 +27,7 @@ from sglang_hybrid.platforms.sizing import (
     model_sizes,
 )
 from sglang_hybrid.preflight import StartupError
+from sglang_hybrid.tiers.links import parse_links
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOT_ON_CPU = {
-    "enable_hierarchical_cache": "SGLang registers its host memory with CUDA",
     "speculative_algorithm": "SGLang checks drafts with CUDA kernels (sgl_kernel)",
 }
 """SGLang's flags that do not work without an accelerator, and why."""
@@ -126,6 +126,7 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
         teach_torch_mm_with_dtype()
         keep_freed_memory()
         _make_pin_memory_the_identity()
+        _simulate_bandwidth()
 
 
 def bind_cores(ranks: int) -> None:
@@ -144,6 +145,20 @@ def bind_cores(ranks: int) -> None:
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
         ",".join(str(core) for core in group) for group in groups
     )
+
+
+def _simulate_bandwidth() -> None:
+    """Slow copies between device and host pools down to --hybrid-simulate-bandwidth."""
+    from sglang_hybrid.platforms.cpu_ops import transfer_streams
+
+    text = HybridConfig.from_environment().hybrid_simulate_bandwidth
+    if text:
+        logger.warning(
+            "sglang_hybrid: copies between tiers take the time of a simulated bandwidth (%s); "
+            "meant for measurements.",
+            text,
+        )
+    transfer_streams.simulate(parse_links(text).get("host"))
 
 
 def _make_pin_memory_the_identity() -> None:

@@ -1,7 +1,8 @@
-"""`cache_control` of Anthropic's Messages API: which blocks are marked, and the answer's usage.
+"""`cache_control` and `diagnostics` of Anthropic's Messages API: which blocks are marked, the
+answer's usage, and what differs from an earlier request.
 
-Source of the rules: Anthropic's documentation of prompt caching, as of November 2026. SGLang's
-models of the requests have no such fields; patch 0040 adds them.
+Source of the rules: Anthropic's documentation of prompt caching and of cache diagnostics, as of
+November 2026. SGLang's models of the requests have no such fields; patches 0040 and 0042 add them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,14 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from sglang_hybrid.prompts.breakpoints import MARK
+from sglang_hybrid.prompts.diagnostics import (
+    Kind,
+    Part,
+    SentPrompt,
+    compare,
+    parts_of,
+    sent_prompts,
+)
 from sglang_hybrid.prompts.marks import Breakpoint, MarkedBlock
 
 MOST_BREAKPOINTS = 4
@@ -38,6 +47,12 @@ class CacheCreation(BaseModel):
 
     ephemeral_5m_input_tokens: int = 0
     ephemeral_1h_input_tokens: int = 0
+
+
+class Diagnostics(BaseModel):
+    """Asks what differs from the request that an earlier message answered; None: from none yet."""
+
+    previous_message_id: str | None = None
 
 
 def check(request: Any) -> None:
@@ -93,6 +108,46 @@ def usage_of_input(
             ephemeral_5m_input_tokens=written - hour, ephemeral_1h_input_tokens=hour
         ),
     }
+
+
+def sent(request: Any, adapted: Any) -> SentPrompt | None:
+    """What a request that asks for diagnostics is compared by, now and later.
+
+    adapted: SGLang's GenerateReqInput of it.
+    """
+    return None if request.diagnostics is None else SentPrompt.of(adapted, _parts(request))
+
+
+def diagnose(request: Any, prompt: SentPrompt | None, message_id: str) -> dict[str, Any] | None:
+    """`diagnostics` of the answer `message_id`: None if nothing was asked or nothing differs. The
+    prompt is kept for later questions.
+    """
+    if prompt is None:
+        return None
+    previous = request.diagnostics.previous_message_id
+    sent_prompts().keep(message_id, prompt)
+    if previous is None:
+        return None
+    before = sent_prompts().find(previous, prompt.sender)
+    if before is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    found = compare(before, prompt)
+    if found is None:
+        return None
+    reason = {
+        "type": f"{found.kind.value}_changed",
+        "cache_missed_input_tokens": found.missed_tokens,
+    }
+    return {"cache_miss_reason": reason, "hybrid": found.as_dict()}
+
+
+def _parts(request: Any) -> Iterator[Part]:
+    yield Part(Kind.MODEL, "model", request.model)
+    yield from parts_of(Kind.TOOLS, "tools", request.tools)
+    yield from parts_of(Kind.SYSTEM, "system", request.system)
+    for index, message in enumerate(request.messages):
+        yield Part(Kind.MESSAGES, f"messages.{index}.role", message.role)
+        yield from parts_of(Kind.MESSAGES, f"messages.{index}.content", message.content)
 
 
 def _marked(request: Any) -> list[tuple[Path, CacheControl]]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.demoting_pool import DemotingPool
 from sglang_hybrid.core.eviction import Lru, Policy
 from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.core.places import Way, copies_of
 from sglang_hybrid.core.pool import Scarce
 from sglang_hybrid.core.rates import Speeds, Tier
 from sglang_hybrid.core.serving import Split
-from sglang_hybrid.core.tier_pool import TierPool
 from sglang_hybrid.replay.baselines import SGLANG_STATES_TO_KV, SglangRules
 from sglang_hybrid.replay.policies import PathLru
 from sglang_hybrid.replay.tier_budgets import TierBudgets
@@ -22,15 +22,15 @@ from sglang_hybrid.replay.tier_simulator import TieredSimulator
 from sglang_hybrid.replay.traces import TokenArray
 
 
-class HostPool(TierPool):
+class HostPool(DemotingPool):
     """HiCache's order of host copies: those of what the device has too stay."""
 
-    def _appraise(self, node: Node) -> tuple[float, int]:
+    def _weigh(self, node: Node) -> tuple[int, int]:
         copies = copies_of(node)
         states = self.scarce is Scarce.STATES
         if copies.has_state(Tier.DEVICE) if states else copies.has_kv(Tier.DEVICE):
-            return 0.0, 0
-        return super()._appraise(node)
+            return 0, 0
+        return super()._weigh(node)
 
 
 class HiCache(SglangRules, TieredSimulator):
@@ -67,9 +67,9 @@ class HiCache(SglangRules, TieredSimulator):
             state_policies=[Lru(stateless_first=False), Lru(stateless_first=False)],
         )
 
-    def _tier_pool(self, tier: Tier, scarce: Scarce, policy: Policy) -> TierPool:
-        kind = TierPool if tier is Tier.DEVICE else HostPool
-        pool = kind(tier, scarce, self.cost, policy, self.tree.clock, self.speeds)
+    def _tier_pool(self, tier: Tier, scarce: Scarce, policy: Policy) -> DemotingPool:
+        kind = DemotingPool if tier is Tier.DEVICE else HostPool
+        pool = kind(tier, scarce, self.cost, policy, self.tree.clock, self.rates)
         self.tree.listen(pool)
         return pool
 

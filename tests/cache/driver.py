@@ -94,7 +94,9 @@ def build_cache(
     *,
     one_pass: bool = True,
     plans: bool = True,
+    tiers: bool = False,
     rank: int | None = None,
+    priority_sign: int | None = None,
     **more: Any,
 ) -> UnifiedRadixCache:
     """Our cache under `options`, or SGLang's own for None, on pools of their own."""
@@ -175,9 +177,22 @@ def build_cache(
         tree_core_backend=tree_core if options is None else None,
         **more,
     )
+    cache: Any
     if options is None:
-        return UnifiedRadixCache(params)
-    return HybridRadixCache(params, options, cost, one_pass=one_pass, plans=plans, rank=rank)
+        cache = UnifiedRadixCache(params)
+    else:
+        cache = HybridRadixCache(
+            params,
+            options,
+            cost,
+            one_pass=one_pass,
+            plans=plans,
+            tiers=tiers,
+            rank=rank,
+            priority_sign=priority_sign,
+        )
+    cache.cache_init_params = params  # init_hicache wants them
+    return cache
 
 
 def one_memory(sizes: Sizes, pool: Any, kv: Any) -> Any:
@@ -257,6 +272,7 @@ class Server:
             kv_hints=None if said is None else decode_kv_hints_envelope(said),
         )
         req.time_stats.created_time = stamp
+        req.priority = 0
         return req
 
     def look_up(self, req: Req) -> int:

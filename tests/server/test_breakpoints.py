@@ -254,3 +254,115 @@ def test_openai_breakpoints_have_one_mode(server: str) -> None:
         client.chat.completions.create(
             model="default", messages=[{"role": "user", "content": [part]}], max_tokens=4
         )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_parts_mark_is_a_checkpoint_of_responses_too(
+    server: str, tokens: Callable[[str], int], stream: bool
+) -> None:
+    flush(server)
+    client = openai.OpenAI(base_url=server + "/v1", api_key="none", max_retries=0)
+    marked = tokens("<|im_start|>user\n" + STORY[:-1])
+    found = []
+    for question in ("\nHow many?", " When was that?"):
+        parts: list[Any] = [
+            {
+                "type": "input_text",
+                "text": STORY,
+                "prompt_cache_breakpoint": {"mode": "explicit"},
+            },
+            {"type": "input_text", "text": question},
+        ]
+        answer: Any = client.responses.create(
+            model="default",
+            input=[{"role": "user", "content": parts}],
+            max_output_tokens=4,
+            stream=stream,
+        )
+        response = list(answer)[-1].response if stream else answer
+        details = response.usage.input_tokens_details
+        found.append((details.cached_tokens, details.cache_write_tokens))
+    assert found == [(0, marked), (marked, 0)]
+
+
+def test_diagnostics_name_what_changed(server: str) -> None:
+    """Model, tools, system and messages; a header that changes with each request is shown."""
+    client = anthropic.Anthropic(base_url=server, api_key="none", max_retries=0)
+
+    def answered(previous: str | None, **fields: Any) -> Any:
+        asked: dict[str, Any] = {
+            "model": "default",
+            "system": "x-request-line: 7f3a\n" + RULES,
+            "tools": TOOLS,
+            "messages": [{"role": "user", "content": "Who keeps rule 3?"}],
+            **fields,
+        }
+        return client.beta.messages.create(
+            max_tokens=4,
+            diagnostics={"previous_message_id": previous},
+            betas=["cache-diagnosis-2026-04-07"],
+            **asked,
+        )
+
+    first = answered(None)
+    assert first.diagnostics is None
+    turn = [
+        {"role": "user", "content": "Who keeps rule 3?"},
+        {"role": "assistant", "content": "Keeper 21."},
+        {"role": "user", "content": "And rule 4?"},
+    ]
+    assert answered(first.id, messages=turn).diagnostics is None
+    drifted = answered(first.id, system="x-request-line: 91bc\n" + RULES)
+    reason = drifted.diagnostics.cache_miss_reason
+    assert reason.type == "system_changed"
+    assert reason.cache_missed_input_tokens > 0.9 * first.usage.input_tokens - 400
+    shown = drifted.diagnostics.model_extra["hybrid"]
+    assert shown["path"] == "system.0"
+    assert "7f3a" in shown["before"] and "91bc" in shown["now"]
+    other = [{"role": "user", "content": "Who keeps rule 4?"}]
+    for changed, fields in {
+        "tools": {"tools": TOOLS[::-1]},
+        "messages": {"messages": other},
+        "model": {"model": "another-name"},
+    }.items():
+        found = answered(first.id, **fields).diagnostics.cache_miss_reason
+        assert found.type == f"{changed}_changed"
+    unknown = answered("msg_of_somebody_else").diagnostics.cache_miss_reason
+    assert unknown.type == "previous_message_not_found"
+    with client.beta.messages.stream(
+        model="default",
+        max_tokens=4,
+        system=RULES,
+        messages=other,
+        diagnostics={"previous_message_id": first.id},
+    ) as stream:
+        events = [event.message for event in stream if event.type == "message_start"]
+    assert events[0].diagnostics.cache_miss_reason.type == "tools_changed"
+
+
+def test_responses_are_compared_with_an_earlier_one(server: str) -> None:
+    client = openai.OpenAI(base_url=server + "/v1", api_key="none", max_retries=0)
+
+    def answered(previous: str | None, salt: str | None = None, **fields: Any) -> Any:
+        asked: dict[str, Any] = {"instructions": RULES, "input": "Who keeps rule 3?", **fields}
+        body: dict[str, Any] = {"cache_salt": salt}
+        if previous is not None:
+            body["prompt_cache_options"] = {"comparison_response_id": previous}
+        return client.responses.create(
+            model="default", max_output_tokens=4, extra_body=body, **asked
+        )
+
+    first = answered(None)
+    assert first.prompt_cache_diagnostics is None
+    assert answered(first.id).prompt_cache_diagnostics == {"type": "cache_hit"}
+    changed = answered(first.id, input="Who keeps rule 4?").prompt_cache_diagnostics
+    assert (changed["type"], changed["reason"]) == ("cache_miss", "input_changed")
+    assert changed["comparison_reusable_tokens"] == first.usage.input_tokens
+    assert 0 < changed["cache_missed_tokens"] < 40
+    assert changed["hybrid"]["now"].endswith("rule 4?")
+    tools = [{"type": "function", "name": "rooms", "parameters": {"type": "object"}}]
+    tooled = answered(first.id, tools=tools).prompt_cache_diagnostics
+    assert tooled["reason"] == "tools_changed"
+    missing = {"type": "comparison_response_not_found"}
+    assert answered("resp_none").prompt_cache_diagnostics == missing
+    assert answered(first.id, salt="another tenant's").prompt_cache_diagnostics == missing

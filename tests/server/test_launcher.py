@@ -129,8 +129,8 @@ def test_a_mistake_ends_in_one_sentence(
         ("--hybrid-record /nowhere/trace.jsonl", "--hybrid-record: there is no directory /nowhere"),
         ("--lora-paths /no/such/adapter", "'/no/such/adapter' does not exist"),
         (
-            "--device cpu --enable-hierarchical-cache",
-            "--enable-hierarchical-cache does not work on the CPU",
+            "--device cpu --speculative-algorithm NGRAM",
+            "--speculative-algorithm does not work on the CPU",
         ),
     ],
 )

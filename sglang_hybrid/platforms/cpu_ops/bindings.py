@@ -5,23 +5,32 @@ Only names that SGLang reaches on an out-of-tree platform without an accelerator
 ``mamba1`` is imported, which takes the convolutions from it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hybrid.platforms.cpu_ops import gated_delta, linear, mamba1, mamba2, moe, pool, tracking
+from sglang_hybrid.platforms.cpu_ops import (
+    gated_delta,
+    host_copies,
+    linear,
+    mamba1,
+    mamba2,
+    moe,
+    pool,
+    tracking,
+    transfer_streams,
+)
 
 
 @dataclass(frozen=True)
 class Binding:
-    """``module.attribute`` (dotted for a class member) becomes ``function``.
+    """``module.attribute`` (dotted for a class member) becomes ``function``, or a module.
 
     ``creates`` marks a name that SGLang's module has on other platforms only.
     """
 
     module: str
     attribute: str
-    function: Callable[..., Any]
+    function: Any
     creates: bool = False
 
 
@@ -37,6 +46,11 @@ _UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
 _LINEAR, _EMBEDDING = "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"
 _QWEN2_MOE = "sglang.srt.models.qwen2_moe"
 _QWEN3_NEXT = "sglang.srt.models.qwen3_next"
+_HOST = "sglang.srt.mem_cache.pool_host"
+_KV_HOST, _STATES_HOST = f"{_HOST}.mha", f"{_HOST}.mamba"
+_DIRECT = "transfer_kv_direct"
+_DIRECT_LOAD = "transfer_kv_per_layer_direct_pf_lf"
+_DIRECT_BACKUP = "transfer_kv_all_layer_direct_lf_pf"
 
 BINDINGS: tuple[Binding, ...] = (
     Binding(_UNQUANTIZED, f"{_LINEAR}.apply", linear.apply),
@@ -83,4 +97,19 @@ BINDINGS: tuple[Binding, ...] = (
     Binding(
         _QWEN3_NEXT, "fused_qkvzba_split_reshape_cat", gated_delta.fused_qkvzba_split_reshape_cat
     ),
+    Binding("sglang.srt.mem_cache.l2_transfer", "device_module", transfer_streams),
+    Binding("sglang.srt.managers.cache_controller", "device_module", transfer_streams),
+    Binding(f"{_HOST}.common", "_cuda_host_register", host_copies.no_registration),
+    Binding(_KV_HOST, "transfer_kv_per_layer", host_copies.per_layer, creates=True),
+    Binding(_KV_HOST, "transfer_kv_all_layer", host_copies.all_layer, creates=True),
+    Binding(_KV_HOST, "transfer_kv_per_layer_pf_lf", host_copies.per_layer_pf_lf, creates=True),
+    Binding(_KV_HOST, "transfer_kv_all_layer_lf_pf", host_copies.all_layer_lf_pf, creates=True),
+    Binding(_KV_HOST, _DIRECT, host_copies.direct, creates=True),
+    Binding(_KV_HOST, _DIRECT_LOAD, host_copies.per_layer_direct_pf_lf, creates=True),
+    Binding(_KV_HOST, _DIRECT_BACKUP, host_copies.all_layer_direct_lf_pf, creates=True),
+    Binding(_STATES_HOST, _DIRECT, host_copies.direct, creates=True),
+    Binding(_STATES_HOST, _DIRECT_LOAD, host_copies.per_layer_direct_pf_lf, creates=True),
+    Binding(_STATES_HOST, _DIRECT_BACKUP, host_copies.all_layer_direct_lf_pf, creates=True),
+    Binding(_STATES_HOST, "transfer_kv_mamba_pf_lf", host_copies.mamba_pf_lf, creates=True),
+    Binding(_STATES_HOST, "transfer_kv_mamba_lf_pf", host_copies.mamba_lf_pf, creates=True),
 )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.demoting_pool import DemotingPool
 from sglang_hybrid.core.eviction import Lru, Marconi, Policy, Reuse
 from sglang_hybrid.core.history import History
 from sglang_hybrid.core.nodes import Kind, Node, NodeTree
 from sglang_hybrid.core.places import Placement, copies_of
 from sglang_hybrid.core.pool import Scarce
-from sglang_hybrid.core.rates import Link, Speeds, Tier
-from sglang_hybrid.core.tier_pool import TierPool
+from sglang_hybrid.core.rates import Link, Rates, Speeds, Tier
 
 COST = CostModel.paper_7b()
 SPEEDS = Speeds.of(2.6e14, host=Link(25e9), disk=Link(3e9))
@@ -24,12 +24,13 @@ class Cache:
     def __init__(self, policy: Policy, demotes: bool = False) -> None:
         self.tree = NodeTree()
         self.placement = Placement(self.tree)
+        self.rates = Rates(SPEEDS)
         self.device = self.pool(DEVICE, policy, HOST if demotes else None)
         self.host = self.pool(HOST, policy, None)
 
-    def pool(self, tier: Tier, policy: Policy, below: Tier | None) -> TierPool:
+    def pool(self, tier: Tier, policy: Policy, below: Tier | None) -> DemotingPool:
         clock = self.tree.clock
-        pool = TierPool(tier, Scarce.SHARED, COST, policy, clock, SPEEDS, below)
+        pool = DemotingPool(tier, Scarce.SHARED, COST, policy, clock, self.rates, below)
         self.tree.listen(pool)
         return pool
 
@@ -69,8 +70,7 @@ def test_other_speeds_give_other_victims() -> None:
     cache = Cache(Marconi(EFFICIENCY))
     computed, backed = cache.leaf(300, DEVICE), cache.leaf(5_000, DEVICE, HOST)
     assert cache.device.victim() is backed
-    slow = Speeds.of(2.6e14, host=Link(1.5e9), disk=Link(1e9))
-    cache.device.use(slow, cache.tree.walk())
+    cache.rates.speeds = Speeds.of(2.6e14, host=Link(1.5e9), disk=Link(1e9))
     assert cache.device.victim() is computed
 
 

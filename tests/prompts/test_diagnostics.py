@@ -1,0 +1,145 @@
+"""What differs from an earlier request, and who may ask."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+
+from sglang_hybrid.prompts import anthropic, diagnostics
+from sglang_hybrid.prompts.diagnostics import Kind, Part, SentPrompt, SentPrompts, compare
+
+MARKED = {"type": "ephemeral"}
+
+
+def prompt(*texts: str, ids: list[int] | None = None, sender: Any = None) -> SentPrompt:
+    """Texts of a system prompt, by their index."""
+    parts = [Part(Kind.SYSTEM, f"system.{at}", text) for at, text in enumerate(texts)]
+    return SentPrompt(sender, parts, np.array(ids or [], np.int32))
+
+
+def chat(*texts: str) -> SentPrompt:
+    parts = [Part(Kind.MESSAGES, f"messages.{at}.content.0", text) for at, text in enumerate(texts)]
+    return SentPrompt(None, parts, np.array([], np.int32))
+
+
+def test_the_first_text_that_differs_is_shown_with_what_is_around_it() -> None:
+    before = prompt("Rules.", "x" * 50 + "Monday" + "y" * 50, ids=[1, 2, 3, 4, 5])
+    now = prompt("Rules.", "x" * 50 + "Tuesday" + "y" * 50, ids=[1, 2, 9, 4])
+    found = compare(before, now)
+    assert found is not None
+    assert (found.kind, found.path) == (Kind.SYSTEM, "system.1")
+    assert found.before == "x" * 20 + "Monday" + "y" * 14
+    assert found.now == "x" * 20 + "Tuesday" + "y" * 13
+    assert (found.shared_tokens, found.missed_tokens) == (2, 3)
+
+
+def test_a_conversation_that_goes_on_or_stops_earlier_does_not_differ() -> None:
+    assert compare(chat("a", "b"), chat("a", "b", "c")) is None
+    assert compare(chat("a", "b"), chat("a")) is None
+    assert compare(chat("a", "b"), chat("a", "c")) is not None
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "shown"), [(("a",), ("a", "b"), ("", "b")), (("a", "b"), ("a",), ("b", ""))]
+)
+def test_a_part_too_many_differs(
+    before: tuple[str, ...], now: tuple[str, ...], shown: tuple[str, str]
+) -> None:
+    found = compare(prompt(*before), prompt(*now))
+    assert found is not None and (found.before, found.now) == shown
+    assert found.path == "system.1"
+
+
+def test_what_prompts_depend_on_first_is_named_first() -> None:
+    def asked(model: str, tools: str, system: str) -> SentPrompt:
+        parts = zip((Kind.MODEL, Kind.TOOLS, Kind.SYSTEM), (model, tools, system), strict=True)
+        return SentPrompt(
+            None, [Part(kind, kind.value, text) for kind, text in parts], np.array([])
+        )
+
+    before = asked("m", "t", "s")
+    for now, kind in (
+        (asked("n", "u", "v"), Kind.MODEL),
+        (asked("m", "u", "v"), Kind.TOOLS),
+        (asked("m", "t", "v"), Kind.SYSTEM),
+    ):
+        found = compare(before, now)
+        assert found is not None and found.kind is kind
+
+
+def test_a_tenant_finds_its_own_requests_only() -> None:
+    kept = SentPrompts()
+    kept.keep("one", prompt("secret", sender=("a", None)))
+    assert kept.find("one", ("b", None)) is None and kept.find("one", None) is None
+    assert kept.find("one", ("a", None)) is not None
+
+
+def test_who_sends_most_is_forgotten_first() -> None:
+    large = "x" * 1_000
+    kept = SentPrompts(most_bytes=5_000)
+    kept.keep("b", prompt(large, sender=("b", None)))
+    for number in range(20):
+        kept.keep(str(number), prompt(large, sender=("a", None)))
+    assert kept.find("b", ("b", None)) is not None
+    assert kept.find("0", ("a", None)) is None and kept.find("19", ("a", None)) is not None
+    kept.keep("huge", prompt("x" * 6_000, sender=("c", None)))
+    assert kept.find("huge", ("c", None)) is None and kept.find("19", ("a", None)) is not None
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = SentPrompts()
+    monkeypatch.setattr(anthropic, "sent_prompts", lambda: kept)
+
+
+def diagnosed(message_id: str, previous: str | None, salt: str | None = None, **fields: Any) -> Any:
+    request = AnthropicMessagesRequest(
+        **{
+            "model": "m",
+            "max_tokens": 1,
+            "messages": [{"role": "user", "content": "Hello"}],
+            "diagnostics": {"previous_message_id": previous},
+            **fields,
+        }
+    )
+    adapted = SimpleNamespace(input_ids=[1, 2, 3], lora_path=None, extra_key=None, cache_salt=salt)
+    return anthropic.diagnose(request, anthropic.sent(request, adapted), message_id)
+
+
+@pytest.mark.usefixtures("apart")
+def test_answers_are_those_of_anthropics_api() -> None:
+    assert diagnosed("first", None) is None
+    assert diagnosed("second", "first") is None
+    unknown = {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    assert diagnosed("third", "nobody's") == unknown
+    assert diagnosed("third", "first", salt="another tenant's") == unknown
+    changed = diagnosed("fourth", "first", system="You keep an archive.")
+    assert changed["cache_miss_reason"] == {
+        "type": "system_changed",
+        "cache_missed_input_tokens": 0,
+    }
+    assert changed["hybrid"]["now"] == "You keep an archive."[:20]
+
+
+@pytest.mark.usefixtures("apart")
+def test_a_mark_is_no_change() -> None:
+    system = {"type": "text", "text": "Rules"}
+    assert diagnosed("first", None, system=[system]) is None
+    assert diagnosed("second", "first", system=[{**system, "cache_control": MARKED}]) is None
+    assert diagnosed("third", "first", system="Rules") is None
+    tool = {"name": "look", "input_schema": {"type": "object"}}
+    diagnosed("fourth", None, tools=[tool])
+    assert diagnosed("fifth", "fourth", tools=[{**tool, "cache_control": MARKED}]) is None
+    other = diagnosed("sixth", "fourth", tools=[{**tool, "name": "find"}])
+    assert other["cache_miss_reason"]["type"] == "tools_changed"
+
+
+def test_nothing_is_kept_of_who_does_not_ask() -> None:
+    request = SimpleNamespace(diagnostics=None)
+    assert anthropic.sent(request, None) is None
+    assert anthropic.diagnose(request, None, "one") is None
+    assert diagnostics.sent_prompts().find("one", None) is None
