@@ -29,10 +29,10 @@ from sglang_hybrid.server_process import ServerFailed
 
 COMMANDS = (
     *("docs", "kernels"),
-    *("cache", "rounds", "victim", "admission"),
-    *("policies", "answers", "pools", "tuner", "replay", "prewarm"),
+    *("cache", "rounds", "schedule-round", "victim", "admission"),
+    *("policies", "answers", "pools", "tuner", "replay", "prewarm", "schedule-replay"),
     *("server", "split", "contexts", "roofline", "profile", "peer"),
-    *("ab", "phases", "one-memory", "moves", "agent", "codecs"),
+    *("ab", "phases", "one-memory", "moves", "tiers", "agent", "codecs", "schedule"),
 )
 """In the order of `--help`: kernels; the cache in one process; replays; a server; servers."""
 

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from sglang_hybrid.advice import RADIX_CACHE_DISABLED
-from sglang_hybrid.config import BACKEND, Eviction, HybridConfig
+from sglang_hybrid.config import BACKEND, Eviction, HybridConfig, Schedule
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.preflight import StartupError, read_config
 
@@ -49,7 +49,8 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
 
 
 def _choose(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
-    asked = flags.radix_cache_backend == BACKEND or options.pinned
+    ordered = options.hybrid_schedule.is_ours
+    asked = flags.radix_cache_backend == BACKEND or options.pinned or ordered
     known = registered_backends()
     if flags.radix_cache_backend not in (None, *known):
         raise StartupError(
@@ -57,6 +58,11 @@ def _choose(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
             f"{', '.join(known)}, and SGLang's own without the flag."
         )
     if flags.radix_cache_backend not in (None, BACKEND):
+        if ordered:
+            raise StartupError(
+                f"--hybrid-schedule {options.hybrid_schedule.value} needs --radix-cache-backend "
+                f"{BACKEND}, not {flags.radix_cache_backend}."
+            )
         if options.pinned:
             raise StartupError(
                 f"--hybrid-eviction {options.policy.value} needs --radix-cache-backend "
@@ -73,6 +79,11 @@ def _choose(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
     if refused:
         print(f"sglang_hybrid: {flag} is served by SGLang's own prefix cache.", flush=True)
         return []
+    if flags.disable_radix_cache and ordered:
+        raise StartupError(
+            f"--hybrid-schedule {options.hybrid_schedule.value} orders requests by what they can "
+            "reuse, which is nothing with --disable-radix-cache; leave out one of them."
+        )
     if flags.disable_radix_cache:
         print(f"sglang_hybrid: {RADIX_CACHE_DISABLED}", flush=True)
         return []
@@ -81,6 +92,22 @@ def _choose(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
     if asked or has_recurrent_state(flags.model_path):
         return ["--radix-cache-backend", BACKEND]
     return []
+
+
+def choose_schedule(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
+    """SGLang arguments for `--hybrid-schedule`: its own policies by their names; beside ours, it
+    leaves the queue as requests came. Raises `StartupError` for another --schedule-policy.
+    """
+    if options.hybrid_schedule is Schedule.SGLANG:
+        return []
+    ours = options.hybrid_schedule.is_ours
+    wanted = "fcfs" if ours else options.hybrid_schedule.value
+    if flags.schedule_policy not in ("fcfs", wanted):
+        raise StartupError(
+            f"--hybrid-schedule {options.hybrid_schedule.value} and --schedule-policy "
+            f"{flags.schedule_policy} contradict each other; leave out one of them."
+        )
+    return ["--schedule-policy", wanted]
 
 
 def registered_backends() -> list[str]:

@@ -55,6 +55,21 @@ class Admission(Enum):
     ALL = "all"
 
 
+class Schedule(Enum):
+    """In which order waiting requests run. SGLANG: as --schedule-policy says."""
+
+    SGLANG = "sglang"
+    WINDOW = "window"
+    CAR = "car"
+    FCFS = "fcfs"
+    LPM = "lpm"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether SGLang does not know it."""
+        return self in (Schedule.WINDOW, Schedule.CAR)
+
+
 class Memory(Enum):
     """Whether KV and states share their bytes."""
 
@@ -113,6 +128,10 @@ class HybridConfig:
     hybrid_min_branch_tokens: int = MIN_BRANCH_TOKENS
     hybrid_slots_per_request: int = 0
     hybrid_memory: Memory = Memory.AUTO
+    hybrid_schedule: Schedule = Schedule.SGLANG
+    hybrid_schedule_window: int = 128
+    hybrid_schedule_overtaken: int = 64
+    hybrid_schedule_seconds: float = 60.0
     hybrid_history_mb: int = 64
     hybrid_answers_mb: int = 64
     hybrid_burst_ms: float = 3.0
@@ -233,6 +252,40 @@ class HybridConfig:
             "together, and what is worth least makes room for either; split: each has its "
             "pool; auto: one on the CPU platform for a hybrid model with planned checkpoints, "
             "split elsewhere and with --mamba-full-memory-ratio (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-schedule",
+            choices=[schedule.value for schedule in Schedule],
+            default=HybridConfig.hybrid_schedule.value,
+            help="in which order waiting requests run: of those at the front of the queue, first "
+            "those of whose prefill least remains (window), or those that reuse something, then "
+            "those that reuse nothing, then those that must load (car); as they came (fcfs), or "
+            "the longest hit first (lpm), as in SGLang; sglang is what --schedule-policy says "
+            "(default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-schedule-window",
+            type=count,
+            metavar="N",
+            default=HybridConfig.hybrid_schedule_window,
+            help="how many requests, from the front of the queue, window and car choose from "
+            "(default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-schedule-overtaken",
+            type=count,
+            metavar="N",
+            default=HybridConfig.hybrid_schedule_overtaken,
+            help="a request that so many later ones have overtaken is overtaken no more, under "
+            "window and car (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-schedule-seconds",
+            type=nonnegative,
+            metavar="SECONDS",
+            default=HybridConfig.hybrid_schedule_seconds,
+            help="a request that has waited so long is overtaken no more, under window and car "
+            "(default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-history-mb",
@@ -406,6 +459,7 @@ class HybridConfig:
         known["hybrid_eviction"] = Eviction(known["hybrid_eviction"])
         known["hybrid_admission"] = Admission(known["hybrid_admission"])
         known["hybrid_memory"] = Memory(known["hybrid_memory"])
+        known["hybrid_schedule"] = Schedule(known["hybrid_schedule"])
         config = cls(**known)
         if config.hybrid_tier_error and config.hybrid_tier_codec != "exact":
             raise ValueError(
@@ -417,6 +471,8 @@ class HybridConfig:
                 f"--hybrid-alpha {config.hybrid_alpha:g} belongs to --hybrid-eviction marconi and "
                 f"means nothing to {config.policy.value}; leave one of the two flags out."
             )
+        if config.hybrid_schedule_window < 1:
+            raise ValueError("--hybrid-schedule-window 0 leaves nothing to choose; give 1 or more.")
         return config
 
 

@@ -69,7 +69,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-    from sglang_hybrid.backend import choose_backend, has_recurrent_state
+    from sglang_hybrid.backend import choose_backend, choose_schedule, has_recurrent_state
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform, check_flags
     from sglang_hybrid.platforms.sizing import check_memory
@@ -135,7 +135,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
             warm_file.read_lines(Path(options.hybrid_prewarm))
         except ValueError as error:
             raise StartupError(f"--hybrid-prewarm: {error}") from None
-    sglang_argv += choose_backend(flags, options)
+    sglang_argv += choose_schedule(flags, options) + choose_backend(flags, options)
     try:
         return prepare_server_args(sglang_argv)
     except (ValueError, AssertionError, OSError) as error:

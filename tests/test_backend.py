@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from sglang_hybrid import backend
-from sglang_hybrid.backend import REFUSED, choose_backend
-from sglang_hybrid.config import Eviction, HybridConfig
+from sglang_hybrid.backend import REFUSED, choose_backend, choose_schedule
+from sglang_hybrid.config import Eviction, HybridConfig, Schedule
 from sglang_hybrid.preflight import StartupError
 
 OURS = ["--radix-cache-backend", "hybrid"]
@@ -116,3 +116,36 @@ def test_smaller_copies_need_a_cache_that_marks_them(tmp_path: Path) -> None:
         choose_backend(flags(model(tmp_path, HYBRID)), smaller)
     with pytest.raises(StartupError, match="needs the hybrid cache"):
         choose_backend(flags(model(tmp_path, ATTENTION), enable_hierarchical_cache=True), smaller)
+
+
+def test_a_schedule_of_ours_asks_for_our_cache(tmp_path: Path) -> None:
+    window = HybridConfig(hybrid_schedule=Schedule.WINDOW)
+    path = model(tmp_path, ATTENTION)
+    assert choose_backend(flags(path), window) == ["--radix-cache-backend", "hybrid"]
+    with pytest.raises(StartupError, match=r"^--hybrid-schedule window .* --disable-radix-cache"):
+        choose_backend(flags(path, disable_radix_cache=True), window)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "asked_for", "policy"),
+    [
+        (Schedule.SGLANG, "lpm", None),
+        (Schedule.WINDOW, "fcfs", "fcfs"),
+        (Schedule.CAR, "fcfs", "fcfs"),
+        (Schedule.LPM, "fcfs", "lpm"),
+        (Schedule.LPM, "lpm", "lpm"),
+        (Schedule.FCFS, "fcfs", "fcfs"),
+    ],
+)
+def test_a_schedule_as_sglang_knows_it(
+    tmp_path: Path, schedule: Schedule, asked_for: str, policy: str | None
+) -> None:
+    given = flags(model(tmp_path, HYBRID), schedule_policy=asked_for)
+    wanted = [] if policy is None else ["--schedule-policy", policy]
+    assert choose_schedule(given, HybridConfig(hybrid_schedule=schedule)) == wanted
+
+
+def test_two_schedules_contradict_each_other(tmp_path: Path) -> None:
+    given = flags(model(tmp_path, HYBRID), schedule_policy="lof")
+    with pytest.raises(StartupError, match=r"^--hybrid-schedule window and --schedule-policy lof"):
+        choose_schedule(given, HybridConfig(hybrid_schedule=Schedule.WINDOW))

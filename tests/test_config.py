@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from sglang_hybrid.config import TIER_CODECS, Admission, Eviction, HybridConfig
+from sglang_hybrid.config import TIER_CODECS, Admission, Eviction, HybridConfig, Schedule
 
 
 def parse(*argv: str) -> HybridConfig:
@@ -121,3 +121,9 @@ def test_codecs_are_those_of_the_tiers() -> None:
     from sglang_hybrid.tiers.codecs import Codec
 
     assert tuple(codec.value for codec in Codec) == TIER_CODECS
+
+
+def test_a_window_has_room_for_a_request() -> None:
+    assert parse("--hybrid-schedule", "window").hybrid_schedule is Schedule.WINDOW
+    with pytest.raises(ValueError, match="--hybrid-schedule-window 0 leaves nothing to choose"):
+        parse("--hybrid-schedule-window", "0")

@@ -38,6 +38,7 @@ CHANGES = (
 )
 CHANGES_GB = 0.7
 AFTER = (100, 200, 400, 800, 1_500)
+TITLES = {"paper": "paper", "served": "two pools", "one": "one memory"}
 CLAIRVOYANT = Spec("clairvoyant")
 RULES = {"paper": None, "served": Serving(), "one": Serving(one_memory=True)}
 Constants = tuple[tuple[str, float], ...]
@@ -115,7 +116,7 @@ def show(bench: Bench, specs: Sequence[Spec], rules: Sequence[str]) -> None:
     heads = []
     for name in rules:
         of_specs = [title for spec in specs for title in (str(spec), "closed")]
-        heads += [f"{name}: {lru(name)}", *of_specs, "clairvoyant"]
+        heads += [f"{TITLES[name]}: {lru(name)}", *of_specs, "clairvoyant"]
     table = Table("trace", "GB", *heads)
     for row in bench.rows:
         cells = [cell for name in rules for cell in rates(bench, specs, row, name)]
@@ -145,7 +146,7 @@ def rates(bench: Bench, specs: Sequence[Spec], row: Row, rules: str) -> list[str
 def conclude(bench: Bench, spec: Spec, rules: str) -> None:
     """Print the worst row against LRU, and what one memory closes of the gap of two pools."""
     losses = [bench.hit_rate(spec, row, rules) - bench.limits(row, rules)[0] for row in bench.rows]
-    print(f"{spec}, {rules}: at worst {min(losses):+.2f} points against {lru(rules)}.")
+    print(f"{spec}, {TITLES[rules]}: at worst {min(losses):+.2f} points against {lru(rules)}.")
     if rules == "one":
         mean = bench.mean(spec, bench.rows, rules, gap="served")
         print(f"It closes {mean:.1f} % of the distance that there is with two pools.")

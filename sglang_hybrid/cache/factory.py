@@ -61,6 +61,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
             plans=not unplanned,
             tiers=bool(context.server_args.enable_hierarchical_cache),
             rank=_rank(),
+            priority_sign=_priority_sign(context.server_args),
         )
 
     cache: HybridRadixCache = create_unified_radix_cache(context, cache_class=build)
@@ -108,6 +109,13 @@ def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Se
         no_buffer=not mamba.enable_mamba_extra_buffer,
         no_buffer_asked=context.server_args.mamba_radix_cache_strategy == "no_buffer",
     )
+
+
+def _priority_sign(server_args: Any) -> int | None:
+    """SGLang's `SchedulePolicy.priority_sign`; None where priorities are off."""
+    if not server_args.enable_priority_scheduling:
+        return None
+    return 1 if server_args.schedule_low_priority_values_first else -1
 
 
 def _rank() -> int | None:

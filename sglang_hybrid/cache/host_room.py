@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.host_tier import HostTierCache
 
 
+FEWEST_STATES = 8
+"""State slots that even a small host has, as far as the device has so many."""
+
+
 def share_host_room(cache: HostTierCache) -> None:
     """Tell SGLang what its device pools count for when it sizes those of the host.
 
@@ -28,10 +32,12 @@ def share_host_room(cache: HostTierCache) -> None:
     else:
         budget = allocator.size * cost.kv_bytes_per_token + pool.size * cost.state_bytes
     share = Split.of(budget, cost)
+    slots = max(share.slots, min(FEWEST_STATES, int(pool.size)))
+    left = max(0, budget - slots * cost.state_bytes) // cost.kv_bytes_per_token
     kv_pool = allocator.get_kvcache()
     kv_pool = getattr(kv_pool, "full_kv_pool", kv_pool)
-    tokens = max(cache.page_size, share.kv_tokens - share.kv_tokens % cache.page_size)
+    tokens = max(cache.page_size, left - left % cache.page_size)
     kv_pool.host_capacity_tokens = tokens
     kv_pool.host_capacity_bytes = tokens * cost.kv_bytes_per_token
-    pool.host_capacity_tokens = max(1, share.slots)
+    pool.host_capacity_tokens = slots
     pool.host_capacity_bytes = pool.host_capacity_tokens * cost.state_bytes

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
-from sglang_hybrid.requests.kv_hints import declared_positions
+from sglang_hybrid.requests.kv_hints import declared_positions, imported
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
 from sglang_hybrid.tiers.coded_rows import chosen
 
@@ -109,6 +109,8 @@ class LookUps:
         self._decision_log.looked_up(req, report, result.full_kv_hit_length, node)
         if known is None and self._shadow_tree is not None:
             self._shadow_tree.hit(node)
+        if report.composed == 0:  # it will not enter the tree, which is where others are reported
+            _send(req, report)
 
     def _report_of(self, req: Req, key: Any, result: MatchResult) -> RequestReport:
         hit = self._depth(result)
@@ -131,7 +133,15 @@ class LookUps:
             declared=declared_positions(req.kv_hints),
             has_states=self._cache.is_mamba_enabled,
             found=found,
+            composed=self._composed(req),
         )
+
+    def _composed(self, req: Req) -> int | None:
+        """Tokens of segments that were put together for it; None if it has none."""
+        asked = imported(req.kv_hints)
+        if asked is None or not asked.segments:
+            return None
+        return 0 if req.skip_radix_cache_insert else asked.length
 
     def _depth(self, result: MatchResult) -> int:
         """Tokens down to the node that is resumed from. SGLang's `host_hit_length` leaves out what

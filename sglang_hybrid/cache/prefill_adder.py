@@ -3,22 +3,23 @@ prefill is about to leave a checkpoint that they can resume from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, _PrefillAdmission
+from sglang.srt.managers.schedule_policy import AddReqResult, _PrefillAdmission
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache.slots import free_slots
 from sglang_hybrid.core.cost import ENDLESS
 from sglang_hybrid.memory.allocators import OneMemoryBudget
+from sglang_hybrid.schedule.adder import ScheduledPrefillAdder
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_hybrid.cache.state_pool import PoolStateSlots
     from sglang_hybrid.checkpoints.prefix_wait import PrefixWait
+    from sglang_hybrid.schedule.queue import QueueSchedule
 
 
 class AdmittingCache(Protocol):
@@ -28,6 +29,7 @@ class AdmittingCache(Protocol):
     prefix_wait: PrefixWait
     tree_core: Any
     req_to_token_pool: Any
+    schedule: QueueSchedule | None
 
     @property
     def splits_prefills(self) -> bool: ...
@@ -43,8 +45,8 @@ class AdmittingCache(Protocol):
     def mamba_evictable_size(self) -> int: ...
 
 
-class HybridPrefillAdder(PrefillAdder):
-    """SGLang's adder with three more reasons to say no.
+class HybridPrefillAdder(ScheduledPrefillAdder):
+    """The scheduled adder with three more reasons to say no.
 
     * A request's own state slots are neither free nor evictable. SGLang counts state slots here
       only for a shared byte pool (schedule_policy.py:688-715) and asserts when a split pool has
@@ -61,8 +63,8 @@ class HybridPrefillAdder(PrefillAdder):
     chunked_req_limit: int | None
     rem_chunk_tokens: int | None
 
-    def __init__(self, *args: Any, waiting_queue: Sequence[Req] = (), **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, waiting_queue: list[Req], **kwargs: Any) -> None:
+        super().__init__(*args, waiting_queue=waiting_queue, **kwargs)
         self._promised = 0  # slots of requests already in this batch
         self._running = 0 if self.running_batch is None else len(self.running_batch.reqs)
         self.tree_cache.slots.reserve(self._running)
@@ -72,6 +74,8 @@ class HybridPrefillAdder(PrefillAdder):
         self.tree_cache.prefix_wait.now_waiting(waiting_queue)
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
+        if not self.may_run(req):
+            return AddReqResult.OTHER
         needed = self._slots_needed(req)
         if self._promised + needed and not self._slots_fit(req, needed):
             return AddReqResult.NO_TOKEN

@@ -8,12 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache import tree_core  # noqa: F401, it registers BACKEND with SGLang
 from sglang_hybrid.cache.components import with_our_components
 from sglang_hybrid.cache.host_tier import HostTierCache
 from sglang_hybrid.cache.inexact import ExactPartsCache
+from sglang_hybrid.cache.modular import ModularPrompts
 from sglang_hybrid.cache.offload import Offload
 from sglang_hybrid.cache.parts import build_parts
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
@@ -31,16 +33,23 @@ from sglang_hybrid.core.answers import Calibration
 from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.explain.explainer import Explainer
 from sglang_hybrid.requests.kv_hints import declared_positions, session_hint
+from sglang_hybrid.schedule.adder import ScheduledPrefillAdder
+from sglang_hybrid.schedule.queue import QueueSchedule, make_schedule
 from sglang_hybrid.telemetry.metrics import CacheMetrics
 from sglang_hybrid.tenants import tenant_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+    from sglang.srt.mem_cache.base_prefix_cache import (
+        CacheRequestHandle,
+        MatchPrefixParams,
+        MatchResult,
+    )
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
     from sglang_hybrid.core.cost import CostModel
     from sglang_hybrid.core.history import HistoryMatch
+    from sglang_hybrid.telemetry.schedule import ScheduleStats
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +70,8 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
         tiers: there is host memory below the device, whose copies are chosen by value.
         rank: which of several caches with requests of their own this is; None if another rank
             receives its requests.
+        priority_sign: times a request's priority gives a number that is smaller for those that run
+            first; None where SGLang's priorities are off.
     """
 
     def __init__(
@@ -74,6 +85,7 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
         plans: bool = True,
         tiers: bool = False,
         rank: int | None = None,
+        priority_sign: int | None = None,
     ) -> None:
         self.options = options or HybridConfig.from_environment()
         self.message_boundaries = message_boundaries or MessageBoundaries()
@@ -89,13 +101,19 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
         self.explainer = Explainer(self, self.decision_log)
         self.speeds, self.ways, self.tier_stats = parts.speeds, None, parts.tier_stats
         self.offload, self.prefix_wait = None, None
+        self.schedule: QueueSchedule | None = None
+        if not params.disable:
+            self.schedule = make_schedule(self, self.options, priority_sign)
         super().__init__(with_our_components(params, parts))
         if isinstance(self.shadow_tree, TieredShadowTree) and not self.disable:
             self.ways = self.tree_core.ways = WayChooser(self.shadow_tree)
             self.tree_core.writes = WriteJudge(self.shadow_tree, self.tier_stats)
             self.offload = Offload(self, self.options.hybrid_offload_watermark)
+        if self.schedule is not None:
+            self.prefill_adder_class: type[ScheduledPrefillAdder] = ScheduledPrefillAdder
         if self.is_mamba_enabled and not self.disable:
             self._admit_with_states()
+        self.modular = ModularPrompts(self, super()._match_tree)
         self.tuning = make_tuning(self, parts, rank)
         one_of_its_kind = params.enable_metrics and rank is not None  # ranks do the same
         self._metrics = CacheMetrics(self) if one_of_its_kind else None
@@ -131,6 +149,11 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
         return None if history is None else history.calibration
 
     @property
+    def schedule_stats(self) -> ScheduleStats | None:
+        """Counts of the waiting queue; None where SGLang orders it."""
+        return None if self.schedule is None else self.schedule.stats
+
+    @property
     def tuner_counts(self) -> Mapping[str, float]:
         """The tuner's totals, on the rank that has it."""
         return self.tuning.counts
@@ -143,6 +166,7 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
     # What requests find.
 
     def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
+        params = self.modular.prepare(params)
         result = self._just_ranked(params) or super()._match_tree(params)
         self.lookups.looked_up(params, result)
         return result
@@ -242,7 +266,11 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
         return inserting
 
     def _ended(self, req: Req, up_to: int) -> None:
-        """Tuner and history learn of a request with `up_to` tokens in the tree."""
+        """Tuner and history learn of a request with `up_to` tokens in the tree; of one that was put
+        together from segments they could not.
+        """
+        if self.modular.composed(req) is not None:
+            return
         if self.tuning.listens:
             self.tuning.finished(req, up_to, self.message_starts(req))
         if self.shadow_tree is not None:
@@ -268,10 +296,19 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
     def on_release(self, req: Req, *args: Any, **kwargs: Any) -> None:
         super().on_release(req, *args, **kwargs)
         self.drop_plan(req)
+        if self.schedule is not None:
+            self.schedule.ended(req)
+
+    def finish(self, handle: CacheRequestHandle, outcome: CacheRequestOutcome) -> None:
+        super().finish(handle, outcome)
+        if self.schedule is not None and outcome is CacheRequestOutcome.ABORT:
+            self.schedule.aborted(handle)
 
     def reset(self) -> None:
         super().reset()
         self.decision_log.emptied()
+        if self.schedule is not None:
+            self.schedule.emptied()
         if self.planner is not None:
             self.planner.forget_all()
 
@@ -301,6 +338,7 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
             **self.stats.as_dict(),
             "memory": None if self.account is None else self.account.as_dict(),
             "tiers": self.tiers_info(),
+            "schedule": None if self.schedule is None else self.schedule.info(),
             "tuner": self.tuning.info(),
             "recording": self.tuning.recording(),
             "advice": self.advice,

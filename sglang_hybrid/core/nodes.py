@@ -58,7 +58,8 @@ class Node:
     history_tree.HistoryNode whose returns this node serves, None if there is none (a clairvoyant
     policy stores the tick of the next use). inherited_demand: what a policy notes of states evicted
     below. taken: tick and seconds at which its state was taken. prefix_hash: hash of all tokens
-    down to its end, None until it is asked for. payload: what the cache attaches to the record:
+    down to its end, None until it is asked for. standing: requests of the window that would resume
+    from it count 1 each, running ones that did 2. payload: what the cache attaches to the record:
     SGLang's tree node, or the tokens of the edge. copies: where its KV and its state have copies
     (places.Copies), None without tiers.
     """
@@ -81,6 +82,7 @@ class Node:
         "payload",
         "prefix_hash",
         "stamp",
+        "standing",
         "state_locked",
         "taken",
         "tokens",
@@ -104,6 +106,7 @@ class Node:
         self.inherited_demand: Any = None
         self.taken = (clock.tick, clock.stamp)
         self.prefix_hash: int | None = None
+        self.standing = 0
         self.payload: Any = None
         self.copies: Any = None
         if parent is None:
@@ -251,6 +254,12 @@ class NodeTree:
         """Say whether a running request has locked this node's KV and its state."""
         if (node.kv_locked, node.state_locked) != (kv, state):
             node.kv_locked, node.state_locked = kv, state
+            self.mark_dirty(node)
+
+    def move_standing(self, node: Node, by: int) -> None:
+        """Requests that wait or run need `node` more, or less."""
+        node.standing += by
+        if node.parent is not None and (node.standing == by or not node.standing):
             self.mark_dirty(node)
 
     def link_history(self, node: Node, history_node: Any) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
+import numpy as np
+
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.nodes import Clock, Node, absorbs
@@ -80,8 +82,9 @@ class Pool:
     """Candidates of one pool under one policy. Listens to a NodeTree; `victim` chooses, the cache
     evicts.
 
-    Three tables, asked in this order: leaves without a state, oldest first; candidates, lowest
-    score first; and, only when asked for, the states with several children that a policy spares.
+    Four tables, asked in this order: leaves without a state, oldest first; candidates, lowest score
+    first; only when asked for, the states with several children that a policy spares; and what
+    requests that wait or run have a standing in, lowest standing first.
     """
 
     def __init__(self, scarce: Scarce, cost: CostModel, policy: Policy, clock: Clock) -> None:
@@ -92,6 +95,7 @@ class Pool:
         self._stateless = Table(0)
         self._candidates = Table(policy.columns)
         self._forks = Table(policy.columns)
+        self._wanted = Table(policy.columns)
         self._home: dict[Node, Table] = {}  # the table a node is in
         self._dirty: dict[Node, None] = {}
         self.last_score = -math.inf  # of the last victim
@@ -148,7 +152,17 @@ class Pool:
         for table in tables:
             if len(table):
                 return table.lowest(self.policy.scores(table, self.clock))
-        return None
+        return self._least_wanted()
+
+    def _least_wanted(self) -> tuple[Node, float] | None:
+        """Of what has a standing, that of the lowest; of equals, the lowest score."""
+        table = self._wanted
+        if not len(table):
+            return None
+        scores = self.policy.scores(table, self.clock).copy()
+        standing = np.array([node.standing for node in table.nodes])
+        scores[standing > standing.min()] = np.inf
+        return table.lowest(scores)
 
     @property
     def evictable(self) -> bool:
@@ -239,6 +253,8 @@ class Pool:
         freed, saved = self._weigh(node)
         if not freed:
             return None, 0, 0
+        if node.standing:
+            return self._wanted, freed, saved
         if self._is_worthless(node, saved) and self.policy.stateless_first:
             return self._stateless, freed, saved
         if len(node.children) > 1 and self.policy.spares_forks:

@@ -33,6 +33,9 @@ class NoCache:
     def serve(self, request: Request) -> Outcome:
         return Outcome(request.input_len, 0, 0)
 
+    def peek(self, request: Request) -> int:
+        return 0
+
     def begin(self, request: Request) -> Ticket:
         return Ticket(request, self.serve(request), {})
 
@@ -97,11 +100,12 @@ class BlockCache:
         self._store(self._names(request, len(request.tokens)))
         return ticket.outcome
 
+    def peek(self, request: Request) -> int:
+        return self._found(self._names(request, request.input_len - 1)) * self.block
+
     def begin(self, request: Request) -> BlockTicket:
         names = self._names(request, request.input_len - 1)
-        found = 0
-        while found < len(names) and names[found] in self._blocks:
-            found += 1
+        found = self._found(names)
         for name in reversed(names[:found]):
             block = self._blocks[name]
             self.kv_reused += not block.kv_reused
@@ -119,6 +123,13 @@ class BlockCache:
             ticket.apart = not self._make_room(own)
             self._own(ticket, 0 if ticket.apart else own)
         return ticket
+
+    def _found(self, names: list[int]) -> int:
+        """How many blocks from the beginning are cached."""
+        found = 0
+        while found < len(names) and names[found] in self._blocks:
+            found += 1
+        return found
 
     def prefilled(self, ticket: Ticket) -> None:
         self._publish(ticket, ticket.request.input_len)

@@ -67,6 +67,10 @@ class Cache(Protocol):
 
     def serve(self, request: Request) -> Outcome: ...
 
+    def peek(self, request: Request) -> int:
+        """Prompt tokens that `request` would hit now. Nothing changes."""
+        ...
+
     def begin(self, request: Request) -> Ticket: ...
 
     def prefilled(self, ticket: Ticket) -> None: ...
@@ -144,6 +148,21 @@ class Simulator:
         self._passed(request, path)
         self._remember(ticket, path)
         return ticket.outcome
+
+    def peek(self, request: Request) -> int:
+        return self.resumes_from(request)[1]
+
+    def resumes_from(self, request: Request) -> tuple[Node | None, int]:
+        """The node whose state, or KV where that is enough, `request` would resume from now, and
+        how many of its tokens that skips; None and 0 if there is none. Nothing changes.
+        """
+        prompt, tenant = request.tokens[: request.input_len - 1], request.tenant
+        path, matched = self.tree.find(prompt, tenant=tenant)
+        if not self.cost.state_bytes:
+            beyond = self.tree.beyond(path, matched, prompt, tenant)
+            return (beyond[-1], matched) if matched else (None, 0)
+        node = next((node for node in reversed(path) if node.has_state), None)
+        return node, 0 if node is None else node.depth
 
     def begin(self, request: Request) -> Ticket:
         """Match the prompt, and hold what it resumes from."""

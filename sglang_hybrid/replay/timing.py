@@ -12,6 +12,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sglang_hybrid.core.orders import FirstCome
+from sglang_hybrid.core.queue_order import QueueOrder
+from sglang_hybrid.core.waiting import Bound
+from sglang_hybrid.replay.scheduling import WaitingQueue
 from sglang_hybrid.replay.simulator import Cache, Outcome, Ticket
 from sglang_hybrid.replay.traces import Request, whole_file, write_line
 
@@ -123,8 +127,10 @@ FINISHED, PREFILLED, ARRIVED = range(3)  # at one moment, in this order
 
 
 class Timeline:
-    """One server: prefills one after the other, in order of arrival; decoding beside them takes its
-    time per token. A session's next request waits for the answer to the one before.
+    """One server: prefills one after the other; decoding beside them takes its time per token. A
+    session's next request waits for the answer to the one before.
+
+    order: which of the waiting requests is prefilled next; the one that came first by default.
     """
 
     def __init__(
@@ -132,12 +138,13 @@ class Timeline:
         cache: Cache,
         time: PrefillTime,
         done: Callable[[], None] = lambda: None,
+        order: QueueOrder[int] | None = None,
     ) -> None:
         self.cache = cache
         self.time = time
         self.done = done
+        self.queue = WaitingQueue(cache, time, order or QueueOrder(FirstCome(), Bound()))
         self._events: list[tuple[float, int, int]] = []  # time, what, index of the request
-        self._queue: deque[int] = deque()
         self._busy = False
 
     def run(self, requests: Sequence[Request]) -> list[Served]:
@@ -169,12 +176,12 @@ class Timeline:
 
     def _arrived(self, index: int, now: float) -> None:
         self._times[index, 0] = now
-        self._queue.append(index)
+        self.queue.add(index, self._requests[index], now)
         if not self._busy:
             self._start(now)
 
     def _start(self, now: float) -> None:
-        index = self._queue.popleft()
+        index = self.queue.take(now)
         ticket = self._tickets[index] = self.cache.begin(self._requests[index])
         outcome = self._outcomes[index] = ticket.outcome
         self._times[index, 1] = now
@@ -189,11 +196,12 @@ class Timeline:
         decoding = self.time.decode * (len(request.tokens) - request.input_len)
         heapq.heappush(self._events, (now + decoding, FINISHED, index))
         self._busy = False
-        if self._queue:
+        if len(self.queue):
             self._start(now)
 
     def _finished(self, index: int, now: float) -> None:
         self.cache.finished(self._tickets.pop(index))
+        self.queue.ended(index)
         self._times[index, 3] = now
         self.done()
         self._release(self._sessions[self._requests[index].session], now)

@@ -125,7 +125,8 @@ def check(
         if positions is not None:
             fields.positions(name, positions, len(ids))
     if isinstance(request, GenerateReqInput):
-        kv_hints.check(request.kv_hints, len(ids))
+        own = getattr(request, "expanded", None) is not None
+        kv_hints.check(request.kv_hints, len(ids), own=own)
         if in_session and kv_hints.wants_exact(request.kv_hints):
             raise ValueError(
                 f"a request of a session asks for {kv_hints.EXACT}; its session's KV may come from "

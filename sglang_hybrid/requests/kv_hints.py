@@ -8,6 +8,7 @@ nothing of SGLang.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -20,6 +21,7 @@ CHECKPOINT = "hybrid.checkpoint"
 SESSION = "hybrid.session"
 EXACT = "hybrid.exact"
 KNOWN = (CHECKPOINT, SESSION, EXACT)
+IMPORT = "hybrid.import"
 VERSION = "1"
 
 MOST_POSITIONS = 16
@@ -34,6 +36,23 @@ class Action(Protocol):
     payload: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Imported:
+    """What a prompt takes from elsewhere in the cache, as the server itself asks for it.
+
+    segments: position of the first token, and tokens, of each. position: of the first token behind
+    them.
+    """
+
+    segments: tuple[tuple[int, int], ...]
+    position: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of all segments."""
+        return sum(length for _, length in self.segments)
+
+
 class Envelope(Protocol):
     """SGLang's KvHintsEnvelope."""
 
@@ -43,6 +62,37 @@ class Envelope(Protocol):
 def checkpoint_hint(positions: Iterable[int]) -> dict[str, Any]:
     """An envelope that declares `positions`, as JSON."""
     return _envelope(_action(CHECKPOINT, {"positions": sorted(positions)}))
+
+
+def import_hint(imported: Imported) -> dict[str, Any]:
+    """An envelope that only the server itself may send (`check` refuses it from clients)."""
+    segments = [list(segment) for segment in imported.segments]
+    return _envelope(_action(IMPORT, {"segments": segments, "position": imported.position}))
+
+
+def imported(envelope: Envelope | None) -> Imported | None:
+    """What a checked request takes from elsewhere in the cache, or None."""
+    asked = [] if envelope is None else _ours(envelope, IMPORT)
+    if not asked:
+        return None
+    payload = asked[0].payload
+    segments = tuple((start, length) for start, length in payload["segments"])
+    return Imported(segments, payload["position"])
+
+
+def composed_key(extra_key: str | None, digest: str) -> str:
+    """The extra key under which prompts made of segments are stored, apart from all others of this
+    tenant. digest: of where the segments stand.
+    """
+    return f"modular/{digest}/" + ("-" if extra_key is None else f"+{extra_key}")
+
+
+def segment_key(composed: str, start: int) -> str:
+    """The extra key of a segment that begins at position `start`, for a prompt under the key
+    `composed`.
+    """
+    _, _, tenant = composed.split("/", 2)
+    return f"module/{start}/{tenant}"
 
 
 def with_session(kv_hints: Any, hint: Hint) -> Any:
@@ -94,13 +144,15 @@ def declared_positions(envelope: Envelope | None) -> tuple[int, ...]:
     return tuple(sorted(asked))
 
 
-def check(envelope: Envelope | None, prompt_len: int) -> None:
-    """Our actions are known ones and name positions in a prompt of `prompt_len` tokens. Raises
-    ValueError with one sentence.
+def check(envelope: Envelope | None, prompt_len: int, *, own: bool = False) -> None:
+    """Our actions are known ones and name positions in a prompt of `prompt_len` tokens. own: the
+    server made the request. Raises ValueError with one sentence.
     """
     if envelope is None:
         return
     for action in _ours(envelope):
+        if own and action.action_type == IMPORT:
+            continue
         if action.action_type not in KNOWN:
             raise ValueError(
                 f"kv_hints has the action {shown(action.action_type)}; of those that begin with "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sglang_hybrid.telemetry.answers import AnswerMetrics
 from sglang_hybrid.telemetry.memory import MemoryMetrics
+from sglang_hybrid.telemetry.schedule import ScheduleMetrics
 from sglang_hybrid.telemetry.tiers import TierMetrics
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.core.answers import Calibration
     from sglang_hybrid.memory.account import Account
+    from sglang_hybrid.telemetry.schedule import ScheduleStats
     from sglang_hybrid.telemetry.stats import CacheStats
     from sglang_hybrid.telemetry.tiers import TierStats
 
@@ -43,6 +45,9 @@ class HasStats(Protocol):
     account: Account | None  # of one memory
     tier_stats: TierStats
     ways: object  # None where there are no tiers
+
+    @property
+    def schedule_stats(self) -> ScheduleStats | None: ...
 
 
 class CacheMetrics:
@@ -100,6 +105,8 @@ class CacheMetrics:
         self._answers = None if cache.calibration is None else AnswerMetrics(cache.calibration)
         self._memory = None if cache.account is None else MemoryMetrics(cache.account)
         self._tiers = None if cache.ways is None else TierMetrics(cache.tier_stats)
+        waiting = cache.schedule_stats
+        self._schedule = None if waiting is None else ScheduleMetrics(waiting, PREFIX)
         self._shown = ""
         self._show_policy()
 
@@ -120,6 +127,8 @@ class CacheMetrics:
             self._memory.update()
         if self._tiers is not None:
             self._tiers.update()
+        if self._schedule is not None:
+            self._schedule.update()
         self._show_policy()
 
     def _show_policy(self) -> None:

@@ -71,7 +71,8 @@ class RequestReport:
     declared: positions at which the client asked for a checkpoint. has_states: the model has
     recurrent state, so only positions with a checkpoint can be hit. found: what each tier gave,
     None without tiers. exact: nothing that was hit comes from a smaller copy; None where there
-    are none.
+    are none. composed: tokens of modules that were computed apart, 0 if the whole prompt was
+    computed instead; None for other prompts.
     """
 
     prompt_tokens: int
@@ -84,6 +85,7 @@ class RequestReport:
     has_states: bool = True
     found: Found | None = None
     exact: bool | None = None
+    composed: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """A request that declared positions is also told which of them behind the hit were kept,
@@ -101,6 +103,7 @@ class RequestReport:
             **({"declared": declared} if self.declared else {}),
             **({} if self.found is None else {"tiers": self.found.as_dict()}),
             **({} if self.exact is None else {"exact": self.exact}),
+            **({} if self.composed is None else {"composed_tokens": self.composed}),
         }
 
     @property

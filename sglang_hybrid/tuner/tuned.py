@@ -142,6 +142,9 @@ class TunedCache:
         self._record(request, outcome)
         return outcome
 
+    def peek(self, request: Request) -> int:
+        return self.cache.peek(request)
+
     def begin(self, request: Request) -> Ticket:
         return self.cache.begin(request)
 

@@ -96,6 +96,7 @@ def build_cache(
     plans: bool = True,
     tiers: bool = False,
     rank: int | None = None,
+    priority_sign: int | None = None,
     **more: Any,
 ) -> UnifiedRadixCache:
     """Our cache under `options`, or SGLang's own for None, on pools of their own."""
@@ -181,7 +182,14 @@ def build_cache(
         cache = UnifiedRadixCache(params)
     else:
         cache = HybridRadixCache(
-            params, options, cost, one_pass=one_pass, plans=plans, tiers=tiers, rank=rank
+            params,
+            options,
+            cost,
+            one_pass=one_pass,
+            plans=plans,
+            tiers=tiers,
+            rank=rank,
+            priority_sign=priority_sign,
         )
     cache.cache_init_params = params  # init_hicache wants them
     return cache
@@ -264,6 +272,7 @@ class Server:
             kv_hints=None if said is None else decode_kv_hints_envelope(said),
         )
         req.time_stats.created_time = stamp
+        req.priority = 0
         return req
 
     def look_up(self, req: Req) -> int:

@@ -79,6 +79,13 @@ class TieredServer(Server):
         """What the scheduler does at every step."""
         self.cache.check_hicache_events()
 
+    def probe_node(self, tokens: Sequence[int]) -> int:
+        """The id of the deepest node that a prompt resumes from."""
+        req = self.arrive(tokens)
+        self.look_up(req)
+        self.send_back(req)
+        return int(req.best_match_node)
+
     def check(self) -> None:
         """SGLang's check does not hold while a load is under way: it counts what is loaded as if
         it had been acknowledged.

@@ -20,6 +20,7 @@ class Cache:
     alpha = {alpha!r}
     tuner_counts = {tuner!r}
     account = None
+    schedule_stats = None
     calibration = None
     ways = tier_stats = None
 
@@ -159,3 +160,28 @@ shown.update()
     assert found["sglang_hybrid:tier_written_bytes_total"] == 2_070
     assert found["sglang_hybrid:tier_loads_total"] == 3
     assert found["sglang_hybrid:tier_hit_tokens_total[host]"] == 64
+
+
+def test_the_queue_is_shown() -> None:
+    found = read("""
+from sglang_hybrid.core.waiting import Bound, Prospect, Reuse, Waiting
+from sglang_hybrid.telemetry.schedule import ScheduleMetrics, ScheduleStats
+stats = ScheduleStats(front=7)
+shown = ScheduleMetrics(stats, "sglang_hybrid:")
+hit = Prospect(90, 1.0, 10.0, Reuse.ON_DEVICE)
+stats.runs(Waiting("a", 1, 10.0, prospect=hit), Bound(3, 60.0), 12.0)
+shown.update()
+stats.runs(Waiting("b", 2, 10.0, overtaken=3), Bound(3, 60.0), 14.0)
+stats.runs(Waiting("c", 3, 10.0, overtaken=1), Bound(3, 60.0), 80.0)
+shown.update()
+shown.update()
+""")
+    assert found["sglang_hybrid:schedule_started_total[on_device]"] == 1
+    assert found["sglang_hybrid:schedule_started_total[nothing]"] == 2
+    assert found["sglang_hybrid:schedule_overtaken_total"] == 4
+    assert found["sglang_hybrid:schedule_most_overtaken"] == 3
+    assert found["sglang_hybrid:schedule_waited_seconds_total"] == 76
+    assert found["sglang_hybrid:schedule_longest_wait"] == 70
+    assert found["sglang_hybrid:schedule_bound_reached_total[overtaken]"] == 1
+    assert found["sglang_hybrid:schedule_bound_reached_total[seconds]"] == 1
+    assert found["sglang_hybrid:schedule_front"] == 7

@@ -1,0 +1,242 @@
+"""Orders of the waiting queue, replayed on traces: waits, throughput and hits.
+
+Requests are prefilled one after the other by the reuse index as served with one memory; times are
+the Marconi paper's fit. Arrivals are the trace's own; with --azure sessions begin when requests of
+Azure's conversation trace arrived, and the gaps within them are the trace's. A session's next
+request waits for the answer before. All times are stretched by one factor, so that the prefills,
+served one by one without a queue, would take the device for --loads of the time.
+
+Seconds to the first token (P50 / P95 / P99 / worst), tokens of prompts per second, share of tokens
+hit. `misses`: what of its aims `window` misses in a row: P99 not above fcfs's, P50 not above lpm's
+(by a millisecond or more), a hit rate at most 0.5 points below lpm's, and nobody overtaken more
+often than the bound says. The last table: geometric means over the rows of P50 against lpm's and
+P99 against fcfs's, the mean difference of hit rates from lpm's, rows in which the order meets each
+of these, and the most that a request was overtaken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from scripts.bench.report import Table
+from scripts.bench.traces import TRACES, read_named
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.orders import (
+    AgedPrefix,
+    Car,
+    FirstCome,
+    HighestResponseRatio,
+    LongestPrefix,
+    Order,
+    Window,
+)
+from sglang_hybrid.core.queue_order import QueueOrder
+from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.waiting import Bound
+from sglang_hybrid.replay.arrivals import Azure
+from sglang_hybrid.replay.simulator import Cache, hit_rate
+from sglang_hybrid.replay.systems import Setting, Spec
+from sglang_hybrid.replay.timing import PAPER, Timeline
+from sglang_hybrid.replay.traces import Request
+
+COST = CostModel.paper_7b()
+SIZES = {
+    "taubench_airline": 10.0,
+    "sharegpt_55": 4.0,
+    "bbh_fewshot": 2.0,
+    "claude_code_64k": 40.0,
+    "mooncake_conversation_trace": 40.0,
+}
+"""GB, by trace."""
+
+AZURE = "AzureLLMInferenceTrace_conv.csv.gz"
+UNBOUNDED = Bound()
+MILLISECOND = 0.001
+WITH_GAPS = ("taubench_airline", "sharegpt_55", "claude_code_64k")
+"""Traces of sessions."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A trace with arrivals at one load, in a cache of so many bytes."""
+
+    trace: str
+    azure: bool
+    load: float
+    requests: Sequence[Request]
+    memory: int
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        return self.trace.split("_")[0], "Azure" if self.azure else "own", f"{self.load:g}"
+
+
+@dataclass(frozen=True)
+class Served:
+    """What became of the requests of a row under one order. Seconds to the first token by
+    percentile; tokens of prompts per second; the share of tokens hit.
+    """
+
+    p50: float
+    p95: float
+    p99: float
+    worst: float
+    tokens_per_second: float
+    hit_rate: float
+    most_overtaken: int
+
+
+def orders() -> dict[str, tuple[Order, Bound]]:
+    """By name. Only car and window are bounded."""
+    default = HybridConfig()
+    bound = Bound(default.hybrid_schedule_overtaken, default.hybrid_schedule_seconds)
+    window = default.hybrid_schedule_window
+    unbounded = (FirstCome(), LongestPrefix(), AgedPrefix(), HighestResponseRatio())
+    bounded = (Car(window), Window(window))
+    return {order.name: (order, UNBOUNDED) for order in unbounded} | {
+        order.name: (order, bound) for order in bounded
+    }
+
+
+def cache_of(row: Row) -> Cache:
+    serving = Serving(one_memory=True)
+    return Spec("reuse").build(Setting(COST, row.memory, row.requests, serving=serving))
+
+
+def serve(row: Row, order: Order, bound: Bound) -> Served:
+    timeline = Timeline(cache_of(row), PAPER, order=QueueOrder(order, bound))
+    served = timeline.run(row.requests)
+    ttft = np.array([one.ttft for one in served])
+    tokens = sum(one.outcome.input_len for one in served)
+    busy = max(one.first_token for one in served) - min(one.arrival for one in served)
+    p50, p95, p99, worst = np.percentile(ttft, [50, 95, 99, 100]).tolist()
+    return Served(
+        *(p50, p95, p99, worst),
+        tokens_per_second=tokens / busy,
+        hit_rate=hit_rate(one.outcome for one in served),
+        most_overtaken=timeline.queue.most_overtaken,
+    )
+
+
+def with_starts(requests: Sequence[Request], starts: Sequence[float]) -> list[Request]:
+    """The same sessions, beginning at `starts`, with their own gaps."""
+    first: dict[int, float] = {}
+    for request in requests:
+        first.setdefault(request.session, request.arrival)
+    begin = dict(zip(first, starts, strict=False))
+    moved = [
+        replace(one, arrival=begin[one.session] + one.arrival - first[one.session])
+        for one in requests
+    ]
+    return sorted(moved, key=lambda one: one.arrival)
+
+
+def at_load(row: Row) -> Row:
+    """`row` with its arrivals stretched to its load."""
+    cache, work = cache_of(row), 0.0
+    for request in row.requests:
+        outcome = cache.serve(request)
+        work += PAPER.seconds(outcome.hit_len, outcome.input_len - outcome.hit_len)
+    first = row.requests[0].arrival
+    factor = work / (row.load * (row.requests[-1].arrival - first))
+    stretched = [replace(one, arrival=(one.arrival - first) * factor) for one in row.requests]
+    return replace(row, requests=stretched)
+
+
+def rows(options: argparse.Namespace) -> Iterator[Row]:
+    for trace, gigabytes in SIZES.items():
+        requests = read_named(options.traces, trace)[: options.requests]
+        arrivals = [False, True] if trace in WITH_GAPS else [False]
+        for azure in arrivals:
+            if azure:
+                starts = Azure.read(options.traces / AZURE).arrivals
+                requests = with_starts(requests, starts)
+            for load in options.loads:
+                yield Row(trace, azure, load, requests, int(gigabytes * 1e9))
+
+
+def serve_row(row: Row) -> dict[str, Served]:
+    row = at_load(row)
+    return {name: serve(row, order, bound) for name, (order, bound) in orders().items()}
+
+
+def met(order: str, served: dict[str, Served]) -> dict[str, bool]:
+    """Whether an order is as good as the best of SGLang's in each respect."""
+    one, fcfs, lpm = served[order], served["fcfs"], served["lpm"]
+    return {
+        "P50": one.p50 < lpm.p50 + MILLISECOND,
+        "P99": one.p99 < fcfs.p99 + MILLISECOND,
+        "hits": one.hit_rate >= lpm.hit_rate - 0.005,
+    }
+
+
+def missed(served: dict[str, Served], bound: Bound) -> str:
+    """The aims that `window` misses."""
+    aims = [aim for aim, is_met in met("window", served).items() if not is_met]
+    over = served["window"].most_overtaken > bound.times
+    return ", ".join(aims + ["bound"] * over)
+
+
+def show(rows: Sequence[tuple[Row, dict[str, Served]]]) -> None:
+    """Print waits, then throughput and hits, then the orders over all rows."""
+    names, (_, bound) = list(orders()), orders()["window"]
+    print("Seconds to the first token: P50 / P95 / P99 / worst\n")
+    table = Table("trace", "arrivals", "load", *names, "misses", text=2)
+    for row, served in rows:
+        waits = [
+            " / ".join(f"{seconds:.2f}" for seconds in (one.p50, one.p95, one.p99, one.worst))
+            for one in served.values()
+        ]
+        table.row(*row.cells, *waits, missed(served, bound))
+    print("\nTokens per second, hit rate\n")
+    table = Table("trace", "arrivals", "load", *names, text=2)
+    for row, served in rows:
+        table.row(
+            *row.cells,
+            *(f"{one.tokens_per_second:,.0f}, {one.hit_rate:.1%}" for one in served.values()),
+        )
+    print("\nAll rows\n")
+    table = Table(
+        *("order", "P50 / lpm's", "P99 / fcfs's", "hit rate - lpm's", "P50 met", "P99 met"),
+        *("hits met", "most overtaken"),
+    )
+    for name in names:
+        ones = [served[name] for _, served in rows]
+        table.row(
+            name,
+            f"{mean_ratio([served[name].p50 / served['lpm'].p50 for _, served in rows]):.2f}",
+            f"{mean_ratio([served[name].p99 / served['fcfs'].p99 for _, served in rows]):.2f}",
+            f"{np.mean([s[name].hit_rate - s['lpm'].hit_rate for _, s in rows]):+.1%}",
+            *(
+                f"{sum(met(name, served)[aim] for _, served in rows)} of {len(rows)}"
+                for aim in ("P50", "P99", "hits")
+            ),
+            max(one.most_overtaken for one in ones),
+        )
+
+
+def mean_ratio(ratios: Sequence[float]) -> float:
+    """The geometric mean."""
+    return float(np.exp(np.mean(np.log(ratios))))
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 0.95, 1.1])
+    parser.add_argument("--requests", type=int, default=1_000, help="of each trace, at most")
+    parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
+    parser.add_argument("--workers", type=int, default=2)
+
+
+def run(options: argparse.Namespace) -> None:
+    asked = list(rows(options))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.workers, context) as pool:
+        show(list(zip(asked, pool.map(serve_row, asked), strict=True)))

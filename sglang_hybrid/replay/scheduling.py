@@ -1,0 +1,75 @@
+"""The queue of a simulated server: the orders of `core`, asked about a simulated cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_hybrid.core.queue_order import QueueOrder
+from sglang_hybrid.core.standings import Standings
+from sglang_hybrid.core.waiting import Prospect, Reuse
+from sglang_hybrid.replay.simulator import Cache, Simulator
+from sglang_hybrid.replay.traces import Request
+
+if TYPE_CHECKING:
+    from sglang_hybrid.replay.timing import PrefillTime
+
+
+class WaitingQueue:
+    """Requests of a trace, by their index, that wait for their prefill.
+
+    most_overtaken: requests that came later and ran first, of the request with most of them.
+    """
+
+    def __init__(self, cache: Cache, time: PrefillTime, order: QueueOrder[int]) -> None:
+        self.most_overtaken = 0
+        self._cache = cache
+        self._time = time
+        self._order = order
+        self._queue: list[int] = []
+        self._waiting: dict[int, tuple[Request, float]] = {}
+        self._standings: Standings[int] | None = None
+        if order.order.holds and isinstance(cache, Simulator):
+            self._standings = Standings(cache.tree.move_standing)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, index: int, request: Request, now: float) -> None:
+        """A request arrives."""
+        self._queue.append(index)
+        self._waiting[index] = request, now
+
+    def take(self, now: float) -> int:
+        """The request that is prefilled next. There must be one."""
+        self._order.arrange(self._queue, now, self._prospect, self._arrived)
+        index = self._queue.pop(0)
+        del self._waiting[index]
+        taken = self._order.left(index, runs=True)
+        if taken is not None:
+            self.most_overtaken = max(self.most_overtaken, taken.overtaken)
+        if self._standings is not None:
+            self._standings.runs(index)
+        return index
+
+    def ended(self, index: int) -> None:
+        """A request that was taken has its answer."""
+        if self._standings is not None:
+            self._standings.ends(index)
+
+    def _arrived(self, index: int) -> float:
+        return self._waiting[index][1]
+
+    def _prospect(self, index: int) -> Prospect:
+        """What a waiting request would find now, and how long its prefill would take."""
+        request = self._waiting[index][0]
+        if self._standings is not None and isinstance(self._cache, Simulator):
+            node, hit = self._cache.resumes_from(request)
+            self._standings.waits(index, node)
+        else:
+            hit = self._cache.peek(request)
+        return Prospect(
+            hit,
+            self._time.seconds(hit, request.input_len - hit),
+            self._time.seconds(0, request.input_len),
+            Reuse.ON_DEVICE if hit else Reuse.NOTHING,
+        )

@@ -1,0 +1,1 @@
+"""Which waiting request runs next: the orders of `core` on SGLang's queue."""
