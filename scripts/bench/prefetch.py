@@ -80,10 +80,10 @@ def cache_of(row: Row, times: int) -> Simulator:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8])
-    parser.add_argument("--requests", type=int, default=600, help="of each trace, at most")
+    parser.add_argument("--requests", type=int, default=300, help="of each trace, at most")
     parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
     parser.add_argument("--bandwidths", type=float, nargs="+", default=[12, 25, 64], help="GB/s")
-    parser.add_argument("--places", type=int, default=32)
+    parser.add_argument("--places", type=int, default=16)
     parser.add_argument("--workers", type=int, default=2)
 
 

@@ -137,7 +137,9 @@ class Prefetcher(Generic[Name]):
         return complete
 
     def cancel(self, name: Name) -> bool:
-        """`name` has gone, or needs no load any more; whether a transfer must be stopped."""
+        """`name` has gone, or what was loaded for it was evicted; whether a transfer must be
+        stopped.
+        """
         load = self._loads.pop(name, None)
         if load is None:
             return False

@@ -81,7 +81,7 @@ class TwoTiers:
         self._busy_until = 0.0
         self._link_until = 0.0
         self._look_at = -1.0  # when the queue is looked at next
-        self._loads: dict[int, tuple[float, int]] = {}  # under way: when complete, up to where
+        self._loads: dict[int, float] = {}  # under way: when they will be complete
 
     def run(self, requests: Sequence[Request]) -> list[Served]:
         """Serve all; the result is in the requests' order."""
@@ -142,12 +142,10 @@ class TwoTiers:
         self.known[index] = self._host.peek(request) > 0
         here, there = self._missing(index)
         under_way = self._loads.pop(index, None)
-        self._count(index, now, here, there)
-        ready = now
+        self._count(index, now, (here, there), complete=under_way is None)
+        ready = now if under_way is None else under_way
         if there > here:
-            if under_way is None:
-                under_way = self._send(now, self._size(here, there)), there
-            ready, there = under_way
+            ready = self._send(now, self._size(here, there))
             self._device.store(request, there)
         self._tickets[index] = self._device.begin(request), self._host.begin(request)
         outcome = self._outcomes[index] = self._tickets[index][0].outcome
@@ -156,18 +154,23 @@ class TwoTiers:
         self._busy, self._busy_until = True, max(now + computed, ready)
         self._at(self._busy_until, PREFILLED, index)
 
-    def _count(self, index: int, now: float, here: int, there: int) -> None:
-        """`index` has its turn, and finds so much on the device and on the host."""
+    def _count(self, index: int, now: float, span: tuple[int, int], *, complete: bool) -> None:
+        """`index` has its turn. span: how far the device reaches, and the host. complete: no load
+        for it is under way.
+        """
+        here, there = span
         prefetched = index in self.prefetcher
-        if prefetched:
-            self.prefetcher.runs(index)
         if not prefetched and there == here:
             return
-        self.counts.loads += 1
-        self.counts.complete += there == here
-        waited = now - self._times[index][0]
+        if prefetched and there > here:
+            self.prefetcher.cancel(index)  # it was evicted again
+        elif prefetched:
+            self.prefetcher.runs(index)
+        complete = complete and there == here
         takes = self._link.seconds(self._size(here, there))
-        self.counts.possible += waited > takes or there == here
+        self.counts.loads += 1
+        self.counts.complete += complete
+        self.counts.possible += complete or now - self._times[index][0] > takes
 
     def _prefilled(self, index: int, now: float) -> None:
         for cache, ticket in zip((self._device, self._host), self._tickets[index], strict=True):
@@ -190,10 +193,8 @@ class TwoTiers:
 
     def _loaded(self, index: int, now: float) -> None:
         """A load that was started early is complete, unless its request did not wait for that."""
-        if index in self._loads:
-            _, there = self._loads.pop(index)
+        if self._loads.pop(index, None) is not None:
             self.prefetcher.arrived(index, 1 << 62)
-            self._device.store(self._requests[index], there)
 
     def _prefetch(self, now: float) -> None:
         """Start the loads that would otherwise end after their requests have their turn."""
@@ -203,11 +204,13 @@ class TwoTiers:
         due, later = self.prefetcher.due(waiting, self._link.bandwidth, self._turns(now, front))
         for index in due:
             here, there = missing[front.index(index)]
-            size = self._size(here, there)
-            ready = self._send(now, size)
-            self.prefetcher.started(index, size)
-            self._loads[index] = ready, there
-            self._at(ready, LOADED, index)
+            self._device.store(self._requests[index], there)
+            if self._device.peek(self._requests[index]) < there:
+                continue  # running requests hold all the room
+            self._queue.stored(index)
+            self.prefetcher.started(index, self._size(here, there))
+            self._loads[index] = self._send(now, self._size(here, there))
+            self._at(self._loads[index], LOADED, index)
         when = now + max(later, self._time.base / 4)
         if when < self._look_at or self._look_at <= now < when < math.inf:
             self._look_at = when

@@ -44,6 +44,10 @@ class WaitingQueue:
         self._order.arrange(self._queue, now, self._prospect, self._arrived)
         return list(self._queue)
 
+    def stored(self, index: int) -> None:
+        """More of a waiting request's prompt was stored: it holds that from now on."""
+        self._prospect(index)
+
     def take(self, now: float) -> int:
         """The request that is prefilled next. There must be one."""
         index = self.in_order(now)[0]
