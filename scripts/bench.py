@@ -32,7 +32,7 @@ COMMANDS = (
     *("cache", "rounds", "schedule-round", "victim", "admission"),
     *("policies", "answers", "pools", "tuner", "replay", "prewarm", "schedule-replay", "prefetch"),
     *("server", "split", "contexts", "roofline", "profile", "peer"),
-    *("ab", "phases", "one-memory", "moves", "agent", "schedule"),
+    *("ab", "phases", "one-memory", "moves", "tiers", "agent", "codecs", "schedule"),
 )
 """In the order of `--help`: kernels; the cache in one process; replays; a server; servers."""
 

@@ -293,18 +293,6 @@ def bindings(table: Path) -> set[tuple[str, str]]:
     """(module, name) of each `Binding(module, name, function)` of a file."""
     tree = ast.parse(table.read_text())
     constants: dict[str, str] = {}
-    for node in tree.body:
-        if isinstance(node, ast.Assign):
-            pairs = [(node.targets[0], node.value)]
-            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
-                pairs = list(zip(node.targets[0].elts, node.value.elts, strict=True))
-            constants |= {
-                target.id: value.value
-                for target, value in pairs
-                if isinstance(target, ast.Name)
-                and isinstance(value, ast.Constant)
-                and isinstance(value.value, str)
-            }
 
     def value(node: ast.expr) -> str:
         if isinstance(node, ast.Name):
@@ -314,6 +302,17 @@ def bindings(table: Path) -> set[tuple[str, str]]:
             return "".join(value(part) for part in parts)
         assert isinstance(node, ast.Constant)
         return str(node.value)
+
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            pairs = [(node.targets[0], node.value)]
+            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(node.targets[0].elts, node.value.elts, strict=True))
+            constants |= {
+                target.id: value(given)
+                for target, given in pairs
+                if isinstance(target, ast.Name) and isinstance(given, ast.Constant | ast.JoinedStr)
+            }
 
     return {
         (value(node.args[0]), value(node.args[1]))

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from sglang_hybrid.advice import RADIX_CACHE_DISABLED
-from sglang_hybrid.config import BACKEND, HybridConfig, Schedule
+from sglang_hybrid.config import BACKEND, Eviction, HybridConfig, Schedule
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.preflight import StartupError, read_config
 
@@ -18,7 +18,6 @@ REFUSED = {
     "enable_unified_cache_external_linker": "SGLang allows no other cache backend beside it",
     "enable_lmcache": "LMCache brings its own tree",
     "enable_flexkv": "FlexKV brings its own tree",
-    "enable_hierarchical_cache": "its host tier is not in the shadow tree yet",
     "enable_unified_memory": "its pools share their bytes, which is not accounted yet",
     "enable_session_radix_cache": "sessions order the victims themselves",
 }
@@ -29,8 +28,27 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
     """SGLang arguments that select our backend, or none where SGLang's own should serve.
 
     Raises `StartupError` if our backend was asked for, by name or by a policy, together with
-    something that it cannot honour.
+    something that it cannot honour; or if copies are to be smaller that nobody would mark as such.
     """
+    arguments = _choose(flags, options)
+    ours = bool(arguments) or flags.radix_cache_backend == BACKEND
+    marked = ours and options.policy is not Eviction.SGLANG_LRU and flags.enable_hierarchical_cache
+    if options.smaller_copies and not marked:
+        raise StartupError(
+            f"{options.smaller_copies} needs the {BACKEND} cache with "
+            "--enable-hierarchical-cache and a --hybrid-eviction of its own, which marks what "
+            "comes from copies that are not exact; leave the flag out."
+        )
+    storage = getattr(flags, "hicache_storage_backend", None)
+    if options.smaller_copies and storage not in (None, "file"):
+        raise StartupError(
+            f"{options.smaller_copies} goes with --hicache-storage-backend file, not {storage}; "
+            "leave out one of them."
+        )
+    return arguments
+
+
+def _choose(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
     ordered = options.hybrid_schedule.is_ours
     asked = flags.radix_cache_backend == BACKEND or options.pinned or ordered
     known = registered_backends()

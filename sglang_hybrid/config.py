@@ -25,6 +25,9 @@ BACKEND = "hybrid"
 CPU_ATTENTION = "hybrid_cpu"
 """Our name for SGLang's --attention-backend, on the CPU platform."""
 
+TIER_CODECS = ("exact", "bf16", "int8")
+"""Names of `sglang_hybrid.tiers.codecs.Codec`, which needs torch."""
+
 GROUP = "sglang_hybrid"
 AUTO_ALPHA = "auto"
 DEFAULT_ALPHA = 1.0
@@ -98,6 +101,14 @@ def count(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    """A number of 0 to 1."""
+    value = nonnegative(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 to 1")
+    return value
+
+
 def links(text: str) -> str:
     """Bandwidths of tiers as `parse_links` reads them, still as text."""
     try:
@@ -129,9 +140,13 @@ class HybridConfig:
     hybrid_tuner_window: int = 0
     hybrid_record: str = ""
     hybrid_prewarm: str = ""
+    hybrid_offload_watermark: float = 0.9
     hybrid_simulate_bandwidth: str = ""
     hybrid_disk_folder: str = ""
     hybrid_disk_mb: int = 0
+    hybrid_warm_start: int = 0
+    hybrid_tier_codec: str = "exact"
+    hybrid_tier_error: float = 0.0
     hybrid_default_model: str = "nemotron-h"
 
     @property
@@ -151,6 +166,14 @@ class HybridConfig:
         if self.hybrid_alpha is None:
             return 0.0 if self.tuned else DEFAULT_ALPHA
         return self.hybrid_alpha
+
+    @property
+    def smaller_copies(self) -> str:
+        """The flag that asks for copies that may not be exact, with its value; "" without one."""
+        if self.hybrid_tier_error:
+            return f"--hybrid-tier-error {self.hybrid_tier_error:g}"
+        smaller = self.hybrid_tier_codec != TIER_CODECS[0]
+        return f"--hybrid-tier-codec {self.hybrid_tier_codec}" if smaller else ""
 
     @property
     def judicious(self) -> bool:
@@ -331,6 +354,15 @@ class HybridConfig:
             "budget_mb",
         )
         group.add_argument(
+            "--hybrid-offload-watermark",
+            type=share,
+            metavar="SHARE",
+            default=HybridConfig.hybrid_offload_watermark,
+            help="with --enable-hierarchical-cache: when more of the device's memory than this "
+            "share is in use and nothing waits, what would be evicted next is copied to the host; "
+            "1 turns that off (default: %(default)s)",
+        )
+        group.add_argument(
             "--hybrid-simulate-bandwidth",
             type=links,
             metavar="TIER=SPEED,...",
@@ -353,6 +385,31 @@ class HybridConfig:
             default=HybridConfig.hybrid_disk_mb,
             help="MiB that the folder may take, shared by all ranks; 0 is all but 5%% of the disk "
             "(default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-warm-start",
+            type=count,
+            metavar="MB",
+            default=HybridConfig.hybrid_warm_start,
+            help="MiB of what the disk holds that a starting server reads into memory while it "
+            "already serves, per rank: what was used last, states first (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-tier-codec",
+            choices=TIER_CODECS,
+            default=HybridConfig.hybrid_tier_codec,
+            help="how copies of KV and states are stored below the device: as they are, as "
+            "bfloat16, or as int8 with a scale for each row; hits on copies that are not exact "
+            "say so (default: %(default)s)",
+        )
+        group.add_argument(
+            "--hybrid-tier-error",
+            type=nonnegative,
+            metavar="LOGPROB",
+            default=HybridConfig.hybrid_tier_error,
+            help="instead of one codec for all layers: measure at the start how far each layer's "
+            "smaller copies move log probabilities, and give each the smallest codec within this "
+            "bound; 0 turns that off (default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-default-model",
@@ -404,6 +461,11 @@ class HybridConfig:
         known["hybrid_memory"] = Memory(known["hybrid_memory"])
         known["hybrid_schedule"] = Schedule(known["hybrid_schedule"])
         config = cls(**known)
+        if config.hybrid_tier_error and config.hybrid_tier_codec != "exact":
+            raise ValueError(
+                f"--hybrid-tier-error {config.hybrid_tier_error:g} chooses the codecs itself; "
+                f"leave --hybrid-tier-codec {config.hybrid_tier_codec} out."
+            )
         if config.hybrid_alpha is not None and config.policy is not Eviction.MARCONI:
             raise ValueError(
                 f"--hybrid-alpha {config.hybrid_alpha:g} belongs to --hybrid-eviction marconi and "

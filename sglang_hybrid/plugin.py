@@ -47,7 +47,9 @@ def register() -> None:
     ignore_signals_for_the_first_process()
     factory.register()
     options = HybridConfig.from_environment()
-    file_backend.register(options.hybrid_disk_folder, options.hybrid_disk_mb << 20)
+    file_backend.register(
+        options.hybrid_disk_folder, options.hybrid_disk_mb << 20, options.hybrid_warm_start << 20
+    )
     _settle_states()
     if isinstance(current_platform, HybridCpuPlatform):
         from sglang_hybrid.platforms import attention

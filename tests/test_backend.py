@@ -42,7 +42,8 @@ def model(directory: Path, config: dict[str, Any]) -> str:
 
 
 def flags(model_path: str, **given: Any) -> argparse.Namespace:
-    values = {"radix_cache_backend": None, "disable_radix_cache": False, **given}
+    values = {"radix_cache_backend": None, "disable_radix_cache": False}
+    values |= {"enable_hierarchical_cache": False, **given}
     return argparse.Namespace(model_path=model_path, **values)
 
 
@@ -107,6 +108,14 @@ def test_what_the_cache_cannot_honour(
         with pytest.raises(StartupError, match=f"^{flag} cannot be combined") as caught:
             how()
         assert "\n" not in str(caught.value)
+
+
+def test_smaller_copies_need_a_cache_that_marks_them(tmp_path: Path) -> None:
+    smaller = HybridConfig(hybrid_tier_codec="int8")
+    with pytest.raises(StartupError, match="--hybrid-tier-codec int8 needs the hybrid cache"):
+        choose_backend(flags(model(tmp_path, HYBRID)), smaller)
+    with pytest.raises(StartupError, match="needs the hybrid cache"):
+        choose_backend(flags(model(tmp_path, ATTENTION), enable_hierarchical_cache=True), smaller)
 
 
 def test_a_schedule_of_ours_asks_for_our_cache(tmp_path: Path) -> None:

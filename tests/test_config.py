@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from sglang_hybrid.config import Admission, Eviction, HybridConfig, Schedule
+from sglang_hybrid.config import TIER_CODECS, Admission, Eviction, HybridConfig, Schedule
 
 
 def parse(*argv: str) -> HybridConfig:
@@ -115,6 +115,12 @@ def test_an_alpha_that_means_nothing_is_refused(policy: str) -> None:
             {"SGLANG_HYBRID_EVICTION": policy, "SGLANG_HYBRID_ALPHA": "0.7"}
         )
     assert parse("--hybrid-eviction", policy, "--hybrid-alpha", "auto").alpha is None
+
+
+def test_codecs_are_those_of_the_tiers() -> None:
+    from sglang_hybrid.tiers.codecs import Codec
+
+    assert tuple(codec.value for codec in Codec) == TIER_CODECS
 
 
 def test_a_window_has_room_for_a_request() -> None:

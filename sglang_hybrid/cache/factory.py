@@ -14,12 +14,14 @@ from sglang.srt.mem_cache.registry import (
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_hybrid.advice import ServerSetup, advise
+from sglang_hybrid.cache.codec_choice import choose_codecs
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
 from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, why_unplanned
 from sglang_hybrid.checkpoints.tracks import why_split
 from sglang_hybrid.config import BACKEND, HybridConfig
 from sglang_hybrid.patching import is_patched
+from sglang_hybrid.tiers import coded_rows
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     from sglang_hybrid.cache.sizes import cost_of_model
 
     options = HybridConfig.from_environment()
+    coded_rows.use(choose_codecs(options, context))
     cost = cost_of_model(context.model_config.hf_config)
 
     unplanned = why_unplanned(context.server_args)
@@ -56,6 +59,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
             message_boundaries,
             one_pass=split is None,
             plans=not unplanned,
+            tiers=bool(context.server_args.enable_hierarchical_cache),
             rank=_rank(),
             priority_sign=_priority_sign(context.server_args),
         )

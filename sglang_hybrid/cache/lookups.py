@@ -8,8 +8,9 @@ from weakref import WeakKeyDictionary
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
-from sglang_hybrid.requests.kv_hints import declared_positions
+from sglang_hybrid.requests.kv_hints import declared_positions, imported
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
+from sglang_hybrid.tiers.coded_rows import chosen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.cache.sglang_cache import SglangCache
     from sglang_hybrid.cache.shadow_tree import ShadowTree
+    from sglang_hybrid.cache.ways import WayChooser
     from sglang_hybrid.core.cost import CostModel
     from sglang_hybrid.core.nodes import Kind
     from sglang_hybrid.explain.decision_log import DecisionLog
+    from sglang_hybrid.telemetry.tiers import TierStats
 
 
 class NoSlotForHit(MatchResult):
@@ -45,14 +48,21 @@ class LookUps:
         stats: CacheStats,
         shadow_tree: ShadowTree | None,
         decision_log: DecisionLog,
+        tier_stats: TierStats,
     ) -> None:
         self._cache = cache
+        self._tier_stats = tier_stats
         self._cost = cost
         self._stats = stats
         self._shadow_tree = shadow_tree
         self._decision_log = decision_log
         self._reports: WeakKeyDictionary[Req, RequestReport] = WeakKeyDictionary()
         self._kv_lens: WeakKeyDictionary[Req, int] = WeakKeyDictionary()
+        self._hit_lens: WeakKeyDictionary[Req, int] = WeakKeyDictionary()
+
+    @property
+    def _ways(self) -> WayChooser | None:
+        return self._cache.ways
 
     def __contains__(self, req: Req) -> bool:
         """Whether a look-up of `req` was counted."""
@@ -71,6 +81,10 @@ class LookUps:
         """Prompt tokens of `req` whose KV is stored, whether or not a state is."""
         return self._kv_lens.get(req, int(req.prefix_len))
 
+    def hit_len(self, req: Req) -> int:
+        """Where the prefill of `req` will begin, if what it is to load can be loaded."""
+        return self._hit_lens.get(req, int(req.prefix_len))
+
     def looked_up(self, params: MatchPrefixParams, result: MatchResult) -> None:
         """SGLang matched a prompt. A health probe is no traffic: it is not counted, noted or
         recorded and leaves nothing in the tree.
@@ -84,6 +98,7 @@ class LookUps:
             req.skip_radix_cache_insert = True
             return
         self._kv_lens[req] = result.full_kv_hit_length
+        self._hit_lens[req] = self._depth(result)
         known = self._reports.get(req)
         if known is not None and known.started:
             return
@@ -94,12 +109,17 @@ class LookUps:
         self._decision_log.looked_up(req, report, result.full_kv_hit_length, node)
         if known is None and self._shadow_tree is not None:
             self._shadow_tree.hit(node)
+        if report.composed == 0:  # it will not enter the tree, which is where others are reported
+            _send(req, report)
 
     def _report_of(self, req: Req, key: Any, result: MatchResult) -> RequestReport:
-        hit = result.device_prefix_len + result.host_hit_length
+        hit = self._depth(result)
         kv_only = max(0, result.full_kv_hit_length - hit) if self._cache.is_mamba_enabled else 0
+        found = None if self._ways is None else self._ways.found(req)
         if isinstance(result, NoSlotForHit):
             missed = Missed.NO_SLOT
+        elif found is not None and found.stored_tokens > hit:
+            missed = Missed.COMPUTED
         elif kv_only:
             missed = Missed.NO_STATE
         else:
@@ -112,7 +132,26 @@ class LookUps:
             missed,
             declared=declared_positions(req.kv_hints),
             has_states=self._cache.is_mamba_enabled,
+            found=found,
+            composed=self._composed(req),
         )
+
+    def _composed(self, req: Req) -> int | None:
+        """Tokens of segments that were put together for it; None if it has none."""
+        asked = imported(req.kv_hints)
+        if asked is None or not asked.segments:
+            return None
+        return 0 if req.skip_radix_cache_insert else asked.length
+
+    def _depth(self, result: MatchResult) -> int:
+        """Tokens down to the node that is resumed from. SGLang's `host_hit_length` leaves out what
+        the device has and the host has not.
+        """
+        if self._shadow_tree is None or not result.host_hit_length:
+            return int(result.device_prefix_len + result.host_hit_length)
+        node = self._cache.tree_core.node_by_id(result.best_match_node)
+        depth: int = self._shadow_tree.record(node).depth
+        return depth
 
     def began(self, req: Req) -> None:
         """The first prefill of a request has run: count what it found, once."""
@@ -120,7 +159,13 @@ class LookUps:
         if report is None or report.started:
             return
         report.started = True
+        if not chosen().exact:
+            core = self._cache.tree_core
+            report.exact = core.is_exact(core.node_by_id(req.last_node))
         self._stats.served(report, self._cost.flops(report.hit_tokens))
+        if report.found is not None:
+            self._tier_stats.hit_tokens["device"] += report.found.device_tokens
+            self._tier_stats.hit_tokens["host"] += report.found.host_tokens
         _send(req, report)
 
     def published(self, req: Req, checkpoints: Sequence[tuple[int, Kind]]) -> None:

@@ -49,8 +49,19 @@ class OneMemoryCache(UnifiedRadixCache):
             while not enough():
                 node_id, made_progress = self._evict_device_next_node(ComponentType.MAMBA, tracker)
                 if node_id is not None:
-                    self._evict_device_leaf(node_id, tracker)
+                    self._give_up_leaf(node_id, tracker)
                 elif not made_progress:
                     break
         finally:
             self.tree_core.evict_device_end(ComponentType.MAMBA)
+
+    def _give_up_leaf(self, node_id: int, tracker: dict[ComponentType, int]) -> None:
+        """Evict a leaf; where SGLang writes back, after its copy to the host (1028-1052)."""
+        backup = self._evict_device_leaf(node_id, tracker)
+        if backup is None:
+            return
+        if self._execute_and_commit_kv_backup(backup, write_back=True):
+            self.writing_check(write_back=True)
+            self._demote(node_id, tracker)
+        else:
+            self._drop_subtree_no_host(node_id, tracker)

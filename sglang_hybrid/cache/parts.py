@@ -12,9 +12,11 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import mamba_checkpoint_grid
 
 from sglang_hybrid.cache.lookups import LookUps
+from sglang_hybrid.cache.measured_speeds import MeasuredSpeeds
 from sglang_hybrid.cache.shadow_tree import ShadowTree
 from sglang_hybrid.cache.sizes import measured_cost
 from sglang_hybrid.cache.state_pool import PoolStateSlots
+from sglang_hybrid.cache.tiered_shadow_tree import TieredShadowTree
 from sglang_hybrid.checkpoints.planner import Planner
 from sglang_hybrid.config import Eviction
 from sglang_hybrid.core.history import History
@@ -23,6 +25,7 @@ from sglang_hybrid.core.systems import Spec, make_policies
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.memory.allocators import OneMemoryKV
 from sglang_hybrid.telemetry.stats import CacheStats
+from sglang_hybrid.telemetry.tiers import TierStats
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -40,6 +43,7 @@ class Parts:
     start: the policy that the flags start with. account: of one memory, None where KV and states
     have a pool each. shadow_tree: None where SGLang's own order decides what is evicted. planner:
     None where states are taken where SGLang tracks them. serving: how the server runs, None there.
+    speeds: what decisions about tiers are made with, None without tiers.
     """
 
     options: HybridConfig
@@ -51,6 +55,8 @@ class Parts:
     decision_log: DecisionLog
     slots: PoolStateSlots
     lookups: LookUps
+    tier_stats: TierStats
+    speeds: MeasuredSpeeds | None = None
     planner: Planner | None = None
     serving: Serving | None = None
 
@@ -70,6 +76,7 @@ def build_parts(
     *,
     one_pass: bool,
     plans: bool,
+    tiers: bool,
 ) -> Parts:
     """The parts of `cache`, whose attributes they read only later. The arguments are those of
     `HybridRadixCache`.
@@ -79,7 +86,8 @@ def build_parts(
     allocator = params.token_to_kv_pool_allocator
     account = allocator.account if isinstance(allocator, OneMemoryKV) else None
     measured, stats = measured_cost(cost, params), CacheStats()
-    shadow_tree = None
+    shadow_tree: ShadowTree | None = None
+    speeds: MeasuredSpeeds | None = None
     has_states = ComponentType.MAMBA in (params.tree_components or ())
     if options.policy is not Eviction.SGLANG_LRU and not params.disable:
         history = History(
@@ -89,12 +97,32 @@ def build_parts(
         )
         policies = make_policies(start, history)
         one_memory = account is not None
-        shadow_tree = ShadowTree(measured, *policies, has_states=has_states, one_memory=one_memory)
+        if tiers:
+            on_cpu = str(getattr(allocator, "device", "cpu")) == "cpu"
+            speeds = MeasuredSpeeds(measured, on_cpu=on_cpu)
+            shadow_tree = TieredShadowTree(
+                measured, *policies, speeds, has_states=has_states, one_memory=one_memory
+            )
+        else:
+            shadow_tree = ShadowTree(
+                measured, *policies, has_states=has_states, one_memory=one_memory
+            )
     decision_log = DecisionLog(cache)
     slots = PoolStateSlots(cache, shadow_tree, decision_log)
-    lookups = LookUps(cache, measured, stats, shadow_tree, decision_log)
+    tier_stats = TierStats(measured.kv_bytes_per_token, measured.state_bytes)
+    lookups = LookUps(cache, measured, stats, shadow_tree, decision_log, tier_stats)
     parts = Parts(
-        options, start, measured, account, stats, shadow_tree, decision_log, slots, lookups
+        options,
+        start,
+        measured,
+        account,
+        stats,
+        shadow_tree,
+        decision_log,
+        slots,
+        lookups,
+        tier_stats,
+        speeds,
     )
     if has_states and plans and options.judicious and not params.disable:
         _plan(parts, params, one_pass=one_pass)

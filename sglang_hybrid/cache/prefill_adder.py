@@ -167,6 +167,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
     def _slots_needed(self, req: Req) -> int:
         pool = self.tree_cache.req_to_token_pool
         needed = 0 if req.kv.holds_mamba else 1
+        needed += int(req.mamba_host_hit_length > 0)  # the tree's, beside the request's own
         if pool.enable_mamba_extra_buffer and req.kv.mamba_ping_pong_track_buffer is None:
             needed += pool.mamba_initial_tracking_slots
         return needed

@@ -13,12 +13,18 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache import tree_core  # noqa: F401, it registers BACKEND with SGLang
 from sglang_hybrid.cache.components import with_our_components
-from sglang_hybrid.cache.one_memory import OneMemoryCache
+from sglang_hybrid.cache.host_tier import HostTierCache
+from sglang_hybrid.cache.inexact import ExactPartsCache
+from sglang_hybrid.cache.modular import ModularPrompts
+from sglang_hybrid.cache.offload import Offload
 from sglang_hybrid.cache.parts import build_parts
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from sglang_hybrid.cache.publication import Publication
 from sglang_hybrid.cache.slots import free_slots
+from sglang_hybrid.cache.tiered_shadow_tree import TieredShadowTree
 from sglang_hybrid.cache.tuning import make_tuning
+from sglang_hybrid.cache.ways import WayChooser
+from sglang_hybrid.cache.writes import WriteJudge
 from sglang_hybrid.checkpoints import decode
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.checkpoints.prefix_wait import PrefixWait
@@ -48,7 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class HybridRadixCache(OneMemoryCache):
+class HybridRadixCache(ExactPartsCache, HostTierCache):
     """SGLang's tree and pools with our choice of victims, admission and reports.
 
     Under `--hybrid-eviction sglang-lru` SGLang's own order decides and there is no shadow tree.
@@ -61,6 +67,7 @@ class HybridRadixCache(OneMemoryCache):
         one_pass: the model's kernels can take states in the middle of a prefill.
         plans: states are taken where we want them; otherwise where SGLang tracks them, as for
             speculative decoding.
+        tiers: there is host memory below the device, whose copies are chosen by value.
         rank: which of several caches with requests of their own this is; None if another rank
             receives its requests.
         priority_sign: times a request's priority gives a number that is smaller for those that run
@@ -76,6 +83,7 @@ class HybridRadixCache(OneMemoryCache):
         *,
         one_pass: bool = True,
         plans: bool = True,
+        tiers: bool = False,
         rank: int | None = None,
         priority_sign: int | None = None,
     ) -> None:
@@ -84,19 +92,28 @@ class HybridRadixCache(OneMemoryCache):
         self._messages: WeakKeyDictionary[Req, list[int]] = WeakKeyDictionary()
         self._history_matches: WeakKeyDictionary[Req, HistoryMatch] = WeakKeyDictionary()
         self.advice: list[str] = []  # what its flags should rather be, for the report
-        parts = build_parts(self, params, self.options, cost, one_pass=one_pass, plans=plans)
+        parts = build_parts(
+            self, params, self.options, cost, one_pass=one_pass, plans=plans, tiers=tiers
+        )
         self.cost, self.account, self.stats = parts.cost, parts.account, parts.stats
         self.shadow_tree, self.planner, self.slots = parts.shadow_tree, parts.planner, parts.slots
         self.lookups, self.decision_log = parts.lookups, parts.decision_log
         self.explainer = Explainer(self, self.decision_log)
+        self.speeds, self.ways, self.tier_stats = parts.speeds, None, parts.tier_stats
+        self.offload, self.prefix_wait = None, None
         self.schedule: QueueSchedule | None = None
         if not params.disable:
             self.schedule = make_schedule(self, self.options, priority_sign)
         super().__init__(with_our_components(params, parts))
+        if isinstance(self.shadow_tree, TieredShadowTree) and not self.disable:
+            self.ways = self.tree_core.ways = WayChooser(self.shadow_tree)
+            self.tree_core.writes = WriteJudge(self.shadow_tree, self.tier_stats)
+            self.offload = Offload(self, self.options.hybrid_offload_watermark)
         if self.schedule is not None:
             self.prefill_adder_class: type[ScheduledPrefillAdder] = ScheduledPrefillAdder
         if self.is_mamba_enabled and not self.disable:
             self._admit_with_states()
+        self.modular = ModularPrompts(self, super()._match_tree)
         self.tuning = make_tuning(self, parts, rank)
         one_of_its_kind = params.enable_metrics and rank is not None  # ranks do the same
         self._metrics = CacheMetrics(self) if one_of_its_kind else None
@@ -149,6 +166,7 @@ class HybridRadixCache(OneMemoryCache):
     # What requests find.
 
     def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
+        params = self.modular.prepare(params)
         result = self._just_ranked(params) or super()._match_tree(params)
         self.lookups.looked_up(params, result)
         return result
@@ -187,6 +205,7 @@ class HybridRadixCache(OneMemoryCache):
         self.planner.plan_request(
             req,
             len(prompt),
+            self.lookups.hit_len(req),
             self.lookups.kv_len(req),
             history_match=history_match,
             shared=self.prefix_wait.shared(req),
@@ -218,11 +237,15 @@ class HybridRadixCache(OneMemoryCache):
         """The prefill of `batch` is about to start: give its states their slots."""
         if self.planner is not None:
             self.planner.assign_slots(batch)
+        if self.speeds is not None:
+            self.speeds.prefill_begins((req.prefix_len, req.extend_end) for req in batch.reqs)
 
     # What they leave.
 
     def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         self.lookups.began(req)
+        if self.speeds is not None:
+            self.speeds.prefill_done()
         ready = [] if self.planner is None else self.planner.take_ready(req, up_to)
         publication = Publication(req, self.slots, ready)
         states = self.components.get(ComponentType.MAMBA)
@@ -243,7 +266,11 @@ class HybridRadixCache(OneMemoryCache):
         return inserting
 
     def _ended(self, req: Req, up_to: int) -> None:
-        """Tuner and history learn of a request with `up_to` tokens in the tree."""
+        """Tuner and history learn of a request with `up_to` tokens in the tree; of one that was put
+        together from segments they could not.
+        """
+        if self.modular.composed(req) is not None:
+            return
         if self.tuning.listens:
             self.tuning.finished(req, up_to, self.message_starts(req))
         if self.shadow_tree is not None:
@@ -310,6 +337,7 @@ class HybridRadixCache(OneMemoryCache):
             "state_slots_free": None if allocator is None else free_slots(allocator),
             **self.stats.as_dict(),
             "memory": None if self.account is None else self.account.as_dict(),
+            "tiers": self.tiers_info(),
             "schedule": None if self.schedule is None else self.schedule.info(),
             "tuner": self.tuning.info(),
             "recording": self.tuning.recording(),

@@ -11,11 +11,14 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, InsertResult
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
+    from sglang_hybrid.cache.ways import WayChooser
+
 
 class SglangCache(Protocol):
     """SGLang's `UnifiedRadixCache`, as far as it is used outside `radix_cache.py`."""
 
     disable: bool
+    ways: WayChooser | None
     is_mamba_enabled: bool
     components: Mapping[ComponentType, Any]
     tree_core: Any

@@ -140,6 +140,9 @@ class ShadowTree:
         if record is not None and record is not self.tree.root:
             self.tree.lock(record, kv=record.kv_locked, state=held)
 
+    def sync(self, node: UnifiedTreeNode) -> None:
+        """Copies of `node` may have come or gone. With one tier, other calls tell of that."""
+
     # What requests did.
 
     def arrived(self, stamp: float | None) -> None:
@@ -220,9 +223,10 @@ class ShadowTree:
                 problems.append(f"node {node.id} has no record")
                 continue
             if node is not root:
-                problems += _differences(node, record, depth, anchor_depth, self.has_states)
-                tokens += record.tokens
-                held_states += record.has_state
+                problems += self._differences(node, record, depth, anchor_depth)
+                kv_held, state_held = self._device_holds(record)
+                tokens += record.tokens * kv_held
+                held_states += state_held
                 anchor_depth = depth if record.has_state else anchor_depth
             children = {child.id: self._records.get(child.id) for child in node.children.values()}
             if record.children != children:
@@ -261,37 +265,44 @@ class ShadowTree:
             self.tree.give_state(record, Kind.UNKNOWN)
             record.last_used, record.stamp = times
 
+    def _device_holds(self, record: Node) -> tuple[bool, bool]:
+        """Whether the device has the KV of a record, and its state."""
+        return True, record.has_state
 
-def _differences(
-    node: UnifiedTreeNode, record: Node, depth: int, anchor_depth: int, has_states: bool
-) -> list[str]:
-    kv = node.component_data[ComponentType.FULL]
-    state = node.component_data[ComponentType.MAMBA] if has_states else None
-    is_ = {
-        "payload": record.payload,
-        "key": record.key,
-        "tokens": record.tokens,
-        "depth": record.depth,
-        "anchor depth": record.anchor_depth,
-        "state": record.has_state,
-        "KV held": record.kv_locked,
-        "state held": record.state_locked,
-    }
-    should_be = {
-        "payload": node,
-        "key": node.id,
-        "tokens": len(node.key),
-        "depth": depth,
-        "anchor depth": anchor_depth,
-        "state": state is None or state.value is not None,
-        "KV held": kv.lock_ref > 0,
-        "state held": state is not None and state.lock_ref > 0,
-    }
-    return [
-        f"node {node.id}: {name} is {is_[name]}, not {value}"
-        for name, value in should_be.items()
-        if is_[name] != value
-    ]
+    def _has_a_state(self, node: UnifiedTreeNode) -> bool:
+        """Whether a request can resume from the state of `node`, by SGLang's tree."""
+        return node.component_data[ComponentType.MAMBA].value is not None
+
+    def _differences(
+        self, node: UnifiedTreeNode, record: Node, depth: int, anchor_depth: int
+    ) -> list[str]:
+        kv = node.component_data[ComponentType.FULL]
+        state = node.component_data[ComponentType.MAMBA] if self.has_states else None
+        is_ = {
+            "payload": record.payload,
+            "key": record.key,
+            "tokens": record.tokens,
+            "depth": record.depth,
+            "anchor depth": record.anchor_depth,
+            "state": record.has_state,
+            "KV held": record.kv_locked,
+            "state held": record.state_locked,
+        }
+        should_be = {
+            "payload": node,
+            "key": node.id,
+            "tokens": len(node.key),
+            "depth": depth,
+            "anchor depth": anchor_depth,
+            "state": state is None or self._has_a_state(node),
+            "KV held": kv.lock_ref > 0,
+            "state held": state is not None and state.lock_ref > 0,
+        }
+        return [
+            f"node {node.id}: {name} is {is_[name]}, not {value}"
+            for name, value in should_be.items()
+            if is_[name] != value
+        ]
 
 
 def _payload(record: Node | None) -> UnifiedTreeNode | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
+from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer, InternalStateBackup
 
+from sglang_hybrid.cache.host_eviction import evict_from_host
 from sglang_hybrid.cache.kv_components import CountedFull
 from sglang_hybrid.cache.state_components import RobustMamba
+from sglang_hybrid.cache.tiered_shadow_tree import TieredShadowTree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +34,10 @@ class ShadowedMamba(RobustMamba):
         self._shadow_tree.state_given(node, kind)
 
     def state_dropped(self, node: UnifiedTreeNode, what: Evicted) -> None:
-        self._parts.decision_log.state_lost(node, what)
+        if node.component_data[self.component_type].host_value is None:
+            self._parts.decision_log.state_lost(node, what)
+        else:
+            self._parts.tier_stats.demoted += 1
         self._shadow_tree.state_dropped(node)
 
     def acquire_component_lock(
@@ -55,6 +60,7 @@ class ShadowedMamba(RobustMamba):
 
     def _evict_device_start(self, request_cnt: int) -> None:
         self._wanted = request_cnt
+        self._last: UnifiedTreeNode | None = None
 
     def _evict_device_next_node(
         self,
@@ -62,19 +68,23 @@ class ShadowedMamba(RobustMamba):
         device_frees: Any,
         host_frees: Any,
         **more: Any,
-    ) -> int | None:
-        """One victim: a leaf is returned for SGLang to delete, an inner node gives up its state.
+    ) -> int | InternalStateBackup | None:
+        """One victim: a leaf is returned for SGLang to delete or to demote, an inner node gives up
+        its state; if that should be copied to the host first, SGLang is told and comes back.
 
         more: `cache_actions`, to which SGLang 0.5.23 adds, and which 0.5.22 does not have.
         """
         if tracker[self.component_type] >= self._wanted:
             return None
         node = self._shadow_tree.state_victim()
-        if node is None:
+        if node is None or node is self._last:  # SGLang could not evict it
             return None
+        self._last = node
         if node in self.tree_core.evictable_device_leaves:
             leaf: int = node.id
             return leaf
+        if self.tree_core.demotes_states and self.tree_core.wants_copy_of_state(node):
+            return InternalStateBackup(node_id=node.id, num_tokens=1)
         self.tree_core._evict_component_and_detach_lru(
             node,
             self,
@@ -88,7 +98,13 @@ class ShadowedMamba(RobustMamba):
         return None
 
     def _evict_device_end(self) -> None:
-        self._wanted = 0
+        self._wanted, self._last = 0, None
+
+    def drive_host_eviction(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self._shadow_tree, TieredShadowTree):
+            evict_from_host(self, self._shadow_tree, num_tokens, *args, **kwargs)
+        else:
+            super().drive_host_eviction(num_tokens, *args, **kwargs)
 
 
 class ShadowedFull(CountedFull):
@@ -99,7 +115,10 @@ class ShadowedFull(CountedFull):
         self._shadow_tree = shadow_tree
 
     def kv_dropped(self, node: UnifiedTreeNode) -> None:
-        self._parts.decision_log.kv_lost(node)
+        if not node.backuped:
+            self._parts.decision_log.kv_lost(node)
+        elif not self._shadow_tree.has_states:
+            self._parts.tier_stats.demoted += 1
 
     def acquire_component_lock(
         self, node: UnifiedTreeNode, result: Any, lock_host: bool = False
@@ -123,6 +142,7 @@ class ShadowedFull(CountedFull):
 
     def _evict_device_start(self, request_cnt: int) -> None:
         self._wanted = request_cnt
+        self._last: UnifiedTreeNode | None = None
 
     def _evict_device_next_node(
         self, tracker: dict[ComponentType, int], *args: Any, **kwargs: Any
@@ -130,7 +150,16 @@ class ShadowedFull(CountedFull):
         if tracker[self.component_type] >= self._wanted:
             return None
         node = self._shadow_tree.kv_victim()
-        return None if node is None else int(node.id)
+        if node is None or node is self._last:  # SGLang could not evict it
+            return None
+        self._last = node
+        return int(node.id)
 
     def _evict_device_end(self) -> None:
-        self._wanted = 0
+        self._wanted, self._last = 0, None
+
+    def drive_host_eviction(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self._shadow_tree, TieredShadowTree):
+            evict_from_host(self, self._shadow_tree, num_tokens, *args, **kwargs)
+        else:
+            super().drive_host_eviction(num_tokens, *args, **kwargs)

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import InsertResult
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_core_backend
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import (
-    UnifiedTreeCore,
     _InsertPhase,
     _InsertWalkState,
 )
 
+from sglang_hybrid.cache.inexact import MarkedTreeCore
 from sglang_hybrid.cache.tree_match import TreeMatcher
 from sglang_hybrid.config import BACKEND
 
@@ -24,14 +25,15 @@ if TYPE_CHECKING:
         MatchResult,
     )
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.unified_cache.components import ComponentType
     from sglang.srt.mem_cache.unified_cache.components.base import TreeComponent
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sglang_hybrid.cache.shadow_tree import ShadowTree
+    from sglang_hybrid.cache.ways import WayChooser
+    from sglang_hybrid.cache.writes import WriteJudge
 
 
-class HybridTreeCore(UnifiedTreeCore):
+class HybridTreeCore(MarkedTreeCore):
     """Repeats every added, split and removed node in the shadow tree of its cache."""
 
     _ongoing_insert_walk_state: _InsertWalkState | None
@@ -45,15 +47,23 @@ class HybridTreeCore(UnifiedTreeCore):
         self.shadow_tree = shadow_tree
         self._matcher = TreeMatcher(self, shadow_tree)
         self._known: UnifiedTreeNode | None = None
+        self._splitting = False
+        self.ways: WayChooser | None = None
+        self.writes: WriteJudge | None = None
+        self.late_states: dict[int, None] = {}
         super().__init__(params, components)
 
     def reset(self) -> None:
         super().reset()
+        self.late_states.clear()
         self.shadow_tree.reset(self.root_node)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         result = self._matcher.match(params)
-        return super().match_prefix(params) if result is None else result
+        if result is not None:
+            return result
+        result = super().match_prefix(params)
+        return result if self.ways is None else self.ways.choose(self, params, result)
 
     def known_match(self, params: MatchPrefixParams) -> MatchResult | None:
         """The result of the last look-up of `params.req`, if it holds still; None otherwise."""
@@ -125,9 +135,114 @@ class HybridTreeCore(UnifiedTreeCore):
     def _split_node(
         self, key: Any, child: UnifiedTreeNode, split_len: int
     ) -> tuple[UnifiedTreeNode, Any]:
-        head, action = super()._split_node(key, child, split_len)
+        self._splitting = True  # until the shadow tree knows the new node
+        try:
+            head, action = super()._split_node(key, child, split_len)
+        finally:
+            self._splitting = False
         self.shadow_tree.split(head, child)
         return head, action
+
+    # What is copied to the host.
+
+    @property
+    def demotes_states(self) -> bool:
+        """Whether a state that the device gives up may be copied to the host first."""
+        return bool(self.enable_hicache and not self.is_host_memory_buffer_only)
+
+    def wants_copy_of_state(self, node: UnifiedTreeNode) -> bool:
+        """Whether the state of an inner node should be copied before the device gives it up. Where
+        SGLang writes through, the KV below it has to be on the host already.
+        """
+        states = node.component_data[ComponentType.MAMBA]
+        ready = node.backuped or self.is_write_back
+        missing = states.value is not None and states.host_value is None
+        if not (ready and missing and node.write_through_pending_id is None):
+            return False
+        return self.writes is None or self.writes.worth(node)
+
+    def evict_device_leaf(self, node_id: int, is_write_back: bool) -> Any:
+        """Where SGLang writes back, a leaf that is not worth its writing is forgotten."""
+        node = self.node_by_id(node_id)
+        if is_write_back and not node.backuped and self.writes is not None:
+            is_write_back = self.writes.worth(node)
+        return super().evict_device_leaf(node_id, is_write_back)
+
+    def _should_backup_after_insert(self, state: _InsertWalkState) -> bool:
+        """A state that comes to a node whose KV is just being copied is copied after that; SGLang
+        would leave it out (unified_tree_core.py, _should_backup_after_insert).
+        """
+        node = state.target_node
+        assert node is not None
+        if self.enable_hicache and not self.is_write_back and self.wants_copy_later(node):
+            self.late_states[node.id] = None
+        return bool(super()._should_backup_after_insert(state))
+
+    def wants_copy_later(self, node: UnifiedTreeNode) -> bool:
+        """Whether `node` has a state that the copy under way does not include."""
+        states = node.component_data[ComponentType.MAMBA]
+        pending = node.write_through_pending_id is not None
+        return pending and states.value is not None and states.host_value is None
+
+    def take_late_states(self) -> list[int]:
+        """Nodes whose states were waiting for a copy of their KV to end, which has ended."""
+        ready = []
+        for node_id in list(self.late_states):
+            node = self._node_arena.get(node_id)
+            if node is not None and self.wants_copy_later(node):
+                continue
+            del self.late_states[node_id]
+            if node is not None and node.backuped and not node.evicted:
+                ready.append(node_id)
+        return ready
+
+    def _reclaim_full_host_duplicates(self, *args: Any, **kwargs: Any) -> None:
+        """SGLang frees these before others, in the order of their age (unified_tree_core.py); here
+        copies of either kind compete.
+        """
+
+    # Where copies come and go.
+
+    def _update_evictable_leaf_sets(self, node: UnifiedTreeNode) -> None:
+        super()._update_evictable_leaf_sets(node)
+        self._sync(node)
+
+    def set_component_device_value(self, node_id: int, *args: Any, **kwargs: Any) -> None:
+        super().set_component_device_value(node_id, *args, **kwargs)
+        self._sync(self.node_by_id(node_id))
+
+    def commit_backup(self, node_id: int, *args: Any, **kwargs: Any) -> None:
+        super().commit_backup(node_id, *args, **kwargs)
+        self._sync(self.node_by_id(node_id))
+
+    def commit_hicache_transfers(
+        self, node_id: int, *args: Any, insert_result: InsertResult | None = None, **kwargs: Any
+    ) -> None:
+        super().commit_hicache_transfers(node_id, *args, insert_result=insert_result, **kwargs)
+        if insert_result is not None and insert_result.inserted_host_node is not None:
+            self._sync(self.node_by_id(insert_result.inserted_host_node))
+
+    def mark_write_through_pending(self, node_ids: list[int], ack_id: int) -> list[int]:
+        marked: list[int] = super().mark_write_through_pending(node_ids, ack_id)
+        for node_id in marked:
+            self._sync(self.node_by_id(node_id))
+        return marked
+
+    def finish_write_through(self, node_ids: list[int], ack_id: int) -> None:
+        super().finish_write_through(node_ids, ack_id)
+        for node_id in node_ids:
+            self._sync(self.node_by_id(node_id))
+
+    def finish_load_back(self, anchor_node_id: int) -> None:
+        super().finish_load_back(anchor_node_id)
+        node = self.node_by_id(anchor_node_id)
+        while node is not None and node is not self.root_node:
+            self._sync(node)
+            node = node.parent
+
+    def _sync(self, node: UnifiedTreeNode) -> None:
+        if node is not self.root_node and not self._splitting and node.id in self._node_arena:
+            self.shadow_tree.sync(node)
 
     def _remove_leaf_from_parent(self, node: UnifiedTreeNode) -> None:
         super()._remove_leaf_from_parent(node)

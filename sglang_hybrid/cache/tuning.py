@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_hybrid.cache.measured_speeds import SpeedsMeasured
 from sglang_hybrid.config import Eviction
 from sglang_hybrid.core.serving import Split
 from sglang_hybrid.core.systems import make_policies
@@ -95,10 +96,11 @@ class Tuning:
             states += int(cache.req_to_token_pool.mamba_allocator.available_size())
         return Split(kv + int(allocator.available_size()), states)
 
-    def poll(self) -> list[PolicySwitch]:
+    def poll(self) -> list[PolicySwitch | SpeedsMeasured]:
         """What the first rank sends to all of them with the requests of this step."""
         switch = None if self.tuner is None else self.tuner.poll()
-        return [] if switch is None else [switch]
+        measured = [] if self._parts.speeds is None else self._parts.speeds.poll()
+        return [*([] if switch is None else [switch]), *measured]
 
     def switch(self, switch: PolicySwitch) -> None:
         """On every rank at the same step: `switch` comes into force."""
@@ -113,9 +115,11 @@ class Tuning:
             *(switch.spec, shadow_tree.clock.tick, switch.reason),
         )
 
-    def handlers(self) -> list[tuple[type, Callable[[PolicySwitch], None]]]:
+    def handlers(self) -> list[tuple[type, Callable[[Any], None]]]:
         """What the scheduler's dispatcher must know."""
-        return [(PolicySwitch, self.switch)]
+        speeds = self._parts.speeds
+        measured = [] if speeds is None else [(SpeedsMeasured, speeds.adopt)]
+        return [(PolicySwitch, self.switch), *measured]
 
     @property
     def counts(self) -> Mapping[str, float]:

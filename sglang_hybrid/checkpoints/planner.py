@@ -75,6 +75,7 @@ class Planner:
         self,
         req: Req,
         prompt_len: int,
+        hit_len: int,
         kv_len: int,
         *,
         history_match: HistoryMatch | None = None,
@@ -82,12 +83,12 @@ class Planner:
         message_starts: Sequence[int] = (),
         declared: Sequence[int] = (),
     ) -> None:
-        """`req` may be admitted with `req.prefix_len` tokens hit: say what its prefill should
+        """`req` may be admitted with `hit_len` tokens hit or loaded: say what its prefill should
         leave. Nothing is counted before `admitted`.
         """
         prefill = Prefill(
             prompt_len,
-            req.prefix_len,
+            hit_len,
             kv_len,
             known_branch=0 if history_match is None else history_match.branch,
             shared=shared,

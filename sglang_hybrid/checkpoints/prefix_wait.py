@@ -47,6 +47,11 @@ class PrefixWait:
             if req not in self._overlap:
                 self._overlap.add_key(req, self._key(req), tenant_of(req))
 
+    @property
+    def any_wait(self) -> bool:
+        """Whether requests of the queue have not joined a batch."""
+        return bool(self._overlap.names())
+
     def shared(self, req: Req) -> list[int]:
         """Lengths of the prefixes that requests of its tenant in the queue share with `req`,
         ascending.
@@ -76,7 +81,7 @@ class PrefixWait:
 
     def _state_is_coming_for(self, req: Req) -> bool:
         assert self._planner is not None
-        best = req.prefix_len + WORTH_A_STEP
+        best = req.prefix_len + req.host_hit_length + WORTH_A_STEP
         usable = len(req.origin_input_ids) - 1
         if usable < best:
             return False

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_hybrid.prompts.modular import ModularPrompt, modular
 from sglang_hybrid.prompts.resolve import Import, Prompt, read_prompt, resolve
 from sglang_hybrid.prompts.schema import Module, Part, Role, Schema, Text, Union, read_schema
 from sglang_hybrid.prompts.tokens import PromptTokenizer, Tokenized
@@ -64,18 +65,24 @@ class Registered:
 
 @dataclass
 class Expanded:
-    """A prompt as token ids, and what its answer says of it. positions: declared ones."""
+    """A prompt as token ids, and what its answer says of it. positions: declared ones. modular: its
+    segments, if modules are computed apart. compute_segments: called if these were missing.
+    """
 
     registered: Registered
     tokenized: Tokenized
     positions: list[int]
     warnings: Sequence[str]
+    modular: ModularPrompt | None = None
+    compute_segments: Callable[[], None] = lambda: None
 
     def answered(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
         """`meta_info.prompt` of an answer; the last one is counted."""
         if meta_info.get("finish_reason") is not None:
             self.registered.prompt_tokens += meta_info.get("prompt_tokens", 0)
             self.registered.cached_tokens += meta_info.get("cached_tokens", 0)
+        if self.modular is not None:
+            return self._modular_answer(meta_info)
         return {
             "schema": self.registered.schema.name,
             "ends": [
@@ -83,6 +90,17 @@ class Expanded:
                 for end in self.tokenized.ends
             ],
             "declared": self.positions,
+            "warnings": list(self.warnings),
+        }
+
+    def _modular_answer(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
+        composed = (meta_info.get("hybrid_cache") or {}).get("composed_tokens")
+        if composed == 0 and meta_info.get("finish_reason") is not None:
+            self.compute_segments()
+        return {
+            "schema": self.registered.schema.name,
+            "mode": "modular",
+            "exact": not composed,
             "warnings": list(self.warnings),
         }
 
@@ -141,9 +159,10 @@ class Registry:
         if not self._schemas[tenant]:
             del self._schemas[tenant]
 
-    def expand(self, tenant: Tenant, pml: str) -> Expanded:
+    def expand(self, tenant: Tenant, pml: str, *, whole: str = "") -> Expanded:
         """The tokens of a prompt, and the positions worth a checkpoint: ends of modules before the
-        first value of a parameter, and behind it if these values came before.
+        first value of a parameter, and behind it if these values came before. whole: why this
+        server cannot compute modules apart, a sentence; empty if it can.
         """
         prompt = read_prompt(pml)
         try:
@@ -152,10 +171,15 @@ class Registry:
             raise ValueError(error.args[0]) from None
         resolved = resolve(registered.schema, prompt)
         tokenized = self.tokenizer.tokenized(resolved)
+        warnings = [*resolved.warnings, *([whole] if whole and prompt.modular else [])]
+        segments = None
+        if prompt.modular and not whole:
+            segments = modular(registered.schema, resolved, self.tokenizer)
         registered.requests += 1
         registered.imports.update(_paths(prompt.imports, ()))
         hot = registered.seen(prompt.imports)
-        return Expanded(registered, tokenized, worthwhile(tokenized, hot=hot), resolved.warnings)
+        positions = [] if segments is not None else worthwhile(tokenized, hot=hot)
+        return Expanded(registered, tokenized, positions, warnings, segments)
 
     def expand_path(self, registered: Registered, imports: Sequence[Import]) -> Tokenized:
         """The tokens of a prompt that only imports."""

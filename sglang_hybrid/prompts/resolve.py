@@ -19,6 +19,8 @@ from sglang_hybrid.prompts.schema import (
 )
 from sglang_hybrid.prompts.xml import Element, MarkupError, parse
 
+MODES = ("exact", "modular")
+
 
 @dataclass(frozen=True)
 class Import:
@@ -36,11 +38,14 @@ class Import:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a client sends. tail: new text behind the imports, with its role or None."""
+    """What a client sends. tail: new text behind the imports, with its role or None. modular:
+    modules are computed apart (`modular.py`).
+    """
 
     schema: str
     imports: tuple[Import, ...]
     tail: tuple[tuple[str | None, str], ...] = ()
+    modular: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Piece:
 
     role: of its message; None outside of any. message: counts messages, so that two of one role are
     told apart. path: names of the modules it stands in. ends: whether a module ends behind it, or
-    prompts part there. parameter: the one whose value it is.
+    prompts part there. parameter: the one whose value it is. is_new: it is no part of the schema.
     """
 
     text: str
@@ -58,6 +63,7 @@ class Piece:
     message: int = 0
     ends: bool = False
     parameter: Parameter | None = None
+    is_new: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,13 +75,18 @@ class Resolved:
 
 
 def read_prompt(text: str) -> Prompt:
-    """The prompt in `text`: `<prompt schema="...">`, imports, then new text. Raises MarkupError."""
+    """The prompt in `text`: `<prompt schema="..." mode="...">`, imports, then new text. Raises
+    MarkupError.
+    """
     root = parse(text)
     if root.tag != "prompt":
         raise root.error(f"the document is a <{root.tag}>; it must be a <prompt>.")
-    unknown = root.attributes.keys() - {"schema"}
+    unknown = root.attributes.keys() - {"schema", "mode"}
     if unknown or "schema" not in root.attributes:
-        raise root.error("a <prompt> has the attribute schema and no other.")
+        raise root.error("a <prompt> has the attribute schema, and may have mode, and no other.")
+    mode = root.attributes.get("mode", "exact")
+    if mode not in MODES:
+        raise root.error(f"mode is {mode!r}; it must be {' or '.join(MODES)}.")
     imports: list[Import] = []
     tail: list[tuple[str | None, str]] = []
     for child in root.children:
@@ -88,7 +99,7 @@ def read_prompt(text: str) -> Prompt:
             raise child.error(f"<{child.tag}> is imported behind new text; imports come first.")
         else:
             imports.append(_import(child))
-    return Prompt(root.attributes["schema"], tuple(imports), tuple(tail))
+    return Prompt(root.attributes["schema"], tuple(imports), tuple(tail), mode == "modular")
 
 
 def resolve(schema: Schema, prompt: Prompt) -> Resolved:
@@ -98,7 +109,7 @@ def resolve(schema: Schema, prompt: Prompt) -> Resolved:
     message = max((piece.message for piece in pieces), default=0)
     for role, text in prompt.tail:
         message += 1
-        pieces.append(Piece(text, (), role, message if role else 0))
+        pieces.append(Piece(text, (), role, message if role else 0, is_new=True))
     return Resolved(tuple(pieces), tuple(resolver.warnings))
 
 

@@ -6,13 +6,14 @@ import asyncio
 from dataclasses import asdict
 from functools import lru_cache
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from sglang_hybrid.prompts import apart
 from sglang_hybrid.prompts import prewarm as prewarming
 from sglang_hybrid.prompts.lint import lint
 from sglang_hybrid.prompts.registry import Registry
@@ -43,9 +44,12 @@ class NewSchema(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Prewarm(msgspec.Struct, forbid_unknown_fields=True):
-    """How much memory prefixes of a schema may take, and for whose requests."""
+    """How much memory prefixes of a schema may take, and for whose requests. mode: `modular` for
+    all modules, each apart, whatever they take.
+    """
 
-    budget_mb: float
+    budget_mb: float | None = None
+    mode: Literal["exact", "modular"] = "exact"
     extra_key: str | None = None
     cache_salt: str | None = None
 
@@ -122,13 +126,16 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
         registry, manager = _registry(), _manager()
         body = await read_body(request, MOST_BODY, "that of a pre-warming may have")
         asked = msgspec.json.decode(body, type=Prewarm)
-        if not 0 < asked.budget_mb <= MOST_MEGABYTES:
+        own = tenant(asked.extra_key, asked.cache_salt)
+        registered = registry.get(own, name)
+        if asked.mode == "modular":
+            computed = await apart.compute_all(manager, own, registered.schema, registry.tokenizer)
+            return JSONResponse(computed)
+        if asked.budget_mb is None or not 0 < asked.budget_mb <= MOST_MEGABYTES:
             raise ValueError(
                 f"budget_mb is {asked.budget_mb}; it must be above 0 and at most "
                 f"{MOST_MEGABYTES:,}."
             )
-        own = tenant(asked.extra_key, asked.cache_salt)
-        registered = registry.get(own, name)
         sizes = (await manager.get_internal_state())[0].get("hybrid_cache")
         if not sizes:
             raise ValueError("this server does not run sglang_hybrid's cache.")
@@ -193,8 +200,11 @@ def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
     for name in ("extra_key", "cache_salt"):
         if isinstance(getattr(request, name), list):
             raise ValueError(f"{name} is a list; a request with pml has one prompt.")
-    expanded = registry_of(manager).expand(tenant(request.extra_key, request.cache_salt), pml)
+    own = tenant(request.extra_key, request.cache_salt)
+    expanded = registry_of(manager).expand(own, pml, whole=apart.why_whole(manager))
     request.input_ids = expanded.tokenized.ids
+    if expanded.modular is not None:
+        expanded.compute_segments = apart.ask(manager, request, expanded.modular)
     if expanded.positions:
         request.kv_hints = checkpoint_hint(expanded.positions)
     request.pml = None

@@ -11,6 +11,7 @@ from sglang_hybrid.prompts.resolve import Piece, Resolved
 from sglang_hybrid.prompts.roles import NoRoles, RoleTexts, role_texts
 
 CACHED_PIECES = 4_096
+Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -52,34 +53,42 @@ class PromptTokenizer:
         """Tokens of a piece."""
         return len(self._encode(text))
 
+    def ids(self, piece: Piece) -> tuple[int, ...]:
+        """Tokens of a piece. Raises ValueError if it is a value that is too long."""
+        own = self._encode(piece.text)
+        if piece.parameter is not None and len(own) > piece.parameter.length:
+            raise ValueError(
+                f"the value of parameter {piece.parameter.name!r} has {len(own):,} tokens; it may "
+                f"have {piece.parameter.length:,} at most."
+            )
+        return own
+
+    def around(self, role: str) -> tuple[int, int]:
+        """The most tokens that the chat template writes before a message, and those after it."""
+        roles = self._roles
+        before = (known.get(role, "") for known in (roles.opening, roles.before))
+        return max(map(self.length, before)), self.length(roles.after[role])
+
     def tokenized(self, resolved: Resolved) -> Tokenized:
         """The prompt as token ids. Raises ValueError if a value is too long, or if the template
         cannot write the schema's messages.
         """
         in_roles = any(piece.role for piece in resolved.pieces)
-        ids: list[int] = [] if in_roles else [*self._start]
+        ids: list[int] = [] if in_roles else [*self.start]
         piece_ends: list[int] = []
         ends: list[End] = []
         values = False
-        for before, piece, after in self._framed(resolved.pieces):
-            ids += self._encode(before)
-            own = self._encode(piece.text)
-            if piece.parameter is not None:
-                values = True
-                if len(own) > piece.parameter.length:
-                    raise ValueError(
-                        f"the value of parameter {piece.parameter.name!r} has {len(own):,} tokens; "
-                        f"it may have {piece.parameter.length:,} at most."
-                    )
-            ids += own
+        for before, piece, after in self.framed(resolved.pieces):
+            values = values or piece.parameter is not None
+            ids += [*before, *self.ids(piece)]
             piece_ends.append(len(ids))
             if piece.ends:
                 ends.append(End(len(ids), piece.path, values))
-            ids += self._encode(after)
+            ids += after
         return Tokenized(ids, ends, piece_ends)
 
     @cached_property
-    def _start(self) -> list[int]:
+    def start(self) -> list[int]:
         """What the tokenizer puts before a text."""
         special = list(self._tokenizer("")["input_ids"])
         eos = self._tokenizer.eos_token_id
@@ -96,8 +105,10 @@ class PromptTokenizer:
 
         return role_texts(render)
 
-    def _framed(self, pieces: Sequence[Piece]) -> list[tuple[str, Piece, str]]:
-        """Each piece with what the chat template writes before and after it."""
+    def framed(self, pieces: Sequence[Piece]) -> list[tuple[Ids, Piece, Ids]]:
+        """Each piece with the tokens of what the chat template writes before and after it. Raises
+        ValueError if it cannot write the schema's messages.
+        """
         framed = []
         for at, piece in enumerate(pieces):
             before = after = ""
@@ -118,5 +129,5 @@ class PromptTokenizer:
                     after = self._roles.after[piece.role]
                 if last and piece.role == "user":
                     after += self._roles.answer
-            framed.append((before, piece, after))
+            framed.append((self._encode(before), piece, self._encode(after)))
         return framed

@@ -59,6 +59,9 @@ HEAVY = ("input_ids", "input_text", "mm_inputs", "time_stats")
 SESSION_HEADER = "X-Hybrid-Session"
 """What an HTTP client says of its session: `end` or `return`, as the action `hybrid.session`."""
 
+EXACT_HEADER = "X-Hybrid-Exact"
+"""`true`: to be answered from exact copies only, as the action `hybrid.exact`."""
+
 _PLACE = re.compile(r" - at `\$\[(?P<index>\d+)\](?P<rest>[^`]*)`")
 
 
@@ -77,6 +80,13 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
     if said is not None and isinstance(request, GenerateReqInput):
         hint = kv_hints.check_session(f"the header {SESSION_HEADER}", said)
         request.kv_hints = kv_hints.with_session(request.kv_hints, hint)
+    exact = None if http is None else http.headers.get(EXACT_HEADER)
+    if exact is not None and isinstance(request, GenerateReqInput):
+        if exact != "true":
+            raise ValueError(
+                f"the header {EXACT_HEADER} is {fields.shown(exact)}; it may be 'true'."
+            )
+        request.kv_hints = kv_hints.with_exact(request.kv_hints)
     try:
         request.normalize_batch_and_arguments()
         if not request.is_single:
@@ -115,7 +125,13 @@ def check(
         if positions is not None:
             fields.positions(name, positions, len(ids))
     if isinstance(request, GenerateReqInput):
-        kv_hints.check(request.kv_hints, len(ids))
+        own = getattr(request, "expanded", None) is not None
+        kv_hints.check(request.kv_hints, len(ids), own=own)
+        if in_session and kv_hints.wants_exact(request.kv_hints):
+            raise ValueError(
+                f"a request of a session asks for {kv_hints.EXACT}; its session's KV may come from "
+                "smaller copies, so send it without session_params."
+            )
         _check_logprobs(manager, request, len(ids))
 
 

@@ -8,6 +8,7 @@ nothing of SGLang.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -18,6 +19,9 @@ from sglang_hybrid.requests.fields import shown
 PREFIX = "hybrid."
 CHECKPOINT = "hybrid.checkpoint"
 SESSION = "hybrid.session"
+EXACT = "hybrid.exact"
+KNOWN = (CHECKPOINT, SESSION, EXACT)
+IMPORT = "hybrid.import"
 VERSION = "1"
 
 MOST_POSITIONS = 16
@@ -32,6 +36,23 @@ class Action(Protocol):
     payload: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Imported:
+    """What a prompt takes from elsewhere in the cache, as the server itself asks for it.
+
+    segments: position of the first token, and tokens, of each. position: of the first token behind
+    them.
+    """
+
+    segments: tuple[tuple[int, int], ...]
+    position: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of all segments."""
+        return sum(length for _, length in self.segments)
+
+
 class Envelope(Protocol):
     """SGLang's KvHintsEnvelope."""
 
@@ -43,20 +64,64 @@ def checkpoint_hint(positions: Iterable[int]) -> dict[str, Any]:
     return _envelope(_action(CHECKPOINT, {"positions": sorted(positions)}))
 
 
+def import_hint(imported: Imported) -> dict[str, Any]:
+    """An envelope that only the server itself may send (`check` refuses it from clients)."""
+    segments = [list(segment) for segment in imported.segments]
+    return _envelope(_action(IMPORT, {"segments": segments, "position": imported.position}))
+
+
+def imported(envelope: Envelope | None) -> Imported | None:
+    """What a checked request takes from elsewhere in the cache, or None."""
+    asked = [] if envelope is None else _ours(envelope, IMPORT)
+    if not asked:
+        return None
+    payload = asked[0].payload
+    segments = tuple((start, length) for start, length in payload["segments"])
+    return Imported(segments, payload["position"])
+
+
+def composed_key(extra_key: str | None, digest: str) -> str:
+    """The extra key under which prompts made of segments are stored, apart from all others of this
+    tenant. digest: of where the segments stand.
+    """
+    return f"modular/{digest}/" + ("-" if extra_key is None else f"+{extra_key}")
+
+
+def segment_key(composed: str, start: int) -> str:
+    """The extra key of a segment that begins at position `start`, for a prompt under the key
+    `composed`.
+    """
+    _, _, tenant = composed.split("/", 2)
+    return f"module/{start}/{tenant}"
+
+
 def with_session(kv_hints: Any, hint: Hint) -> Any:
-    """The `kv_hints` of a request as it came (an envelope, None, or a list with one for each prompt
-    of a batch), which also say what becomes of the session. What is no envelope stays, for SGLang
-    to refuse.
+    """The `kv_hints` of a request as it came, which also say what becomes of the session."""
+    return _with(kv_hints, _action(SESSION, {"next": hint.value}))
+
+
+def with_exact(kv_hints: Any) -> Any:
+    """The `kv_hints` of a request as it came, which also ask for exact copies only."""
+    return _with(kv_hints, _action(EXACT, {}))
+
+
+def _with(kv_hints: Any, action: dict[str, Any]) -> Any:
+    """`kv_hints` (an envelope, None, or a list with one for each prompt of a batch) and `action`.
+    What is no envelope stays, for SGLang to refuse.
     """
     if isinstance(kv_hints, list):
-        return [with_session(each, hint) for each in kv_hints]
-    action = _action(SESSION, {"next": hint.value})
+        return [_with(each, action) for each in kv_hints]
     if not kv_hints:
         return _envelope(action)
     envelope = msgspec.to_builtins(kv_hints)
     if not isinstance(envelope, dict) or not isinstance(envelope.get("actions", []), list):
         return kv_hints
     return {**envelope, "actions": [*envelope.get("actions", []), action]}
+
+
+def wants_exact(envelope: Envelope | None) -> bool:
+    """Whether a checked request is to be answered from exact copies only."""
+    return envelope is not None and bool(_ours(envelope, EXACT))
 
 
 def session_hint(envelope: Envelope | None) -> Hint | None:
@@ -79,17 +144,19 @@ def declared_positions(envelope: Envelope | None) -> tuple[int, ...]:
     return tuple(sorted(asked))
 
 
-def check(envelope: Envelope | None, prompt_len: int) -> None:
-    """Our actions are known ones and name positions in a prompt of `prompt_len` tokens. Raises
-    ValueError with one sentence.
+def check(envelope: Envelope | None, prompt_len: int, *, own: bool = False) -> None:
+    """Our actions are known ones and name positions in a prompt of `prompt_len` tokens. own: the
+    server made the request. Raises ValueError with one sentence.
     """
     if envelope is None:
         return
     for action in _ours(envelope):
-        if action.action_type not in (CHECKPOINT, SESSION):
+        if own and action.action_type == IMPORT:
+            continue
+        if action.action_type not in KNOWN:
             raise ValueError(
                 f"kv_hints has the action {shown(action.action_type)}; of those that begin with "
-                f"{PREFIX} this server knows {CHECKPOINT} and {SESSION}."
+                f"{PREFIX} this server knows {', '.join(KNOWN)}."
             )
         if action.action_version != VERSION:
             raise ValueError(
@@ -99,6 +166,8 @@ def check(envelope: Envelope | None, prompt_len: int) -> None:
         if action.action_type == SESSION:
             check_session(f"the payload of {SESSION}", action.payload.get("next"))
             _check_fields(action, "next")
+        elif action.action_type == EXACT:
+            _check_fields(action)
         else:
             _check_positions(action, prompt_len)
     count = len(declared_positions(envelope))
@@ -117,12 +186,12 @@ def check_session(where: str, value: Any) -> Hint:
         raise ValueError(f"{where} says {shown(value)} of the session; say {known}.") from None
 
 
-def _check_fields(action: Action, field: str) -> None:
-    unknown = action.payload.keys() - {field}
+def _check_fields(action: Action, *fields: str) -> None:
+    unknown = action.payload.keys() - {*fields}
     if unknown:
         raise ValueError(
-            f"the payload of {action.action_type} has the field {shown(min(unknown))}; it has only "
-            f"{field}."
+            f"the payload of {action.action_type} has the field {shown(min(unknown))}; "
+            f"{'it has only ' + ', '.join(fields) if fields else 'it has none'}."
         )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from sglang_hybrid.telemetry.answers import AnswerMetrics
 from sglang_hybrid.telemetry.memory import MemoryMetrics
 from sglang_hybrid.telemetry.schedule import ScheduleMetrics
+from sglang_hybrid.telemetry.tiers import TierMetrics
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.memory.account import Account
     from sglang_hybrid.telemetry.schedule import ScheduleStats
     from sglang_hybrid.telemetry.stats import CacheStats
+    from sglang_hybrid.telemetry.tiers import TierStats
 
 PREFIX = "sglang_hybrid:"
 
@@ -41,6 +43,8 @@ class HasStats(Protocol):
     def calibration(self) -> Calibration | None: ...
 
     account: Account | None  # of one memory
+    tier_stats: TierStats
+    ways: object  # None where there are no tiers
 
     @property
     def schedule_stats(self) -> ScheduleStats | None: ...
@@ -100,6 +104,7 @@ class CacheMetrics:
         )
         self._answers = None if cache.calibration is None else AnswerMetrics(cache.calibration)
         self._memory = None if cache.account is None else MemoryMetrics(cache.account)
+        self._tiers = None if cache.ways is None else TierMetrics(cache.tier_stats)
         waiting = cache.schedule_stats
         self._schedule = None if waiting is None else ScheduleMetrics(waiting, PREFIX)
         self._shown = ""
@@ -120,6 +125,8 @@ class CacheMetrics:
             self._answers.update()
         if self._memory is not None:
             self._memory.update()
+        if self._tiers is not None:
+            self._tiers.update()
         if self._schedule is not None:
             self._schedule.update()
         self._show_policy()

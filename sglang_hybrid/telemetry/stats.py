@@ -26,6 +26,39 @@ class Missed(Enum):
     NOT_STORED = "not_stored"  # the rest of the prompt was never seen, or its KV is gone
     NO_STATE = "no_state"  # KV reaches further, but no state does
     NO_SLOT = "no_slot"  # a state was there, but no slot to copy it into
+    COMPUTED = "computed"  # more was below the device, and computing it is faster than loading
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a request resumes from, by tier.
+
+    device_tokens, host_tokens: of the hit, whose KV was there. state: the tier of its state, None
+    for no hit. stored_tokens: how far a request could resume at all, over all tiers. load_seconds,
+    compute_seconds: expected of the way that was chosen.
+    """
+
+    device_tokens: int
+    host_tokens: int
+    state: str | None
+    stored_tokens: int
+    load_seconds: float
+    compute_seconds: float
+
+    @property
+    def way(self) -> str:
+        """`load`: all that is stored; `load in part` and compute the rest; `compute` though more is
+        stored; `resume` on the device; `cold`: nothing is stored.
+        """
+        hit = self.device_tokens + self.host_tokens
+        if self.host_tokens or self.state == "host":
+            return "load" if hit == self.stored_tokens else "load in part"
+        if hit < self.stored_tokens:
+            return "compute"
+        return "resume" if hit else "cold"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "way": self.way}
 
 
 @dataclass
@@ -36,7 +69,10 @@ class RequestReport:
     KV is stored, but without a state to resume from. checkpoints: (position, kind) of each state
     that the request left in the tree. started: its prefill has begun, the numbers are final.
     declared: positions at which the client asked for a checkpoint. has_states: the model has
-    recurrent state, so only positions with a checkpoint can be hit.
+    recurrent state, so only positions with a checkpoint can be hit. found: what each tier gave,
+    None without tiers. exact: nothing that was hit comes from a smaller copy; None where there
+    are none. composed: tokens of modules that were computed apart, 0 if the whole prompt was
+    computed instead; None for other prompts.
     """
 
     prompt_tokens: int
@@ -47,6 +83,9 @@ class RequestReport:
     started: bool = False
     declared: Sequence[int] = ()
     has_states: bool = True
+    found: Found | None = None
+    exact: bool | None = None
+    composed: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """A request that declared positions is also told which of them behind the hit were kept,
@@ -62,6 +101,9 @@ class RequestReport:
                 {"position": position, "kind": kind.value} for position, kind in self.checkpoints
             ],
             **({"declared": declared} if self.declared else {}),
+            **({} if self.found is None else {"tiers": self.found.as_dict()}),
+            **({} if self.exact is None else {"exact": self.exact}),
+            **({} if self.composed is None else {"composed_tokens": self.composed}),
         }
 
     @property

@@ -44,12 +44,13 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
     log says why; a server never ends for that.
 
     disk_folder: where objects are kept; what SGLang's settings name if it is empty. budget: bytes
-    that all ranks may use together, 0 for all but a share of the disk. Both are set by `register`:
-    SGLang makes the object.
+    that all ranks may use together, 0 for all but a share of the disk. warm_bytes: what a starting
+    rank reads ahead. `register` sets them: SGLang makes the object.
     """
 
     disk_folder = ""
     budget = 0
+    warm_bytes = 0
 
     def __init__(self, storage_config: HiCacheStorageConfig) -> None:
         self.config = storage_config
@@ -87,6 +88,7 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
             folder,
             self.budget // _ranks(config),
             int(FREE_SHARE * disk.f_blocks * disk.f_frsize),
+            self.warm_bytes,
         )
 
     def batch_get(
@@ -286,11 +288,12 @@ def _lengths_with_a_tail(there: Sequence[bool], tail: int) -> set[int]:
     return found
 
 
-def register(disk_folder: str = "", budget: int = 0) -> None:
+def register(disk_folder: str = "", budget: int = 0, warm_bytes: int = 0) -> None:
     """Make ours what SGLang builds for `file`, with these settings."""
     from sglang.srt.mem_cache.storage import backend_factory
 
     FileBackend.disk_folder, FileBackend.budget = disk_folder, budget
+    FileBackend.warm_bytes = warm_bytes
     noisy = backend_factory.logger  # it warns of every replacement, in every process
     noisy.disabled, before = True, noisy.disabled
     backend_factory.StorageBackendFactory.register_backend(

@@ -7,6 +7,7 @@ process truncates ends the reader with SIGBUS.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -188,3 +189,9 @@ def write_file(path: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if that can be done."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)

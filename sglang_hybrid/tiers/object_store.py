@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,17 @@ from typing import Any
 from sglang_hybrid.tiers.folder import RankFolder, bytes_below
 from sglang_hybrid.tiers.object_file import (
     SUFFIX,
-    UNFINISHED,
     BadFile,
     Bytes,
     Header,
     encode,
     read_header,
     read_objects,
+    remove,
     write_file,
 )
+from sglang_hybrid.tiers.object_index import ObjectIndex, StoredFile
+from sglang_hybrid.tiers.store_start import learn_files
 
 logger = logging.getLogger(__name__)
 
@@ -50,18 +53,11 @@ class StoreCounts:
     written: int = 0
     read: int = 0
     found_at_start: int = 0
+    bytes_read_ahead: int = 0
     files_ignored: int = 0
     objects_damaged: int = 0
     files_evicted: int = 0
     not_written: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _File:
-    path: Path
-    header: Header
-    last_use: float
-    touched: float
 
 
 class ObjectStore:
@@ -72,6 +68,7 @@ class ObjectStore:
         folder: whose objects these are; the store closes it.
         budget: bytes that all files may take; 0 is no bound but the disk's own.
         least_free: bytes of the file system that are left free.
+        warm_bytes: of what is there at the start, read ahead into memory.
         now: seconds, as files' times are.
     """
 
@@ -80,32 +77,37 @@ class ObjectStore:
         folder: RankFolder,
         budget: int = 0,
         least_free: int = 0,
+        warm_bytes: int = 0,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.folder, self.budget, self.least_free = folder, budget, least_free
         self.counts = StoreCounts()
-        self.bytes = 0
         self.off = ""  # why the store is not used any more
         self.refused = ""  # why nothing is written now
         self.ready = threading.Event()  # all files that were there at the start are known
         self._now = now
         self._retry_at = 0.0
         self._warned = False
-        self._objects: dict[bytes, tuple[_File, int]] = {}
-        self._files: dict[Path, _File] = {}
+        self._index = ObjectIndex()
         self._lock = threading.RLock()
         self._closed = False
-        self._scanner = threading.Thread(target=self._scan, name="hybrid-disk-scan", daemon=True)
-        self._scanner.start()
+        start = partial(learn_files, self, warm_bytes)
+        self._starter = threading.Thread(target=start, name="hybrid-disk-start", daemon=True)
+        self._starter.start()
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all files."""
+        return self._index.bytes
 
     def put(self, kind: str, keys: Sequence[str], contents: Sequence[Bytes]) -> bool:
         """Keep objects of one size. Returns whether all are on disk now."""
         names = [self.folder.name(kind, key) for key in keys]
         with self._lock:
-            self._use([self._objects[name][0] for name in names if name in self._objects])
-            new = [
-                each for each in zip(names, contents, strict=True) if each[0] not in self._objects
-            ]
+            found = [self._index.find(name) for name in names]
+            self._use([entry[0] for entry in found if entry is not None])
+            pairs = zip(names, contents, strict=True)
+            new = [pair for pair, entry in zip(pairs, found, strict=True) if entry is None]
         if not new:
             return True
         if not self._may_write():
@@ -118,10 +120,10 @@ class ObjectStore:
         buffers are undefined.
         """
         found = [False] * len(keys)
-        wanted: list[tuple[int, _File, int]] = []
+        wanted: list[tuple[int, StoredFile, int]] = []
         with self._lock:
             for place, key in enumerate(keys):
-                entry = self._objects.get(self.folder.name(kind, key))
+                entry = self._index.find(self.folder.name(kind, key))
                 if entry is not None and entry[0].header.size == buffers[place].nbytes:
                     wanted.append((place, *entry))
             self._use([file for _, file, _ in wanted])
@@ -136,7 +138,7 @@ class ObjectStore:
     def contains(self, kind: str, keys: Sequence[str]) -> list[bool]:
         """Which objects are on disk; they count as used."""
         with self._lock:
-            entries = [self._objects.get(self.folder.name(kind, key)) for key in keys]
+            entries = [self._index.find(self.folder.name(kind, key)) for key in keys]
             self._use([entry[0] for entry in entries if entry is not None])
         return [entry is not None for entry in entries]
 
@@ -144,8 +146,29 @@ class ObjectStore:
         """Forget and remove all objects."""
         self.ready.wait()
         with self._lock:
-            for file in list(self._files.values()):
+            for file in self._index.files():
                 self._forget(file)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it is neither off nor closed."""
+        return not (self.off or self._closed)
+
+    def found(self, path: Path, header: Header, last_use: float) -> None:
+        """A file was there at the start."""
+        with self._lock:
+            if path not in self._index and self.in_use:
+                self._index.add(path, header, last_use)
+                self.counts.found_at_start += len(header.names)
+
+    def warmest(self) -> list[tuple[Path, int]]:
+        """All files and their bytes, in the order in which they are worth reading ahead: what was
+        used last, and of what was used in the same minute states before KV.
+        """
+        with self._lock:
+            files = self._index.files()
+        files.sort(key=lambda f: (-int(f.last_use / 60), f.header.kind == "kv", -f.last_use))
+        return [(file.path, file.header.file_bytes) for file in files]
 
     def turn_off(self, why: str) -> None:
         """Use the folder no more, and let the log say why. What is in it stays."""
@@ -153,30 +176,28 @@ class ObjectStore:
             if self.off or self._closed:
                 return
             self.off = why
-            self._objects.clear()
-            self._files.clear()
-            self.bytes = 0
+            self._index = ObjectIndex()
         logger.warning("sglang_hybrid: the disk tier is off: %s.", why)
 
     def close(self) -> None:
         self._closed = True
-        self._scanner.join()
+        self._starter.join()
         self.folder.close()
 
     def info(self) -> dict[str, Any]:
         """For /server_info; counts over all tenants."""
         with self._lock:
             return {
-                "bytes": self.bytes,
+                "bytes": self.used_bytes,
                 "budget": self.budget,
-                "objects": len(self._objects),
-                "files": len(self._files),
+                "objects": self._index.objects,
+                "files": len(self._index.files()),
                 **asdict(self.counts),
                 "off": self.off,
                 "refused": self.refused,
             }
 
-    def _use(self, files: Sequence[_File]) -> None:
+    def _use(self, files: Sequence[StoredFile]) -> None:
         """Files of one call are used at the same time. What lies deeper in a prompt was written
         later and is forgotten first: without the beginning it is of no use.
         """
@@ -188,7 +209,7 @@ class ObjectStore:
                 with contextlib.suppress(OSError):
                     os.utime(file.path, (now, now))
 
-    def _read(self, file: _File, wanted: Sequence[tuple[int, Bytes]]) -> list[bool]:
+    def _read(self, file: StoredFile, wanted: Sequence[tuple[int, Bytes]]) -> list[bool]:
         try:
             found = read_objects(file.path, file.header, self.folder.identity, wanted)
         except FileNotFoundError:
@@ -204,7 +225,7 @@ class ObjectStore:
                 self._warn_if_first("an object does not have its checksum%s", "")
         return found
 
-    def _lose(self, file: _File) -> None:
+    def _lose(self, file: StoredFile) -> None:
         self.counts.objects_damaged += len(file.header.names)
         if not self.folder.held:
             self.turn_off(f"{self.folder.path} was removed; a restart makes it again")
@@ -221,7 +242,7 @@ class ObjectStore:
             )
 
     def _may_write(self) -> bool:
-        if self.off or self._closed or self._now() < self._retry_at:
+        if not self.in_use or self._now() < self._retry_at:
             return False
         if not self.folder.held:
             self.turn_off(f"{self.folder.path} was removed; a restart makes it again")
@@ -246,7 +267,7 @@ class ObjectStore:
             self.refused = ""
         with self._lock:
             if not self.off:
-                self._add(path, header, self._now())
+                self._index.add(path, header, self._now())
         self.counts.written += len(names)
         return True
 
@@ -262,31 +283,9 @@ class ObjectStore:
             )
             self.refused = why
 
-    def _add(self, path: Path, header: Header, last_use: float) -> None:
-        if path in self._files:
-            self._drop(self._files[path])
-        file = _File(path, header, last_use, last_use)
-        self._files[path] = file
-        self.bytes += header.file_bytes
-        for number, name in enumerate(header.names):
-            self._objects.setdefault(name, (file, number))
-
-    def _drop(self, file: _File) -> None:
-        if self._files.get(file.path) is file:
-            del self._files[file.path]
-            self.bytes -= file.header.file_bytes
-        for name in file.header.names:
-            if name in self._objects and self._objects[name][0] is file:
-                del self._objects[name]
-
-    def _forget(self, file: _File) -> None:
-        self._drop(file)
-        self._remove(file.path)
-
-    @staticmethod
-    def _remove(path: Path) -> None:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+    def _forget(self, file: StoredFile) -> None:
+        self._index.drop(file)
+        remove(file.path)
 
     def _make_room(self, more: int) -> bool:
         """Whether a file of this size fits, after what others left, and then what was used longest
@@ -301,10 +300,10 @@ class ObjectStore:
             if missing <= 0:
                 return True
         with self._lock:
-            if missing > self.bytes:
+            if missing > self.used_bytes:
                 return False  # not even without all others
-            missing = min(missing + int(_ROOM_AT_ONCE * self.bytes), self.bytes)
-            for file in sorted(self._files.values(), key=lambda f: (f.last_use, -f.header.written)):
+            missing = min(missing + int(_ROOM_AT_ONCE * self.used_bytes), self.used_bytes)
+            for file in self._index.files_by_recency():
                 if missing <= 0:
                     break
                 missing -= file.header.file_bytes
@@ -313,67 +312,8 @@ class ObjectStore:
         return True
 
     def _missing(self, more: int) -> int:
-        over = self.bytes + more - self.budget if self.budget else 0
+        over = self.used_bytes + more - self.budget if self.budget else 0
         if self.least_free:
             disk = os.statvfs(self.folder.path)
             over = max(over, more + self.least_free - disk.f_bavail * disk.f_frsize)
         return over
-
-    def _scan(self) -> None:
-        """Learn what earlier servers left, the most recently used first."""
-        try:
-            self._scan_files()
-        except Exception:
-            logger.exception("sglang_hybrid: the disk tier's files could not be listed.")
-        finally:
-            self.ready.set()
-
-    def _scan_files(self) -> None:
-        ignored: list[str] = []
-        files = []
-        for entry in self.folder.files():
-            with contextlib.suppress(OSError):
-                files.append((entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)))
-        for last_use, path in sorted(files, reverse=True):
-            if self._closed or self.off:
-                return
-            why = self._learn(path, last_use)
-            if why:
-                ignored.append(why)
-        self.counts.files_ignored = len(ignored)
-        if ignored:
-            logger.warning(
-                "sglang_hybrid: %d files in %s are no whole files of this model and are ignored "
-                "(the first: %s).",
-                len(ignored),
-                self.folder.path,
-                ignored[0],
-            )
-        logger.info(
-            "sglang_hybrid: %s objects (%s bytes) are on disk in %s.",
-            f"{self.counts.found_at_start:,}",
-            f"{self.bytes:,}",
-            self.folder.path,
-        )
-
-    def _learn(self, path: Path, last_use: float) -> str:
-        """Add a file. Returns why it is ignored, or "". Bad files of ours are removed."""
-        if path.name.endswith(UNFINISHED):
-            return ""
-        if path.suffix == ".tmp":
-            self._remove(path)
-            return "it is half written"
-        if path.suffix != SUFFIX:
-            return "it is somebody else's"
-        try:
-            header = read_header(path, self.folder.identity)
-        except BadFile as error:
-            self._remove(path)
-            return str(error)
-        except OSError as error:
-            return error.strerror or "it cannot be read"
-        with self._lock:
-            if path not in self._files and not self.off:
-                self._add(path, header, last_use)
-                self.counts.found_at_start += len(header.names)
-        return ""

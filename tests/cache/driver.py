@@ -94,6 +94,7 @@ def build_cache(
     *,
     one_pass: bool = True,
     plans: bool = True,
+    tiers: bool = False,
     rank: int | None = None,
     priority_sign: int | None = None,
     **more: Any,
@@ -176,17 +177,22 @@ def build_cache(
         tree_core_backend=tree_core if options is None else None,
         **more,
     )
+    cache: Any
     if options is None:
-        return UnifiedRadixCache(params)
-    return HybridRadixCache(
-        params,
-        options,
-        cost,
-        one_pass=one_pass,
-        plans=plans,
-        rank=rank,
-        priority_sign=priority_sign,
-    )
+        cache = UnifiedRadixCache(params)
+    else:
+        cache = HybridRadixCache(
+            params,
+            options,
+            cost,
+            one_pass=one_pass,
+            plans=plans,
+            tiers=tiers,
+            rank=rank,
+            priority_sign=priority_sign,
+        )
+    cache.cache_init_params = params  # init_hicache wants them
+    return cache
 
 
 def one_memory(sizes: Sizes, pool: Any, kv: Any) -> Any:

@@ -9,7 +9,7 @@ What of the kit does not run here:
 
 | kit | why |
 |---|---|
-| hicache.py, storage.py, load_back.py, the HiCache parts of mixins.py | the backend refuses `--enable-hierarchical-cache` |
+| hicache.py, storage.py, load_back.py, the HiCache parts of mixins.py | they order the host by recency, which ours does not: tests/cache/test_tiers.py |
 | core.py: UnifiedRadixCacheInt8MambaCheckpointFixtures | the backend refuses `--enable-int8-mamba-checkpoint` |
 | core.py: session_radix_cache_test_values() with True | the backend refuses `--enable-session-radix-cache` |
 | core.py: PagedFullComponent, SWADraftHistoryFixtures, SWAWindowUnderBigramKeyFixtures, ...HoldBackFixtures; insert_walk.py: raw setters | they replace or poke values inside a component; the paths belong to SGLang's SWA and speculative decoding, which we inherit unchanged |

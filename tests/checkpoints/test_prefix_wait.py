@@ -25,6 +25,7 @@ class Waiting:
     extend_end: int = 0
     extra_key: str | None = None
     cache_salt: str | None = None
+    host_hit_length: int = 0
 
 
 @dataclass
@@ -76,7 +77,9 @@ class House:
 
     def admit(self, req: Any) -> None:
         prompt = len(req.origin_input_ids)
-        self.planner.plan_request(req, prompt, 0, shared=self.prefix_wait.shared(req))
+        self.planner.plan_request(
+            req, prompt, req.prefix_len, 0, shared=self.prefix_wait.shared(req)
+        )
         self.prefix_wait.admitted(req)
 
     def forward(self, req: Any, end: int | None = None) -> None:

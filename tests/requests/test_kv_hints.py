@@ -90,3 +90,14 @@ def test_what_is_malformed_is_named(action: dict[str, Any], sentence: str) -> No
         kv_hints.check(envelope(action), 31)
     assert sentence in str(error.value)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+def test_exactness_may_be_asked_for() -> None:
+    asked = decode_kv_hints_envelope(kv_hints.with_exact(kv_hints.checkpoint_hint([3])))
+    kv_hints.check(asked, 8)
+    assert kv_hints.wants_exact(asked) and kv_hints.declared_positions(asked) == (3,)
+    assert not kv_hints.wants_exact(None)
+    assert not kv_hints.wants_exact(envelope(checkpoint([3])))
+    wrong = envelope({"action_type": "hybrid.exact", "payload": {"bits": 8}})
+    with pytest.raises(ValueError, match=r"hybrid\.exact has the field 'bits'; it has none"):
+        kv_hints.check(wrong, 8)

@@ -20,6 +20,7 @@ from scripts.port import (
 )
 from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.patching import load_patches
+from sglang_hybrid.platforms.cpu_ops.bindings import BINDINGS
 from tests.documented import ROOT
 
 OLD = (
@@ -137,3 +138,8 @@ def test_the_installed_release_is_one_that_the_package_was_made_for() -> None:
     ]
     known = imports(ROOT / "sglang_hybrid")
     assert len(known) > 50 and all(release.has(*name) for name in known)
+
+
+def test_the_cpu_platforms_bindings_are_read_without_running_them() -> None:
+    table = ROOT / "sglang_hybrid" / "platforms" / "cpu_ops" / "bindings.py"
+    assert bindings(table) == {(each.module, each.attribute) for each in BINDINGS}

@@ -28,7 +28,7 @@ FLAGS = (
 PROMPTS = [random_prompt(700, seed=seed) for seed in range(5)]
 KILLS = 10
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Cold:
@@ -111,6 +111,49 @@ def test_a_restart_finds_kv_and_states(
         assert not lines(server)
 
 
+def test_ranks_find_their_own(model: Path, tmp_path: Path, cold: Cold) -> None:
+    for first in (True, False):
+        with serve(model, tmp_path / "disk", "--tp-size", "2") as server:
+            answers = [ask(server.url, prompt, 4) for prompt in PROMPTS]
+            assert all(map(right, answers, map(cold, PROMPTS)))
+            assert all((stored(answer) >= 640) is not first for answer in answers)
+            written(tmp_path / "disk")
+    assert len(list((tmp_path / "disk").glob("*/rank-*"))) == 2
+
+
+class Conversations:
+    """Twenty conversations, together more than device and host hold, that go on in turns."""
+
+    def __init__(self) -> None:
+        self._texts = [random_prompt(400, seed=number) for number in range(20)]
+        self._random = random.Random(3)
+
+    def hit_rate(self, url: str, requests: int) -> float:
+        """Share of the prompts' tokens that were hit in the next requests."""
+        hits = total = 0
+        for _ in range(requests):
+            text = self._random.choice(self._texts)
+            text += random_prompt(20, seed=self._random.randrange(10**6))
+            answer = ask(url, text, 4)
+            text += answer["output_ids"]
+            hits += answer["meta_info"]["cached_tokens"]
+            total += answer["meta_info"]["prompt_tokens"]
+        return hits / total
+
+
+@pytest.mark.timeout(900)
+def test_hits_go_on_after_a_restart(model: Path, tmp_path: Path) -> None:
+    traffic = Conversations()
+    with serve(model, tmp_path / "disk") as server:
+        traffic.hit_rate(server.url, 100)
+        before = traffic.hit_rate(server.url, 100)
+        written(tmp_path / "disk")
+    with serve(model, tmp_path / "disk") as server:
+        after = traffic.hit_rate(server.url, 100)
+    print(f"hit rate before {before:.3f}, after {after:.3f}")
+    assert before > 0.5 and after >= 0.95 * before
+
+
 def test_other_weights_find_nothing(
     model: Path, tmp_path: Path, cold: Cold, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -132,6 +175,7 @@ def test_other_weights_find_nothing(
             assert answer["output_ids"] != cold(prompt)["output_ids"]
 
 
+@pytest.mark.timeout(1_800)
 def test_killed_while_it_writes(model: Path, tmp_path: Path, cold: Cold) -> None:
     """SIGKILL at a random moment of writing; the next server starts and answers rightly."""
     disk, source, found = tmp_path / "disk", random.Random(1), 0

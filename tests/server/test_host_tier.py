@@ -1,5 +1,5 @@
-"""SGLang's own prefix cache with --enable-hierarchical-cache on the CPU platform: what does not fit
-on the device is backed up to host memory, loaded again, and answered as cold.
+"""--enable-hierarchical-cache on the CPU platform: what does not fit on the device is copied to the
+host, loaded again, and answered as cold; by SGLang's own cache and by ours.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ import pytest
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.server_process import ServerProcess
-from tests.server.client import TOLERANCE, ask, logprobs, random_prompt
+from tests.server.client import (
+    TOLERANCE,
+    ask,
+    flush,
+    hybrid_cache,
+    logprobs,
+    random_prompt,
+)
 
 FLAGS = (
     *("--max-total-tokens", "2000", "--max-mamba-cache-size", "10", "--enable-cache-report"),
@@ -30,6 +37,17 @@ def loaded_answers_are_cold_ones(url: str) -> None:
         assert answer["meta_info"]["cached_tokens_details"]["host"] > 0
         assert answer["output_ids"] == right["output_ids"]
         assert logprobs(answer) == pytest.approx(logprobs(right), abs=TOLERANCE)
+
+
+CHECKED = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+}
+
+
+def ours(model: Path, *flags: str) -> ServerProcess:
+    """A server with our cache, which ends if memory is lost."""
+    return ServerProcess(["--model-path", str(model), *FLAGS, *flags], environment=CHECKED)
 
 
 def unmodified(model: Path, *flags: str, **variables: str) -> ServerProcess:
@@ -58,3 +76,46 @@ def test_a_simulated_bandwidth_is_said_and_kept(model_directory: Callable[[str],
     with unmodified(model, SGLANG_HYBRID_SIMULATE_BANDWIDTH=link) as server:
         loaded_answers_are_cold_ones(server.url)
         assert f"simulated bandwidth ({link})" in server.log.read_text()
+
+
+def every_mixture_is_answered_as_cold(server: ServerProcess) -> None:
+    """Prompts that continue, repeat and branch off earlier ones, whose KV and states are on the
+    device, on the host, on both, or of which only one is left.
+    """
+    shared = random_prompt(400, seed=100)
+    asked = [prompt + random_prompt(30, seed=50 + i) for i, prompt in enumerate(PROMPTS)]
+    asked += [shared + random_prompt(200, seed=60 + i) for i in range(4)]
+    asked += [asked[i][: 300 + 97 * i] for i in range(4)] + [shared, *PROMPTS, *asked[:3]]
+    warm = [ask(server.url, prompt, 4) for prompt in asked]
+    tiers = hybrid_cache(server.url)["tiers"]
+    assert tiers["loads"] > 0 and tiers["failed_loads"] == 0
+    hits = [answer["meta_info"]["cached_tokens_details"]["host"] for answer in warm]
+    assert sum(hits) > 0
+    for prompt, answer in zip(asked, warm, strict=True):
+        flush(server.url)
+        right = ask(server.url, prompt, 4)
+        assert right["meta_info"]["cached_tokens"] == 0
+        assert answer["output_ids"] == right["output_ids"]
+        assert logprobs(answer) == pytest.approx(logprobs(right), abs=TOLERANCE)
+
+
+MIXTURES = [
+    ("nemotron-h", ()),
+    ("nemotron-h", ("--hicache-write-policy", "write_back")),
+    ("nemotron-h", ("--hicache-write-policy", "write_through_selective")),
+    ("nemotron-h", ("--hybrid-memory", "split", "--hicache-mem-layout", "page_first_direct")),
+    ("nemotron-h", ("--chunked-prefill-size", "128")),
+    ("nemotron-h", ("--tp-size", "2")),
+    ("falcon-h1", ("--page-size", "16")),
+    ("granite-hybrid", ()),
+    ("qwen3-next", ("--page-size", "16", "--hicache-mem-layout", "page_first_direct")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "flags"), MIXTURES)
+def test_our_cache_loads_what_is_worth_it(
+    model_directory: Callable[[str], Path], architecture: str, flags: tuple[str, ...]
+) -> None:
+    with ours(model_directory(architecture), *flags) as server:
+        every_mixture_is_answered_as_cold(server)

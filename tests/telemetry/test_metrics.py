@@ -22,6 +22,7 @@ class Cache:
     account = None
     schedule_stats = None
     calibration = None
+    ways = tier_stats = None
 
 cache = Cache()
 metrics = CacheMetrics(cache)
@@ -142,6 +143,23 @@ shown.update()
     assert found["sglang_hybrid:answers[unlikely][no]"] == 0
     assert abs(found["sglang_hybrid:answers_expected_returns[likely]"] - 1.85) < 1e-9
     assert "sglang_hybrid:answers_expected_returns[nothing]" not in found
+
+
+def test_tiers_are_shown() -> None:
+    found = read("""
+from sglang_hybrid.telemetry.tiers import TierMetrics, TierStats
+stats = TierStats(token_bytes=10, state_bytes=1_000)
+shown = TierMetrics(stats)
+stats.written(tokens=7, states=2)
+shown.update()
+stats.loads += 3
+stats.hit_tokens["host"] += 64
+shown.update()
+shown.update()
+""")
+    assert found["sglang_hybrid:tier_written_bytes_total"] == 2_070
+    assert found["sglang_hybrid:tier_loads_total"] == 3
+    assert found["sglang_hybrid:tier_hit_tokens_total[host]"] == 64
 
 
 def test_the_queue_is_shown() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.tiers import object_store
+from sglang_hybrid.tiers import object_store, store_start
 from sglang_hybrid.tiers.folder import KEY_VARIABLE, FolderError, RankFolder
 from sglang_hybrid.tiers.object_file import Bytes
 from sglang_hybrid.tiers.object_store import RETRY_SECONDS, ObjectStore
@@ -224,20 +224,20 @@ def test_a_file_under_the_name_of_another_is_not_used(start: Open, folder: Path)
 def test_the_least_recently_used_is_forgotten_first(start: Open, folder: Path) -> None:
     store = start()
     put(store, 1)
-    budget = int(3.5 * store.bytes)
+    budget = int(3.5 * store.used_bytes)
     store = start(budget=budget)
     put(store, 2), put(store, 3)
     held(store, 1)
     put(store, 4)
     assert held(store, 1, 2, 3, 4) == [1, 3, 4]
-    assert store.bytes <= budget and store.counts.files_evicted == 1
-    assert sum(path.stat().st_size for path in files(folder)) == store.bytes
+    assert store.used_bytes <= budget and store.counts.files_evicted == 1
+    assert sum(path.stat().st_size for path in files(folder)) == store.used_bytes
 
 
 def test_of_a_prompt_its_end_is_forgotten_first(start: Open) -> None:
     store = start()
     put(store, 1)
-    store.budget = int(3.5 * store.bytes)
+    store.budget = int(3.5 * store.used_bytes)
     put(store, 2), put(store, 3)
     store.contains("kv", ["k1", "k2", "k3"])
     put(store, 4)
@@ -247,14 +247,14 @@ def test_of_a_prompt_its_end_is_forgotten_first(start: Open) -> None:
 def test_what_is_larger_than_the_budget_is_not_kept(start: Open) -> None:
     store = start(budget=1_000)
     assert not put(store, 1, size=2_000)
-    assert store.info()["refused"] and not store.bytes
+    assert store.info()["refused"] and not store.used_bytes
 
 
 def test_objects_of_other_models_make_room_first(start: Open, folder: Path) -> None:
     put(start({"weights": "old"}), 1, 2, 3)
     store = start()
     put(store, 1)
-    store.budget = store.bytes
+    store.budget = store.used_bytes
     put(store, 2)
     assert held(store, 1, 2) == [1, 2]
     assert len([path for path in folder.iterdir() if path.is_dir()]) == 1
@@ -307,11 +307,38 @@ def test_files_that_may_not_be_read_are_not_there(
     assert store.info()["off"] == ""
 
 
+def test_what_was_used_last_is_read_ahead_states_first(
+    start: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = start()
+    kinds = {1: "kv", 2: "mamba", 3: "kv", 4: "mamba"}
+    for number, kind in kinds.items():
+        put(store, number, kind=kind)
+    for file in store._index.files():
+        old = file.header.names[0] in (
+            store.folder.name("kv", "k1"),
+            store.folder.name("mamba", "k2"),
+        )
+        os.utime(file.path, (0, 60_000 if old else 120_000 + (file.header.kind == "kv")))
+    budget = store.used_bytes - 1
+    store.close()
+    read: list[Path] = []
+    monkeypatch.setattr(store_start, "_advise", read.append)
+    store = ObjectStore(RankFolder(folder, FACTS, "rank-0-of-1"), warm_bytes=budget)
+    store._starter.join()
+    store.close()
+    names = [
+        store.folder.name(*each).hex() for each in (("mamba", "k4"), ("kv", "k3"), ("mamba", "k2"))
+    ]
+    assert [path.name.split("-")[0] for path in read] == names
+    assert 0 < store.counts.bytes_read_ahead <= budget
+
+
 def test_clear_removes_everything(start: Open, folder: Path) -> None:
     store = start()
     put(store, 1), put(store, 2, kind="mamba")
     store.clear()
-    assert not files(folder) and store.bytes == 0 and not held(start(), 1)
+    assert not files(folder) and store.used_bytes == 0 and not held(start(), 1)
 
 
 @settings(max_examples=25, deadline=None)

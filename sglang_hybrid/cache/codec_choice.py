@@ -1,0 +1,43 @@
+"""Which codecs the copies of KV and states have, settled before host pools are built."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from sglang_hybrid.tiers.calibration import calibrate
+from sglang_hybrid.tiers.codecs import Codec
+from sglang_hybrid.tiers.coded_rows import CodecPlan
+from sglang_hybrid.tiers.probe import Probe
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+    from sglang_hybrid.config import HybridConfig
+
+logger = logging.getLogger(__name__)
+
+
+def choose_codecs(options: HybridConfig, context: TreeCacheBuildContext) -> CodecPlan:
+    """One codec for all, or what a measurement on the served model allows for each layer.
+
+    A measurement that fails leaves copies as they are: smaller ones would have errors that nobody
+    has seen.
+    """
+    if not options.hybrid_tier_error:
+        return CodecPlan.uniform(Codec(options.hybrid_tier_codec))
+    try:
+        probe = Probe(context.tp_worker)
+        found = calibrate(*probe.layers, probe.error, options.hybrid_tier_error)
+    except Exception:
+        logger.exception("sglang_hybrid: copies stay exact, because calibration failed.")
+        return CodecPlan()
+    logger.info(
+        "sglang_hybrid: smaller copies: %s; log probabilities move by %.1e at most for one layer "
+        "(%g was allowed), by %.1e for all of them together.",
+        found.plan,
+        found.layer_error,
+        options.hybrid_tier_error,
+        found.error,
+    )
+    return found.plan

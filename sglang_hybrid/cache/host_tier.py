@@ -1,0 +1,197 @@
+"""SGLang's cache with host memory below the device (HiCache), without what ends a scheduler or
+answers wrongly there. Line references are to sglang 0.5.23, mem_cache/unified_radix_cache.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+from sglang_hybrid.cache.host_room import share_host_room
+from sglang_hybrid.cache.one_memory import OneMemoryCache
+from sglang_hybrid.cache.ways import WayChooser
+from sglang_hybrid.core.rates import Tier
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_hybrid.cache.measured_speeds import MeasuredSpeeds
+    from sglang_hybrid.cache.offload import Offload
+    from sglang_hybrid.cache.state_pool import PoolStateSlots
+    from sglang_hybrid.core.cost import CostModel
+    from sglang_hybrid.telemetry.tiers import TierStats
+
+
+class HostTierCache(OneMemoryCache):
+    """Copies on the host, by value. Without HiCache, or without a shadow tree, it is SGLang's own.
+
+    ways: chooses what a request loads; None without tiers. speeds: those in force. offload: copies
+    in the background, None without tiers.
+    """
+
+    cost: CostModel
+    shadow_tree: Any  # a TieredShadowTree where there are tiers
+    slots: PoolStateSlots
+    speeds: MeasuredSpeeds | None
+    ways: WayChooser | None
+    tier_stats: TierStats
+    offload: Offload | None
+    prefix_wait: Any  # a PrefixWait, None for a model without states
+
+    def init_hicache(self, *args: Any, **kwargs: Any) -> None:
+        if self.is_mamba_enabled:
+            share_host_room(self)
+        super().init_hicache(*args, **kwargs)
+
+    # Backups.
+
+    def backup_node_for_write_back(self, node_id: int) -> bool:
+        """SGLang counts copied KV only; the copy of a state alone must be awaited, too, before the
+        device gives the state up (1647-1663).
+        """
+        done: bool = super().backup_node_for_write_back(node_id)
+        if not done and self.ongoing_write_through:
+            self.writing_check(write_back=True)
+            done = True
+        return done
+
+    def _evict_device_leaf(self, node_id: int, tracker: dict[ComponentType, int]) -> Any:
+        """A leaf whose KV is on the host already, and whose state is not, is demoted with it."""
+        tree = self.tree_core
+        node = tree.node_by_id(node_id)
+        if self.ways is not None and node.backuped and tree.wants_copy_of_state(node):
+            if not self.host_pool_group.get_pool(PoolName.MAMBA).available_size():
+                self.evict_host(1, ComponentType.MAMBA)
+            self.backup_node_for_write_back(node_id)
+        return super()._evict_device_leaf(node_id, tracker)
+
+    def _execute_and_commit_kv_backup(self, action: BackupKV, write_back: bool = False) -> int:
+        """Nodes that are being copied already are left out: SGLang asserts that there are none.
+        What the first of them continues stays on the host while room is made.
+        """
+        if self.ways is None:
+            return int(super()._execute_and_commit_kv_backup(action, write_back))
+        tree = self.tree_core
+        last = tree.node_by_id(action.node_ids[-1])
+        if not write_back and not tree.writes.worth(last):
+            self.tier_stats.not_written += 1
+            return 0
+        node_ids = [
+            node_id
+            for node_id in action.node_ids
+            if tree.node_by_id(node_id).write_through_pending_id is None
+        ]
+        if not node_ids:
+            return 0
+        before = self._host_copies(node_ids)
+        above = tree.node_by_id(node_ids[0]).parent.id
+        lock = self.inc_host_lock_ref(above).to_dec_params()
+        try:
+            written: int = super()._execute_and_commit_kv_backup(BackupKV(node_ids), write_back)
+        finally:
+            self.dec_host_lock_ref(above, lock)
+        after = self._host_copies(node_ids)
+        self.tier_stats.written(after[0] - before[0], after[1] - before[1])
+        return written
+
+    def _host_copies(self, node_ids: list[int]) -> tuple[int, int]:
+        """Tokens and states of these nodes that the host has."""
+        tokens = states = 0
+        for node_id in node_ids:
+            data = self.tree_core.node_by_id(node_id).component_data
+            kv = data[ComponentType.FULL].host_value
+            tokens += 0 if kv is None else len(kv)
+            states += data[ComponentType.MAMBA].host_value is not None
+        return tokens, states
+
+    def flush_pending_backups(self) -> None:
+        """States that were taken while the KV of their node was being copied follow it."""
+        if self.ways is not None:
+            for node_id in self.tree_core.take_late_states():
+                self._execute_and_commit_kv_backup(BackupKV([node_id]))
+        super().flush_pending_backups()
+
+    # Loads.
+
+    def init_load_back(self, params: Any) -> Any:
+        """None where the load cannot be: the request is looked up again and resumes from what is
+        on the device. SGLang would let it run on KV without the state that belongs to it.
+        """
+        if self.ways is None:
+            return super().init_load_back(params)
+        req = params.req
+        room = self._room_to_load(params, req)
+        loaded = super().init_load_back(params) if room else None
+        if not loaded or not loaded[0]:
+            self.ways.without_loads.add(req)
+            self.tier_stats.failed_loads += 1
+            return None
+        req.kv.mamba_cow_src_index = None  # of an earlier look-up; the load brings the state
+        req.kv.mamba_needs_clear = False
+        self.tier_stats.loaded_requests += 1
+        return loaded
+
+    def _room_to_load(self, params: Any, req: Req) -> bool:
+        """Whether the request can have a slot; SGLang asserts it (mamba.py, prepare_load_back)."""
+        if not self.is_mamba_enabled or req.kv.holds_mamba:
+            return True
+        lock = self.inc_lock_ref(params.best_match_node)
+        had = self.slots.make_room()
+        self.dec_lock_ref(params.best_match_node, lock.to_dec_params())
+        return had
+
+    # What transfers tell.
+
+    def writing_check(self, write_back: bool = False, finish_count: int | None = None) -> None:
+        acks = self._acks("ack_write_queue")
+        super().writing_check(write_back=write_back, finish_count=finish_count)
+        if self.speeds is not None:
+            for ack in acks[: len(acks) - len(self._acks("ack_write_queue"))]:
+                self.speeds.written(ack)
+
+    def loading_check(self, finish_count: int | None = None) -> None:
+        acks = self._acks("ack_load_queue")
+        super().loading_check(finish_count=finish_count)
+        if self.speeds is None or self.ways is None:
+            return
+        left, link = self._acks("ack_load_queue"), self.speeds.speeds.loads[Tier.HOST]
+        for ack in acks[: len(acks) - len(left)]:
+            self.speeds.loaded(ack)
+            self.tier_stats.loaded(ack, link)
+        self.ways.backlog = sum(link.seconds(ack.num_bytes) for ack in left)
+
+    def _acks(self, queue: str) -> list[Any]:
+        """What waits in a queue of SGLang's controller, the oldest first."""
+        return [] if self.cache_controller is None else list(getattr(self.cache_controller, queue))
+
+    # In the background.
+
+    def check_hicache_events(self) -> None:
+        super().check_hicache_events()
+        if self.offload is not None:
+            self.offload.step()
+
+    @property
+    def requests_wait(self) -> bool:
+        """Whether requests waited when a batch was last filled."""
+        return self.prefix_wait is not None and self.prefix_wait.any_wait
+
+    # Reports.
+
+    def tiers_info(self) -> dict[str, Any] | None:
+        """What each tier holds and what went between them; None without tiers."""
+        if self.ways is None or self.speeds is None:
+            return None
+        placement = self.shadow_tree.placement
+        held = {
+            tier.name.lower(): {
+                "kv_tokens": placement.kv_tokens[tier],
+                "states": placement.states[tier] if self.is_mamba_enabled else 0,
+                "bytes": placement.used(tier, self.cost),
+            }
+            for tier in (Tier.DEVICE, Tier.HOST)
+        }
+        return {"held": held, **self.tier_stats.as_dict(), **self.speeds.as_dict()}

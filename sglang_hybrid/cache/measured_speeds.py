@@ -1,0 +1,94 @@
+"""The speeds that decisions about tiers are made with: measured on the rank that receives requests,
+in force on all ranks at the same step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang_hybrid.core.rates import Link, Rates, Speeds, Tier
+
+if TYPE_CHECKING:
+    from sglang_hybrid.core.cost import CostModel
+
+ON_CPU = 3e10
+ON_ACCELERATOR = 1e14
+"""FLOPs per second of a prefill, and below bytes per second, until they are measured."""
+HOST_ON_CPU = Link(4e9)
+HOST_ON_ACCELERATOR = Link(20e9, 2e-5)
+DISK = Link(2e9, 1e-4)
+
+
+@dataclass(frozen=True)
+class SpeedsMeasured:
+    """From the step at which it arrives on, every rank decides with these speeds."""
+
+    speeds: Speeds
+
+
+class MeasuredSpeeds:
+    """Speeds in force on this rank, and what this rank measures.
+
+    Args:
+        cost: FLOPs of the served model.
+        on_cpu: which assumptions hold until something was measured.
+    """
+
+    def __init__(self, cost: CostModel, *, on_cpu: bool) -> None:
+        host = HOST_ON_CPU if on_cpu else HOST_ON_ACCELERATOR
+        self.speeds = Speeds.of(ON_CPU if on_cpu else ON_ACCELERATOR, host, DISK)
+        self.rates = Rates(self.speeds)
+        self._cost = cost
+        self._sent = self.speeds
+        self._prefill: tuple[float, float] | None = None  # FLOPs, begun
+
+    def prefill_begins(self, spans: Iterable[tuple[int, int]]) -> None:
+        """A forward of these spans [start, end) of tokens is about to run."""
+        flops = sum(self._cost.flops(end) - self._cost.flops(start) for start, end in spans)
+        self._prefill = (float(flops), time.perf_counter())
+
+    def prefill_done(self) -> None:
+        """The first result of that forward is here."""
+        if self._prefill is not None:
+            flops, begun = self._prefill
+            self._prefill = None
+            self.rates.observe_prefill(flops, time.perf_counter() - begun)
+
+    def loaded(self, ack: Any) -> None:
+        """SGLang acknowledges a load from the host (`HiCacheAck`)."""
+        _observe(self.rates.observe_load, ack)
+
+    def written(self, ack: Any) -> None:
+        """The same for a backup."""
+        _observe(self.rates.observe_write, ack)
+
+    def poll(self) -> list[SpeedsMeasured]:
+        """What the rank that receives requests sends to all of them with those of this step."""
+        if self.rates.speeds is self._sent:
+            return []
+        self._sent = self.rates.speeds
+        return [SpeedsMeasured(self._sent)]
+
+    def adopt(self, measured: SpeedsMeasured) -> None:
+        """On every rank at the same step."""
+        self.speeds = measured.speeds
+
+    def as_dict(self) -> dict[str, float]:
+        """For /server_info: FLOPs and bytes per second."""
+        loads, writes = self.speeds.loads[Tier.HOST], self.speeds.writes[Tier.HOST]
+        return {
+            "prefill_flops_per_second": float(self.speeds.prefill),
+            "host_load_bytes_per_second": float(loads.bandwidth),
+            "host_load_latency_seconds": float(loads.latency),
+            "host_write_bytes_per_second": float(writes.bandwidth),
+            "host_write_latency_seconds": float(writes.latency),
+        }
+
+
+def _observe(observe: Callable[[Tier, int, float], None], ack: Any) -> None:
+    if ack.timing_enabled and ack.num_bytes:
+        seconds = ack.start_event.elapsed_time(ack.finish_event) / 1e3
+        observe(Tier.HOST, ack.num_bytes, seconds)

@@ -1,0 +1,114 @@
+"""Requests of modular mode: a prompt that names its segments, and those that compute them."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from sglang_hybrid.config import BACKEND
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.prompts.modular import ModularPrompt, Segment, prepared_segments
+from sglang_hybrid.prompts.schema import Schema
+from sglang_hybrid.prompts.tokens import PromptTokenizer
+from sglang_hybrid.requests.kv_hints import Imported, composed_key, import_hint, segment_key
+from sglang_hybrid.tenants import Tenant
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+_computing: set[asyncio.Task[None]] = set()  # tasks, which nobody else holds
+
+
+@lru_cache(maxsize=1)
+def why_whole(manager: TokenizerManager) -> str:
+    """Why modules cannot be computed apart here, a sentence; empty if they can."""
+    if manager.server_args.radix_cache_backend != BACKEND:
+        return (
+            f"Modules are computed apart with --radix-cache-backend {BACKEND} only, so the prompt "
+            "was computed as a whole."
+        )
+    if manager.server_args.page_size not in (None, 1):
+        return (
+            f"Pages have {manager.server_args.page_size} tokens, and modules end within pages, so "
+            "the prompt was computed as a whole."
+        )
+    cost = CostModel.from_config(manager.model_config.hf_config.to_dict())
+    if cost.state_bytes:
+        return (
+            "The model has recurrent layers, whose states cannot be put together, so the prompt "
+            "was computed as a whole."
+        )
+    return ""
+
+
+def ask(
+    manager: TokenizerManager, request: GenerateReqInput, prompt: ModularPrompt
+) -> Callable[[], None]:
+    """Make `request` one for `prompt`; returns what computes its segments, if some are missing.
+    Raises ValueError if its positions do not fit.
+    """
+    answer = (request.sampling_params or {}).get("max_new_tokens") or 0
+    last = prompt.last_position + answer
+    if last >= manager.context_len:
+        raise ValueError(
+            f"the schema's places, the new text and the answer end at position {last:,}; the model "
+            f"has {manager.context_len:,}."
+        )
+    request.input_ids = prompt.ids
+    request.extra_key = composed_key(request.extra_key, prompt.digest)
+    places = tuple((one.start, len(one.ids)) for one in prompt.segments)
+    request.kv_hints = import_hint(Imported(places, prompt.position))
+    key, salt = request.extra_key, request.cache_salt
+
+    def compute_segments() -> None:
+        task = asyncio.get_running_loop().create_task(compute(manager, key, salt, prompt.segments))
+        _computing.add(task)
+        task.add_done_callback(_computing.discard)
+
+    return compute_segments
+
+
+async def compute(
+    manager: TokenizerManager, key: str, cache_salt: str | None, segments: Iterable[Segment]
+) -> None:
+    """Compute each of these segments apart. key: of a prompt made of segments."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    for one in segments:
+        request: Any = GenerateReqInput(
+            rid=f"segment-{uuid.uuid4().hex}",
+            input_ids=list(one.ids),
+            sampling_params={"max_new_tokens": 0, "temperature": 0},
+            extra_key=segment_key(key, one.start),
+            cache_salt=cache_salt,
+            kv_hints=import_hint(Imported((), one.start)),
+        )
+        request.expanded = _Own()
+        async for _ in manager.generate_request(request, None):
+            pass
+
+
+async def compute_all(
+    manager: TokenizerManager, own: Tenant, schema: Schema, tokenizer: PromptTokenizer
+) -> dict[str, int]:
+    """Compute every module of a schema that holds no values, for one tenant; returns how many
+    segments and tokens that were. Raises ValueError where modules cannot be computed apart.
+    """
+    why = why_whole(manager)
+    if why:
+        raise ValueError(why.replace(", so the prompt was computed as a whole", ""))
+    extra_key, cache_salt = own or (None, None)
+    segments = prepared_segments(schema, tokenizer)
+    await compute(manager, composed_key(extra_key, ""), cache_salt, segments)
+    return {"segments": len(segments), "tokens": sum(len(one.ids) for one in segments)}
+
+
+class _Own:
+    """Marks a request that the server itself makes."""
+
+    def answered(self, meta_info: Any) -> None:
+        """Nobody reads the answer."""

@@ -1,0 +1,65 @@
+"""Which objects are in which files, and how recently each file was used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_hybrid.tiers.object_file import Header
+
+
+@dataclass(slots=True, eq=False)
+class StoredFile:
+    """A whole file. last_use: in seconds; touched: what of it the file system knows."""
+
+    path: Path
+    header: Header
+    last_use: float
+    touched: float
+
+
+class ObjectIndex:
+    """Files by path, and their objects by name. The caller locks."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._objects: dict[bytes, tuple[StoredFile, int]] = {}
+        self._files: dict[Path, StoredFile] = {}
+
+    @property
+    def objects(self) -> int:
+        """How many there are."""
+        return len(self._objects)
+
+    def __contains__(self, path: Path) -> bool:
+        return path in self._files
+
+    def find(self, name: bytes) -> tuple[StoredFile, int] | None:
+        """The file of an object, and its number there."""
+        return self._objects.get(name)
+
+    def files(self) -> list[StoredFile]:
+        return list(self._files.values())
+
+    def files_by_recency(self) -> list[StoredFile]:
+        """The longest unused first; of those used at the same time, what was written last."""
+        return sorted(self._files.values(), key=lambda file: (file.last_use, -file.header.written))
+
+    def add(self, path: Path, header: Header, last_use: float) -> None:
+        """A file is there now, instead of an earlier one of this path."""
+        if path in self._files:
+            self.drop(self._files[path])
+        file = self._files[path] = StoredFile(path, header, last_use, last_use)
+        self.bytes += header.file_bytes
+        for number, name in enumerate(header.names):
+            self._objects.setdefault(name, (file, number))
+
+    def drop(self, file: StoredFile) -> None:
+        """A file is there no more."""
+        if self._files.get(file.path) is file:
+            del self._files[file.path]
+            self.bytes -= file.header.file_bytes
+        for name in file.header.names:
+            found = self._objects.get(name)
+            if found is not None and found[0] is file:
+                del self._objects[name]

@@ -1,0 +1,244 @@
+"""What host memory below the device is for, and what went wrong elsewhere: one rule each.
+
+Numbers in brackets are reports about other caches with states, which the rule answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+from sglang_hybrid.core.rates import Link as HostLink
+from sglang_hybrid.core.rates import Speeds, Tier
+from sglang_hybrid.platforms.cpu_ops import transfer_streams
+from sglang_hybrid.tiers.links import Link
+from tests.cache.backends import options
+from tests.cache.driver import Sizes
+from tests.cache.tiers import TieredServer, build_tiered_cache
+
+ROOM = Sizes(states=8, kv=256, rows=6, context=256)
+SLOW = Speeds.of(1e3, HostLink(1e12), HostLink(1e12))  # computing takes for ever
+FAST = Speeds.of(1e30, HostLink(1e12), HostLink(1e12))  # nothing is worth a load
+SHARED = list(range(200, 240))
+
+
+def server(sizes: Sizes = ROOM, speeds: Speeds = SLOW, chunk: int = 0, **more: Any) -> TieredServer:
+    """A server whose next best way costs what `speeds` say."""
+    cache = build_tiered_cache(sizes, options("reuse", **more.pop("flags", {})), **more)
+    cache.speeds.speeds = speeds
+    cache.speeds.poll = lambda: []
+    return TieredServer(cache, sizes, chunk)
+
+
+def empty_the_device(at: TieredServer) -> None:
+    """All that may go."""
+    at.poll()
+    at.cache.evict(EvictParams(num_tokens=10**6, mamba_num=10**6))
+    at.poll()
+    at.check()
+
+
+def hit(at: TieredServer, tokens: list[int], **more: Any) -> int:
+    """Tokens that a request resumes from, after loads; it is served to its end."""
+    served = at.serve(tokens, [3], **more)
+    at.poll()
+    at.check()
+    return served
+
+
+def tiers_of(at: TieredServer) -> dict[str, Any]:
+    at.cache.sanity_check()
+    info: dict[str, Any] = at.cache.tiers_info()
+    return info
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("chunk", [0, 16])
+def test_a_prompt_that_ends_on_a_chunk_boundary_is_backed_up(policy: str, chunk: int) -> None:
+    """[sglang 39745, 30850]"""
+    at = server(policy=policy, chunk=chunk)
+    prompt = list(range(100, 132))
+    hit(at, prompt)
+    empty_the_device(at)
+    assert tiers_of(at)["held"]["device"]["kv_tokens"] == 0
+    assert hit(at, prompt) == 31
+    assert at.loads == 1
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_a_state_inside_the_tree_is_demoted_and_found(policy: str) -> None:
+    """[sglang 33713, vllm 52773] The KV above two branches stays on the device, its state goes."""
+    at = server(policy=policy)
+    for end in (1, 2, 3):
+        hit(at, SHARED + [end] * 30)
+    at.cache.evict(EvictParams(num_tokens=0, mamba_num=10**6))
+    at.poll()
+    assert hit(at, SHARED + [4] * 30) == len(SHARED)
+
+
+def test_the_last_token_is_not_applied_twice() -> None:
+    """[vllm 51094, lmcache 5249] The mark of the state that is resumed from is checked, too."""
+    at = server()
+    prompt = list(range(100, 130))
+    hit(at, prompt)
+    for _ in range(3):
+        empty_the_device(at)
+        assert hit(at, prompt) == len(prompt) - 1
+
+
+def test_the_host_has_room_for_states_by_their_number() -> None:
+    """[sglang 39436, 29034] Large states do not take the room of KV."""
+    sizes = replace(ROOM, states=20, kv=16_384, one_memory=True, state_bytes=2_048)
+    at = server(sizes, ratio=2.0)
+    pools = at.cache.host_pool_group
+    kv, states = (at.cache.components[kind] for kind in (ComponentType.FULL, ComponentType.MAMBA))
+    assert pools is not None
+    host_kv, host_states = kv._full_kv_pool_host, states._mamba_pool_host
+    held = host_kv.size * at.cache.cost.kv_bytes_per_token
+    held += host_states.size * at.cache.cost.state_bytes
+    assert host_kv.size // host_states.size == pytest.approx(1_000, rel=0.3)
+    assert held == pytest.approx(2 * at.cache.account.budget, rel=0.1)
+
+
+@pytest.fixture
+def stuck_link() -> Iterator[None]:
+    """Nothing that is copied arrives."""
+    transfer_streams.simulate(Link(1e-3))
+    yield
+    transfer_streams.simulate(None)
+
+
+@pytest.mark.usefixtures("stuck_link")
+def test_states_that_are_being_copied_do_not_end_the_scheduler() -> None:
+    """[sglang 36770, 40128, 40416, 37943] Requests wait until slots are there, and no longer."""
+    at = server(replace(ROOM, states=4))
+    served = 0
+    for number in range(6):
+        req = at.arrive([number + 10] * 40)
+        if at.admit(req):
+            while not at.prefill_step(req):
+                pass
+            at.decode(req, [3])
+            at.finish(req)
+            served += 1
+        at.poll()
+        at.check()
+    assert 0 < served < 6
+    transfer_streams.simulate(None)
+    for ack in at.cache.cache_controller.ack_write_queue:
+        ack.finish_event._reached = 0.0
+    at.poll()
+    assert hit(at, [99] * 40) == 0
+
+
+def test_what_computing_gives_sooner_is_neither_copied_nor_loaded() -> None:
+    at = server(speeds=FAST)
+    prompt = list(range(100, 140))
+    hit(at, prompt)
+    info = tiers_of(at)
+    assert info["held"]["host"]["bytes"] == 0 and info["not_written"] > 0
+    at.cache.speeds.speeds = SLOW
+    hit(at, [*prompt, 1, 2])
+    empty_the_device(at)
+    assert tiers_of(at)["held"]["host"]["kv_tokens"] > 0
+    at.cache.speeds.speeds = FAST
+    assert hit(at, prompt) == 0 and at.loads == 0
+    empty_the_device(at)
+    at.cache.speeds.speeds = SLOW
+    assert hit(at, prompt) == len(prompt) - 1
+
+
+def test_a_load_that_cannot_be_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = server()
+    prompt = list(range(100, 140))
+    hit(at, prompt[:20])
+    hit(at, prompt)
+    empty_the_device(at)
+    monkeypatch.setattr(type(at.cache), "load_back", lambda *args, **kwargs: False)
+    req = at.arrive(prompt)
+    assert not at.admit(req)
+    assert at.admit(req) and req.prefix_len == 0
+    assert tiers_of(at)["failed_loads"] == 1
+    at.abort(req)
+    at.check()
+
+
+def test_a_victim_whose_copy_is_below_moves_no_bytes() -> None:
+    at = server(flags={"hybrid_offload_watermark": 0.0}, policy="write_back")
+    for number in range(3):
+        hit(at, [number + 10] * 50)
+    for _ in range(20):
+        at.poll()
+    info = tiers_of(at)
+    assert info["offloaded"] > 0
+    empty_the_device(at)
+    after = tiers_of(at)
+    assert after["written_bytes"] == info["written_bytes"] > 0
+    assert after["held"]["device"]["states"] == 0
+    assert hit(at, [10] * 50) == 49
+
+
+def test_without_the_watermark_nothing_is_copied_in_the_background() -> None:
+    at = server(flags={"hybrid_offload_watermark": 1.0}, policy="write_back")
+    for number in range(3):
+        hit(at, [number + 10] * 50)
+    assert tiers_of(at)["written_bytes"] == 0
+
+
+def test_what_the_device_has_too_goes_before_what_must_be_computed() -> None:
+    """Of two prompts used alike, the one with a copy on the host is evicted."""
+    at = server(policy="write_back")
+    first, second = [11] * 60, [12] * 60
+    hit(at, first)
+    at.cache._execute_and_commit_kv_backup(
+        at.cache.tree_core.build_backup_kv_action(at.probe_node(first))
+    )
+    at.cache.flush_pending_backups()
+    at.poll()
+    hit(at, second)
+    victim = at.cache.shadow_tree.kv_victim()
+    assert victim.key.raw_token_ids()[0] == 11
+    assert at.cache.tier_stats.written_tokens > 0
+
+
+def test_the_host_forgets_what_saves_least() -> None:
+    """Short prompts go first, and the long ones that would cost most stay."""
+    at = server(replace(ROOM, kv=120), ratio=2.0)
+    long = [list(range(300 + 100 * n, 300 + 100 * n + 90)) for n in range(2)]
+    for prompt in long:
+        hit(at, prompt)
+        hit(at, prompt)
+    for number in range(20):
+        hit(at, [number + 10] * 12)
+    empty_the_device(at)
+    assert [hit(at, prompt) for prompt in long] == [89, 89]
+
+
+def test_tenants_stay_apart_on_the_host() -> None:
+    at = server()
+    prompt = list(range(100, 140))
+    hit(at, prompt, cache_salt="one")
+    empty_the_device(at)
+    assert hit(at, prompt, cache_salt="two") == 0
+    empty_the_device(at)
+    assert hit(at, prompt, cache_salt="one") == 39
+
+
+def test_a_request_is_told_where_its_hit_came_from() -> None:
+    at = server()
+    prompt = list(range(100, 140))
+    hit(at, prompt)
+    empty_the_device(at)
+    req = at.arrive([*prompt, 1, 2, 3])
+    assert at.admit(req)
+    at.prefill_step(req)
+    (report,) = req.customized_info["hybrid_cache"]
+    assert report["tiers"]["way"] == "load"
+    assert report["tiers"]["host_tokens"] == report["hit_tokens"] == 40
+    assert report["tiers"]["state"] == Tier.HOST.name.lower()
+    at.abort(req)

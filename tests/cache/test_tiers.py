@@ -1,0 +1,92 @@
+"""Host memory below the device: whatever is demoted, loaded, forgotten or copied, in any order,
+every request resumes from what belongs to its prefix.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sglang_hybrid.platforms.cpu_ops import transfer_streams
+from sglang_hybrid.tiers.links import Link
+from tests.cache.backends import options
+from tests.cache.driver import Sizes
+from tests.cache.tiers import TieredServer, build_tiered_cache
+
+SIZES = {
+    "two pools": Sizes(states=7, kv=160, rows=6, context=128),
+    "one memory": Sizes(states=7, kv=160, rows=6, context=128, one_memory=True, state_bytes=160),
+    "pages of 4": Sizes(states=14, kv=256, page=4, extra_buffer=True, grid=4, rows=6, context=128),
+    "attention only": Sizes(states=0, kv=160, rows=6, context=128),
+}
+WRITES = ("write_through", "write_through_selective", "write_back")
+
+
+def serve_at_random(server: TieredServer, seed: int, requests: int) -> None:
+    """Requests that continue one another's prompts, interleaved with everything else."""
+    source = random.Random(seed)
+    stems = [[source.randrange(5, 90) for _ in range(60)] for _ in range(4)]
+    waiting: list[list[int]] = []
+    for number in range(requests):
+        stem = source.choice(stems)
+        waiting.append(stem[: source.randrange(8, 50)] + [100 + number] * source.randrange(1, 9))
+        if source.random() < 0.4:
+            waiting.append(list(waiting[-1]))
+    while waiting or server.running:
+        choice = source.random()
+        if waiting and choice < 0.4 and len(server.running) < 2:
+            req = server.arrive(waiting[0], number)
+            if server.admit(req):
+                waiting.pop(0)
+        elif server.running:
+            req = source.choice(server.running)
+            if req.output_ids or server.prefill_step(req):
+                if source.random() < 0.8:
+                    answer = [source.randrange(5, 90) for _ in range(source.randrange(1, 6))]
+                    server.decode(req, answer)
+                    waiting += [server._tokens(req)] if source.random() < 0.2 else []
+                    server.finish(req)
+                else:
+                    server.abort(req)
+        if source.random() < 0.7:
+            server.poll()
+        server.check()
+    server.poll()
+    server.check()
+
+
+SLOW = pytest.mark.slow
+LINKS = [
+    pytest.param(None, id="prompt copies", marks=SLOW),
+    pytest.param(Link(1e9, 2e-3), id="copies that take time"),
+]
+
+
+@pytest.fixture(params=LINKS)
+def link(request: pytest.FixtureRequest) -> Iterator[None]:
+    transfer_streams.simulate(request.param)
+    yield
+    transfer_streams.simulate(None)
+
+
+@pytest.mark.usefixtures("link")
+@pytest.mark.parametrize("writes", WRITES)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(sizes, id=name, marks=() if name == "one memory" else SLOW)
+        for name, sizes in SIZES.items()
+    ],
+)
+def test_every_request_resumes_from_its_own_prefix(sizes: Sizes, writes: str) -> None:
+    loads = 0
+    for seed in range(3):
+        cache: Any = build_tiered_cache(sizes, options("reuse"), policy=writes)
+        server = TieredServer(cache, sizes, chunk=0 if seed % 2 else 16)
+        serve_at_random(server, seed, 25)
+        loads += server.loads
+    if sizes.states or writes != "write_through_selective":  # few KV nodes are used twice there
+        assert loads > 0, "nothing was loaded"

@@ -1,0 +1,158 @@
+"""`driver.Server` with host memory below the device, and KV and states that can be recognised.
+
+Every KV row holds a number made of the tokens up to it, every state one of all tokens that it has
+read. A request that resumes from something else is found out at once.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.core.cost import CostModel
+from tests.cache.backends import COST
+from tests.cache.driver import Server, Sizes, build_cache
+
+
+def build_tiered_cache(
+    sizes: Sizes,
+    options: HybridConfig | None,
+    *,
+    ratio: float = 3.0,
+    policy: str = "write_through",
+    layout: str = "page_first",
+    cost: CostModel = COST,
+    **more: Any,
+) -> Any:
+    """A cache whose host is `ratio` times the device; SGLang's own without options."""
+    tiers = {} if options is None else {"tiers": True}
+    if not sizes.states:
+        cost = cost.with_sizes(kv_bytes_per_token=cost.kv_bytes_per_token, state_bytes=0)
+    cache = build_cache(sizes, options, cost, **tiers, **more)
+    arguments = ServerArgs(
+        model_path="dummy",
+        page_size=sizes.page,
+        hicache_io_backend="direct" if layout == "page_first_direct" else "kernel",
+        hicache_mem_layout=layout,
+        hicache_write_policy=policy,
+        hicache_ratio=ratio,
+    )
+    arguments._mamba_cache_chunk_size = max(sizes.grid, sizes.page)
+    set_global_server_args_for_scheduler(arguments)
+    cache.init_hicache(arguments, cache.cache_init_params)
+    cache.load_back_threshold = 0
+    return cache
+
+
+def mark(tokens: Sequence[int]) -> int:
+    """A number of 1 to 250 for a sequence, which bfloat16 holds."""
+    return zlib.crc32(repr(list(tokens)).encode()) % 250 + 1
+
+
+class TieredServer(Server):
+    """Fills what requests compute with marks, and looks at the marks of what they resume from."""
+
+    def __init__(self, cache: Any, sizes: Sizes, chunk: int = 0) -> None:
+        super().__init__(cache, sizes, chunk)
+        kv = self.allocator.get_kvcache()
+        kv = getattr(kv, "full_kv_pool", kv)
+        self._rows = [*kv.k_buffer, *kv.v_buffer]
+        self._states = self.pool.mamba_pool.mamba_cache if sizes.states else None
+        self.loads = 0
+        if self._plans:
+            planned = cache.plan_forward
+
+            def plan_and_compute(batch: Any) -> None:
+                planned(batch)
+                for req in batch.reqs:
+                    self._compute(req)
+
+            cache.plan_forward = plan_and_compute
+
+    def poll(self) -> None:
+        """What the scheduler does at every step."""
+        self.cache.check_hicache_events()
+
+    def probe_node(self, tokens: Sequence[int]) -> int:
+        """The id of the deepest node that a prompt resumes from."""
+        req = self.arrive(tokens)
+        self.look_up(req)
+        self.send_back(req)
+        return int(req.best_match_node)
+
+    def check(self) -> None:
+        """SGLang's check does not hold while a load is under way: it counts what is loaded as if
+        it had been acknowledged.
+        """
+        if not self.cache.ongoing_load_back:
+            super().check()
+
+    def admit(self, req: Req) -> bool:
+        joined = super().admit(req)
+        if joined:
+            if self.cache.ready_to_load_host_cache() >= 0:
+                self.loads += 1
+            self._check_resumed(req)
+        return joined
+
+    def _grow(self, req: Req, length: int) -> None:
+        start = req.kv.kv_allocated_len
+        super()._grow(req, length)
+        if not self._plans:
+            self._fill(req, start, length)
+
+    def decode(self, req: Req, answer: Sequence[int]) -> None:
+        start = req.kv.kv_committed_len
+        super().decode(req, answer)
+        self._fill(req, start, req.kv.kv_committed_len)
+
+    def _compute(self, req: Req) -> None:
+        start, end = req.prefix_len, req.extend_end
+        self._fill(req, start, end)
+        for other, plan in self.cache.planner.in_flight():
+            if other is req:
+                for checkpoint in plan.pending_checkpoints:
+                    if start < checkpoint.position <= end:
+                        self._set_state(checkpoint.slot, self._tokens(req)[: checkpoint.position])
+
+    def _fill(self, req: Req, start: int, end: int) -> None:
+        tokens, row = self._tokens(req), req.kv.req_pool_idx
+        places = self.pool.req_to_token[row, start:end].long()
+        marks = torch.tensor([mark(tokens[: at + 1]) for at in range(start, end)])
+        for rows in self._rows:
+            rows[places] = marks[:, None, None].to(rows.dtype).expand(-1, *rows.shape[1:])
+        if self._states is not None:
+            self._set_state(req.kv.mamba_pool_idx.reshape(1), tokens[:end])
+
+    def _set_state(self, slot: torch.Tensor, tokens: list[int]) -> None:
+        for tensor in (*self._states.conv, self._states.temporal):
+            tensor[:, slot.long()] = mark(tokens)
+
+    def _check_resumed(self, req: Req) -> None:
+        tokens, prefix = self._tokens(req), int(req.prefix_len)
+        assert prefix < len(tokens), "the last token was to be computed"
+        if not prefix:
+            return
+        places = self.cache.prefix_device_indices(req)[:prefix].long()
+        marks = [mark(tokens[: at + 1]) for at in range(prefix)]
+        for rows in self._rows:
+            assert rows[places][:, 0, 0].tolist() == marks, "KV of other tokens"
+        if self._states is None:
+            return
+        source = req.kv.mamba_cow_src_index
+        slot = req.kv.mamba_pool_idx if source is None else source
+        assert slot is not None, "KV is resumed without a state"
+        for tensor in (*self._states.conv, self._states.temporal):
+            values = tensor[:, int(slot.reshape(-1)[0])].unique().tolist()
+            assert values == [mark(tokens[:prefix])], "the state of another prefix"
+        if source is not None:  # the copy is made before the forward
+            self._set_state(req.kv.mamba_pool_idx.reshape(1), tokens[:prefix])
+
+    def _tokens(self, req: Req) -> list[int]:
+        return [*req.origin_input_ids, *req.output_ids]

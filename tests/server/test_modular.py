@@ -1,0 +1,170 @@
+"""Modules computed apart and put together, on a server: the model under the modules' mask."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sglang_hybrid.prompts.modular import ModularPrompt, modular
+from sglang_hybrid.prompts.resolve import read_prompt, resolve
+from sglang_hybrid.prompts.schema import read_schema
+from sglang_hybrid.prompts.tokens import PromptTokenizer
+from sglang_hybrid.server_process import ServerProcess
+from tests.server.client import TOLERANCE, logprobs
+
+SCHEMA = """<schema name="game"><system>You write Python.</system><user>
+<module name="unit">class Unit: one of many units of the game, with a name and place. </module>
+<union><module name="map">class Map: the land where the units live. </module>
+<module name="sea">class Sea: waters, deep and wide, with
+<parameter name="count" length="6"/> ships. </module></union>
+<module name="player">class Player: who moves the units over the land and wins or loses. </module>
+</user></schema>"""
+
+
+@pytest.fixture(scope="module")
+def model(model_directory: Callable[[str], Path]) -> Path:
+    return model_directory("transformer")
+
+
+@pytest.fixture(scope="module")
+def url(model: Path) -> Iterator[str]:
+    flags = ["--model-path", str(model), "--radix-cache-backend", "hybrid"]
+    with ServerProcess([*flags, "--enable-cache-report"]) as running:
+        answer = requests.post(running.url + "/v1/prompt_schemas", json={"pml": SCHEMA}, timeout=60)
+        answer.raise_for_status()
+        yield running.url
+
+
+@pytest.fixture(autouse=True)
+def _empty(url: str) -> None:
+    """No segments; those that a test before this one asked for may still be computed."""
+    for _ in range(100):
+        if requests.post(url + "/flush_cache", timeout=60).ok:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the server is never idle")
+
+
+def pml(imports: str, question: str = "What is a unit?", mode: str = "modular") -> str:
+    return f'<prompt schema="game" mode="{mode}">{imports}<user>{question}</user></prompt>'
+
+
+def send(url: str, prompt: str, **more: Any) -> dict[str, Any]:
+    body = {
+        "pml": prompt,
+        "sampling_params": {"max_new_tokens": 6, "temperature": 0},
+        "return_logprob": True,
+        **more,
+    }
+    answer = requests.post(url + "/generate", json=body, timeout=120)
+    answer.raise_for_status()
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def prepare(url: str) -> dict[str, int]:
+    answer = requests.post(
+        url + "/v1/prompt_schemas/game/prewarm", json={"mode": "modular"}, timeout=120
+    )
+    answer.raise_for_status()
+    found: dict[str, int] = answer.json()
+    return found
+
+
+def composed(answer: dict[str, Any]) -> int:
+    tokens: int = answer["meta_info"]["hybrid_cache"]["composed_tokens"]
+    return tokens
+
+
+def composed_in_the_end(url: str, prompt: str) -> dict[str, Any]:
+    """An answer whose prompt was put together; the first ones may find segments missing."""
+    for _ in range(100):
+        answer = send(url, prompt)
+        if composed(answer):
+            return answer
+        time.sleep(0.1)
+    raise AssertionError("the segments are never there")
+
+
+def masked_logprobs(model: Path, prompt: ModularPrompt, output: list[int]) -> list[float]:
+    """Of the output's tokens, where each segment's tokens attend to none but its own."""
+    ids = [*prompt.ids, *output]
+    positions = [one.start + at for one in prompt.segments for at in range(len(one.ids))]
+    taken = len(positions)
+    positions += range(prompt.position, prompt.position + len(ids) - taken)
+    allowed = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    at = 0
+    for one in prompt.segments:
+        allowed[at : at + len(one.ids), :at] = False
+        at += len(one.ids)
+    mask = torch.zeros(len(ids), len(ids)).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = reference(
+            input_ids=torch.tensor([ids]),
+            attention_mask=mask[None, None],
+            position_ids=torch.tensor([positions]),
+        ).logits[0]
+    of = logits.log_softmax(-1)[len(prompt.ids) - 1 : -1]
+    assert of.argmax(-1).tolist() == output
+    return [float(row[token]) for row, token in zip(of, output, strict=True)]
+
+
+@pytest.mark.parametrize("imports", ["<unit/><map/>", '<sea count="three"/><player/>', "<player/>"])
+def test_it_is_the_model_under_the_modules_mask(url: str, model: Path, imports: str) -> None:
+    prompt = pml(imports)
+    answer = composed_in_the_end(url, prompt)
+    assert answer["meta_info"]["prompt"]["exact"] is False
+    schema, read = read_schema(SCHEMA), read_prompt(prompt)
+    tokenizer = PromptTokenizer(AutoTokenizer.from_pretrained(model))
+    expected = modular(schema, resolve(schema, read), tokenizer)
+    assert composed(answer) == len(expected.ids) - len(expected.new)
+    assert answer["meta_info"]["cached_tokens"] >= composed(answer)
+    reference = masked_logprobs(model, expected, answer["output_ids"])
+    assert logprobs(answer) == pytest.approx(reference, abs=TOLERANCE)
+
+
+def test_a_selection_that_nobody_sent_before_is_put_together(url: str) -> None:
+    prepared = prepare(url)
+    assert prepared["segments"] == 4 and prepared["tokens"] > 40  # no sea: it holds a value
+    send(url, pml("<unit/><map/>"))  # what the chat template writes is computed now
+    assert composed_in_the_end(url, pml("<map/><player/>"))
+    assert composed(send(url, pml("<unit/><player/>"))) > 30
+
+
+def test_where_segments_are_missing_the_prompt_is_computed_as_a_whole(url: str) -> None:
+    exact = send(url, pml("<unit/><map/>", mode="exact"))
+    first = send(url, pml("<unit/><map/>"))
+    assert composed(first) == 0 and first["meta_info"]["cached_tokens"] == 0
+    assert first["meta_info"]["prompt"]["exact"] is True
+    assert logprobs(first) == pytest.approx(logprobs(exact), abs=TOLERANCE)
+
+
+def test_exact_prompts_and_those_put_together_never_meet(url: str) -> None:
+    cold = send(url, pml("<unit/><map/>", mode="exact"))
+    apart = composed_in_the_end(url, pml("<unit/><map/>"))
+    assert logprobs(apart) != pytest.approx(logprobs(cold), abs=TOLERANCE)
+    again = send(url, pml("<unit/><map/>", mode="exact"))
+    assert again["meta_info"]["cached_tokens"] > 0
+    assert logprobs(again) == pytest.approx(logprobs(cold), abs=TOLERANCE)
+
+
+def test_a_tenant_has_segments_of_its_own(url: str) -> None:
+    schema: dict[str, Any] = {"pml": SCHEMA, "cache_salt": "b"}
+    requests.post(url + "/v1/prompt_schemas", json=schema, timeout=60).raise_for_status()
+    composed_in_the_end(url, pml("<unit/><map/>"))
+    assert composed(send(url, pml("<unit/><map/>"), cache_salt="b")) == 0
+
+
+def test_places_beyond_the_models_context_are_refused(url: str) -> None:
+    body: dict[str, Any] = {"pml": pml("<unit/>"), "sampling_params": {"max_new_tokens": 10**6}}
+    answer = requests.post(url + "/generate", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert "end at position" in answer.json()["error"]["message"]
