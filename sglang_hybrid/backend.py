@@ -93,16 +93,6 @@ def _choose(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
     return []
 
 
-def _refused(flags: argparse.Namespace) -> tuple[str, str]:
-    """The first flag that our backend cannot honour, and why; two empty texts if there is none."""
-    if getattr(flags, "hicache_host_memory_mode", "cache") == "buffer_only":
-        return "--hicache-host-memory-mode buffer_only", "it keeps copies on the host, by value"
-    for name, why in REFUSED.items():
-        if getattr(flags, name, None):
-            return "--" + name.replace("_", "-"), why
-    return "", ""
-
-
 def choose_schedule(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
     """SGLang arguments for `--hybrid-schedule`: its own policies by their names; beside ours, it
     leaves the queue as requests came. Raises `StartupError` for another --schedule-policy.
@@ -117,6 +107,16 @@ def choose_schedule(flags: argparse.Namespace, options: HybridConfig) -> list[st
             f"{flags.schedule_policy} contradict each other; leave out one of them."
         )
     return ["--schedule-policy", wanted]
+
+
+def _refused(flags: argparse.Namespace) -> tuple[str, str]:
+    """The first flag that our backend cannot honour, and why; two empty texts if there is none."""
+    if getattr(flags, "hicache_host_memory_mode", "cache") == "buffer_only":
+        return "--hicache-host-memory-mode buffer_only", "it keeps copies on the host, by value"
+    for name, why in REFUSED.items():
+        if getattr(flags, name, None):
+            return "--" + name.replace("_", "-"), why
+    return "", ""
 
 
 def registered_backends() -> list[str]:

@@ -202,4 +202,7 @@ class HostTierCache(OneMemoryCache):
             }
             for tier in (Tier.DEVICE, Tier.HOST)
         }
-        return {"held": held, **self.tier_stats.as_dict(), **self.speeds.as_dict()}
+        backend = getattr(self.cache_controller, "storage_backend", None)
+        store = getattr(backend, "store", None)  # tiers/file_backend.py
+        disk = {} if store is None else {"disk": store.info()}
+        return {"held": held, **disk, **self.tier_stats.as_dict(), **self.speeds.as_dict()}

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.cache.served_pool import ServedTierPool, SpeedsInForce
+from sglang_hybrid.cache.served_pool import ServedTierPool
 from sglang_hybrid.cache.shadow_tree import ShadowTree
 from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.core.places import Placement, copies_of
 from sglang_hybrid.core.pool import Pool, Scarce
 from sglang_hybrid.core.rates import Tier
+from sglang_hybrid.core.tier_pool import SpeedsInForce
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
@@ -123,10 +124,14 @@ class TieredShadowTree(ShadowTree):
         state = _masks(node, ComponentType.MAMBA) if self.has_states else kv
         if state and not record.has_state:
             self.tree.give_state(record, Kind.UNKNOWN)
+        placement = self.placement
+        for tier in FOLLOWED:  # what came, before what went: the last KV of a record cannot go
+            if kv >> tier & 1:
+                placement.add_kv(record, tier)
         for tier in FOLLOWED:
-            bit = 1 << tier
-            (self.placement.add_kv if kv & bit else self.placement.drop_kv)(record, tier)
-            (self.placement.add_state if state & bit else self.placement.drop_state)(record, tier)
+            if not kv >> tier & 1:
+                placement.drop_kv(record, tier)
+            (placement.add_state if state >> tier & 1 else placement.drop_state)(record, tier)
         self.placement.pin(record, Tier.HOST, _host_in_use(node))
 
     # What to evict.
