@@ -168,6 +168,14 @@ class Simulator:
         node = next((node for node in reversed(path) if node.has_state), None)
         return node, 0 if node is None else node.depth
 
+    def store(self, request: Request, depth: int) -> None:
+        """Its first `depth` tokens and the state there came from another cache. What cannot fit is
+        not stored.
+        """
+        tokens, tenant = request.tokens[:depth], request.tenant
+        path, matched = self.tree.find(tokens, tenant=tenant)
+        self._insert(tokens, path, matched, {depth: Kind.UNKNOWN}, tenant)
+
     def begin(self, request: Request) -> Ticket:
         """Match the prompt, and hold what it resumes from."""
         ticket, path, matched = self._look_up(request)
