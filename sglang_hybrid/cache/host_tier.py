@@ -45,6 +45,14 @@ class HostTierCache(OneMemoryCache):
         if self.is_mamba_enabled:
             share_host_room(self)
         super().init_hicache(*args, **kwargs)
+        if self.ways is not None and self.is_write_back:
+            self.shadow_tree.write_back()
+
+    def host_room(self, component: ComponentType) -> int:
+        """Free tokens or states on the host."""
+        name = PoolName.KV if component is ComponentType.FULL else PoolName.MAMBA
+        pool = None if self.host_pool_group is None else self.host_pool_group.get_pool(name)
+        return 0 if pool is None else int(pool.available_size())
 
     # Backups.
 
@@ -194,4 +202,7 @@ class HostTierCache(OneMemoryCache):
             }
             for tier in (Tier.DEVICE, Tier.HOST)
         }
-        return {"held": held, **self.tier_stats.as_dict(), **self.speeds.as_dict()}
+        backend = getattr(self.cache_controller, "storage_backend", None)
+        store = getattr(backend, "store", None)  # tiers/file_backend.py
+        disk = {} if store is None else {"disk": store.info()}
+        return {"held": held, **disk, **self.tier_stats.as_dict(), **self.speeds.as_dict()}

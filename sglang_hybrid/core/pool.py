@@ -120,13 +120,9 @@ class Pool:
             return None
         node, score = choice
         self.last_score = score
-        if self._home.get(node) is not self._stateless:
-            self._tell_policy(node, score)
+        if not self._is_stateless(node):
+            self.policy.evicted(node, score)
         return node
-
-    def _tell_policy(self, node: Node, score: float) -> None:
-        """`node` was chosen at `score`."""
-        self.policy.evicted(node, score)
 
     def cheapest(self, *, last_resort: bool = False) -> tuple[Node, float] | None:
         """The next victim and its score, without choosing it: lowest score, then oldest use, then
@@ -194,7 +190,7 @@ class Pool:
         if self.scarce is not Scarce.SHARED:
             return len(self._stateless) > 0
         for node in self._stateless.nodes:
-            needed -= self._weigh(node)[0]
+            needed -= freed_bytes(node, self.scarce, self.cost)
             if needed <= 0:
                 return True
         return False
@@ -210,7 +206,8 @@ class Pool:
         wrong = [
             node
             for node in known
-            if node not in self._dirty and self._home.get(node) is not self._table_of(node)[0]
+            if node not in self._dirty
+            and self._home.get(node) is not self._table_of(node, *self._appraise(node))
         ]
         gone = (self._home.keys() | self._dirty.keys()) - set(known)
         return [f"{self.scarce.value}: {node!r} is in the wrong table" for node in wrong] + [
@@ -225,7 +222,8 @@ class Pool:
 
     def _describe_one(self, node: Node) -> None:
         self._dirty.pop(node, None)
-        table, freed, saved = self._table_of(node)
+        saved, freed = self._appraise(node)
+        table = self._table_of(node, saved, freed)
         if table is not self._home.get(node):
             self._leave(node)
         if table is None:
@@ -236,34 +234,32 @@ class Pool:
         else:
             table.put(node, self.policy.describe(node, saved, freed))
 
+    def _appraise(self, node: Node) -> tuple[float, int]:
+        """FLOPs that `node` saves over its anchor, and the bytes that evicting it gives back, 0 if
+        it gives back nothing.
+        """
+        freed = freed_bytes(node, self.scarce, self.cost)
+        saved = self.cost.savings(node.depth, node.anchor_depth) if node.has_state else 0
+        return saved, freed
+
     def _leave(self, node: Node) -> None:
         table = self._home.pop(node, None)
         if table is not None:
             table.discard(node)
 
-    def _weigh(self, node: Node) -> tuple[int, int]:
-        """Bytes of what is scarce that evicting `node` gives back, 0 if nothing may go; and the
-        FLOPs that it saves, 0 if nothing is resumed from it.
-        """
-        freed = freed_bytes(node, self.scarce, self.cost)
-        saved = self.cost.savings(node.depth, node.anchor_depth) if node.has_state else 0
-        return freed, saved
-
-    def _table_of(self, node: Node) -> tuple[Table | None, int, int]:
-        freed, saved = self._weigh(node)
+    def _table_of(self, node: Node, saved: float, freed: int) -> Table | None:
         if not freed:
-            return None, 0, 0
+            return None
         if node.standing:
-            return self._wanted, freed, saved
-        if self._is_worthless(node, saved) and self.policy.stateless_first:
-            return self._stateless, freed, saved
+            return self._wanted
+        if self._is_stateless(node):
+            return self._stateless
         if len(node.children) > 1 and self.policy.spares_forks:
-            return self._forks, freed, saved
-        return self._candidates, freed, saved
+            return self._forks
+        return self._candidates
 
-    def _is_worthless(self, node: Node, saved: int) -> bool:
-        """Whether `node` goes before all that has a score."""
-        return not node.has_state
+    def _is_stateless(self, node: Node) -> bool:
+        return not node.has_state and self.policy.stateless_first
 
 
 def _nothing_to_settle() -> None:

@@ -1,30 +1,29 @@
-"""Candidates of one tier: what it forgets first, by what a copy saves over the next best way."""
+"""The candidates of one tier: what it holds, ordered by what a copy there is worth."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable
 
 import numpy as np
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.nodes import Clock, Node
-from sglang_hybrid.core.places import copies_of, seconds_saved
-from sglang_hybrid.core.pool import Pool, Scarce
+from sglang_hybrid.core.places import Unit, copies_of, unit_of
+from sglang_hybrid.core.pool import Pool, Scarce, VictimComparison
 from sglang_hybrid.core.rates import Speeds, Tier
 
 
-class SpeedsInForce(Protocol):
-    """What tells the speeds to decide with; another object once they changed."""
-
-    speeds: Speeds
-
-
 class TierPool(Pool):
-    """A pool whose candidates are copies in `tier`. Savings are those of `places.seconds_saved`, in
-    FLOPs of the prefill that takes as long, so that they compare with what a new state would save.
+    """A pool of the copies in one tier. A victim gives up its unit (`places.unit_of`): the cache
+    writes it to the tier below or not, and drops it here.
 
-    A copy that saves nothing, since computing is as fast as the way that it belongs to, goes first.
+    What a policy takes for the FLOPs that a node saves are those that could be computed in the
+    seconds that the unit saves, so that its scores are those of a cache without tiers where
+    nothing but computing is the next best way.
+
+    tier: whose copies these are. demotes_to: the tier that victims are written to, None if they
+    are lost.
     """
 
     def __init__(
@@ -34,68 +33,83 @@ class TierPool(Pool):
         cost: CostModel,
         policy: Policy,
         clock: Clock,
-        speeds: SpeedsInForce,
+        speeds: Speeds,
+        demotes_to: Tier | None = None,
     ) -> None:
         super().__init__(scarce, cost, policy, clock)
         self.tier = tier
-        self._in_force = speeds
-        self._speeds = speeds.speeds  # with which the tables were filled
+        self.speeds = speeds
+        self.demotes_to = demotes_to
 
-    def cheapest(self, *, last_resort: bool = False) -> tuple[Node, float] | None:
-        if self._speeds is not self._in_force.speeds:
-            self._speeds = self._in_force.speeds
-            for node in list(self._home):
-                self.mark_dirty(node)
-        return super().cheapest(last_resort=last_resort)
+    def use(self, speeds: Speeds, nodes: Iterable[Node]) -> None:
+        """Measured speeds changed: all `nodes` there are get new values in the next choices."""
+        self.speeds = speeds
+        for node in nodes:
+            self.mark_dirty(node)
 
-    def next_victims(self, most: int) -> list[Node]:
-        """The candidates that would go first, at most so many; without those that save nothing."""
+    def unit(self, node: Node) -> Unit | None:
+        """What evicting `node` takes from this tier now."""
+        if node.copies is None:
+            return None
+        return unit_of(node, self.tier, self.cost, self.speeds, self.demotes_to)
+
+    def victim(self, *, last_resort: bool = False) -> Node | None:
+        """Choose the node whose unit goes now; None if nothing may go. The caller says by `leaves`
+        what becomes of it.
+        """
+        choice = self.cheapest(last_resort=last_resort)
+        if choice is None:
+            return None
+        self.last_score = choice[1]
+        return choice[0]
+
+    def leaves(self, node: Node, *, lost: bool) -> None:
+        """The last victim, `node`, is about to leave this tier. lost: its state is in no other."""
+        if self._is_stateless(node):
+            return
+        tell = self.policy.evicted if lost else self.policy.demoted
+        tell(node, self.last_score)
+
+    def compare_copy(self, node: Node) -> VictimComparison | None:
+        """The score that a copy of all of `node` would have in this tier, where it may have none or
+        a part, beside the cheapest victim's; None if no victim has a score.
+        """
         self._describe()
         table = self._candidates
-        if not len(table):
-            return []
-        scores = self.policy.scores(table, self.clock)
-        first = np.argsort(scores, kind="stable")[:most]
-        return [table.nodes[row] for row in first.tolist()]
-
-    def frees(self, node: Node) -> tuple[bool, bool]:
-        """Whether evicting `node` frees its KV in the tier, and its state.
-
-        KV goes from below: no child may have KV in the tier. Below the device, the last copy of
-        what other nodes continue stays. On the device that one may go: whatever is below has been
-        written to the host, and so will this be. What a request or a transfer uses stays.
-        """
-        copies, tier = copies_of(node), self.tier
-        if node.parent is None or copies.is_pinned(tier):
-            return False, False
-        on_device = tier is Tier.DEVICE
-        kv = copies.has_kv(tier) and not copies.kv_children[tier]
-        if on_device:
-            kv = kv and not (node.kv_locked or node.state_locked)
-        elif node.kv_locked and not copies.has_kv(Tier.DEVICE):  # a request waits for its load
-            return False, False
-        else:
-            kv = kv and (copies.kv != 1 << tier or not node.children)
-        return kv, copies.has_state(tier) and not (on_device and node.state_locked)
-
-    def _weigh(self, node: Node) -> tuple[int, int]:
-        kv, state = self.frees(node)
-        freed_kv = kv * node.tokens * self.cost.kv_bytes_per_token
-        freed_state = state * self.cost.state_bytes
-        freed = {
-            Scarce.SHARED: freed_kv + freed_state,
-            Scarce.KV: freed_kv,
-            Scarce.STATES: freed_state,
-        }[self.scarce]
+        if len(self._stateless) or not len(table):
+            return None
+        copies = copies_of(node)
+        before = copies.kv, copies.state, copies.pinned
+        copies.pinned = 0
+        copies.kv |= 1 << self.tier
+        copies.state |= (1 << self.tier) * node.has_state
+        saved, freed = self._appraise(node)
+        copies.kv, copies.state, copies.pinned = before
         if not freed:
-            return 0, 0
-        saves = seconds_saved(node, self.tier, self.cost, self._speeds, kv=kv, state=state)
-        return freed, int(saves * self._speeds.prefill)
+            return None
+        known = self._home.get(node) is table
+        table.put(node, self.policy.describe(node, saved, freed))
+        scores = self.policy.scores(table, self.clock).copy()
+        row = table.row(node)
+        new, scores[row] = float(scores[row]), np.inf
+        comparison = VictimComparison(new, float(scores.min()))
+        if known:
+            self.mark_dirty(node)
+        else:
+            table.discard(node)
+        return comparison
 
-    def _is_worthless(self, node: Node, saved: int) -> bool:
-        return saved <= 0
+    def _appraise(self, node: Node) -> tuple[float, int]:
+        unit = self.unit(node)
+        if unit is None:
+            return 0.0, 0
+        freed = unit.freed
+        if self.scarce is Scarce.STATES:
+            freed = unit.state * self.cost.state_bytes
+        elif self.scarce is Scarce.KV:
+            freed = unit.kv * node.tokens * self.cost.kv_bytes_per_token
+        return unit.saves * self.speeds.prefill, freed
 
-    def _tell_policy(self, node: Node, score: float) -> None:
-        """A state of which another tier has a copy is still resumed from."""
-        if copies_of(node).state & ~(1 << self.tier) == 0:
-            super()._tell_policy(node, score)
+    def _is_stateless(self, node: Node) -> bool:
+        """Whether nothing is resumed at `node` or below it."""
+        return not node.has_state and not node.children and self.policy.stateless_first

@@ -9,7 +9,6 @@ the part of KV and states that it has.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,24 +59,29 @@ class Probe:
 
     @torch.no_grad()
     def _logprobs(self, plan: CodecPlan) -> Tensor:
-        """Log probabilities [prompts, vocabulary] behind the prompts."""
+        """Log probabilities [prompts, vocabulary] behind the prompts, each computed alone: a server
+        may have slots for a single request.
+        """
+        logits = [self._logits(prompt, plan) for prompt in self._prompts]
+        return torch.cat(logits).float().log_softmax(-1)
+
+    def _logits(self, prompt: list[int], plan: CodecPlan) -> Tensor:
         try:
-            requests = [_request(number, prompt) for number, prompt in enumerate(self._prompts)]
-            _extend(self._runner, requests, 0, PREFIX)
-            self._change(requests, plan)
-            logits = _extend(self._runner, requests, PREFIX, PREFIX + SUFFIX)
-            return logits.float().log_softmax(-1)
+            request = _request(prompt)
+            _extend(self._runner, request, 0, PREFIX)
+            self._change(request, plan)
+            return _extend(self._runner, request, PREFIX, PREFIX + SUFFIX)
         finally:
             self._runner.req_to_token_pool.clear()
             self._runner.token_to_kv_pool_allocator.clear()
 
-    def _change(self, requests: Sequence[Any], plan: CodecPlan) -> None:
-        pool = self._runner.req_to_token_pool
-        rows = torch.tensor([request.kv.req_pool_idx for request in requests])
-        tokens = pool.req_to_token[rows.to(pool.req_to_token.device), :PREFIX].flatten().long()
+    def _change(self, request: Any, plan: CodecPlan) -> None:
+        pool, kv = self._runner.req_to_token_pool, request.kv
+        tokens = pool.req_to_token[kv.req_pool_idx, :PREFIX].long()
+        state = kv.mamba_pool_idx.reshape(1).long() if self._states else tokens[:0]
         for layers, codecs, slots in (
             (self._kv, plan.kv, tokens),
-            (self._states, plan.states, self._state_slots(requests)),
+            (self._states, plan.states, state),
         ):
             for number, tensors in enumerate(layers):
                 codec = codecs[min(number, len(codecs) - 1)]
@@ -85,12 +89,6 @@ class Probe:
                 content = coded.encode(0, [tensor[slots] for tensor in tensors])
                 for tensor, values in zip(tensors, coded.decode(0, content), strict=True):
                     tensor[slots] = values
-
-    def _state_slots(self, requests: Sequence[Any]) -> Tensor:
-        if not self._states:
-            return torch.empty(0, dtype=torch.int64)
-        slots = torch.stack([request.kv.mamba_pool_idx.reshape(()) for request in requests])
-        return slots.long()
 
 
 def _kv_buffers(runner: Any) -> list[list[Tensor]]:
@@ -129,12 +127,12 @@ def _prompts(tokenizer: Any, runner: Any) -> list[list[int]]:
     return [long[start : start + size] for start in starts]
 
 
-def _request(number: int, ids: list[int]) -> Any:
+def _request(ids: list[int]) -> Any:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_new_tokens=1)
-    request = Req(str(number), "", array("q", ids), sampling)
+    request = Req("calibration", "", array("q", ids), sampling)
     request.logprob_start_len = -1
     return request
 
@@ -158,19 +156,18 @@ class _NoCache(SimpleNamespace):
         pass
 
 
-def _extend(runner: Any, requests: list[Any], start: int, end: int) -> Tensor:
-    """Prefill tokens [start, end) of the requests. Logits [requests, vocabulary] behind them."""
+def _extend(runner: Any, request: Any, start: int, end: int) -> Tensor:
+    """Prefill tokens [start, end) of the request. Logits [1, vocabulary] behind them."""
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.runtime_context import get_schedule
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    for request in requests:
-        request.full_untruncated_fill_ids = request.origin_input_ids[:end]
-        request.prefix_len, request.extend_end = start, end
+    request.full_untruncated_fill_ids = request.origin_input_ids[:end]
+    request.prefix_len, request.extend_end = start, end
     allocator = runner.token_to_kv_pool_allocator
     batch = ScheduleBatch.init_new(
-        reqs=requests,
+        reqs=[request],
         req_to_token_pool=runner.req_to_token_pool,
         token_to_kv_pool_allocator=allocator,
         tree_cache=_NoCache(

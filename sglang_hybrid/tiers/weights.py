@@ -14,15 +14,22 @@ class Store(Protocol):
     def turn_off(self, why: str) -> None: ...
 
 
+WHY_OFF = "the weights were updated; a restart with them uses the disk again"
+
 _stores: WeakSet[Store] = WeakSet()
+_changed = False
 
 
 def watch(store: Store) -> None:
-    """Turn this store off as soon as weights change."""
+    """Turn this store off as soon as weights change, or now if they have since the start."""
     _stores.add(store)
+    if _changed:
+        store.turn_off(WHY_OFF)
 
 
 def changed() -> None:
     """Weights are about to be updated in place. Called by SGLang's weight updater."""
+    global _changed
+    _changed = True
     for store in list(_stores):
-        store.turn_off("the weights were updated; a restart with them uses the disk again")
+        store.turn_off(WHY_OFF)

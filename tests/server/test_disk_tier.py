@@ -19,7 +19,7 @@ import requests
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.server_process import ServerProcess
-from tests.server.client import TOLERANCE, ask, logprobs, random_prompt
+from tests.server.client import TOLERANCE, ask, hybrid_cache, logprobs, random_prompt
 
 FLAGS = (
     *("--max-total-tokens", "4000", "--max-mamba-cache-size", "16", "--enable-cache-report"),
@@ -108,6 +108,8 @@ def test_a_restart_finds_kv_and_states(
         for prompt, expected in zip(PROMPTS, first, strict=True):
             answer = ask(server.url, prompt, 4)
             assert right(answer, expected) and stored(answer) >= 640
+        disk = hybrid_cache(server.url)["tiers"]["disk"]
+        assert disk["read"] and disk["found_at_start"] and not disk["off"]
         assert not lines(server)
 
 

@@ -49,6 +49,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     parallel = SimpleNamespace(dp_rank=None, dp_size=1)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
     monkeypatch.setattr(FileBackend, "disk_folder", "")
+    monkeypatch.setattr(weights, "_changed", False)
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "disk"))
 
 
@@ -141,7 +142,9 @@ def test_indices_that_do_not_fit_are_no_pages() -> None:
     made.close()
 
 
-def test_after_an_update_of_the_weights_nothing_is_found(caplog: pytest.LogCaptureFixture) -> None:
+def test_after_an_update_of_the_weights_nothing_is_found(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = backend()
     set_kv(made, 1)
     weights.changed()
@@ -152,6 +155,10 @@ def test_after_an_update_of_the_weights_nothing_is_found(caplog: pytest.LogCaptu
     lines = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(lines) == 1 and "weights were updated" in lines[0]
     made.close()
+    again = backend()
+    assert again.batch_exists(keys(1)) == 0, "attached again, it would have the old weights' KV"
+    again.close()
+    monkeypatch.setattr(weights, "_changed", False)
     assert backend().batch_exists(keys(1)) == 1, "a restart has the weights of the start"
 
 

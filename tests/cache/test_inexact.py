@@ -1,0 +1,135 @@
+"""What comes from smaller copies is marked, with all that was computed behind it; requests that ask
+for exactness never meet any of it.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_hybrid.requests.kv_hints import with_exact
+from sglang_hybrid.tiers import coded_rows
+from sglang_hybrid.tiers.codecs import Codec
+from sglang_hybrid.tiers.coded_rows import CodecPlan
+from sglang_hybrid.tiers.exactness import apart_if_exact, is_exact_part
+from tests.cache.backends import options
+from tests.cache.driver import Sizes
+from tests.cache.tiers import TieredServer, build_tiered_cache, mark
+
+SIZES = Sizes(states=7, kv=160, rows=6, context=128)
+EXACT = decode_kv_hints_envelope(with_exact(None))
+
+
+@pytest.fixture(autouse=True)
+def loads_are_visible(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever is decoded is negative, and stays so."""
+    decode = Codec.decode
+
+    def negative(self: Codec, content: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return -decode(self, content, dtype).abs()
+
+    monkeypatch.setattr(Codec, "decode", negative)
+    coded_rows.use(CodecPlan.uniform(Codec.BF16))
+    yield
+    coded_rows.use(CodecPlan())
+
+
+class SignedServer(TieredServer):
+    """Knows by the sign of what a request resumes from whether that is exact, and gives the sign to
+    all that it computes. counted: by what the cache said, and what was true.
+    """
+
+    def __init__(self, cache: Any, sizes: Sizes) -> None:
+        super().__init__(cache, sizes)
+        self._inexact: set[str] = set()
+        self._sign = 1
+        self.counted = {(said, true): 0 for said in (False, True) for true in (False, True)}
+
+    def _check_resumed(self, req: Req) -> None:
+        prefix = int(req.prefix_len)
+        if not prefix:
+            return
+        places = self.cache.prefix_device_indices(req)[:prefix].long()
+        values = torch.cat([rows[places][:, 0, 0] for rows in self._rows])
+        marks = [mark(self._tokens(req)[: at + 1]) for at in range(prefix)]
+        assert values.abs().tolist() == marks * len(self._rows)
+        source = req.kv.mamba_cow_src_index
+        slot = req.kv.mamba_pool_idx if source is None else source
+        state = self._states.temporal[:, int(slot.reshape(-1)[0])]
+        assert state.abs().unique().tolist() == [mark(self._tokens(req)[:prefix])]
+        if bool((values < 0).any()) or bool((state < 0).any()):
+            self._inexact.add(req.rid)
+
+    def _fill(self, req: Req, start: int, end: int) -> None:
+        self._sign = -1 if req.rid in self._inexact else 1
+        super()._fill(req, start, end)
+        places = self.pool.req_to_token[req.kv.req_pool_idx, start:end].long()
+        for rows in self._rows:
+            rows[places] = self._sign * rows[places].abs()
+
+    def _set_state(self, slot: torch.Tensor, tokens: list[int]) -> None:
+        for tensor in (*self._states.conv, self._states.temporal):
+            tensor[:, slot.long()] = self._sign * mark(tokens)
+
+    def serve_one(self, tokens: Sequence[int], *, exactly: bool = False) -> None:
+        req = self.arrive(tokens)
+        if exactly:
+            req.extra_key = apart_if_exact(None, EXACT)
+        while not self.admit(req):
+            self.poll()
+        while not self.prefill_step(req):
+            self.poll()
+        self.decode(req, [7])
+        self.finish(req)
+        self.poll()
+        self.check()
+        said = self.cache.lookups.report(req).exact
+        true = req.rid not in self._inexact
+        assert true or not said, "what comes from a smaller copy is called exact"
+        assert not exactly or (said and true)
+        self.counted[said, true] += 1
+
+
+@pytest.mark.parametrize("writes", ["write_through", "write_back"])
+def test_nothing_inexact_is_called_exact(writes: str) -> None:
+    server = SignedServer(build_tiered_cache(SIZES, options("reuse"), policy=writes), SIZES)
+    source = random.Random(1)
+    stems = [[source.randrange(5, 90) for _ in range(60)] for _ in range(5)]
+    for number in range(150):
+        stem = source.choice(stems)
+        prompt = stem[: source.randrange(20, 60)] + [100 + number] * source.randrange(1, 4)
+        server.serve_one(prompt, exactly=source.random() < 0.3)
+    assert server.counted[True, True] >= 10 and server.counted[False, False] >= 10
+
+
+def test_a_request_says_so_itself() -> None:
+    """SGLang's request object takes its part of the tree from the action (patch 0058)."""
+
+    def key(extra_key: str | None, envelope: Any) -> str | None:
+        sampling = SamplingParams(max_new_tokens=1)
+        return Req(
+            "a", "", array("q", [5]), sampling, extra_key=extra_key, kv_hints=envelope
+        ).extra_key
+
+    assert is_exact_part(key(None, EXACT)) and is_exact_part(key("tenant", EXACT))
+    assert key("tenant", None) == "tenant"
+    assert not is_exact_part(key(key("tenant", EXACT), None)), "no client can name that part"
+
+
+def test_without_smaller_copies_nothing_is_said() -> None:
+    coded_rows.use(CodecPlan())
+    server = TieredServer(build_tiered_cache(SIZES, options("reuse")), SIZES)
+    req = server.arrive([5, 6, 7, 8])
+    assert server.admit(req) and server.prefill_step(req)
+    server.decode(req, [7])
+    server.finish(req)
+    report = server.cache.lookups.report(req)
+    assert report.exact is None and "exact" not in report.as_dict()
