@@ -45,7 +45,7 @@ class DemotingPool(TierPool):
 
     def leaves(self, node: Node, *, lost: bool) -> None:
         """The last victim, `node`, is about to leave this tier. lost: its state is in no other."""
-        if self._home.get(node) is not self._stateless:
+        if self._has_demand(node):
             tell = self.policy.evicted if lost else self.policy.demoted
             tell(node, self.last_score)
 

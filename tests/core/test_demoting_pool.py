@@ -12,6 +12,7 @@ from sglang_hybrid.core.nodes import Kind, Node, NodeTree
 from sglang_hybrid.core.places import Placement, copies_of
 from sglang_hybrid.core.pool import Scarce
 from sglang_hybrid.core.rates import Link, Rates, Speeds, Tier
+from sglang_hybrid.core.tier_pool import TierPool
 
 COST = CostModel.paper_7b()
 SPEEDS = Speeds.of(2.6e14, host=Link(25e9), disk=Link(3e9))
@@ -122,4 +123,32 @@ def test_a_lost_state_leaves_its_demand_to_its_anchor_and_a_demoted_one_to_kv_ab
     assert between.inherited_demand is not None
     assert above.inherited_demand is None
     cache.device.leaves(node, lost=True)
+    assert above.inherited_demand is not None
+
+
+def test_a_state_that_is_computed_as_fast_as_loaded_goes_first_and_leaves_its_demand() -> None:
+    history = History()
+    cache = Cache(Reuse(history))
+    path = history.observe(list(range(5_010)), 5_000, cache.tree.clock)
+    above = cache.leaf(5_000, HOST)
+    node = cache.leaf(10, HOST, parent=above)  # ten tokens take 0.5 ms, its state 1.1
+    cache.tree.link_history(node, path.at(5_010))
+    unit = cache.host.unit(node)
+    assert unit is not None
+    assert unit.saves == 0
+    assert cache.host.victim() is node
+    cache.host.leaves(node, lost=True)
+    assert above.inherited_demand is not None
+
+
+def test_the_same_holds_for_a_pool_that_tells_its_policy_at_once() -> None:
+    history = History()
+    cache = Cache(Reuse(history))
+    plain = TierPool(HOST, Scarce.SHARED, COST, cache.host.policy, cache.tree.clock, cache.rates)
+    cache.tree.listen(plain)
+    path = history.observe(list(range(5_010)), 5_000, cache.tree.clock)
+    above = cache.leaf(5_000, HOST)
+    node = cache.leaf(10, HOST, parent=above)
+    cache.tree.link_history(node, path.at(5_010))
+    assert plain.victim() is node
     assert above.inherited_demand is not None
