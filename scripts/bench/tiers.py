@@ -28,7 +28,7 @@ from sglang_hybrid.replay.slices import read_trace, reusable_tokens, to_vocabula
 from sglang_hybrid.replay.traces import Request
 from sglang_hybrid.server_process import ServerProcess
 
-TRACES = ("sharegpt_55", "taubench_airline", "bbh_fewshot")
+TRACES = ("sharegpt_55", "bbh_fewshot")
 SERVERS = {"SGLang": "sglang.launch_server", "ours": "sglang_hybrid.launch_server"}
 WRITTEN = "sglang:hicache_backup_bytes_total"
 CONCURRENCY = 2
@@ -37,7 +37,9 @@ CONCURRENCY = 2
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("traces", nargs="*", metavar="TRACE", help=f"default: {' '.join(TRACES)}")
     parser.add_argument("--requests", type=positive, default=150, help="of each trace")
-    parser.add_argument("--kv-tokens", type=positive, default=4_096, help="on the device")
+    parser.add_argument(
+        "--kv-tokens", type=positive, default=4_096, help="on the device; no prompt may be longer"
+    )
     parser.add_argument("--state-slots", type=positive, default=16, help="on the device")
     parser.add_argument("--ratio", type=positive, default=4, help="host memory over the device's")
     parser.add_argument("--link", default="", help="what --hybrid-simulate-bandwidth says")

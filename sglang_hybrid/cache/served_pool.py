@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
+import numpy as np
+
 from sglang_hybrid.core.demoting_pool import DemotingPool
 from sglang_hybrid.core.nodes import Node
 from sglang_hybrid.core.places import Unit, copies_of
 from sglang_hybrid.core.rates import Tier
+
+LOOKED_AT: Final = 64
+"""Victims that a copy is compared with at most."""
 
 
 class ServedTierPool(DemotingPool):
@@ -26,3 +34,16 @@ class ServedTierPool(DemotingPool):
             others = copies_of(node).state & ~(1 << self.tier)
             self.leaves(node, lost=not others and self.demotes_to is None)
         return node
+
+    def dearest_pushed_out(self, needed: int) -> float:
+        """The highest score among the first victims that give back `needed` bytes together, as far
+        as LOOKED_AT of them do; without end if all there are do not: what is above them is dearer.
+        """
+        table, dearest = self._candidates, 0.0
+        scores = self.policy.scores(table, self.clock)
+        for row in np.argsort(scores, kind="stable")[:LOOKED_AT].tolist():
+            dearest = float(scores[row])
+            needed -= self._weigh(table.nodes[row])[0]
+            if needed <= 0:
+                return dearest
+        return dearest if len(table) > LOOKED_AT else math.inf

@@ -75,25 +75,35 @@ class WriteJudge:
     def _beats_the_host(self, record: Node) -> bool:
         """Whether there is room for the copy, or it is worth more than what it would push out."""
         tree = self._shadow_tree
-        kinds = [(ComponentType.FULL, tree.host_kv_pool, record.tokens)]
-        if tree.has_states:
-            kinds.append((ComponentType.MAMBA, tree.host_state_pool, 1))
-        for kind, pool, needed in kinds:
-            if self._room(kind) >= needed:
+        cost, tokens = tree.cost, self._missing_tokens(record)
+        kinds = [
+            (ComponentType.FULL, tree.host_kv_pool, tokens, cost.kv_bytes_per_token),
+            (ComponentType.MAMBA, tree.host_state_pool, int(tree.has_states), cost.state_bytes),
+        ]
+        for kind, pool, needed, size in kinds:
+            lacking = needed - self._room(kind) if needed else 0
+            if lacking <= 0:
                 continue
             comparison = pool.compare_copy(record)
-            if comparison is not None and not comparison.beats_victim:
+            if comparison is None:  # what goes has no score
+                continue
+            if comparison.new <= pool.dearest_pushed_out(lacking * size):
                 return False
         return True
 
     def _missing(self, record: Node) -> int:
         """Bytes that the host has not, of the path to `record` and of its state."""
-        cost, tokens = self._shadow_tree.cost, 0
+        cost = self._shadow_tree.cost
         state = 0 if copies_of(record).has_state(Tier.HOST) else cost.state_bytes
+        return self._missing_tokens(record) * cost.kv_bytes_per_token + state
+
+    def _missing_tokens(self, record: Node) -> int:
+        """Tokens of the path to `record` whose KV the host has not."""
+        tokens = 0
         above: Node | None = record
         while above is not None and above.parent is not None:
             if copies_of(above).has_kv(Tier.HOST):
                 break
             tokens += above.tokens
             above = above.parent
-        return tokens * cost.kv_bytes_per_token + state
+        return tokens
