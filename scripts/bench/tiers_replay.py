@@ -23,11 +23,11 @@ from sglang_hybrid.replay.timing import PAPER
 
 COST = CostModel.paper_7b()
 DEVICES: dict[str, tuple[float, ...]] = {  # GB, with a tenfold host: where LRU loses something
-    "taubench_airline": (0.8, 1.05, 2),
+    "taubench_airline": (0.8, 1, 2),
     "sharegpt_55": (0.3, 0.4, 1),
     "bbh_fewshot": (0.2, 0.3, 0.4),
     "claude_code_64k": (4.5, 5, 10),
-    "mooncake_conversation_trace": (8, 12, 40),
+    "mooncake_conversation_trace": (8, 20),
 }
 AT_ONCE = ("hicache", "lru", "reuse", "clairvoyant", "unbounded")
 IN_TIME = ("hicache", "lru", "reuse", "clairvoyant")
