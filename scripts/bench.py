@@ -30,7 +30,8 @@ from sglang_hybrid.server_process import ServerFailed
 COMMANDS = (
     *("docs", "kernels"),
     *("cache", "rounds", "schedule-round", "victim", "admission"),
-    *("policies", "answers", "pools", "tuner", "replay", "prewarm", "schedule-replay"),
+    *("policies", "answers", "pools", "tuner", "replay", "tiers-replay"),
+    *("prewarm", "schedule-replay", "prefetch"),
     *("server", "split", "contexts", "roofline", "profile", "peer"),
     *("ab", "phases", "one-memory", "moves", "tiers", "agent", "codecs", "schedule"),
 )

@@ -69,14 +69,13 @@ def _choose(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
                 f"{BACKEND}, not {flags.radix_cache_backend}."
             )
         return []
-    refused = [name for name in REFUSED if getattr(flags, name, None)]
-    flag = "--" + refused[0].replace("_", "-") if refused else ""
-    if refused and asked:
+    flag, why = _refused(flags)
+    if flag and asked:
         raise StartupError(
-            f"{flag} cannot be combined with the {BACKEND} cache, because {REFUSED[refused[0]]}; "
-            "leave out one of them."
+            f"{flag} cannot be combined with the {BACKEND} cache, because {why}; leave out one of "
+            "them."
         )
-    if refused:
+    if flag:
         print(f"sglang_hybrid: {flag} is served by SGLang's own prefix cache.", flush=True)
         return []
     if flags.disable_radix_cache and ordered:
@@ -108,6 +107,16 @@ def choose_schedule(flags: argparse.Namespace, options: HybridConfig) -> list[st
             f"{flags.schedule_policy} contradict each other; leave out one of them."
         )
     return ["--schedule-policy", wanted]
+
+
+def _refused(flags: argparse.Namespace) -> tuple[str, str]:
+    """The first flag that our backend cannot honour, and why; two empty texts if there is none."""
+    if getattr(flags, "hicache_host_memory_mode", "cache") == "buffer_only":
+        return "--hicache-host-memory-mode buffer_only", "it keeps copies on the host, by value"
+    for name, why in REFUSED.items():
+        if getattr(flags, name, None):
+            return "--" + name.replace("_", "-"), why
+    return "", ""
 
 
 def registered_backends() -> list[str]:

@@ -92,13 +92,16 @@ def test_a_policy_needs_our_cache(tmp_path: Path, unified: None) -> None:
         choose_backend(given, asked("sglang-lru"))
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*((name, True) for name in REFUSED), ("hicache_host_memory_mode", "buffer_only")],
+)
 def test_what_the_cache_cannot_honour(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = {name: True}
+    given = {name: value}
     path = model(tmp_path, HYBRID)
-    flag = "--" + name.replace("_", "-")
+    flag = "--" + name.replace("_", "-") + (f" {value}" if value is not True else "")
     assert choose_backend(flags(path, **given), HybridConfig()) == []
     assert f"{flag} is served by SGLang's own prefix cache" in capsys.readouterr().out
     for how in (

@@ -24,7 +24,7 @@ from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.generators import generate, traffic
 from sglang_hybrid.replay.runner import Job, Runner, run_all
 from sglang_hybrid.replay.simulator import Simulator
-from sglang_hybrid.replay.systems import SYSTEMS, Setting, Spec
+from sglang_hybrid.replay.systems import Setting, Spec, systems
 from sglang_hybrid.replay.timing import PAPER
 from sglang_hybrid.replay.traces import Request
 
@@ -51,7 +51,9 @@ def per_policy(
     print(f"\n{len(requests):,} requests of {tokens:,.0f} tokens, {size}, {rules}, one core:\n")
     table = Table("policy", "seconds")
     shared: dict[int, Oracle] = {}
-    for name in SYSTEMS if serving is None else (*POLICIES, "clairvoyant", "unbounded"):
+    for name in (
+        systems(tiered=False) if serving is None else (*POLICIES, "clairvoyant", "unbounded")
+    ):
         setting = Setting(COST, budget, requests, serving=serving, oracles=shared)
 
         def work(name: str = name, setting: Setting = setting) -> None:

@@ -42,7 +42,7 @@ def evict_from_host(
         whole = not any(child.backuped for child in node.children.values())
         if whole:
             tree.kv_events.record_remove(node, medium=StorageMedium.CPU)
-        for part in _parts_to_drop(tree, node, whole):
+        for part in _host_parts(tree, node) if whole else [component]:
             tree._evict_component_and_detach_lru(
                 node,
                 part,
@@ -56,13 +56,10 @@ def evict_from_host(
         tree._update_duplicate_tracking(node)
 
 
-def _parts_to_drop(tree: Any, node: UnifiedTreeNode, whole: bool) -> list[TreeComponent]:
-    """Components whose host copies `node` gives up; states before the KV that they belong to."""
-    parts = [
+def _host_parts(tree: Any, node: UnifiedTreeNode) -> list[TreeComponent]:
+    """Components of which the host has a copy for `node`; states before their KV."""
+    return [
         part
         for part in reversed(tree.components)
         if node.component_data[part.component_type].host_value is not None
     ]
-    if whole:
-        return parts
-    return [part for part in parts if part.component_type is not ComponentType.FULL]

@@ -45,6 +45,14 @@ class HostTierCache(OneMemoryCache):
         if self.is_mamba_enabled:
             share_host_room(self)
         super().init_hicache(*args, **kwargs)
+        if self.ways is not None and self.is_write_back:
+            self.shadow_tree.write_back()
+
+    def host_room(self, component: ComponentType) -> int:
+        """Free tokens or states on the host."""
+        name = PoolName.KV if component is ComponentType.FULL else PoolName.MAMBA
+        pool = None if self.host_pool_group is None else self.host_pool_group.get_pool(name)
+        return 0 if pool is None else int(pool.available_size())
 
     # Backups.
 

@@ -107,7 +107,7 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
         super().__init__(with_our_components(params, parts))
         if isinstance(self.shadow_tree, TieredShadowTree) and not self.disable:
             self.ways = self.tree_core.ways = WayChooser(self.shadow_tree)
-            self.tree_core.writes = WriteJudge(self.shadow_tree, self.tier_stats)
+            self.tree_core.writes = WriteJudge(self.shadow_tree, self.tier_stats, self.host_room)
             self.offload = Offload(self, self.options.hybrid_offload_watermark)
         if self.schedule is not None:
             self.prefill_adder_class: type[ScheduledPrefillAdder] = ScheduledPrefillAdder

@@ -38,6 +38,8 @@ class ShadowTree:
             of either kind makes room for either.
     """
 
+    follows_copies = False  # whether `sync` does anything
+
     def __init__(
         self,
         cost: CostModel,

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
+from sglang_hybrid.cache.served_pool import ServedTierPool
 from sglang_hybrid.cache.shadow_tree import ShadowTree
 from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.core.places import Placement, copies_of
 from sglang_hybrid.core.pool import Pool, Scarce
 from sglang_hybrid.core.rates import Tier
-from sglang_hybrid.core.tier_pool import SpeedsInForce, TierPool
+from sglang_hybrid.core.tier_pool import SpeedsInForce
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
@@ -36,6 +37,8 @@ class TieredShadowTree(ShadowTree):
     KV and one for states, as SGLang has two pools there; each under the policy of its kind.
     """
 
+    follows_copies = True
+
     def __init__(
         self,
         cost: CostModel,
@@ -47,6 +50,7 @@ class TieredShadowTree(ShadowTree):
         one_memory: bool = False,
     ) -> None:
         self.speeds = speeds
+        self._written_back = False
         self._placement: Placement | None = None
         super().__init__(
             cost, kv_policy, state_policy, has_states=has_states, one_memory=one_memory
@@ -65,8 +69,16 @@ class TieredShadowTree(ShadowTree):
         for pool in self.pools:
             self.tree.listen(pool)
 
-    def _pool(self, tier: Tier, scarce: Scarce, policy: Policy) -> TierPool:
-        return TierPool(tier, scarce, self.cost, policy, self.clock, self.speeds)
+    def _pool(self, tier: Tier, scarce: Scarce, policy: Policy) -> ServedTierPool:
+        pool = ServedTierPool(tier, scarce, self.cost, policy, self.clock, self.speeds)
+        if tier is Tier.DEVICE and self._written_back:
+            pool.demotes_to = Tier.HOST
+        return pool
+
+    def write_back(self) -> None:
+        """What the device gives up is copied to the host then, and not before."""
+        self._written_back = True
+        self.use(self._kv_policy, self._state_policy)
 
     @property
     def pools(self) -> list[Pool]:
@@ -135,7 +147,7 @@ class TieredShadowTree(ShadowTree):
         found = [
             record
             for pool in super().pools
-            if isinstance(pool, TierPool)
+            if isinstance(pool, ServedTierPool)
             for record in pool.next_victims(most)
         ]
         return [record.payload for record in dict.fromkeys(found)]

@@ -205,7 +205,8 @@ class HybridTreeCore(MarkedTreeCore):
 
     def _update_evictable_leaf_sets(self, node: UnifiedTreeNode) -> None:
         super()._update_evictable_leaf_sets(node)
-        self._sync(node)
+        if self.shadow_tree.follows_copies:
+            self._sync(node)
 
     def set_component_device_value(self, node_id: int, *args: Any, **kwargs: Any) -> None:
         super().set_component_device_value(node_id, *args, **kwargs)

@@ -84,17 +84,29 @@ class WayChooser:
             way.compute_seconds,
         )
 
+    def of_node(self, node: UnifiedTreeNode, prompt_len: int) -> tuple[Way, Way, Way]:
+        """Ways to the end of a prompt that is stored down to `node`: the one to be chosen, that
+        which resumes deepest, and the fastest that loads nothing.
+        """
+        tree, path = self._shadow_tree, self._path(node)
+        found = list(ways(path, prompt_len, tree.cost, tree.speeds.speeds))
+        resident = way_without_loads(path, prompt_len, tree.cost, tree.speeds.speeds)
+        return self.way(node, prompt_len, None), found[-1], resident
+
+    def _path(self, node: UnifiedTreeNode) -> list[Node]:
+        path: list[Node] = []
+        record: Node | None = self._shadow_tree.record(node)
+        while record is not None and record.parent is not None:
+            path.append(record)
+            record = record.parent
+        return path[::-1]
+
     def way(self, best: UnifiedTreeNode, prompt_len: int, req: Req | None) -> Way:
         """The fastest way to the end of a prompt of `prompt_len` tokens, the nodes down to `best`
         being what is stored of it.
         """
         tree = self._shadow_tree
-        path: list[Node] = []
-        record: Node | None = tree.record(best)
-        while record is not None and record.parent is not None:
-            path.append(record)
-            record = record.parent
-        path.reverse()
+        path = self._path(best)
         if req is not None and req in self.without_loads:
             return way_without_loads(path, prompt_len, tree.cost, tree.speeds.speeds)
 

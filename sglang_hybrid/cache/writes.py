@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -25,11 +26,21 @@ class WriteJudge:
 
     How many returns a copy will serve is estimated by how many those have served that were left
     when the device gave up its own.
+
+    Args:
+        shadow_tree: the records of the cache's nodes; stats: its counts.
+        room: free tokens or states of the host's pool of a kind.
     """
 
-    def __init__(self, shadow_tree: TieredShadowTree, stats: TierStats) -> None:
+    def __init__(
+        self,
+        shadow_tree: TieredShadowTree,
+        stats: TierStats,
+        room: Callable[[ComponentType], int],
+    ) -> None:
         self._shadow_tree = shadow_tree
         self._stats = stats
+        self._room = room
 
     @property
     def returns(self) -> float:
@@ -46,11 +57,12 @@ class WriteJudge:
         the host continues from `node` already is worth nothing without its KV.
         """
         if any(child.backuped for child in node.children.values()):
-            return True
+            return True  # what the host has below it would be lost
         stateless = node.component_data[ComponentType.MAMBA].value is None
         if self._shadow_tree.has_states and stateless:
             return False
-        return self._pays(self._shadow_tree.record(node))
+        record = self._shadow_tree.record(node)
+        return self._pays(record) and self._beats_the_host(record)
 
     def _pays(self, record: Node) -> bool:
         cost, speeds = self._shadow_tree.cost, self._shadow_tree.speeds.speeds
@@ -59,6 +71,20 @@ class WriteJudge:
         saves = speeds.compute(cost.savings(record.depth, record.anchor_depth))
         saves -= speeds.loads[Tier.HOST].seconds(loaded)
         return write_pays(self._missing(record), saves, self.returns, Tier.HOST, speeds)
+
+    def _beats_the_host(self, record: Node) -> bool:
+        """Whether there is room for the copy, or it is worth more than what it would push out."""
+        tree = self._shadow_tree
+        kinds = [(ComponentType.FULL, tree.host_kv_pool, record.tokens)]
+        if tree.has_states:
+            kinds.append((ComponentType.MAMBA, tree.host_state_pool, 1))
+        for kind, pool, needed in kinds:
+            if self._room(kind) >= needed:
+                continue
+            comparison = pool.compare_copy(record)
+            if comparison is not None and not comparison.beats_victim:
+                return False
+        return True
 
     def _missing(self, record: Node) -> int:
         """Bytes that the host has not, of the path to `record` and of its state."""

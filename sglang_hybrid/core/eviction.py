@@ -39,7 +39,7 @@ class Policy:
     knows_returns: ClassVar[bool] = False
     history: History | None = None
 
-    def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
+    def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
         """Numbers that hold until the node changes. saved: FLOPs over a hit at its anchor; freed:
         bytes given back, > 0.
         """
@@ -51,6 +51,9 @@ class Policy:
 
     def evicted(self, node: Node, score: float) -> None:
         """`node` was chosen at `score` and will be evicted."""
+
+    def demoted(self, node: Node, score: float) -> None:
+        """`node` was chosen at `score` and leaves one tier, while its state stays in another."""
 
     def forget(self, node: Node) -> None:
         """`node` left the cache."""
@@ -65,7 +68,7 @@ class Lru(Policy):
     def __init__(self, stateless_first: bool = True) -> None:
         self.stateless_first = stateless_first
 
-    def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
+    def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
         return ()
 
     def scores(self, table: Table, clock: Clock) -> FloatArray:
@@ -89,7 +92,7 @@ class Marconi(Policy):
             raise ValueError(f"alpha must be 0 or more, not {alpha}")
         self.alpha = alpha
 
-    def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
+    def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
         return (saved / freed,)
 
     def scores(self, table: Table, clock: Clock) -> FloatArray:
@@ -111,7 +114,7 @@ class SegLen(Policy):
 
     name = "seglen"
 
-    def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
+    def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
         return (float(node.depth - node.anchor_depth),)
 
 
@@ -129,7 +132,7 @@ class Gdsf(Policy):
         self._inflation = 0.0
         self._base: dict[int, tuple[int, float]] = {}  # node id -> uses, L of the last one
 
-    def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
+    def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
         uses = node.hits + 1
         known = self._base.get(node.id)
         if known is None or known[0] != uses:
@@ -138,6 +141,9 @@ class Gdsf(Policy):
 
     def evicted(self, node: Node, score: float) -> None:
         self._inflation = max(self._inflation, score)
+
+    def demoted(self, node: Node, score: float) -> None:
+        self.evicted(node, score)
 
     def forget(self, node: Node) -> None:
         self._base.pop(node.id, None)
@@ -170,7 +176,7 @@ class Reuse(Policy):
         self.history: History = history or History()
         self.history.answers_count = bool(answers)
 
-    def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
+    def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
         history_node = node.history_node
         if history_node is None:
             reuse_class = reuse_class_of(len(node.children), node.depth, node.turn)
@@ -223,8 +229,19 @@ class Reuse(Policy):
     def evicted(self, node: Node, score: float) -> None:
         above = anchor(node)
         passed_on, node.inherited_demand = self._inherited_by(node), None
-        if above is None or not node.has_state:
-            return
+        if above is not None and node.has_state:
+            self._inherit(above, node, passed_on)
+
+    def demoted(self, node: Node, score: float) -> None:
+        """Later requests for what left the tier still need the KV above it, which stayed."""
+        above = node.parent
+        if above is not None and not above.has_state:
+            self._inherit(above, node, self._inherited_by(node))
+
+    def _inherit(self, above: Node, node: Node, passed_on: HistoryNode | None) -> None:
+        """`above` now serves the demand for `node` too, and what `node` itself inherited; the
+        latest demand counts.
+        """
         index = self.history.index
         own = node.history_node if self._is_near(node) else None
         demand = [own, passed_on, self._inherited_by(above)]

@@ -241,29 +241,42 @@ class Unit:
     saves: float
 
 
-def unit_of(node: Node, tier: Tier, cost: CostModel, speeds: Speeds) -> Unit | None:
+def unit_of(
+    node: Node, tier: Tier, cost: CostModel, speeds: Speeds, demotes_to: Tier | None = None
+) -> Unit | None:
     """What evicting `node` from `tier` takes, and what it is worth; None if nothing can go.
 
-    A node that has KV in `tier` under none of whose children `tier` has KV gives up that and its
-    state together, unless its children in other tiers have no other KV above them. Any other node
-    gives up its state only. On the device, nothing that a running request holds.
+    A node gives up its KV and its state in `tier` together if none of its children has KV there,
+    and if its KV has another copy, or no children need it. Any other node gives up its state only.
+    On the device, nothing goes that a running request holds.
+
+    demotes_to: the tier that what goes is written to. What has no slower copy yet is then worth
+    what it saves over one there.
     """
     copies = copies_of(node)
     if node.parent is None or copies.is_pinned(tier):
         return None
     on_device = tier is Tier.DEVICE
     kv = copies.has_kv(tier) and not copies.kv_children[tier]
-    kv = kv and (copies.kv != 1 << tier or not node.children)
+    kv = kv and (demotes_to is not None or copies.kv != 1 << tier or not node.children)
     kv = kv and not (on_device and (node.kv_locked or node.state_locked))
     state = copies.has_state(tier) and not (on_device and node.state_locked)
     freed = kv * node.tokens * cost.kv_bytes_per_token + state * cost.state_bytes
     if not freed:
         return None
-    return Unit(kv, state, freed, seconds_saved(node, tier, cost, speeds, kv=kv, state=state))
+    saves = seconds_saved(node, tier, cost, speeds, kv=kv, state=state, demotes_to=demotes_to)
+    return Unit(kv, state, freed, saves)
 
 
 def seconds_saved(
-    node: Node, tier: Tier, cost: CostModel, speeds: Speeds, *, kv: bool, state: bool
+    node: Node,
+    tier: Tier,
+    cost: CostModel,
+    speeds: Speeds,
+    *,
+    kv: bool,
+    state: bool,
+    demotes_to: Tier | None = None,
 ) -> float:
     """Seconds that the copies of `node` in `tier`, of its KV or state or both, save a request that
     returns to `node`: those of the best way without them minus those of the best way with them.
@@ -272,10 +285,12 @@ def seconds_saved(
     value depends on nothing but the node and its anchor, the anchor's state is taken to be on the
     device, and the KV between the anchor and `node` to be where that of `node`'s own edge is. Where
     KV goes that only nodes below need, it saves a slower load of its own edge, or computing that.
+    demotes_to: what goes is written to this tier.
     """
     copies = copies_of(node)
+    written = 0 if demotes_to is None else 1 << demotes_to
     kv_now = _from(copies.kv, tier)
-    kv_left = without_up_to(kv_now, tier) if kv else kv_now
+    kv_left = without_up_to(kv_now, tier) | written if kv else kv_now
     edge, place = node.tokens * cost.kv_bytes_per_token, FASTEST[kv_now]
     if not node.has_state:
         if not node.children:
@@ -285,7 +300,7 @@ def seconds_saved(
             computed, [(place, edge)], speeds
         )
     state_now = _from(copies.state, tier)
-    state_left = without_up_to(state_now, tier) if state else state_now
+    state_left = without_up_to(state_now, tier) | written if state else state_now
     computed = speeds.compute(cost.savings(node.depth, node.anchor_depth))
     gap = (node.depth - node.anchor_depth) * cost.kv_bytes_per_token - edge
     after = [(place, gap), (FASTEST[kv_left], edge), (FASTEST[state_left], cost.state_bytes)]

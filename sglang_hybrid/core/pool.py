@@ -120,9 +120,13 @@ class Pool:
             return None
         node, score = choice
         self.last_score = score
-        if self._home.get(node) is not self._stateless:
+        if self._has_demand(node):
             self._tell_policy(node, score)
         return node
+
+    def _has_demand(self, node: Node) -> bool:
+        """Whether requests may return to `node`, though it goes before all that has a score."""
+        return node.has_state or self._home.get(node) is not self._stateless
 
     def _tell_policy(self, node: Node, score: float) -> None:
         """`node` was chosen at `score`."""

@@ -15,6 +15,7 @@ from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.cost import UNBOUNDED, CostModel
 from sglang_hybrid.core.eviction import POLICIES, Policy, Reuse, make_policy
 from sglang_hybrid.core.history import History
+from sglang_hybrid.core.rates import Speeds
 from sglang_hybrid.core.serving import Budget, Serving, Split
 
 HINDSIGHT = "marconi-best"
@@ -28,6 +29,8 @@ class Setting:
     serving: policies run as they are served, where the model has states; None: with the paper's
     admission, request after request. requests: of the whole trace, for systems that know the
     future. oracles: what such systems computed, by the id of `requests`; settings may share it.
+    tiers, speeds: the tiers of memory (replay.tier_budgets.TierBudgets) that there are instead of
+    `budget`, and how fast they are; None: the device alone.
     """
 
     cost: CostModel
@@ -36,6 +39,8 @@ class Setting:
     min_branch_tokens: int = MIN_BRANCH_TOKENS
     serving: Serving | None = None
     oracles: dict[int, Any] = field(default_factory=dict)
+    tiers: Any = None
+    speeds: Speeds | None = None
 
     @property
     def as_served(self) -> bool:
@@ -57,10 +62,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class System:
-    """How to build a cache from a setting and the `options` it takes."""
+    """How to build a cache from a setting and the `options` it takes: without tiers, in tiers,
+    or either.
+    """
 
-    build: Callable[..., Any]
+    build: Callable[..., Any] | None
     options: tuple[str, ...] = ()
+    in_tiers: Callable[..., Any] | None = None
 
 
 SYSTEMS: dict[str, System] = {}
@@ -72,6 +80,12 @@ def register(name: str, system: System) -> None:
     if name in SYSTEMS:
         raise ValueError(f"a system {name!r} is registered already")
     SYSTEMS[name] = system
+
+
+def systems(*, tiered: bool) -> list[str]:
+    """Names of the systems that can be built in tiers, or without."""
+    built = ((name, one.in_tiers if tiered else one.build) for name, one in SYSTEMS.items())
+    return [name for name, build in built if build is not None]
 
 
 def options_of(make: Callable[..., Policy]) -> tuple[str, ...]:
@@ -120,8 +134,18 @@ class Spec:
         return " ".join([self.name, *shown])
 
     def build(self, setting: Setting) -> Any:
-        """The cache; its system must be registered."""
-        return SYSTEMS[self.name].build(setting, **dict(self.options))
+        """The cache; its system must be registered. Raises ValueError if it knows no tiers where
+        there are some, or nothing else where there are none.
+        """
+        system, tiered = SYSTEMS[self.name], setting.tiers is not None
+        build = system.in_tiers if tiered else system.build
+        if build is None:
+            where = "in" if tiered else "without"
+            able = ", ".join(systems(tiered=tiered))
+            raise ValueError(
+                f"policy {self.name!r} is not replayed {where} tiers; these are: {able}"
+            )
+        return build(setting, **dict(self.options))
 
     def candidates(self) -> list[Spec]:
         """Itself, or what the best in hindsight is chosen from."""

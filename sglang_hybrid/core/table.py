@@ -56,6 +56,10 @@ class Table:
             value = float(columns[index][row])
             self._ranges[index] = (min(low, value), max(high, value))
 
+    def row(self, node: Node) -> int:
+        """The place of `node` in the arrays, until a node is discarded."""
+        return self._row[node]
+
     def discard(self, node: Node) -> None:
         """Forget `node`."""
         row = self._row.pop(node)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_hybrid.core.history import HistoryMatch
 from sglang_hybrid.core.nodes import Clock, Node
+from sglang_hybrid.core.places import Way
 from sglang_hybrid.core.pool import Pool
 
 if TYPE_CHECKING:
@@ -49,8 +50,17 @@ class LoggedCache(Protocol):
     tree_core: Any
 
 
+class Ways(Protocol):
+    """How a cache with tiers reaches a point that is stored."""
+
+    def of_node(self, node: UnifiedTreeNode, prompt_len: int) -> tuple[Way, Way, Way]: ...
+
+
 class ExplainedCache(LoggedCache, Protocol):
-    """A cache whose misses are explained."""
+    """A cache whose misses are explained. ways: None without tiers."""
+
+    @property
+    def ways(self) -> Ways | None: ...
 
     options: HybridConfig
     account: Account | None

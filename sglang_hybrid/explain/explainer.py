@@ -32,6 +32,7 @@ from sglang_hybrid.explain.decisions import (
 )
 from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput
 from sglang_hybrid.explain.miss_report import (
+    BelowDevice,
     CacheSnapshot,
     ExplainedRequest,
     MissedCheckpoint,
@@ -110,8 +111,12 @@ class Explanation:
         """What a request with this prompt would find now."""
         usable = self._usable(len(prompt))
         path, kv = self._walk(prompt, usable)
-        used = self._deepest(path)
+        below, used = self._below(path, len(prompt)), self._deepest(path)
+        if below is not None:  # what is loaded, or what is faster to compute from
+            used = self._deepest([step for step in path if step[0] <= below.resumes_at])
         hit = self._hit(used, kv)
+        if below is not None and not self._cache.is_mamba_enabled:
+            hit = below.resumes_at
         records = self._cache.shadow_tree
         history_match = None if records is None else records.match_history(prompt, self._tenant)
         known = None if history_match is None else history_match.known_len
@@ -131,6 +136,7 @@ class Explanation:
             unstored=self._unstored(prompt, events, kv, known),
             leaves=self._would_leave(prompt, hit, kv, history_match),
             cache=self._snapshot(),
+            below=below,
         )
 
     def of_request(self, request_id: str, seen: RecentRequest) -> MissReport:
@@ -204,7 +210,7 @@ class Explanation:
         path: list[tuple[int, UnifiedTreeNode]] = []
         while depth + page <= len(key):
             child = node.children.get(key.child_key_at(depth, page))
-            if child is None or child.evicted:
+            if child is None or (child.evicted and not child.backuped):
                 break
             same = child.key.match_at(key, depth, page_size=page)
             depth += same
@@ -219,9 +225,30 @@ class Explanation:
         if not self._cache.is_mamba_enabled:
             return None
         for depth, node in reversed(path):
-            if node.component_data[ComponentType.MAMBA].value is not None:
+            state = node.component_data[ComponentType.MAMBA]
+            if state.value is not None or state.host_value is not None:
                 return self._decision_log.used(node, depth)
         return None
+
+    def _below(
+        self, path: Sequence[tuple[int, UnifiedTreeNode]], prompt_len: int
+    ) -> BelowDevice | None:
+        """The deepest point on a path that a request can resume from, if it must load for that."""
+        ways = self._cache.ways
+        if ways is None or not path:
+            return None
+        chosen, deepest, resident = ways.of_node(path[-1][1], prompt_len)
+        if not any(deepest.load_bytes) or deepest.state_tier is None:
+            return None
+        host = sum(len(n.key) for depth, n in path if n.evicted and depth <= deepest.depth)
+        return BelowDevice(
+            deepest.depth,
+            deepest.state_tier.name.lower(),
+            host,
+            deepest.load_seconds,
+            resident.compute_seconds - deepest.compute_seconds,
+            chosen.depth,
+        )
 
     def _hit(self, used: ResumedFrom | None, kv: int) -> int:
         """Tokens that a hit on this state skips, or on so much KV where nothing else is needed."""

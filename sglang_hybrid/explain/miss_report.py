@@ -140,13 +140,29 @@ class CacheSnapshot(msgspec.Struct):
     emptied: float | None = None
 
 
+class BelowDevice(msgspec.Struct):
+    """The deepest point that is stored, if not all of it is on the device.
+
+    state: the tier of its state. host_tokens: whose KV is in host memory. load_seconds: to load it.
+    compute_seconds: to compute instead what that saves. resumes_at: what the faster way resumes at.
+    """
+
+    position: int
+    state: str
+    host_tokens: int
+    load_seconds: float
+    compute_seconds: float
+    resumes_at: int
+
+
 class MissReport(msgspec.Struct):
     """Where a prompt matches and why not deeper.
 
     usable: tokens that can be hit: all but the last one, in whole pages. kv: how far KV is stored.
     hit: where the prefill resumes. checkpoint: the state that it resumes from. deeper: where one
     would have helped, deepest first. unstored: what lies behind `kv`. leaves: positions and kinds
-    of the states that a prefill of this prompt would leave now.
+    of the states that a prefill of this prompt would leave now. below: what must be loaded to
+    resume deepest, None if nothing must.
     """
 
     prompt: int
@@ -159,3 +175,4 @@ class MissReport(msgspec.Struct):
     leaves: list[tuple[int, str]]
     cache: CacheSnapshot
     request: ExplainedRequest | None = None
+    below: BelowDevice | None = None

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from sglang_hybrid.core.answers import THRESHOLDS
 from sglang_hybrid.explain.miss_report import (
+    BelowDevice,
     CacheSnapshot,
     MissedCheckpoint,
     MissReport,
@@ -46,6 +47,8 @@ def render(report: MissReport) -> Iterator[str]:
     yield f"prompt      {prompt}; a hit can reach token {report.usable:,}"
     yield f"KV          stored to token {report.kv:,}"
     yield f"resumes at  {_resumed(report)}"
+    if report.below is not None:
+        yield f"below       {_below(report.below)}"
     yield f"to compute  {_count(report.prompt - report.hit, 'token')}"
     yield from _deeper(report)
     yield from _unstored(report)
@@ -81,6 +84,22 @@ def remedy(report: MissReport) -> str | None:
     if unstored is not None and unstored.why is UnstoredReason.EVICTED:
         return _more_slots(cache) if unstored.short == "states" else _more_kv(cache)
     return None
+
+
+def _below(below: BelowDevice) -> str:
+    """What is not on the device, and whether it is loaded."""
+    held = ["its state"] if below.state == "host" else []
+    held += [f"KV of {_count(below.host_tokens, 'token')}"] if below.host_tokens else []
+    verb = "is" if held == ["its state"] else "are"
+    times = f"{1e3 * below.load_seconds:.3g} ms, computing {1e3 * below.compute_seconds:.3g} ms"
+    end = {
+        below.position: "it is loaded",
+        0: "it is computed",
+    }.get(below.resumes_at, f"the prefill resumes at token {below.resumes_at:,}")
+    return (
+        f"token {below.position:,}: {' and '.join(held)} {verb} in host memory; loading takes "
+        f"{times}: {end}"
+    )
 
 
 def _resumed(report: MissReport) -> str:

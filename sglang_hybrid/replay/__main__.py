@@ -25,7 +25,9 @@ from sglang_hybrid.replay.generators import KINDS, generate, traffic
 from sglang_hybrid.replay.hints import KINDS as HINTS
 from sglang_hybrid.replay.hints import with_hints
 from sglang_hybrid.replay.runner import Job, Result, Runner, run_all
+from sglang_hybrid.replay.sizes import parse_bytes
 from sglang_hybrid.replay.systems import smallest_budget
+from sglang_hybrid.replay.tier_budgets import EXAMPLE, TierBudgets
 from sglang_hybrid.replay.timing import PAPER, PrefillTime
 from sglang_hybrid.replay.traces import Request, Skipped, whole_file
 
@@ -33,9 +35,8 @@ AVMP = "avmp"
 """In the place of a trace: the comparison of the AVMP paper."""
 
 ONE_MEMORY = "one"
+TIER_POLICIES = "hicache,lru,reuse,clairvoyant,unbounded"
 DEFAULT_POLICIES = "none,vllm+,sglang+,sglang,lru,marconi-best,reuse,clairvoyant,unbounded"
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 PROFILES = {"paper-7b": CostModel.paper_7b}
 
 
@@ -91,9 +92,14 @@ def _parser() -> argparse.ArgumentParser:
         help="pools that do not lend, as TOKENS:SLOTS,TOKENS:SLOTS; one, with --rules served and "
         "--cache: KV and states share all bytes",
     )
+    add(
+        "--tiers",
+        help=f"device, host and disk instead of --cache, as {EXAMPLE}; policies are then those "
+        f"that know tiers, by default {TIER_POLICIES}",
+    )
     add("--model", type=Path, metavar="PATH", help="a config.json, or the directory it is in")
     add("--profile", choices=PROFILES, help="a cost profile instead of a model's (paper-7b)")
-    add("--policy", default=DEFAULT_POLICIES, help=f"{', '.join([*SYSTEMS, HINDSIGHT])}")
+    add("--policy", help=f"{', '.join([*SYSTEMS, HINDSIGHT])}")
     add("--min-branch-tokens", type=int, default=MIN_BRANCH_TOKENS)
     add(
         "--rules",
@@ -126,10 +132,11 @@ def _main(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.workers < 1:
         raise ValueError(f"--workers must be 1 or more, not {options.workers}")
     cost = _cost(options)
-    budgets = _budgets(options, cost)
+    tiers = _tiers(options, cost)
+    budgets = _budgets(options, cost) if tiers is None else [None]
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise ValueError(f"{options.json} cannot be written: there is no such directory")
-    specs = _specs(options.policy)
+    specs = _specs(options.policy or (DEFAULT_POLICIES if tiers is None else TIER_POLICIES))
     time = None if options.instant else PAPER
     if options.prefill is not None:
         if options.instant:
@@ -137,7 +144,7 @@ def _main(options: argparse.Namespace, arguments: list[str]) -> int:
         time = PrefillTime.read(options.prefill)
     serving = _serving(options)
     jobs = [
-        Job(spec, name, cost, budget, time, options.min_branch_tokens, serving)
+        Job(spec, name, cost, budget, time, options.min_branch_tokens, serving, tiers)
         for budget in budgets
         for spec in specs
     ]
@@ -273,14 +280,22 @@ def _budgets(options: argparse.Namespace, cost: CostModel) -> list[Budget]:
     return budgets
 
 
-def parse_bytes(text: str) -> int:
-    """`5GB`, `1.5GiB`, `500MB` or a number of bytes. Raises ValueError."""
-    number = text.strip().rstrip("bBkKmMgGtTiI")
-    unit = text.strip()[len(number) :].upper()
-    try:
-        return int(float(number) * UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise ValueError(f"{text!r} is no size; write 5GB, 1.5GiB or a number of bytes") from None
+def _tiers(options: argparse.Namespace, cost: CostModel) -> TierBudgets | None:
+    """Raises ValueError for what tiers cannot be combined with, or a device that holds no state."""
+    if options.tiers is None:
+        return None
+    for name in ("cache", "pools", "report"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--tiers does not go with --{name}")
+    if options.rules == "served":
+        raise ValueError("tiers are replayed by the paper's rules: leave out --rules served")
+    tiers = TierBudgets.parse(options.tiers)
+    if tiers.sizes[0] < smallest_budget(cost):
+        raise ValueError(
+            f"a device of {tiers.sizes[0]:,} bytes holds no state: one state and one token of this "
+            f"model are {smallest_budget(cost):,} bytes"
+        )
+    return tiers
 
 
 def _specs(text: str) -> list[Spec]:
@@ -336,11 +351,41 @@ def _show(
             cells += [f"{1000 * result.ttft_percentile(p):,.0f}" for p in (5, 50, 95)]
         summary = result.as_dict()
         cells += [f"{1000 * summary[f'paper_ttft_p{p}_s']:,.0f}" for p in (50, 95)]
-        table.add_row(size_name(result.job.budget), label, *cells)
+        tiers = result.job.tiers
+        cache = size_name(result.job.budget) if tiers is None else str(tiers)
+        table.add_row(cache, label, *cells)
     console.print(table)
+    if results[0].job.tiers is not None:
+        _show_tiers(results, console)
     about = "paper: time to first token (ms) by its linear model, without a queue."
     if time is not None:
         about = f"TTFT: ms, queue included, by {time.about}; {about}"
+    console.print(about, highlight=False, soft_wrap=True)
+
+
+def _show_tiers(results: list[Result], console: Console) -> None:
+    """Where hits came from, and what was moved."""
+    table = Table(title="tiers", box=SIMPLE, padding=(0, 1), collapse_padding=True)
+    table.add_column("policy", no_wrap=True)
+    assert results[0].job.tiers is not None
+    present = results[0].job.tiers.present
+    below = present[1:]
+    where = " + ".join(tier.name.lower() for tier in below)
+    for title in [f"hit %: device + {where}", "loads", "GB written", "bytes per\nhit token"]:
+        table.add_column(title, justify="right", no_wrap=True)
+    for result in results:
+        counts, tokens = result.tiers, int(result.input_len.sum())
+        if counts is None:
+            continue
+        table.add_row(
+            str(result.job.spec),
+            " + ".join(f"{100 * counts.hit_tokens[tier] / tokens:.1f}" for tier in present),
+            " + ".join(f"{counts.loads[tier]:,}" for tier in below),
+            " + ".join(f"{counts.written[tier] / 1e9:.1f}" for tier in below),
+            f"{counts.written_per_hit_token:,.0f}",
+        )
+    console.print(table)
+    about = f"loads, GB written: {where}; bytes written per hit token."
     console.print(about, highlight=False, soft_wrap=True)
 
 

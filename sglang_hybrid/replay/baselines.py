@@ -228,35 +228,20 @@ class SglangPlus(Simulator):
                 pool.mark_dirty(node)
 
 
-class SglangCache(Simulator):
-    """SGLang 0.5.23 as it is, with `extra_buffer` (sglang-notes sections 1 and 2).
+class SglangRules(Simulator):
+    """What SGLang 0.5.23 keeps, with `extra_buffer` (sglang-notes sections 1 and 2), for caches
+    that set `grid`, `chunk`, `interval` and `kv_policy`.
 
-    States and KV in two pools. One state per prefill chunk of at most `chunk` tokens, at the last
-    multiple of `grid` tokens from the chunk's start, or at the branch point if that lies before it
-    and on the grid; KV is published as far as a state reaches. While decoding, states at multiples
-    of `interval` tokens (0: none). States go by least recent use, however many children they have;
-    KV by least recently used leaf.
+    One state per prefill chunk of at most `chunk` tokens, at the last multiple of `grid` tokens
+    from the chunk's start, or at the branch point if that lies before it and on the grid; KV is
+    published as far as a state reaches. While decoding, states at multiples of `interval` tokens
+    (0: none).
     """
 
-    def __init__(
-        self,
-        cost: CostModel,
-        budget: Budget,
-        grid: int = 64,
-        chunk: int = 8_192,
-        interval: int = 256,
-        page: int = 1,
-        running_states: int | None = None,
-    ) -> None:
-        self.page = page
-        self.grid = grid
-        self.chunk = chunk
-        self.interval = interval
-        if isinstance(budget, int):
-            budget = Split.of(budget, cost, SGLANG_STATES_TO_KV)
-        self.kv_policy = PathLru()
-        policy = Lru(stateless_first=False)
-        super().__init__(cost, budget, self.kv_policy, 0, policy, running_states)
+    grid: int
+    chunk: int
+    interval: int
+    kv_policy: PathLru
 
     def serve(self, request: Request) -> Outcome:
         return serve_in_steps(self, request)
@@ -285,14 +270,14 @@ class SglangCache(Simulator):
         if matched > (path[-1].depth if path else 0):
             below = self.tree.beyond(path, matched, prompt, request.tenant)[-1]
             path = [*path, self.tree.cut(below, matched)]
-        resumable = [node for node in path if node.has_state]
-        hit = resumable[-1] if resumable else self.tree.root
-        if resumable:
+        hit, load_seconds = self._resume(path, request.input_len, path)
+        if hit is not self.tree.root:
             self.tree.hit(hit)
             self._passed(request, path[: path.index(hit) + 1])
         prefill = Prefill(request.input_len, hit.depth, matched)
         outcome = Outcome(request.input_len, hit.depth, matched)
-        return Ticket(request, outcome, self._checkpoints(prefill)), path, matched
+        ticket = Ticket(request, outcome, self._checkpoints(prefill), load_seconds=load_seconds)
+        return ticket, path, matched
 
     def _checkpoints(self, prefill: Prefill) -> dict[int, Kind]:
         branch = prefill.kv_len // self.grid * self.grid
@@ -314,26 +299,40 @@ class SglangCache(Simulator):
             self.pool.mark_dirty(node)
 
 
-class ClairvoyantCache(Simulator):
-    """Evicts by what the rest of the trace will ask for: a bound that no online policy can be
-    expected to reach.
-
-    remember: it also knows branch points whose KV was evicted, as `reuse` does. Without it, its
-    admission is LRU's (marconi-notes.md section 8).
+class SglangCache(SglangRules):
+    """SGLang 0.5.23 as it is: `SglangRules` in two pools, for states and for KV. States go by least
+    recent use, however many children they have; KV by least recently used leaf.
     """
 
     def __init__(
         self,
         cost: CostModel,
         budget: Budget,
-        oracle: Oracle,
-        remember: bool = True,
-        min_branch_tokens: int = MIN_BRANCH_TOKENS,
+        grid: int = 64,
+        chunk: int = 8_192,
+        interval: int = 256,
+        page: int = 1,
+        running_states: int | None = None,
     ) -> None:
-        super().__init__(cost, budget, Clairvoyant(), min_branch_tokens, Clairvoyant())
-        self._oracle = oracle
-        self._now = 0
-        self._history = History(max_bytes=UNBOUNDED) if remember else None
+        self.page = page
+        self.grid = grid
+        self.chunk = chunk
+        self.interval = interval
+        if isinstance(budget, int):
+            budget = Split.of(budget, cost, SGLANG_STATES_TO_KV)
+        self.kv_policy = PathLru()
+        policy = Lru(stateless_first=False)
+        super().__init__(cost, budget, self.kv_policy, 0, policy, running_states)
+
+
+class KnowsFuture(Simulator):
+    """Links nodes to the tick of their next use, for caches that evict by it. They set `_oracle`,
+    and `_history`, None where evicted branch points are not remembered.
+    """
+
+    _oracle: Oracle
+    _history: History | None
+    _now = 0
 
     def _match_history(self, request: Request) -> HistoryMatch | None:
         if self._history is None:
@@ -355,6 +354,27 @@ class ClairvoyantCache(Simulator):
         self._now = max(self._now, self._oracle.tick(request))
         for node in path:
             self.tree.link_history(node, self._oracle.next_use(request, node.depth, self._now))
+
+
+class ClairvoyantCache(KnowsFuture):
+    """Evicts by what the rest of the trace will ask for: a bound that no online policy can be
+    expected to reach.
+
+    remember: it also knows branch points whose KV was evicted, as `reuse` does. Without it, its
+    admission is LRU's (marconi-notes.md section 8).
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        budget: Budget,
+        oracle: Oracle,
+        remember: bool = True,
+        min_branch_tokens: int = MIN_BRANCH_TOKENS,
+    ) -> None:
+        super().__init__(cost, budget, Clairvoyant(), min_branch_tokens, Clairvoyant())
+        self._oracle = oracle
+        self._history = History(max_bytes=UNBOUNDED) if remember else None
 
 
 class ServedClairvoyant(ServerSimulator):

@@ -30,7 +30,7 @@ class PathLru(Policy):
         for node in path:
             self._times[node.id] = tick
 
-    def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
+    def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
         time = self._times.get(node.id, node.last_used)
         return (time + NEVER if node.children else float(time),)
 
@@ -55,7 +55,7 @@ class SglangLru(Policy):
         self._now += 1
         self._times[node.id] = self._now
 
-    def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
+    def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
         return (float(self._times.get(node.id, 0)),)
 
     def forget(self, node: Node) -> None:
@@ -79,7 +79,7 @@ class TailLru(Policy):
         self.threshold = threshold
         self.next_prompt = next_prompt
 
-    def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
+    def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
         left = node.depth + self.next_prompt - node.anchor_depth
         return (NEVER if left <= self.threshold else 0.0,)
 
@@ -98,7 +98,7 @@ class Clairvoyant(Policy):
     knows_returns = True
     columns = 2
 
-    def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
+    def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
         known = isinstance(node.history_node, float)
         return (saved / freed, node.history_node if known else NEVER)
 
@@ -132,7 +132,7 @@ class Density(Policy):
         self._events = 0
         self._tick = 0
 
-    def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
+    def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
         reuse_class = min(len(node.children), 2) * DEPTHS + depth_bucket(node.depth)
         hits, last_used, before = self._seen.get(node.id, (node.hits, 0, reuse_class))
         if node.hits > hits:

@@ -22,6 +22,8 @@ from sglang_hybrid.replay import systems  # noqa: F401, it registers them
 from sglang_hybrid.replay.baselines import BlockCache
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.simulator import Outcome
+from sglang_hybrid.replay.tier_budgets import TierBudgets, TierCounts
+from sglang_hybrid.replay.tier_simulator import TieredSimulator
 from sglang_hybrid.replay.timing import PrefillTime, Timeline, paper_ttft
 from sglang_hybrid.replay.traces import Request
 
@@ -36,7 +38,7 @@ Floats = npt.NDArray[np.float64]
 class Job:
     """One system on one trace. trace: its name among the runner's. time: None to serve request
     after request, each at once, as the paper does. serving: how the server runs that policies are
-    replayed in, None for the paper's rules.
+    replayed in, None for the paper's rules. tiers: what there is instead of `budget`.
     """
 
     spec: Spec
@@ -46,6 +48,7 @@ class Job:
     time: PrefillTime | None = None
     min_branch_tokens: int = MIN_BRANCH_TOKENS
     serving: Serving | None = None
+    tiers: TierBudgets | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Result:
     """What a job found, per request [n]. ttft: queueing included, empty without time.
 
     chosen: the options that were best in hindsight. blocks: stored, KV reused, states reused, of a
-    cache of blocks.
+    cache of blocks. tiers: what the tiers of a cache in tiers did.
     """
 
     job: Job
@@ -64,6 +67,7 @@ class Result:
     seconds: float
     chosen: Spec | None = None
     blocks: tuple[int, int, int] | None = None
+    tiers: TierCounts | None = None
 
     @property
     def hit_tokens(self) -> int:
@@ -96,12 +100,14 @@ class Result:
             "budget_bytes": None if split else budget,
             "kv_tokens": budget.kv_tokens if isinstance(budget, Split) else None,
             "slots": budget.slots if isinstance(budget, Split) else None,
+            "tier_bytes": None if self.job.tiers is None else self.job.tiers.sizes,
             "requests": len(self.input_len),
             "input_tokens": int(self.input_len.sum()),
             "hit_tokens": self.hit_tokens,
             "hit_rate": self.hit_rate,
             "flops_saved": self.flops_saved,
             "seconds": round(self.seconds, 3),
+            "tiers": None if self.tiers is None else self.tiers.as_dict(),
         }
         for name, times in (("ttft", self.ttft), ("paper_ttft", self.paper_ttft)):
             for percent in (5, 50, 95):
@@ -134,7 +140,14 @@ class Runner:
     def _run(self, job: Job, spec: Spec) -> Result:
         requests = self.traces[job.trace]
         setting = Setting(
-            job.cost, job.budget, requests, job.min_branch_tokens, job.serving, self.oracles
+            job.cost,
+            job.budget,
+            requests,
+            job.min_branch_tokens,
+            job.serving,
+            self.oracles,
+            job.tiers,
+            None if job.tiers is None else job.tiers.speeds(job.cost, job.time),
         )
         begin = time.perf_counter()
         cache = spec.build(setting)
@@ -161,6 +174,7 @@ class Runner:
             time.perf_counter() - begin,
             spec,
             blocks,
+            cache.counts if isinstance(cache, TieredSimulator) else None,
         )
 
 

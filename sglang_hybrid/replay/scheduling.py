@@ -39,10 +39,19 @@ class WaitingQueue:
         self._queue.append(index)
         self._waiting[index] = request, now
 
+    def in_order(self, now: float) -> list[int]:
+        """All that wait, in the order in which they would run now."""
+        self._order.arrange(self._queue, now, self._prospect, self._arrived)
+        return list(self._queue)
+
+    def stored(self, index: int) -> None:
+        """More of a waiting request's prompt was stored: it holds that from now on."""
+        self._prospect(index)
+
     def take(self, now: float) -> int:
         """The request that is prefilled next. There must be one."""
-        self._order.arrange(self._queue, now, self._prospect, self._arrived)
-        index = self._queue.pop(0)
+        index = self.in_order(now)[0]
+        self._queue.remove(index)
         del self._waiting[index]
         taken = self._order.left(index, runs=True)
         if taken is not None:

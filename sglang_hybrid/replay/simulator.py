@@ -47,7 +47,8 @@ class Ticket:
     """A request under way. ends: positions of its prompt at which a state is kept. locked_node: the
     node that must stay meanwhile. history_match: what its prompt has in common with the history, if
     there is one. own_kv and own_states: tokens and states that it takes of the budget beside what
-    is cached. apart: there was no room for it, so it leaves nothing.
+    is cached. apart: there was no room for it, so it leaves nothing. load_seconds: it waits so long
+    for what is loaded from other tiers.
     """
 
     request: Request
@@ -58,6 +59,7 @@ class Ticket:
     own_kv: int = 0
     own_states: int = 0
     apart: bool = False
+    load_seconds: float = 0.0
 
 
 class Cache(Protocol):
@@ -119,14 +121,16 @@ class Simulator:
         self.slots_in_use = 0
         self._running: Counter[Node] = Counter()
         kv_scarce = Scarce.KV if isinstance(budget, Split) else Scarce.SHARED
-        self.pool = Pool(kv_scarce, cost, policy, self.tree.clock)
-        self.tree.listen(self.pool)
-        self.state_pool = self.pool
+        self.pool = self.state_pool = self._new_pool(kv_scarce, policy)
         if isinstance(budget, Split):
             if state_policy is None:
                 raise ValueError("a split budget needs a policy for its state slots")
-            self.state_pool = Pool(Scarce.STATES, cost, state_policy, self.tree.clock)
-            self.tree.listen(self.state_pool)
+            self.state_pool = self._new_pool(Scarce.STATES, state_policy)
+
+    def _new_pool(self, scarce: Scarce, policy: Policy) -> Pool:
+        pool = Pool(scarce, self.cost, policy, self.tree.clock)
+        self.tree.listen(pool)
+        return pool
 
     @property
     def used(self) -> int:
@@ -163,6 +167,14 @@ class Simulator:
             return (beyond[-1], matched) if matched else (None, 0)
         node = next((node for node in reversed(path) if node.has_state), None)
         return node, 0 if node is None else node.depth
+
+    def store(self, request: Request, depth: int) -> None:
+        """Its first `depth` tokens and the state there came from another cache. What cannot fit is
+        not stored.
+        """
+        tokens, tenant = request.tokens[:depth], request.tenant
+        path, matched = self.tree.find(tokens, tenant=tenant)
+        self._insert(tokens, path, matched, {depth: Kind.UNKNOWN}, tenant)
 
     def begin(self, request: Request) -> Ticket:
         """Match the prompt, and hold what it resumes from."""
@@ -225,14 +237,12 @@ class Simulator:
         usable = request.input_len - 1  # the last prompt token is always computed
         path, matched = self.tree.find(request.tokens, tenant=request.tenant)
         kv_len = min(matched, usable)
-        hit, hit_len = self.tree.root, 0
-        for node in path:
-            if node.has_state and node.depth <= usable:
-                hit, hit_len = node, node.depth
+        touched = self.tree.beyond(path, matched, request.tokens, request.tenant)
+        hit, load_seconds = self._resume(path, request.input_len, touched)
+        hit_len = hit.depth
         if not self.cost.state_bytes and kv_len:  # KV alone is enough
             hit_len = kv_len
-            passed = self.tree.beyond(path, matched, request.tokens, request.tenant)
-            hit = next(node for node in passed if node.depth >= kv_len)
+            hit = next(node for node in touched if node.depth >= kv_len)
         if hit is not self.tree.root:
             self.tree.hit(hit)
         history_match = self._match_history(request)
@@ -241,7 +251,15 @@ class Simulator:
         self._passed(request, path)
         outcome = Outcome(prefill.prompt_len, prefill.hit_len, prefill.kv_len)
         ticket = Ticket(request, outcome, self._checkpoints(prefill), history_match=history_match)
+        ticket.load_seconds = load_seconds
         return ticket, path, matched
+
+    def _resume(self, path: list[Node], prompt_len: int, touched: list[Node]) -> tuple[Node, float]:
+        """The node on `path` that a prompt resumes from, and the seconds to load what it needs.
+        `touched` stays.
+        """
+        usable = (node for node in reversed(path) if node.has_state and node.depth < prompt_len)
+        return next(usable, self.tree.root), 0.0
 
     def _checkpoints(self, prefill: Prefill) -> dict[int, Kind]:
         branches = [(position, Kind.BRANCH) for position in prefill.branch_points()]
@@ -323,6 +341,20 @@ class Simulator:
             return path
         self.kv_used += kv
         self.states_used += states
+        return self._grow_path(tokens, path, touched, matched, ends, tenant)
+
+    def _grow_path(
+        self,
+        tokens: TokenArray,
+        path: list[Node],
+        touched: list[Node],
+        matched: int,
+        ends: dict[int, Kind | None],
+        tenant: str,
+    ) -> list[Node]:
+        """Nodes at all `ends` of `tokens`, of which `touched` hold the first `matched`, and states
+        where they have a kind; the nodes on their path.
+        """
         at = {node.depth: node for node in path}
         for cut in sorted({matched, *ends} - at.keys() - {0}):
             if cut <= matched:

@@ -8,8 +8,17 @@ from typing import Any
 
 from sglang_hybrid.core.cost import UNBOUNDED, CostModel
 from sglang_hybrid.core.eviction import POLICIES, Lru, Policy
+from sglang_hybrid.core.rates import Speeds
 from sglang_hybrid.core.serving import Split
-from sglang_hybrid.core.systems import SYSTEMS, Setting, Spec, System, options_of, register
+from sglang_hybrid.core.systems import (
+    SYSTEMS,
+    Setting,
+    Spec,
+    System,
+    options_of,
+    register,
+    systems,
+)
 from sglang_hybrid.replay.baselines import (
     SGLANG_RUNNING_STATES,
     BlockCache,
@@ -20,11 +29,13 @@ from sglang_hybrid.replay.baselines import (
     SglangPlus,
 )
 from sglang_hybrid.replay.future import Oracle
+from sglang_hybrid.replay.hicache import HiCache
 from sglang_hybrid.replay.policies import Density, SglangLru, TailLru
 from sglang_hybrid.replay.server_simulator import ServerSimulator
 from sglang_hybrid.replay.simulator import Cache, Simulator
+from sglang_hybrid.replay.tier_simulator import TieredClairvoyant, TieredSimulator
 
-__all__ = ["SYSTEMS", "Setting", "Spec", "smallest_budget"]
+__all__ = ["SYSTEMS", "Setting", "Spec", "smallest_budget", "systems"]
 
 PLUG_INS = ("sglang_hybrid.tuner.tuned",)
 """Modules that register further systems when they are imported. They build on the replay."""
@@ -48,8 +59,33 @@ def _evicting(make: Callable[..., Policy]) -> System:
         policy, other = _pair(alone, options)
         return Simulator(setting.cost, setting.budget, policy, setting.min_branch_tokens, other)
 
+    def in_tiers(setting: Setting, **options: Any) -> Cache:
+        return TieredSimulator(
+            setting.cost,
+            setting.tiers,
+            _speeds(setting),
+            _one_per_tier(alone, options, setting),
+            setting.min_branch_tokens,
+        )
+
     alone = Lru if make is SglangLru else make
-    return System(build, options_of(make))
+    return System(build, options_of(make), in_tiers)
+
+
+def _one_per_tier(
+    make: Callable[..., Policy], options: dict[str, Any], setting: Setting
+) -> list[Policy]:
+    """A policy for each tier; those that learn share one history."""
+    policies = [make(**options)]
+    if policies[0].history is not None:
+        options = {**options, "history": policies[0].history}
+    return policies + [make(**options) for _ in setting.tiers.present[1:]]
+
+
+def _speeds(setting: Setting) -> Speeds:
+    if setting.speeds is None:
+        raise ValueError("tiers need speeds")
+    return setting.speeds
 
 
 def _pair(make: Callable[..., Policy], options: dict[str, Any]) -> tuple[Policy, Policy]:
@@ -95,6 +131,23 @@ def _clairvoyant(setting: Setting, remember: int = 1) -> Cache:
     return ClairvoyantCache(setting.cost, setting.budget, _oracle(setting), bool(remember), least)
 
 
+def _tiered_clairvoyant(setting: Setting, remember: int = 1) -> Cache:
+    return TieredClairvoyant(
+        setting.cost,
+        setting.tiers,
+        _speeds(setting),
+        _oracle(setting),
+        bool(remember),
+        setting.min_branch_tokens,
+    )
+
+
+def _hicache(setting: Setting, grid: int = 64, chunk: int = 8_192, interval: int = 256) -> Cache:
+    return HiCache(
+        setting.cost, setting.tiers, _speeds(setting), int(grid), int(chunk), int(interval)
+    )
+
+
 def _oracle(setting: Setting) -> Oracle:
     """What the requests of `setting` will be; made once for all settings that share oracles."""
     key = id(setting.requests)
@@ -120,8 +173,9 @@ _OWN: dict[str, System] = {
     "sglang-lru": _evicting(SglangLru),
     "tlru": _evicting(TailLru),
     "density": _evicting(Density),
-    "clairvoyant": System(_clairvoyant, ("remember",)),
-    "unbounded": System(_unbounded),
+    "hicache": System(None, ("grid", "chunk", "interval"), _hicache),
+    "clairvoyant": System(_clairvoyant, ("remember",), _tiered_clairvoyant),
+    "unbounded": System(_unbounded, (), _unbounded),
 }
 for _name, _system in _OWN.items():
     register(_name, _system)

@@ -187,6 +187,7 @@ class Timeline:
         self._times[index, 1] = now
         self._busy = True
         took = self.time.seconds(outcome.hit_len, outcome.input_len - outcome.hit_len)
+        took += ticket.load_seconds
         heapq.heappush(self._events, (now + took, PREFILLED, index))
 
     def _prefilled(self, index: int, now: float) -> None:

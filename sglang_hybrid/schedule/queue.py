@@ -164,7 +164,7 @@ class QueueSchedule:
         shadow_tree = self._cache.shadow_tree
         if shadow_tree is None or not req.num_matched_prefix_tokens:
             return None
-        return shadow_tree.record(self._cache.tree_core.node_by_id(req.last_node))
+        return shadow_tree.record(self._cache.tree_core.node_by_id(req.best_match_node))
 
     def _move(self, node: Node, by: int) -> None:
         if self._cache.shadow_tree is not None:

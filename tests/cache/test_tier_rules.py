@@ -9,12 +9,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.core.rates import Link as HostLink
 from sglang_hybrid.core.rates import Speeds, Tier
+from sglang_hybrid.explain.messages import ExplainReq
+from sglang_hybrid.explain.miss_report import MissReport
+from sglang_hybrid.explain.render import render
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
 from sglang_hybrid.tiers.links import Link
 from tests.cache.backends import options
@@ -29,7 +33,8 @@ SHARED = list(range(200, 240))
 
 def server(sizes: Sizes = ROOM, speeds: Speeds = SLOW, chunk: int = 0, **more: Any) -> TieredServer:
     """A server whose next best way costs what `speeds` say."""
-    cache = build_tiered_cache(sizes, options("reuse", **more.pop("flags", {})), **more)
+    flags = options(more.pop("eviction", "reuse"), **more.pop("flags", {}))
+    cache = build_tiered_cache(sizes, flags, **more)
     cache.speeds.speeds = speeds
     cache.speeds.poll = lambda: []
     return TieredServer(cache, sizes, chunk)
@@ -79,6 +84,20 @@ def test_a_state_inside_the_tree_is_demoted_and_found(policy: str) -> None:
     at.cache.evict(EvictParams(num_tokens=0, mamba_num=10**6))
     at.poll()
     assert hit(at, SHARED + [4] * 30) == len(SHARED)
+
+
+def test_a_state_that_comes_while_its_kv_is_copied_is_copied_after_it() -> None:
+    """A prefill that leaves several states cuts the node that is being copied."""
+    at = server()
+    req = at.arrive(list(range(100, 160)), declared=[16, 32])
+    assert at.admit(req)
+    at.prefill_step(req)
+    at.decode(req, [3])
+    at.finish(req)
+    for _ in range(3):
+        at.poll()
+    held = tiers_of(at)["held"]
+    assert held["device"]["states"] == held["host"]["states"] == 4
 
 
 def test_the_last_token_is_not_applied_twice() -> None:
@@ -208,7 +227,7 @@ def test_what_the_device_has_too_goes_before_what_must_be_computed() -> None:
 
 def test_the_host_forgets_what_saves_least() -> None:
     """Short prompts go first, and the long ones that would cost most stay."""
-    at = server(replace(ROOM, kv=120), ratio=2.0)
+    at = server(replace(ROOM, kv=120), ratio=2.0, eviction="seglen")
     long = [list(range(300 + 100 * n, 300 + 100 * n + 90)) for n in range(2)]
     for prompt in long:
         hit(at, prompt)
@@ -217,6 +236,19 @@ def test_the_host_forgets_what_saves_least() -> None:
         hit(at, [number + 10] * 12)
     empty_the_device(at)
     assert [hit(at, prompt) for prompt in long] == [89, 89]
+
+
+def test_what_would_push_out_more_than_it_is_worth_is_not_copied() -> None:
+    at = server(replace(ROOM, kv=120), ratio=1.0, eviction="seglen")
+    hit(at, list(range(300, 400)))
+    written = tiers_of(at)["written_bytes"]
+    for number in range(10):
+        hit(at, [number + 10] * 12)
+    info = tiers_of(at)
+    assert info["not_written"] > 0
+    assert info["written_bytes"] < 2 * written
+    empty_the_device(at)
+    assert hit(at, list(range(300, 400))) == 99
 
 
 def test_tenants_stay_apart_on_the_host() -> None:
@@ -242,3 +274,18 @@ def test_a_request_is_told_where_its_hit_came_from() -> None:
     assert report["tiers"]["host_tokens"] == report["hit_tokens"] == 40
     assert report["tiers"]["state"] == Tier.HOST.name.lower()
     at.abort(req)
+
+
+@pytest.mark.parametrize(("speeds", "end"), [(SLOW, "it is loaded"), (FAST, "it is computed")])
+def test_an_explanation_names_the_tier(speeds: Speeds, end: str) -> None:
+    at = server()
+    prompt = list(range(100, 140))
+    hit(at, prompt)
+    empty_the_device(at)
+    at.cache.speeds.speeds = speeds
+    answer = at.cache.explainer.answer(ExplainReq(input_ids=[*prompt, 1, 2]))
+    report = msgspec.convert(answer.report, MissReport)
+    (line,) = [line for line in render(report) if line.startswith("below")]
+    assert "token 40: its state and KV of 40 tokens are in host memory; loading takes" in line
+    assert line.endswith(end)
+    assert at.cache.tree_core.ways is at.cache.ways and at.loads == 0

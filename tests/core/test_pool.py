@@ -20,7 +20,7 @@ class Counting(SegLen):
 
     described = 0
 
-    def describe(self, node: Node, saved: int, freed: int) -> tuple[float, ...]:
+    def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
         self.described += 1
         return super().describe(node, saved, freed)
 

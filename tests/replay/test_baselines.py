@@ -28,11 +28,12 @@ from sglang_hybrid.replay.baselines import (
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import TailLru
 from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator, hit_rate
-from sglang_hybrid.replay.systems import SYSTEMS, Setting, Spec
+from sglang_hybrid.replay.systems import Setting, Spec, systems
 from sglang_hybrid.replay.traces import Request, read_compact
 from tests.replay.interleaved import interleaved
 
 PAPER = CostModel.paper_7b()
+SYSTEMS = systems(tiered=False)
 GB = 10**9
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 BLOCK = 32 * PAPER.kv_bytes_per_token + PAPER.state_bytes

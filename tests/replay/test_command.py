@@ -18,13 +18,14 @@ from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Lru
 from sglang_hybrid.core.systems import ALPHAS, Spec
 from sglang_hybrid.replay import plots, runner
-from sglang_hybrid.replay.__main__ import main, parse_bytes
+from sglang_hybrid.replay.__main__ import main
 from sglang_hybrid.replay.figures import cached_bytes, flop_efficiency
 from sglang_hybrid.replay.formats import Reading, read_trace, recognise
 from sglang_hybrid.replay.generators import generate, traffic
 from sglang_hybrid.replay.report import MARK, leads
 from sglang_hybrid.replay.runner import Job, Result, Runner, run_all
 from sglang_hybrid.replay.simulator import Simulator, hit_rate
+from sglang_hybrid.replay.sizes import parse_bytes
 from sglang_hybrid.replay.study import paper_model
 from sglang_hybrid.replay.timing import PAPER
 
@@ -362,3 +363,46 @@ def test_closed_forms() -> None:
     for length, efficiency in ((1_000, 1.43e5), (8_000, 1.98e5), (32_000, 2.30e5)):
         assert flop_efficiency(COST, length) == pytest.approx(efficiency, rel=0.01)
     assert paper_model(24, 4) == COST
+
+
+def test_tiers_are_replayed_and_shown(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = ["--tiers", "device=0.3GB,host=1GB@25GB/s,disk=3GB@3GB/s"]
+    assert main([str(trace), *tiers]) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "hicache",
+        "clairvoyant",
+        "unbounded",
+        "0.3 + 1 + 3 GB",
+        "bytes written per hit token",
+    ):
+        assert text in shown
+    results = summary(str(trace), *tiers, "--policy", "reuse", capsys=capsys)
+    counted = results[0]["tiers"]
+    assert isinstance(counted, dict)
+    assert sum(counted["hit_tokens"].values()) == results[0]["hit_tokens"]
+    assert counted["loads"]["host"]
+    assert results[0]["tier_bytes"] == [3 * 10**8, 10**9, 3 * 10**9]
+
+
+@pytest.mark.parametrize(
+    ("more", "wrong"),
+    [
+        (["--cache", "5GB"], "--tiers does not go with --cache"),
+        (["--report", "out"], "--tiers does not go with --report"),
+        (["--rules", "served"], "leave out --rules served"),
+        (["--policy", "sglang"], "policy 'sglang' is not replayed in tiers"),
+    ],
+)
+def test_what_tiers_do_not_go_with(
+    more: list[str], wrong: str, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(trace), "--tiers", "device=1GB,host=10GB", *more]) == 1
+    assert wrong in capsys.readouterr().err
+
+
+def test_a_device_without_room_for_a_state_is_refused(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(trace), "--tiers", "device=1MB,host=10GB"]) == 1
+    assert "a device of 1,000,000 bytes holds no state" in capsys.readouterr().err

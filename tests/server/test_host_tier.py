@@ -88,9 +88,7 @@ def every_mixture_is_answered_as_cold(server: ServerProcess) -> None:
     asked += [asked[i][: 300 + 97 * i] for i in range(4)] + [shared, *PROMPTS, *asked[:3]]
     warm = [ask(server.url, prompt, 4) for prompt in asked]
     tiers = hybrid_cache(server.url)["tiers"]
-    assert tiers["loads"] > 0 and tiers["failed_loads"] == 0
-    hits = [answer["meta_info"]["cached_tokens_details"]["host"] for answer in warm]
-    assert sum(hits) > 0
+    assert tiers["loads"] > 0 and tiers["hit_tokens"]["host"] > 0
     for prompt, answer in zip(asked, warm, strict=True):
         flush(server.url)
         right = ask(server.url, prompt, 4)

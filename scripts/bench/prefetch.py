@@ -1,0 +1,111 @@
+"""Loads from the host, replayed: started when a request has its turn, or so that they end then.
+
+The device's cache has the bytes of `schedule-replay`, the host eight times as many, and what the
+host has is loaded where that is faster than computing it. Prefills run one after the other,
+--places requests decode beside them; times are the Marconi paper's fit, and requests come as in
+`schedule-replay`, in the order of `window`.
+
+`loads`: requests that had to load something; `complete`: of those that waited longer than their
+load takes, the share whose load was complete at their turn. `in vain`: bytes loaded for requests
+that did not use them. Seconds to the first token of requests whose prompt began as one that the
+host knew, P50 and mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from scripts.bench.report import Table
+from scripts.bench.schedule_replay import Row, at_load, orders, rows
+from scripts.bench.traces import TRACES
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.queue_order import QueueOrder
+from sglang_hybrid.core.rates import Link
+from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.systems import Setting, Spec
+from sglang_hybrid.replay.prefetching import Loading, TwoTiers
+from sglang_hybrid.replay.simulator import Simulator
+from sglang_hybrid.replay.timing import PAPER
+
+COST = CostModel.paper_7b()
+HOST = 8
+"""Bytes of the host for each of the device."""
+
+LATENCY = 20e-6
+
+
+@dataclass(frozen=True)
+class Found:
+    """What loading did in one row."""
+
+    loads: int
+    possible: int
+    complete: int
+    in_vain: float
+    p50: float
+    mean: float
+
+
+def serve(job: tuple[Row, float, Loading, int]) -> Found:
+    row, bandwidth, loading, places = job
+    row = at_load(row)
+    device, host = cache_of(row, 1), cache_of(row, HOST)
+    order: QueueOrder[int] = QueueOrder(*orders()["window"])
+    link = Link(bandwidth * 1e9, LATENCY)
+    it = TwoTiers(device, host, link, PAPER, order, loading, places)
+    served = it.run(row.requests)
+    known = np.array([s.ttft for s, known in zip(served, it.known, strict=True) if known])
+    counts, moved = it.counts, it.prefetcher.counts
+    return Found(
+        *(counts.loads, counts.possible, counts.complete),
+        in_vain=moved.wasted_bytes / max(1, moved.loaded_bytes),
+        p50=float(np.median(known)),
+        mean=float(known.mean()),
+    )
+
+
+def cache_of(row: Row, times: int) -> Simulator:
+    serving = Serving(one_memory=True)
+    setting = Setting(COST, times * row.memory, row.requests, serving=serving)
+    cache: Simulator = Spec("reuse").build(setting)
+    return cache
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.8])
+    parser.add_argument("--requests", type=int, default=300, help="of each trace, at most")
+    parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
+    parser.add_argument("--bandwidths", type=float, nargs="+", default=[12, 25, 64], help="GB/s")
+    parser.add_argument("--places", type=int, default=16)
+    parser.add_argument("--workers", type=int, default=2)
+
+
+def run(options: argparse.Namespace) -> None:
+    asked = [row for row in rows(options) if not row.azure]
+    jobs = [
+        (row, bandwidth, loading, options.places)
+        for row in asked
+        for bandwidth in options.bandwidths
+        for loading in Loading
+    ]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.workers, context) as pool:
+        show(jobs, list(pool.map(serve, jobs)))
+
+
+def show(jobs: Sequence[tuple[Row, float, Loading, int]], found: Sequence[Found]) -> None:
+    table = Table("trace", "GB/s", "loads start", "loads", "complete", "in vain", "P50", "mean")
+    for (row, bandwidth, loading, _), one in zip(jobs, found, strict=True):
+        share = f"{one.complete / one.possible:.0%}" if one.possible else ""
+        table.row(
+            *(row.cells[0], f"{bandwidth:g}", loading.value, one.loads or "", share),
+            f"{one.in_vain:.1%}" if loading is Loading.TIMED else "",
+            *(f"{one.p50:.3f}", f"{one.mean:.3f}"),
+        )

@@ -1,0 +1,100 @@
+"""How long answers will be, and when running requests end. No model is asked."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+HALVED_AFTER: Final = 32
+"""Answers after which one counts half."""
+
+MOST_KEYS: Final = 65_536
+"""Keys whose averages are kept; the one that was used longest ago is dropped."""
+
+FEWEST: Final = 3
+"""Answers that an average is made of at least."""
+
+
+@dataclass(slots=True)
+class Average:
+    """A mean in which old values fade. weight: of all values, at most HALVED_AFTER / ln 2."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    def add(self, value: float) -> None:
+        fade = 0.5 ** (1 / HALVED_AFTER)
+        self.total = fade * self.total + value
+        self.weight = fade * self.weight + 1
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.weight
+
+
+class AnswerLengths:
+    """Predicted tokens of an answer: the average of its conversation, else of its schema, else of
+    its tenant, whichever first has FEWEST answers; never more than the request allows.
+
+    Keys belong to one tenant: what others were answered says nothing here. Without an average the
+    prediction is what the request allows.
+    """
+
+    def __init__(self, most_keys: int = MOST_KEYS) -> None:
+        self._most_keys = most_keys
+        self._averages: OrderedDict[Hashable, Average] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._averages)
+
+    def ended(self, keys: Sequence[Hashable], tokens: int) -> None:
+        """An answer of so many tokens ended. keys: as for `predicted`."""
+        for key in keys:
+            average = self._averages.get(key)
+            if average is None:
+                average = self._averages[key] = Average()
+            self._averages.move_to_end(key)
+            average.add(tokens)
+        while len(self._averages) > self._most_keys:
+            self._averages.popitem(last=False)
+
+    def predicted(self, keys: Sequence[Hashable], allowed: int) -> float:
+        """Tokens of an answer. keys: the most specific first; each contains its tenant. allowed:
+        the request's max_new_tokens.
+        """
+        for key in keys:
+            average = self._averages.get(key)
+            if average is not None and average.weight > FEWEST - 0.5:
+                return min(average.mean, float(allowed))
+        return float(allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """A request that decodes. since: seconds on the clock at its first token. predicted: tokens of
+    its answer. decoded: those that it has by now.
+    """
+
+    since: float
+    predicted: float
+    decoded: int = 0
+
+    def left(self, now: float, per_token: float) -> float:
+        """Seconds until it ends: TPOP * len_i - (t - timer_i) of CaR III B 2, not below one token:
+        an answer that is longer than predicted may end at any step.
+        """
+        return max(per_token * self.predicted - (now - self.since), per_token)
+
+
+def free_places(
+    running: Sequence[Decoding], now: float, per_token: float, places: int
+) -> list[float]:
+    """Seconds from now until a request that waits can have the first, second ... place, ascending:
+    0 for those that nobody has.
+
+    per_token: seconds of a decode step. places: how many requests may run at once.
+    """
+    free = max(0, places - len(running))
+    return [0.0] * free + sorted(one.left(now, per_token) for one in running)

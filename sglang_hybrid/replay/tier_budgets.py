@@ -1,0 +1,122 @@
+"""The tiers of a replay: how many bytes each holds, and how fast it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.rates import INSTANT, TIERS, TIERS_BELOW, Link, Speeds, Tier
+from sglang_hybrid.replay.sizes import parse_bytes, parse_rate
+from sglang_hybrid.replay.timing import PAPER, PrefillTime
+
+LATENCY = {Tier.HOST: 20e-6, Tier.DISK: 100e-6}
+"""Seconds that a transfer takes besides its bytes: a copy over PCIe, a read of an NVMe disk."""
+
+BANDWIDTH = {Tier.HOST: 25e9, Tier.DISK: 3e9}
+"""Bytes per second where nothing is said."""
+
+EXAMPLE = "device=20GB,host=200GB@25GB/s,disk=2TB@3GB/s"
+
+PREFILL_OF = 8_192
+"""Tokens of the prefill that a model's FLOPs per second are taken from."""
+
+
+@dataclass(frozen=True)
+class TierBudgets:
+    """Bytes and links of the tiers of one cache; tiers without bytes do not exist.
+
+    sizes, links: by `Tier`; the device's link counts for nothing. The device is always there.
+    """
+
+    sizes: tuple[int, int, int]
+    links: tuple[Link, Link, Link]
+
+    @classmethod
+    def parse(cls, text: str) -> TierBudgets:
+        """Read what EXAMPLE shows. Raises ValueError, in one sentence."""
+        names = {tier.name.lower(): tier for tier in TIERS}
+        sizes = dict.fromkeys(TIERS, 0)
+        bandwidths = dict(BANDWIDTH)
+        for part in text.split(","):
+            name, _, rest = part.strip().partition("=")
+            size, _, rate = rest.partition("@")
+            if name not in names or not size or sizes[names[name]]:
+                raise ValueError(f"{part.strip()!r} is no tier; write {EXAMPLE}")
+            tier = names[name]
+            sizes[tier] = parse_bytes(size)
+            if rate and tier is Tier.DEVICE:
+                raise ValueError("the device needs no bandwidth: nothing is loaded from it")
+            if rate:
+                bandwidths[tier] = parse_rate(rate)
+        return cls.of(sizes[Tier.DEVICE], sizes[Tier.HOST], sizes[Tier.DISK], bandwidths)
+
+    @classmethod
+    def of(
+        cls,
+        device: int,
+        host: int,
+        disk: int = 0,
+        bandwidths: dict[Tier, float] | None = None,
+    ) -> TierBudgets:
+        """Raises ValueError where there is no device, or nothing below it."""
+        if not device or not (host or disk):
+            raise ValueError("tiers need a device and a host or a disk")
+        to_host, to_disk = (
+            Link((bandwidths or BANDWIDTH)[tier], LATENCY[tier]) for tier in TIERS_BELOW
+        )
+        return cls((device, host, disk), (INSTANT, to_host, to_disk))
+
+    def __str__(self) -> str:
+        return " + ".join(f"{self.sizes[tier] / 1e9:g}" for tier in self.present) + " GB"
+
+    @property
+    def present(self) -> list[Tier]:
+        """The tiers that there are, the fastest first."""
+        return [tier for tier in TIERS if self.sizes[tier]]
+
+    def below(self, tier: Tier) -> Tier | None:
+        """The next slower tier that there is."""
+        return next((one for one in self.present if one > tier), None)
+
+    def speeds(self, cost: CostModel, time: PrefillTime | None) -> Speeds:
+        """What decisions are made with, where prefills take `time`, or the paper's."""
+        time = time or PAPER
+        seconds = time.seconds(0, PREFILL_OF) - time.base
+        _, host, disk = self.links
+        return Speeds.of(cost.flops(PREFILL_OF) / seconds, host, disk)
+
+
+@dataclass
+class TierCounts:
+    """What tiers did, by tier.
+
+    hit_tokens: tokens that were skipped, for the device those that it alone would have given, for
+    the host those that device and host would have given more, and so on. loads, loaded,
+    load_seconds: requests that loaded, bytes and seconds. written: bytes copied down. evicted:
+    bytes dropped.
+    """
+
+    hit_tokens: Counter[Tier] = field(default_factory=Counter)
+    loads: Counter[Tier] = field(default_factory=Counter)
+    loaded: Counter[Tier] = field(default_factory=Counter)
+    load_seconds: float = 0.0
+    written: Counter[Tier] = field(default_factory=Counter)
+    evicted: Counter[Tier] = field(default_factory=Counter)
+
+    @property
+    def written_per_hit_token(self) -> float:
+        """Bytes copied down for each token that was skipped."""
+        return sum(self.written.values()) / max(sum(self.hit_tokens.values()), 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        counted: dict[str, Any] = {
+            name: {tier.name.lower(): counter[tier] for tier in TIERS}
+            for name, counter in self.__dict__.items()
+            if isinstance(counter, Counter)
+        }
+        counted["load_seconds"] = self.load_seconds
+        counted["written_per_hit_token"] = self.written_per_hit_token
+        return counted

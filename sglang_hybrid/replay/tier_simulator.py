@@ -1,0 +1,343 @@
+"""A trace-driven cache over device, host and disk, by the paper's rules of admission.
+
+One tree holds all nodes that have KV in some tier. A victim of a tier is written to the next one if
+it is worth more there than what it pushes out, and freed without a copy if a slower tier has it. A
+request takes the cheapest way over all tiers; what it loads or computes is on the device then.
+Writing takes no time of a request; loading comes before its prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.cost import UNBOUNDED, CostModel
+from sglang_hybrid.core.demoting_pool import DemotingPool
+from sglang_hybrid.core.eviction import Policy
+from sglang_hybrid.core.history import History
+from sglang_hybrid.core.nodes import Kind, Node
+from sglang_hybrid.core.places import Placement, Unit, Way, copies_of, ways, without_up_to
+from sglang_hybrid.core.pool import Scarce
+from sglang_hybrid.core.rates import Rates, Speeds, Tier
+from sglang_hybrid.core.serving import Split
+from sglang_hybrid.replay.baselines import KnowsFuture
+from sglang_hybrid.replay.future import Oracle
+from sglang_hybrid.replay.policies import Clairvoyant
+from sglang_hybrid.replay.simulator import Simulator, Ticket
+from sglang_hybrid.replay.tier_budgets import TierBudgets, TierCounts
+from sglang_hybrid.replay.traces import TokenArray
+
+
+class TieredSimulator(Simulator):
+    """A cache in the tiers of `tiers`; what leaves the device is written down as it leaves.
+
+    policies: one for each tier that there is, the fastest first. room: what each of them holds, one
+    number of bytes for KV and states unless something else is given; a tier in two pools needs a
+    policy in state_policies too.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        tiers: TierBudgets,
+        speeds: Speeds,
+        policies: Sequence[Policy],
+        min_branch_tokens: int = MIN_BRANCH_TOKENS,
+        room: Sequence[int | Split] | None = None,
+        state_policies: Sequence[Policy] | None = None,
+    ) -> None:
+        if not cost.state_bytes:
+            raise ValueError("tiers are replayed for models with states only")
+        self.tiers = tiers
+        self.rates = Rates(speeds)
+        self.counts = TierCounts()
+        present = tiers.present
+        self.room: dict[Tier, int | Split] = dict(
+            zip(present, room or [tiers.sizes[tier] for tier in present], strict=True)
+        )
+        super().__init__(
+            cost,
+            self.room[Tier.DEVICE],
+            policies[0],
+            min_branch_tokens,
+            state_policies[0] if state_policies else None,
+        )
+        self.placement = Placement(self.tree)
+        self.pools: dict[Tier, tuple[DemotingPool, DemotingPool]] = {}
+        for index, tier in enumerate(present):
+            states = state_policies[index] if state_policies else None
+            self.pools[tier] = self._pools_of(tier, policies[index], states)
+
+    def _new_pool(self, scarce: Scarce, policy: Policy) -> DemotingPool:
+        return self._tier_pool(Tier.DEVICE, scarce, policy)
+
+    def _pools_of(
+        self, tier: Tier, policy: Policy, state_policy: Policy | None
+    ) -> tuple[DemotingPool, DemotingPool]:
+        """The pools of KV and of states, the same one where they share their bytes."""
+        if tier is Tier.DEVICE:
+            assert isinstance(self.pool, DemotingPool)
+            assert isinstance(self.state_pool, DemotingPool)
+            return self.pool, self.state_pool
+        if not isinstance(self.room[tier], Split):
+            pool = self._tier_pool(tier, Scarce.SHARED, policy)
+            return pool, pool
+        assert state_policy is not None
+        kv = self._tier_pool(tier, Scarce.KV, policy)
+        return kv, self._tier_pool(tier, Scarce.STATES, state_policy)
+
+    def _tier_pool(self, tier: Tier, scarce: Scarce, policy: Policy) -> DemotingPool:
+        clock, below = self.tree.clock, self.tiers.below(tier)
+        pool = DemotingPool(tier, scarce, self.cost, policy, clock, self.rates, below)
+        self.tree.listen(pool)
+        return pool
+
+    @property
+    def used(self) -> int:
+        """Bytes on the device."""
+        return self.placement.used(Tier.DEVICE, self.cost)
+
+    # A request: its way, what it loads, what it leaves.
+
+    def _resume(self, path: list[Node], prompt_len: int, touched: list[Node]) -> tuple[Node, float]:
+        known = list(ways(path, prompt_len, self.cost, self.rates.speeds))
+        way = self._choose(known)
+        self._count_hit(way, known)
+        if not way.depth:
+            return self.tree.root, 0.0
+        passed = [node for node in path if node.depth <= way.depth]
+        self._bring(passed, passed[-1], touched)
+        return passed[-1], way.load_seconds
+
+    def _lock(self, ticket: Ticket, node: Node | None) -> None:
+        before = ticket.locked_node
+        super()._lock(ticket, node)
+        for one in (before, node):
+            if one is not None:
+                self._pin_below(one, one in self._running)
+
+    def _pin_below(self, node: Node, pinned: bool) -> None:
+        """What found no room on the device is held where it is."""
+        for tier in self.tiers.present[1:]:
+            self.placement.pin(node, tier, pinned)
+
+    def _choose(self, known: Sequence[Way]) -> Way:
+        """The way that a request takes, of those there are, the shallowest first."""
+        return min(known, key=lambda way: (way.seconds, -way.depth))
+
+    def _count_hit(self, way: Way, known: Sequence[Way]) -> None:
+        reached = 0
+        for tier in self.room:
+            without_slower = (w.depth for w in known if not any(w.load_bytes[tier + 1 :]))
+            depth = min(max(without_slower), way.depth)
+            self.counts.hit_tokens[tier] += max(depth - reached, 0)
+            reached = max(reached, depth)
+            self.counts.loads[tier] += way.load_bytes[tier] > 0
+            self.counts.loaded[tier] += way.load_bytes[tier]
+        self.counts.load_seconds += way.load_seconds
+
+    def _bring(self, path: list[Node], hit: Node, touched: list[Node]) -> None:
+        """Have the KV of `path` and the state of `hit` on the device, if there is room beside
+        `touched`; otherwise only the request has them.
+        """
+        missing = [node for node in path if not copies_of(node).has_kv(Tier.DEVICE)]
+        state = not copies_of(hit).has_state(Tier.DEVICE)
+        if self._make_room(sum(node.tokens for node in missing), int(state), touched):
+            for node in missing:
+                self.placement.add_kv(node, Tier.DEVICE)
+            self.placement.add_state(hit, Tier.DEVICE)
+
+    def _insert(
+        self,
+        tokens: TokenArray,
+        path: list[Node],
+        matched: int,
+        ends: dict[int, Kind | None],
+        tenant: str = "",
+    ) -> list[Node]:
+        if matched > (path[-1].depth if path else 0):
+            below = self.tree.beyond(path, matched, tokens, tenant)[-1]
+            path = [*path, self.tree.cut(below, matched)]
+        stored = {node.depth for node in path if node.has_state}
+        missing = [node for node in path if not copies_of(node).has_kv(Tier.DEVICE)]
+        kv = len(tokens) - matched + sum(node.tokens for node in missing)
+        new = {end for end, kind in ends.items() if kind and end not in stored}
+        if self._make_room(kv, len(new), path):
+            tier = Tier.DEVICE
+            kept = self._grow_path(tokens, path, path, matched, ends, tenant)
+        else:  # written down from the memory of the request itself
+            tier, kv = self.tiers.present[1], len(tokens) - matched
+            if not self._make_room_in(tier, kv, len(new), path):
+                return path
+            self.counts.written[tier] += self._bytes(kv, len(new))
+            kept = self._grow_path(tokens, path, path, matched, ends, tenant)
+        for node in kept:
+            if tier is Tier.DEVICE or node.copies is None:
+                self.placement.add_kv(node, tier)
+            if node.depth in new:
+                self.placement.add_state(node, tier)
+        return kept
+
+    # Room in a tier.
+
+    def _make_room(self, kv: int, states: int, path: list[Node]) -> bool:
+        return self._make_room_in(Tier.DEVICE, kv, states, path)
+
+    def _make_room_in(self, tier: Tier, kv: int, states: int, path: list[Node]) -> bool:
+        """Evict until so many tokens and states fit into `tier`; False if they cannot. `path`
+        stays in all tiers.
+        """
+        if self._short_of(tier, kv, states) is None:
+            return True
+        if not self._could_fit_in(tier, kv, states, path):
+            return False
+        held = self._hold(path)
+        while pool := self._short_of(tier, kv, states):
+            victim = pool.victim() or pool.victim(last_resort=True)
+            if victim is None:
+                break
+            self._evict_from(pool, victim)
+        self._let_go(held)
+        return self._short_of(tier, kv, states) is None
+
+    def _hold(self, path: Sequence[Node]) -> list[tuple[Node, Tier]]:
+        """Pin all copies of `path`; returns those that were not."""
+        held = [
+            (node, tier)
+            for node in path
+            for tier in self.room
+            if not copies_of(node).is_pinned(tier)
+        ]
+        for node, tier in held:
+            self.placement.pin(node, tier, True)
+        return held
+
+    def _let_go(self, held: Sequence[tuple[Node, Tier]]) -> None:
+        for node, tier in held:
+            self.placement.pin(node, tier, False)
+
+    def _short_of(self, tier: Tier, kv: int, states: int) -> DemotingPool | None:
+        """The pool of `tier` that must evict before so many tokens and states fit, None if they
+        do.
+        """
+        room, placement = self.room[tier], self.placement
+        pool, state_pool = self.pools[tier]
+        if isinstance(room, Split):
+            if placement.states[tier] + states > room.slots:
+                return state_pool
+            return pool if placement.kv_tokens[tier] + kv > room.kv_tokens else None
+        needed = placement.used(tier, self.cost) + self._bytes(kv, states)
+        return pool if needed > room else None
+
+    def _could_fit_in(self, tier: Tier, kv: int, states: int, path: Sequence[Node]) -> bool:
+        """Whether it would fit beside nothing but what `path` has there."""
+        for node in path:
+            kv += node.tokens * copies_of(node).has_kv(tier)
+            states += copies_of(node).has_state(tier)
+        room = self.room[tier]
+        if isinstance(room, Split):
+            return kv <= room.kv_tokens and states <= room.slots
+        return self._bytes(kv, states) <= room
+
+    def _bytes(self, kv: int, states: int) -> int:
+        return kv * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
+
+    # Victims.
+
+    def _evict_from(self, pool: DemotingPool, node: Node) -> None:
+        """Take the unit of `node` from the tier of `pool`, into the next one if it is worth it."""
+        tier, unit = pool.tier, pool.unit(node)
+        assert unit is not None
+        below = pool.demotes_to
+        if below is not None:
+            self._write_down(node, unit, tier, below)
+        copies = copies_of(node)
+        last_state = unit.state and copies.state == 1 << tier
+        pool.leaves(node, lost=last_state)
+        self.counts.evicted[tier] += unit.freed
+        if unit.kv and copies.kv == 1 << tier:
+            self._remove(node)
+            return
+        if unit.state:
+            self.placement.drop_state(node, tier)
+        if unit.kv:
+            self.placement.drop_kv(node, tier)
+
+    def _write_down(self, node: Node, unit: Unit, tier: Tier, below: Tier) -> None:
+        """Copy what of `unit` no slower tier has to `below`, if there is room or it is worth more
+        than what is there. KV that nodes below need is worth any room.
+        """
+        copies = copies_of(node)
+        kv = unit.kv and not without_up_to(copies.kv, tier)
+        state = unit.state and not without_up_to(copies.state, tier)
+        needed = kv and bool(node.children)
+        if not (state or needed or (kv and node.has_state)):
+            return  # it has copies, or nothing is resumed there
+        if self._take(below, node, kv=kv, state=state, needed=needed):
+            self._add(below, node, kv=kv, state=state)
+        elif needed and self._take(below, node, kv=True, state=False, needed=True):
+            self._add(below, node, kv=True, state=False)
+
+    def _add(self, tier: Tier, node: Node, *, kv: bool, state: bool) -> None:
+        if kv:
+            self.placement.add_kv(node, tier)
+        if state:
+            self.placement.add_state(node, tier)
+        self.counts.written[tier] += self._bytes(kv * node.tokens, int(state))
+
+    def _take(self, tier: Tier, node: Node, *, kv: bool, state: bool, needed: bool) -> bool:
+        """Make room in `tier` for copies of `node`; False if they are worth less than what would
+        have to go.
+        """
+        tokens, states = kv * node.tokens, int(state)
+        if self._short_of(tier, tokens, states) is None:
+            return True
+        if not self._could_fit_in(tier, tokens, states, []):
+            return False
+        held = self._hold([node])
+        while pool := self._short_of(tier, tokens, states):
+            if not needed and not self._beats_victim(pool, node):
+                break
+            victim = pool.victim() or pool.victim(last_resort=True)
+            if victim is None:
+                break
+            self._evict_from(pool, victim)
+        self._let_go(held)
+        return self._short_of(tier, tokens, states) is None
+
+    def _beats_victim(self, pool: DemotingPool, node: Node) -> bool:
+        """Whether a copy of `node` is worth more in the tier of `pool` than the next victim."""
+        comparison = pool.compare_copy(node)
+        return comparison is None or comparison.beats_victim
+
+    def _remove(self, node: Node) -> None:
+        """`node` has no KV left above what is below it: all of that goes with it."""
+        for child in list(node.children.values()):
+            self._remove(child)
+        copies = copies_of(node)
+        for tier in self.room:
+            self.placement.drop_state(node, tier)
+        for tier in self.room:
+            self.placement.drop_kv(node, tier)
+        assert not copies.kv
+        self.tree.remove(node)
+
+
+class TieredClairvoyant(KnowsFuture, TieredSimulator):
+    """Evicts from every tier by what the rest of the trace will ask for. remember: as
+    `ClairvoyantCache`.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        tiers: TierBudgets,
+        speeds: Speeds,
+        oracle: Oracle,
+        remember: bool = True,
+        min_branch_tokens: int = MIN_BRANCH_TOKENS,
+    ) -> None:
+        policies = [Clairvoyant() for _ in tiers.present]
+        TieredSimulator.__init__(self, cost, tiers, speeds, policies, min_branch_tokens)
+        self._oracle = oracle
+        self._history = History(max_bytes=UNBOUNDED) if remember else None

@@ -1,0 +1,154 @@
+"""The candidates of a tier: ordered by what a copy there saves; and copies to come."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.demoting_pool import DemotingPool
+from sglang_hybrid.core.eviction import Lru, Marconi, Policy, Reuse
+from sglang_hybrid.core.history import History
+from sglang_hybrid.core.nodes import Kind, Node, NodeTree
+from sglang_hybrid.core.places import Placement, copies_of
+from sglang_hybrid.core.pool import Scarce
+from sglang_hybrid.core.rates import Link, Rates, Speeds, Tier
+from sglang_hybrid.core.tier_pool import TierPool
+
+COST = CostModel.paper_7b()
+SPEEDS = Speeds.of(2.6e14, host=Link(25e9), disk=Link(3e9))
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+
+
+class Cache:
+    """A tree of leaves, and the pools of two tiers."""
+
+    def __init__(self, policy: Policy, demotes: bool = False) -> None:
+        self.tree = NodeTree()
+        self.placement = Placement(self.tree)
+        self.rates = Rates(SPEEDS)
+        self.device = self.pool(DEVICE, policy, HOST if demotes else None)
+        self.host = self.pool(HOST, policy, None)
+
+    def pool(self, tier: Tier, policy: Policy, below: Tier | None) -> DemotingPool:
+        clock = self.tree.clock
+        pool = DemotingPool(tier, Scarce.SHARED, COST, policy, clock, self.rates, below)
+        self.tree.listen(pool)
+        return pool
+
+    def leaf(self, tokens: int, *tiers: Tier, parent: Node | None = None) -> Node:
+        """A checkpoint of `tokens` tokens with copies of KV and state in `tiers`."""
+        self.tree.clock.advance()
+        node = self.tree.add(parent or self.tree.root, self.tree.clock.tick, tokens)
+        for tier in tiers:
+            self.placement.add_kv(node, tier)
+        self.tree.give_state(node, Kind.TAIL)
+        for tier in tiers:
+            self.placement.add_state(node, tier)
+        return node
+
+
+EFFICIENCY = 1_000.0
+"""An alpha with which recency counts for nothing."""
+
+
+def test_a_copy_with_another_one_below_goes_before_one_that_would_be_computed_again() -> None:
+    cache = Cache(Marconi(EFFICIENCY))
+    cache.leaf(2_000, DEVICE)
+    backed = cache.leaf(5_000, DEVICE, HOST)
+    assert cache.device.victim() is backed
+
+
+def test_victims_that_are_all_written_down_differ_by_their_loads_only() -> None:
+    cache = Cache(Marconi(EFFICIENCY), demotes=True)
+    one, other = cache.leaf(2_000, DEVICE), cache.leaf(5_000, DEVICE, HOST)
+    units = [cache.device.unit(node) for node in (one, other)]
+    assert all(unit is not None for unit in units)
+    per_byte = [unit.saves / unit.freed for unit in units if unit is not None]
+    assert per_byte[0] == pytest.approx(per_byte[1])
+
+
+def test_other_speeds_give_other_victims() -> None:
+    cache = Cache(Marconi(EFFICIENCY))
+    computed, backed = cache.leaf(300, DEVICE), cache.leaf(5_000, DEVICE, HOST)
+    assert cache.device.victim() is backed
+    cache.rates.speeds = Speeds.of(2.6e14, host=Link(1.5e9), disk=Link(1e9))
+    assert cache.device.victim() is computed
+
+
+def test_a_copy_to_come_is_compared_and_nothing_changes() -> None:
+    cache = Cache(Marconi(EFFICIENCY))
+    short, long = cache.leaf(500, HOST), cache.leaf(20_000, HOST)
+    rich, poor = cache.leaf(30_000, DEVICE), cache.leaf(100, DEVICE)
+    before = [repr(copies_of(node)) for node in (short, long, rich, poor)]
+    cache.placement.pin(rich, HOST, True)  # its copy is about to be written
+    worth, not_worth = (cache.host.compare_copy(node) for node in (rich, poor))
+    assert worth is not None
+    assert not_worth is not None
+    assert worth.beats_victim
+    assert not not_worth.beats_victim
+    assert [repr(copies_of(node)) for node in (short, long, rich, poor)] == before
+    assert copies_of(rich).is_pinned(HOST)
+    assert set(cache.host.candidates()) == {short, long}
+    assert not cache.host.check(cache.tree.walk())
+
+
+def test_a_part_of_a_copy_that_is_there_already_is_compared_with_the_others() -> None:
+    cache = Cache(Marconi(EFFICIENCY))
+    other = cache.leaf(20_000, HOST)
+    node = cache.leaf(500, DEVICE)
+    cache.placement.add_state(node, HOST)
+    comparison = cache.host.compare_copy(node)
+    assert comparison is not None
+    assert not comparison.beats_victim
+    assert set(cache.host.candidates()) == {other, node}
+    assert not cache.host.check(cache.tree.walk())
+
+
+def test_nothing_to_compare_with_says_so() -> None:
+    cache = Cache(Lru())
+    assert cache.host.compare_copy(cache.leaf(500, DEVICE)) is None
+
+
+def test_a_lost_state_leaves_its_demand_to_its_anchor_and_a_demoted_one_to_kv_above() -> None:
+    history = History()
+    cache = Cache(Reuse(history))
+    path = history.observe(list(range(300)), 200, cache.tree.clock)
+    above = cache.leaf(100, DEVICE)
+    cache.tree.clock.advance()
+    between = cache.tree.add(above, "between", 100)
+    cache.placement.add_kv(between, DEVICE)
+    node = cache.leaf(100, DEVICE, HOST, parent=between)
+    cache.tree.link_history(node, path.at(300))
+    cache.device.leaves(node, lost=False)
+    assert between.inherited_demand is not None
+    assert above.inherited_demand is None
+    cache.device.leaves(node, lost=True)
+    assert above.inherited_demand is not None
+
+
+def test_a_state_that_is_computed_as_fast_as_loaded_goes_first_and_leaves_its_demand() -> None:
+    history = History()
+    cache = Cache(Reuse(history))
+    path = history.observe(list(range(5_010)), 5_000, cache.tree.clock)
+    above = cache.leaf(5_000, HOST)
+    node = cache.leaf(10, HOST, parent=above)  # ten tokens take 0.5 ms, its state 1.1
+    cache.tree.link_history(node, path.at(5_010))
+    unit = cache.host.unit(node)
+    assert unit is not None
+    assert unit.saves == 0
+    assert cache.host.victim() is node
+    cache.host.leaves(node, lost=True)
+    assert above.inherited_demand is not None
+
+
+def test_the_same_holds_for_a_pool_that_tells_its_policy_at_once() -> None:
+    history = History()
+    cache = Cache(Reuse(history))
+    plain = TierPool(HOST, Scarce.SHARED, COST, cache.host.policy, cache.tree.clock, cache.rates)
+    cache.tree.listen(plain)
+    path = history.observe(list(range(5_010)), 5_000, cache.tree.clock)
+    above = cache.leaf(5_000, HOST)
+    node = cache.leaf(10, HOST, parent=above)
+    cache.tree.link_history(node, path.at(5_010))
+    assert plain.victim() is node
+    assert above.inherited_demand is not None

@@ -1,0 +1,96 @@
+"""Loads from a simulated host: when they start, and what they are worth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.eviction import Lru
+from sglang_hybrid.core.orders import FirstCome, Window
+from sglang_hybrid.core.queue_order import QueueOrder
+from sglang_hybrid.core.rates import Link
+from sglang_hybrid.core.waiting import Bound
+from sglang_hybrid.replay.generators import generate, traffic
+from sglang_hybrid.replay.prefetching import Loading, TwoTiers
+from sglang_hybrid.replay.simulator import Simulator
+from sglang_hybrid.replay.timing import PAPER, PrefillTime
+from sglang_hybrid.replay.traces import Request
+
+COST = CostModel(linear=1, quadratic=0, windows=(), kv_bytes_per_token=1, state_bytes=10)
+SLOW = PrefillTime(0.0, 1.0, 0.0, decode=1.0, about="a second a token")
+
+
+def request(seed: int, arrival: float, length: int = 100) -> Request:
+    prompt = np.arange(1_000 * seed, 1_000 * seed + length)
+    answer = np.arange(1_000 * seed + 500, 1_000 * seed + 502)
+    tokens = np.concatenate([prompt, answer]).astype(np.int32)
+    return Request(seed, 0, arrival, tokens, length)
+
+
+def again(first: Request, arrival: float) -> Request:
+    """The session goes on with ten tokens."""
+    more = np.arange(900_000, 900_012) + 100 * first.session
+    tokens = np.concatenate([first.tokens, more]).astype(np.int32)
+    return Request(first.session, 1, arrival, tokens, len(first.tokens) + 10)
+
+
+def play(requests: list[Request], loading: Loading, bandwidth: float = 10.0) -> TwoTiers:
+    """On a device that holds two sessions, with a host that holds all."""
+    it = TwoTiers(
+        *(Simulator(COST, budget, Lru()) for budget in (230, None)),
+        *(Link(bandwidth), SLOW, QueueOrder(FirstCome(), Bound()), loading),
+    )
+    it.served = it.run(requests)  # type: ignore[attr-defined]
+    return it
+
+
+def story() -> list[Request]:
+    """The first of three sessions was pushed out. It goes on while a fourth one is prefilled."""
+    first = request(1, 0.0)
+    others = [request(seed, 110.0 * (seed - 1)) for seed in (2, 3, 4)]
+    return [first, *others, again(first, 340.0)]
+
+
+@pytest.mark.parametrize(
+    ("loading", "wait", "hit"),
+    [
+        (Loading.NEVER, 90 + 112, 0),  # the fourth prefill ends at 430; then all is computed
+        (Loading.ON_TURN, 90 + 11.2, 102),  # 102 tokens and a state at 10 bytes a second
+        (Loading.TIMED, 90 + 10, 102),  # ten tokens are computed
+    ],
+)
+def test_a_session_that_was_pushed_out(loading: Loading, wait: float, hit: int) -> None:
+    it = play(story(), loading)
+    served = it.served[4]  # type: ignore[attr-defined]
+    assert served.ttft == pytest.approx(wait)
+    assert served.outcome.hit_len == hit
+    assert it.counts.loads == (loading is not Loading.NEVER)
+    assert it.counts.complete == (loading is Loading.TIMED)
+
+
+def test_what_is_computed_faster_is_not_loaded() -> None:
+    it = play(story(), Loading.ON_TURN, bandwidth=0.5)
+    assert it.counts.loads == 0
+
+
+@pytest.mark.parametrize("loading", list(Loading))
+def test_everybody_is_served_once(loading: Loading) -> None:
+    """Generated sessions on a small device: caches stay within their bytes, nothing is held."""
+    cost = CostModel.paper_7b()
+    requests = generate("agent", traffic("agent", sessions=12), 3)
+    device = Simulator(cost, 8 * 10**9, Lru())
+    it = TwoTiers(
+        *(device, Simulator(cost, None, Lru()), Link(25e9), PAPER),
+        *(QueueOrder(Window(16), Bound(8, 30.0)), loading, 4),
+    )
+    served = it.run(requests)
+    assert len(served) == len(requests)
+    for one, given in zip(served, requests, strict=True):
+        assert given.arrival <= one.start < one.first_token <= one.end
+    assert device.used <= 8 * 10**9
+    assert not any(node.standing for node in device.tree.walk())
+    counts = it.prefetcher.counts
+    assert counts.used + counts.late + counts.cancelled == counts.started
+    if loading is Loading.TIMED:
+        assert it.counts.complete > it.counts.loads / 2
