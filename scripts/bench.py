@@ -32,7 +32,7 @@ COMMANDS = (
     *("cache", "rounds", "schedule-round", "victim", "admission"),
     *("policies", "answers", "pools", "tuner", "replay", "prewarm", "schedule-replay"),
     *("server", "split", "contexts", "roofline", "profile", "peer"),
-    *("ab", "phases", "one-memory", "moves", "tiers", "agent", "codecs", "schedule"),
+    *("ab", "phases", "one-memory", "moves", "tiers", "agent", "codecs", "modular", "schedule"),
 )
 """In the order of `--help`: kernels; the cache in one process; replays; a server; servers."""
 
