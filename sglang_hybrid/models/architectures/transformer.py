@@ -2,42 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from sglang_hybrid.models.architectures.base import BASE_CONFIG, Model, Scale, tiny_only
 from sglang_hybrid.models.weights import AttentionShape, Weights
 
-LAYERS = 4
-HIDDEN = 128
-MLP = 384
-ATTENTION = AttentionShape(heads=4, kv_heads=2, head_dim=32)
 
-CONFIG = BASE_CONFIG | {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": LAYERS,
-    "hidden_size": HIDDEN,
-    "intermediate_size": MLP,
-    "hidden_act": "silu",
-    "num_attention_heads": ATTENTION.heads,
-    "num_key_value_heads": ATTENTION.kv_heads,
-    "head_dim": ATTENTION.head_dim,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
+@dataclass(frozen=True)
+class _Sizes:
+    layers: int
+    hidden: int
+    mlp: int
+    attention: AttentionShape
+
+
+SIZES: dict[Scale, _Sizes] = {
+    "tiny": _Sizes(4, 128, 384, AttentionShape(heads=4, kv_heads=2, head_dim=32)),
+    "100m": _Sizes(12, 768, 2048, AttentionShape(heads=12, kv_heads=4, head_dim=64)),
 }
 
 
 def transformer(seed: int, scale: Scale) -> Model:
     """A Llama model."""
-    tiny_only("transformer", scale)
+    if scale not in SIZES:
+        tiny_only("transformer", scale)
+    sizes = SIZES[scale]
     weights = Weights(seed)
-    weights.head("model.embed_tokens.weight", HIDDEN)
-    for index in range(LAYERS):
+    weights.head("model.embed_tokens.weight", sizes.hidden)
+    for index in range(sizes.layers):
         layer = f"model.layers.{index}"
-        weights.ones(f"{layer}.input_layernorm.weight", HIDDEN)
-        weights.attention(f"{layer}.self_attn", HIDDEN, ATTENTION, gain=3.0)
-        weights.ones(f"{layer}.post_attention_layernorm.weight", HIDDEN)
-        weights.gated_mlp(f"{layer}.mlp", HIDDEN, MLP, gain=3.0)
-    weights.ones("model.norm.weight", HIDDEN)
-    return Model(CONFIG, weights)
+        weights.ones(f"{layer}.input_layernorm.weight", sizes.hidden)
+        weights.attention(f"{layer}.self_attn", sizes.hidden, sizes.attention, gain=3.0)
+        weights.ones(f"{layer}.post_attention_layernorm.weight", sizes.hidden)
+        weights.gated_mlp(f"{layer}.mlp", sizes.hidden, sizes.mlp, gain=3.0)
+    weights.ones("model.norm.weight", sizes.hidden)
+    return Model(_config(sizes), weights)
+
+
+def _config(sizes: _Sizes) -> dict[str, object]:
+    return BASE_CONFIG | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": sizes.layers,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.mlp,
+        "hidden_act": "silu",
+        "num_attention_heads": sizes.attention.heads,
+        "num_key_value_heads": sizes.attention.kv_heads,
+        "head_dim": sizes.attention.head_dim,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
