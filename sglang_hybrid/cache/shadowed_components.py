@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer, InternalStateBackup
+from sglang.srt.mem_cache.unified_cache.components.base import (
+    EvictLayer,
+    InternalStateBackup,
+    TreeComponent,
+)
 
 from sglang_hybrid.cache.host_eviction import evict_from_host
 from sglang_hybrid.cache.kv_components import CountedFull
@@ -23,7 +27,19 @@ if TYPE_CHECKING:
     from sglang_hybrid.telemetry.stats import Evicted
 
 
-class ShadowedMamba(RobustMamba):
+class _HostByValue(TreeComponent):
+    """The host forgets what is worth least, too."""
+
+    _shadow_tree: ShadowTree
+
+    def drive_host_eviction(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self._shadow_tree, TieredShadowTree):
+            evict_from_host(self, self._shadow_tree, num_tokens, *args, **kwargs)
+        else:
+            super().drive_host_eviction(num_tokens, *args, **kwargs)
+
+
+class ShadowedMamba(_HostByValue, RobustMamba):
     """States that are evicted by what they save."""
 
     def __init__(self, *args: Any, parts: Parts, shadow_tree: ShadowTree) -> None:
@@ -100,14 +116,8 @@ class ShadowedMamba(RobustMamba):
     def _evict_device_end(self) -> None:
         self._wanted, self._last = 0, None
 
-    def drive_host_eviction(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        if isinstance(self._shadow_tree, TieredShadowTree):
-            evict_from_host(self, self._shadow_tree, num_tokens, *args, **kwargs)
-        else:
-            super().drive_host_eviction(num_tokens, *args, **kwargs)
 
-
-class ShadowedFull(CountedFull):
+class ShadowedFull(_HostByValue, CountedFull):
     """KV whose leaves are evicted by what they save."""
 
     def __init__(self, *args: Any, parts: Parts, shadow_tree: ShadowTree) -> None:
@@ -157,9 +167,3 @@ class ShadowedFull(CountedFull):
 
     def _evict_device_end(self) -> None:
         self._wanted, self._last = 0, None
-
-    def drive_host_eviction(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        if isinstance(self._shadow_tree, TieredShadowTree):
-            evict_from_host(self, self._shadow_tree, num_tokens, *args, **kwargs)
-        else:
-            super().drive_host_eviction(num_tokens, *args, **kwargs)

@@ -19,6 +19,8 @@ from sglang_hybrid.prompts.tokens import PromptTokenizer
 from sglang_hybrid.server_process import ServerProcess
 from tests.server.client import TOLERANCE, logprobs
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = """<schema name="game"><system>You write Python.</system><user>
 <module name="unit">class Unit: one of many units of the game, with a name and place. </module>
 <union><module name="map">class Map: the land where the units live. </module>

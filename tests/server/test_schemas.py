@@ -198,3 +198,14 @@ def test_what_cannot_be_prewarmed_is_refused(
 ) -> None:
     url = f"{registered}/v1/prompt_schemas/{name}/prewarm"
     assert requests.post(url, json=body, timeout=60).status_code == status
+
+
+def test_modules_of_a_recurrent_model_are_not_computed_apart(registered: str) -> None:
+    """The prompt is an exact one, and says why."""
+    pml = prompt("code-generation-game", "<unit.py/><map.py/>")
+    apart = send(registered, pml=pml.replace("<prompt ", '<prompt mode="modular" ')).json()
+    exact = send(registered, pml=pml).json()
+    (warning,) = apart["meta_info"]["prompt"]["warnings"]
+    assert "recurrent layers" in warning
+    assert apart["output_ids"] == exact["output_ids"]
+    assert "composed_tokens" not in apart["meta_info"]["hybrid_cache"]
