@@ -49,8 +49,10 @@ def ask(
     manager: TokenizerManager, request: GenerateReqInput, prompt: ModularPrompt
 ) -> Callable[[], None]:
     """Make `request` one for `prompt`; returns what computes its segments, if some are missing.
-    Raises ValueError if its positions do not fit.
+    Raises ValueError if its positions do not fit. One without segments is a prompt like others.
     """
+    if not prompt.segments:
+        return lambda: None
     answer = (request.sampling_params or {}).get("max_new_tokens") or 0
     last = prompt.last_position + answer
     if last >= manager.context_len:

@@ -20,7 +20,7 @@ from sglang_hybrid.prompts.registry import Registry
 from sglang_hybrid.prompts.tokens import PromptTokenizer
 from sglang_hybrid.prompts.xml import MOST_BYTES, MarkupError
 from sglang_hybrid.requests.bodies import read_body
-from sglang_hybrid.requests.kv_hints import checkpoint_hint
+from sglang_hybrid.requests.kv_hints import check_key, checkpoint_hint
 from sglang_hybrid.tenants import tenant
 
 if TYPE_CHECKING:
@@ -200,6 +200,7 @@ def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
     for name in ("extra_key", "cache_salt"):
         if isinstance(getattr(request, name), list):
             raise ValueError(f"{name} is a list; a request with pml has one prompt.")
+    check_key(request.extra_key)
     own = tenant(request.extra_key, request.cache_salt)
     expanded = registry_of(manager).expand(own, pml, whole=apart.why_whole(manager))
     request.input_ids = expanded.tokenized.ids

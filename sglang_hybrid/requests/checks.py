@@ -127,6 +127,8 @@ def check(
     if isinstance(request, GenerateReqInput):
         own = getattr(request, "expanded", None) is not None
         kv_hints.check(request.kv_hints, len(ids), own=own)
+        if not own:
+            kv_hints.check_key(request.extra_key)
         if in_session and kv_hints.wants_exact(request.kv_hints):
             raise ValueError(
                 f"a request of a session asks for {kv_hints.EXACT}; its session's KV may come from "

@@ -89,10 +89,19 @@ def composed_key(extra_key: str | None, digest: str) -> str:
 
 def segment_key(composed: str, start: int) -> str:
     """The extra key of a segment that begins at position `start`, for a prompt under the key
-    `composed`.
+    `composed`. What stands before that key, as the mark of exact requests, stays.
     """
-    _, _, tenant = composed.split("/", 2)
-    return f"module/{start}/{tenant}"
+    head, _, tenant = composed.split("/", 2)
+    return f"{head.removesuffix('modular')}module/{start}/{tenant}"
+
+
+def check_key(extra_key: object) -> None:
+    """A client's extra key is none of those that the server makes. Raises ValueError."""
+    if isinstance(extra_key, str) and extra_key.startswith(("modular/", "module/")):
+        raise ValueError(
+            f"extra_key is {shown(extra_key)}; names that begin with modular/ or module/ are the "
+            "server's own."
+        )
 
 
 def with_session(kv_hints: Any, hint: Hint) -> Any:

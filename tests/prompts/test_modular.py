@@ -106,6 +106,19 @@ def test_keys_keep_tenants_apart() -> None:
     assert segment_key(composed["a"], 7) != segment_key(composed["a"], 8)
 
 
+def test_segments_of_an_exact_request_are_in_its_own_part() -> None:
+    marked = "\0exact\0+" + composed_key("a", "d")
+    assert segment_key(marked, 7) == "\0exact\0+" + segment_key(composed_key("a", "d"), 7)
+
+
+@pytest.mark.parametrize("key", [composed_key("a", "d"), segment_key(composed_key("a", "d"), 7)])
+def test_no_client_names_a_key_of_the_servers(key: str) -> None:
+    kv_hints.check_key("a")
+    kv_hints.check_key(None)
+    with pytest.raises(ValueError, match="the server's own"):
+        kv_hints.check_key(key)
+
+
 def test_only_the_server_imports() -> None:
     asked = kv_hints.import_hint(Imported(((0, 4),), 9))
     action = SimpleNamespace(**asked["actions"][0])
