@@ -73,6 +73,7 @@ class ReuseIndex:
         if unit <= 0 or frexp(unit)[0] != 0.5:
             raise ValueError(f"The unit of a reuse index must be a power of two, not {unit}.")
         self.version = 0  # of the table: weights of different versions do not compare
+        self.peak = 0.0  # the highest weight that any position can have
         self._per_unit = 1 / unit
         self._edges = unit * 2.0 ** np.arange(1, BINS + 1)  # upper ends of the age bins
         self._cuts = self._edges[:-1]
@@ -180,6 +181,7 @@ class ReuseIndex:
         self._table = np.concatenate([rates, np.zeros((1, BINS))])
         self._expiry = np.where(self._table > 0, self._edges, np.inf)
         self._row = np.append(row, len(rates))
+        self.peak = float(rates.max())
         self.version += 1
 
     def weight(self, reuse_class: int, age: float) -> float:
