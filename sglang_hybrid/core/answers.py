@@ -42,7 +42,11 @@ GAIN, EVIDENCE = 0.05, 6.0
 MEMORY = 256
 """Labels over which that is judged: the weight of one is halved after so many others."""
 THRESHOLDS = (0.2, 0.8)
-BUCKETS = 2 + len(THRESHOLDS)
+EXPECTATIONS = 2 + len(THRESHOLDS)
+"""Nothing is expected of a return, or how likely one is."""
+WAITS = (8.0, 64.0)
+"""Seconds by which likely returns are told apart where a client's hint said when."""
+BUCKETS = EXPECTATIONS + 1 + len(WAITS)
 """What `bucket_of` returns is less."""
 MODEL_BYTES = 3 << 20
 """Of one tenant: weights, sums of squares and answers."""
@@ -66,9 +70,16 @@ def features_of(answer: npt.ArrayLike) -> Features:
     return features[first_of_its_kind]
 
 
-def bucket_of(expected: float | None) -> int:
-    """0 where nothing is expected, else 1 and the thresholds that the probability exceeds."""
-    return 0 if expected is None else 1 + sum(expected > threshold for threshold in THRESHOLDS)
+def bucket_of(expected: float | None, wait: float | None = None) -> int:
+    """0 where nothing is expected, else 1 and the thresholds that the probability exceeds. wait:
+    seconds after which a return is expected; where it is likely, they tell `WAITS` more apart.
+    """
+    if expected is None:
+        return 0
+    bucket = 1 + sum(expected > threshold for threshold in THRESHOLDS)
+    if wait is None or bucket < EXPECTATIONS - 1:
+        return bucket
+    return EXPECTATIONS + sum(wait > edge for edge in WAITS)
 
 
 @dataclass(eq=False, slots=True)
@@ -76,8 +87,10 @@ class Answer:
     """An answer that ended at `time`.
 
     predicted: what the regression said then. hint: what the client said. expected: the probability
-    of a return that was believed then, None if neither told anything. returned: whether somebody
-    came back to a position that its request opened or resumed from; None while that is open.
+    of a return that was believed then, None if neither told anything. wait: seconds from `time` on
+    after which a return is expected, None if nobody said so or that is not believed. returned:
+    whether somebody came back to a position that its request opened or resumed from; None while
+    that is open.
     """
 
     features: Features
@@ -85,30 +98,36 @@ class Answer:
     predicted: float
     hint: Hint | None = None
     expected: float | None = None
+    wait: float | None = None
     returned: bool | None = None
 
     @property
     def bucket(self) -> int:
-        return bucket_of(self.expected)
+        return bucket_of(self.expected, self.wait)
+
+    def believe_nothing(self) -> None:
+        """Nothing is expected of it."""
+        self.expected = self.wait = None
 
 
 class Calibration:
     """What was expected of answers, against what happened; over all tenants.
 
-    returned, gone: answers [BUCKETS] by `Answer.bucket` that somebody came back to, and that were
-    given up. expected: the sum of their probabilities [BUCKETS]; 0 in the first bucket.
+    returned, gone: answers [EXPECTATIONS], by how likely a return was, that somebody came back to,
+    and that were given up. expected: the sum of their probabilities [EXPECTATIONS]; 0 in the first.
     """
 
     def __init__(self) -> None:
-        self.returned = [0] * BUCKETS
-        self.gone = [0] * BUCKETS
-        self.expected = [0.0] * BUCKETS
+        self.returned = [0] * EXPECTATIONS
+        self.gone = [0] * EXPECTATIONS
+        self.expected = [0.0] * EXPECTATIONS
 
     def judge(self, answer: Answer, count: int = 1) -> None:
         """`answer` got its label; count -1: that is taken back."""
         happened = self.returned if answer.returned else self.gone
-        happened[answer.bucket] += count
-        self.expected[answer.bucket] += count * (answer.expected or 0.0)
+        bucket = bucket_of(answer.expected)
+        happened[bucket] += count
+        self.expected[bucket] += count * (answer.expected or 0.0)
 
 
 class AnswerModel:
@@ -168,12 +187,18 @@ class AnswerModel:
                 return p
         return predicted if self.tells else None
 
+    def wait(self, hint: Hint | None) -> float | None:
+        """Seconds after which a return is expected by such a hint, or None."""
+        if hint is None or hint.seconds is None:
+            return None
+        return self.hints.times.expected(hint.seconds)
+
     def ended(self, tokens: npt.ArrayLike, time: float, hint: Hint | None = None) -> Answer:
         """An answer [n] of token ids ended; from now on it waits for a return."""
         features = features_of(tokens)
         predicted = self.predict(features)
         expected = self._expected(predicted, hint)
-        answer = Answer(features, time, predicted, hint, expected)
+        answer = Answer(features, time, predicted, hint, expected, self.wait(hint))
         self._open.append(answer)
         return answer
 
@@ -189,7 +214,7 @@ class AnswerModel:
         self.labels[1] += 1
         self._intervals.append(time - answer.time)
         self._positives.append(answer)
-        self._learn(answer)
+        self._learn(answer, time - answer.time)
         if len(self._intervals) % 16 == 1:
             self._patience = PATIENCE * float(np.quantile(self._intervals, QUANTILE))
 
@@ -213,9 +238,10 @@ class AnswerModel:
         self._weight = fade * self._weight + 1
         self._share += (float(bool(answer.returned)) - self._share) / min(self._weight + 1, MEMORY)
 
-    def _learn(self, answer: Answer) -> None:
+    def _learn(self, answer: Answer, after: float = 0.0) -> None:
+        """`answer` got its label; a return came `after` so many seconds."""
         self._calibration.judge(answer)
-        self.hints.followed(answer.hint, returned=bool(answer.returned))
+        self.hints.followed(answer.hint, returned=bool(answer.returned), after=after)
         if not len(answer.features):  # no answer, only a hint
             return
         self._judge(answer)

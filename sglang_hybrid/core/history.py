@@ -189,9 +189,9 @@ class History:
                 model.returned(history_match.reused.last, now)
             model.give_up(now)
             if len(ids) > input_len or hint is not None:
-                answer = model.ended(ids[input_len:], now, hint)
+                answer = model.ended(ids[input_len:], now, self._in_its_time(hint))
                 if not self.answers_count:
-                    answer.expected = None
+                    answer.believe_nothing()
         interval_bucket = 0
         if history_match.reused is not None:
             interval_bucket = self.index.interval_bucket(
@@ -223,10 +223,17 @@ class History:
         answer = path[-1].last if path else None
         if model is None or answer is None or answer.returned is not None:
             return
-        answer.hint, answer.expected = hint, model.expect(answer.features, hint)
+        said = answer.hint = self._in_its_time(hint)
+        answer.expected, answer.wait = model.expect(answer.features, said), model.wait(said)
         for node in path:
             if node.last is answer and node.interval_id != NO_INTERVAL:
                 self.index.reclass(node.interval_id, node.reuse_class)
+
+    def _in_its_time(self, hint: Hint | None) -> Hint | None:
+        """`hint`, whose seconds say nothing where time is counted in requests."""
+        if hint is None or self.time_unit is TimeUnit.SECONDS:
+            return hint
+        return hint.without_time()
 
     def _as_match(
         self,
