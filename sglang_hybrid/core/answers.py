@@ -12,13 +12,15 @@ from __future__ import annotations
 import math
 import random
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_hybrid.core.hints import Hint, HintRecord
+from sglang_hybrid.core.learnt import LearntAnswers
 
 WEIGHT_BITS = 16
 TOKENS_AT_EACH_END = 64
@@ -139,6 +141,8 @@ class AnswerModel:
         seed: of the choice of replayed answers; the same calls give the same model.
     """
 
+    NUMBERS = ("_bias", "_bias_squares", "_patience", "_gain", "_weight", "_share")
+
     def __init__(self, calibration: Calibration | None = None, seed: int = 0) -> None:
         self.hints = HintRecord()
         self._calibration = calibration or Calibration()
@@ -230,6 +234,30 @@ class AnswerModel:
                 self._negatives.append(answer)
                 self._learn(answer)
 
+    def learnt(self) -> LearntAnswers:
+        """What it knows, without the answers themselves."""
+        features = (self._squares != FIRST_SQUARES).nonzero()[0].astype(np.uint16)
+        return LearntAnswers(
+            features,
+            self._weights[features],
+            self._squares[features],
+            [float(getattr(self, name)) for name in self.NUMBERS] + [float(n) for n in self.labels],
+            list(self._intervals),
+            self.hints.as_list(),
+        )
+
+    def restore(self, learnt: LearntAnswers) -> None:
+        """Begin with what another model has learnt. Raises ValueError."""
+        if len(learnt.numbers) != len(self.NUMBERS) + 2:
+            raise ValueError(f"a model has {len(self.NUMBERS) + 2} numbers")
+        self.hints.restore(learnt.hints)
+        self._weights[learnt.features] = learnt.weights
+        self._squares[learnt.features] = learnt.squares
+        for name, value in zip(self.NUMBERS, learnt.numbers, strict=False):
+            setattr(self, name, value)
+        self.labels = [int(number) for number in learnt.numbers[-2:]]
+        self._intervals.extend(learnt.intervals)
+
     def _judge(self, answer: Answer) -> None:
         right = answer.predicted if answer.returned else 1 - answer.predicted
         guessed = self._share if answer.returned else 1 - self._share
@@ -271,14 +299,35 @@ class AnswerModels:
     def __init__(self, max_bytes: int = 64 << 20) -> None:
         self._most = max_bytes // MODEL_BYTES
         self._models: OrderedDict[Hashable, AnswerModel] = OrderedDict()
+        self._saved: dict[str, LearntAnswers] = {}  # of tenants that did not come yet
+        self._name_of: Callable[[Any], str] = repr
         self.calibration = Calibration()
 
     def of(self, tenant: Hashable) -> AnswerModel | None:
         """The model of `tenant`, which is here now; None where none may be kept."""
         if self._most < 1:
             return None
-        model = self._models.pop(tenant, None) or AnswerModel(self.calibration)
+        model = self._models.pop(tenant, None) or self._new(tenant)
         self._models[tenant] = model
+        while self._saved and len(self._models) + len(self._saved) > self._most:
+            del self._saved[next(iter(self._saved))]
         while len(self._models) > self._most:
             self._models.popitem(last=False)
         return model
+
+    def _new(self, tenant: Hashable) -> AnswerModel:
+        model = AnswerModel(self.calibration)
+        saved = self._saved.pop(self._name_of(tenant), None) if self._saved else None
+        if saved is not None:
+            model.restore(saved)
+        return model
+
+    def learnt(self, name_of: Callable[[Any], str]) -> dict[str, LearntAnswers]:
+        """All tenants' models by their names, with those that were restored and not used yet."""
+        models = {name_of(tenant): model.learnt() for tenant, model in self._models.items()}
+        return self._saved | models
+
+    def restore(self, saved: dict[str, LearntAnswers], name_of: Callable[[Any], str]) -> None:
+        """Begin with these when their tenants come."""
+        self._name_of = name_of
+        self._saved = dict(list(saved.items())[-self._most :]) if self._most else {}
