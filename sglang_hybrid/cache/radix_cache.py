@@ -100,7 +100,7 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
         self.lookups, self.decision_log = parts.lookups, parts.decision_log
         self.explainer = Explainer(self, self.decision_log)
         self.speeds, self.ways, self.tier_stats = parts.speeds, None, parts.tier_stats
-        self.offload, self.prefix_wait = None, None
+        self.offload, self.prefix_wait, self.learning = None, None, parts.learning
         self.schedule: QueueSchedule | None = None
         if not params.disable:
             self.schedule = make_schedule(self, self.options, priority_sign)
@@ -284,6 +284,8 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
                 self._history_matches.get(req),
                 session_hint(req.kv_hints),
             )
+            if self.learning is not None:
+                self.learning.finished()
 
     def session_closed(self, last: Sequence[Req]) -> None:
         """A client closed its session, whose `last` requests nobody continued (patch 0041)."""

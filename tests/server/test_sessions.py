@@ -35,6 +35,8 @@ def expected(url: str, prompt: list[int], answer: list[int], tenant: str | None)
         (1, {"X-Hybrid-Session": "end"}, None, 0.1),
         (2, {"X-Hybrid-Session": "return"}, None, 0.9),
         (3, None, Hint.ENDS, 0.1),
+        (5, {"X-Hybrid-Session": "return; seconds=20"}, None, 0.9),
+        (6, None, Hint.after(2), 0.9),
         (4, None, None, None),
     ],
 )
@@ -53,7 +55,7 @@ def test_a_request_says_it(
 def test_another_word_is_refused(url: str) -> None:
     answer = send(url, random_prompt(20, seed=9), {"X-Hybrid-Session": "perhaps"})
     assert answer.status_code == 400
-    assert "X-Hybrid-Session says 'perhaps' of the session" in answer.json()["error"]["message"]
+    assert "X-Hybrid-Session is 'perhaps'; it is neither" in answer.json()["error"]["message"]
 
 
 def test_closing_a_session_ends_it(url: str) -> None:
