@@ -6,11 +6,13 @@ Components, tuner and cache share them; none of their files imports `radix_cache
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import mamba_checkpoint_grid
 
+from sglang_hybrid.cache.learning import Learning
 from sglang_hybrid.cache.lookups import LookUps
 from sglang_hybrid.cache.measured_speeds import MeasuredSpeeds
 from sglang_hybrid.cache.pinning import make_pins
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.core.cost import CostModel
     from sglang_hybrid.memory.account import Account
+    from sglang_hybrid.tiers.object_store import ObjectStore
 
 
 @dataclass(eq=False)
@@ -44,7 +47,8 @@ class Parts:
     start: the policy that the flags start with. account: of one memory, None where KV and states
     have a pool each. shadow_tree: None where SGLang's own order decides what is evicted. planner:
     None where states are taken where SGLang tracks them. serving: how the server runs, None there.
-    speeds: what decisions about tiers are made with, None without tiers.
+    speeds: what decisions about tiers are made with, None without tiers. learning: what is learnt
+    outlives the server; None without tiers.
     """
 
     options: HybridConfig
@@ -60,6 +64,7 @@ class Parts:
     speeds: MeasuredSpeeds | None = None
     planner: Planner | None = None
     serving: Serving | None = None
+    learning: Learning | None = None
 
     def could_hold(self, kv_tokens: int, states: int) -> bool:
         """Whether one memory could hold so much if nothing else were there; of two pools, True."""
@@ -131,9 +136,18 @@ def build_parts(
         tier_stats,
         speeds,
     )
+    if tiers and shadow_tree is not None and shadow_tree.history is not None:
+        parts.learning = Learning(shadow_tree.history, partial(_disk_of, cache))
     if has_states and plans and options.judicious and not params.disable:
         _plan(parts, params, one_pass=one_pass)
     return parts
+
+
+def _disk_of(cache: Any) -> ObjectStore | None:
+    """The store of the disk tier, if there is one by now."""
+    backend = getattr(getattr(cache, "cache_controller", None), "storage_backend", None)
+    store: ObjectStore | None = getattr(backend, "store", None)
+    return store
 
 
 def _plan(parts: Parts, params: CacheInitParams, *, one_pass: bool) -> None:

@@ -103,7 +103,7 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
         self.lookups, self.decision_log = parts.lookups, parts.decision_log
         self.explainer = Explainer(self, self.decision_log)
         self.speeds, self.ways, self.tier_stats = parts.speeds, None, parts.tier_stats
-        self.offload, self.prefix_wait = None, None
+        self.offload, self.prefix_wait, self.learning = None, None, parts.learning
         self.step_clock = StepClock()
         if self.shadow_tree is not None:
             self.step_clock.join(self._pins_end, self.shadow_tree.time_passes)
@@ -302,6 +302,8 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
                 self._history_matches.get(req),
                 session_hint(req.kv_hints),
             )
+            if self.learning is not None:
+                self.learning.finished()
 
     def session_closed(self, last: Sequence[Req]) -> None:
         """A client closed its session, whose `last` requests nobody continued (patch 0041)."""

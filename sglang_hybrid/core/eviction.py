@@ -231,20 +231,19 @@ class Reuse(Policy):
                 scores[row] = weight * saved if weight > 0 else table.last_used()[row] - NEVER
                 expiry[row] = min(last + until, since + extra_until)
         else:
-            used = table.column(1).take(stale)
-            weights, ends = index.weights(table.column(0).take(stale).astype(np.int64), now - used)
+            last_used, classes, used, heirs, since, saved = table.rows(stale)[:6]
+            weights, ends = index.weights(classes.astype(np.int64), now - used)
             ends += used
-            heirs = (table.column(2).take(stale) != NEVER_REUSED).nonzero()[0]
-            if len(heirs):
-                at = stale[heirs]
-                since = table.column(3)[at]
-                extra, extra_ends = index.weights(table.column(2)[at].astype(np.int64), now - since)
-                weights[heirs] += extra
-                ends[heirs] = np.minimum(ends[heirs], since + extra_ends)
+            if np.count_nonzero(heirs != NEVER_REUSED):  # there is inherited demand
+                extra, extra_ends = index.weights(heirs.astype(np.int64), now - since)
+                weights += extra
+                np.minimum(ends, since + extra_ends, out=ends)
             if pins is not None:
                 weights += pins.take(stale) * index.peak
-            hopeless = table.last_used().take(stale) - NEVER
-            scores[stale] = np.where(weights > 0, weights * table.column(4).take(stale), hopeless)
+            found = weights * saved
+            if np.count_nonzero(weights) < len(weights):
+                found = np.where(weights, found, last_used - NEVER)
+            scores[stale] = found
             expiry[stale] = ends
         return scores
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglang_hybrid.core.cost import FloatArray
+from sglang_hybrid.core.cost import FloatArray, IntArray
 from sglang_hybrid.core.nodes import Node
 
 
@@ -42,6 +42,12 @@ class Table:
     def column(self, index: int) -> FloatArray:
         """The policy's column `index`, float64 [n], a view."""
         return self._columns[index + 1][: len(self.nodes)]
+
+    def rows(self, places: IntArray) -> FloatArray:
+        """Ticks of last use, the columns of the policy, and weights of pins, float64 [columns + 2,
+        n], a copy.
+        """
+        return self._data.take(places, axis=1)
 
     def scratch(self) -> tuple[FloatArray, FloatArray]:
         """Two arrays [n] to compute in; their content is gone at the next call."""
@@ -97,14 +103,14 @@ class Table:
         lowest id.
         """
         row = int(scores.argmin())
-        score = scores[row]
-        rest = scores[row + 1 :]
-        if len(rest) and rest.min() == score:
-            rows = (scores == score).nonzero()[0]
+        score = scores.item(row)
+        equal = scores == score
+        if np.count_nonzero(equal) > 1:
+            rows = equal.nonzero()[0]
             times = self._columns[0][rows]
             rows = rows[times == times.min()]
             row = min(rows.tolist(), key=lambda s: self.nodes[s].id)
-        return self.nodes[row], float(score)
+        return self.nodes[row], score
 
     def _leave_range(self, row: int) -> None:
         """A value at the edge of its column's range leaves: measure that range anew when it is next

@@ -123,7 +123,9 @@ def check_key(extra_key: object) -> None:
 
 def with_session(kv_hints: Any, hint: Hint) -> Any:
     """The `kv_hints` of a request as it came, which also say what becomes of the session."""
-    return _with(kv_hints, _action(SESSION, {"next": hint.value}))
+    payload = {"next": "end" if hint == Hint.ENDS else "return", "seconds": hint.seconds}
+    said = {name: value for name, value in payload.items() if value is not None}
+    return _with(kv_hints, _action(SESSION, said))
 
 
 def with_exact(kv_hints: Any) -> Any:
@@ -153,7 +155,7 @@ def wants_exact(envelope: Envelope | None) -> bool:
 def session_hint(envelope: Envelope | None) -> Hint | None:
     """What a checked request says of its session: the last one of such actions."""
     said = [] if envelope is None else _ours(envelope, SESSION)
-    return Hint(said[-1].payload["next"]) if said else None
+    return _said(said[-1]) if said else None
 
 
 def declared_positions(envelope: Envelope | None) -> tuple[int, ...]:
@@ -203,8 +205,8 @@ def check(envelope: Envelope | None, prompt_len: int, *, own: bool = False) -> N
                 f"this server knows version {VERSION!r}."
             )
         if action.action_type == SESSION:
-            check_session(f"the payload of {SESSION}", action.payload.get("next"))
-            _check_fields(action, "next")
+            _said(action)
+            _check_fields(action, "next", "seconds")
         elif action.action_type == EXACT:
             _check_fields(action)
         elif action.action_type == PIN:
@@ -221,13 +223,33 @@ def check(envelope: Envelope | None, prompt_len: int, *, own: bool = False) -> N
         )
 
 
-def check_session(where: str, value: Any) -> Hint:
-    """What `where` says of a session. Raises ValueError with one sentence."""
+def session_of_header(name: str, value: str) -> Hint:
+    """What the header `name` says of a session. Raises ValueError with one sentence."""
     try:
-        return Hint(value)
-    except ValueError:
-        known = " or ".join(repr(hint.value) for hint in Hint)
-        raise ValueError(f"{where} says {shown(value)} of the session; say {known}.") from None
+        return Hint.parse(value)
+    except ValueError as error:
+        raise ValueError(f"the header {name} is {shown(value)}; {error}.") from None
+
+
+def _said(action: Action) -> Hint:
+    """What an action says of the session. Raises ValueError with one sentence."""
+    value, seconds = action.payload.get("next"), action.payload.get("seconds")
+    known = {"end": Hint.ENDS, "return": Hint.RETURNS}
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(
+            f"the payload of {SESSION} says {shown(value)} of the session; say 'end' or 'return'."
+        )
+    if seconds is None:
+        return known[value]
+    if known[value] is Hint.ENDS or type(seconds) not in (int, float):
+        raise ValueError(
+            f"seconds in the payload of {SESSION} is {shown(seconds)}; it is a number, and only "
+            "for a session that returns."
+        )
+    try:
+        return Hint.after(seconds)
+    except ValueError as error:
+        raise ValueError(f"the payload of {SESSION}: {error}.") from None
 
 
 def _check_fields(action: Action, *fields: str) -> None:
