@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_hybrid.prompts.breakpoints import Place, token_positions
 from sglang_hybrid.prompts.rendering import Rendering, rendered
-from sglang_hybrid.requests.kv_hints import checkpoint_hint
+from sglang_hybrid.requests.kv_hints import MOST_POSITIONS, checkpoint_hint
 
 logger = logging.getLogger(__name__)
 
@@ -54,18 +54,23 @@ def declare(
     ids = adapted.input_ids
     if not blocks or not ids or not isinstance(ids[0], int):
         return []
+    schema = getattr(adapted, "expanded", None)
+    if schema is not None and schema.modular is not None:
+        return []
+    start, imported = (0, []) if schema is None else (schema.start, schema.positions)
     try:
-        positions = _positions(ids, tokenizer, request, blocks, process)
+        positions = _positions(ids[start:], tokenizer, request, blocks, process)
     except Exception as error:  # anybody's tokenizer; the request is served without marks
         logger.warning("sglang_hybrid: marked blocks are ignored: %r", error)
         return []
     found = {
-        position: Breakpoint(position, block.ttl)
+        start + position: Breakpoint(start + position, block.ttl)
         for position, block in zip(positions, blocks, strict=True)
         if position is not None
     }
     if found:
-        adapted.kv_hints = checkpoint_hint(found)
+        wanted = sorted({*imported, *found})[-MOST_POSITIONS:]
+        adapted.kv_hints = checkpoint_hint(wanted)
     return [found[position] for position in sorted(found)]
 
 
