@@ -69,8 +69,10 @@ def checkpoint_hint(positions: Iterable[int]) -> dict[str, Any]:
     return _envelope(_action(CHECKPOINT, {"positions": sorted(positions)}))
 
 
-def pin_hint(pins: Iterable[PinRequest]) -> dict[str, Any]:
-    """An envelope that declares the positions of `pins` and wants them kept, as JSON."""
+def pin_hint(pins: Iterable[PinRequest], checkpoints: Iterable[int] = ()) -> dict[str, Any]:
+    """An envelope that declares the positions of `pins`, wants them kept, and declares the
+    positions `checkpoints` besides, as JSON.
+    """
     together: dict[tuple[float, Priority], list[int]] = {}
     for pin in pins:
         together.setdefault((pin.ttl, pin.priority), []).append(pin.position)
@@ -78,6 +80,8 @@ def pin_hint(pins: Iterable[PinRequest]) -> dict[str, Any]:
         _action(PIN, {"positions": sorted(positions), "ttl": ttl, "priority": priority.value})
         for (ttl, priority), positions in together.items()
     ]
+    if others := sorted(checkpoints):
+        actions.append(_action(CHECKPOINT, {"positions": others}))
     return _envelope(*actions)
 
 
