@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS, Prefill
 from sglang_hybrid.core.cost import UNBOUNDED, CostModel
 from sglang_hybrid.core.eviction import Policy
-from sglang_hybrid.core.history import History
+from sglang_hybrid.core.history import History, HistoryMatch
 from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.core.places import Placement, Unit, Way, copies_of, ways, without_up_to
 from sglang_hybrid.core.pool import Scarce
@@ -321,6 +321,10 @@ class TieredSimulator(Simulator):
             self.placement.drop_kv(node, tier)
         assert not copies.kv
         self.tree.remove(node)
+
+    def _is_worth(self, history_match: HistoryMatch, prefill: Prefill) -> bool:
+        """Always: what it pushes out finds room in another tier."""
+        return True
 
 
 class TieredClairvoyant(KnowsFuture, TieredSimulator):
