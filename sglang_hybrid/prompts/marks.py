@@ -14,7 +14,7 @@ from typing import Any, Final
 from sglang_hybrid.core.pins import PinRequest
 from sglang_hybrid.prompts.breakpoints import Place, token_positions
 from sglang_hybrid.prompts.rendering import Rendering, rendered
-from sglang_hybrid.requests.kv_hints import pin_hint
+from sglang_hybrid.requests.kv_hints import MOST_POSITIONS, pin_hint
 
 logger = logging.getLogger(__name__)
 
@@ -59,18 +59,24 @@ def declare(
     ids = adapted.input_ids
     if not blocks or not ids or not isinstance(ids[0], int):
         return []
+    schema = getattr(adapted, "expanded", None)
+    if schema is not None and schema.modular is not None:
+        return []
+    start, imported = (0, []) if schema is None else (schema.start, schema.positions)
     try:
-        positions = _positions(ids, tokenizer, request, blocks, process)
+        positions = _positions(ids[start:], tokenizer, request, blocks, process)
     except Exception as error:  # anybody's tokenizer; the request is served without marks
         logger.warning("sglang_hybrid: marked blocks are ignored: %r", error)
         return []
     found = {
-        position: Breakpoint(position, block.ttl)
+        start + position: Breakpoint(start + position, block.ttl)
         for position, block in zip(positions, blocks, strict=True)
         if position is not None
     }
     if found:
-        adapted.kv_hints = pin_hint(PinRequest(at, SECONDS[mark.ttl]) for at, mark in found.items())
+        wanted = sorted({*imported, *found})[-MOST_POSITIONS:]
+        pins = [PinRequest(at, SECONDS[found[at].ttl]) for at in wanted if at in found]
+        adapted.kv_hints = pin_hint(pins, [at for at in wanted if at not in found])
     return [found[position] for position in sorted(found)]
 
 

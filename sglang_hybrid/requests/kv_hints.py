@@ -22,8 +22,10 @@ CHECKPOINT = "hybrid.checkpoint"
 PIN = "hybrid.pin"
 SESSION = "hybrid.session"
 EXACT = "hybrid.exact"
-KNOWN = (CHECKPOINT, PIN, SESSION, EXACT)
 IMPORT = "hybrid.import"
+PREWARM = "hybrid.prewarm"
+KNOWN = (CHECKPOINT, PIN, IMPORT, PREWARM, SESSION, EXACT)
+SEGMENTS = "hybrid.segments"
 VERSION = "1"
 
 MOST_POSITIONS = 16
@@ -69,27 +71,31 @@ def checkpoint_hint(positions: Iterable[int]) -> dict[str, Any]:
     return _envelope(_action(CHECKPOINT, {"positions": sorted(positions)}))
 
 
-def pin_hint(pins: Iterable[PinRequest]) -> dict[str, Any]:
-    """An envelope that declares the positions of `pins` and wants them kept, as JSON."""
+def pin_hint(pins: Iterable[PinRequest], positions: Sequence[int] = ()) -> dict[str, Any]:
+    """An envelope that declares the positions of `pins` and wants them kept, and declares other
+    `positions`, as JSON.
+    """
     together: dict[tuple[float, Priority], list[int]] = {}
     for pin in pins:
         together.setdefault((pin.ttl, pin.priority), []).append(pin.position)
     actions = [
-        _action(PIN, {"positions": sorted(positions), "ttl": ttl, "priority": priority.value})
-        for (ttl, priority), positions in together.items()
+        _action(PIN, {"positions": sorted(pinned), "ttl": ttl, "priority": priority.value})
+        for (ttl, priority), pinned in together.items()
     ]
+    if positions:
+        actions.append(_action(CHECKPOINT, {"positions": sorted(positions)}))
     return _envelope(*actions)
 
 
-def import_hint(imported: Imported) -> dict[str, Any]:
+def segments_hint(imported: Imported) -> dict[str, Any]:
     """An envelope that only the server itself may send (`check` refuses it from clients)."""
     segments = [list(segment) for segment in imported.segments]
-    return _envelope(_action(IMPORT, {"segments": segments, "position": imported.position}))
+    return _envelope(_action(SEGMENTS, {"segments": segments, "position": imported.position}))
 
 
 def imported(envelope: Envelope | None) -> Imported | None:
     """What a checked request takes from elsewhere in the cache, or None."""
-    asked = [] if envelope is None else _ours(envelope, IMPORT)
+    asked = [] if envelope is None else _ours(envelope, SEGMENTS)
     if not asked:
         return None
     payload = asked[0].payload
@@ -192,7 +198,7 @@ def check(envelope: Envelope | None, prompt_len: int, *, own: bool = False) -> N
     if envelope is None:
         return
     for action in _ours(envelope):
-        if own and action.action_type == IMPORT:
+        if own and action.action_type == SEGMENTS:
             continue
         if action.action_type not in KNOWN:
             raise ValueError(
