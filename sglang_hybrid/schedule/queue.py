@@ -18,7 +18,7 @@ from sglang_hybrid.core.orders import Car, Order, Window
 from sglang_hybrid.core.queue_order import QueueOrder
 from sglang_hybrid.core.standings import Standings
 from sglang_hybrid.core.waiting import Bound, Prospect, Reuse
-from sglang_hybrid.schedule.clock import ClockTick, StepClock
+from sglang_hybrid.schedule.clock import StepClock
 from sglang_hybrid.telemetry.schedule import ScheduleStats
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class ScheduledCache(Protocol):
     tree_core: Any
     cost: CostModel
     shadow_tree: ShadowTree | None
+    step_clock: StepClock
 
 
 class QueueSchedule:
@@ -52,7 +53,8 @@ class QueueSchedule:
     def __init__(
         self, cache: ScheduledCache, order: Order, bound: Bound, priority_sign: int | None = None
     ) -> None:
-        self.clock = StepClock()
+        self.clock = cache.step_clock
+        self.clock.join(lambda seconds: bool(self._order.front))
         self.stats = ScheduleStats()
         self.bound = bound
         self.name = order.name
@@ -103,16 +105,6 @@ class QueueSchedule:
     def emptied(self) -> None:
         """The tree was emptied."""
         self._standings.forget_all()
-
-    # What the scheduler's patches call.
-
-    def poll(self) -> list[ClockTick]:
-        """What the first rank sends to all of them with the requests of this step."""
-        return self.clock.poll() if self._order.front else []
-
-    def handlers(self) -> list[tuple[type, Callable[[ClockTick], None]]]:
-        """What the scheduler's dispatcher must know."""
-        return [(ClockTick, self.clock.tick)]
 
     @property
     def holds(self) -> int:

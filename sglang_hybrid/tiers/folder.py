@@ -8,6 +8,7 @@
           lock                  held by the server that uses them
           ab/ab12....safetensors
         schemas/              in the place of a rank's folder: what clients declared (prompts/)
+        rank-0-0-0-0.learnt     what the cache of this rank has learnt of its traffic
 
 An identity hashes everything that the content of an object depends on, so a server with another
 model, another type or another layout finds an empty folder, never an object that it would misread.
@@ -86,6 +87,15 @@ class RankFolder:
         """
         content = f"{self.identity}\0{kind}\0{key}".encode()
         return blake2b(content, key=self._secret, digest_size=16).digest()
+
+    def key_for(self, purpose: str) -> bytes:
+        """A secret of its own for another purpose; the same for all ranks of the folder."""
+        return blake2b(purpose.encode(), key=self._secret, digest_size=_KEY_BYTES).digest()
+
+    @property
+    def learnt(self) -> Path:
+        """The file of what this rank's cache has learnt (`learnt_file.py`)."""
+        return self.path.with_name(f"{self.path.name}.learnt")
 
     @property
     def held(self) -> bool:

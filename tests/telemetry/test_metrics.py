@@ -132,7 +132,7 @@ from sglang_hybrid.telemetry.answers import AnswerMetrics
 seen = Calibration()
 shown = AnswerMetrics(seen)
 for expected, returned in ((None, True), (0.9, True), (0.95, False), (0.1, False)):
-    answer = Answer([], 0.0, 0.5, None, expected, returned)
+    answer = Answer([], 0.0, 0.5, None, expected, returned=returned)
     seen.judge(answer)
 seen.judge(answer, -1)
 shown.update()
