@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from sglang_hybrid.core.lengths import AnswerLengths, Decoding, free_places
-from sglang_hybrid.core.prefetch import Prefetcher
+from sglang_hybrid.core.prefetch import Prefetcher, turns
 from sglang_hybrid.core.queue_order import QueueOrder
 from sglang_hybrid.core.rates import Link
 from sglang_hybrid.replay.scheduling import WaitingQueue
@@ -222,14 +222,12 @@ class TwoTiers:
         """
         running = list(self._running.values())
         places = free_places(running, now, self._time.decode, self._places)
-        prefill = max(0.0, self._busy_until - now) if self._busy else 0.0
-        turns = []
-        for index, place in zip(front, places, strict=False):
-            turns.append(max(prefill, place))
-            here, there = self._missing(index)
-            hit = max(here, there)
-            prefill = turns[-1] + self._time.seconds(hit, self._requests[index].input_len - hit)
-        return turns
+        busy = max(0.0, self._busy_until - now) if self._busy else 0.0
+        prefills = []
+        for index in front[: len(places)]:
+            hit = max(self._missing(index))
+            prefills.append(self._time.seconds(hit, self._requests[index].input_len - hit))
+        return turns(places, prefills, busy)
 
 
 def _keys(request: Request) -> list[tuple[str, int]]:

@@ -19,6 +19,7 @@ from sglang_hybrid.core.queue_order import QueueOrder
 from sglang_hybrid.core.standings import Standings
 from sglang_hybrid.core.waiting import Bound, Prospect, Reuse
 from sglang_hybrid.schedule.clock import ClockTick, StepClock
+from sglang_hybrid.schedule.loads import LoadingCache, TimedLoads
 from sglang_hybrid.telemetry.schedule import ScheduleStats
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class ScheduledCache(Protocol):
     tree_core: Any
     cost: CostModel
     shadow_tree: ShadowTree | None
+    speeds: Any  # MeasuredSpeeds where there are tiers, else None
 
 
 class QueueSchedule:
@@ -59,10 +61,17 @@ class QueueSchedule:
         self._cache = cache
         self._order: QueueOrder[Req] = QueueOrder(order, bound, WeakKeyDictionary())
         self._standings: Standings[Req] = Standings(self._move)
+        self._arranged: tuple[Any, ...] = ()  # the queue that was arranged last
         self._prospects: WeakKeyDictionary[Req, tuple[int, Prospect]] = WeakKeyDictionary()
+        self.loads: TimedLoads | None = None
         self._priority: Callable[[Req], int] | None = None
         if priority_sign is not None:
             self._priority = lambda req: int(req.priority) * priority_sign
+
+    def load_ahead(self, cache: LoadingCache, speeds: Any) -> None:
+        """There is a host below the device: loads begin before their requests' turns."""
+        self.loads = TimedLoads(cache, speeds)
+        self.stats.loads = self.loads.prefetcher.counts
 
     # What the prefill adder calls.
 
@@ -74,6 +83,7 @@ class QueueSchedule:
         front = self._order.front
         self._standings.only(front)
         self.stats.front = len(front)
+        self._arranged = self._as_it_is(queue)
 
     def may_run(self, req: Req) -> bool:
         """Whether `req` overtakes nobody that may be overtaken no more."""
@@ -83,6 +93,8 @@ class QueueSchedule:
         """It is in a batch now."""
         waiting = self._order.left(req, runs=True)
         self._standings.runs(req)
+        if self.loads is not None:
+            self.loads.admitted(req)
         if waiting is not None:
             self.stats.runs(waiting, self.bound, self.clock.now)
 
@@ -94,11 +106,20 @@ class QueueSchedule:
         if waiting is not None:
             self._order.left(waiting, runs=False)
             self._standings.ends(waiting)
+            if self.loads is not None:
+                self.loads.left(waiting)
             self.stats.aborted += 1
 
     def ended(self, req: Req) -> None:
         """`req` gave back what it held: it ended, was aborted, or was retracted."""
         self._standings.ends(req)
+        if self.loads is not None:
+            self.loads.ended(req)
+
+    def expected(self, node_id: int, seconds: float) -> None:
+        """Somebody is expected to come back to a node, so many seconds from now."""
+        if self.loads is not None:
+            self.loads.returns.expect(node_id, self.clock.now + seconds)
 
     def emptied(self) -> None:
         """The tree was emptied."""
@@ -106,9 +127,18 @@ class QueueSchedule:
 
     # What the scheduler's patches call.
 
+    def step(self, queue: list[Req]) -> None:
+        """The scheduler begins another step, in which it may not look at `queue` at all."""
+        if self.loads is None:
+            return
+        if queue and self._as_it_is(queue) != self._arranged:
+            self.arrange(queue)
+        self.loads.step(self._order.front, self.clock.now)
+
     def poll(self) -> list[ClockTick]:
         """What the first rank sends to all of them with the requests of this step."""
-        return self.clock.poll() if self._order.front else []
+        expects = self.loads is not None and len(self.loads.returns) > 0
+        return self.clock.poll() if self._order.front or expects else []
 
     def handlers(self) -> list[tuple[type, Callable[[ClockTick], None]]]:
         """What the scheduler's dispatcher must know."""
@@ -130,6 +160,10 @@ class QueueSchedule:
             **self.stats.as_dict(),
         }
 
+    def _as_it_is(self, queue: list[Req]) -> tuple[Any, ...]:
+        """What tells that nobody came or left, and no time passed, since the queue was arranged."""
+        return (self.clock.now, len(queue), *(req.rid for req in queue[-1:]))
+
     # What it asks of requests.
 
     def _arrived(self, req: Req) -> float:
@@ -149,6 +183,7 @@ class QueueSchedule:
         hit = req.num_matched_prefix_tokens
         known = self._prospects.get(req)
         loads = req.host_hit_length > 0 or getattr(req, "mamba_host_hit_length", 0) > 0
+        loads = loads or (self.loads is not None and self.loads.waits_for_load(req))
         reuse = Reuse.TO_LOAD if loads else Reuse.ON_DEVICE if hit else Reuse.NOTHING
         if known is not None and known[0] == length:
             before = known[1]
