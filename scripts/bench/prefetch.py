@@ -91,6 +91,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    options.tiers = False
     asked = [row for row in rows(options) if not row.azure]
     jobs = [
         (row, bandwidth, loading, options.places)

@@ -118,6 +118,14 @@ class TimedLoads:
         """Whether a load for `req` is under way."""
         return req is self._under_way
 
+    def load_flops(self, req: Req) -> int:
+        """FLOPs of a prefill that takes as long as the load of `req` would, begun now."""
+        size = self._cache.load_bytes(req)
+        if not size:
+            return 0
+        speeds: Speeds = self._speeds.speeds
+        return int(speeds.loads[Tier.HOST].seconds(size) * speeds.prefill)
+
     # What the queue tells.
 
     def admitted(self, req: Req) -> None:

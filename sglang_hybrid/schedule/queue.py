@@ -170,7 +170,9 @@ class QueueSchedule:
         return float(req.time_stats.created_time or self.clock.now)
 
     def _prospect(self, req: Req) -> Prospect:
-        """What `req` could reuse now; FLOPs of the prefill that remains."""
+        """What `req` could reuse now; FLOPs of the prefill that remains, with those for which there
+        would be time during its load.
+        """
         tokens = req.origin_input_ids
         if req.output_ids:  # it was retracted
             tokens = tokens + req.output_ids
@@ -181,16 +183,17 @@ class QueueSchedule:
 
     def _cost(self, req: Req, length: int) -> Prospect:
         hit = req.num_matched_prefix_tokens
+        load = 0 if self.loads is None else self.loads.load_flops(req)
         known = self._prospects.get(req)
         loads = req.host_hit_length > 0 or getattr(req, "mamba_host_hit_length", 0) > 0
         loads = loads or (self.loads is not None and self.loads.waits_for_load(req))
         reuse = Reuse.TO_LOAD if loads else Reuse.ON_DEVICE if hit else Reuse.NOTHING
         if known is not None and known[0] == length:
             before = known[1]
-            if (before.hit_len, before.reuse) == (hit, reuse):
+            if (before.hit_len, before.reuse) == (hit, reuse) and not load:
                 return before
         whole = self._cache.cost.flops(length)
-        prospect = Prospect(hit, whole - self._cache.cost.flops(hit), whole, reuse)
+        prospect = Prospect(hit, load + whole - self._cache.cost.flops(hit), whole, reuse)
         self._prospects[req] = length, prospect
         return prospect
 
