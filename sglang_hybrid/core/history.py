@@ -203,9 +203,10 @@ class History:
                     answer.believe_nothing()
         interval_bucket = 0
         if history_match.reused is not None:
-            interval_bucket = self.index.interval_bucket(
-                self.index.returned(history_match.reused.interval_id, now)
-            )
+            interval = self.index.returned(history_match.reused.interval_id, now)
+            interval_bucket = self.index.interval_bucket(interval)
+            if answer is not None and self.time_unit is TimeUnit.SECONDS:
+                answer.pace = interval
             history_match.reused.last_interval_bucket = interval_bucket
             _set_answer(history_match.reused, answer)
             self.index.reclass(history_match.reused.interval_id, history_match.reused.reuse_class)

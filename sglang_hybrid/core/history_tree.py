@@ -65,6 +65,13 @@ class HistoryNode:
         return None if self.last is None else self.last.expected
 
     @property
+    def return_after(self) -> float | None:
+        """Seconds after the last answer at which a return is expected, if one is likely; None if
+        nothing is known of that.
+        """
+        return None if self.last is None else self.last.return_after
+
+    @property
     def reuse_class(self) -> int:
         answer = 0 if self.last is None else self.last.bucket
         return reuse_class_of(

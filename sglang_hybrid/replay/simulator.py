@@ -169,13 +169,15 @@ class Simulator:
         node = next((node for node in reversed(path) if node.has_state), None)
         return node, 0 if node is None else node.depth
 
-    def store(self, request: Request, depth: int) -> None:
-        """Its first `depth` tokens and the state there came from another cache. What cannot fit is
-        not stored.
+    def to_load(self, request: Request) -> tuple[int, float]:
+        """Bytes that `request` would load now, and seconds of that. Nothing changes."""
+        return 0, 0.0
+
+    def fetch(self, request: Request) -> bool:
+        """Load what `request` would load now; whether there was room. Without tiers there is
+        nothing to load.
         """
-        tokens, tenant = request.tokens[:depth], request.tenant
-        path, matched = self.tree.find(tokens, tenant=tenant)
-        self._insert(tokens, path, matched, {depth: Kind.UNKNOWN}, tenant)
+        return False
 
     def begin(self, request: Request) -> Ticket:
         """Match the prompt, and hold what it resumes from."""
