@@ -119,7 +119,7 @@ def sentences(report: TenantReport, decode: Decode | None, state_tokens: int) ->
     branches, passing = report.short
     if branches:
         yield (
-            f"short-module: prompts part less than {state_tokens:,} tokens behind the place before, "
+            f"short-module: prompts part less than {state_tokens:,} tokens behind the place before "
             f"in {branches:,} places, which requests pass {passing:,} times; a state takes the "
             "memory of that much KV. Join short parts with a neighbour if it can be."
         )
