@@ -142,7 +142,7 @@ class _Writer:
         if request.input_ids is not None:
             raise ValueError("the request has prompt_schema and input_ids; give one of them.")
         own = tenant(request.extra_key, request.cache_salt)
-        self._draft = registry.draft(own, _prompt(request.prompt_schema))
+        self._draft = registry.draft(own, prompt_of(request.prompt_schema))
         self._pieces = self._draft.resolved.pieces
         for piece in self._pieces:
             if piece.role is None:
@@ -209,7 +209,8 @@ class _Writer:
         return {piece.message: piece.role for piece in self._pieces if piece.role}
 
 
-def _prompt(asked: str | PromptSchema) -> Prompt:
+def prompt_of(asked: str | PromptSchema) -> Prompt:
+    """What markup, or an object, imports. Raises MarkupError."""
     if isinstance(asked, str):
         return read_prompt(asked)
     return Prompt(asked.name, _imports(asked.imports), modular=asked.mode == "modular")

@@ -206,13 +206,15 @@ class Registry:
                 "too much; try again when others were deleted."
             )
 
-    def expand(self, tenant: Tenant, pml: str, *, text: str = "", whole: str = "") -> Expanded:
+    def expand(
+        self, tenant: Tenant, asked: str | Prompt, *, text: str = "", whole: str = ""
+    ) -> Expanded:
         """The tokens of a prompt, and the positions worth a checkpoint; the prompt is counted.
 
-        text: what stands behind it, as it is. whole: why this server cannot compute modules apart,
-        a sentence; empty if it can.
+        asked: the prompt, or its markup. text: what stands behind it, as it is. whole: why this
+        server cannot compute modules apart, a sentence; empty if it can.
         """
-        draft = self.draft(tenant, read_prompt(pml))
+        draft = self.draft(tenant, read_prompt(asked) if isinstance(asked, str) else asked)
         if text:
             draft = draft.followed_by(text)
         return self.counted(draft, self.tokenizer.tokenized(draft.resolved), whole=whole)
