@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache import tree_core  # noqa: F401, it registers BACKEND with SGLang
+from sglang_hybrid.cache.ahead_loads import AheadLoads
 from sglang_hybrid.cache.components import with_our_components
 from sglang_hybrid.cache.host_tier import HostTierCache
 from sglang_hybrid.cache.inexact import ExactPartsCache
@@ -115,6 +116,8 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
             self.ways = self.tree_core.ways = WayChooser(self.shadow_tree)
             self.tree_core.writes = WriteJudge(self.shadow_tree, self.tier_stats, self.host_room)
             self.offload = Offload(self, self.options.hybrid_offload_watermark)
+            if self.schedule is not None and self.speeds is not None:
+                self.schedule.load_ahead(AheadLoads(self), self.speeds)
         if self.schedule is not None:
             self.prefill_adder_class: type[ScheduledPrefillAdder] = ScheduledPrefillAdder
         if self.is_mamba_enabled and not self.disable:
@@ -304,6 +307,18 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
             )
             if self.learning is not None:
                 self.learning.finished()
+            if self.schedule is not None:
+                self._expect_return(req)
+
+    def _expect_return(self, req: Req) -> None:
+        """The session of `req` may be expected back at some time."""
+        node = self.tree_core.node_by_id(req.last_node)
+        if self.schedule is None or self.shadow_tree is None or node is self.tree_core.root_node:
+            return
+        place = self.shadow_tree.record(node).history_node
+        seconds = None if place is None else place.return_after
+        if seconds is not None:
+            self.schedule.expected(node.id, seconds)
 
     def session_closed(self, last: Sequence[Req]) -> None:
         """A client closed its session, whose `last` requests nobody continued (patch 0041)."""

@@ -90,9 +90,9 @@ class Answer:
 
     predicted: what the regression said then. hint: what the client said. expected: the probability
     of a return that was believed then, None if neither told anything. wait: seconds from `time` on
-    after which a return is expected, None if nobody said so or that is not believed. returned:
-    whether somebody came back to a position that its request opened or resumed from; None while
-    that is open.
+    after which a return is expected, None if nobody said so or that is not believed. pace: seconds
+    since the answer before it in the session, None if there was none. returned: whether somebody
+    came back to a position that its request opened or resumed from; None while that is open.
     """
 
     features: Features
@@ -101,11 +101,22 @@ class Answer:
     hint: Hint | None = None
     expected: float | None = None
     wait: float | None = None
+    pace: float | None = None
     returned: bool | None = None
 
     @property
     def bucket(self) -> int:
         return bucket_of(self.expected, self.wait)
+
+    @property
+    def return_after(self) -> float | None:
+        """Seconds after which a return is expected: those that the client named, else as many as
+        passed before this answer; None where no return is likely.
+        """
+        likely = self.expected is not None and self.expected > THRESHOLDS[-1]
+        if not likely:
+            return None
+        return self.pace if self.wait is None else self.wait
 
     def believe_nothing(self) -> None:
         """Nothing is expected of it."""

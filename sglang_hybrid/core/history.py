@@ -77,6 +77,14 @@ class HistoryMatch:
     version: int
     fingerprints: bytes
 
+    @property
+    def only_continues(self) -> bool:
+        """Whether the prompt goes on where a sequence ended that no other prompt has left, as the
+        next turn of a session does: then nothing says yet that `branch` is of use to others.
+        """
+        end = self.reused
+        return end is not None and end.depth == self.branch and not end.children
+
     def is_of(self, tokens: int) -> bool:
         """Whether the prompt that was looked up has so many tokens."""
         return len(self.fingerprints) == tokens * TOKEN_BYTES
@@ -195,9 +203,10 @@ class History:
                     answer.believe_nothing()
         interval_bucket = 0
         if history_match.reused is not None:
-            interval_bucket = self.index.interval_bucket(
-                self.index.returned(history_match.reused.interval_id, now)
-            )
+            interval = self.index.returned(history_match.reused.interval_id, now)
+            interval_bucket = self.index.interval_bucket(interval)
+            if answer is not None and self.time_unit is TimeUnit.SECONDS:
+                answer.pace = interval
             history_match.reused.last_interval_bucket = interval_bucket
             _set_answer(history_match.reused, answer)
             self.index.reclass(history_match.reused.interval_id, history_match.reused.reuse_class)

@@ -54,7 +54,8 @@ class PromptSchema(BaseModel):
 @dataclass(frozen=True)
 class Beginning:
     """The tokens of a chat that begins with modules of a schema. start: tokens before its own
-    messages. plain: whether the schema's messages stand there as in a plain conversation.
+    messages. plain: whether the schema's messages stand there as in a plain conversation, which
+    modular mode needs.
     """
 
     draft: Draft
@@ -187,7 +188,7 @@ class _Writer:
         pieces = draft.resolved.pieces
         tokenized = self._tokenizer.tokenized(draft.resolved, frames)
         behind = len(self._tokenizer.ids(pieces[-1])) if rest else 0
-        plain = frames == self._tokenizer.frames(pieces)
+        plain = draft.prompt.modular and frames == self._tokenizer.frames(pieces)
         return Beginning(draft, tokenized, len(tokenized.ids) - behind, plain)
 
     def _frames(self, text: str) -> tuple[Frames, str]:

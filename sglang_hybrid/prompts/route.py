@@ -21,6 +21,7 @@ from sglang_hybrid.prompts.actions import imported_prompt
 from sglang_hybrid.prompts.lint import lint
 from sglang_hybrid.prompts.registry import Registered, Registry
 from sglang_hybrid.prompts.residency import residency
+from sglang_hybrid.prompts.saved import saved_schemas
 from sglang_hybrid.prompts.tokens import PromptTokenizer
 from sglang_hybrid.prompts.xml import MOST_BYTES, MarkupError
 from sglang_hybrid.requests import kv_hints
@@ -244,7 +245,7 @@ def registry_of(manager: TokenizerManager) -> Registry:
             "this server has several tokenizer processes, which share no schemas; start it with "
             "--tokenizer-worker-num 1."
         )
-    return Registry(PromptTokenizer(manager.tokenizer))
+    return Registry(PromptTokenizer(manager.tokenizer), saved_schemas(manager.server_args))
 
 
 def _registry() -> Registry:

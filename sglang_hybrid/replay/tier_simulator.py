@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS, Prefill
 from sglang_hybrid.core.cost import UNBOUNDED, CostModel
 from sglang_hybrid.core.eviction import Policy
-from sglang_hybrid.core.history import History
+from sglang_hybrid.core.history import History, HistoryMatch
 from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.core.places import Placement, Unit, Way, copies_of, ways, without_up_to
 from sglang_hybrid.core.pool import Scarce
@@ -25,7 +25,7 @@ from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import Clairvoyant
 from sglang_hybrid.replay.simulator import Simulator, Ticket
 from sglang_hybrid.replay.tier_budgets import TierBudgets, TierCounts
-from sglang_hybrid.replay.traces import TokenArray
+from sglang_hybrid.replay.traces import Request, TokenArray
 
 
 class TieredSimulator(Simulator):
@@ -108,6 +108,27 @@ class TieredSimulator(Simulator):
         passed = [node for node in path if node.depth <= way.depth]
         self._bring(passed, passed[-1], touched)
         return passed[-1], way.load_seconds
+
+    def resumes_from(self, request: Request) -> tuple[Node | None, int]:
+        path, way = self._way(request)
+        return (path[-1], way.depth) if path else (None, 0)
+
+    def to_load(self, request: Request) -> tuple[int, float]:
+        _, way = self._way(request)
+        return sum(way.load_bytes), way.load_seconds
+
+    def fetch(self, request: Request) -> bool:
+        path, way = self._way(request)
+        if path:
+            self._bring(path, path[-1], path)
+        return not any(self._way(request)[1].load_bytes) and any(way.load_bytes)
+
+    def _way(self, request: Request) -> tuple[list[Node], Way]:
+        """The nodes that `request` would resume behind now, and its way. Nothing changes."""
+        usable = request.tokens[: request.input_len - 1]
+        path, _ = self.tree.find(usable, tenant=request.tenant)
+        way = self._choose(list(ways(path, request.input_len, self.cost, self.rates.speeds)))
+        return [node for node in path if node.depth <= way.depth], way
 
     def _lock(self, ticket: Ticket, node: Node | None) -> None:
         before = ticket.locked_node
@@ -321,6 +342,10 @@ class TieredSimulator(Simulator):
             self.placement.drop_kv(node, tier)
         assert not copies.kv
         self.tree.remove(node)
+
+    def _is_worth(self, history_match: HistoryMatch, prefill: Prefill) -> bool:
+        """Always: what it pushes out finds room in another tier."""
+        return True
 
 
 class TieredClairvoyant(KnowsFuture, TieredSimulator):

@@ -203,6 +203,32 @@ def test_every_selection_of_the_largest_schema_is_a_path_of_its_own(registry: Re
     assert len(paths) == 14_400
 
 
+def test_every_selection_of_traits_is_a_path_of_its_own() -> None:
+    """A value of each trait, or none; each trait is a module around a union."""
+    schema = read("persona")
+    paths = set()
+    for names in itertools.product(*schemas.PERSON.values()):
+        imports = tuple(
+            Import(trait, imports=(Import(name),))
+            for trait, name in zip(schemas.PERSON, names, strict=True)
+        )
+        paths.add(resolve(schema, Prompt("persona", imports)).pieces)
+    assert len(paths) == 5**5 * 4
+
+
+def test_every_journey_is_a_path_of_its_own() -> None:
+    schema = read("travel")
+    abroad = [(Import("overseas", imports=(Import(place),)),) for place in schemas.PLACES]
+    ways = [(), (Import("domestic", {"city": "Berne"}),), (Import("overseas"),), *abroad]
+    paths = {
+        resolve(
+            schema, Prompt("travel", (Import("travel-plan", {"duration": "a week"}, way),))
+        ).pieces
+        for way in ways
+    }
+    assert len(paths) == 11
+
+
 @pytest.mark.parametrize("name", schemas.FILES)
 def test_every_subset_of_files_is_a_path_of_its_own(registry: Registry, name: str) -> None:
     found = set()

@@ -102,7 +102,7 @@ def test_what_was_learnt_outlives_a_server_that_is_killed(model: Path, tmp_path:
 
     for attempt in range(2):
         with serve(model, disk, "--tp-size", "2") as server:
-            assert learnt(server)["restored"] == attempt
+            assert (learnt(server)["restored"] > 0) == attempt
             for seed in range(4):
                 requests.post(
                     server.url + "/generate",

@@ -1,0 +1,60 @@
+"""When sessions are expected back: what they need may be loaded before they come."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from typing import Final
+
+MOST_EXPECTED: Final = 4_096
+"""Sessions; of more, the one that is expected last is forgotten."""
+
+OVERDUE: Final = 10.0
+"""Seconds after which somebody who did not come is not expected any more."""
+
+LOOKED_AT: Final = 16
+"""Of those that are expected first."""
+
+
+class ExpectedReturns:
+    """Positions, by any number, and when somebody is expected to come back to them."""
+
+    def __init__(self, most: int = MOST_EXPECTED) -> None:
+        self._most = most
+        self._times: dict[int, float] = {}
+        self._sorted: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def expect(self, position: int, time: float) -> None:
+        """Somebody comes back to `position` at `time`, in seconds, and not at another time."""
+        self.forget(position)
+        self._times[position] = time
+        insort(self._sorted, (time, position))
+        if len(self._sorted) > self._most:
+            del self._times[self._sorted.pop()[1]]
+
+    def forget(self, position: int) -> None:
+        """Somebody came back, or nobody will."""
+        time = self._times.pop(position, None)
+        if time is not None:
+            del self._sorted[bisect_left(self._sorted, (time, position))]
+
+    def due(
+        self, now: float, seconds: Callable[[int], float], size: Callable[[int], int]
+    ) -> int | None:
+        """The position whose load must begin by `now` to end in time, of several the one that is
+        expected first; it is forgotten. None if there is none.
+
+        size: bytes that must be loaded for a position. seconds: that so many take. Positions that
+        are overdue are forgotten.
+        """
+        while self._sorted and self._sorted[0][0] < now - OVERDUE:
+            self.forget(self._sorted[0][1])
+        for time, position in self._sorted[:LOOKED_AT]:
+            needed = size(position)
+            if needed and time - seconds(needed) <= now:
+                self.forget(position)
+                return position
+        return None
