@@ -14,7 +14,7 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.core.pins import PinRequest
+from sglang_hybrid.core.pins import PinRequest, Priority
 from sglang_hybrid.core.rates import Link as HostLink
 from sglang_hybrid.core.rates import Speeds, Tier
 from sglang_hybrid.explain.messages import ExplainReq
@@ -297,7 +297,7 @@ def test_a_pin_goes_to_the_host_with_its_state_and_comes_back() -> None:
     """
     at = server(ratio=1.5)
     prompt = list(range(100, 160))
-    hit(at, prompt, pins=[PinRequest(40, 1e6)])
+    hit(at, prompt, pins=[PinRequest(40, 1e6, Priority.HIGH)])
     pins = at.cache.pins
     empty_the_device(at)
     assert len(pins) == 1 and tiers_of(at)["held"]["device"]["states"] == 0
