@@ -3,9 +3,9 @@
 A policy turns a node into a few numbers when it changes (`describe`), and those numbers, in arrays,
 into scores when a victim is wanted (`scores`). It knows neither the cache nor the simulator.
 
-A pin (core/pins.py) of weight w counts as more evidence of return. Where a policy estimates returns
-(`Reuse`), it adds w times the rate of the likeliest position. Where recency stands for them, the
-node counts as just used. Where neither does, what it saves counts 1 + w times.
+A pin (core/pins.py) counts as more evidence of return. Where a policy estimates returns (`Reuse`),
+it adds the pin's rate. Where recency stands for them, the node counts as just used, or as used half
+as long ago for a low one. Where neither does, what it saves counts 1 + w times for a weight of w.
 """
 
 from __future__ import annotations
@@ -194,15 +194,16 @@ class Reuse(Policy):
     bounded_by_prefix = True
     knows_returns = True
     # class, last use, class and last use of the inherited demand, savings per byte, score, time at
-    # which the score expires
-    columns = 7
+    # which the score expires, rate of the pin
+    columns = 8
 
     def __init__(self, history: History | None = None, answers: float = 1) -> None:
         self.history: History = history or History()
         self.history.answers_count = bool(answers)
 
     def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
-        return (*self._demand(node), saved / freed, 0.0, -1.0)
+        rate = 0.0 if node.pin is None else node.pin.rate
+        return (*self._demand(node), saved / freed, 0.0, -1.0, rate)
 
     def _demand(self, node: Node) -> tuple[int, float, int, float]:
         """Class and time of last use of `node`, and of the demand that it inherited."""
@@ -227,7 +228,7 @@ class Reuse(Policy):
     def scores(self, table: Table, clock: Clock) -> FloatArray:
         now = self.history.time_unit.now(clock)
         index = self.history.index
-        scores, expiry, pins = table.column(5), table.column(6), table.pins()
+        scores, expiry, pinned = table.column(5), table.column(6), table.pins() is not None
         stale = (expiry <= now).nonzero()[0]
         if table.version != index.version:
             table.version = index.version
@@ -240,8 +241,8 @@ class Reuse(Policy):
                 weight, until = index.weight_until(int(reuse_class), now - last)
                 extra_weight, extra_until = index.weight_until(int(inherited), now - since)
                 weight += extra_weight
-                if pins is not None:
-                    weight += float(pins[row]) * index.peak
+                if pinned:
+                    weight += min(float(table.column(7)[row]), index.peak)
                 scores[row] = weight * saved if weight > 0 else table.last_used()[row] - NEVER
                 expiry[row] = min(last + until, since + extra_until)
         else:
@@ -252,8 +253,8 @@ class Reuse(Policy):
                 extra, extra_ends = index.weights(heirs.astype(np.int64), now - since)
                 weights += extra
                 np.minimum(ends, since + extra_ends, out=ends)
-            if pins is not None:
-                weights += pins.take(stale) * index.peak
+            if pinned:
+                weights += np.minimum(table.column(7).take(stale), index.peak)
             found = weights * saved
             if np.count_nonzero(weights) < len(weights):
                 found = np.where(weights, found, last_used - NEVER)

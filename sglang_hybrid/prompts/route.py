@@ -19,13 +19,14 @@ from sglang_hybrid.prompts import apart
 from sglang_hybrid.prompts import prewarm as prewarming
 from sglang_hybrid.prompts.actions import imported_prompt
 from sglang_hybrid.prompts.lint import lint
-from sglang_hybrid.prompts.registry import Registry
+from sglang_hybrid.prompts.registry import Registered, Registry
+from sglang_hybrid.prompts.residency import residency
 from sglang_hybrid.prompts.saved import saved_schemas
 from sglang_hybrid.prompts.tokens import PromptTokenizer
 from sglang_hybrid.prompts.xml import MOST_BYTES, MarkupError
 from sglang_hybrid.requests import kv_hints
 from sglang_hybrid.requests.bodies import read_body
-from sglang_hybrid.tenants import tenant
+from sglang_hybrid.tenants import Tenant, tenant
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -92,9 +93,8 @@ async def register(request: Request) -> JSONResponse:
 @auth_level(AuthLevel.NORMAL)
 async def all_schemas(extra_key: str | None = None, cache_salt: str | None = None) -> JSONResponse:
     """All schemas of a tenant."""
-    registry = _registry()
-    found = registry.of(tenant(extra_key, cache_salt))
-    return JSONResponse([one.as_dict(registry.tokenizer) for one in found])
+    own = tenant(extra_key, cache_salt)
+    return JSONResponse([await _told(own, one) for one in _registry().of(own)])
 
 
 @router.get("/{name}")
@@ -103,12 +103,19 @@ async def one_schema(
     name: str, extra_key: str | None = None, cache_salt: str | None = None
 ) -> JSONResponse:
     """A schema: its modules, their tokens, how often each was imported."""
-    registry = _registry()
+    own = tenant(extra_key, cache_salt)
     try:
-        found = registry.get(tenant(extra_key, cache_salt), name)
+        found = _registry().get(own, name)
     except KeyError as error:
         return _refused(error.args[0], status=HTTPStatus.NOT_FOUND)
-    return JSONResponse(found.as_dict(registry.tokenizer))
+    return JSONResponse(await _told(own, found))
+
+
+async def _told(own: Tenant, registered: Registered) -> dict[str, Any]:
+    """A schema, and where its prefixes are stored."""
+    registry = _registry()
+    told = registered.as_dict(registry.tokenizer)
+    return {**told, "residency": await residency(_manager(), registry, own, registered)}
 
 
 @router.delete("/{name}")

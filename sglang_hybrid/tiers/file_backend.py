@@ -127,12 +127,12 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
         return self.batch_set([key], [value])
 
     def exists(self, key: str) -> bool:
-        return self._contains(PoolName.KV, [key])[0]
+        return self.holds(PoolName.KV, [key])[0]
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        return _leading(self._contains(PoolName.KV, keys))
+        return _leading(self.holds(PoolName.KV, keys))
 
     def batch_exists_v2(
         self,
@@ -141,11 +141,11 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         """Lengths of the prompt, in pages, of which KV and every other pool are on disk."""
-        pages = _leading(self._contains(PoolName.KV, keys))
+        pages = _leading(self.holds(PoolName.KV, keys))
         hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
         restorable = list(range(1, pages + 1))
         for transfer in pool_transfers or ():
-            there = self._contains(transfer.name, keys[:pages])
+            there = self.holds(transfer.name, keys[:pages])
             if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
                 lengths = set(range(1, _leading(there) + 1))
             elif transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES:
@@ -209,7 +209,8 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
                 self.store.put(kind, keys[part], [_bytes(page) for page in pages[part]])
         return True
 
-    def _contains(self, kind: str, keys: Sequence[str]) -> list[bool]:
+    def holds(self, kind: str, keys: Sequence[str]) -> list[bool]:
+        """Whether objects of this kind are on disk, by key."""
         return [False] * len(keys) if self.store is None else self.store.contains(kind, keys)
 
 

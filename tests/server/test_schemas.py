@@ -305,6 +305,15 @@ def test_what_is_prewarmed_may_be_pinned(registered: str) -> None:
     url = registered + "/v1/prompt_schemas/code-generation-game/prewarm"
     told = requests.post(url, json=body, timeout=300).json()
     assert hybrid_cache(registered)["pins"]["pins"] == told["prefixes"] > 1
+    schema = registered + "/v1/prompt_schemas/code-generation-game"
+    found = requests.get(schema, timeout=60).json()["residency"]
+    held = [one for one in found["prefixes"] if one["state"] == "device"]
+    assert len(held) == told["prefixes"] and all(one["kv"] == "device" for one in held)
+    assert not found["more"] and len(found["prefixes"]) == 2**5
+    flush(registered)
+    found = requests.get(schema, timeout=60).json()["residency"]
+    assert {(one["kv"], one["state"]) for one in found["prefixes"]} == {("nowhere", "nowhere")}
+    assert requests.get(registered + "/v1/prompt_schemas", timeout=60).json()[0]["residency"]
 
 
 def hints(*actions: dict[str, Any]) -> dict[str, Any]:
