@@ -15,6 +15,7 @@ from sglang.srt.runtime_context import mamba_checkpoint_grid
 from sglang_hybrid.cache.learning import Learning
 from sglang_hybrid.cache.lookups import LookUps
 from sglang_hybrid.cache.measured_speeds import MeasuredSpeeds
+from sglang_hybrid.cache.pinning import make_pins
 from sglang_hybrid.cache.shadow_tree import ShadowTree
 from sglang_hybrid.cache.sizes import measured_cost
 from sglang_hybrid.cache.state_pool import PoolStateSlots
@@ -102,15 +103,21 @@ def build_parts(
         )
         policies = make_policies(start, history)
         one_memory = account is not None
+        pins = make_pins(measured, params, options.hybrid_pin_share)
         if tiers:
             on_cpu = str(getattr(allocator, "device", "cpu")) == "cpu"
             speeds = MeasuredSpeeds(measured, on_cpu=on_cpu)
             shadow_tree = TieredShadowTree(
-                measured, *policies, speeds, has_states=has_states, one_memory=one_memory
+                measured,
+                *policies,
+                speeds,
+                has_states=has_states,
+                one_memory=one_memory,
+                pins=pins,
             )
         else:
             shadow_tree = ShadowTree(
-                measured, *policies, has_states=has_states, one_memory=one_memory
+                measured, *policies, has_states=has_states, one_memory=one_memory, pins=pins
             )
     decision_log = DecisionLog(cache)
     slots = PoolStateSlots(cache, shadow_tree, decision_log)
@@ -149,7 +156,9 @@ def _plan(parts: Parts, params: CacheInitParams, *, one_pass: bool) -> None:
     chunk = params.chunked_prefill_size or 0
     longest = params.req_to_token_pool.max_context_len
     one_memory = parts.account is not None
-    parts.serving = Serving(chunk if chunk > 0 else longest, grid, one_memory)
+    parts.serving = Serving(
+        chunk if chunk > 0 else longest, grid, one_memory, parts.options.hybrid_pin_share
+    )
     parts.planner = Planner(
         parts.slots,
         parts.stats.skipped,

@@ -19,6 +19,7 @@ from sglang_hybrid.cache.inexact import ExactPartsCache
 from sglang_hybrid.cache.modular import ModularPrompts
 from sglang_hybrid.cache.offload import Offload
 from sglang_hybrid.cache.parts import build_parts
+from sglang_hybrid.cache.pinning import pin_published
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from sglang_hybrid.cache.publication import Publication
 from sglang_hybrid.cache.slots import free_slots
@@ -35,6 +36,7 @@ from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.explain.explainer import Explainer
 from sglang_hybrid.requests.kv_hints import declared_positions, session_hint
 from sglang_hybrid.schedule.adder import ScheduledPrefillAdder
+from sglang_hybrid.schedule.clock import StepClock
 from sglang_hybrid.schedule.queue import QueueSchedule, make_schedule
 from sglang_hybrid.telemetry.metrics import CacheMetrics
 from sglang_hybrid.tenants import tenant_of
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.core.cost import CostModel
     from sglang_hybrid.core.history import HistoryMatch
+    from sglang_hybrid.core.pins import Pins
     from sglang_hybrid.telemetry.schedule import ScheduleStats
 
 logger = logging.getLogger(__name__)
@@ -102,6 +105,9 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
         self.explainer = Explainer(self, self.decision_log)
         self.speeds, self.ways, self.tier_stats = parts.speeds, None, parts.tier_stats
         self.offload, self.prefix_wait, self.learning = None, None, parts.learning
+        self.step_clock = StepClock()
+        if self.shadow_tree is not None:
+            self.step_clock.join(self._pins_end, self.shadow_tree.time_passes)
         self.schedule: QueueSchedule | None = None
         if not params.disable:
             self.schedule = make_schedule(self, self.options, priority_sign)
@@ -150,6 +156,15 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
         """How true what was expected of answers has been; None where nothing is expected."""
         history = None if self.shadow_tree is None else self.shadow_tree.history
         return None if history is None else history.calibration
+
+    def _pins_end(self, seconds: float) -> bool:
+        """Whether the time of a pin is over."""
+        return self.shadow_tree is not None and seconds >= self.shadow_tree.tree.pins.next_expiry
+
+    @property
+    def pins(self) -> Pins | None:
+        """What clients pin; None where SGLang's own order decides what is evicted."""
+        return None if self.shadow_tree is None else self.shadow_tree.tree.pins
 
     @property
     def schedule_stats(self) -> ScheduleStats | None:
@@ -259,6 +274,9 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
             super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
             publication.publish_rest(self)
         self.lookups.published(req, publication.published)
+        if self.shadow_tree is not None:
+            pinned = pin_published(self, self.shadow_tree, req, self.page_size)
+            self.lookups.pinned(req, pinned)
         if self._metrics is not None:
             self._metrics.update()
         if req.finished() and req.last_node is not None:
@@ -356,6 +374,7 @@ class HybridRadixCache(ExactPartsCache, HostTierCache):
             "memory": None if self.account is None else self.account.as_dict(),
             "tiers": self.tiers_info(),
             "schedule": None if self.schedule is None else self.schedule.info(),
+            "pins": None if self.pins is None else self.pins.as_dict(),
             "tuner": self.tuning.info(),
             "recording": self.tuning.recording(),
             "advice": self.advice,

@@ -7,16 +7,16 @@ from typing import Final
 
 import numpy as np
 
-from sglang_hybrid.core.demoting_pool import DemotingPool
 from sglang_hybrid.core.nodes import Node
 from sglang_hybrid.core.places import Unit, copies_of
 from sglang_hybrid.core.rates import Tier
+from sglang_hybrid.core.tier_pool import TierPool
 
 LOOKED_AT: Final = 64
 """Victims that a copy is compared with at most."""
 
 
-class ServedTierPool(DemotingPool):
+class ServedTierPool(TierPool):
     """A pool whose victims are on their way as soon as they are chosen.
 
     What a request waits for stays on the host, though the device does not have it yet.

@@ -74,13 +74,16 @@ class ReuseIndex:
         if unit <= 0 or frexp(unit)[0] != 0.5:
             raise ValueError(f"The unit of a reuse index must be a power of two, not {unit}.")
         self.version = 0  # of the table: weights of different versions do not compare
+        self.peak = 0.0  # the highest weight that any position can have
         self._per_unit = 1 / unit
         self._edges = unit * 2.0 ** np.arange(1, BINS + 1)  # upper ends of the age bins
         self._cuts = self._edges[:-1]
         self._cut_list = self._cuts.tolist()
-        self._table = np.zeros((1, BINS))  # a row per class with a hazard of its own; last: zeros
-        self._expiry = np.full((1, BINS), np.inf)
-        self._row = np.zeros(CLASSES + 1, dtype=np.int64)  # of a class, NEVER_REUSED included
+        # Weights and their ends, [2, rows * BINS]: a row per class with a hazard of its own; the
+        # last one holds no weight.
+        self._table = np.array([[0.0] * BINS, [np.inf] * BINS])
+        # Of a class's row, NEVER_REUSED included.
+        self._first_cell = np.zeros(CLASSES + 1, dtype=np.int64)
         self._long = IntervalCounts(LONG, CLASSES, BINS)
         self._short = IntervalCounts(SHORT, CLASSES, BINS)
         self._news = News()
@@ -170,9 +173,10 @@ class ReuseIndex:
         short, _ = hazards(known, *self._short.of(known, waiting, classes, cells))
         self._news.expect(known, hazard[row[known]], short[row[known]])
         rates = best_rates(hazard, np.diff(self._edges, prepend=0.0))
-        self._table = np.concatenate([rates, np.zeros((1, BINS))])
-        self._expiry = np.where(self._table > 0, self._edges, np.inf)
-        self._row = np.append(row, len(rates))
+        table = np.concatenate([rates, np.zeros((1, BINS))])
+        self._table = np.stack([table, np.where(table > 0, self._edges, np.inf)]).reshape(2, -1)
+        self._first_cell = np.append(row, len(rates)) * BINS
+        self.peak = float(rates.max())
         self.version += 1
 
     def _open_now(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
@@ -217,15 +221,17 @@ class ReuseIndex:
 
     def weight_until(self, reuse_class: int, age: float) -> tuple[float, float]:
         """`weights` for one position."""
-        row, age_bin = self._row[reuse_class], self._bin(age)
-        return float(self._table[row, age_bin]), float(self._expiry[row, age_bin])
+        cell = self._first_cell.item(reuse_class) + self._bin(age)
+        return self._table.item(0, cell), self._table.item(1, cell)
 
     def weights(self, reuse_classes: IntArray, ages: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Weights [n] of classes [n] at ages [n], and the ages [n] at which each weight expires:
         the end of its bin, or never where they are 0.
         """
-        cells = self._row.take(reuse_classes) * BINS + self._bins(ages)
-        return self._table.take(cells), self._expiry.take(cells)
+        cells = self._first_cell.take(reuse_classes)
+        cells += self._bins(ages)
+        weights, ends = self._table.take(cells, axis=1)
+        return weights, ends
 
     def _bin(self, age: float) -> int:
         return bisect_right(self._cut_list, age)

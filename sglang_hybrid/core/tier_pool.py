@@ -1,4 +1,6 @@
-"""Candidates of one tier: what it forgets first, by what a copy saves over the next best way."""
+"""Candidates of one tier: what it forgets first, by what a copy saves over the next best way; and
+what copies to come would be worth there.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import numpy as np
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.nodes import Clock, Node
-from sglang_hybrid.core.places import copies_of, seconds_saved
-from sglang_hybrid.core.pool import Pool, Scarce
+from sglang_hybrid.core.places import Unit, copies_of, unit_of
+from sglang_hybrid.core.pool import Pool, Scarce, VictimComparison
 from sglang_hybrid.core.rates import Speeds, Tier
 
 
@@ -25,6 +27,10 @@ class TierPool(Pool):
     FLOPs of the prefill that takes as long, so that they compare with what a new state would save.
 
     A copy that saves nothing, since computing is as fast as the way that it belongs to, goes first.
+    A victim gives up its unit (`places.unit_of`): the cache writes that to the tier below or not,
+    says which by `leaves`, and drops it here.
+
+    demotes_to: the tier that victims are written to, None if they are lost.
     """
 
     def __init__(
@@ -35,9 +41,11 @@ class TierPool(Pool):
         policy: Policy,
         clock: Clock,
         speeds: SpeedsInForce,
+        demotes_to: Tier | None = None,
     ) -> None:
         super().__init__(scarce, cost, policy, clock)
         self.tier = tier
+        self.demotes_to = demotes_to
         self._in_force = speeds
         self._speeds = speeds.speeds  # with which the tables were filled
 
@@ -58,44 +66,70 @@ class TierPool(Pool):
         first = np.argsort(scores, kind="stable")[:most]
         return [table.nodes[row] for row in first.tolist()]
 
-    def frees(self, node: Node) -> tuple[bool, bool]:
-        """Whether evicting `node` frees its KV in the tier, and its state.
+    def unit(self, node: Node) -> Unit | None:
+        """What evicting `node` takes from this tier now."""
+        if node.copies is None:
+            return None
+        return unit_of(node, self.tier, self.cost, self._speeds, self.demotes_to)
 
-        KV goes from below: no child may have KV in the tier. Below the device, the last copy of
-        what other nodes continue stays. On the device that one may go: whatever is below has been
-        written to the host, and so will this be. What a request or a transfer uses stays.
+    def leaves(self, node: Node, *, lost: bool) -> None:
+        """The last victim, `node`, is about to leave this tier. lost: its state is in no other."""
+        if self._has_demand(node):
+            tell = self.policy.evicted if lost else self.policy.demoted
+            tell(node, self.last_score)
+
+    def compare_copy(self, node: Node) -> VictimComparison | None:
+        """The score that a copy of all of `node` would have in this tier, where it may have none or
+        a part, beside the cheapest victim's; None if no victim has a score.
         """
-        copies, tier = copies_of(node), self.tier
-        if node.parent is None or copies.is_pinned(tier):
-            return False, False
-        on_device = tier is Tier.DEVICE
-        kv = copies.has_kv(tier) and not copies.kv_children[tier]
-        if on_device:
-            kv = kv and not (node.kv_locked or node.state_locked)
-        elif node.kv_locked and not copies.has_kv(Tier.DEVICE):  # a request waits for its load
-            return False, False
+        self._describe()
+        if len(self._stateless) or not len(self._candidates):
+            return None
+        return self._compared(node)
+
+    def score_of_copy(self, node: Node) -> float:
+        """The score that a copy of all of `node` would have in this tier; 0 where none can be."""
+        self._describe()
+        comparison = self._compared(node)
+        return 0.0 if comparison is None else comparison.new
+
+    def _compared(self, node: Node) -> VictimComparison | None:
+        """`compare_copy` beside what has a score; None if there can be no copy."""
+        table = self._candidates
+        copies = copies_of(node)
+        before = copies.kv, copies.state, copies.pinned
+        copies.pinned = 0
+        copies.kv |= 1 << self.tier
+        copies.state |= (1 << self.tier) * node.has_state
+        freed, saved = self._weigh(node)
+        copies.kv, copies.state, copies.pinned = before
+        if not freed:
+            return None
+        known = self._home.get(node) is table
+        table.put(node, self.policy.describe(node, saved, freed))
+        scores = self.policy.scores(table, self.clock).copy()
+        row = table.row(node)
+        new, scores[row] = float(scores[row]), np.inf
+        comparison = VictimComparison(new, float(scores.min()))
+        if known:
+            self.mark_dirty(node)
         else:
-            kv = kv and (copies.kv != 1 << tier or not node.children)
-        return kv, copies.has_state(tier) and not (on_device and node.state_locked)
+            table.discard(node)
+        return comparison
 
     def _weigh(self, node: Node) -> tuple[int, int]:
-        kv, state = self.frees(node)
-        freed_kv = kv * node.tokens * self.cost.kv_bytes_per_token
-        freed_state = state * self.cost.state_bytes
-        freed = {
-            Scarce.SHARED: freed_kv + freed_state,
-            Scarce.KV: freed_kv,
-            Scarce.STATES: freed_state,
-        }[self.scarce]
-        if not freed:
+        unit = self.unit(node)
+        if unit is None:
             return 0, 0
-        saves = seconds_saved(node, self.tier, self.cost, self._speeds, kv=kv, state=state)
-        return freed, int(saves * self._speeds.prefill)
+        freed = unit.freed
+        if self.scarce is Scarce.STATES:
+            freed = unit.state * self.cost.state_bytes
+        elif self.scarce is Scarce.KV:
+            freed = unit.kv * node.tokens * self.cost.kv_bytes_per_token
+        return freed, int(unit.saves * self._speeds.prefill)
 
     def _is_worthless(self, node: Node, saved: int) -> bool:
         return saved <= 0
 
     def _tell_policy(self, node: Node, score: float) -> None:
-        """A state of which another tier has a copy is still resumed from."""
-        if copies_of(node).state & ~(1 << self.tier) == 0:
-            super()._tell_policy(node, score)
+        """`leaves` does, when it is known whether the victim is written down."""

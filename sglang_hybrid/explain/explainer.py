@@ -331,6 +331,7 @@ class Explanation:
             unused=_between(event.last_used, event.at),
             return_expected=event.return_expected,
             with_kv=event.what is Evicted.LEAF,
+            pinned=event.pinned,
         )
 
     def _nothing_noted(self, position: int, hit: int, *, branch: bool) -> MissedCheckpoint:
@@ -387,7 +388,13 @@ class Explanation:
             self._ago(used.last_used),
             used.hits,
             used.return_expected,
+            self._pinned_for(used),
         )
+
+    def _pinned_for(self, used: ResumedFrom) -> float | None:
+        if used.pinned_until is None or self._now is None:
+            return None
+        return max(0.0, used.pinned_until - self._now[1])
 
     def _ago(self, at: Moment | None) -> float | None:
         return None if at is None or self._now is None else _between(at, self._now)

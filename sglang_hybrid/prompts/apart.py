@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.config import BACKEND
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.prompts.modular import ModularPrompt, Segment, prepared_segments
-from sglang_hybrid.prompts.schema import Schema
-from sglang_hybrid.prompts.tokens import PromptTokenizer
-from sglang_hybrid.requests.kv_hints import Imported, composed_key, import_hint, segment_key
+from sglang_hybrid.prompts.modular import Layout, ModularPrompt, Segment, prepared_segments
+from sglang_hybrid.prompts.registry import Expanded
+from sglang_hybrid.requests.kv_hints import (
+    Imported,
+    check_key,
+    checkpoint_hint,
+    composed_key,
+    import_hint,
+    segment_key,
+)
 from sglang_hybrid.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -45,11 +51,22 @@ def why_whole(manager: TokenizerManager) -> str:
     return ""
 
 
-def ask(
+def ask(manager: TokenizerManager, request: GenerateReqInput, expanded: Expanded) -> None:
+    """Make `request` one for a prompt of modules. Raises ValueError if it cannot be."""
+    check_key(request.extra_key)
+    if expanded.positions:
+        request.kv_hints = checkpoint_hint(expanded.positions)
+    if expanded.modular is not None:
+        expanded.compute_segments = _ask_apart(manager, request, expanded.modular)
+    request.expanded = expanded
+
+
+def _ask_apart(
     manager: TokenizerManager, request: GenerateReqInput, prompt: ModularPrompt
 ) -> Callable[[], None]:
-    """Make `request` one for `prompt`; returns what computes its segments, if some are missing.
-    Raises ValueError if its positions do not fit. One without segments is a prompt like others.
+    """Make `request` one for modules computed apart; returns what computes its segments, if some
+    are missing. Raises ValueError if its positions do not fit. One without segments is a prompt
+    like others.
     """
     if not prompt.segments:
         return lambda: None
@@ -94,9 +111,7 @@ async def compute(
             pass
 
 
-async def compute_all(
-    manager: TokenizerManager, own: Tenant, schema: Schema, tokenizer: PromptTokenizer
-) -> dict[str, int]:
+async def compute_all(manager: TokenizerManager, own: Tenant, layout: Layout) -> dict[str, int]:
     """Compute every module of a schema that holds no values, for one tenant; returns how many
     segments and tokens that were. Raises ValueError where modules cannot be computed apart.
     """
@@ -104,7 +119,7 @@ async def compute_all(
     if why:
         raise ValueError(why.replace(", so the prompt was computed as a whole", ""))
     extra_key, cache_salt = own or (None, None)
-    segments = prepared_segments(schema, tokenizer)
+    segments = prepared_segments(layout)
     await compute(manager, composed_key(extra_key, ""), cache_salt, segments)
     return {"segments": len(segments), "tokens": sum(len(one.ids) for one in segments)}
 

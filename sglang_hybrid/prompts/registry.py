@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sglang_hybrid.prompts.modular import ModularPrompt, modular
-from sglang_hybrid.prompts.resolve import Import, Prompt, read_prompt, resolve
+from sglang_hybrid.prompts.modular import Layout, ModularPrompt, modular
+from sglang_hybrid.prompts.resolve import Import, Piece, Prompt, Resolved, read_prompt, resolve
 from sglang_hybrid.prompts.schema import Module, Part, Role, Schema, Text, Union, read_schema
 from sglang_hybrid.prompts.tokens import PromptTokenizer, Tokenized
 from sglang_hybrid.requests.kv_hints import MOST_POSITIONS
@@ -30,7 +30,8 @@ MOST_VALUES = 1_024
 @dataclass
 class Registered:
     """A schema in use. imports: how often each module was imported, by its path. values: hashes of
-    parameters' values, the latest last. cached_tokens: of all prompts, from the cache.
+    parameters' values, the latest last. cached_tokens: of all prompts, from the cache. layout: for
+    modular mode, once it was asked for.
     """
 
     schema: Schema
@@ -40,6 +41,7 @@ class Registered:
     cached_tokens: int = 0
     imports: Counter[tuple[str, ...]] = field(default_factory=Counter)
     values: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    layout: Layout | None = None
 
     def as_dict(self, tokenizer: PromptTokenizer) -> dict[str, Any]:
         """For whoever asks for the schema."""
@@ -63,10 +65,25 @@ class Registered:
         return known
 
 
+@dataclass(frozen=True)
+class Draft:
+    """What a prompt imports from a schema, before it is tokenized."""
+
+    registered: Registered
+    prompt: Prompt
+    resolved: Resolved
+
+    def followed_by(self, text: str) -> Draft:
+        """The same with new text behind it, as it is."""
+        new = Piece(text, (), is_new=True)
+        return replace(self, resolved=replace(self.resolved, pieces=(*self.resolved.pieces, new)))
+
+
 @dataclass
 class Expanded:
     """A prompt as token ids, and what its answer says of it. positions: declared ones. modular: its
-    segments, if modules are computed apart. compute_segments: called if these were missing.
+    segments, if modules are computed apart. start: tokens before a chat's own messages.
+    compute_segments: called if segments were missing.
     """
 
     registered: Registered
@@ -74,6 +91,7 @@ class Expanded:
     positions: list[int]
     warnings: Sequence[str]
     modular: ModularPrompt | None = None
+    start: int = 0
     compute_segments: Callable[[], None] = lambda: None
 
     def answered(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,27 +177,47 @@ class Registry:
         if not self._schemas[tenant]:
             del self._schemas[tenant]
 
-    def expand(self, tenant: Tenant, pml: str, *, whole: str = "") -> Expanded:
-        """The tokens of a prompt, and the positions worth a checkpoint: ends of modules before the
-        first value of a parameter, and behind it if these values came before. whole: why this
-        server cannot compute modules apart, a sentence; empty if it can.
+    def expand(self, tenant: Tenant, pml: str, *, text: str = "", whole: str = "") -> Expanded:
+        """The tokens of a prompt, and the positions worth a checkpoint; the prompt is counted.
+
+        text: what stands behind it, as it is. whole: why this server cannot compute modules apart,
+        a sentence; empty if it can.
         """
-        prompt = read_prompt(pml)
+        draft = self.draft(tenant, read_prompt(pml))
+        if text:
+            draft = draft.followed_by(text)
+        return self.counted(draft, self.tokenizer.tokenized(draft.resolved), whole=whole)
+
+    def draft(self, tenant: Tenant, prompt: Prompt) -> Draft:
+        """What a prompt of this tenant imports, in the schema's order."""
         try:
             registered = self.get(tenant, prompt.schema)
         except KeyError as error:
             raise ValueError(error.args[0]) from None
-        resolved = resolve(registered.schema, prompt)
-        tokenized = self.tokenizer.tokenized(resolved)
-        warnings = [*resolved.warnings, *([whole] if whole and prompt.modular else [])]
+        return Draft(registered, prompt, resolve(registered.schema, prompt))
+
+    def counted(self, draft: Draft, tokenized: Tokenized, *, whole: str = "") -> Expanded:
+        """A prompt, with the positions worth a checkpoint: ends of modules before the first value
+        of a parameter, and behind it if these values came before. Its imports are counted.
+
+        tokenized: what the draft comes to. whole: see `expand`.
+        """
+        registered, prompt = draft.registered, draft.prompt
+        warnings = [*draft.resolved.warnings, *([whole] if whole and prompt.modular else [])]
         segments = None
         if prompt.modular and not whole:
-            segments = modular(registered.schema, resolved, self.tokenizer)
+            segments = modular(self.layout(registered), draft.resolved)
         registered.requests += 1
         registered.imports.update(_paths(prompt.imports, ()))
         hot = registered.seen(prompt.imports)
         positions = [] if segments is not None else worthwhile(tokenized, hot=hot)
         return Expanded(registered, tokenized, positions, warnings, segments)
+
+    def layout(self, registered: Registered) -> Layout:
+        """Where modular mode places the schema's texts; made once for each schema."""
+        if registered.layout is None:
+            registered.layout = Layout(registered.schema, self.tokenizer)
+        return registered.layout
 
     def expand_path(self, registered: Registered, imports: Sequence[Import]) -> Tokenized:
         """The tokens of a prompt that only imports."""

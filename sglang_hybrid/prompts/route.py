@@ -20,7 +20,6 @@ from sglang_hybrid.prompts.registry import Registry
 from sglang_hybrid.prompts.tokens import PromptTokenizer
 from sglang_hybrid.prompts.xml import MOST_BYTES, MarkupError
 from sglang_hybrid.requests.bodies import read_body
-from sglang_hybrid.requests.kv_hints import check_key, checkpoint_hint
 from sglang_hybrid.tenants import tenant
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
         own = tenant(asked.extra_key, asked.cache_salt)
         registered = registry.get(own, name)
         if asked.mode == "modular":
-            computed = await apart.compute_all(manager, own, registered.schema, registry.tokenizer)
+            computed = await apart.compute_all(manager, own, registry.layout(registered))
             return JSONResponse(computed)
         if asked.budget_mb is None or not 0 < asked.budget_mb <= MOST_MEGABYTES:
             raise ValueError(
@@ -190,26 +189,22 @@ async def lint_schema(
 
 
 def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
-    """Put the tokens of a request's `pml` into it. Raises ValueError."""
+    """Put the tokens of a request's `pml`, and of `text` behind it, into it. Raises ValueError."""
     pml = getattr(request, "pml", None)
     if pml is None:
         return
-    for name in ("text", "input_ids", "input_embeds", "kv_hints"):
+    for name in ("input_ids", "input_embeds", "kv_hints"):
         if getattr(request, name) is not None:
             raise ValueError(f"the request has pml and {name}; give one of them.")
-    for name in ("extra_key", "cache_salt"):
+    for name in ("text", "extra_key", "cache_salt"):
         if isinstance(getattr(request, name), list):
             raise ValueError(f"{name} is a list; a request with pml has one prompt.")
-    check_key(request.extra_key)
     own = tenant(request.extra_key, request.cache_salt)
-    expanded = registry_of(manager).expand(own, pml, whole=apart.why_whole(manager))
+    text, whole = request.text or "", apart.why_whole(manager)
+    expanded = registry_of(manager).expand(own, pml, text=text, whole=whole)
     request.input_ids = expanded.tokenized.ids
-    if expanded.modular is not None:
-        expanded.compute_segments = apart.ask(manager, request, expanded.modular)
-    if expanded.positions:
-        request.kv_hints = checkpoint_hint(expanded.positions)
-    request.pml = None
-    request.expanded = expanded
+    apart.ask(manager, request, expanded)
+    request.text = request.pml = None
 
 
 @lru_cache(maxsize=1)

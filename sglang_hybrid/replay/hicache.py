@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.demoting_pool import DemotingPool
 from sglang_hybrid.core.eviction import Lru, Policy
 from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.core.places import Way, copies_of
 from sglang_hybrid.core.pool import Scarce
 from sglang_hybrid.core.rates import Speeds, Tier
 from sglang_hybrid.core.serving import Split
+from sglang_hybrid.core.tier_pool import TierPool
 from sglang_hybrid.replay.baselines import SGLANG_STATES_TO_KV, SglangRules
 from sglang_hybrid.replay.policies import PathLru
 from sglang_hybrid.replay.tier_budgets import TierBudgets
@@ -22,7 +22,7 @@ from sglang_hybrid.replay.tier_simulator import TieredSimulator
 from sglang_hybrid.replay.traces import TokenArray
 
 
-class HostPool(DemotingPool):
+class HostPool(TierPool):
     """HiCache's order of host copies: those of what the device has too stay."""
 
     def _weigh(self, node: Node) -> tuple[int, int]:
@@ -67,8 +67,8 @@ class HiCache(SglangRules, TieredSimulator):
             state_policies=[Lru(stateless_first=False), Lru(stateless_first=False)],
         )
 
-    def _tier_pool(self, tier: Tier, scarce: Scarce, policy: Policy) -> DemotingPool:
-        kind = DemotingPool if tier is Tier.DEVICE else HostPool
+    def _tier_pool(self, tier: Tier, scarce: Scarce, policy: Policy) -> TierPool:
+        kind = TierPool if tier is Tier.DEVICE else HostPool
         pool = kind(tier, scarce, self.cost, policy, self.tree.clock, self.rates)
         self.tree.listen(pool)
         return pool

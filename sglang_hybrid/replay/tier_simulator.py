@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.cost import UNBOUNDED, CostModel
-from sglang_hybrid.core.demoting_pool import DemotingPool
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.history import History
 from sglang_hybrid.core.nodes import Kind, Node
@@ -20,6 +19,7 @@ from sglang_hybrid.core.places import Placement, Unit, Way, copies_of, ways, wit
 from sglang_hybrid.core.pool import Scarce
 from sglang_hybrid.core.rates import Rates, Speeds, Tier
 from sglang_hybrid.core.serving import Split
+from sglang_hybrid.core.tier_pool import TierPool
 from sglang_hybrid.replay.baselines import KnowsFuture
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import Clairvoyant
@@ -63,21 +63,21 @@ class TieredSimulator(Simulator):
             state_policies[0] if state_policies else None,
         )
         self.placement = Placement(self.tree)
-        self.pools: dict[Tier, tuple[DemotingPool, DemotingPool]] = {}
+        self.pools: dict[Tier, tuple[TierPool, TierPool]] = {}
         for index, tier in enumerate(present):
             states = state_policies[index] if state_policies else None
             self.pools[tier] = self._pools_of(tier, policies[index], states)
 
-    def _new_pool(self, scarce: Scarce, policy: Policy) -> DemotingPool:
+    def _new_pool(self, scarce: Scarce, policy: Policy) -> TierPool:
         return self._tier_pool(Tier.DEVICE, scarce, policy)
 
     def _pools_of(
         self, tier: Tier, policy: Policy, state_policy: Policy | None
-    ) -> tuple[DemotingPool, DemotingPool]:
+    ) -> tuple[TierPool, TierPool]:
         """The pools of KV and of states, the same one where they share their bytes."""
         if tier is Tier.DEVICE:
-            assert isinstance(self.pool, DemotingPool)
-            assert isinstance(self.state_pool, DemotingPool)
+            assert isinstance(self.pool, TierPool)
+            assert isinstance(self.state_pool, TierPool)
             return self.pool, self.state_pool
         if not isinstance(self.room[tier], Split):
             pool = self._tier_pool(tier, Scarce.SHARED, policy)
@@ -86,9 +86,9 @@ class TieredSimulator(Simulator):
         kv = self._tier_pool(tier, Scarce.KV, policy)
         return kv, self._tier_pool(tier, Scarce.STATES, state_policy)
 
-    def _tier_pool(self, tier: Tier, scarce: Scarce, policy: Policy) -> DemotingPool:
+    def _tier_pool(self, tier: Tier, scarce: Scarce, policy: Policy) -> TierPool:
         clock, below = self.tree.clock, self.tiers.below(tier)
-        pool = DemotingPool(tier, scarce, self.cost, policy, clock, self.rates, below)
+        pool = TierPool(tier, scarce, self.cost, policy, clock, self.rates, below)
         self.tree.listen(pool)
         return pool
 
@@ -237,7 +237,7 @@ class TieredSimulator(Simulator):
         for node, tier in held:
             self.placement.pin(node, tier, False)
 
-    def _short_of(self, tier: Tier, kv: int, states: int) -> DemotingPool | None:
+    def _short_of(self, tier: Tier, kv: int, states: int) -> TierPool | None:
         """The pool of `tier` that must evict before so many tokens and states fit, None if they
         do.
         """
@@ -265,7 +265,7 @@ class TieredSimulator(Simulator):
 
     # Victims.
 
-    def _evict_from(self, pool: DemotingPool, node: Node) -> None:
+    def _evict_from(self, pool: TierPool, node: Node) -> None:
         """Take the unit of `node` from the tier of `pool`, into the next one if it is worth it."""
         tier, unit = pool.tier, pool.unit(node)
         assert unit is not None
@@ -326,7 +326,7 @@ class TieredSimulator(Simulator):
         self._let_go(held)
         return self._short_of(tier, tokens, states) is None
 
-    def _beats_victim(self, pool: DemotingPool, node: Node) -> bool:
+    def _beats_victim(self, pool: TierPool, node: Node) -> bool:
         """Whether a copy of `node` is worth more in the tier of `pool` than the next victim."""
         comparison = pool.compare_copy(node)
         return comparison is None or comparison.beats_victim

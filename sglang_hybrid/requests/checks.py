@@ -93,7 +93,9 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
         request.normalize_batch_and_arguments()
         if not request.is_single:
             for item in range(len(request.rid)):
-                request[item]  # SGLang makes the requests of a batch now, and keeps them
+                part = request[item]  # SGLang makes the requests of a batch now, and keeps them
+                if hasattr(request, "expanded"):
+                    part.expanded = request.expanded
     except (TypeError, LookupError, AttributeError, AssertionError) as error:
         raise ValueError(
             f"the fields of the request do not fit together ({error}); each is one value, or a "

@@ -14,18 +14,23 @@ from typing import Any, Protocol
 import msgspec
 
 from sglang_hybrid.core.hints import Hint
+from sglang_hybrid.core.pins import PinRequest, Priority
 from sglang_hybrid.requests.fields import shown
 
 PREFIX = "hybrid."
 CHECKPOINT = "hybrid.checkpoint"
+PIN = "hybrid.pin"
 SESSION = "hybrid.session"
 EXACT = "hybrid.exact"
-KNOWN = (CHECKPOINT, SESSION, EXACT)
+KNOWN = (CHECKPOINT, PIN, SESSION, EXACT)
 IMPORT = "hybrid.import"
 VERSION = "1"
 
 MOST_POSITIONS = 16
 """Positions that one request may declare. Each takes a state slot, if need be another state's."""
+
+LONGEST_LIFETIME = 86_400
+"""Seconds that a pin may last."""
 
 
 class Action(Protocol):
@@ -62,6 +67,22 @@ class Envelope(Protocol):
 def checkpoint_hint(positions: Iterable[int]) -> dict[str, Any]:
     """An envelope that declares `positions`, as JSON."""
     return _envelope(_action(CHECKPOINT, {"positions": sorted(positions)}))
+
+
+def pin_hint(pins: Iterable[PinRequest], checkpoints: Iterable[int] = ()) -> dict[str, Any]:
+    """An envelope that declares the positions of `pins`, wants them kept, and declares the
+    positions `checkpoints` besides, as JSON.
+    """
+    together: dict[tuple[float, Priority], list[int]] = {}
+    for pin in pins:
+        together.setdefault((pin.ttl, pin.priority), []).append(pin.position)
+    actions = [
+        _action(PIN, {"positions": sorted(positions), "ttl": ttl, "priority": priority.value})
+        for (ttl, priority), positions in together.items()
+    ]
+    if others := sorted(checkpoints):
+        actions.append(_action(CHECKPOINT, {"positions": others}))
+    return _envelope(*actions)
 
 
 def import_hint(imported: Imported) -> dict[str, Any]:
@@ -149,10 +170,23 @@ def declared_positions(envelope: Envelope | None) -> tuple[int, ...]:
         return ()
     asked = {
         position
-        for action in _ours(envelope, CHECKPOINT)
+        for kind in (CHECKPOINT, PIN)
+        for action in _ours(envelope, kind)
         for position in action.payload["positions"]
     }
     return tuple(sorted(asked))
+
+
+def pins(envelope: Envelope | None) -> tuple[PinRequest, ...]:
+    """What a checked request wants kept, by ascending position; the last word about each counts."""
+    found = {
+        position: PinRequest(
+            position, action.payload["ttl"], Priority(action.payload.get("priority", "normal"))
+        )
+        for action in ([] if envelope is None else _ours(envelope, PIN))
+        for position in action.payload["positions"]
+    }
+    return tuple(found[position] for position in sorted(found))
 
 
 def check(envelope: Envelope | None, prompt_len: int, *, own: bool = False) -> None:
@@ -179,7 +213,12 @@ def check(envelope: Envelope | None, prompt_len: int, *, own: bool = False) -> N
             _check_fields(action, "next", "seconds")
         elif action.action_type == EXACT:
             _check_fields(action)
+        elif action.action_type == PIN:
+            _check_fields(action, "positions", "ttl", "priority")
+            _check_positions(action, prompt_len)
+            _check_lifetime(action)
         else:
+            _check_fields(action, "positions")
             _check_positions(action, prompt_len)
     count = len(declared_positions(envelope))
     if count > MOST_POSITIONS:
@@ -226,18 +265,34 @@ def _check_fields(action: Action, *fields: str) -> None:
         )
 
 
+def _check_lifetime(action: Action) -> None:
+    ttl = action.payload.get("ttl")
+    numeric = isinstance(ttl, int | float) and not isinstance(ttl, bool)
+    if ttl is None or not numeric or not 0 < ttl <= LONGEST_LIFETIME:
+        raise ValueError(
+            f"ttl of {PIN} is {shown(ttl)}; it is a number of seconds, above 0 and at most "
+            f"{LONGEST_LIFETIME:,}."
+        )
+    priority = action.payload.get("priority", Priority.NORMAL.value)
+    known = [each.value for each in Priority]
+    if priority not in known:
+        raise ValueError(
+            f"priority of {PIN} is {shown(priority)}; it may be {', '.join(map(repr, known))}."
+        )
+
+
 def _check_positions(action: Action, prompt_len: int) -> None:
-    _check_fields(action, "positions")
+    name = action.action_type
     positions = action.payload.get("positions")
     if not isinstance(positions, list) or not positions:
         raise ValueError(
-            f"positions of {CHECKPOINT} is {shown(positions)}; it must be a list of one position "
+            f"positions of {name} is {shown(positions)}; it must be a list of one position "
             "at least."
         )
     for at, position in enumerate(positions):
         if type(position) is not int or not 0 < position < prompt_len:
             raise ValueError(
-                f"positions[{at}] of {CHECKPOINT} is {shown(position)}; in a prompt of "
+                f"positions[{at}] of {name} is {shown(position)}; in a prompt of "
                 f"{prompt_len:,} tokens a position is a whole number from 1 to {prompt_len - 1:,}."
             )
 
@@ -251,8 +306,8 @@ def _action(action_type: str, payload: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _envelope(action: dict[str, Any]) -> dict[str, Any]:
-    return {"protocol_version": "1", "message_id": "hybrid", "actions": [action]}
+def _envelope(*actions: dict[str, Any]) -> dict[str, Any]:
+    return {"protocol_version": "1", "message_id": "hybrid", "actions": list(actions)}
 
 
 def _ours(envelope: Envelope, prefix: str = PREFIX) -> list[Action]:

@@ -18,7 +18,7 @@ from sglang_hybrid.core.orders import Car, Order, Window
 from sglang_hybrid.core.queue_order import QueueOrder
 from sglang_hybrid.core.standings import Standings
 from sglang_hybrid.core.waiting import Bound, Prospect, Reuse
-from sglang_hybrid.schedule.clock import ClockTick, StepClock
+from sglang_hybrid.schedule.clock import StepClock
 from sglang_hybrid.schedule.loads import LoadingCache, TimedLoads
 from sglang_hybrid.telemetry.schedule import ScheduleStats
 
@@ -38,6 +38,7 @@ class ScheduledCache(Protocol):
     cost: CostModel
     shadow_tree: ShadowTree | None
     speeds: Any  # MeasuredSpeeds where there are tiers, else None
+    step_clock: StepClock
 
 
 class QueueSchedule:
@@ -54,7 +55,8 @@ class QueueSchedule:
     def __init__(
         self, cache: ScheduledCache, order: Order, bound: Bound, priority_sign: int | None = None
     ) -> None:
-        self.clock = StepClock()
+        self.clock = cache.step_clock
+        self.clock.join(self._needs_time)
         self.stats = ScheduleStats()
         self.bound = bound
         self.name = order.name
@@ -135,14 +137,10 @@ class QueueSchedule:
             self.arrange(queue)
         self.loads.step(self._order.front, self.clock.now)
 
-    def poll(self) -> list[ClockTick]:
-        """What the first rank sends to all of them with the requests of this step."""
+    def _needs_time(self, seconds: float) -> bool:
+        """Whether ticks are to be sent."""
         expects = self.loads is not None and len(self.loads.returns) > 0
-        return self.clock.poll() if self._order.front or expects else []
-
-    def handlers(self) -> list[tuple[type, Callable[[ClockTick], None]]]:
-        """What the scheduler's dispatcher must know."""
-        return [(ClockTick, self.clock.tick)]
+        return expects or bool(self._order.front)
 
     @property
     def holds(self) -> int:

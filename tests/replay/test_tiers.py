@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.demoting_pool import DemotingPool
 from sglang_hybrid.core.nodes import Node
 from sglang_hybrid.core.places import copies_of
 from sglang_hybrid.core.rates import TIERS, Link, Speeds, Tier
 from sglang_hybrid.core.serving import Split
 from sglang_hybrid.core.table import Table
+from sglang_hybrid.core.tier_pool import TierPool
 from sglang_hybrid.replay.systems import Setting, Spec, systems
 from sglang_hybrid.replay.tier_budgets import TierBudgets, TierCounts
 from sglang_hybrid.replay.tier_simulator import TieredSimulator
@@ -185,7 +185,7 @@ def test_victims_are_the_lowest_of_all_whatever_the_tables_remember(
     cache = build(name, (3_000, 6_000, 12_000), requests)
     evict, seen = cache._evict_from, set()
 
-    def evict_the_lowest(pool: DemotingPool, victim: Node) -> None:
+    def evict_the_lowest(pool: TierPool, victim: Node) -> None:
         seen.add(pool.tier)
         units = [(node, pool.unit(node)) for node in sorted(cache.tree.walk(), key=lambda n: n.id)]
         there = {node: unit for node, unit in units if unit is not None}

@@ -8,6 +8,7 @@ import pytest
 from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 
 from sglang_hybrid.core.hints import Hint
+from sglang_hybrid.core.pins import PinRequest, Priority
 from sglang_hybrid.requests import kv_hints
 
 
@@ -18,6 +19,11 @@ def envelope(*actions: dict[str, Any]) -> Any:
 
 def checkpoint(positions: Any, **more: Any) -> dict[str, Any]:
     return {"action_type": "hybrid.checkpoint", "payload": {"positions": positions}, **more}
+
+
+def pin(positions: Any, ttl: Any = 60, **more: Any) -> dict[str, Any]:
+    payload = {"positions": positions, "ttl": ttl, **more}
+    return {"action_type": "hybrid.pin", "payload": payload}
 
 
 def session(what: Any, **more: Any) -> dict[str, Any]:
@@ -40,6 +46,21 @@ def test_the_envelope_we_write_is_one_that_we_read() -> None:
     written = decode_kv_hints_envelope(kv_hints.checkpoint_hint([7, 3]))
     kv_hints.check(written, 8)
     assert kv_hints.declared_positions(written) == (3, 7)
+
+
+def test_pins_declare_their_positions_and_the_last_word_about_each_counts() -> None:
+    asked = envelope(pin([20, 10], 60), checkpoint([15]), pin([20], 0.5, priority="high"))
+    kv_hints.check(asked, 31)
+    assert kv_hints.declared_positions(asked) == (10, 15, 20)
+    assert kv_hints.pins(asked) == (PinRequest(10, 60), PinRequest(20, 0.5, Priority.HIGH))
+    assert kv_hints.pins(None) == kv_hints.pins(envelope(checkpoint([3]))) == ()
+
+
+def test_the_pins_that_we_write_are_those_that_we_read() -> None:
+    wanted = (PinRequest(3, 300), PinRequest(5, 3_600), PinRequest(8, 300, Priority.LOW))
+    written = decode_kv_hints_envelope(kv_hints.pin_hint(wanted))
+    kv_hints.check(written, 9)
+    assert kv_hints.pins(written) == wanted
 
 
 def test_the_last_word_about_a_session_counts() -> None:
@@ -94,6 +115,17 @@ def test_what_is_no_envelope_is_left_for_sglang_to_refuse(broken: Any) -> None:
         (after(float("nan")), "returns after nan seconds"),
         (after(5, "end"), "seconds in the payload of hybrid.session is 5"),
         (checkpoint([5], payload={"positions": [5], "at": 1}), "has the field 'at'"),
+        (pin([31]), "positions[0] of hybrid.pin is 31; in a prompt of 31 tokens"),
+        (pin([]), "positions of hybrid.pin is []; it must be a list"),
+        (pin([5], 0), "ttl of hybrid.pin is 0; it is a number of seconds, above 0 and at most"),
+        (pin([5], 86_401), "ttl of hybrid.pin is 86401; it is a number of seconds"),
+        (pin([5], "5m"), "ttl of hybrid.pin is '5m'; it is a number of seconds"),
+        (pin([5], True), "ttl of hybrid.pin is True; it is a number of seconds"),
+        (pin([5], float("nan")), "ttl of hybrid.pin is nan; it is a number of seconds"),
+        (pin([5], priority=9), "priority of hybrid.pin is 9; it may be 'low', 'normal', 'high'."),
+        (pin([5], priority=[]), "priority of hybrid.pin is []; it may be 'low'"),
+        (pin([5], tier="disk"), "hybrid.pin has the field 'tier'; it has only positions, ttl"),
+        (pin(list(range(1, 18))), "declares 17 positions; a request may declare 16"),
         (checkpoint(list(range(1, 18))), "declares 17 positions; a request may declare 16"),
     ],
 )

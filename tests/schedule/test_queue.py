@@ -138,7 +138,7 @@ def test_time_bounds_a_wait_on_the_clock_of_all_ranks() -> None:
     it.warm(document, stamp=1.0)
     cold = it.arrive(run(90, 9), stamp=100.0)
     warm = it.arrive([*document, 7, 8], stamp=101.0)
-    ((_, tick),) = it.cache.schedule.handlers()
+    ((_, tick),) = it.cache.step_clock.handlers()
     tick(ClockTick(109.9))
     it.cache.schedule.arrange(it.queue)
     assert it.queue == [warm, cold]
@@ -258,9 +258,10 @@ def test_two_ranks_arrange_alike() -> None:
 
 
 def test_the_clock_never_goes_back_and_ticks_now_and_then() -> None:
-    readings = iter([1.0, 1.0 + SECONDS_BETWEEN_TICKS / 2, 1.0 + 2 * SECONDS_BETWEEN_TICKS])
+    readings = iter([0.5, 1.0, 1.0 + SECONDS_BETWEEN_TICKS / 2, 1.0 + 2 * SECONDS_BETWEEN_TICKS])
     clock = StepClock(lambda: next(readings))
-    assert [len(clock.poll()) for _ in range(3)] == [1, 0, 1]
+    clock.join(lambda seconds: seconds > 0.5)
+    assert [len(clock.poll()) for _ in range(4)] == [0, 1, 0, 1]
     clock.tick(ClockTick(5.0))
     clock.advance(4.0)
     assert clock.now == 5.0

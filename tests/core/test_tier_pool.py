@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.demoting_pool import DemotingPool
 from sglang_hybrid.core.eviction import Lru, Marconi, Policy, Reuse
 from sglang_hybrid.core.history import History
 from sglang_hybrid.core.nodes import Kind, Node, NodeTree
@@ -29,9 +28,9 @@ class Cache:
         self.device = self.pool(DEVICE, policy, HOST if demotes else None)
         self.host = self.pool(HOST, policy, None)
 
-    def pool(self, tier: Tier, policy: Policy, below: Tier | None) -> DemotingPool:
+    def pool(self, tier: Tier, policy: Policy, below: Tier | None) -> TierPool:
         clock = self.tree.clock
-        pool = DemotingPool(tier, Scarce.SHARED, COST, policy, clock, self.rates, below)
+        pool = TierPool(tier, Scarce.SHARED, COST, policy, clock, self.rates, below)
         self.tree.listen(pool)
         return pool
 
@@ -138,17 +137,4 @@ def test_a_state_that_is_computed_as_fast_as_loaded_goes_first_and_leaves_its_de
     assert unit.saves == 0
     assert cache.host.victim() is node
     cache.host.leaves(node, lost=True)
-    assert above.inherited_demand is not None
-
-
-def test_the_same_holds_for_a_pool_that_tells_its_policy_at_once() -> None:
-    history = History()
-    cache = Cache(Reuse(history))
-    plain = TierPool(HOST, Scarce.SHARED, COST, cache.host.policy, cache.tree.clock, cache.rates)
-    cache.tree.listen(plain)
-    path = history.observe(list(range(5_010)), 5_000, cache.tree.clock)
-    above = cache.leaf(5_000, HOST)
-    node = cache.leaf(10, HOST, parent=above)
-    cache.tree.link_history(node, path.at(5_010))
-    assert plain.victim() is node
     assert above.inherited_demand is not None
