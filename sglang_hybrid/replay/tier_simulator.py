@@ -125,11 +125,16 @@ class TieredSimulator(Simulator):
         _, way = self._way(request)
         return sum(way.load_bytes), way.load_seconds
 
-    def fetch(self, request: Request) -> bool:
+    def fetch(self, request: Request, kv: int = 0, states: int = 0) -> bool:
         path, way = self._way(request)
-        if path:
-            self._bring(path, path[-1], path)
-        return not any(self._way(request)[1].load_bytes) and any(way.load_bytes)
+        if not any(way.load_bytes):
+            return False
+        kv += sum(node.tokens for node in path if not copies_of(node).has_kv(Tier.DEVICE))
+        states += not copies_of(path[-1]).has_state(Tier.DEVICE)
+        if not self._make_room_in(Tier.DEVICE, kv, states, path, keep_wanted=True):
+            return False
+        self._bring(path, path[-1], path)
+        return True
 
     def _way(self, request: Request) -> tuple[list[Node], Way]:
         """The nodes that `request` would resume behind now, and its way. Nothing changes."""
@@ -212,9 +217,11 @@ class TieredSimulator(Simulator):
     def _make_room(self, kv: int, states: int, path: list[Node]) -> bool:
         return self._make_room_in(Tier.DEVICE, kv, states, path)
 
-    def _make_room_in(self, tier: Tier, kv: int, states: int, path: list[Node]) -> bool:
+    def _make_room_in(
+        self, tier: Tier, kv: int, states: int, path: list[Node], *, keep_wanted: bool = False
+    ) -> bool:
         """Evict until so many tokens and states fit into `tier`; False if they cannot. `path`
-        stays in all tiers.
+        stays in all tiers. keep_wanted: so does what requests wait for.
         """
         if self._short_of(tier, kv, states) is None:
             return True
@@ -222,6 +229,9 @@ class TieredSimulator(Simulator):
             return False
         held = self._hold(path)
         while pool := self._short_of(tier, kv, states):
+            next_one = pool.cheapest(last_resort=True) if keep_wanted else None
+            if keep_wanted and (next_one is None or next_one[0].standing):
+                break
             victim = pool.victim() or pool.victim(last_resort=True)
             if victim is None:
                 break
