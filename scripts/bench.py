@@ -33,18 +33,8 @@ COMMANDS = (
     *("policies", "answers", "pools", "tuner", "replay", "tiers-replay"),
     *("prewarm", "schedule-replay", "prefetch"),
     *("server", "split", "contexts", "roofline", "profile", "peer"),
-    *(
-        "ab",
-        "phases",
-        "one-memory",
-        "moves",
-        "tiers",
-        "tier-steps",
-        "agent",
-        "codecs",
-        "modular",
-        "schedule",
-    ),
+    *("ab", "phases", "one-memory", "moves", "tiers", "tier-steps"),
+    *("agent", "codecs", "modular", "schedule", "prewarm-server", "loads"),
 )
 """In the order of `--help`: kernels; the cache in one process; replays; a server; servers."""
 

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any
 
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.pins import DEFAULT_SHARE, MOST_OF_ALL
 from sglang_hybrid.models import ARCHITECTURES
 from sglang_hybrid.tiers.links import parse_links
 
@@ -140,6 +141,7 @@ class HybridConfig:
     hybrid_tuner_window: int = 0
     hybrid_record: str = ""
     hybrid_prewarm: str = ""
+    hybrid_pin_share: float = DEFAULT_SHARE
     hybrid_offload_watermark: float = 0.9
     hybrid_simulate_bandwidth: str = ""
     hybrid_disk_folder: str = ""
@@ -352,6 +354,15 @@ class HybridConfig:
             help="compute the prompts in this file when the server has started: one JSON object a "
             "line, with messages, text, input_ids or pml as in a request, or with schema and "
             "budget_mb",
+        )
+        group.add_argument(
+            "--hybrid-pin-share",
+            type=share,
+            metavar="SHARE",
+            default=HybridConfig.hybrid_pin_share,
+            help="share of the device's memory, of KV and of states, that what one tenant pins may "
+            f"take; all tenants together pin {MOST_OF_ALL:g} of it at most; 0: nothing is pinned "
+            "(default: %(default)s)",
         )
         group.add_argument(
             "--hybrid-offload-watermark",

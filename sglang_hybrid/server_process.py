@@ -16,6 +16,9 @@ from typing import Self
 import psutil
 import requests
 
+TIDY_SECONDS = 3.0
+"""How long the processes of a server may outlast the first one."""
+
 
 class ServerFailed(RuntimeError):
     """The server ended, or was not healthy in time; the message ends with its last lines."""
@@ -127,9 +130,10 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        for child in children:
-            if child.is_running():
-                child.kill()
+        # What tidies up behind the others, multiprocessing's tracker of semaphores, ends last.
+        _, left = psutil.wait_procs(children, timeout=TIDY_SECONDS)
+        for child in left:
+            child.kill()
         return self.process.returncode
 
     def tail(self, lines: int = 8) -> str:

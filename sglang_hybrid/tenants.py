@@ -57,13 +57,14 @@ def stored_under(extra_key: str | None, adapter: str | None) -> str | None:
 class TenantNames:
     """Names of tenants for files: a hash with a secret key, from which no salt can be guessed.
 
-    The key is the variable SGLANG_HYBRID_RECORD_KEY, or random: then a tenant has another name
-    after the next start.
+    The key is that given, else the variable SGLANG_HYBRID_RECORD_KEY, or random: then a tenant has
+    another name after the next start.
     """
 
-    def __init__(self) -> None:
-        key = os.environ.get(KEY_VARIABLE) or secrets.token_hex(16)
-        self._key = blake2b(key.encode()).digest()
+    def __init__(self, key: bytes | None = None) -> None:
+        if key is None:
+            key = (os.environ.get(KEY_VARIABLE) or secrets.token_hex(16)).encode()
+        self._key = blake2b(key).digest()
 
     def name(self, tenant: Tenant) -> str:
         """16 hex digits; "" where there is neither key nor salt."""

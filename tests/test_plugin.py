@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.models import ensure_default_model
 
@@ -16,36 +18,43 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 load_plugins()
-for flags in json.loads(sys.argv[1]):
+for flags, field in json.loads(sys.argv[1]):
     server_args = prepare_server_args(flags)
     server_args.resolve_once()
-    print("found", getattr(resolving_view(server_args), sys.argv[2]))
+    print("found", getattr(resolving_view(server_args), field))
 """
+RATIO, ATTENTION = "mamba_full_memory_ratio", "attention_backend"
+OURS = ["--radix-cache-backend", "hybrid"]
+ASKED = {
+    "SGLang's pools": ([], RATIO),
+    "our pools": (OURS, RATIO),
+    "the user's pools": ([*OURS, "--mamba-full-memory-ratio", "0.7"], RATIO),
+    "our attention": ([], ATTENTION),
+    "the user's attention": (["--attention-backend", "torch_native"], ATTENTION),
+}
 
 
-def resolved(field: str, *flags: list[str]) -> list[str]:
-    """What an argument resolves to with each of some flags; "None" leaves SGLang's default."""
+@pytest.fixture(scope="module")
+def resolved() -> dict[str, str]:
+    """What an argument resolves to with some flags; "None" leaves SGLang's default."""
     model = ["--model-path", str(ensure_default_model())]
-    program = [
-        sys.executable,
-        "-c",
-        RESOLVE,
-        json.dumps([[*model, *more] for more in flags]),
-        field,
-    ]
+    asked = json.dumps([[[*model, *flags], field] for flags, field in ASKED.values()])
+    program = [sys.executable, "-c", RESOLVE, asked]
     done = subprocess.run(program, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [line.split()[1] for line in done.stdout.splitlines() if line.startswith("found")]
+    found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("found")]
+    return dict(zip(ASKED, found, strict=True))
 
 
-def test_pools_are_split_for_planned_checkpoints_unless_the_user_says_how() -> None:
+def test_pools_are_split_for_planned_checkpoints_unless_the_user_says_how(
+    resolved: dict[str, str],
+) -> None:
     config = json.loads((Path(ensure_default_model()) / "config.json").read_text())
-    ours = ["--radix-cache-backend", "hybrid"]
-    pinned = [*ours, "--mamba-full-memory-ratio", "0.7"]
-    found = resolved("mamba_full_memory_ratio", [], ours, pinned)
-    assert found == ["None", str(round(CostModel.from_config(config).states_to_kv, 3)), "0.7"]
+    assert resolved["SGLang's pools"] == "None"
+    assert resolved["our pools"] == str(round(CostModel.from_config(config).states_to_kv, 3))
+    assert resolved["the user's pools"] == "0.7"
 
 
-def test_the_cpu_platform_has_an_attention_of_its_own() -> None:
-    found = resolved("attention_backend", [], ["--attention-backend", "torch_native"])
-    assert found == ["hybrid_cpu", "torch_native"]
+def test_the_cpu_platform_has_an_attention_of_its_own(resolved: dict[str, str]) -> None:
+    assert resolved["our attention"] == "hybrid_cpu"
+    assert resolved["the user's attention"] == "torch_native"

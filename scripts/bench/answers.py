@@ -3,21 +3,28 @@
 A row per trace and size of the cache, request after request, starting cold, by the paper's rules
 and as served with one memory. Token hit rates in percent without either, and the points that are
 added: by answers; by answers and hints of a kind (the option `--hints` of the replay). With --cost
-it is the time that the history takes for a request when it ends, with and without answers.
+it is the time that the history takes for a request when it ends, with and without answers. With
+--features it is what further features of an answer add to those that count: whether it calls a tool
+(tau-bench: its message has the token of `tool`), its length by powers of two, and, as a placebo,
+one that is the same for all.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
 
 import numpy as np
+import numpy.typing as npt
 
 from scripts.bench.policies import COST, RULES
 from scripts.bench.report import Table, positive
-from scripts.bench.traces import TRACES, read_or_generate
+from scripts.bench.traces import SIZES, TRACES, read_named, read_or_generate
+from sglang_hybrid.core import answers
 from sglang_hybrid.core.history import History, TimeUnit
 from sglang_hybrid.core.nodes import Clock
 from sglang_hybrid.replay.hints import KINDS, with_hints
@@ -35,11 +42,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--generated", type=int, metavar="SEEDS", help="generated traffic instead")
     parser.add_argument("--workers", type=positive, default=1, help="processes")
     parser.add_argument("--cost", action="store_true", help="of a request, instead")
+    parser.add_argument("--features", action="store_true", help="further ones, instead")
 
 
 def run(options: argparse.Namespace) -> None:
     if options.cost:
         cost()
+        return
+    if options.features:
+        further_features(options)
         return
     runner, rows = read_or_generate(options.traces, options.generated)
     traces = dict(runner.traces)
@@ -94,3 +105,57 @@ def cost(requests: int = 300, answer: int = 200) -> None:
                 times.append(perf_counter() - begin)
             medians.append(f"{1e3 * median(times):.3f}")
         table.row(f"{length:,}", *medians)
+
+
+def further_features(options: argparse.Namespace) -> None:
+    """Hit rates with one more feature of each answer, where answers tell something."""
+    names = ("taubench_airline", "sharegpt_55")
+    runner = Runner({name: read_named(options.traces, name) for name in names})
+    rows = [(name, size) for name in names for size in SIZES[name]]
+    heads = [f"{rules}: {name}" for rules in options.rules for name in ("answers", *FURTHER)]
+    table, gains = Table("trace", "GB", *heads), []
+    for name, size in rows:
+        found: list[float] = []
+        for rules in options.rules:
+            job = Job(WITH, name, COST, int(size * 1e9), serving=RULES[rules])
+            without = 100 * runner.run(job).hit_rate
+            found.append(without)
+            for feature in FURTHER.values():
+                with one_more(feature):
+                    found.append(100 * runner.run(job).hit_rate - without)
+        gains.append(found)
+        table.row(name, f"{size:g}", *_shown(found))
+    means = [mean(column) for column in zip(*gains, strict=True)]
+    table.row("**mean**", "", *(f"**{cell}**" for cell in _shown(means)))
+
+
+def _shown(found: Sequence[float]) -> list[str]:
+    every = 1 + len(FURTHER)
+    return [f"{x:+.2f}" if at % every else f"{x:.2f}" for at, x in enumerate(found)]
+
+
+TOOL = 10_154
+"""The token of `tool` in tau-bench, which messages have that call one."""
+
+FURTHER: dict[str, Callable[[npt.NDArray[np.int64]], int]] = {
+    "tool call": lambda answer: int((answer == TOOL).any()),
+    "length": lambda answer: len(answer).bit_length(),
+    "placebo": lambda answer: 0,
+}
+
+
+@contextmanager
+def one_more(feature: Callable[[npt.NDArray[np.int64]], int]) -> Iterator[None]:
+    """Answers have this feature, too."""
+    usual = answers.features_of
+
+    def features_of(answer: npt.ArrayLike) -> answers.Features:
+        ids = np.asarray(answer)
+        own = (0x9E3779B1 * (feature(ids) + 1) >> 7) % (1 << answers.WEIGHT_BITS)
+        return np.unique(np.append(usual(ids), np.uint16(own)))
+
+    answers.features_of = features_of
+    try:
+        yield
+    finally:
+        answers.features_of = usual

@@ -1,14 +1,14 @@
 """Loads from the host, replayed: started when a request has its turn, or so that they end then.
 
-The device's cache has the bytes of `schedule-replay`, the host eight times as many, and what the
-host has is loaded where that is faster than computing it. Prefills run one after the other,
---places requests decode beside them; times are the Marconi paper's fit, and requests come as in
-`schedule-replay`, in the order of `window`.
+The host has the bytes that the device has in `schedule-replay`, the device a quarter;
+`tiers-replay` has the rules, those of the paper. `never`: the device alone. Prefills run one after
+the other, --places requests decode beside them; times are the Marconi paper's fit. Requests come as
+in `schedule-replay`, in the order of `window`.
 
 `loads`: requests that had to load something; `complete`: of those that waited longer than their
 load takes, the share whose load was complete at their turn. `in vain`: bytes loaded for requests
-that did not use them. Seconds to the first token of requests whose prompt began as one that the
-host knew, P50 and mean.
+that did not use them. Seconds to the first
+token of all requests, P50 and mean.
 """
 
 from __future__ import annotations
@@ -27,18 +27,16 @@ from scripts.bench.schedule_replay import Row, at_load, orders, rows
 from scripts.bench.traces import TRACES
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.queue_order import QueueOrder
-from sglang_hybrid.core.rates import Link
-from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.rates import Tier
 from sglang_hybrid.core.systems import Setting, Spec
-from sglang_hybrid.replay.prefetching import Loading, TwoTiers
+from sglang_hybrid.replay.prefetching import Loading, LoadingServer
 from sglang_hybrid.replay.simulator import Simulator
+from sglang_hybrid.replay.tier_budgets import BANDWIDTH, TierBudgets
 from sglang_hybrid.replay.timing import PAPER
 
 COST = CostModel.paper_7b()
-HOST = 8
+QUARTER = 4
 """Bytes of the host for each of the device."""
-
-LATENCY = 20e-6
 
 
 @dataclass(frozen=True)
@@ -53,27 +51,32 @@ class Found:
     mean: float
 
 
-def serve(job: tuple[Row, float, Loading, int]) -> Found:
+def serve(job: tuple[Row, float, Loading | None, int]) -> Found:
     row, bandwidth, loading, places = job
     row = at_load(row)
-    device, host = cache_of(row, 1), cache_of(row, HOST)
+    bandwidths = {Tier.HOST: bandwidth * 1e9, Tier.DISK: BANDWIDTH[Tier.DISK]}
+    tiers = TierBudgets.of(row.memory // QUARTER, row.memory, 0, bandwidths)
     order: QueueOrder[int] = QueueOrder(*orders()["window"])
-    link = Link(bandwidth * 1e9, LATENCY)
-    it = TwoTiers(device, host, link, PAPER, order, loading, places)
+    cache = cache_of(row, None if loading is None else tiers)
+    it = LoadingServer(
+        cache, tiers.links[Tier.HOST], PAPER, order, loading or Loading.ON_TURN, places
+    )
     served = it.run(row.requests)
-    known = np.array([s.ttft for s, known in zip(served, it.known, strict=True) if known])
+    ttft = np.array([one.ttft for one in served])
     counts, moved = it.counts, it.prefetcher.counts
     return Found(
         *(counts.loads, counts.possible, counts.complete),
         in_vain=moved.wasted_bytes / max(1, moved.loaded_bytes),
-        p50=float(np.median(known)),
-        mean=float(known.mean()),
+        p50=float(np.median(ttft)),
+        mean=float(ttft.mean()),
     )
 
 
-def cache_of(row: Row, times: int) -> Simulator:
-    serving = Serving(one_memory=True)
-    setting = Setting(COST, times * row.memory, row.requests, serving=serving)
+def cache_of(row: Row, tiers: TierBudgets | None) -> Simulator:
+    """By the paper's rules, in tiers or on the device alone."""
+    speeds = None if tiers is None else tiers.speeds(COST, PAPER)
+    memory = row.memory // QUARTER if tiers is None else None
+    setting = Setting(COST, memory, row.requests, tiers=tiers, speeds=speeds)
     cache: Simulator = Spec("reuse").build(setting)
     return cache
 
@@ -88,24 +91,31 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    options.tiers = True  # loads are of what a device with tiers has to do
     asked = [row for row in rows(options) if not row.azure]
     jobs = [
         (row, bandwidth, loading, options.places)
         for row in asked
         for bandwidth in options.bandwidths
-        for loading in Loading
+        for loading in (None, *Loading)
     ]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, context) as pool:
         show(jobs, list(pool.map(serve, jobs)))
 
 
-def show(jobs: Sequence[tuple[Row, float, Loading, int]], found: Sequence[Found]) -> None:
+def show(jobs: Sequence[tuple[Row, float, Loading | None, int]], found: Sequence[Found]) -> None:
     table = Table("trace", "GB/s", "loads start", "loads", "complete", "in vain", "P50", "mean")
     for (row, bandwidth, loading, _), one in zip(jobs, found, strict=True):
         share = f"{one.complete / one.possible:.0%}" if one.possible else ""
         table.row(
-            *(row.cells[0], f"{bandwidth:g}", loading.value, one.loads or "", share),
+            *(
+                row.cells[0],
+                f"{bandwidth:g}",
+                "never" if loading is None else loading.value,
+                one.loads or "",
+                share,
+            ),
             f"{one.in_vain:.1%}" if loading is Loading.TIMED else "",
             *(f"{one.p50:.3f}", f"{one.mean:.3f}"),
         )

@@ -54,34 +54,39 @@ def prompts_of(options: argparse.Namespace) -> list[list[list[int]]]:
     return [[prompt() for _ in range(options.requests)] for _ in range(CLIENTS)]
 
 
-async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> Asked:
+async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int], answer: int) -> Asked:
     begin = time.perf_counter()
-    async with session.post(url + "/generate", json=greedy(prompt, 1)) as response:
+    async with session.post(url + "/generate", json=greedy(prompt, answer)) as response:
         if response.status != 200:
             raise BenchFailed(f"a request was answered with status {response.status}")
-        answer: dict[str, Any] = await response.json()
-    cached = int(answer["meta_info"]["cached_tokens"])
+        found: dict[str, Any] = await response.json()
+    cached = int(found["meta_info"]["cached_tokens"])
     return Asked(time.perf_counter() - begin, len(prompt), cached)
 
 
 async def client(
-    session: aiohttp.ClientSession, url: str, prompts: list[list[int]], at_once: int
+    session: aiohttp.ClientSession, url: str, prompts: list[list[int]], at_once: int, answer: int
 ) -> list[Asked]:
     """Send all, `at_once` at a time."""
     places = asyncio.Semaphore(at_once)
 
     async def one(prompt: list[int]) -> Asked:
         async with places:
-            return await ask(session, url, prompt)
+            return await ask(session, url, prompt, answer)
 
     return list(await asyncio.gather(*[one(prompt) for prompt in prompts]))
 
 
-async def all_clients(url: str, prompts: list[list[list[int]]], at_once: int) -> list[Asked]:
+async def all_clients(
+    url: str, prompts: list[list[list[int]]], at_once: int, answer: int = 1
+) -> list[Asked]:
+    """What all clients send, `at_once` requests of each at a time; answers of so many tokens."""
     limits = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(connector=limits, timeout=timeout) as session:
-        found = await asyncio.gather(*[client(session, url, own, at_once) for own in prompts])
+        found = await asyncio.gather(
+            *[client(session, url, own, at_once, answer) for own in prompts]
+        )
     return [one for answered in found for one in answered]
 
 

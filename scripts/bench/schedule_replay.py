@@ -12,6 +12,9 @@ hit. `misses`: what of its aims `window` misses in a row: P99 not above fcfs's, 
 often than the bound says. The last table: geometric means over the rows of P50 against lpm's and
 P99 against fcfs's, the mean difference of hit rates from lpm's, rows in which the order meets each
 of these, and the most that a request was overtaken.
+
+With --tiers the device has a tenth of that memory, the host all of it and the disk eight times as
+much, by the paper's rules; a request waits for its load before its prefill.
 """
 
 from __future__ import annotations
@@ -42,8 +45,9 @@ from sglang_hybrid.core.queue_order import QueueOrder
 from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.core.waiting import Bound
 from sglang_hybrid.replay.arrivals import Azure
-from sglang_hybrid.replay.simulator import Cache, hit_rate
+from sglang_hybrid.replay.simulator import Cache, Simulator, hit_rate
 from sglang_hybrid.replay.systems import Setting, Spec
+from sglang_hybrid.replay.tier_budgets import TierBudgets
 from sglang_hybrid.replay.timing import PAPER, Timeline
 from sglang_hybrid.replay.traces import Request
 
@@ -66,13 +70,14 @@ WITH_GAPS = ("taubench_airline", "sharegpt_55", "claude_code_64k")
 
 @dataclass(frozen=True)
 class Row:
-    """A trace with arrivals at one load, in a cache of so many bytes."""
+    """A trace with arrivals at one load, in a cache of so many bytes, or in tiers."""
 
     trace: str
     azure: bool
     load: float
     requests: Sequence[Request]
     memory: int
+    tiers: bool = False
 
     @property
     def cells(self) -> tuple[str, str, str]:
@@ -107,6 +112,10 @@ def orders() -> dict[str, tuple[Order, Bound]]:
 
 
 def cache_of(row: Row) -> Cache:
+    if row.tiers:
+        tiers = TierBudgets.of(row.memory // 10, row.memory, 8 * row.memory)
+        speeds = tiers.speeds(COST, PAPER)
+        return Spec("reuse").build(Setting(COST, None, row.requests, tiers=tiers, speeds=speeds))
     serving = Serving(one_memory=True)
     return Spec("reuse").build(Setting(COST, row.memory, row.requests, serving=serving))
 
@@ -143,6 +152,8 @@ def at_load(row: Row) -> Row:
     """`row` with its arrivals stretched to its load."""
     cache, work = cache_of(row), 0.0
     for request in row.requests:
+        if row.tiers and isinstance(cache, Simulator):
+            work += cache.to_load(request)[1]
         outcome = cache.serve(request)
         work += PAPER.seconds(outcome.hit_len, outcome.input_len - outcome.hit_len)
     first = row.requests[0].arrival
@@ -160,7 +171,7 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
                 starts = Azure.read(options.traces / AZURE).arrivals
                 requests = with_starts(requests, starts)
             for load in options.loads:
-                yield Row(trace, azure, load, requests, int(gigabytes * 1e9))
+                yield Row(trace, azure, load, requests, int(gigabytes * 1e9), options.tiers)
 
 
 def serve_row(row: Row) -> dict[str, Served]:
@@ -233,6 +244,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=1_000, help="of each trace, at most")
     parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--tiers", action="store_true", help="device, host and disk")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
+    from sglang_hybrid.cache.learning import Learning
     from sglang_hybrid.cache.measured_speeds import MeasuredSpeeds
     from sglang_hybrid.cache.offload import Offload
     from sglang_hybrid.cache.state_pool import PoolStateSlots
@@ -41,6 +42,7 @@ class HostTierCache(OneMemoryCache):
     ways: WayChooser | None
     tier_stats: TierStats
     offload: Offload | None
+    learning: Learning | None
     prefix_wait: Any  # a PrefixWait, None for a model without states
 
     def init_hicache(self, *args: Any, **kwargs: Any) -> None:
@@ -221,4 +223,6 @@ class HostTierCache(OneMemoryCache):
         backend = getattr(self.cache_controller, "storage_backend", None)
         store = getattr(backend, "store", None)  # tiers/file_backend.py
         disk = {} if store is None else {"disk": store.info()}
+        if store is not None and self.learning is not None:
+            disk["learnt"] = self.learning.as_dict()
         return {"held": held, **disk, **self.tier_stats.as_dict(), **self.speeds.as_dict()}

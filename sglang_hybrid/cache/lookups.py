@@ -175,6 +175,13 @@ class LookUps:
             report.checkpoints += checkpoints
             _send(req, report)
 
+    def pinned(self, req: Req, positions: Sequence[int]) -> None:
+        """What `req` declared at these positions is pinned now."""
+        report = self._reports.get(req)
+        if report is not None and positions and list(positions) != report.pinned:
+            report.pinned = list(positions)
+            _send(req, report)
+
 
 def _send(req: Req, report: RequestReport) -> None:
     """Put `report` into the response of `req`."""

@@ -6,13 +6,16 @@ Components, tuner and cache share them; none of their files imports `radix_cache
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import mamba_checkpoint_grid
 
+from sglang_hybrid.cache.learning import Learning
 from sglang_hybrid.cache.lookups import LookUps
 from sglang_hybrid.cache.measured_speeds import MeasuredSpeeds
+from sglang_hybrid.cache.pinning import make_pins
 from sglang_hybrid.cache.shadow_tree import ShadowTree
 from sglang_hybrid.cache.sizes import measured_cost
 from sglang_hybrid.cache.state_pool import PoolStateSlots
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.core.cost import CostModel
     from sglang_hybrid.memory.account import Account
+    from sglang_hybrid.tiers.object_store import ObjectStore
 
 
 @dataclass(eq=False)
@@ -43,7 +47,8 @@ class Parts:
     start: the policy that the flags start with. account: of one memory, None where KV and states
     have a pool each. shadow_tree: None where SGLang's own order decides what is evicted. planner:
     None where states are taken where SGLang tracks them. serving: how the server runs, None there.
-    speeds: what decisions about tiers are made with, None without tiers.
+    speeds: what decisions about tiers are made with, None without tiers. learning: what is learnt
+    outlives the server; None without tiers.
     """
 
     options: HybridConfig
@@ -59,6 +64,7 @@ class Parts:
     speeds: MeasuredSpeeds | None = None
     planner: Planner | None = None
     serving: Serving | None = None
+    learning: Learning | None = None
 
     def could_hold(self, kv_tokens: int, states: int) -> bool:
         """Whether one memory could hold so much if nothing else were there; of two pools, True."""
@@ -97,15 +103,21 @@ def build_parts(
         )
         policies = make_policies(start, history)
         one_memory = account is not None
+        pins = make_pins(measured, params, options.hybrid_pin_share)
         if tiers:
             on_cpu = str(getattr(allocator, "device", "cpu")) == "cpu"
             speeds = MeasuredSpeeds(measured, on_cpu=on_cpu)
             shadow_tree = TieredShadowTree(
-                measured, *policies, speeds, has_states=has_states, one_memory=one_memory
+                measured,
+                *policies,
+                speeds,
+                has_states=has_states,
+                one_memory=one_memory,
+                pins=pins,
             )
         else:
             shadow_tree = ShadowTree(
-                measured, *policies, has_states=has_states, one_memory=one_memory
+                measured, *policies, has_states=has_states, one_memory=one_memory, pins=pins
             )
     decision_log = DecisionLog(cache)
     slots = PoolStateSlots(cache, shadow_tree, decision_log)
@@ -124,9 +136,18 @@ def build_parts(
         tier_stats,
         speeds,
     )
+    if tiers and shadow_tree is not None and shadow_tree.history is not None:
+        parts.learning = Learning(shadow_tree.history, partial(_disk_of, cache))
     if has_states and plans and options.judicious and not params.disable:
         _plan(parts, params, one_pass=one_pass)
     return parts
+
+
+def _disk_of(cache: Any) -> ObjectStore | None:
+    """The store of the disk tier, if there is one by now."""
+    backend = getattr(getattr(cache, "cache_controller", None), "storage_backend", None)
+    store: ObjectStore | None = getattr(backend, "store", None)
+    return store
 
 
 def _plan(parts: Parts, params: CacheInitParams, *, one_pass: bool) -> None:
@@ -135,7 +156,9 @@ def _plan(parts: Parts, params: CacheInitParams, *, one_pass: bool) -> None:
     chunk = params.chunked_prefill_size or 0
     longest = params.req_to_token_pool.max_context_len
     one_memory = parts.account is not None
-    parts.serving = Serving(chunk if chunk > 0 else longest, grid, one_memory)
+    parts.serving = Serving(
+        chunk if chunk > 0 else longest, grid, one_memory, parts.options.hybrid_pin_share
+    )
     parts.planner = Planner(
         parts.slots,
         parts.stats.skipped,

@@ -12,12 +12,14 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache import tree_core  # noqa: F401, it registers BACKEND with SGLang
+from sglang_hybrid.cache.ahead_loads import AheadLoads
 from sglang_hybrid.cache.components import with_our_components
 from sglang_hybrid.cache.host_tier import HostTierCache
 from sglang_hybrid.cache.inexact import ExactPartsCache
 from sglang_hybrid.cache.modular import ModularPrompts
 from sglang_hybrid.cache.offload import Offload
 from sglang_hybrid.cache.parts import build_parts
+from sglang_hybrid.cache.pinning import pin_published
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from sglang_hybrid.cache.publication import Publication
 from sglang_hybrid.cache.slots import free_slots
@@ -34,6 +36,7 @@ from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.explain.explainer import Explainer
 from sglang_hybrid.requests.kv_hints import declared_positions, session_hint
 from sglang_hybrid.schedule.adder import ScheduledPrefillAdder
+from sglang_hybrid.schedule.clock import StepClock
 from sglang_hybrid.schedule.queue import QueueSchedule, make_schedule
 from sglang_hybrid.telemetry.metrics import CacheMetrics
 from sglang_hybrid.tenants import tenant_of
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.core.cost import CostModel
     from sglang_hybrid.core.history import HistoryMatch
+    from sglang_hybrid.core.pins import Pins
     from sglang_hybrid.telemetry.schedule import ScheduleStats
 
 logger = logging.getLogger(__name__)
@@ -100,7 +104,10 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
         self.lookups, self.decision_log = parts.lookups, parts.decision_log
         self.explainer = Explainer(self, self.decision_log)
         self.speeds, self.ways, self.tier_stats = parts.speeds, None, parts.tier_stats
-        self.offload, self.prefix_wait = None, None
+        self.offload, self.prefix_wait, self.learning = None, None, parts.learning
+        self.step_clock = StepClock()
+        if self.shadow_tree is not None:
+            self.step_clock.join(self._pins_end, self.shadow_tree.time_passes)
         self.schedule: QueueSchedule | None = None
         if not params.disable:
             self.schedule = make_schedule(self, self.options, priority_sign)
@@ -109,6 +116,8 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
             self.ways = self.tree_core.ways = WayChooser(self.shadow_tree)
             self.tree_core.writes = WriteJudge(self.shadow_tree, self.tier_stats, self.host_room)
             self.offload = Offload(self, self.options.hybrid_offload_watermark)
+            if self.schedule is not None and self.speeds is not None:
+                self.schedule.load_ahead(AheadLoads(self), self.speeds)
         if self.schedule is not None:
             self.prefill_adder_class: type[ScheduledPrefillAdder] = ScheduledPrefillAdder
         if self.is_mamba_enabled and not self.disable:
@@ -147,6 +156,15 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
         """How true what was expected of answers has been; None where nothing is expected."""
         history = None if self.shadow_tree is None else self.shadow_tree.history
         return None if history is None else history.calibration
+
+    def _pins_end(self, seconds: float) -> bool:
+        """Whether the time of a pin is over."""
+        return self.shadow_tree is not None and seconds >= self.shadow_tree.tree.pins.next_expiry
+
+    @property
+    def pins(self) -> Pins | None:
+        """What clients pin; None where SGLang's own order decides what is evicted."""
+        return None if self.shadow_tree is None else self.shadow_tree.tree.pins
 
     @property
     def schedule_stats(self) -> ScheduleStats | None:
@@ -256,6 +274,9 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
             super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
             publication.publish_rest(self)
         self.lookups.published(req, publication.published)
+        if self.shadow_tree is not None:
+            pinned = pin_published(self, self.shadow_tree, req, self.page_size)
+            self.lookups.pinned(req, pinned)
         if self._metrics is not None:
             self._metrics.update()
         if req.finished() and req.last_node is not None:
@@ -284,6 +305,20 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
                 self._history_matches.get(req),
                 session_hint(req.kv_hints),
             )
+            if self.learning is not None:
+                self.learning.finished()
+            if self.schedule is not None:
+                self._expect_return(req)
+
+    def _expect_return(self, req: Req) -> None:
+        """The session of `req` may be expected back at some time."""
+        node = self.tree_core.node_by_id(req.last_node)
+        if self.schedule is None or self.shadow_tree is None or node is self.tree_core.root_node:
+            return
+        place = self.shadow_tree.record(node).history_node
+        seconds = None if place is None else place.return_after
+        if seconds is not None:
+            self.schedule.expected(node.id, seconds)
 
     def session_closed(self, last: Sequence[Req]) -> None:
         """A client closed its session, whose `last` requests nobody continued (patch 0041)."""
@@ -339,6 +374,7 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
             "memory": None if self.account is None else self.account.as_dict(),
             "tiers": self.tiers_info(),
             "schedule": None if self.schedule is None else self.schedule.info(),
+            "pins": None if self.pins is None else self.pins.as_dict(),
             "tuner": self.tuning.info(),
             "recording": self.tuning.recording(),
             "advice": self.advice,

@@ -19,6 +19,7 @@ from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.core.history import HistoryMatch
 from sglang_hybrid.core.nodes import Clock, Kind, Node, NodeTree
+from sglang_hybrid.core.pins import Pins
 from sglang_hybrid.core.pool import Pool, Scarce
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class ShadowTree:
             from, so every node counts as holding a state of no bytes.
         one_memory: KV and states share all bytes, so there is one pool, under `kv_policy`: a victim
             of either kind makes room for either.
+        pins: what clients pin; nothing can be pinned without them.
     """
 
     follows_copies = False  # whether `sync` does anything
@@ -48,8 +50,10 @@ class ShadowTree:
         *,
         has_states: bool,
         one_memory: bool = False,
+        pins: Pins | None = None,
     ) -> None:
         self.cost = cost
+        self._pins = pins
         self.has_states = has_states
         self.one_memory = one_memory
         self.history = kv_policy.history
@@ -64,7 +68,7 @@ class ShadowTree:
         for record in self._records.values():  # their ids will be given anew
             self._kv_policy.forget(record)
             self._state_policy.forget(record)
-        self.tree = NodeTree(self.clock)
+        self.tree = NodeTree(self.clock, self._pins)
         self._fill_pools()
         self._records = {}
 
@@ -150,6 +154,12 @@ class ShadowTree:
     def arrived(self, stamp: float | None) -> None:
         """A request is looked up for the first time; `stamp`: seconds that it carries, or None."""
         self.clock.advance(stamp)
+        self.tree.pins.expire()
+
+    def time_passes(self, seconds: float) -> None:
+        """All ranks are told that it is so late."""
+        self.clock.passes(seconds)
+        self.tree.pins.expire()
 
     def hit(self, node: UnifiedTreeNode) -> None:
         record = self._records[node.id]

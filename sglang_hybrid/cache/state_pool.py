@@ -43,6 +43,11 @@ class PoolStateSlots:
         """
         self._decoding = requests
 
+    @property
+    def decoding(self) -> int:
+        """Requests that run, or will."""
+        return self._decoding
+
     def free(self) -> int:
         """Slots that cost nothing."""
         return free_slots(self._allocator)

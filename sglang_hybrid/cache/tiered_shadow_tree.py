@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang_hybrid.cache.served_pool import ServedTierPool
 from sglang_hybrid.cache.shadow_tree import ShadowTree
 from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.core.pins import Pins
 from sglang_hybrid.core.places import Placement, copies_of
 from sglang_hybrid.core.pool import Pool, Scarce
 from sglang_hybrid.core.rates import Tier
@@ -48,12 +49,18 @@ class TieredShadowTree(ShadowTree):
         *,
         has_states: bool,
         one_memory: bool = False,
+        pins: Pins | None = None,
     ) -> None:
         self.speeds = speeds
         self._written_back = False
         self._placement: Placement | None = None
         super().__init__(
-            cost, kv_policy, state_policy, has_states=has_states, one_memory=one_memory
+            cost,
+            kv_policy,
+            state_policy,
+            has_states=has_states,
+            one_memory=one_memory,
+            pins=pins,
         )
 
     def _fill_pools(self) -> None:

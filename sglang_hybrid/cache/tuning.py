@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_hybrid.cache.learning import LearntBefore
 from sglang_hybrid.cache.measured_speeds import SpeedsMeasured
 from sglang_hybrid.config import Eviction
 from sglang_hybrid.core.serving import Split
@@ -96,11 +97,12 @@ class Tuning:
             states += int(cache.req_to_token_pool.mamba_allocator.available_size())
         return Split(kv + int(allocator.available_size()), states)
 
-    def poll(self) -> list[PolicySwitch | SpeedsMeasured]:
+    def poll(self) -> list[PolicySwitch | SpeedsMeasured | LearntBefore]:
         """What the first rank sends to all of them with the requests of this step."""
         switch = None if self.tuner is None else self.tuner.poll()
         measured = [] if self._parts.speeds is None else self._parts.speeds.poll()
-        return [*([] if switch is None else [switch]), *measured]
+        learnt = [] if self._parts.learning is None else self._parts.learning.poll()
+        return [*([] if switch is None else [switch]), *measured, *learnt]
 
     def switch(self, switch: PolicySwitch) -> None:
         """On every rank at the same step: `switch` comes into force."""
@@ -118,8 +120,12 @@ class Tuning:
     def handlers(self) -> list[tuple[type, Callable[[Any], None]]]:
         """What the scheduler's dispatcher must know."""
         speeds = self._parts.speeds
+        measured: list[tuple[type, Callable[[Any], None]]]
+        learnt: list[tuple[type, Callable[[Any], None]]]
         measured = [] if speeds is None else [(SpeedsMeasured, speeds.adopt)]
-        return [(PolicySwitch, self.switch), *measured]
+        learning = self._parts.learning
+        learnt = [] if learning is None else [(LearntBefore, learning.restore)]
+        return [(PolicySwitch, self.switch), *measured, *learnt]
 
     @property
     def counts(self) -> Mapping[str, float]:

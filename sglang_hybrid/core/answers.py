@@ -12,13 +12,15 @@ from __future__ import annotations
 import math
 import random
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_hybrid.core.hints import Hint, HintRecord
+from sglang_hybrid.core.learnt import LearntAnswers
 
 WEIGHT_BITS = 16
 TOKENS_AT_EACH_END = 64
@@ -42,7 +44,11 @@ GAIN, EVIDENCE = 0.05, 6.0
 MEMORY = 256
 """Labels over which that is judged: the weight of one is halved after so many others."""
 THRESHOLDS = (0.2, 0.8)
-BUCKETS = 2 + len(THRESHOLDS)
+EXPECTATIONS = 2 + len(THRESHOLDS)
+"""Nothing is expected of a return, or how likely one is."""
+WAITS = (8.0, 64.0)
+"""Seconds by which likely returns are told apart where a client's hint said when."""
+BUCKETS = EXPECTATIONS + 1 + len(WAITS)
 """What `bucket_of` returns is less."""
 MODEL_BYTES = 3 << 20
 """Of one tenant: weights, sums of squares and answers."""
@@ -66,9 +72,16 @@ def features_of(answer: npt.ArrayLike) -> Features:
     return features[first_of_its_kind]
 
 
-def bucket_of(expected: float | None) -> int:
-    """0 where nothing is expected, else 1 and the thresholds that the probability exceeds."""
-    return 0 if expected is None else 1 + sum(expected > threshold for threshold in THRESHOLDS)
+def bucket_of(expected: float | None, wait: float | None = None) -> int:
+    """0 where nothing is expected, else 1 and the thresholds that the probability exceeds. wait:
+    seconds after which a return is expected; where it is likely, they tell `WAITS` more apart.
+    """
+    if expected is None:
+        return 0
+    bucket = 1 + sum(expected > threshold for threshold in THRESHOLDS)
+    if wait is None or bucket < EXPECTATIONS - 1:
+        return bucket
+    return EXPECTATIONS + sum(wait > edge for edge in WAITS)
 
 
 @dataclass(eq=False, slots=True)
@@ -76,7 +89,9 @@ class Answer:
     """An answer that ended at `time`.
 
     predicted: what the regression said then. hint: what the client said. expected: the probability
-    of a return that was believed then, None if neither told anything. returned: whether somebody
+    of a return that was believed then, None if neither told anything. wait: seconds from `time` on
+    after which a return is expected, None if nobody said so or that is not believed. pace: seconds
+    since the answer before it in the session, None if there was none. returned: whether somebody
     came back to a position that its request opened or resumed from; None while that is open.
     """
 
@@ -85,30 +100,47 @@ class Answer:
     predicted: float
     hint: Hint | None = None
     expected: float | None = None
+    wait: float | None = None
+    pace: float | None = None
     returned: bool | None = None
 
     @property
     def bucket(self) -> int:
-        return bucket_of(self.expected)
+        return bucket_of(self.expected, self.wait)
+
+    @property
+    def return_after(self) -> float | None:
+        """Seconds after which a return is expected: those that the client named, else as many as
+        passed before this answer; None where no return is likely.
+        """
+        likely = self.expected is not None and self.expected > THRESHOLDS[-1]
+        if not likely:
+            return None
+        return self.pace if self.wait is None else self.wait
+
+    def believe_nothing(self) -> None:
+        """Nothing is expected of it."""
+        self.expected = self.wait = None
 
 
 class Calibration:
     """What was expected of answers, against what happened; over all tenants.
 
-    returned, gone: answers [BUCKETS] by `Answer.bucket` that somebody came back to, and that were
-    given up. expected: the sum of their probabilities [BUCKETS]; 0 in the first bucket.
+    returned, gone: answers [EXPECTATIONS], by how likely a return was, that somebody came back to,
+    and that were given up. expected: the sum of their probabilities [EXPECTATIONS]; 0 in the first.
     """
 
     def __init__(self) -> None:
-        self.returned = [0] * BUCKETS
-        self.gone = [0] * BUCKETS
-        self.expected = [0.0] * BUCKETS
+        self.returned = [0] * EXPECTATIONS
+        self.gone = [0] * EXPECTATIONS
+        self.expected = [0.0] * EXPECTATIONS
 
     def judge(self, answer: Answer, count: int = 1) -> None:
         """`answer` got its label; count -1: that is taken back."""
         happened = self.returned if answer.returned else self.gone
-        happened[answer.bucket] += count
-        self.expected[answer.bucket] += count * (answer.expected or 0.0)
+        bucket = bucket_of(answer.expected)
+        happened[bucket] += count
+        self.expected[bucket] += count * (answer.expected or 0.0)
 
 
 class AnswerModel:
@@ -119,6 +151,8 @@ class AnswerModel:
         calibration: is told of every label.
         seed: of the choice of replayed answers; the same calls give the same model.
     """
+
+    NUMBERS = ("_bias", "_bias_squares", "_patience", "_gain", "_weight", "_share")
 
     def __init__(self, calibration: Calibration | None = None, seed: int = 0) -> None:
         self.hints = HintRecord()
@@ -156,24 +190,30 @@ class AnswerModel:
 
     def expect(self, features: Features, hint: Hint | None = None) -> float | None:
         """The probability that somebody comes back after such an answer and such a hint; None while
-        neither tells anything. A hint that says little counts for nothing.
+        neither tells anything. A hint that says little counts for nothing, unless it says when.
         """
         return self._expected(self.predict(features), hint)
 
     def _expected(self, predicted: float, hint: Hint | None) -> float | None:
         """What `expect` returns where the regression says `predicted`."""
-        if hint is not None and self.hints.tells(hint):
+        if hint is not None and (self.hints.tells(hint) or self.wait(hint) is not None):
             p = self.hints.probability(hint)
             if not THRESHOLDS[0] < p <= THRESHOLDS[-1]:
                 return p
         return predicted if self.tells else None
+
+    def wait(self, hint: Hint | None) -> float | None:
+        """Seconds after which a return is expected by such a hint, or None."""
+        if hint is None or hint.seconds is None:
+            return None
+        return self.hints.times.expected(hint.seconds)
 
     def ended(self, tokens: npt.ArrayLike, time: float, hint: Hint | None = None) -> Answer:
         """An answer [n] of token ids ended; from now on it waits for a return."""
         features = features_of(tokens)
         predicted = self.predict(features)
         expected = self._expected(predicted, hint)
-        answer = Answer(features, time, predicted, hint, expected)
+        answer = Answer(features, time, predicted, hint, expected, self.wait(hint))
         self._open.append(answer)
         return answer
 
@@ -189,7 +229,7 @@ class AnswerModel:
         self.labels[1] += 1
         self._intervals.append(time - answer.time)
         self._positives.append(answer)
-        self._learn(answer)
+        self._learn(answer, time - answer.time)
         if len(self._intervals) % 16 == 1:
             self._patience = PATIENCE * float(np.quantile(self._intervals, QUANTILE))
 
@@ -205,6 +245,30 @@ class AnswerModel:
                 self._negatives.append(answer)
                 self._learn(answer)
 
+    def learnt(self) -> LearntAnswers:
+        """What it knows, without the answers themselves."""
+        features = (self._squares != FIRST_SQUARES).nonzero()[0].astype(np.uint16)
+        return LearntAnswers(
+            features,
+            self._weights[features],
+            self._squares[features],
+            [float(getattr(self, name)) for name in self.NUMBERS] + [float(n) for n in self.labels],
+            list(self._intervals),
+            self.hints.as_list(),
+        )
+
+    def restore(self, learnt: LearntAnswers) -> None:
+        """Begin with what another model has learnt. Raises ValueError."""
+        if len(learnt.numbers) != len(self.NUMBERS) + 2:
+            raise ValueError(f"a model has {len(self.NUMBERS) + 2} numbers")
+        self.hints.restore(learnt.hints)
+        self._weights[learnt.features] = learnt.weights
+        self._squares[learnt.features] = learnt.squares
+        for name, value in zip(self.NUMBERS, learnt.numbers, strict=False):
+            setattr(self, name, value)
+        self.labels = [int(number) for number in learnt.numbers[-2:]]
+        self._intervals.extend(learnt.intervals)
+
     def _judge(self, answer: Answer) -> None:
         right = answer.predicted if answer.returned else 1 - answer.predicted
         guessed = self._share if answer.returned else 1 - self._share
@@ -213,9 +277,10 @@ class AnswerModel:
         self._weight = fade * self._weight + 1
         self._share += (float(bool(answer.returned)) - self._share) / min(self._weight + 1, MEMORY)
 
-    def _learn(self, answer: Answer) -> None:
+    def _learn(self, answer: Answer, after: float = 0.0) -> None:
+        """`answer` got its label; a return came `after` so many seconds."""
         self._calibration.judge(answer)
-        self.hints.followed(answer.hint, returned=bool(answer.returned))
+        self.hints.followed(answer.hint, returned=bool(answer.returned), after=after)
         if not len(answer.features):  # no answer, only a hint
             return
         self._judge(answer)
@@ -245,14 +310,35 @@ class AnswerModels:
     def __init__(self, max_bytes: int = 64 << 20) -> None:
         self._most = max_bytes // MODEL_BYTES
         self._models: OrderedDict[Hashable, AnswerModel] = OrderedDict()
+        self._saved: dict[str, LearntAnswers] = {}  # of tenants that did not come yet
+        self._name_of: Callable[[Any], str] = repr
         self.calibration = Calibration()
 
     def of(self, tenant: Hashable) -> AnswerModel | None:
         """The model of `tenant`, which is here now; None where none may be kept."""
         if self._most < 1:
             return None
-        model = self._models.pop(tenant, None) or AnswerModel(self.calibration)
+        model = self._models.pop(tenant, None) or self._new(tenant)
         self._models[tenant] = model
+        while self._saved and len(self._models) + len(self._saved) > self._most:
+            del self._saved[next(iter(self._saved))]
         while len(self._models) > self._most:
             self._models.popitem(last=False)
         return model
+
+    def _new(self, tenant: Hashable) -> AnswerModel:
+        model = AnswerModel(self.calibration)
+        saved = self._saved.pop(self._name_of(tenant), None) if self._saved else None
+        if saved is not None:
+            model.restore(saved)
+        return model
+
+    def learnt(self, name_of: Callable[[Any], str]) -> dict[str, LearntAnswers]:
+        """All tenants' models by their names, with those that were restored and not used yet."""
+        models = {name_of(tenant): model.learnt() for tenant, model in self._models.items()}
+        return self._saved | models
+
+    def restore(self, saved: dict[str, LearntAnswers], name_of: Callable[[Any], str]) -> None:
+        """Begin with these when their tenants come."""
+        self._name_of = name_of
+        self._saved = dict(list(saved.items())[-self._most :]) if self._most else {}

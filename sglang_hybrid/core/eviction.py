@@ -2,6 +2,10 @@
 
 A policy turns a node into a few numbers when it changes (`describe`), and those numbers, in arrays,
 into scores when a victim is wanted (`scores`). It knows neither the cache nor the simulator.
+
+A pin (core/pins.py) counts as more evidence of return. Where a policy estimates returns (`Reuse`),
+it adds the pin's rate. Where recency stands for them, the node counts as just used, or as used half
+as long ago for a low one. Where neither does, what it saves counts 1 + w times for a weight of w.
 """
 
 from __future__ import annotations
@@ -27,15 +31,17 @@ class Policy:
     columns: how many numbers `describe` returns. stateless_first: leaves without a state are
     evicted before anything else, since nothing can be resumed from them; otherwise they compete
     (SGLang's order). spares_forks: states with several children are evicted only where nothing else
-    is left (the paper's rule, section 4.2). knows_returns: scores say how likely a position comes
-    back, by what was seen. history: what the policy learns from; the cache feeds it every request
-    and links its nodes to it (`node.history_node`).
+    is left (the paper's rule, section 4.2). bounded_by_prefix: of KV alone, a leaf saves no more
+    per byte than its whole prefix, which must stay as long as it does. knows_returns: scores say
+    how likely a position comes back, by what was seen. history: what the policy learns from; the
+    cache feeds it every request and links its nodes to it (`node.history_node`).
     """
 
     name: ClassVar[str]
     columns: ClassVar[int] = 1
     stateless_first: bool = True
     spares_forks: ClassVar[bool] = False
+    bounded_by_prefix: ClassVar[bool] = False
     knows_returns: ClassVar[bool] = False
     history: History | None = None
 
@@ -76,7 +82,7 @@ class Lru(Policy):
         return ()
 
     def scores(self, table: Table, clock: Clock) -> FloatArray:
-        return table.last_used()
+        return table.recency(clock.tick)
 
 
 class Marconi(Policy):
@@ -100,7 +106,7 @@ class Marconi(Policy):
         return (saved / freed,)
 
     def scores(self, table: Table, clock: Clock) -> FloatArray:
-        times = table.last_used()
+        times = table.recency(clock.tick)
         spread = table.span(0) if self.alpha else 0.0
         if not spread:
             return times
@@ -121,16 +127,22 @@ class SegLen(Policy):
     def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
         return (float(node.depth - node.anchor_depth),)
 
+    def scores(self, table: Table, clock: Clock) -> FloatArray:
+        pins = table.pins()
+        return table.column(0) if pins is None else table.column(0) * (1 + pins)
+
 
 class Gdsf(Policy):
     """Greedy-Dual-Size-Frequency: H = L + uses * savings / bytes, where L is the H of the last
     victim.
 
     A node keeps the L of when it first stood for eviction after its last use (a running request
-    holds it until then), so one that is not used again is overtaken as L rises.
+    holds it until then), so one that is not used again is overtaken as L rises. One that is pinned
+    has the L of now.
     """
 
     name = "gdsf"
+    columns = 2  # L, and the rest
 
     def __init__(self) -> None:
         self._inflation = 0.0
@@ -141,7 +153,15 @@ class Gdsf(Policy):
         known = self._base.get(node.id)
         if known is None or known[0] != uses:
             known = self._base[node.id] = (uses, self._inflation)
-        return (known[1] + uses * saved / freed,)
+        return (known[1], uses * saved / freed)
+
+    def scores(self, table: Table, clock: Clock) -> FloatArray:
+        pins = table.pins()
+        if pins is None:
+            return table.column(0) + table.column(1)
+        base = np.where(pins > 0, self._inflation, table.column(0))
+        scores: FloatArray = base + table.column(1) * (1 + pins)
+        return scores
 
     def evicted(self, node: Node, score: float) -> None:
         self._inflation = max(self._inflation, score)
@@ -171,17 +191,19 @@ class Reuse(Policy):
     """
 
     name = "reuse"
+    bounded_by_prefix = True
     knows_returns = True
     # class, last use, class and last use of the inherited demand, savings per byte, score, time at
-    # which the score expires
-    columns = 7
+    # which the score expires, rate of the pin
+    columns = 8
 
     def __init__(self, history: History | None = None, answers: float = 1) -> None:
         self.history: History = history or History()
         self.history.answers_count = bool(answers)
 
     def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
-        return (*self._demand(node), saved / freed, 0.0, -1.0)
+        rate = 0.0 if node.pin is None else node.pin.rate
+        return (*self._demand(node), saved / freed, 0.0, -1.0, rate)
 
     def _demand(self, node: Node) -> tuple[int, float, int, float]:
         """Class and time of last use of `node`, and of the demand that it inherited."""
@@ -198,6 +220,8 @@ class Reuse(Policy):
         return reuse_class, used, inherited.reuse_class, since
 
     def return_probability(self, node: Node, clock: Clock) -> float:
+        if node.pin is not None:  # it says that the return is certain
+            return 1.0
         now, index = self.history.time_unit.now(clock), self.history.index
         reuse_class, used, inherited, since = self._demand(node)
         own = index.return_probability(reuse_class, now - used)
@@ -206,7 +230,7 @@ class Reuse(Policy):
     def scores(self, table: Table, clock: Clock) -> FloatArray:
         now = self.history.time_unit.now(clock)
         index = self.history.index
-        scores, expiry = table.column(5), table.column(6)
+        scores, expiry, pinned = table.column(5), table.column(6), table.pins() is not None
         stale = (expiry <= now).nonzero()[0]
         if table.version != index.version:
             table.version = index.version
@@ -219,21 +243,24 @@ class Reuse(Policy):
                 weight, until = index.weight_until(int(reuse_class), now - last)
                 extra_weight, extra_until = index.weight_until(int(inherited), now - since)
                 weight += extra_weight
+                if pinned:
+                    weight += min(float(table.column(7)[row]), index.peak)
                 scores[row] = weight * saved if weight > 0 else table.last_used()[row] - NEVER
                 expiry[row] = min(last + until, since + extra_until)
         else:
-            used = table.column(1).take(stale)
-            weights, ends = index.weights(table.column(0).take(stale).astype(np.int64), now - used)
+            last_used, classes, used, heirs, since, saved = table.rows(stale)[:6]
+            weights, ends = index.weights(classes.astype(np.int64), now - used)
             ends += used
-            heirs = (table.column(2).take(stale) != NEVER_REUSED).nonzero()[0]
-            if len(heirs):
-                at = stale[heirs]
-                since = table.column(3)[at]
-                extra, extra_ends = index.weights(table.column(2)[at].astype(np.int64), now - since)
-                weights[heirs] += extra
-                ends[heirs] = np.minimum(ends[heirs], since + extra_ends)
-            hopeless = table.last_used().take(stale) - NEVER
-            scores[stale] = np.where(weights > 0, weights * table.column(4).take(stale), hopeless)
+            if np.count_nonzero(heirs != NEVER_REUSED):  # there is inherited demand
+                extra, extra_ends = index.weights(heirs.astype(np.int64), now - since)
+                weights += extra
+                np.minimum(ends, since + extra_ends, out=ends)
+            if pinned:
+                weights += np.minimum(table.column(7).take(stale), index.peak)
+            found = weights * saved
+            if np.count_nonzero(weights) < len(weights):
+                found = np.where(weights, found, last_used - NEVER)
+            scores[stale] = found
             expiry[stale] = ends
         return scores
 

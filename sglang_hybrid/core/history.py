@@ -14,7 +14,7 @@ holds most forgets its oldest leaves.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -33,6 +33,7 @@ from sglang_hybrid.core.history_tree import (
     HistoryTree,
     fingerprint_tokens,
 )
+from sglang_hybrid.core.learnt import Learnt
 from sglang_hybrid.core.nodes import Clock, Node
 from sglang_hybrid.core.reuse import ReuseIndex
 from sglang_hybrid.core.shares import Shares
@@ -75,6 +76,14 @@ class HistoryMatch:
     reused: HistoryNode | None
     version: int
     fingerprints: bytes
+
+    @property
+    def only_continues(self) -> bool:
+        """Whether the prompt goes on where a sequence ended that no other prompt has left, as the
+        next turn of a session does: then nothing says yet that `branch` is of use to others.
+        """
+        end = self.reused
+        return end is not None and end.depth == self.branch and not end.children
 
     def is_of(self, tokens: int) -> bool:
         """Whether the prompt that was looked up has so many tokens."""
@@ -189,14 +198,15 @@ class History:
                 model.returned(history_match.reused.last, now)
             model.give_up(now)
             if len(ids) > input_len or hint is not None:
-                answer = model.ended(ids[input_len:], now, hint)
+                answer = model.ended(ids[input_len:], now, self._in_its_time(hint))
                 if not self.answers_count:
-                    answer.expected = None
+                    answer.believe_nothing()
         interval_bucket = 0
         if history_match.reused is not None:
-            interval_bucket = self.index.interval_bucket(
-                self.index.returned(history_match.reused.interval_id, now)
-            )
+            interval = self.index.returned(history_match.reused.interval_id, now)
+            interval_bucket = self.index.interval_bucket(interval)
+            if answer is not None and self.time_unit is TimeUnit.SECONDS:
+                answer.pace = interval
             history_match.reused.last_interval_bucket = interval_bucket
             _set_answer(history_match.reused, answer)
             self.index.reclass(history_match.reused.interval_id, history_match.reused.reuse_class)
@@ -223,10 +233,29 @@ class History:
         answer = path[-1].last if path else None
         if model is None or answer is None or answer.returned is not None:
             return
-        answer.hint, answer.expected = hint, model.expect(answer.features, hint)
+        said = answer.hint = self._in_its_time(hint)
+        answer.expected, answer.wait = model.expect(answer.features, said), model.wait(said)
         for node in path:
             if node.last is answer and node.interval_id != NO_INTERVAL:
                 self.index.reclass(node.interval_id, node.reuse_class)
+
+    def learnt(self, name_of: Callable[[Any], str]) -> Learnt:
+        """What could be of use after a restart. name_of: a tenant's name there. Changes nothing."""
+        return Learnt(self.index.learnt(), self._answers.learnt(name_of))
+
+    def restore(self, learnt: Learnt, name_of: Callable[[Any], str]) -> bool:
+        """Begin with what an earlier server has learnt; False if requests were seen before."""
+        if self.index.observed_any:
+            return False
+        self.index.restore(learnt.classes)
+        self._answers.restore(learnt.answers, name_of)
+        return True
+
+    def _in_its_time(self, hint: Hint | None) -> Hint | None:
+        """`hint`, whose seconds say nothing where time is counted in requests."""
+        if hint is None or self.time_unit is TimeUnit.SECONDS:
+            return hint
+        return hint.without_time()
 
     def _as_match(
         self,

@@ -65,11 +65,28 @@ class HistoryNode:
         return None if self.last is None else self.last.expected
 
     @property
+    def return_after(self) -> float | None:
+        """Seconds after the last answer at which a return is expected, if one is likely; None if
+        nothing is known of that.
+        """
+        return None if self.last is None else self.last.return_after
+
+    @property
     def reuse_class(self) -> int:
         answer = 0 if self.last is None else self.last.bucket
         return reuse_class_of(
             self.branches, self.depth, self.turn, self.last_interval_bucket, answer
         )
+
+    def continued(self) -> HistoryNode:
+        """As this node will be when a prompt has gone on from it: with one child more, and its
+        latest answer, which that prompt holds, no sign of anything. It is in no tree.
+        """
+        node = HistoryNode(self.parent, self.edge)
+        node.turn, node.is_end, node.interval_id = self.turn, self.is_end, self.interval_id
+        node.branches = self.branches + 1
+        node.last_interval_bucket = self.last_interval_bucket
+        return node
 
 
 class HistoryPath:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sglang_hybrid.core.cost import FloatArray, IntArray
+from sglang_hybrid.core.learnt import LearntCounts
 
 
 class IntervalCounts:
@@ -47,17 +48,28 @@ class IntervalCounts:
     def of(
         self, known: IntArray, open_intervals: IntArray, classes: IntArray, cells: IntArray
     ) -> tuple[FloatArray, FloatArray]:
-        """Ended and unended intervals [C, bins] of the classes `known` [C]. open_intervals, classes
-        and cells [n]: ids and classes of the open ones, and where each counts among C * bins.
+        """Ended and unended intervals [C, bins] of the classes `known` [C]. Changes nothing.
+        open_intervals, classes and cells [n]: ids and classes of the open ones, and where each
+        counts among C * bins.
         """
         faded = self._faded(self._begun[known] - self._as_of[known])[:, None]
-        self._ended[known] *= faded
-        self._cut_short[known] *= faded
-        self._as_of[known] = self._begun[known]
         younger = self._begun.take(classes) - self._number.take(open_intervals)
-        ended = self._ended[known]
+        ended = self._ended[known] * faded
         still_open = np.bincount(cells, self._faded(younger - 1), ended.size).reshape(ended.shape)
-        return ended, self._cut_short[known] + still_open
+        return ended, self._cut_short[known] * faded + still_open
+
+    def learnt(
+        self, known: IntArray, open_intervals: IntArray, classes: IntArray, cells: IntArray
+    ) -> LearntCounts:
+        """What `of` returns for the same arguments, as it can be restored. Changes nothing."""
+        counts = self.of(known, open_intervals, classes, cells)
+        return LearntCounts(self._begun[known], *counts)
+
+    def restore(self, known: IntArray, learnt: LearntCounts) -> None:
+        """These classes were counted before, in another process."""
+        self._begun[known] = self._as_of[known] = learnt.begun
+        self._ended[known] = learnt.ended
+        self._cut_short[known] = learnt.unended
 
     def start_over(self, other: IntervalCounts, reuse_class: int, open_intervals: IntArray) -> None:
         """Count `reuse_class`, whose open intervals are given, as `other` does, with the same

@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable, Iterator
 from enum import Enum
 from typing import Any, Final, Protocol
 
+from sglang_hybrid.core.pins import Pin, Pins
+
 NEVER: Final = 2.0**52
 """A tick later than any that will be counted."""
 
@@ -47,6 +49,10 @@ class Clock:
         elif stamp > self.stamp:
             self.stamp = stamp
 
+    def passes(self, stamp: float) -> None:
+        """Time passes without a request."""
+        self.stamp = max(self.stamp, stamp)
+
 
 class Node:
     """One node of the cache: the KV of `tokens` tokens on its edge and, where `has_state`, the
@@ -59,9 +65,9 @@ class Node:
     policy stores the tick of the next use). inherited_demand: what a policy notes of states evicted
     below. taken: tick and seconds at which its state was taken. prefix_hash: hash of all tokens
     down to its end, None until it is asked for. standing: requests of the window that would resume
-    from it count 1 each, running ones that did 2. payload: what the cache attaches to the record:
-    SGLang's tree node, or the tokens of the edge. copies: where its KV and its state have copies
-    (places.Copies), None without tiers.
+    from it count 1 each, running ones that did 2. pin: that clients keep it by, None without one.
+    payload: what the cache attaches to the record: SGLang's tree node, or the tokens of the edge.
+    copies: where its KV and its state have copies (places.Copies), None without tiers.
     """
 
     __slots__ = (
@@ -80,6 +86,7 @@ class Node:
         "last_used",
         "parent",
         "payload",
+        "pin",
         "prefix_hash",
         "stamp",
         "standing",
@@ -107,6 +114,7 @@ class Node:
         self.taken = (clock.tick, clock.stamp)
         self.prefix_hash: int | None = None
         self.standing = 0
+        self.pin: Pin | None = None
         self.payload: Any = None
         self.copies: Any = None
         if parent is None:
@@ -156,10 +164,14 @@ class NodeTree:
     """The records of one cache. After every method depths are right, and changed records are marked
     dirty at the listeners. Anchors are right too, unless a state was added or removed above more
     than SETTLED_AT_ONCE nodes: then the next calls of `settle` do the rest.
+
+    pins: those of its nodes; by default nothing can be pinned.
     """
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(self, clock: Clock | None = None, pins: Pins | None = None) -> None:
         self.clock = clock or Clock()
+        self.pins = Pins() if pins is None else pins
+        self.pins.follow(self)
         self._unsettled: list[list[Node]] = []  # siblings whose anchor may be another one
         self._listeners: list[Listener] = []
         self._next_id = 1
@@ -204,6 +216,7 @@ class NodeTree:
         self._attach(parent, head_key, head)
         self._attach(head, tail_key, node)
         node.tokens -= head_tokens
+        self.pins.was_split(head, node)
         self.mark_dirty(head)
         self.mark_dirty(node)
         return head
@@ -212,6 +225,7 @@ class NodeTree:
         """Take away a leaf with all it holds."""
         if node.children or node.parent is None:
             raise ValueError(f"only a leaf can be removed, not {node!r}")
+        self.pins.lost(node)
         if node.has_state:
             self._mark_anchor_dirty(node)
         parent = node.parent
@@ -238,6 +252,7 @@ class NodeTree:
     def drop_state(self, node: Node) -> None:
         """`node` loses its checkpoint: what it anchored falls to its own anchor."""
         if node.has_state:
+            self.pins.lost(node)
             node.has_state = False
             self._re_anchor(node)
             self.mark_dirty(node)
@@ -248,6 +263,7 @@ class NodeTree:
         node.hits += 1
         node.last_used = self.clock.tick
         node.stamp = self.clock.stamp
+        self.pins.used(node)
         self.mark_dirty(node)
 
     def lock(self, node: Node, *, kv: bool, state: bool) -> None:

@@ -48,13 +48,29 @@ def latest_starts(seconds: Sequence[float], free: Sequence[float]) -> list[float
     return starts
 
 
+def turns(places: Sequence[float], prefills: Sequence[float], busy: float = 0.0) -> list[float]:
+    """Seconds until each waiting request is expected to begin, ascending: when a place is free and
+    the prefills before it are done. None for those beyond the last place.
+
+    places: `lengths.free_places`. prefills: seconds of each, in the order of the requests. busy:
+    seconds that the prefill under way still takes.
+    """
+    begin, found = busy, []
+    for place, prefill in zip(places, prefills, strict=False):
+        found.append(max(begin, place))
+        begin = found[-1] + prefill
+    return found
+
+
 @dataclass
 class PrefetchCounts:
-    """started, ended, cancelled: loads. used, late: loads whose request came, after and before
-    their end. Bytes: loaded, and loaded for a request that did not use them.
+    """started, cancelled: loads. used, late: loads whose request came, after and before their end.
+    expected: loads for requests that had not come yet. Bytes: loaded, and loaded for a request that
+    did not use them.
     """
 
     started: int = 0
+    expected: int = 0
     cancelled: int = 0
     used: int = 0
     late: int = 0

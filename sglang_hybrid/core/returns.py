@@ -1,31 +1,60 @@
-"""How likely a position is to be resumed within some time, by the hazards of its class."""
+"""When sessions are expected back: what they need may be loaded before they come."""
 
 from __future__ import annotations
 
-import numpy as np
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from typing import Final
 
-from sglang_hybrid.core.cost import FloatArray, IntArray
+MOST_EXPECTED: Final = 4_096
+"""Sessions; of more, the one that is expected last is forgotten."""
+
+OVERDUE: Final = 10.0
+"""Seconds after which somebody who did not come is not expected any more."""
+
+LOOKED_AT: Final = 16
+"""Of those that are expected first."""
 
 
-class ReturnTimes:
-    """Survival curves of waiting: S(t) is the probability that a position has not been resumed at
-    age t.
+class ExpectedReturns:
+    """Positions, by any number, and when somebody is expected to come back to them."""
 
-    Args:
-        edges [K]: upper ends of the bins of age, rising. hazard [R, K]: of what reaches a bin, the
-            share that is resumed within it. row [C]: the row of each class.
-    """
+    def __init__(self, most: int = MOST_EXPECTED) -> None:
+        self._most = most
+        self._times: dict[int, float] = {}
+        self._sorted: list[tuple[float, int]] = []
 
-    def __init__(self, edges: FloatArray, hazard: FloatArray, row: IntArray) -> None:
-        self._ages = np.concatenate([[0.0], edges])
-        ones = np.ones((len(hazard), 1))
-        self._survival = np.concatenate([ones, np.cumprod(1.0 - hazard, axis=1)], axis=1)
-        self._row = row
+    def __len__(self) -> int:
+        return len(self._times)
 
-    def probability(self, reuse_class: int, age: float, horizon: float) -> float:
-        """Of a return within `horizon`, of a position that was last used `age` ago. Within a bin
-        returns are spread evenly.
+    def expect(self, position: int, time: float) -> None:
+        """Somebody comes back to `position` at `time`, in seconds, and not at another time."""
+        self.forget(position)
+        self._times[position] = time
+        insort(self._sorted, (time, position))
+        if len(self._sorted) > self._most:
+            del self._times[self._sorted.pop()[1]]
+
+    def forget(self, position: int) -> None:
+        """Somebody came back, or nobody will."""
+        time = self._times.pop(position, None)
+        if time is not None:
+            del self._sorted[bisect_left(self._sorted, (time, position))]
+
+    def due(
+        self, now: float, seconds: Callable[[int], float], size: Callable[[int], int]
+    ) -> int | None:
+        """The position whose load must begin by `now` to end in time, of several the one that is
+        expected first; it is forgotten. None if there is none.
+
+        size: bytes that must be loaded for a position. seconds: that so many take. Positions that
+        are overdue are forgotten.
         """
-        survival = self._survival[self._row[reuse_class]]
-        now, then = np.interp([age, age + horizon], self._ages, survival).tolist()
-        return 1.0 - then / now if now > 0 else 0.0
+        while self._sorted and self._sorted[0][0] < now - OVERDUE:
+            self.forget(self._sorted[0][1])
+        for time, position in self._sorted[:LOOKED_AT]:
+            needed = size(position)
+            if needed and time - seconds(needed) <= now:
+                self.forget(position)
+                return position
+        return None

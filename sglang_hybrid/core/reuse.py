@@ -23,7 +23,8 @@ import numpy as np
 from sglang_hybrid.core.answers import BUCKETS as ANSWERS
 from sglang_hybrid.core.cost import FloatArray, IntArray
 from sglang_hybrid.core.interval_counts import IntervalCounts
-from sglang_hybrid.core.returns import ReturnTimes
+from sglang_hybrid.core.learnt import LearntClasses
+from sglang_hybrid.core.survival import ReturnTimes
 
 # Features of a class: children none/one/many; depth to 64 tokens, 128, .. more than 64 Ki; what the
 # answer says (core/answers.py); bucket of the interval that ended before: none, or in steps of
@@ -67,21 +68,24 @@ class ReuseIndex:
     """Intervals in, weights out. Times are whatever the caller counts in; `unit` scales the
     youngest age bin: a power of two, so that an age's bin is its exponent.
 
-    Memory: 40 bytes per open interval and 15 MB of tables.
+    Memory: 40 bytes per open interval and 27 MB of tables.
     """
 
     def __init__(self, unit: float) -> None:
         if unit <= 0 or frexp(unit)[0] != 0.5:
             raise ValueError(f"The unit of a reuse index must be a power of two, not {unit}.")
         self.version = 0  # of the table: weights of different versions do not compare
+        self.peak = 0.0  # the highest weight that any position can have
         self._per_unit = 1 / unit
         # upper ends of the age bins
         self._edges: FloatArray = unit * 2.0 ** np.arange(1.0, BINS + 1)
         self._cuts = self._edges[:-1]
         self._cut_list = self._cuts.tolist()
-        self._table = np.zeros((1, BINS))  # a row per class with a hazard of its own; last: zeros
-        self._expiry = np.full((1, BINS), np.inf)
-        self._row = np.zeros(CLASSES + 1, dtype=np.int64)  # of a class, NEVER_REUSED included
+        # Weights and their ends, [2, rows * BINS]: a row per class with a hazard of its own; the
+        # last one holds no weight.
+        self._table = np.array([[0.0] * BINS, [np.inf] * BINS])
+        # Of a class's row, NEVER_REUSED included.
+        self._first_cell = np.zeros(CLASSES + 1, dtype=np.int64)
         self._long = IntervalCounts(LONG, CLASSES, BINS)
         self._short = IntervalCounts(SHORT, CLASSES, BINS)
         self._news = News()
@@ -167,15 +171,7 @@ class ReuseIndex:
 
     def rebuild(self) -> None:
         """Estimate hazards from all intervals and tabulate the best rates."""
-        known = self._known.nonzero()[0]
-        position = np.zeros(CLASSES, dtype=np.int64)
-        position[known] = np.arange(len(known))
-        waiting = (self._class >= 0).nonzero()[0]
-        classes, age_bins = (
-            self._class.take(waiting),
-            self._bins(self._now - self._since.take(waiting)),
-        )
-        cells = position.take(classes) * BINS + age_bins
+        known, waiting, classes, age_bins, cells = self._open_now()
         self._news.look(known, waiting, classes, age_bins)
         for reuse_class in self._news.refuted():
             self._long.start_over(self._short, reuse_class, waiting[classes == reuse_class])
@@ -184,10 +180,45 @@ class ReuseIndex:
         self._news.expect(known, hazard[row[known]], short[row[known]])
         self._returns = ReturnTimes(self._edges, hazard, row)
         rates = best_rates(hazard, np.diff(self._edges, prepend=0.0))
-        self._table = np.concatenate([rates, np.zeros((1, BINS))])
-        self._expiry = np.where(self._table > 0, self._edges, np.inf)
-        self._row = np.append(row, len(rates))
+        table = np.concatenate([rates, np.zeros((1, BINS))])
+        self._table = np.stack([table, np.where(table > 0, self._edges, np.inf)]).reshape(2, -1)
+        self._first_cell = np.append(row, len(rates)) * BINS
+        self.peak = float(rates.max())
         self.version += 1
+
+    def _open_now(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
+        """All classes [C] that had a position; the open intervals [n], their classes and bins of
+        age, and where each counts among C * BINS.
+        """
+        known = self._known.nonzero()[0]
+        position = np.zeros(CLASSES, dtype=np.int64)
+        position[known] = np.arange(len(known))
+        waiting = (self._class >= 0).nonzero()[0]
+        classes = self._class.take(waiting)
+        age_bins = self._bins(self._now - self._since.take(waiting))
+        return known, waiting, classes, age_bins, position.take(classes) * BINS + age_bins
+
+    def learnt(self) -> LearntClasses:
+        """The counts of all classes, with open intervals as long as they have been. Changes
+        nothing: another rank need not do the same.
+        """
+        known, waiting, classes, _, cells = self._open_now()
+        long, short = (
+            counts.learnt(known, waiting, classes, cells) for counts in (self._long, self._short)
+        )
+        return LearntClasses(known, long, short)
+
+    def restore(self, learnt: LearntClasses) -> None:
+        """Begin with what another index has learnt. Only before the first request."""
+        self._known[learnt.classes] = True
+        self._long.restore(learnt.classes, learnt.long)
+        self._short.restore(learnt.classes, learnt.short)
+        self.rebuild()
+
+    @property
+    def observed_any(self) -> bool:
+        """Whether a request was observed."""
+        return self._observed > 0
 
     def weight(self, reuse_class: int, age: float) -> float:
         """Best rate of returns per unit of time for a position of `reuse_class` last used `age`
@@ -197,8 +228,8 @@ class ReuseIndex:
 
     def weight_until(self, reuse_class: int, age: float) -> tuple[float, float]:
         """`weights` for one position."""
-        row, age_bin = self._row[reuse_class], self._bin(age)
-        return float(self._table[row, age_bin]), float(self._expiry[row, age_bin])
+        cell = self._first_cell.item(reuse_class) + self._bin(age)
+        return self._table.item(0, cell), self._table.item(1, cell)
 
     def return_probability(self, reuse_class: int, age: float) -> float:
         """Probability that a position of `reuse_class`, last used `age` ago, is resumed at all. No
@@ -215,8 +246,10 @@ class ReuseIndex:
         """Weights [n] of classes [n] at ages [n], and the ages [n] at which each weight expires:
         the end of its bin, or never where they are 0.
         """
-        cells = self._row.take(reuse_classes) * BINS + self._bins(ages)
-        return self._table.take(cells), self._expiry.take(cells)
+        cells = self._first_cell.take(reuse_classes)
+        cells += self._bins(ages)
+        weights, ends = self._table.take(cells, axis=1)
+        return weights, ends
 
     def _bin(self, age: float) -> int:
         return bisect_right(self._cut_list, age)

@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_hybrid.core.cost import UNBOUNDED, CostModel
+from sglang_hybrid.core.pins import DEFAULT_SHARE
 
 
 @dataclass(frozen=True)
 class Serving:
     """How the server runs: prompt tokens per forward (--chunked-prefill-size), and the tokens
     between the boundaries at which SGLang would keep a state (its Mamba cache chunk). one_memory:
-    KV and states share all bytes; otherwise each has a pool.
+    KV and states share all bytes; otherwise each has a pool. pin_share: of the memory, for what one
+    tenant pins.
     """
 
     chunk: int = 8_192
     grid: int = 64
     one_memory: bool = False
+    pin_share: float = DEFAULT_SHARE
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglang_hybrid.core.cost import FloatArray
+from sglang_hybrid.core.cost import FloatArray, IntArray
 from sglang_hybrid.core.nodes import Node
 
 
 class Table:
     """Rows of float64 [columns, n] for n nodes, always without holes; a discarded node's place is
-    taken by the last one.
+    taken by the last one. Beside the policy's columns there are the last use and the pin's weight.
     """
 
     def __init__(self, columns: int) -> None:
         self.nodes: list[Node] = []
         self.version = -1  # for a policy that must know when it last went over the whole table
         self._row: dict[Node, int] = {}
-        self._data = np.empty((columns + 1, 64))
+        self._pinned = 0  # nodes with a pin
+        self._data = np.empty((columns + 2, 64))
         self._columns = list(self._data)
         self._scratch = np.empty((2, 64))
         self._ranges: dict[int, tuple[float, float]] = {}  # of the rows that were asked for
@@ -29,9 +30,24 @@ class Table:
         """Ticks of last use, float64 [n], a view."""
         return self._columns[0][: len(self.nodes)]
 
+    def pins(self) -> FloatArray | None:
+        """Weights of pins, 0 where there is none, float64 [n], a view; None if nobody has one."""
+        return self._columns[-1][: len(self.nodes)] if self._pinned else None
+
+    def recency(self, now: float) -> FloatArray:
+        """Ticks of last use, float64 [n]; for pinned nodes between that and the next request's."""
+        used, pins = self.last_used(), self.pins()
+        return used if pins is None else used + np.minimum(pins, 1.0) * (now + 1 - used)
+
     def column(self, index: int) -> FloatArray:
         """The policy's column `index`, float64 [n], a view."""
         return self._columns[index + 1][: len(self.nodes)]
+
+    def rows(self, places: IntArray) -> FloatArray:
+        """Ticks of last use, the columns of the policy, and weights of pins, float64 [columns + 2,
+        n], a copy.
+        """
+        return self._data.take(places, axis=1)
 
     def scratch(self) -> tuple[FloatArray, FloatArray]:
         """Two arrays [n] to compute in; their content is gone at the next call."""
@@ -48,8 +64,11 @@ class Table:
                 self._grow()
         else:
             self._leave_range(row)
+            self._pinned -= bool(self._columns[-1][row])
         columns = self._columns
         columns[0][row] = node.last_used
+        columns[-1][row] = 0.0 if node.pin is None else node.pin.weight
+        self._pinned += node.pin is not None
         for index, value in enumerate(values, start=1):
             columns[index][row] = value
         for index, (low, high) in self._ranges.items():
@@ -64,6 +83,7 @@ class Table:
         """Forget `node`."""
         row = self._row.pop(node)
         self._leave_range(row)
+        self._pinned -= bool(self._columns[-1][row])
         last = self.nodes.pop()
         if last is not node:
             self.nodes[row] = last
@@ -83,14 +103,14 @@ class Table:
         lowest id.
         """
         row = int(scores.argmin())
-        score = scores[row]
-        rest = scores[row + 1 :]
-        if len(rest) and rest.min() == score:
-            rows = (scores == score).nonzero()[0]
+        score = scores.item(row)
+        equal = scores == score
+        if np.count_nonzero(equal) > 1:
+            rows = equal.nonzero()[0]
             times = self._columns[0][rows]
             rows = rows[times == times.min()]
             row = min(rows.tolist(), key=lambda s: self.nodes[s].id)
-        return self.nodes[row], float(score)
+        return self.nodes[row], score
 
     def _leave_range(self, row: int) -> None:
         """A value at the edge of its column's range leaves: measure that range anew when it is next

@@ -83,9 +83,19 @@ class TierPool(Pool):
         a part, beside the cheapest victim's; None if no victim has a score.
         """
         self._describe()
-        table = self._candidates
-        if len(self._stateless) or not len(table):
+        if len(self._stateless) or not len(self._candidates):
             return None
+        return self._compared(node)
+
+    def score_of_copy(self, node: Node) -> float:
+        """The score that a copy of all of `node` would have in this tier; 0 where none can be."""
+        self._describe()
+        comparison = self._compared(node)
+        return 0.0 if comparison is None else comparison.new
+
+    def _compared(self, node: Node) -> VictimComparison | None:
+        """`compare_copy` beside what has a score; None if there can be no copy."""
+        table = self._candidates
         copies = copies_of(node)
         before = copies.kv, copies.state, copies.pinned
         copies.pinned = 0

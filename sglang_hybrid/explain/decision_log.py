@@ -99,6 +99,7 @@ class DecisionLog:
             record.taken,
             (record.last_used, record.stamp),
             _return_expected(record),
+            record.pin is not None,
         )
         self.decisions.add(whose, record.depth, self.prefix_hash(record), lost)
 
@@ -180,6 +181,7 @@ class DecisionLog:
             record.taken,
             last_used,
             _return_expected(record),
+            None if record.pin is None else record.pin.until,
         )
 
     # Prefix hashes.

@@ -70,7 +70,7 @@ class StateLost(Decision):
     what: whether its KV went too. short: the pool that ran short. score: what `policy` gave it;
     None for the leaves that go first. recipient: the state that got its slot; None if a running
     request did. hits, taken, last_used: of the state. return_expected: the probability of a return
-    by the last answer there, None if that told nothing.
+    by the last answer there, None if that told nothing. pinned: a client had pinned it.
     """
 
     kind: Kind
@@ -83,6 +83,7 @@ class StateLost(Decision):
     taken: Moment
     last_used: Moment
     return_expected: float | None = None
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,8 @@ class UnstoredReason(Enum):
 
 class ResumedCheckpoint(msgspec.Struct):
     """A state in the tree; what is None is not recorded. return_expected: the probability of a
-    return by the last answer there, or by the client's hint; None if they tell nothing.
+    return by the last answer there, or by the client's hint; None if they tell nothing. pinned_for:
+    seconds, from the newest request on, for which it stays pinned if nobody uses it.
     """
 
     position: int
@@ -44,6 +45,7 @@ class ResumedCheckpoint(msgspec.Struct):
     last_used: float | None = None
     hits: int | None = None
     return_expected: float | None = None
+    pinned_for: float | None = None
 
 
 class SlotRecipient(msgspec.Struct):
@@ -65,7 +67,7 @@ class MissedCheckpoint(msgspec.Struct):
     short when it was evicted. score, victim_score: what `policy` gave it, and what it gave the
     cheapest one that could go; below 0 nobody is expected to come back; None once several tenants
     came. recipient: the same tenant's state that got its slot. with_kv: its KV was evicted with it.
-    return_expected: as in `ResumedCheckpoint`, when it was evicted.
+    return_expected: as in `ResumedCheckpoint`, when it was evicted. pinned: a client had pinned it.
     """
 
     position: int
@@ -83,6 +85,7 @@ class MissedCheckpoint(msgspec.Struct):
     unused: float | None = None
     with_kv: bool = False
     return_expected: float | None = None
+    pinned: bool = False
 
 
 class Unstored(msgspec.Struct):

@@ -23,7 +23,7 @@ class ResumedFrom:
     """The checkpoint that a request resumed from, as it was then; what is None is not recorded.
 
     return_expected: the probability of a return by the last answer there, None if that told
-    nothing.
+    nothing. pinned_until: seconds of the cache's clock, None if it was not pinned.
     """
 
     position: int
@@ -32,6 +32,7 @@ class ResumedFrom:
     taken: Moment | None = None
     last_used: Moment | None = None
     return_expected: float | None = None
+    pinned_until: float | None = None
 
 
 @dataclass(slots=True)

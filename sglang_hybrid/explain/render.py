@@ -119,6 +119,8 @@ def _resumed(report: MissReport) -> str:
         about.append(f"taken {_ago(used.taken)}, {hits}{last}")
     if used.return_expected is not None:
         about.append(_expected(used.return_expected))
+    if used.pinned_for is not None:
+        about.append(f"kept because pinned until {_span(used.pinned_for)} from now")
     return f"token {used.position:,}: " + ("; ".join(about) or "a checkpoint")
 
 
@@ -180,6 +182,8 @@ def _evicted(missed: MissedCheckpoint) -> str:
         said += "; another request needed the slot"
     if missed.hits is not None and missed.unused is not None:
         said += f"; {_count(missed.hits, 'hit')}, unused for {_span(missed.unused)}"
+    if missed.pinned:
+        said += "; it was pinned, but all else was worth more or in use"
     if missed.return_expected is not None:
         said += f"; {_expected(missed.return_expected)}"
     return said

@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.config import BACKEND
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.prompts.modular import ModularPrompt, Segment, prepared_segments
-from sglang_hybrid.prompts.schema import Schema
-from sglang_hybrid.prompts.tokens import PromptTokenizer
-from sglang_hybrid.requests.kv_hints import Imported, composed_key, import_hint, segment_key
+from sglang_hybrid.prompts.modular import Layout, ModularPrompt, Segment, prepared_segments
+from sglang_hybrid.prompts.prewarm import Unasked
+from sglang_hybrid.prompts.registry import Expanded
+from sglang_hybrid.requests.kv_hints import (
+    Imported,
+    check_key,
+    composed_key,
+    segment_key,
+    with_checkpoints,
+    with_segments,
+)
 from sglang_hybrid.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -45,11 +52,22 @@ def why_whole(manager: TokenizerManager) -> str:
     return ""
 
 
-def ask(
+def ask(manager: TokenizerManager, request: GenerateReqInput, expanded: Expanded) -> None:
+    """Make `request` one for a prompt of modules. Raises ValueError if it cannot be."""
+    check_key(request.extra_key)
+    if expanded.positions:
+        request.kv_hints = with_checkpoints(request.kv_hints, expanded.positions)
+    if expanded.modular is not None:
+        expanded.compute_segments = _ask_apart(manager, request, expanded.modular)
+    request.expanded = expanded
+
+
+def _ask_apart(
     manager: TokenizerManager, request: GenerateReqInput, prompt: ModularPrompt
 ) -> Callable[[], None]:
-    """Make `request` one for `prompt`; returns what computes its segments, if some are missing.
-    Raises ValueError if its positions do not fit. One without segments is a prompt like others.
+    """Make `request` one for modules computed apart; returns what computes its segments, if some
+    are missing. Raises ValueError if its positions do not fit. One without segments is a prompt
+    like others.
     """
     if not prompt.segments:
         return lambda: None
@@ -63,7 +81,7 @@ def ask(
     request.input_ids = prompt.ids
     request.extra_key = composed_key(request.extra_key, prompt.digest)
     places = tuple((one.start, len(one.ids)) for one in prompt.segments)
-    request.kv_hints = import_hint(Imported(places, prompt.position))
+    request.kv_hints = with_segments(request.kv_hints, Imported(places, prompt.position))
     key, salt = request.extra_key, request.cache_salt
 
     def compute_segments() -> None:
@@ -87,16 +105,14 @@ async def compute(
             sampling_params={"max_new_tokens": 0, "temperature": 0},
             extra_key=segment_key(key, one.start),
             cache_salt=cache_salt,
-            kv_hints=import_hint(Imported((), one.start)),
+            kv_hints=with_segments(None, Imported((), one.start)),
         )
-        request.expanded = _Own()
+        request.expanded = Unasked()
         async for _ in manager.generate_request(request, None):
             pass
 
 
-async def compute_all(
-    manager: TokenizerManager, own: Tenant, schema: Schema, tokenizer: PromptTokenizer
-) -> dict[str, int]:
+async def compute_all(manager: TokenizerManager, own: Tenant, layout: Layout) -> dict[str, int]:
     """Compute every module of a schema that holds no values, for one tenant; returns how many
     segments and tokens that were. Raises ValueError where modules cannot be computed apart.
     """
@@ -104,13 +120,6 @@ async def compute_all(
     if why:
         raise ValueError(why.replace(", so the prompt was computed as a whole", ""))
     extra_key, cache_salt = own or (None, None)
-    segments = prepared_segments(schema, tokenizer)
+    segments = prepared_segments(layout)
     await compute(manager, composed_key(extra_key, ""), cache_salt, segments)
     return {"segments": len(segments), "tokens": sum(len(one.ids) for one in segments)}
-
-
-class _Own:
-    """Marks a request that the server itself makes."""
-
-    def answered(self, meta_info: Any) -> None:
-        """Nobody reads the answer."""

@@ -9,13 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from sglang_hybrid.core.pins import PinRequest
 from sglang_hybrid.prompts.breakpoints import Place, token_positions
 from sglang_hybrid.prompts.rendering import Rendering, rendered
-from sglang_hybrid.requests.kv_hints import checkpoint_hint
+from sglang_hybrid.requests.kv_hints import MOST_POSITIONS, pin_hint
 
 logger = logging.getLogger(__name__)
+
+SECONDS: Final = {"5m": 300, "30m": 1_800, "1h": 3_600, "12h": 43_200}
+"""The lifetimes that Anthropic's and OpenAI's clients may give."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ def declare(
     blocks: Sequence[MarkedBlock],
     process: Callable[[Any], Any],
 ) -> list[Breakpoint]:
-    """Ask for checkpoints where `blocks` end; returns those positions that are known, ascending.
+    """Ask for checkpoints where `blocks` end, pinned for their lifetimes; returns those positions
+    that are known, ascending.
 
     adapted: SGLang's GenerateReqInput of `request`; its `kv_hints` are set. process: renders and
     encodes a request, as SGLang does it.
@@ -54,18 +59,24 @@ def declare(
     ids = adapted.input_ids
     if not blocks or not ids or not isinstance(ids[0], int):
         return []
+    schema = getattr(adapted, "expanded", None)
+    if schema is not None and schema.modular is not None:
+        return []
+    start, imported = (0, []) if schema is None else (schema.start, schema.positions)
     try:
-        positions = _positions(ids, tokenizer, request, blocks, process)
+        positions = _positions(ids[start:], tokenizer, request, blocks, process)
     except Exception as error:  # anybody's tokenizer; the request is served without marks
         logger.warning("sglang_hybrid: marked blocks are ignored: %r", error)
         return []
     found = {
-        position: Breakpoint(position, block.ttl)
+        start + position: Breakpoint(start + position, block.ttl)
         for position, block in zip(positions, blocks, strict=True)
         if position is not None
     }
     if found:
-        adapted.kv_hints = checkpoint_hint(found)
+        wanted = sorted({*imported, *found})[-MOST_POSITIONS:]
+        pins = [PinRequest(at, SECONDS[found[at].ttl]) for at in wanted if at in found]
+        adapted.kv_hints = pin_hint(pins, [at for at in wanted if at not in found])
     return [found[position] for position in sorted(found)]
 
 

@@ -63,7 +63,8 @@ class Layout:
     """
 
     def __init__(self, schema: Schema, tokenizer: PromptTokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.schema = schema
+        self.tokenizer = tokenizer
         self._runs: dict[tuple[Path, int], int | None] = {}
         self._counts: Counter[Path] = Counter()
         self._opened: list[int] = []
@@ -92,7 +93,7 @@ class Layout:
             if isinstance(part, Text | Parameter):
                 self._runs[path, self._counts[path]] = at if begins else None
                 self._counts[path] += 1
-                at += self._tokenizer.length(part.text) if isinstance(part, Text) else part.length
+                at += self.tokenizer.length(part.text) if isinstance(part, Text) else part.length
                 begins = False
                 continue
             begins = True
@@ -101,7 +102,7 @@ class Layout:
             elif isinstance(part, Union):
                 at = max(self._of(one.parts, (*path, one.name), at) for one in part.modules)
             else:
-                before, after = self._tokenizer.around(part.role)
+                before, after = self.tokenizer.around(part.role)
                 self._opened.append(at)
                 at = self._of(part.parts, path, at + before)
                 self._closed.append(at)
@@ -109,9 +110,12 @@ class Layout:
         return at
 
 
-def modular(schema: Schema, resolved: Resolved, tokenizer: PromptTokenizer) -> ModularPrompt:
-    """A prompt whose imports are segments. Raises ValueError like `PromptTokenizer.tokenized`."""
-    layout = Layout(schema, tokenizer)
+def modular(layout: Layout, resolved: Resolved) -> ModularPrompt:
+    """A prompt whose imports are segments. Raises ValueError like `PromptTokenizer.tokenized`.
+
+    layout: of the schema that it imports from.
+    """
+    tokenizer = layout.tokenizer
     segments: list[Segment] = []
     new: list[int] = []
     counts: Counter[Path] = Counter()
@@ -136,25 +140,20 @@ def modular(schema: Schema, resolved: Resolved, tokenizer: PromptTokenizer) -> M
     return _ending_in_new(tuple(one for one in segments if one.ids), tuple(new), layout.end)
 
 
-def prepared_segments(schema: Schema, tokenizer: PromptTokenizer) -> list[Segment]:
+def prepared_segments(layout: Layout) -> list[Segment]:
     """Runs of every module that hold no values, and so can be computed before any prompt comes."""
-    layout = Layout(schema, tokenizer)
-    return [run for run in _runs(schema.parts, (), layout, tokenizer, Counter()) if run.ids]
+    return [run for run in _runs(layout.schema.parts, (), layout, Counter()) if run.ids]
 
 
 def _runs(
-    parts: Sequence[Part],
-    path: Path,
-    layout: Layout,
-    tokenizer: PromptTokenizer,
-    counts: Counter[Path],
+    parts: Sequence[Part], path: Path, layout: Layout, counts: Counter[Path]
 ) -> Iterator[Segment]:
     run: Segment | None = None
     for part in (*parts, None):
         if isinstance(part, Text | Parameter):
             start = layout.run(path, counts[path])
             counts[path] += 1
-            ids = tokenizer.ids(Piece(part.text, path)) if isinstance(part, Text) else ()
+            ids = layout.tokenizer.ids(Piece(part.text, path)) if isinstance(part, Text) else ()
             if start is not None:
                 run = Segment((), start)
             if isinstance(part, Parameter):
@@ -166,10 +165,10 @@ def _runs(
             yield run
             run = None
         if isinstance(part, Role):
-            yield from _runs(part.parts, path, layout, tokenizer, counts)
+            yield from _runs(part.parts, path, layout, counts)
         elif part is not None:
             for one in part.modules if isinstance(part, Union) else (part,):
-                yield from _runs(one.parts, (*path, one.name), layout, tokenizer, counts)
+                yield from _runs(one.parts, (*path, one.name), layout, counts)
 
 
 def _ending_in_new(

@@ -41,9 +41,9 @@ class Selection:
     schema: str
     imports: str
 
-    def pml(self, user: str) -> str:
-        """The prompt with a message of the user's behind the imports."""
-        asked = f"<user>{escape(user)}</user>"
+    def pml(self, user: str | None = None) -> str:
+        """The prompt, with a message of the user's behind the imports if there is one."""
+        asked = "" if user is None else f"<user>{escape(user)}</user>"
         return f"<prompt schema={quoteattr(self.schema)}>{self.imports}{asked}</prompt>"
 
 

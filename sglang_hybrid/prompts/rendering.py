@@ -1,17 +1,21 @@
-"""The text that a chat template makes of a request, without the cost of tokenizing it.
+"""The text that a chat template makes of a request, and what is done instead of tokenizing it.
 
 SGLang renders and encodes a chat in one method (patch 0040). `rendered` runs that method and stops
-it between the two.
+it between the two; `encoding` puts other tokens there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-_only_render: ContextVar[bool] = ContextVar("only_render", default=False)
+Encode: TypeAlias = Callable[[str, Mapping[str, Any]], list[int]]
+"""From a rendered chat and what SGLang passes to the tokenizer with it to token ids."""
+
+_instead: ContextVar[Encode | None] = ContextVar("instead", default=None)
 
 
 @dataclass(frozen=True)
@@ -36,20 +40,36 @@ def encoded(
     encode_kwargs: Mapping[str, Any],
 ) -> list[int]:
     """`encode(tokenizer, text, encode_kwargs)`; what SGLang calls instead of `encode`."""
-    if _only_render.get():
-        raise _Stopped(Rendering(text, encode_kwargs))
+    instead = _instead.get()
+    if instead is not None:
+        return instead(text, encode_kwargs)
     return encode(tokenizer, text, encode_kwargs)
+
+
+@contextmanager
+def encoding(make: Callable[[Encode | None], Encode]) -> Iterator[None]:
+    """Chats that are rendered within are encoded by `make(outer)`.
+
+    outer: what another `encoding` or `rendered` around this one does instead of tokenizing.
+    """
+    token = _instead.set(make(_instead.get()))
+    try:
+        yield
+    finally:
+        _instead.reset(token)
 
 
 def rendered(process: Callable[[], Any]) -> Rendering | None:
     """What `process`, which renders and encodes a chat, has rendered; None if it did so without a
     Jinja template.
     """
-    token = _only_render.set(True)
     try:
-        process()
+        with encoding(lambda outer: _stop):
+            process()
     except _Stopped as stopped:
         return stopped.rendering
-    finally:
-        _only_render.reset(token)
     return None
+
+
+def _stop(text: str, encode_kwargs: Mapping[str, Any]) -> list[int]:
+    raise _Stopped(Rendering(text, encode_kwargs))

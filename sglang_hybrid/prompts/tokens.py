@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -26,6 +26,18 @@ class End:
 
 
 @dataclass(frozen=True)
+class Frame:
+    """What the chat template writes around a message: before its text and after it."""
+
+    before: str
+    after: str
+
+
+Frames = Mapping[int, Frame]
+"""By the number of the message, counted from 1."""
+
+
+@dataclass(frozen=True)
 class Tokenized:
     """ids [n]; ends, ascending; piece_ends: positions behind each piece."""
 
@@ -43,11 +55,10 @@ class PromptTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-        @lru_cache(CACHED_PIECES)
-        def encode(text: str) -> tuple[int, ...]:
-            return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        self._encode: Callable[[str], Ids] = lru_cache(CACHED_PIECES)(self._encode_now)
 
-        self._encode: Callable[[str], tuple[int, ...]] = encode
+    def _encode_now(self, text: str) -> Ids:
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def length(self, text: str) -> int:
         """Tokens of a piece."""
@@ -55,7 +66,7 @@ class PromptTokenizer:
 
     def ids(self, piece: Piece) -> tuple[int, ...]:
         """Tokens of a piece. Raises ValueError if it is a value that is too long."""
-        own = self._encode(piece.text)
+        own = self._encode_now(piece.text) if piece.is_new else self._encode(piece.text)
         if piece.parameter is not None and len(own) > piece.parameter.length:
             raise ValueError(
                 f"the value of parameter {piece.parameter.name!r} has {len(own):,} tokens; it may "
@@ -69,16 +80,18 @@ class PromptTokenizer:
         before = (known.get(role, "") for known in (roles.opening, roles.before))
         return max(map(self.length, before)), self.length(roles.after[role])
 
-    def tokenized(self, resolved: Resolved) -> Tokenized:
+    def tokenized(self, resolved: Resolved, frames: Frames | None = None) -> Tokenized:
         """The prompt as token ids. Raises ValueError if a value is too long, or if the template
         cannot write the schema's messages.
+
+        frames: around its messages; by default those of a plain conversation.
         """
         in_roles = any(piece.role for piece in resolved.pieces)
         ids: list[int] = [] if in_roles else [*self.start]
         piece_ends: list[int] = []
         ends: list[End] = []
         values = False
-        for before, piece, after in self.framed(resolved.pieces):
+        for before, piece, after in self.framed(resolved.pieces, frames):
             values = values or piece.parameter is not None
             ids += [*before, *self.ids(piece)]
             piece_ends.append(len(ids))
@@ -105,29 +118,44 @@ class PromptTokenizer:
 
         return role_texts(render)
 
-    def framed(self, pieces: Sequence[Piece]) -> list[tuple[Ids, Piece, Ids]]:
+    def framed(
+        self, pieces: Sequence[Piece], frames: Frames | None = None
+    ) -> list[tuple[Ids, Piece, Ids]]:
         """Each piece with the tokens of what the chat template writes before and after it. Raises
         ValueError if it cannot write the schema's messages.
         """
+        around = self.frames(pieces) if frames is None else frames
         framed = []
         for at, piece in enumerate(pieces):
             before = after = ""
             if piece.role is not None:
-                first = at == 0
-                begins = first or pieces[at - 1].message != piece.message
-                last = at + 1 == len(pieces)
-                if begins:
-                    known = self._roles.opening if first else self._roles.before
-                    if piece.role not in known:
-                        raise NoRoles(
-                            f"a message of role {piece.role!r} cannot stand here; a chat begins "
-                            "with one of the system or the user, and only the first may be the "
-                            "system's."
-                        )
-                    before = known[piece.role]
-                if last or pieces[at + 1].message != piece.message:
-                    after = self._roles.after[piece.role]
-                if last and piece.role == "user":
-                    after += self._roles.answer
+                frame = around[piece.message]
+                if at == 0 or pieces[at - 1].message != piece.message:
+                    before = frame.before
+                if at + 1 == len(pieces) or pieces[at + 1].message != piece.message:
+                    after = frame.after
             framed.append((self._encode(before), piece, self._encode(after)))
         return framed
+
+    def frames(self, pieces: Sequence[Piece]) -> dict[int, Frame]:
+        """Around each message of a plain conversation; one that ends with a message of the user's
+        asks for an answer. Raises ValueError if the chat template cannot write it.
+        """
+        found: dict[int, Frame] = {}
+        for at, piece in enumerate(pieces):
+            if piece.role is None or piece.message in found:
+                continue
+            known = self._roles.before if at else self._roles.opening
+            if piece.role not in known:
+                raise NoRoles(
+                    f"a message of role {piece.role!r} cannot stand here; a chat begins with one "
+                    "of the system or the user, and only the first may be the system's."
+                )
+            asks = piece.role == "user" and pieces[-1].message == piece.message
+            answer = self._roles.answer if asks else ""
+            found[piece.message] = Frame(known[piece.role], self._roles.after[piece.role] + answer)
+        return found
+
+    def ending(self, role: str) -> str:
+        """What the chat template writes after a message of a plain conversation."""
+        return self._roles.after[role]

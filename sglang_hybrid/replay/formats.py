@@ -85,7 +85,7 @@ class RecordedLine(msgspec.Struct, omit_defaults=True):
     t, first, end: seconds since the recording began: arrival, first token, last token.
     message_starts: positions in the prompt at which messages begin. tenant: a name without meaning
     for the cache salt, extra key and adapter together; prompts of different ones share nothing.
-    hint: what its client said of the session. Other keys are ignored.
+    hint: what its client said of the session (`Hint.parse`). Other keys are ignored.
     """
 
     t: Seconds
@@ -97,7 +97,7 @@ class RecordedLine(msgspec.Struct, omit_defaults=True):
     first: Seconds | None = None
     end: Seconds | None = None
     tenant: str = ""
-    hint: Hint | None = None
+    hint: str | None = None
 
 
 def read_marconi(path: Path, reading: Reading) -> list[Request]:
@@ -132,7 +132,8 @@ def read_recorded(path: Path, reading: Reading) -> list[Request]:
             raise ValueError("its message_starts do not rise within the prompt")
         session = number - 1 if line.session is None else line.session
         parts = line.input_ids, line.output_ids
-        return make_request(session, line.turn, line.t, *parts, starts, line.tenant, line.hint)
+        hint = None if line.hint is None else Hint.parse(line.hint)
+        return make_request(session, line.turn, line.t, *parts, starts, line.tenant, hint)
 
     what = "a recorded trace"
     ended = read_lines(
@@ -146,7 +147,7 @@ def write_recorded(path: Path, requests: Iterable[Request]) -> None:
         for r in requests:
             starts = list(r.message_starts)
             line = RecordedLine(r.arrival, *_parts(r), r.session, r.turn, starts)
-            line.tenant, line.hint = r.tenant, r.hint
+            line.tenant, line.hint = r.tenant, None if r.hint is None else str(r.hint)
             write_line(file, line)
 
 

@@ -18,10 +18,12 @@ class WaitingQueue:
     """Requests of a trace, by their index, that wait for their prefill.
 
     most_overtaken: requests that came later and ran first, of the request with most of them.
+    loading: requests for which a load is under way.
     """
 
     def __init__(self, cache: Cache, time: PrefillTime, order: QueueOrder[int]) -> None:
         self.most_overtaken = 0
+        self.loading: set[int] = set()
         self._cache = cache
         self._time = time
         self._order = order
@@ -71,14 +73,21 @@ class WaitingQueue:
     def _prospect(self, index: int) -> Prospect:
         """What a waiting request would find now, and how long its prefill would take."""
         request = self._waiting[index][0]
-        if self._standings is not None and isinstance(self._cache, Simulator):
+        load = 0.0
+        if isinstance(self._cache, Simulator):
             node, hit = self._cache.resumes_from(request)
-            self._standings.waits(index, node)
+            _, load = self._cache.to_load(request)
+            if self._standings is not None:
+                self._standings.waits(index, node)
         else:
             hit = self._cache.peek(request)
         return Prospect(
             hit,
-            self._time.seconds(hit, request.input_len - hit),
+            load + self._time.seconds(hit, request.input_len - hit),
             self._time.seconds(0, request.input_len),
-            Reuse.ON_DEVICE if hit else Reuse.NOTHING,
+            Reuse.TO_LOAD
+            if load or index in self.loading
+            else Reuse.ON_DEVICE
+            if hit
+            else Reuse.NOTHING,
         )

@@ -20,6 +20,7 @@ from sglang_hybrid.core.checkpoint_plan import (
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.nodes import Kind, Node
+from sglang_hybrid.core.pins import PinRoom, Pins
 from sglang_hybrid.core.serving import Serving, Split
 from sglang_hybrid.replay.policies import SglangLru
 from sglang_hybrid.replay.simulator import Outcome, Simulator, Ticket, serve_in_steps
@@ -95,6 +96,9 @@ class ServerSimulator(Simulator):
         self.memory = memory
         self.serving = serving or Serving()
         self._slots = SimulatedStateSlots(self)
+        room = PinRoom(memory) if isinstance(memory, int) else _room(memory, cost)
+        self.tree.pins = Pins(cost, room, self.serving.pin_share)
+        self.tree.pins.follow(self.tree)
 
     def serve(self, request: Request) -> Outcome:
         return serve_in_steps(self, request)
@@ -105,6 +109,7 @@ class ServerSimulator(Simulator):
             return Running(request, Outcome(request.input_len, 0, 0), {})
         hit, kv_len = self._match(request)
         self.tree.clock.advance(request.arrival or None)  # 0 is no stamp for the server
+        self.tree.pins.expire()
         if hit is not self.tree.root:
             self.tree.hit(hit)
         outcome = Outcome(request.input_len, hit.depth, kv_len)
@@ -118,6 +123,7 @@ class ServerSimulator(Simulator):
             kv_len,
             known_branch=0 if history_match is None else history_match.branch,
             message_starts=request.message_starts,
+            declared=[pin.position for pin in request.pins],
         )
         plan: CheckpointPlan[int]
         plan, _ = plan_checkpoints(prefill, history_match, self.min_branch_tokens)
@@ -140,6 +146,7 @@ class ServerSimulator(Simulator):
             ready = ticket.plan.take_ready(stop)
             if ready:
                 self._publish_states(ticket, ready)
+            self._pin(ticket)
             start = stop
 
     def finished(self, ticket: Ticket) -> None:
@@ -150,6 +157,7 @@ class ServerSimulator(Simulator):
         if ticket.plan is None or not self._grow(ticket, length):
             return
         self._publish_states(ticket, [PendingCheckpoint(length, Kind.TAIL, 0)])
+        self._pin(ticket)
         self._learn(ticket, request.tokens[:length])
         self._lock(ticket, None)
         ticket.plan = None
@@ -277,6 +285,15 @@ class ServerSimulator(Simulator):
             self.tree.give_state(node, kind)
         self._touch_state(node)
 
+    def _pin(self, running: Running) -> None:
+        """Pin what the request declared, as far as it is in the tree."""
+        request = running.request
+        if request.pins:
+            at = {node.depth: node for node in way_to(running.locked_node) if node.has_state}
+            for asked in sorted(request.pins, key=lambda pin: -pin.position):
+                if asked.position in at:
+                    self.tree.pins.pin(at[asked.position], asked, request.tenant)
+
     def _learn(self, running: Running, tokens: TokenArray) -> None:
         history = self.policy.history
         if history is None:
@@ -319,6 +336,11 @@ def way_to(node: Node | None) -> Iterator[Node]:
     while node is not None and node.parent is not None:
         yield node
         node = node.parent
+
+
+def _room(pools: Split, cost: CostModel) -> PinRoom:
+    kv = pools.kv_tokens * cost.kv_bytes_per_token
+    return PinRoom(kv, pools.slots * cost.state_bytes)
 
 
 def _computed(request: Request) -> int:

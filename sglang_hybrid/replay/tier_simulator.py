@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS, Prefill
 from sglang_hybrid.core.cost import UNBOUNDED, CostModel
 from sglang_hybrid.core.eviction import Policy
-from sglang_hybrid.core.history import History
+from sglang_hybrid.core.history import History, HistoryMatch
 from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.core.places import (
     Placement,
@@ -33,7 +33,7 @@ from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import Clairvoyant
 from sglang_hybrid.replay.simulator import Simulator, Ticket
 from sglang_hybrid.replay.tier_budgets import TierBudgets, TierCounts
-from sglang_hybrid.replay.traces import TokenArray
+from sglang_hybrid.replay.traces import Request, TokenArray
 
 
 class TieredSimulator(Simulator):
@@ -117,6 +117,32 @@ class TieredSimulator(Simulator):
         self._bring(passed, passed[-1], touched)
         return passed[-1], way.load_seconds
 
+    def resumes_from(self, request: Request) -> tuple[Node | None, int]:
+        path, way = self._way(request)
+        return (path[-1], way.depth) if path else (None, 0)
+
+    def to_load(self, request: Request) -> tuple[int, float]:
+        _, way = self._way(request)
+        return sum(way.load_bytes), way.load_seconds
+
+    def fetch(self, request: Request, kv: int = 0, states: int = 0) -> bool:
+        path, way = self._way(request)
+        if not any(way.load_bytes):
+            return False
+        kv += sum(node.tokens for node in path if not copies_of(node).has_kv(Tier.DEVICE))
+        states += not copies_of(path[-1]).has_state(Tier.DEVICE)
+        if not self._make_room_in(Tier.DEVICE, kv, states, path, keep_wanted=True):
+            return False
+        self._bring(path, path[-1], path)
+        return True
+
+    def _way(self, request: Request) -> tuple[list[Node], Way]:
+        """The nodes that `request` would resume behind now, and its way. Nothing changes."""
+        usable = request.tokens[: request.input_len - 1]
+        path, _ = self.tree.find(usable, tenant=request.tenant)
+        way = self._choose(list(ways(path, request.input_len, self.cost, self.rates.speeds)))
+        return [node for node in path if node.depth <= way.depth], way
+
     def _lock(self, ticket: Ticket, node: Node | None) -> None:
         before = ticket.locked_node
         super()._lock(ticket, node)
@@ -191,9 +217,11 @@ class TieredSimulator(Simulator):
     def _make_room(self, kv: int, states: int, path: list[Node]) -> bool:
         return self._make_room_in(Tier.DEVICE, kv, states, path)
 
-    def _make_room_in(self, tier: Tier, kv: int, states: int, path: list[Node]) -> bool:
+    def _make_room_in(
+        self, tier: Tier, kv: int, states: int, path: list[Node], *, keep_wanted: bool = False
+    ) -> bool:
         """Evict until so many tokens and states fit into `tier`; False if they cannot. `path`
-        stays in all tiers.
+        stays in all tiers. keep_wanted: so does what requests wait for.
         """
         if self._short_of(tier, kv, states) is None:
             return True
@@ -201,6 +229,9 @@ class TieredSimulator(Simulator):
             return False
         held = self._hold(path)
         while pool := self._short_of(tier, kv, states):
+            next_one = pool.cheapest(last_resort=True) if keep_wanted else None
+            if keep_wanted and (next_one is None or next_one[0].standing):
+                break
             victim = pool.victim() or pool.victim(last_resort=True)
             if victim is None:
                 break
@@ -341,6 +372,10 @@ class TieredSimulator(Simulator):
             self.placement.drop_kv(node, tier)
         assert not copies.kv
         self.tree.remove(node)
+
+    def _is_worth(self, history_match: HistoryMatch, prefill: Prefill) -> bool:
+        """Always: what it pushes out finds room in another tier."""
+        return True
 
 
 class TieredClairvoyant(KnowsFuture, TieredSimulator):

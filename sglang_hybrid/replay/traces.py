@@ -19,6 +19,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from sglang_hybrid.core.hints import Hint
+from sglang_hybrid.core.pins import PinRequest
 
 TokenArray = npt.NDArray[np.int32]
 Schema = TypeVar("Schema")
@@ -31,7 +32,8 @@ Tokens = list[Annotated[int, Meta(ge=-(2**31), lt=2**31)]]
 class Request:
     """One request: `tokens` [input_len + output_len] are its prompt and its answer; `arrival` is in
     seconds. message_starts: positions in the prompt at which the client's messages begin. tenant:
-    requests of different ones share nothing. hint: what its client said of the session.
+    requests of different ones share nothing. hint: what its client said of the session. pins: what
+    it wanted kept; a checkpoint is declared at each of these positions.
     """
 
     session: int
@@ -42,6 +44,7 @@ class Request:
     message_starts: tuple[int, ...] = ()
     tenant: str = ""
     hint: Hint | None = None
+    pins: tuple[PinRequest, ...] = ()
 
 
 class TraceError(ValueError):

@@ -57,7 +57,9 @@ HEAVY = ("input_ids", "input_text", "mm_inputs", "time_stats")
 """Of a tokenized request: fields that are large, and whose types are right."""
 
 SESSION_HEADER = "X-Hybrid-Session"
-"""What an HTTP client says of its session: `end` or `return`, as the action `hybrid.session`."""
+"""What an HTTP client says of its session, as the action `hybrid.session`: `end`, `return`, or
+`return; seconds=20`.
+"""
 
 EXACT_HEADER = "X-Hybrid-Exact"
 """`true`: to be answered from exact copies only, as the action `hybrid.exact`."""
@@ -78,7 +80,7 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
     _samples(request.sampling_params)
     said = None if http is None else http.headers.get(SESSION_HEADER)
     if said is not None and isinstance(request, GenerateReqInput):
-        hint = kv_hints.check_session(f"the header {SESSION_HEADER}", said)
+        hint = kv_hints.session_of_header(SESSION_HEADER, said)
         request.kv_hints = kv_hints.with_session(request.kv_hints, hint)
     exact = None if http is None else http.headers.get(EXACT_HEADER)
     if exact is not None and isinstance(request, GenerateReqInput):
@@ -91,7 +93,9 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
         request.normalize_batch_and_arguments()
         if not request.is_single:
             for item in range(len(request.rid)):
-                request[item]  # SGLang makes the requests of a batch now, and keeps them
+                part = request[item]  # SGLang makes the requests of a batch now, and keeps them
+                if hasattr(request, "expanded"):
+                    part.expanded = request.expanded
     except (TypeError, LookupError, AttributeError, AssertionError) as error:
         raise ValueError(
             f"the fields of the request do not fit together ({error}); each is one value, or a "

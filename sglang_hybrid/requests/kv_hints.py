@@ -7,6 +7,7 @@ nothing of SGLang.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,18 +15,25 @@ from typing import Any, Protocol
 import msgspec
 
 from sglang_hybrid.core.hints import Hint
+from sglang_hybrid.core.pins import PinRequest, Priority
 from sglang_hybrid.requests.fields import shown
 
 PREFIX = "hybrid."
 CHECKPOINT = "hybrid.checkpoint"
+PIN = "hybrid.pin"
 SESSION = "hybrid.session"
 EXACT = "hybrid.exact"
-KNOWN = (CHECKPOINT, SESSION, EXACT)
 IMPORT = "hybrid.import"
+PREWARM = "hybrid.prewarm"
+KNOWN = (CHECKPOINT, PIN, IMPORT, PREWARM, SESSION, EXACT)
+SEGMENTS = "hybrid.segments"
 VERSION = "1"
 
 MOST_POSITIONS = 16
 """Positions that one request may declare. Each takes a state slot, if need be another state's."""
+
+LONGEST_LIFETIME = 86_400
+"""Seconds that a pin may last."""
 
 
 class Action(Protocol):
@@ -64,15 +72,25 @@ def checkpoint_hint(positions: Iterable[int]) -> dict[str, Any]:
     return _envelope(_action(CHECKPOINT, {"positions": sorted(positions)}))
 
 
-def import_hint(imported: Imported) -> dict[str, Any]:
-    """An envelope that only the server itself may send (`check` refuses it from clients)."""
-    segments = [list(segment) for segment in imported.segments]
-    return _envelope(_action(IMPORT, {"segments": segments, "position": imported.position}))
+def pin_hint(pins: Iterable[PinRequest], positions: Sequence[int] = ()) -> dict[str, Any]:
+    """An envelope that declares the positions of `pins` and wants them kept, and declares other
+    `positions`, as JSON.
+    """
+    together: dict[tuple[float, Priority], list[int]] = {}
+    for pin in pins:
+        together.setdefault((pin.ttl, pin.priority), []).append(pin.position)
+    actions = [
+        _action(PIN, {"positions": sorted(pinned), "ttl": ttl, "priority": priority.value})
+        for (ttl, priority), pinned in together.items()
+    ]
+    if positions:
+        actions.append(_action(CHECKPOINT, {"positions": sorted(positions)}))
+    return _envelope(*actions)
 
 
 def imported(envelope: Envelope | None) -> Imported | None:
     """What a checked request takes from elsewhere in the cache, or None."""
-    asked = [] if envelope is None else _ours(envelope, IMPORT)
+    asked = [] if envelope is None else _ours(envelope, SEGMENTS)
     if not asked:
         return None
     payload = asked[0].payload
@@ -106,7 +124,9 @@ def check_key(extra_key: object) -> None:
 
 def with_session(kv_hints: Any, hint: Hint) -> Any:
     """The `kv_hints` of a request as it came, which also say what becomes of the session."""
-    return _with(kv_hints, _action(SESSION, {"next": hint.value}))
+    payload = {"next": "end" if hint == Hint.ENDS else "return", "seconds": hint.seconds}
+    said = {name: value for name, value in payload.items() if value is not None}
+    return _with(kv_hints, _action(SESSION, said))
 
 
 def with_exact(kv_hints: Any) -> Any:
@@ -128,6 +148,71 @@ def _with(kv_hints: Any, action: dict[str, Any]) -> Any:
     return {**envelope, "actions": [*envelope.get("actions", []), action]}
 
 
+def with_checkpoints(kv_hints: Any, positions: Iterable[int]) -> Any:
+    """The `kv_hints` of a request as it came, which also declare `positions`."""
+    return _with(kv_hints, _action(CHECKPOINT, {"positions": sorted(positions)}))
+
+
+def with_segments(kv_hints: Any, imported: Imported) -> Any:
+    """The `kv_hints` of a request as it came, which also take segments from the cache. Only the
+    server itself may send them (`check` refuses them from clients).
+    """
+    segments = [list(segment) for segment in imported.segments]
+    return _with(kv_hints, _action(SEGMENTS, {"segments": segments, "position": imported.position}))
+
+
+def take(kv_hints: Any, kind: str) -> tuple[Mapping[str, Any] | None, Any]:
+    """The payload of the one action `kind` in the `kv_hints` of a request as it came, or None; and
+    the `kv_hints` without it. Raises ValueError.
+
+    For actions that are done before a scheduler sees the request; they stand in the envelope of a
+    request, not in those of its batch. What is no envelope stays, for SGLang to refuse.
+    """
+    if isinstance(kv_hints, list):
+        for one in kv_hints:
+            if take(one, kind)[0] is not None:
+                raise ValueError(
+                    f"kv_hints is a list with {kind}; that action is for a request of one prompt."
+                )
+        return None, kv_hints
+    envelope = msgspec.to_builtins(kv_hints) if kv_hints else None
+    if not isinstance(envelope, dict):
+        return None, kv_hints
+    actions = envelope.get("actions")
+    if not isinstance(actions, list) or not all(isinstance(one, dict) for one in actions):
+        return None, kv_hints
+    found = [one for one in actions if one.get("action_type") == kind]
+    if not found:
+        return None, kv_hints
+    if len(found) > 1:
+        raise ValueError(f"kv_hints has {kind} {len(found)} times; it may stand there once.")
+    _check_version(kind, found[0].get("action_version"))
+    payload = found[0].get("payload", {})
+    if not isinstance(payload, dict):
+        raise ValueError(f"the payload of {kind} is {shown(payload)}; it must be an object.")
+    rest = [one for one in actions if one is not found[0]]
+    return payload, {**envelope, "actions": rest} if rest else None
+
+
+def prewarm_rate(payload: Mapping[str, Any]) -> float | None:
+    """Tokens per second at which a payload of `hybrid.prewarm` lets a prompt be computed while
+    others run; None: only while none does. Raises ValueError.
+    """
+    rate = payload.get("tokens_per_second")
+    numeric = isinstance(rate, int | float) and not isinstance(rate, bool)
+    if rate is not None and (not numeric or not 0 < rate < math.inf):
+        raise ValueError(
+            f"tokens_per_second of {PREWARM} is {shown(rate)}; it is a number above 0, or null."
+        )
+    unknown = payload.keys() - {"tokens_per_second"}
+    if unknown:
+        raise ValueError(
+            f"the payload of {PREWARM} has the field {shown(min(unknown))}; it has only "
+            "tokens_per_second."
+        )
+    return rate
+
+
 def wants_exact(envelope: Envelope | None) -> bool:
     """Whether a checked request is to be answered from exact copies only."""
     return envelope is not None and bool(_ours(envelope, EXACT))
@@ -136,7 +221,7 @@ def wants_exact(envelope: Envelope | None) -> bool:
 def session_hint(envelope: Envelope | None) -> Hint | None:
     """What a checked request says of its session: the last one of such actions."""
     said = [] if envelope is None else _ours(envelope, SESSION)
-    return Hint(said[-1].payload["next"]) if said else None
+    return _said(said[-1]) if said else None
 
 
 def declared_positions(envelope: Envelope | None) -> tuple[int, ...]:
@@ -147,37 +232,57 @@ def declared_positions(envelope: Envelope | None) -> tuple[int, ...]:
         return ()
     asked = {
         position
-        for action in _ours(envelope, CHECKPOINT)
+        for kind in (CHECKPOINT, PIN)
+        for action in _ours(envelope, kind)
         for position in action.payload["positions"]
     }
     return tuple(sorted(asked))
 
 
+def pins(envelope: Envelope | None) -> tuple[PinRequest, ...]:
+    """What a checked request wants kept, by ascending position; the last word about each counts."""
+    found = {
+        position: PinRequest(
+            position, action.payload["ttl"], Priority(action.payload.get("priority", "normal"))
+        )
+        for action in ([] if envelope is None else _ours(envelope, PIN))
+        for position in action.payload["positions"]
+    }
+    return tuple(found[position] for position in sorted(found))
+
+
 def check(envelope: Envelope | None, prompt_len: int, *, own: bool = False) -> None:
     """Our actions are known ones and name positions in a prompt of `prompt_len` tokens. own: the
-    server made the request. Raises ValueError with one sentence.
+    server made the request, and may pin its end. Raises ValueError with one sentence.
     """
     if envelope is None:
         return
     for action in _ours(envelope):
-        if own and action.action_type == IMPORT:
+        if own and action.action_type == SEGMENTS:
             continue
         if action.action_type not in KNOWN:
             raise ValueError(
                 f"kv_hints has the action {shown(action.action_type)}; of those that begin with "
                 f"{PREFIX} this server knows {', '.join(KNOWN)}."
             )
-        if action.action_version != VERSION:
-            raise ValueError(
-                f"kv_hints has version {shown(action.action_version)} of {action.action_type}; "
-                f"this server knows version {VERSION!r}."
-            )
+        _check_version(action.action_type, action.action_version)
         if action.action_type == SESSION:
-            check_session(f"the payload of {SESSION}", action.payload.get("next"))
-            _check_fields(action, "next")
+            _said(action)
+            _check_fields(action, "next", "seconds")
+        elif action.action_type in (IMPORT, PREWARM):
+            raise ValueError(
+                f"kv_hints has {action.action_type}, which is for requests of one prompt to "
+                "/generate; leave it out."
+            )
         elif action.action_type == EXACT:
             _check_fields(action)
+        elif action.action_type == PIN:
+            _check_fields(action, "positions", "ttl", "priority")
+            _check_positions(action, prompt_len + own)
+            check_lifetime(f"ttl of {PIN}", action.payload.get("ttl"))
+            check_priority(f"priority of {PIN}", action.payload.get("priority", "normal"))
         else:
+            _check_fields(action, "positions")
             _check_positions(action, prompt_len)
     count = len(declared_positions(envelope))
     if count > MOST_POSITIONS:
@@ -186,13 +291,41 @@ def check(envelope: Envelope | None, prompt_len: int, *, own: bool = False) -> N
         )
 
 
-def check_session(where: str, value: Any) -> Hint:
-    """What `where` says of a session. Raises ValueError with one sentence."""
+def session_of_header(name: str, value: str) -> Hint:
+    """What the header `name` says of a session. Raises ValueError with one sentence."""
     try:
-        return Hint(value)
-    except ValueError:
-        known = " or ".join(repr(hint.value) for hint in Hint)
-        raise ValueError(f"{where} says {shown(value)} of the session; say {known}.") from None
+        return Hint.parse(value)
+    except ValueError as error:
+        raise ValueError(f"the header {name} is {shown(value)}; {error}.") from None
+
+
+def _said(action: Action) -> Hint:
+    """What an action says of the session. Raises ValueError with one sentence."""
+    value, seconds = action.payload.get("next"), action.payload.get("seconds")
+    known = {"end": Hint.ENDS, "return": Hint.RETURNS}
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(
+            f"the payload of {SESSION} says {shown(value)} of the session; say 'end' or 'return'."
+        )
+    if seconds is None:
+        return known[value]
+    if known[value] is Hint.ENDS or type(seconds) not in (int, float):
+        raise ValueError(
+            f"seconds in the payload of {SESSION} is {shown(seconds)}; it is a number, and only "
+            "for a session that returns."
+        )
+    try:
+        return Hint.after(seconds)
+    except ValueError as error:
+        raise ValueError(f"the payload of {SESSION}: {error}.") from None
+
+
+def _check_version(kind: str, version: Any) -> None:
+    if version != VERSION:
+        raise ValueError(
+            f"kv_hints has version {shown(version)} of {kind}; this server knows version "
+            f"{VERSION!r}."
+        )
 
 
 def _check_fields(action: Action, *fields: str) -> None:
@@ -204,18 +337,37 @@ def _check_fields(action: Action, *fields: str) -> None:
         )
 
 
+def check_lifetime(where: str, ttl: Any) -> float:
+    """The lifetime that `where` gives. Raises ValueError with one sentence."""
+    numeric = isinstance(ttl, int | float) and not isinstance(ttl, bool)
+    if ttl is None or not numeric or not 0 < ttl <= LONGEST_LIFETIME:
+        raise ValueError(
+            f"{where} is {shown(ttl)}; it is a number of seconds, above 0 and at most "
+            f"{LONGEST_LIFETIME:,}."
+        )
+    return float(ttl)
+
+
+def check_priority(where: str, priority: Any) -> Priority:
+    """The priority that `where` gives. Raises ValueError with one sentence."""
+    known = [each.value for each in Priority]
+    if priority not in known:
+        raise ValueError(f"{where} is {shown(priority)}; it may be {', '.join(map(repr, known))}.")
+    return Priority(priority)
+
+
 def _check_positions(action: Action, prompt_len: int) -> None:
-    _check_fields(action, "positions")
+    name = action.action_type
     positions = action.payload.get("positions")
     if not isinstance(positions, list) or not positions:
         raise ValueError(
-            f"positions of {CHECKPOINT} is {shown(positions)}; it must be a list of one position "
+            f"positions of {name} is {shown(positions)}; it must be a list of one position "
             "at least."
         )
     for at, position in enumerate(positions):
         if type(position) is not int or not 0 < position < prompt_len:
             raise ValueError(
-                f"positions[{at}] of {CHECKPOINT} is {shown(position)}; in a prompt of "
+                f"positions[{at}] of {name} is {shown(position)}; in a prompt of "
                 f"{prompt_len:,} tokens a position is a whole number from 1 to {prompt_len - 1:,}."
             )
 
@@ -229,8 +381,8 @@ def _action(action_type: str, payload: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _envelope(action: dict[str, Any]) -> dict[str, Any]:
-    return {"protocol_version": "1", "message_id": "hybrid", "actions": [action]}
+def _envelope(*actions: dict[str, Any]) -> dict[str, Any]:
+    return {"protocol_version": "1", "message_id": "hybrid", "actions": list(actions)}
 
 
 def _ours(envelope: Envelope, prefix: str = PREFIX) -> list[Action]:

@@ -25,6 +25,8 @@ class ScheduledPrefillAdder(PrefillAdder):
         self.schedule: QueueSchedule | None = self.tree_cache.schedule
         if self.schedule is not None:
             self.schedule.arrange(waiting_queue)
+            if self.schedule.loads is not None:
+                self.schedule.loads.places = kwargs.get("max_running_requests") or 1
 
     def may_run(self, req: Req) -> bool:
         """Whether it is the turn of `req`."""

@@ -18,7 +18,8 @@ from sglang_hybrid.core.orders import Car, Order, Window
 from sglang_hybrid.core.queue_order import QueueOrder
 from sglang_hybrid.core.standings import Standings
 from sglang_hybrid.core.waiting import Bound, Prospect, Reuse
-from sglang_hybrid.schedule.clock import ClockTick, StepClock
+from sglang_hybrid.schedule.clock import StepClock
+from sglang_hybrid.schedule.loads import LoadingCache, TimedLoads
 from sglang_hybrid.telemetry.schedule import ScheduleStats
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class ScheduledCache(Protocol):
     tree_core: Any
     cost: CostModel
     shadow_tree: ShadowTree | None
+    speeds: Any  # MeasuredSpeeds where there are tiers, else None
+    step_clock: StepClock
 
 
 class QueueSchedule:
@@ -52,17 +55,25 @@ class QueueSchedule:
     def __init__(
         self, cache: ScheduledCache, order: Order, bound: Bound, priority_sign: int | None = None
     ) -> None:
-        self.clock = StepClock()
+        self.clock = cache.step_clock
+        self.clock.join(self._needs_time)
         self.stats = ScheduleStats()
         self.bound = bound
         self.name = order.name
         self._cache = cache
         self._order: QueueOrder[Req] = QueueOrder(order, bound, WeakKeyDictionary())
         self._standings: Standings[Req] = Standings(self._move)
+        self._arranged: tuple[Any, ...] = ()  # the queue that was arranged last
         self._prospects: WeakKeyDictionary[Req, tuple[int, Prospect]] = WeakKeyDictionary()
+        self.loads: TimedLoads | None = None
         self._priority: Callable[[Req], int] | None = None
         if priority_sign is not None:
             self._priority = lambda req: int(req.priority) * priority_sign
+
+    def load_ahead(self, cache: LoadingCache, speeds: Any) -> None:
+        """There is a host below the device: loads begin before their requests' turns."""
+        self.loads = TimedLoads(cache, speeds)
+        self.stats.loads = self.loads.prefetcher.counts
 
     # What the prefill adder calls.
 
@@ -74,6 +85,7 @@ class QueueSchedule:
         front = self._order.front
         self._standings.only(front)
         self.stats.front = len(front)
+        self._arranged = self._as_it_is(queue)
 
     def may_run(self, req: Req) -> bool:
         """Whether `req` overtakes nobody that may be overtaken no more."""
@@ -83,6 +95,8 @@ class QueueSchedule:
         """It is in a batch now."""
         waiting = self._order.left(req, runs=True)
         self._standings.runs(req)
+        if self.loads is not None:
+            self.loads.admitted(req)
         if waiting is not None:
             self.stats.runs(waiting, self.bound, self.clock.now)
 
@@ -94,11 +108,20 @@ class QueueSchedule:
         if waiting is not None:
             self._order.left(waiting, runs=False)
             self._standings.ends(waiting)
+            if self.loads is not None:
+                self.loads.left(waiting)
             self.stats.aborted += 1
 
     def ended(self, req: Req) -> None:
         """`req` gave back what it held: it ended, was aborted, or was retracted."""
         self._standings.ends(req)
+        if self.loads is not None:
+            self.loads.ended(req)
+
+    def expected(self, node_id: int, seconds: float) -> None:
+        """Somebody is expected to come back to a node, so many seconds from now."""
+        if self.loads is not None:
+            self.loads.returns.expect(node_id, self.clock.now + seconds)
 
     def emptied(self) -> None:
         """The tree was emptied."""
@@ -106,13 +129,18 @@ class QueueSchedule:
 
     # What the scheduler's patches call.
 
-    def poll(self) -> list[ClockTick]:
-        """What the first rank sends to all of them with the requests of this step."""
-        return self.clock.poll() if self._order.front else []
+    def step(self, queue: list[Req]) -> None:
+        """The scheduler begins another step, in which it may not look at `queue` at all."""
+        if self.loads is None:
+            return
+        if queue and self._as_it_is(queue) != self._arranged:
+            self.arrange(queue)
+        self.loads.step(self._order.front, self.clock.now)
 
-    def handlers(self) -> list[tuple[type, Callable[[ClockTick], None]]]:
-        """What the scheduler's dispatcher must know."""
-        return [(ClockTick, self.clock.tick)]
+    def _needs_time(self, seconds: float) -> bool:
+        """Whether ticks are to be sent."""
+        expects = self.loads is not None and len(self.loads.returns) > 0
+        return expects or bool(self._order.front)
 
     @property
     def holds(self) -> int:
@@ -130,13 +158,19 @@ class QueueSchedule:
             **self.stats.as_dict(),
         }
 
+    def _as_it_is(self, queue: list[Req]) -> tuple[Any, ...]:
+        """What tells that nobody came or left, and no time passed, since the queue was arranged."""
+        return (self.clock.now, len(queue), *(req.rid for req in queue[-1:]))
+
     # What it asks of requests.
 
     def _arrived(self, req: Req) -> float:
         return float(req.time_stats.created_time or self.clock.now)
 
     def _prospect(self, req: Req) -> Prospect:
-        """What `req` could reuse now; FLOPs of the prefill that remains."""
+        """What `req` could reuse now; FLOPs of the prefill that remains, with those for which there
+        would be time during its load.
+        """
         tokens = req.origin_input_ids
         if req.output_ids:  # it was retracted
             tokens = tokens + req.output_ids
@@ -147,15 +181,17 @@ class QueueSchedule:
 
     def _cost(self, req: Req, length: int) -> Prospect:
         hit = req.num_matched_prefix_tokens
+        load = 0 if self.loads is None else self.loads.load_flops(req)
         known = self._prospects.get(req)
         loads = req.host_hit_length > 0 or getattr(req, "mamba_host_hit_length", 0) > 0
+        loads = loads or (self.loads is not None and self.loads.waits_for_load(req))
         reuse = Reuse.TO_LOAD if loads else Reuse.ON_DEVICE if hit else Reuse.NOTHING
         if known is not None and known[0] == length:
             before = known[1]
-            if (before.hit_len, before.reuse) == (hit, reuse):
+            if (before.hit_len, before.reuse) == (hit, reuse) and not load:
                 return before
         whole = self._cache.cost.flops(length)
-        prospect = Prospect(hit, whole - self._cache.cost.flops(hit), whole, reuse)
+        prospect = Prospect(hit, load + whole - self._cache.cost.flops(hit), whole, reuse)
         self._prospects[req] = length, prospect
         return prospect
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sglang_hybrid.core.prefetch import PrefetchCounts
 from sglang_hybrid.core.waiting import Bound, Reuse, Waiting
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ class ScheduleStats:
     started: by what they could reuse. overtaken: how often requests were overtaken, added up.
     most_overtaken, longest_wait: of one request; seconds. waited: seconds, added up. bound_reached:
     requests that were overtaken no more, by which bound was reached. aborted: while they waited.
-    front: requests at the front in the last round.
+    front: requests at the front in the last round. loads: those that began before their requests'
+    turns, None where there is no host; expected: loads for sessions that were expected back.
     """
 
     started: Counter[str] = field(default_factory=Counter)
@@ -32,6 +34,7 @@ class ScheduleStats:
     bound_reached: Counter[str] = field(default_factory=Counter)
     aborted: int = 0
     front: int = 0
+    loads: PrefetchCounts | None = None
 
     def runs(self, waiting: Waiting[Any], bound: Bound, now: float) -> None:
         """A request was taken from the front."""
@@ -58,7 +61,19 @@ class ScheduleStats:
             "longest_wait_seconds": round(self.longest_wait, 3),
             "bound_reached": dict(self.bound_reached),
             "aborted": self.aborted,
+            "loads": None if self.loads is None else asdict(self.loads),
         }
+
+
+LOADS = {
+    "started": "Loads from the host that began before their requests' turns.",
+    "used": "Of these, those that were complete at the turn.",
+    "late": "Of these, those that were not.",
+    "cancelled": "Of these, those whose requests went, or that were evicted again.",
+    "expected": "Loads for sessions that were expected back.",
+    "loaded_bytes": "Bytes of loads that began before their requests' turns.",
+    "wasted_bytes": "Bytes of those that no request used.",
+}
 
 
 class ScheduleMetrics:
@@ -100,6 +115,13 @@ class ScheduleMetrics:
             }.items()
         }
 
+        self._loads: dict[str, Metric] = {}
+        if stats.loads is not None:
+            self._loads = {
+                name: Metric(prefix + "schedule_loads_" + name, about)
+                for name, about in LOADS.items()
+            }
+
     def update(self) -> None:
         """Bring the metrics up to the counts."""
         for name, metric in self._labelled.items():
@@ -110,6 +132,8 @@ class ScheduleMetrics:
             metric.inc(self._since(name, "", getattr(self._stats, name)))
         for name, gauge in self._gauges.items():
             gauge.set(getattr(self._stats, name))
+        for name, metric in self._loads.items():
+            metric.inc(self._since("loads", name, getattr(self._stats.loads, name)))
 
     def _since(self, name: str, label: str, total: float) -> float:
         added = total - self._seen[name, label]

@@ -68,7 +68,8 @@ class RequestReport:
     hit_tokens: prompt tokens whose prefill was skipped. kv_only_tokens: further prompt tokens whose
     KV is stored, but without a state to resume from. checkpoints: (position, kind) of each state
     that the request left in the tree. started: its prefill has begun, the numbers are final.
-    declared: positions at which the client asked for a checkpoint. has_states: the model has
+    declared: positions at which the client asked for a checkpoint. pinned: those that are kept for
+    their lifetime, as far as eviction can help it. has_states: the model has
     recurrent state, so only positions with a checkpoint can be hit. found: what each tier gave,
     None without tiers. exact: nothing that was hit comes from a smaller copy; None where there
     are none. composed: tokens of modules that were computed apart, 0 if the whole prompt was
@@ -86,13 +87,19 @@ class RequestReport:
     found: Found | None = None
     exact: bool | None = None
     composed: int | None = None
+    pinned: Sequence[int] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """A request that declared positions is also told which of them behind the hit were kept,
         and how many tokens that makes a later request save beside those that were hit.
         """
         kept = self.kept
-        declared = {"kept": kept, "written_tokens": kept[-1] - self.hit_tokens if kept else 0}
+        declared: dict[str, Any] = {
+            "kept": kept,
+            "written_tokens": kept[-1] - self.hit_tokens if kept else 0,
+        }
+        if self.pinned:
+            declared["pinned"] = list(self.pinned)
         return {
             "hit_tokens": self.hit_tokens,
             "kv_only_tokens": self.kv_only_tokens,

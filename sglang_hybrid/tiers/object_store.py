@@ -143,8 +143,9 @@ class ObjectStore:
         return [entry is not None for entry in entries]
 
     def clear(self) -> None:
-        """Forget and remove all objects."""
+        """Forget and remove all objects, and what was learnt."""
         self.ready.wait()
+        remove(self.folder.learnt)
         with self._lock:
             for file in self._index.files():
                 self._forget(file)

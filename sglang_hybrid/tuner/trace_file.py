@@ -147,7 +147,7 @@ def as_line(record: Finished, t: float) -> RecordedLine:
         tokens[record.input_len :].tolist(),
         message_starts=list(record.message_starts),
         tenant=record.tenant,
-        hint=record.hint,
+        hint=None if record.hint is None else str(record.hint),
     )
 
 

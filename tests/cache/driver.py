@@ -47,11 +47,12 @@ from sglang_hybrid.cache.releases import tracking_slots_used
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.hints import Hint
+from sglang_hybrid.core.pins import PinRequest
 from sglang_hybrid.memory.account import Account, MemoryKind
 from sglang_hybrid.memory.allocators import OneMemoryPages, OneMemorySlots, OneMemoryTokens
 from sglang_hybrid.memory.granules import GranulePool
 from sglang_hybrid.replay.traces import Request
-from sglang_hybrid.requests.kv_hints import checkpoint_hint, with_session
+from sglang_hybrid.requests.kv_hints import checkpoint_hint, pin_hint, with_session
 from tests.cache.backends import COST
 
 FULL, MAMBA = ComponentType.FULL, ComponentType.MAMBA
@@ -254,11 +255,14 @@ class Server:
         cache_salt: str | None = None,
         lora_id: str | None = None,
         declared: Sequence[int] = (),
+        pins: Sequence[PinRequest] = (),
         session: Hint | None = None,
     ) -> Req:
         """A request that waits. session: what its client says of the session."""
         self._rid += 1
         said = checkpoint_hint(declared) if declared else None
+        if pins:
+            said = pin_hint(pins)
         if session is not None:
             said = with_session(said, session)
         req = Req(
@@ -393,9 +397,10 @@ class Server:
         stamp: float = 0.0,
         cache_salt: str | None = None,
         session: Hint | None = None,
+        pins: Sequence[PinRequest] = (),
     ) -> int:
         """A request from arrival to end, alone; returns its hit length."""
-        req = self.arrive(tokens, stamp, cache_salt=cache_salt, session=session)
+        req = self.arrive(tokens, stamp, cache_salt=cache_salt, session=session, pins=pins)
         if not self.admit(req):
             raise RuntimeError("the request does not fit into the pools, even alone")
         hit = int(req.prefix_len)
@@ -413,6 +418,7 @@ class Server:
                 request.tokens[request.input_len :].astype(np.int64).tolist() or [0],
                 request.arrival,
                 request.tenant or None,
+                pins=request.pins,
             )
             for request in requests
         ]

@@ -14,6 +14,7 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
+from sglang_hybrid.core.pins import PinRequest, Priority
 from sglang_hybrid.core.places import copies_of
 from sglang_hybrid.core.rates import Link as HostLink
 from sglang_hybrid.core.rates import Speeds, Tier
@@ -358,3 +359,21 @@ def test_an_explanation_names_the_tier(speeds: Speeds, end: str) -> None:
     assert "token 40: its state and KV of 40 tokens are in host memory; loading takes" in line
     assert line.endswith(end)
     assert at.cache.tree_core.ways is at.cache.ways and at.loads == 0
+
+
+def test_a_pin_goes_to_the_host_with_its_state_and_comes_back() -> None:
+    """While any tier has the state it is pinned, on the host it outlives a flood, and a load brings
+    it back; when the last copy goes, the pin does.
+    """
+    at = server(ratio=1.5)
+    prompt = list(range(100, 160))
+    hit(at, prompt, pins=[PinRequest(40, 1e6, Priority.HIGH)])
+    pins = at.cache.pins
+    empty_the_device(at)
+    assert len(pins) == 1 and tiers_of(at)["held"]["device"]["states"] == 0
+    for number in range(30):
+        hit(at, [1_000 * number + k for k in range(60)])
+    assert len(pins) == 1
+    assert hit(at, [*prompt[:40], 1, 2, 3]) == 40
+    at.cache.reset()
+    assert len(pins) == 0 and pins.held_bytes == 0

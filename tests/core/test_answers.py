@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hybrid.core.answers import (
-    BUCKETS,
+    EXPECTATIONS,
     MODEL_BYTES,
     TOKENS_AT_EACH_END,
     WAITING,
@@ -72,7 +72,7 @@ def test_it_learns_what_last_answers_look_like() -> None:
     rng = random.Random(2)
     for _ in range(20):
         answer = [rng.randrange(100, 1_000) for _ in range(30)]
-        assert bucket_of(model.expect(features_of(answer))) == BUCKETS - 1
+        assert bucket_of(model.expect(features_of(answer))) == EXPECTATIONS - 1
         assert bucket_of(model.expect(features_of([*answer[:-1], GOODBYE]))) == 1
 
 
@@ -189,7 +189,7 @@ def test_what_was_expected_is_compared_with_what_happened(seed: int) -> None:
     seen = models.calibration
     labels = [a + b for a, b in zip(seen.returned, seen.gone, strict=True)]
     assert sum(seen.returned) == model.labels[1] and sum(seen.gone) == model.labels[0]
-    for bucket in (1, BUCKETS - 1):
+    for bucket in (1, EXPECTATIONS - 1):
         share, expected = seen.returned[bucket] / labels[bucket], seen.expected[bucket]
         assert share == pytest.approx(expected / labels[bucket], abs=0.1)
     assert seen.expected[0] == 0.0

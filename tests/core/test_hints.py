@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from sglang_hybrid.core.answers import AnswerModel, bucket_of
-from sglang_hybrid.core.hints import Hint, HintRecord
+from sglang_hybrid.core.answers import EXPECTATIONS, AnswerModel, bucket_of
+from sglang_hybrid.core.hints import Hint, HintRecord, SaidTimes
 from sglang_hybrid.core.history import History, TimeUnit
 from sglang_hybrid.core.history_tree import HistoryNode, fingerprint_tokens
 from sglang_hybrid.core.nodes import Clock
@@ -128,3 +128,83 @@ def test_hints_are_not_heard_where_answers_do_not_count() -> None:
     sessions(history, clock, "a", lies=False)
     ends, goes_on = weights(history, clock, "a")
     assert ends == goes_on
+
+
+def test_seconds_are_believed_as_far_as_they_are_usual() -> None:
+    """At first as they are said; where they are always half of what passes, twice as many; where
+    they have nothing to do with it, not at all.
+    """
+    times = SaidTimes()
+    assert times.expected(20.0) == pytest.approx(20.0)
+    for _ in range(60):
+        times.passed(10.0, 20.0)
+    assert times.expected(10.0) == pytest.approx(20.0, rel=0.05)
+    rng = random.Random(1)
+    wild = SaidTimes()
+    for _ in range(60):
+        wild.passed(10.0, 10.0 * 4 ** rng.uniform(-2, 2))
+    assert wild.expected(10.0) is None
+
+
+def test_a_return_that_is_said_to_come_late_is_worth_more_then_than_at_once() -> None:
+    """Two sessions wait; their clients said when they go on, and all clients before were right."""
+    history, clock = History(TimeUnit.SECONDS), Clock()
+    rng = random.Random(3)
+
+    def turn(session: list[int], stamp: float, seconds: float | None) -> HistoryNode:
+        hint = Hint.ENDS if seconds is None else Hint.after(seconds)
+        clock.advance(stamp)
+        session.append(rng.randrange(5_000, 50_000))
+        input_len = len(session)
+        session.extend(rng.randrange(5_000, 50_000) for _ in range(20))
+        history.observe(session, input_len, clock, hint=hint)
+        return history.tree().walk(fingerprint_tokens(np.array(session)), [])[0][-1]
+
+    for number in range(300):
+        session, stamp = [number] * 30, 1_000.0 * number
+        seconds = 4.0 if number % 2 else 40.0
+        turn(session, stamp, seconds)
+        turn(session, stamp + seconds, None)
+    soon, late = (turn([9_000 + s] * 30, 301_000.0, float(s)) for s in (4, 40))
+    assert soon.last is not None and soon.last.wait == pytest.approx(4.0)
+    assert late.last is not None and late.last.wait == pytest.approx(40.0)
+    index = history.index
+    weights = {
+        (name, age): index.weight(node.reuse_class, age)
+        for name, node in (("soon", soon), ("late", late))
+        for age in (1.0, 35.0)
+    }
+    assert weights["soon", 1.0] > 3 * weights["late", 1.0]
+    assert weights["late", 35.0] > 2 * weights["late", 1.0]
+
+
+def test_seconds_say_nothing_where_time_counts_requests() -> None:
+    history, clock = History(TimeUnit.REQUESTS), Clock()
+    node = serve(history, clock, [1] * 30, "a", Hint.after(20))
+    assert node.last is not None and node.last.wait is None
+    assert node.last.expected == pytest.approx(0.9)
+
+
+def test_a_record_is_kept_whole() -> None:
+    record = HintRecord()
+    for seconds in (3.0, 5.0):
+        record.followed(Hint.after(seconds), returned=True, after=4.0)
+    record.followed(Hint.ENDS, returned=False)
+    other = HintRecord()
+    other.restore(record.as_list())
+    assert other.as_list() == record.as_list()
+    assert other.times.expected(2.0) == record.times.expected(2.0)
+    with pytest.raises(ValueError, match="has 11 values"):
+        other.restore([1.0])
+
+
+def test_when_is_worth_knowing_where_all_sessions_go_on() -> None:
+    """A return is as likely without a hint; but nobody else says when."""
+    model = AnswerModel()
+    for time in range(200):
+        answer = model.ended([], 10.0 * time, Hint.after(5) if time % 4 == 0 else None)
+        model.returned(answer, 10.0 * time + 5.0)
+    assert model.expect(answer.features, Hint.RETURNS) is None
+    said = model.ended([], 9_000.0, Hint.after(5))
+    assert said.return_after == pytest.approx(5.0)
+    assert bucket_of(said.expected, said.wait) == EXPECTATIONS

@@ -1,38 +1,45 @@
-"""How likely returns are: survival curves against plain loops."""
+"""Sessions that are expected back: the load begins in time, once."""
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import random
 
-from sglang_hybrid.core.returns import ReturnTimes
-
-EDGES = np.array([1.0, 2.0, 4.0, 8.0])
-HAZARDS = st.lists(st.floats(0, 1), min_size=4, max_size=4)
+from sglang_hybrid.core.returns import OVERDUE, ExpectedReturns
 
 
-def survival(hazard: list[float], age: float) -> float:
-    """The share that has not been resumed at `age`, bin by bin."""
-    left, start = 1.0, 0.0
-    for share, end in zip(hazard, EDGES.tolist(), strict=True):
-        if age < end:
-            return left * (1 - share * max(0.0, age - start) / (end - start))
-        left, start = left * (1 - share), end
-    return left
+def test_a_load_is_due_when_it_would_end_late_otherwise() -> None:
+    returns = ExpectedReturns()
+    returns.expect(1, 20.0)
+    sizes = {1: 5}
+    assert returns.due(14.9, float, sizes.__getitem__) is None
+    assert returns.due(15.0, float, sizes.__getitem__) == 1
+    assert returns.due(15.0, float, sizes.__getitem__) is None
 
 
-@given(HAZARDS, st.floats(0, 20), st.floats(0, 20))
-def test_a_return_is_as_likely_as_the_share_that_leaves_the_curve(
-    hazard: list[float], age: float, horizon: float
-) -> None:
-    times = ReturnTimes(EDGES, np.array([[0.5] * 4, hazard]), np.array([1]))
-    now = survival(hazard, age)
-    expected = 1 - survival(hazard, age + horizon) / now if now > 0 else 0.0
-    assert times.probability(0, age, horizon) == pytest.approx(expected, abs=1e-6)
+def test_what_needs_nothing_now_may_need_it_later() -> None:
+    returns = ExpectedReturns()
+    returns.expect(1, 20.0)
+    returns.expect(2, 30.0)
+    assert returns.due(19.0, float, {1: 0, 2: 15}.__getitem__) == 2
+    assert returns.due(19.5, float, {1: 1}.__getitem__) == 1
 
 
-def test_each_class_has_its_own_curve() -> None:
-    times = ReturnTimes(EDGES, np.array([[0.0] * 4, [1.0, 0, 0, 0]]), np.array([0, 1]))
-    assert [times.probability(reuse_class, 0.0, 8.0) for reuse_class in (0, 1)] == [0.0, 1.0]
+def test_the_last_word_counts_and_who_does_not_come_is_forgotten() -> None:
+    returns = ExpectedReturns()
+    returns.expect(1, 20.0)
+    returns.expect(1, 50.0)
+    assert returns.due(25.0, float, lambda position: 1) is None
+    returns.forget(1)
+    returns.forget(1)
+    assert len(returns) == 0
+    returns.expect(2, 60.0)
+    assert returns.due(60.0 + OVERDUE + 1, float, lambda position: 1) is None
+    assert len(returns) == 0
+
+
+def test_only_so_many_are_kept() -> None:
+    returns, rng = ExpectedReturns(most=50), random.Random(1)
+    for position in range(500):
+        returns.expect(position % 120, rng.uniform(0, 100))
+        assert len(returns) == len(returns._sorted) <= 50
+        assert returns._sorted == sorted((time, at) for at, time in returns._times.items())

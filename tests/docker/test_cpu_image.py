@@ -17,7 +17,7 @@ from tests.docker.conftest import Start
 from tests.docker.container import Container
 from tests.docker.images import Images
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.server, pytest.mark.timeout(900)]
 
 NAME = "a name of its own"
 MESSAGES = [{"role": "user", "content": "Hello"}]

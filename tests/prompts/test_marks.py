@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, PromptTokensDetails
+from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
+from transformers import PreTrainedTokenizerFast
 
+from sglang_hybrid.models.tokenizer import write_tokenizer
 from sglang_hybrid.prompts import anthropic, openai
 from sglang_hybrid.prompts.breakpoints import MARK
-from sglang_hybrid.prompts.marks import Breakpoint, MarkedBlock, declare
+from sglang_hybrid.prompts.marks import SECONDS, Breakpoint, MarkedBlock, declare
+from sglang_hybrid.prompts.rendering import encoded
+from sglang_hybrid.requests import kv_hints
 
 MARKED = {"type": "ephemeral"}
 
@@ -130,14 +136,37 @@ def test_usage_tells_of_writes_only_if_something_was_declared() -> None:
     assert details.model_dump() == {"cached_tokens": 3}
 
 
+def test_a_marked_block_is_pinned_for_its_lifetime(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, max_length=1_000)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    text = "The keeper of the archive counts lanterns. "
+    ids = tokenizer(2 * text + "Why?")["input_ids"]
+
+    def process(text: str) -> Any:
+        return encoded(lambda *_: [1, 2], None, text, {})
+
+    blocks = [
+        MarkedBlock(ttl, [count * text + MARK], open_ended=False)
+        for count, ttl in ((1, "12h"), (2, "5m"))
+    ]
+    adapted = SimpleNamespace(input_ids=ids, kv_hints=None)
+    found = declare(adapted, tokenizer, 2 * text + "Why?", blocks, process)
+    assert [mark.ttl for mark in found] == ["12h", "5m"]
+    pins = kv_hints.pins(decode_kv_hints_envelope(adapted.kv_hints))
+    assert [(pin.position, pin.ttl) for pin in pins] == [
+        (found[0].position, 43_200),
+        (found[1].position, 300),
+    ]
+    lifetimes = [*get_args(anthropic.CacheControl.model_fields["ttl"].annotation)]
+    assert {*lifetimes, *get_args(openai.Lifetime)} == SECONDS.keys()
+
+
 def test_a_tokenizer_that_fails_costs_the_marks_and_not_the_request() -> None:
     class Broken:
         is_fast = True
 
         def __call__(self, text: str, **kwargs: Any) -> Any:
             raise RuntimeError("no offsets today")
-
-    from sglang_hybrid.prompts.rendering import encoded
 
     def process(text: str) -> Any:
         return encoded(lambda *_: [1, 2], None, text, {})

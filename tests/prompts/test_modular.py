@@ -41,7 +41,7 @@ def put_together(
     schema = read_schema(SCHEMA.replace("\n", ""))
     prompt = read_prompt(f'<prompt schema="s" mode="modular">{imports}</prompt>')
     assert prompt.modular
-    found = modular(schema, resolve(schema, prompt), tokenizer)
+    found = modular(Layout(schema, tokenizer), resolve(schema, prompt))
 
     def text(ids: tuple[int, ...]) -> str:
         return "".join(map(chr, ids)).replace("\0", "^")
@@ -83,7 +83,8 @@ def test_the_last_token_is_new_where_nothing_else_is(tokenizer: PromptTokenizer)
 def test_modules_without_values_can_be_computed_beforehand(tokenizer: PromptTokenizer) -> None:
     schema = read_schema(SCHEMA.replace("\n", ""))
     found = {
-        ("".join(map(chr, one.ids)), one.start) for one in prepared_segments(schema, tokenizer)
+        ("".join(map(chr, one.ids)), one.start)
+        for one in prepared_segments(Layout(schema, tokenizer))
     }
     assert found == {("ab", 1), ("hi", 12), ("jklm", 12), ("n", 16), ("o", 17), ("pq", 18)}
     assert Layout(schema, tokenizer).end == 20
@@ -94,7 +95,7 @@ def test_equal_tokens_at_other_places_have_other_keys(tokenizer: PromptTokenizer
     digests = set()
     for imports in ("<two/>x", "<two/><five/>x", "<five/>x"):
         prompt = read_prompt(f'<prompt schema="s" mode="modular">{imports}</prompt>')
-        digests.add(modular(schema, resolve(schema, prompt), tokenizer).digest)
+        digests.add(modular(Layout(schema, tokenizer), resolve(schema, prompt)).digest)
     assert len(digests) == 3
 
 
@@ -120,12 +121,12 @@ def test_no_client_names_a_key_of_the_servers(key: str) -> None:
 
 
 def test_only_the_server_imports() -> None:
-    asked = kv_hints.import_hint(Imported(((0, 4),), 9))
+    asked = kv_hints.with_segments(None, Imported(((0, 4),), 9))
     action = SimpleNamespace(**asked["actions"][0])
     envelope = SimpleNamespace(actions=[action])
     kv_hints.check(envelope, 10, own=True)
     assert kv_hints.imported(envelope) == Imported(((0, 4),), 9)
-    with pytest.raises(ValueError, match=r"hybrid\.import"):
+    with pytest.raises(ValueError, match=r"the action 'hybrid\.segments'"):
         kv_hints.check(envelope, 10)
 
 

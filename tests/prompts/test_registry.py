@@ -63,3 +63,18 @@ def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="a tenant may have 1"):
         kept.register(A, schema("two"))
     kept.register(A, schema("one"))
+
+
+def test_places_of_modular_mode_are_laid_out_once() -> None:
+    class Lengths:
+        start = ()
+
+        def length(self, text: str) -> int:
+            return len(text)
+
+    kept = schemas(Lengths())
+    registered = kept.register(A, schema("one"))
+    first = kept.layout(registered)
+    assert first.end == 40
+    assert kept.layout(registered) is first
+    assert kept.layout(kept.register(A, schema("one", 50))).end == 50

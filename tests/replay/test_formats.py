@@ -182,7 +182,7 @@ def test_tenants_are_recorded_and_in_no_other_format(tmp_path: Path) -> None:
 
 def test_hints_are_recorded(tmp_path: Path) -> None:
     tokens = np.arange(50, dtype=np.int32)
-    hints = [None, Hint.ENDS, Hint.RETURNS]
+    hints = [None, Hint.ENDS, Hint.RETURNS, Hint.after(2.5)]
     requests = [Request(k, 0, float(k), tokens, 40, hint=hint) for k, hint in enumerate(hints)]
     write_trace(tmp_path / "t.jsonl", requests, "recorded")
     read = read_trace(tmp_path / "t.jsonl", Reading())

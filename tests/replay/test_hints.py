@@ -20,6 +20,7 @@ ENDS, RETURNS = Hint.ENDS, Hint.RETURNS
         ("true", [None, None, None, ENDS, ENDS]),
         ("both", [RETURNS, RETURNS, RETURNS, ENDS, ENDS]),
         ("lies", [ENDS, ENDS, ENDS, None, None]),
+        ("when", [Hint.after(2), Hint.after(3), Hint.after(1), ENDS, ENDS]),
     ],
 )
 def test_hints_follow_from_sessions(kind: str, hints: list[Hint | None]) -> None:
@@ -32,6 +33,12 @@ def test_random_hints_come_from_a_seed() -> None:
     assert hints == [request.hint for request in with_hints(trace, "random", 3)]
     assert 0.1 < sum(hint is ENDS for hint in hints) / len(trace) < 0.4
     assert set(hints) == {ENDS, None}
+
+
+def test_seconds_of_other_requests_are_as_long_in_all() -> None:
+    hints = [request.hint for request in with_hints(TRACE, "whenever", 1)]
+    assert sorted(hint.seconds for hint in hints if hint and hint.seconds) == [1, 2, 3]
+    assert hints[3:] == [ENDS, ENDS]
 
 
 def test_another_kind_is_a_sentence() -> None:

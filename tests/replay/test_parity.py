@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.pins import PinRequest, Priority
 from sglang_hybrid.core.serving import Serving, Split
 from sglang_hybrid.replay.server_simulator import ServerSimulator
 from sglang_hybrid.replay.systems import Setting, Spec
@@ -23,6 +24,7 @@ from tests.cache.backends import options
 from tests.cache.driver import KV_BYTES, Server, Sizes, build_cache
 
 TENANTS = "of three tenants: "
+PINS = "with pins: "
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 SERVING = Serving(chunk=2_048, grid=64)
 POLICIES = {
@@ -52,12 +54,24 @@ def trace(name: str, limit: int | None = None) -> list[Request]:
     if name.startswith(TENANTS):
         requests = trace(name.removeprefix(TENANTS), limit)
         return [replace(r, tenant=("", "a", "b")[k * 7 % 3]) for k, r in enumerate(requests)]
+    if name.startswith(PINS):
+        requests = trace(name.removeprefix(PINS), limit)
+        return [replace(r, pins=_pins(number, r)) for number, r in enumerate(requests)]
     path = TRACES / f"{name}.jsonl.gz"
     if not path.exists():
         pytest.skip(f"../shared/traces/{path.name} is not here")
     if name.startswith("mooncake"):
         return read_mooncake(path, limit or 2_000)
     return read_compact(path, limit)
+
+
+def _pins(number: int, request: Request) -> tuple[PinRequest, ...]:
+    """One request in three pins two positions, for a few to many requests' time."""
+    last = request.input_len - 1
+    if number % 3 or last < 4:
+        return ()
+    priority = list(Priority)[number % 7 % 3]
+    return PinRequest(last // 4, 5.0 + number % 50), PinRequest(last, 2.0, priority)
 
 
 @dataclass(frozen=True)
@@ -163,6 +177,21 @@ def test_tenants_share_nothing_in_either(policy: str) -> None:
     apart, _, _ = served(f"{TENANTS}sharegpt_55", 300, pools, policy)
     together, _, _ = served("sharegpt_55", 300, pools, policy)
     assert sum(apart.hits) < sum(together.hits)
+
+
+@pytest.mark.parametrize("policy", ["reuse", "lru"])
+@pytest.mark.parametrize("one_memory", [False, True])
+def test_pins_are_the_servers(policy: str, one_memory: bool) -> None:
+    """The same nodes are pinned, kept longer and given up; without the pins others are hit."""
+    name, pools = f"{PINS}sharegpt_55", POOLS["sharegpt_55"][0]
+    theirs, pools, cost = served(name, 200, pools, policy, one_memory=one_memory)
+    budget = pools.kv_tokens * KV_BYTES + pools.slots * STATE_BYTES
+    memory = budget if one_memory else pools
+    assert simulated(trace(name, 200), memory, cost, policy) == theirs
+    unpinned = [
+        replace(r, pins=tuple(replace(pin, ttl=1e-6) for pin in r.pins)) for r in trace(name, 200)
+    ]
+    assert simulated(unpinned, memory, cost, policy).hits != theirs.hits
 
 
 @pytest.mark.parametrize("policy", POLICIES)

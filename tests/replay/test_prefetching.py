@@ -7,13 +7,15 @@ import pytest
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Lru
-from sglang_hybrid.core.orders import FirstCome, Window
+from sglang_hybrid.core.orders import Window
 from sglang_hybrid.core.queue_order import QueueOrder
-from sglang_hybrid.core.rates import Link
+from sglang_hybrid.core.rates import INSTANT, Link, Speeds
 from sglang_hybrid.core.waiting import Bound
 from sglang_hybrid.replay.generators import generate, traffic
-from sglang_hybrid.replay.prefetching import Loading, TwoTiers
+from sglang_hybrid.replay.prefetching import Loading, LoadingServer
 from sglang_hybrid.replay.simulator import Simulator
+from sglang_hybrid.replay.tier_budgets import TierBudgets
+from sglang_hybrid.replay.tier_simulator import TieredSimulator
 from sglang_hybrid.replay.timing import PAPER, PrefillTime
 from sglang_hybrid.replay.traces import Request
 
@@ -35,12 +37,20 @@ def again(first: Request, arrival: float) -> Request:
     return Request(first.session, 1, arrival, tokens, len(first.tokens) + 10)
 
 
-def play(requests: list[Request], loading: Loading, bandwidth: float = 10.0) -> TwoTiers:
-    """On a device that holds two sessions, with a host that holds all."""
-    it = TwoTiers(
-        *(Simulator(COST, budget, Lru()) for budget in (230, None)),
-        *(Link(bandwidth), SLOW, QueueOrder(FirstCome(), Bound()), loading),
-    )
+def in_tiers(cost: CostModel, device: int, link: Link, prefill: float) -> TieredSimulator:
+    """With a host that holds everything."""
+    tiers = TierBudgets((device, 10**15, 0), (INSTANT, link, link))
+    return TieredSimulator(cost, tiers, Speeds.of(prefill, link, link), [Lru(), Lru()])
+
+
+def play(
+    requests: list[Request], loading: Loading | None, bandwidth: float = 10.0
+) -> LoadingServer:
+    """On a device that holds two sessions, with a host that holds all, or none."""
+    link = Link(bandwidth)
+    cache = Simulator(COST, 230, Lru()) if loading is None else in_tiers(COST, 230, link, 1.0)
+    order: QueueOrder[int] = QueueOrder(Window(16), Bound())
+    it = LoadingServer(cache, link, SLOW, order, loading or Loading.ON_TURN)
     it.served = it.run(requests)  # type: ignore[attr-defined]
     return it
 
@@ -55,17 +65,17 @@ def story() -> list[Request]:
 @pytest.mark.parametrize(
     ("loading", "wait", "hit"),
     [
-        (Loading.NEVER, 90 + 112, 0),  # the fourth prefill ends at 430; then all is computed
+        (None, 90 + 112, 0),  # the fourth prefill ends at 430; then all is computed
         (Loading.ON_TURN, 90 + 11.2, 102),  # 102 tokens and a state at 10 bytes a second
         (Loading.TIMED, 90 + 10, 102),  # ten tokens are computed
     ],
 )
-def test_a_session_that_was_pushed_out(loading: Loading, wait: float, hit: int) -> None:
+def test_a_session_that_was_pushed_out(loading: Loading | None, wait: float, hit: int) -> None:
     it = play(story(), loading)
     served = it.served[4]  # type: ignore[attr-defined]
     assert served.ttft == pytest.approx(wait)
     assert served.outcome.hit_len == hit
-    assert it.counts.loads == (loading is not Loading.NEVER)
+    assert it.counts.loads == (loading is not None)
     assert it.counts.complete == (loading is Loading.TIMED)
 
 
@@ -79,17 +89,16 @@ def test_everybody_is_served_once(loading: Loading) -> None:
     """Generated sessions on a small device: caches stay within their bytes, nothing is held."""
     cost = CostModel.paper_7b()
     requests = generate("agent", traffic("agent", sessions=12), 3)
-    device = Simulator(cost, 8 * 10**9, Lru())
-    it = TwoTiers(
-        *(device, Simulator(cost, None, Lru()), Link(25e9), PAPER),
-        *(QueueOrder(Window(16), Bound(8, 30.0)), loading, 4),
-    )
+    link = Link(25e9)
+    prefill = cost.flops(8_192) / PAPER.seconds(0, 8_192)
+    cache = in_tiers(cost, 8 * 10**9, link, prefill)
+    it = LoadingServer(cache, link, PAPER, QueueOrder(Window(16), Bound(8, 30.0)), loading, 4)
     served = it.run(requests)
     assert len(served) == len(requests)
     for one, given in zip(served, requests, strict=True):
         assert given.arrival <= one.start < one.first_token <= one.end
-    assert device.used <= 8 * 10**9
-    assert not any(node.standing for node in device.tree.walk())
+    assert cache.used <= 8 * 10**9
+    assert not any(node.standing for node in cache.tree.walk())
     counts = it.prefetcher.counts
     assert counts.used + counts.late + counts.cancelled == counts.started
     if loading is Loading.TIMED:

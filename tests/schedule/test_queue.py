@@ -138,7 +138,7 @@ def test_time_bounds_a_wait_on_the_clock_of_all_ranks() -> None:
     it.warm(document, stamp=1.0)
     cold = it.arrive(run(90, 9), stamp=100.0)
     warm = it.arrive([*document, 7, 8], stamp=101.0)
-    ((_, tick),) = it.cache.schedule.handlers()
+    ((_, tick),) = it.cache.step_clock.handlers()
     tick(ClockTick(109.9))
     it.cache.schedule.arrange(it.queue)
     assert it.queue == [warm, cold]
@@ -258,9 +258,44 @@ def test_two_ranks_arrange_alike() -> None:
 
 
 def test_the_clock_never_goes_back_and_ticks_now_and_then() -> None:
-    readings = iter([1.0, 1.0 + SECONDS_BETWEEN_TICKS / 2, 1.0 + 2 * SECONDS_BETWEEN_TICKS])
+    readings = iter([0.5, 1.0, 1.0 + SECONDS_BETWEEN_TICKS / 2, 1.0 + 2 * SECONDS_BETWEEN_TICKS])
     clock = StepClock(lambda: next(readings))
-    assert [len(clock.poll()) for _ in range(3)] == [1, 0, 1]
+    clock.join(lambda seconds: seconds > 0.5)
+    assert [len(clock.poll()) for _ in range(4)] == [0, 1, 0, 1]
     clock.tick(ClockTick(5.0))
     clock.advance(4.0)
     assert clock.now == 5.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_others_send_does_not_change_a_tenants_own_order(seed: int) -> None:
+    """Requests of one tenant run in the same order among themselves, and find the same, with
+    another tenant's in the queue and in the cache: of those it learns no more than the time they
+    take.
+    """
+    found = []
+    for others in (False, True):
+        rng, noise = random.Random(seed), random.Random(seed + 100)
+        it = Scheduler(sizes=Sizes(kv=8_192, states=60), hybrid_schedule_overtaken=1_000)
+        documents = [run(60, number) for number in range(4)]
+        mine: list[Req] = []
+        for number in range(30):
+            if number < 4:
+                it.server.serve(documents[number], [7], cache_salt="a")
+                if others:  # the same documents, in other states
+                    part = documents[number][: noise.randrange(9, 50)]
+                    it.server.serve(part, [7], cache_salt="b")
+            tokens = [*rng.choice(documents), *run(rng.randrange(1, 40), rng.randrange(30))]
+            mine.append(it.arrive(tokens, 100.0 + number, cache_salt="a"))
+            if others:
+                tokens = [*noise.choice(documents), *run(noise.randrange(1, 40), number)]
+                it.arrive(tokens, 100.5 + number, cache_salt="b")
+        started = []
+        while it.queue:
+            for req in it.round():
+                if req in mine:
+                    started.append((mine.index(req), req.prefix_len))
+                it.finish(req)
+        found.append(started)
+    assert found[0] == found[1]
+    assert len(found[0]) == 30 and any(hit for _, hit in found[0])

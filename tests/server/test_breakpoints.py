@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.server_process import ServerProcess
-from tests.server.client import flush
+from tests.server.client import flush, hybrid_cache
 
 TEMPLATE = Path(__file__).parents[1] / "prompts" / "chat.jinja"
 MARKED = {"type": "ephemeral"}
@@ -114,6 +114,18 @@ def test_the_second_request_hits_exactly_the_marked_system_prompt(
             messages=[{"role": "user", "content": question}],
         )
         assert sum(counts(usage)) == counted.input_tokens
+
+
+def test_a_marked_block_is_kept_for_its_lifetime(server: str, claude: anthropic.Anthropic) -> None:
+    """It is in the counts of all tenants, and the explanation of what resumes from it says so."""
+    ask(claude, "Who keeps rule 3?", system=[text(RULES, HOUR)])
+    assert hybrid_cache(server)["pins"]["pins"] == 1
+    body = {"text": "<|im_start|>system\n" + RULES + "<|im_end|>\n", "rid": "why"}
+    sampling = {"sampling_params": {"max_new_tokens": 0}}
+    requests.post(server + "/generate", json={**body, **sampling}, timeout=60).raise_for_status()
+    why = requests.post(server + "/hybrid_cache/explain", json={"request_id": "why"}, timeout=60)
+    checkpoint = why.json()["checkpoint"]
+    assert checkpoint["kind"] == "declared" and 0 < checkpoint["pinned_for"] <= 3_600
 
 
 def test_each_kind_of_block_ends_at_its_own_token(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import requests
 
-from sglang_hybrid.requests.kv_hints import checkpoint_hint
-from tests.server.client import TOLERANCE, flush, logprobs, random_prompt
+from sglang_hybrid.core.pins import PinRequest
+from sglang_hybrid.requests.kv_hints import checkpoint_hint, pin_hint
+from tests.server.client import TOLERANCE, flush, hybrid_cache, logprobs, random_prompt
 
 
 def send(url: str, prompt: Any, hints: Any = None) -> requests.Response:
@@ -38,6 +40,28 @@ def test_a_declared_position_is_hit_exactly_the_first_time_it_is_shared(url: str
         assert warm["output_ids"] == cold["output_ids"]
         assert logprobs(warm) == pytest.approx(logprobs(cold), abs=TOLERANCE)
         send(url, prompt, checkpoint_hint([123, 301]))
+
+
+def test_a_pin_lasts_for_its_time_on_an_idle_server(url: str) -> None:
+    """It is counted over all tenants, and it ends although no request arrives."""
+    prompt = random_prompt(300, seed=5)
+    before = pins(url)
+    report = send(url, prompt, pin_hint([PinRequest(100, 3_000)])).json()["meta_info"]
+    assert report["hybrid_cache"]["declared"]["pinned"] == [100]
+    held = pins(url)
+    assert held["pins"] == before["pins"] + 1 and held["bytes"] > before["bytes"]
+    send(url, random_prompt(300, seed=6), pin_hint([PinRequest(200, 0.5)]))
+    while pins(url)["expired"] == before["expired"]:
+        time.sleep(0.05)
+    after = pins(url)
+    assert (after["pins"], after["bytes"]) == (held["pins"], held["bytes"])
+    flush(url)
+    assert pins(url)["pins"] == 0
+
+
+def pins(url: str) -> dict[str, Any]:
+    found: dict[str, Any] = hybrid_cache(url)["pins"]
+    return found
 
 
 def test_each_prompt_of_a_batch_declares_its_own(url: str) -> None:

@@ -93,6 +93,36 @@ def lines(server: ServerProcess) -> list[str]:
     return [line for line in said if "disk" in line and "are on disk in" not in line]
 
 
+def test_what_was_learnt_outlives_a_server_that_is_killed(model: Path, tmp_path: Path) -> None:
+    """Also with two ranks, which begin with the same; a damaged file is one line."""
+    disk = tmp_path / "disk"
+
+    def learnt(server: ServerProcess) -> dict[str, int]:
+        return hybrid_cache(server.url)["tiers"]["learnt"]
+
+    for attempt in range(2):
+        with serve(model, disk, "--tp-size", "2") as server:
+            assert (learnt(server)["restored"] > 0) == attempt
+            for seed in range(4):
+                requests.post(
+                    server.url + "/generate",
+                    json={"input_ids": random_prompt(100, seed=seed), "cache_salt": "a"},
+                    headers={"X-Hybrid-Session": "end"},
+                    timeout=60,
+                ).raise_for_status()
+            while not learnt(server)["saved"]:
+                time.sleep(0.5)
+            for process in psutil.Process(server.process.pid).children(recursive=True):
+                process.kill()
+    (path,) = disk.glob("*/rank-0-0-0-0.learnt")
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.write_bytes(path.read_bytes()[:-1])
+    with serve(model, disk, "--tp-size", "2") as server:
+        assert learnt(server) == {"restored": 0, "ignored": 1, "saved": 0, "failed": 0}
+        said = [line for line in server.log.read_text().splitlines() if "learnt before" in line]
+        assert len(said) == 1
+
+
 @pytest.mark.parametrize("page", ["1", "16"])
 @pytest.mark.parametrize(
     "architecture", ["nemotron-h", "falcon-h1", "granite-hybrid", "qwen3-next"]

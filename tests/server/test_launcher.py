@@ -1,10 +1,12 @@
 """Starting: what a user does wrong ends in one sentence, and what was started ends."""
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,43 +15,47 @@ from pathlib import Path
 import psutil
 import pytest
 
-SHM = " /dev/shm/"
+SHM = "/dev/shm/"
 
 
 def launch(*arguments: str, environment: dict[str, str] | None = None) -> str:
     """Run the launcher, which must fail and leave nothing behind; returns what it said."""
-    before = abandoned()
-    done = subprocess.Popen(
-        [sys.executable, "-m", "sglang_hybrid.launch_server", *arguments],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(environment or {})},
-        start_new_session=True,
-    )
-    _, errors = done.communicate(timeout=120)
-    assert done.returncode in (1, 2), errors[-2000:]
+    with tempfile.TemporaryFile("w+") as said:
+        done = subprocess.Popen(
+            [sys.executable, "-m", "sglang_hybrid.launch_server", *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            text=True,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+        mapped: set[str] = set()
+        deadline = time.monotonic() + 120
+        while done.poll() is None and time.monotonic() < deadline:
+            mapped |= shared_memory(done.pid)
+            time.sleep(0.1)
+        done.kill()
+        said.seek(0)
+        errors = said.read()
+    assert done.wait() in (1, 2), errors[-2000:]
     assert "Traceback" not in errors
     sentences = [line for line in errors.splitlines() if line.startswith("sglang_hybrid:")]
     assert len(sentences) == 1, errors[-2000:]
     assert not [p for p in psutil.process_iter() if alive(p) and in_session(p, done.pid)]
-    deadline = time.monotonic() + 5  # another test's server may be about to remove its own
-    while (left := abandoned() - before) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left
+    assert not mapped & set(os.listdir(SHM))
     return sentences[0]
 
 
-def abandoned() -> set[str]:
-    """Names of shared memory that no process maps."""
-    maps = []
-    for process in psutil.pids():
-        try:
-            maps.append(Path(f"/proc/{process}/maps").read_text())
-        except OSError:
+def shared_memory(session: int) -> set[str]:
+    """Names of the shared memory that a session's processes map at this moment."""
+    names = set()
+    for process in psutil.process_iter():
+        if not in_session(process, session):
             continue
-    mapped = {int(line.split()[4]) for text in maps for line in text.splitlines() if SHM in line}
-    return {entry.name for entry in os.scandir("/dev/shm") if entry.inode() not in mapped}
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            names |= {line.split(f" {SHM}")[1] for line in maps.splitlines() if f" {SHM}" in line}
+    return names
 
 
 def in_session(process: psutil.Process, session: int) -> bool:

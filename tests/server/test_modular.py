@@ -12,7 +12,7 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_hybrid.prompts.modular import ModularPrompt, modular
+from sglang_hybrid.prompts.modular import Layout, ModularPrompt, modular
 from sglang_hybrid.prompts.resolve import read_prompt, resolve
 from sglang_hybrid.prompts.schema import read_schema
 from sglang_hybrid.prompts.tokens import PromptTokenizer
@@ -126,7 +126,7 @@ def test_it_is_the_model_under_the_modules_mask(url: str, model: Path, imports: 
     assert answer["meta_info"]["prompt"]["exact"] is False
     schema, read = read_schema(SCHEMA), read_prompt(prompt)
     tokenizer = PromptTokenizer(AutoTokenizer.from_pretrained(model))
-    expected = modular(schema, resolve(schema, read), tokenizer)
+    expected = modular(Layout(schema, tokenizer), resolve(schema, read))
     assert composed(answer) == len(expected.ids) - len(expected.new)
     assert answer["meta_info"]["cached_tokens"] >= composed(answer)
     reference = masked_logprobs(model, expected, answer["output_ids"])
@@ -163,6 +163,39 @@ def test_a_tenant_has_segments_of_its_own(url: str) -> None:
     requests.post(url + "/v1/prompt_schemas", json=schema, timeout=60).raise_for_status()
     composed_in_the_end(url, pml("<unit/><map/>"))
     assert composed(send(url, pml("<unit/><map/>"), cache_salt="b")) == 0
+
+
+def test_several_samples_of_one_prompt_are_put_together(url: str) -> None:
+    composed_in_the_end(url, pml("<unit/><map/>"))
+    sampling = {"max_new_tokens": 4, "n": 2}
+    body = {"pml": pml("<unit/><map/>"), "sampling_params": sampling}
+    answer = requests.post(url + "/generate", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    assert [each["meta_info"]["prompt"]["exact"] for each in answer.json()] == [False, False]
+
+
+def test_a_chat_begins_with_modules_that_were_computed_apart(url: str) -> None:
+    """As /generate does it."""
+    generated = composed_in_the_end(url, pml("<unit/><map/>"))
+    body: dict[str, Any] = {
+        "model": "default",
+        "messages": [{"role": "user", "content": "What is a unit?"}],
+        "prompt_schema": {"name": "game", "imports": ["unit", "map"], "mode": "modular"},
+        "max_tokens": 6,
+        "temperature": 0,
+        "return_meta_info": True,
+    }
+
+    def chat(**more: Any) -> Any:
+        answer = requests.post(url + "/v1/chat/completions", json={**body, **more}, timeout=120)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    found = chat()
+    assert found["sglext"]["prompt"]["exact"] is False
+    (choice,) = found["choices"]
+    assert composed(choice) == composed(generated)
+    assert choice["message"]["content"] == generated["text"]
 
 
 def test_places_beyond_the_models_context_are_refused(url: str) -> None:

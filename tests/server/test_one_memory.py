@@ -142,6 +142,7 @@ def test_two_ranks_evict_and_move_alike(model_directory: Callable[[str], Path]) 
         assert min(info["moved_to"].values()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -153,14 +154,8 @@ def test_two_ranks_evict_and_move_alike(model_directory: Callable[[str], Path]) 
             "does not hold one request",
         ),
         (("--hybrid-eviction", "sglang-lru"), "SGLang's own order"),
-        pytest.param(
-            ("--hybrid-admission", "all"), "checkpoints are not planned", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ("--mamba-full-memory-ratio", "0.5"),
-            "may be left out, divides the memory",
-            marks=pytest.mark.slow,
-        ),
+        (("--hybrid-admission", "all"), "checkpoints are not planned"),
+        (("--mamba-full-memory-ratio", "0.5"), "may be left out, divides the memory"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 import requests
 
@@ -149,7 +150,8 @@ def test_a_body_that_is_no_schema_is_refused(url: str, body: bytes) -> None:
         ({"pml": '<prompt schema="none"/>'}, "there is no schema 'none'"),
         ({"pml": "<prompt"}, "line 1, column "),
         ({"pml": prompt("education", "<high/><middle/>")}, "exclude each other"),
-        ({"pml": pupil("high"), "text": "x"}, "the request has pml and text"),
+        ({"pml": pupil("high"), "input_ids": [1]}, "the request has pml and input_ids"),
+        ({"pml": pupil("high"), "text": ["x", "y"]}, "text is a list"),
         (
             {"pml": prompt("travel", '<travel-plan duration="a b c d e f g h"/>')},
             "the value of parameter 'duration' has 8 tokens; it may have 5 at most",
@@ -162,6 +164,118 @@ def test_a_prompt_that_cannot_be_made_is_refused(
     response = send(registered, **fields)
     assert response.status_code == 400
     assert sentence in response.json()["error"]["message"]
+
+
+def test_text_stands_behind_the_modules_as_it_is(registered: str) -> None:
+    """Line breaks and indentation stay, and every further text hits at the modules' end."""
+    pml = '<prompt schema="education"><high/><novice/></prompt>'
+    first = send(registered, pml=pml, text="\n    indented\n\n").json()
+    assert first["meta_info"]["prompt"]["ends"][-1]["module"] == "novice"
+    longer = send(registered, pml=pml, text="\n    indented\n\nand more").json()
+    alone = send(registered, text="\n    indented\n\n").json()["prompt_token_ids"]
+    assert first["prompt_token_ids"][-len(alone) :] == alone
+    end = first["meta_info"]["prompt"]["declared"][-1]
+    assert longer["meta_info"]["cached_tokens"] >= end > 0
+
+
+def chat(url: str, schema: Any, question: str = "Begin.", **fields: Any) -> requests.Response:
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": question}],
+        "prompt_schema": schema,
+        "max_tokens": 4,
+        "temperature": 0,
+        **fields,
+    }
+    return requests.post(url + "/v1/chat/completions", json=body, timeout=300)
+
+
+def test_a_chat_begins_with_modules_and_answers_as_without_a_cache(registered: str) -> None:
+    names = ["high", "novice", "yesterday"]
+    pml = prompt("education", "".join(f"<{name}/>" for name in names)).replace(
+        "<user>Begin.</user>", ""
+    )
+    told = send(registered, pml=pupil(*names)).json()["meta_info"]["prompt"]
+    warm = chat(registered, pml, return_meta_info=True, return_prompt_token_ids=True).json()
+    (choice,) = warm["choices"]
+    assert warm["sglext"]["prompt"]["ends"] == told["ends"]
+    assert choice["meta_info"]["cached_tokens"] >= told["declared"][-1]
+    other = chat(registered, {"name": "education", "imports": names}, "Go on.").json()
+    assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == told["declared"][-1]
+    flush(registered)
+    cold = send(registered, input_ids=choice["prompt_token_ids"]).json()
+    assert cold["text"] == choice["message"]["content"]
+
+
+def test_the_official_client_sends_a_schema(registered: str) -> None:
+    client = openai.OpenAI(base_url=registered + "/v1", api_key="none", max_retries=0)
+    schema = {"name": "code-generation-game", "imports": ["map.py", "unit.py"]}
+    for stream in (False, True):
+        answer: Any = client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": "Begin."}],
+            max_tokens=4,
+            n=2,
+            stream=stream,
+            extra_body={"prompt_schema": schema},
+        )
+        events = list(answer) if stream else [answer]
+        (told,) = [event.sglext["prompt"] for event in events if getattr(event, "sglext", None)]
+        assert told["schema"] == "code-generation-game"
+        assert told["warnings"][0].startswith("Module 'unit.py' was imported out of order")
+
+
+def test_marked_parts_of_a_chat_are_declared_behind_the_modules(registered: str) -> None:
+    schema = {"name": "education", "imports": ["high"]}
+    story = " ".join(f"On day {day} the keeper counted {day} lanterns." for day in range(20))
+    part = {"type": "text", "text": story, "prompt_cache_breakpoint": {"mode": "explicit"}}
+    parts = [{"role": "user", "content": [part, {"type": "text", "text": "\nHow many?"}]}]
+    flush(registered)
+    first = chat(registered, schema, messages=parts, return_meta_info=True).json()
+    meta = first["choices"][0]["meta_info"]
+    end, mark = meta["prompt"]["declared"][-1], meta["hybrid_cache"]["declared"]["kept"][-1]
+    assert first["usage"]["prompt_tokens_details"]["cache_write_tokens"] == mark
+    assert mark > end + 100
+    parts[0]["content"][1]["text"] = " When?"
+    second = chat(registered, schema, messages=parts).json()
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == mark
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"schema": {"name": "none"}}, "there is no schema 'none'"),
+        ({"schema": {"name": "education", "imports": ["a"]}}, "has no module 'a' here"),
+        ({"schema": {"name": "education", "more": 1}}, "prompt_schema"),
+        ({"schema": {"name": "education", "mode": "fuzzy"}}, "prompt_schema"),
+        ({"schema": "<prompt"}, "line 1, column "),
+        ({"schema": {"name": "education"}, "cache_salt": "another"}, "there is no schema"),
+    ],
+)
+def test_a_chat_that_cannot_begin_so_is_refused(
+    registered: str, fields: dict[str, Any], sentence: str
+) -> None:
+    response = chat(registered, **fields)
+    assert response.status_code == 400
+    assert sentence in response.json()["message"]
+
+
+def test_nesting_without_end_is_refused(registered: str) -> None:
+    imports = '{"name": "a", "imports": [' * 100_000 + "]}" * 100_000
+    body = '{"model": "default", "messages": [{"role": "user", "content": "a"}], "prompt_schema": '
+    body += '{"name": "education", "imports": [' + imports + "]}}"
+    url = registered + "/v1/chat/completions"
+    headers = {"Content-Type": "application/json"}
+    assert requests.post(url, data=body, headers=headers, timeout=60).status_code in (400, 422)
+    assert chat(registered, {"name": "education", "imports": ["high"]}).status_code == 200
+
+
+def test_the_openapi_schema_knows_the_field(url: str) -> None:
+    openapi = requests.get(url + "/openapi.json", timeout=60).json()["components"]["schemas"]
+    field = openapi["ChatCompletionRequest"]["properties"]["prompt_schema"]
+    kinds = {kind.get("type") or kind["$ref"].rsplit("/")[-1] for kind in field["anyOf"]}
+    assert kinds == {"string", "PromptSchema", "null"}
+    assert openapi["PromptSchema"]["required"] == ["name"]
 
 
 def test_prewarming_holds_what_is_worth_most(registered: str) -> None:
@@ -184,6 +298,56 @@ def test_prewarming_holds_what_is_worth_most(registered: str) -> None:
     assert first["cached_tokens"] >= ends["yesterday"]
 
 
+def test_what_is_prewarmed_may_be_pinned(registered: str) -> None:
+    info = hybrid_cache(registered)
+    budget = 40 * info["state_bytes"] / (1 << 20)
+    body = {"budget_mb": budget, "ttl": 3_000, "tokens_per_second": 1e6}
+    url = registered + "/v1/prompt_schemas/code-generation-game/prewarm"
+    told = requests.post(url, json=body, timeout=300).json()
+    assert hybrid_cache(registered)["pins"]["pins"] == told["prefixes"] > 1
+    schema = registered + "/v1/prompt_schemas/code-generation-game"
+    found = requests.get(schema, timeout=60).json()["residency"]
+    held = [one for one in found["prefixes"] if one["state"] == "device"]
+    assert len(held) == told["prefixes"] and all(one["kv"] == "device" for one in held)
+    assert not found["more"] and len(found["prefixes"]) == 2**5
+    flush(registered)
+    found = requests.get(schema, timeout=60).json()["residency"]
+    assert {(one["kv"], one["state"]) for one in found["prefixes"]} == {("nowhere", "nowhere")}
+    assert requests.get(registered + "/v1/prompt_schemas", timeout=60).json()[0]["residency"]
+
+
+def hints(*actions: dict[str, Any]) -> dict[str, Any]:
+    named = [{"action_id": "a", "action_version": "1", **action} for action in actions]
+    return {"protocol_version": "1", "message_id": "m", "actions": named}
+
+
+def test_hints_import_modules_and_prepare_a_prompt(registered: str) -> None:
+    """A prompt that is prepared by `hybrid.prewarm` answers from the cache; one that imports by
+    `hybrid.import` is the one that markup says.
+    """
+    imports = ["unit.py", "map.py"]
+    asked = {"name": "code-generation-game", "imports": imports}
+    action = {"action_type": "hybrid.import", "payload": asked}
+    warm = {"action_type": "hybrid.prewarm"}
+    prepared = send(registered, kv_hints=hints(action, warm)).json()
+    assert prepared["meta_info"]["completion_tokens"] == 0
+    told = prepared["meta_info"]["prompt"]
+    answer = send(registered, kv_hints=hints(action), text=" Begin.").json()
+    assert answer["meta_info"]["cached_tokens"] == told["ends"][-1]["position"]
+    pml = '<prompt schema="code-generation-game"><unit.py/><map.py/></prompt>'
+    same = send(registered, pml=pml, text=" Begin.").json()
+    assert same["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert same["output_ids"] == answer["output_ids"]
+    for action in (
+        {"action_type": "hybrid.import", "payload": {"name": "none"}},
+        {"action_type": "hybrid.import", "payload": {**asked, "imports": ["none"]}},
+        {"action_type": "hybrid.prewarm", "payload": {"tokens_per_second": 0}},
+        {"action_type": "hybrid.segments", "payload": {"segments": [[0, 1]], "position": 1}},
+    ):
+        refused = send(registered, kv_hints=hints(action), text="Begin.")
+        assert refused.status_code == 400, refused.text
+
+
 @pytest.mark.parametrize(
     ("name", "body", "status"),
     [
@@ -191,6 +355,9 @@ def test_prewarming_holds_what_is_worth_most(registered: str) -> None:
         ("education", {"budget_mb": 0}, 400),
         ("education", {"budget_mb": "a"}, 400),
         ("education", {}, 400),
+        ("education", {"budget_mb": 1, "tokens_per_second": 0}, 400),
+        ("education", {"budget_mb": 1, "ttl": 0}, 400),
+        ("education", {"budget_mb": 1, "ttl": 9, "priority": "most"}, 400),
     ],
 )
 def test_what_cannot_be_prewarmed_is_refused(

@@ -21,9 +21,9 @@ def send(url: str, prompt: list[int], headers: dict[str, str] | None = None, **m
     return requests.post(url + "/generate", json=body, headers=headers, timeout=300)
 
 
-def expected(url: str, prompt: list[int], answer: list[int]) -> float | None:
+def expected(url: str, prompt: list[int], answer: list[int], tenant: str | None) -> float | None:
     """The probability of a return that the server gives for the checkpoint at the answer's end."""
-    asked = {"input_ids": [*prompt, *answer, 5]}
+    asked = {"input_ids": [*prompt, *answer, 5], "extra_key": tenant}
     report = requests.post(url + "/hybrid_cache/explain", json=asked, timeout=60).json()
     found: float | None = report["checkpoint"]["return_expected"]
     return found
@@ -35,6 +35,8 @@ def expected(url: str, prompt: list[int], answer: list[int]) -> float | None:
         (1, {"X-Hybrid-Session": "end"}, None, 0.1),
         (2, {"X-Hybrid-Session": "return"}, None, 0.9),
         (3, None, Hint.ENDS, 0.1),
+        (5, {"X-Hybrid-Session": "return; seconds=20"}, None, 0.9),
+        (6, None, Hint.after(2), 0.9),
         (4, None, None, None),
     ],
 )
@@ -42,26 +44,28 @@ def test_a_request_says_it(
     url: str, seed: int, headers: dict[str, str] | None, hint: Hint | None, p: float | None
 ) -> None:
     prompt = random_prompt(200, seed)
+    tenant = f"sessions {seed}"  # what hints are worth is learnt: from none that came before
     said = {} if hint is None else {"kv_hints": with_session(None, hint)}
-    answer = send(url, prompt, headers, **said)
+    answer = send(url, prompt, headers, extra_key=tenant, **said)
     assert answer.status_code == 200
-    found = expected(url, prompt, answer.json()["output_ids"])
+    found = expected(url, prompt, answer.json()["output_ids"], tenant)
     assert found == (None if p is None else pytest.approx(p, abs=0.05))
 
 
 def test_another_word_is_refused(url: str) -> None:
     answer = send(url, random_prompt(20, seed=9), {"X-Hybrid-Session": "perhaps"})
     assert answer.status_code == 400
-    assert "X-Hybrid-Session says 'perhaps' of the session" in answer.json()["error"]["message"]
+    assert "X-Hybrid-Session is 'perhaps'; it is neither" in answer.json()["error"]["message"]
 
 
 def test_closing_a_session_ends_it(url: str) -> None:
     body = {"capacity_of_str_len": 10_000}
     session = requests.post(url + "/open_session", json=body, timeout=60).json()
     prompt = random_prompt(200, seed=10)
-    more = {"session_params": {"id": session, "rid": None}}
+    tenant = "sessions 10"
+    more = {"session_params": {"id": session, "rid": None}, "extra_key": tenant}
     answer = send(url, prompt, **more).json()["output_ids"]
-    assert expected(url, prompt, answer) is None
+    assert expected(url, prompt, answer, tenant) is None
     closed = requests.post(url + "/close_session", json={"session_id": session}, timeout=60)
     assert closed.status_code == 200
-    assert expected(url, prompt, answer) == pytest.approx(0.1, abs=0.05)
+    assert expected(url, prompt, answer, tenant) == pytest.approx(0.1, abs=0.05)

@@ -166,6 +166,7 @@ def test_sigterm_ends_streams_with_an_error_and_leaves_nothing() -> None:
     assert "Traceback" not in log and "leaked" not in log
 
 
+@pytest.mark.slow
 def test_ctrl_c_lets_a_request_end_that_ends_in_time() -> None:
     """The terminal sends it to every process; only the first one may act on it."""
     with ending("--hybrid-drain-seconds", "60") as it:

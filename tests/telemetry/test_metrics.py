@@ -132,7 +132,7 @@ from sglang_hybrid.telemetry.answers import AnswerMetrics
 seen = Calibration()
 shown = AnswerMetrics(seen)
 for expected, returned in ((None, True), (0.9, True), (0.95, False), (0.1, False)):
-    answer = Answer([], 0.0, 0.5, None, expected, returned)
+    answer = Answer([], 0.0, 0.5, None, expected, returned=returned)
     seen.judge(answer)
 seen.judge(answer, -1)
 shown.update()
@@ -185,3 +185,20 @@ shown.update()
     assert found["sglang_hybrid:schedule_bound_reached_total[overtaken]"] == 1
     assert found["sglang_hybrid:schedule_bound_reached_total[seconds]"] == 1
     assert found["sglang_hybrid:schedule_front"] == 7
+
+
+def test_loads_before_their_turn_are_shown() -> None:
+    found = read("""
+from sglang_hybrid.core.prefetch import PrefetchCounts
+from sglang_hybrid.telemetry.schedule import ScheduleMetrics, ScheduleStats
+stats = ScheduleStats(loads=PrefetchCounts())
+shown = ScheduleMetrics(stats, "sglang_hybrid:")
+stats.loads.started = 3
+shown.update()
+stats.loads.started, stats.loads.used, stats.loads.wasted_bytes = 5, 4, 100
+shown.update()
+""")
+    assert found["sglang_hybrid:schedule_loads_started_total"] == 5
+    assert found["sglang_hybrid:schedule_loads_used_total"] == 4
+    assert found["sglang_hybrid:schedule_loads_wasted_bytes_total"] == 100
+    assert found["sglang_hybrid:schedule_loads_late_total"] == 0

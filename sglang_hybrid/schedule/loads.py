@@ -1,0 +1,225 @@
+"""Loads from the host that end when their request's turn comes (core/prefetch.py), on a server.
+
+SGLang begins a load when its request joins a batch, whose prefill then waits. Here a load begins
+when it would otherwise end late: when the next places become free follows from the lengths of
+answers, and what lies before a request from the order of the queue. One load is under way at a
+time, so those that are not due yet can still be given up.
+
+All ranks have the same queue, clock, speeds and acknowledged transfers, and so begin the same loads
+at the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from sglang_hybrid.core.history_tree import fingerprint_tokens
+from sglang_hybrid.core.lengths import AnswerLengths, Average, Decoding, free_places
+from sglang_hybrid.core.prefetch import Prefetcher, turns
+from sglang_hybrid.core.rates import Speeds, Tier
+from sglang_hybrid.core.returns import ExpectedReturns
+from sglang_hybrid.core.waiting import Prospect, Waiting
+from sglang_hybrid.schedule.clock import SECONDS_BETWEEN_TICKS
+from sglang_hybrid.tenants import tenant_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+LOOKED_AT: Final = 16
+"""Requests at the front of the queue whose loads are thought of."""
+
+MARGIN: Final = 2 * SECONDS_BETWEEN_TICKS
+"""Seconds by which a load begins before it must: the clock is as exact as that."""
+
+FIRST_TOKENS: Final = 64
+"""Of a prompt: requests that begin alike (a schema, a system prompt) are answered alike."""
+
+SAMPLE_TOKENS: Final = 8
+"""Decoded tokens over which the time of one is measured."""
+
+FIRST_PACE: Final = 0.02
+"""Seconds per decoded token until that is measured."""
+
+
+class LoadingCache(Protocol):
+    """What loads need of the cache."""
+
+    def begin_load(self, node_id: int, *, unless_dearer: bool = False) -> int:
+        """Load what of the path to a node only the host has. unless_dearer: what goes for it must
+        be worth less. Returns its bytes; 0 if there is no room, or nothing to load.
+        """
+        ...
+
+    def is_loading(self) -> bool:
+        """Whether a load is under way."""
+        ...
+
+    def await_loads(self) -> None:
+        """Wait until all loads under way have arrived."""
+        ...
+
+    def load_bytes(self, req: Req) -> int:
+        """Bytes that `req` must load before it runs, by its last look-up."""
+        ...
+
+    def missing_bytes(self, node_id: int) -> int:
+        """Bytes that a request which resumes from this node must load; 0 if it is gone."""
+        ...
+
+
+@dataclass
+class Pace:
+    """Seconds of a decode step, measured on one running request after the other."""
+
+    seconds: Average
+    of: Any = None
+    since: float = 0.0
+    tokens: int = 0
+
+    @property
+    def per_token(self) -> float:
+        return self.seconds.mean if self.seconds.weight else FIRST_PACE
+
+    def look(self, running: Mapping[Req, Any], now: float) -> None:
+        """Requests `running` have their tokens now."""
+        if self.of in running:
+            decoded = len(self.of.output_ids) - self.tokens
+            if decoded < SAMPLE_TOKENS:
+                return
+            if now > self.since:
+                self.seconds.add((now - self.since) / decoded)
+        self.of = next((req for req in running if req.output_ids), None)
+        if self.of is not None:
+            self.since, self.tokens = now, len(self.of.output_ids)
+
+
+class TimedLoads:
+    """Begins loads for one scheduler's waiting requests, and for sessions that are expected back.
+
+    Args:
+        cache: loads them.
+        speeds: in force on all ranks.
+    """
+
+    def __init__(self, cache: LoadingCache, speeds: Any) -> None:
+        self.prefetcher: Prefetcher[Req] = Prefetcher(margin=MARGIN)
+        self.lengths = AnswerLengths()
+        self.returns = ExpectedReturns()
+        self.places = 1
+        self._cache, self._speeds = cache, speeds
+        self._running: dict[Req, float] = {}  # and how long their answers are expected to be
+        self._pace = Pace(Average())
+        self._under_way: Req | None = None
+        self._looked = -1.0, False  # when, and whether a load was under way
+
+    def waits_for_load(self, req: Req) -> bool:
+        """Whether a load for `req` is under way."""
+        return req is self._under_way
+
+    def load_flops(self, req: Req) -> int:
+        """FLOPs of a prefill that takes as long as the load of `req` would, begun now."""
+        size = self._cache.load_bytes(req)
+        if not size:
+            return 0
+        speeds: Speeds = self._speeds.speeds
+        return int(speeds.loads[Tier.HOST].seconds(size) * speeds.prefill)
+
+    # What the queue tells.
+
+    def admitted(self, req: Req) -> None:
+        """It joined a batch, which must not begin before the loads under way: what it resumes from
+        may be among them.
+        """
+        again = self._cache.load_bytes(req) > 0
+        if self._cache.is_loading() and not again:  # its own load comes behind them, on one link
+            self._cache.await_loads()
+        if again:
+            self.prefetcher.cancel(req)  # what was loaded was evicted
+        else:
+            self.prefetcher.runs(req)
+        if req is self._under_way:
+            self._under_way = None
+        allowed = int(req.sampling_params.max_new_tokens or 0)
+        self._running[req] = self.lengths.predicted(_keys(req), allowed)
+
+    def left(self, req: Req) -> None:
+        """It waits no more, and does not run."""
+        self.prefetcher.cancel(req)
+        if req is self._under_way:
+            self._under_way = None
+
+    def ended(self, req: Req) -> None:
+        """It gave back what it held."""
+        ran = self._running.pop(req, None) is not None
+        if ran and req.finished():
+            self.lengths.ended(_keys(req), len(req.output_ids))
+
+    # What begins.
+
+    def step(self, front: Mapping[Req, Waiting[Req]], now: float) -> None:
+        """The scheduler begins another step; `front` of the queue is in order."""
+        loading = self._cache.is_loading()
+        if (now, loading) == self._looked:
+            return
+        self._looked = now, loading
+        self._pace.look(self._running, now)
+        if loading:
+            return
+        if self._under_way is not None:
+            self.prefetcher.arrived(self._under_way, 1 << 62)
+            self._under_way = None
+        if not self._begin_due(front, now):
+            self._begin_expected(now)
+
+    def _begin_due(self, front: Mapping[Req, Waiting[Req]], now: float) -> bool:
+        """Begin the first load that is due; whether any was."""
+        looked_at = list(front.values())[:LOOKED_AT]
+        waiting = [(each.name, self._cache.load_bytes(each.name)) for each in looked_at]
+        if not any(size for _, size in waiting):
+            return False
+        for name, size in waiting:
+            if size and name in self.prefetcher:
+                self.prefetcher.cancel(name)  # it was evicted before its turn
+        speeds: Speeds = self._speeds.speeds
+        prospects = [each.prospect for each in looked_at]
+        free = turns(self._places(now), [_seconds(it, speeds) for it in prospects])
+        due, _ = self.prefetcher.due(waiting, speeds.loads[Tier.HOST].bandwidth, free)
+        for req in due:
+            size = self._cache.begin_load(req.best_match_node)
+            if size:
+                self.prefetcher.started(req, size)
+                self._under_way = req
+                return True
+        return bool(due)
+
+    def _begin_expected(self, now: float) -> None:
+        """Begin the load for a session that is expected back soon, if what it pushes out is worth
+        less.
+        """
+        link = self._speeds.speeds.loads[Tier.HOST]
+        node_id = self.returns.due(now + MARGIN, link.seconds, self._cache.missing_bytes)
+        if node_id is not None and self._cache.begin_load(node_id, unless_dearer=True):
+            self.prefetcher.counts.expected += 1
+
+    def _places(self, now: float) -> list[float]:
+        """Seconds until a waiting request can have the first, second ... place."""
+        pace = self._pace.per_token
+        running = [
+            Decoding(now - pace * len(req.output_ids), predicted)
+            for req, predicted in self._running.items()
+        ]
+        return free_places(running, now, pace, self.places)
+
+
+def _seconds(prospect: Prospect | None, speeds: Speeds) -> float:
+    return 0.0 if prospect is None else speeds.compute(prospect.cost)
+
+
+def _keys(req: Req) -> list[Hashable]:
+    """Whose answers say how long the next one will be: of the tenant's prompts those that begin
+    alike, then all.
+    """
+    tenant = tenant_of(req)
+    return [(tenant, fingerprint_tokens(req.origin_input_ids[:FIRST_TOKENS])), (tenant,)]

@@ -1,0 +1,163 @@
+"""What clients pin, on SGLang's tree: nodes that are kept, for a time, within a share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_hybrid.core.pins import PinRequest, Priority
+from sglang_hybrid.schedule.clock import ClockTick
+from tests.cache.driver import Server
+from tests.cache.test_rules import evict_states, run, states
+from tests.explain.test_explain import explain, said, server
+
+PREFIX = run(60)
+
+
+def pinned(it: Server) -> list[int]:
+    """Depths of all pinned nodes."""
+    records = it.cache.shadow_tree.tree.walk()
+    return sorted(record.depth for record in records if record.pin is not None)
+
+
+def ask(it: Server, *pins: PinRequest, stamp: float = 1.0, salt: str | None = None) -> None:
+    it.serve([*PREFIX, *run(9, 3)], run(3, 4), stamp, cache_salt=salt, pins=pins)
+
+
+def flood(it: Server, count: int = 30, stamp: float = 2.0, apart: float = 0.01) -> None:
+    """Requests that nobody repeats, so many seconds apart, as many as push everything out."""
+    for number in range(count):
+        it.serve(run(60, 10 + number), run(3, 900 + number), stamp + apart * number)
+
+
+@pytest.mark.parametrize("one_memory", [False, True])
+@pytest.mark.parametrize("policy", ["reuse", "lru", "marconi", "gdsf"])
+def test_a_pinned_state_outlives_a_flood(policy: str, one_memory: bool) -> None:
+    """And without a pin it does not. A high pin counts as much as what is likeliest to return."""
+    more: dict[str, Any] = {"hybrid_alpha": 1.0} if policy == "marconi" else {}
+    hits = []
+    for pins in ([], [PinRequest(60, 300, Priority.HIGH)]):
+        it = server(policy, states=8, kv=400, one_memory=one_memory, **more)
+        ask(it, *pins)
+        flood(it)
+        it.check()
+        hits.append(it.probe([*PREFIX, *run(9, 5)]))
+    assert hits == [0, 60]
+
+
+def test_a_normal_pin_outlives_what_is_expected_later_than_its_end() -> None:
+    """Requests of which one comes every 20 seconds, beside a return within 300 seconds."""
+    hits = []
+    for pins in ([], [PinRequest(60, 300)]):
+        it = server(states=8, kv=400)
+        ask(it, *pins)
+        flood(it, count=8, stamp=20.0, apart=20.0)
+        hits.append(it.probe([*PREFIX, *run(9, 5)]))
+    assert hits == [0, 60]
+
+
+def test_a_pin_ends_when_its_time_is_over() -> None:
+    """With the next request, or with the clock of the rank that receives them."""
+    it = server(states=8, kv=400)
+    ask(it, PinRequest(60, 300))
+    assert pinned(it) == [60]
+    clock = it.cache.step_clock
+    assert not it.cache._pins_end(300.9) and it.cache._pins_end(301.0)
+    clock.tick(ClockTick(300.9))
+    assert pinned(it) == [60]
+    clock.tick(ClockTick(301.0))
+    assert pinned(it) == []
+    assert it.cache.server_info()["pins"]["expired"] == 1
+    ask(it, PinRequest(60, 10), stamp=400.0)
+    it.serve(run(20, 77), run(3, 78), 411.0)
+    assert pinned(it) == []
+    flood(it, stamp=412.0)
+    assert it.probe([*PREFIX, *run(9, 5)]) == 0
+
+
+def test_a_position_that_is_there_already_is_pinned_too() -> None:
+    it = server()
+    it.serve([*PREFIX, *run(9, 3)], run(3, 4), 1.0)
+    it.serve([*PREFIX, *run(9, 5)], run(3, 6), 2.0)
+    assert 60 in states(it)
+    req = it.arrive([*PREFIX, *run(9, 7)], 3.0, pins=[PinRequest(60, 300), PinRequest(69, 60)])
+    assert it.admit(req)
+    while not it.prefill_step(req):
+        pass
+    assert pinned(it) == [60]
+    report = it.cache.lookups.report(req).as_dict()
+    assert report["declared"]["pinned"] == [60]
+    it.decode(req, run(3, 8))
+    it.finish(req)
+
+
+def test_whoever_resumes_from_a_pin_makes_it_last() -> None:
+    it = server()
+    ask(it, PinRequest(60, 300))
+    it.serve([*PREFIX, *run(9, 5)], run(3, 6), 200.0)
+    assert it.cache.pins.next_expiry == 500.0
+
+
+def test_a_share_is_not_exceeded_and_tenants_do_not_share_theirs() -> None:
+    it = server(states=16, hybrid_pin_share=0.125)
+    for number in range(6):
+        prompt, salt = run(40, number), "a" if number % 2 else None
+        it.serve(prompt, run(3, 90 + number), 1.0 + number, salt, pins=[PinRequest(30, 60)])
+    info = it.cache.server_info()["pins"]
+    assert (info["pins"], info["pinned"], info["gave_way"]) == (4, 6, 2)
+    assert it.cache.pins.of(None) == it.cache.pins.of((None, "a"))
+    assert info["bytes"] == 2 * it.cache.pins.of(None)
+    assert set(info) == {
+        *("pins", "bytes", "share_of_a_tenant"),
+        *("pinned", "refused", "gave_way", "expired", "evicted"),
+    }
+
+
+def test_an_evicted_state_is_pinned_no_more() -> None:
+    it = server()
+    ask(it, PinRequest(60, 300, Priority.LOW))
+    while states(it):
+        evict_states(it)
+    assert pinned(it) == [] and it.cache.pins.held_bytes == 0
+    told = said(explain(it, [*PREFIX, *run(9, 5)]))
+    assert "; it was pinned, but all else was worth more or in use" in told
+
+
+def test_an_explanation_says_until_when() -> None:
+    it = server()
+    ask(it, PinRequest(60, 300), stamp=1.0)
+    it.serve(run(20, 77), run(3, 78), 101.0)
+    assert "kept because pinned until 3 min from now" in said(explain(it, [*PREFIX, 9, 9]))
+    other = said(explain(it, [*PREFIX, 9, 9], cache_salt="b"))
+    assert "pinned" not in other
+
+
+def test_a_flush_forgets_pins() -> None:
+    it = server()
+    ask(it, PinRequest(60, 300))
+    it.flush()
+    assert len(it.cache.pins) == 0 and it.cache.pins.held_bytes == 0
+    ask(it, PinRequest(60, 300), stamp=2.0)
+    assert pinned(it) == [60]
+
+
+def test_without_states_a_position_within_an_edge_is_pinned() -> None:
+    it = server("lru", states=0, kv=400)
+    ask(it, PinRequest(33, 300))
+    flood(it)
+    it.check()
+    assert it.probe([*PREFIX[:33], *run(9, 5)]) == 33
+
+
+def test_pages_round_a_position_down() -> None:
+    it = server(page=16, kv=640, states=24, extra_buffer=True, grid=16)
+    ask(it, PinRequest(60, 300))
+    assert pinned(it) == [48]
+
+
+def test_sglangs_own_order_knows_no_pins() -> None:
+    it = server("sglang-lru", states=8, kv=400)
+    ask(it, PinRequest(60, 300))
+    assert it.cache.pins is None and it.cache.server_info()["pins"] is None
+    assert it.cache.step_clock.poll() == []
