@@ -13,8 +13,8 @@ often than the bound says. The last table: geometric means over the rows of P50 
 P99 against fcfs's, the mean difference of hit rates from lpm's, rows in which the order meets each
 of these, and the most that a request was overtaken.
 
-With --tiers a quarter of the device's memory, a host of eight times that and a disk of 64 times,
-by the paper's rules; a request waits for its load before its prefill.
+With --tiers the device has a tenth of that memory, the host all of it and the disk eight times as
+much, by the paper's rules; a request waits for its load before its prefill.
 """
 
 from __future__ import annotations
@@ -113,8 +113,7 @@ def orders() -> dict[str, tuple[Order, Bound]]:
 
 def cache_of(row: Row) -> Cache:
     if row.tiers:
-        device = row.memory // 4
-        tiers = TierBudgets.of(device, 8 * device, 64 * device)
+        tiers = TierBudgets.of(row.memory // 10, row.memory, 8 * row.memory)
         speeds = tiers.speeds(COST, PAPER)
         return Spec("reuse").build(Setting(COST, None, row.requests, tiers=tiers, speeds=speeds))
     serving = Serving(one_memory=True)

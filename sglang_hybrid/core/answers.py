@@ -190,13 +190,13 @@ class AnswerModel:
 
     def expect(self, features: Features, hint: Hint | None = None) -> float | None:
         """The probability that somebody comes back after such an answer and such a hint; None while
-        neither tells anything. A hint that says little counts for nothing.
+        neither tells anything. A hint that says little counts for nothing, unless it says when.
         """
         return self._expected(self.predict(features), hint)
 
     def _expected(self, predicted: float, hint: Hint | None) -> float | None:
         """What `expect` returns where the regression says `predicted`."""
-        if hint is not None and self.hints.tells(hint):
+        if hint is not None and (self.hints.tells(hint) or self.wait(hint) is not None):
             p = self.hints.probability(hint)
             if not THRESHOLDS[0] < p <= THRESHOLDS[-1]:
                 return p

@@ -55,6 +55,10 @@ class Policy:
         """Scores [n] of all candidates in `table`, n > 0; the lowest is evicted."""
         return table.column(0)
 
+    def return_probability(self, node: Node, clock: Clock) -> float | None:
+        """That a request resumes from the state of `node` again; None if the policy cannot tell."""
+        return None
+
     def evicted(self, node: Node, score: float) -> None:
         """`node` was chosen at `score` and will be evicted."""
 
@@ -198,6 +202,11 @@ class Reuse(Policy):
         self.history.answers_count = bool(answers)
 
     def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
+        rate = 0.0 if node.pin is None else node.pin.rate
+        return (*self._demand(node), saved / freed, 0.0, -1.0, rate)
+
+    def _demand(self, node: Node) -> tuple[int, float, int, float]:
+        """Class and time of last use of `node`, and of the demand that it inherited."""
         history_node = node.history_node
         if history_node is None:
             reuse_class = reuse_class_of(len(node.children), node.depth, node.turn)
@@ -205,14 +214,16 @@ class Reuse(Policy):
             reuse_class = history_node.reuse_class if self._is_near(node) else NEVER_REUSED
         used = self.history.time_unit.last_used(node)
         inherited = self._inherited_by(node)
-        inherited_class, inherited_since = NEVER_REUSED, 0.0
-        if inherited is not None:
-            inherited_class, inherited_since = (
-                inherited.reuse_class,
-                self.history.index.since(inherited.interval_id),
-            )
-        rate = 0.0 if node.pin is None else node.pin.rate
-        return (reuse_class, used, inherited_class, inherited_since, saved / freed, 0.0, -1.0, rate)
+        if inherited is None:
+            return reuse_class, used, NEVER_REUSED, 0.0
+        since = self.history.index.since(inherited.interval_id)
+        return reuse_class, used, inherited.reuse_class, since
+
+    def return_probability(self, node: Node, clock: Clock) -> float:
+        now, index = self.history.time_unit.now(clock), self.history.index
+        reuse_class, used, inherited, since = self._demand(node)
+        own = index.return_probability(reuse_class, now - used)
+        return 1.0 - (1.0 - own) * (1.0 - index.return_probability(inherited, now - since))
 
     def scores(self, table: Table, clock: Clock) -> FloatArray:
         now = self.history.time_unit.now(clock)

@@ -119,8 +119,8 @@ def sentences(report: TenantReport, decode: Decode | None, state_tokens: int) ->
     branches, passing = report.short
     if branches:
         yield (
-            f"short-module: {branches:,} places where prompts part lie less than {state_tokens:,} "
-            f"tokens behind the one before, and {passing:,} requests pass them; a state takes the "
+            f"short-module: prompts part less than {state_tokens:,} tokens behind the place before "
+            f"in {branches:,} places, which requests pass {passing:,} times; a state takes the "
             "memory of that much KV. Join short parts with a neighbour if it can be."
         )
 
@@ -278,7 +278,7 @@ def _sentence(change: Change, requests: int, decode: Decode | None) -> str:
 
 
 def _examples(change: Change, decode: Decode | None) -> str:
-    values = [value[:EXAMPLE_TOKENS] for value, _ in change.values.most_common(2) if value]
-    if decode is None or not values:
+    if decode is None:
         return ""
-    return ", as " + " and ".join(repr(decode(value).strip()) for value in values)
+    shown = [one.before + one.value[:EXAMPLE_TOKENS] for one in change.examples[:2]]
+    return ", as in " + " and ".join(repr(decode(ids).strip()) for ids in shown)

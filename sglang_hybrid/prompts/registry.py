@@ -14,6 +14,7 @@ from sglang_hybrid.prompts.resolve import Import, Piece, Prompt, Resolved, read_
 from sglang_hybrid.prompts.saved import SavedSchemas
 from sglang_hybrid.prompts.schema import Schema, read_schema
 from sglang_hybrid.prompts.tokens import PromptTokenizer, Tokenized
+from sglang_hybrid.requests.fields import shown
 from sglang_hybrid.requests.kv_hints import MOST_POSITIONS
 from sglang_hybrid.tenants import Tenant
 
@@ -155,7 +156,7 @@ class Registry:
         found = self._own(tenant).get(name)
         if found is None:
             raise KeyError(
-                f"there is no schema {name!r}; register it with POST /v1/prompt_schemas."
+                f"there is no schema {shown(name)}; register it with POST /v1/prompt_schemas."
             )
         return found
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +45,20 @@ class SavedSchemas:
     """The schemas of one server. folder: held by this process.
 
     files_ignored: those found at the start that are no schemas, or damaged; they are removed.
+    waiting_bytes: of schemas whose tenants have not come yet.
     """
 
     def __init__(self, folder: RankFolder) -> None:
         self._folder = folder
         self._waiting: dict[str, dict[str, str]] = {}
-        self.files_ignored = 0
+        self.files_ignored = self.waiting_bytes = 0
         self._read_all()
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Of schemas whose tenants have not come yet."""
-        every = (pml for own in self._waiting.values() for pml in own.values())
-        return sum(len(pml.encode()) for pml in every)
 
     def take(self, tenant: Tenant) -> dict[str, str]:
         """Markup by name of a tenant's schemas that were there at the start; once."""
-        return self._waiting.pop(self._tenant(tenant), {}) if self._waiting else {}
+        found = self._waiting.pop(self._tenant(tenant), {}) if self._waiting else {}
+        self.waiting_bytes -= _bytes(found.values())
+        return found
 
     def save(self, tenant: Tenant, name: str, pml: str) -> bool:
         """Write a schema, in place of the tenant's earlier one of its name; whether it was."""
@@ -108,6 +106,7 @@ class SavedSchemas:
             except (OSError, ValueError) as error:
                 ignored.append(f"{path.name}: {error}")
                 remove(path)
+        self.waiting_bytes = sum(_bytes(own.values()) for own in self._waiting.values())
         self.files_ignored = len(ignored)
         if ignored:
             logger.warning(
@@ -126,6 +125,10 @@ class SavedSchemas:
 
     def _mark(self, owner: str, name: str, pml: str) -> str:
         return self._folder.name("file", json.dumps([owner, name, pml])).hex()
+
+
+def _bytes(texts: Iterable[str]) -> int:
+    return sum(len(text.encode()) for text in texts)
 
 
 def saved_schemas(server_args: Any) -> SavedSchemas | None:

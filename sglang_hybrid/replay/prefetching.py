@@ -53,7 +53,7 @@ class LoadingServer:
     when they came in the trace.
 
     cache: in tiers, or on the device alone. link: what loads pass, one after the other. order: of
-    the waiting requests. known: whether each request began as one that some tier knew, at its turn.
+    the waiting requests.
     """
 
     def __init__(
@@ -85,7 +85,6 @@ class LoadingServer:
         self._requests = requests
         self._times = [[0.0] * 4 for _ in requests]
         self._outcomes = [Outcome(request.input_len, 0, 0) for request in requests]
-        self.known = [False] * len(requests)
         for index, request in enumerate(requests):
             self._at(request.arrival, ARRIVED, index)
         steps = {
@@ -122,7 +121,6 @@ class LoadingServer:
     def _start(self, now: float) -> None:
         index = self._queue.take(now)
         request = self._requests[index]
-        self.known[index] = self._cache.resumes_from(request)[1] > 0
         size, seconds = self._cache.to_load(request)
         under_way = self._loads.pop(index, None)
         self._queue.loading.discard(index)
@@ -184,7 +182,7 @@ class LoadingServer:
         waiting = [(index, loads[index][0]) for index in front]
         due, later = self.prefetcher.due(waiting, self._link.bandwidth, self._turns(now, front))
         for index in due:
-            if not self._cache.fetch(self._requests[index]):
+            if not self._cache.fetch(self._requests[index], *self._soon()):
                 continue  # running requests hold all the room
             size, seconds = loads[index]
             self._queue.loading.add(index)
@@ -196,6 +194,16 @@ class LoadingServer:
         if when < self._look_at or self._look_at <= now < when < math.inf:
             self._look_at = when
             self._at(when, LOOK, -1)
+
+    def _soon(self) -> tuple[int, int]:
+        """Tokens and states that running requests are about to leave in the cache."""
+        kv = states = 0
+        for index, ticket in self._tickets.items():
+            request, prefilled = self._requests[index], index in self._running
+            known = request.input_len if prefilled else ticket.outcome.hit_len
+            kv += len(request.tokens) - known
+            states += 1 + (0 if prefilled else len(ticket.ends))
+        return kv, states
 
     def _turns(self, now: float, front: Sequence[int]) -> list[float]:
         """Seconds until each of `front` is expected to begin: when the prefills before it are done

@@ -173,8 +173,9 @@ class Simulator:
         """Bytes that `request` would load now, and seconds of that. Nothing changes."""
         return 0, 0.0
 
-    def fetch(self, request: Request) -> bool:
-        """Load what `request` would load now; whether there was room. Without tiers there is
+    def fetch(self, request: Request, kv: int = 0, states: int = 0) -> bool:
+        """Load what `request` would load now, if there is room for that and for so many tokens and
+        states besides; whether it was loaded. What requests wait for stays. Without tiers there is
         nothing to load.
         """
         return False

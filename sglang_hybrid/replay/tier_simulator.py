@@ -15,11 +15,19 @@ from sglang_hybrid.core.cost import UNBOUNDED, CostModel
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.history import History, HistoryMatch
 from sglang_hybrid.core.nodes import Kind, Node
-from sglang_hybrid.core.places import Placement, Unit, Way, copies_of, ways, without_up_to
+from sglang_hybrid.core.places import (
+    Placement,
+    Unit,
+    Way,
+    copies_of,
+    ways,
+    without_up_to,
+)
 from sglang_hybrid.core.pool import Scarce
 from sglang_hybrid.core.rates import Rates, Speeds, Tier
 from sglang_hybrid.core.serving import Split
 from sglang_hybrid.core.tier_pool import TierPool
+from sglang_hybrid.core.writing import copy_saves, write_pays
 from sglang_hybrid.replay.baselines import KnowsFuture
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import Clairvoyant
@@ -117,11 +125,16 @@ class TieredSimulator(Simulator):
         _, way = self._way(request)
         return sum(way.load_bytes), way.load_seconds
 
-    def fetch(self, request: Request) -> bool:
+    def fetch(self, request: Request, kv: int = 0, states: int = 0) -> bool:
         path, way = self._way(request)
-        if path:
-            self._bring(path, path[-1], path)
-        return not any(self._way(request)[1].load_bytes) and any(way.load_bytes)
+        if not any(way.load_bytes):
+            return False
+        kv += sum(node.tokens for node in path if not copies_of(node).has_kv(Tier.DEVICE))
+        states += not copies_of(path[-1]).has_state(Tier.DEVICE)
+        if not self._make_room_in(Tier.DEVICE, kv, states, path, keep_wanted=True):
+            return False
+        self._bring(path, path[-1], path)
+        return True
 
     def _way(self, request: Request) -> tuple[list[Node], Way]:
         """The nodes that `request` would resume behind now, and its way. Nothing changes."""
@@ -204,9 +217,11 @@ class TieredSimulator(Simulator):
     def _make_room(self, kv: int, states: int, path: list[Node]) -> bool:
         return self._make_room_in(Tier.DEVICE, kv, states, path)
 
-    def _make_room_in(self, tier: Tier, kv: int, states: int, path: list[Node]) -> bool:
+    def _make_room_in(
+        self, tier: Tier, kv: int, states: int, path: list[Node], *, keep_wanted: bool = False
+    ) -> bool:
         """Evict until so many tokens and states fit into `tier`; False if they cannot. `path`
-        stays in all tiers.
+        stays in all tiers. keep_wanted: so does what requests wait for.
         """
         if self._short_of(tier, kv, states) is None:
             return True
@@ -214,6 +229,9 @@ class TieredSimulator(Simulator):
             return False
         held = self._hold(path)
         while pool := self._short_of(tier, kv, states):
+            next_one = pool.cheapest(last_resort=True) if keep_wanted else None
+            if keep_wanted and (next_one is None or next_one[0].standing):
+                break
             victim = pool.victim() or pool.victim(last_resort=True)
             if victim is None:
                 break
@@ -294,10 +312,22 @@ class TieredSimulator(Simulator):
         needed = kv and bool(node.children)
         if not (state or needed or (kv and node.has_state)):
             return  # it has copies, or nothing is resumed there
-        if self._take(below, node, kv=kv, state=state, needed=needed):
+        pays = self._write_pays(below, node, kv=kv, state=state)
+        if pays and self._take(below, node, kv=kv, state=state, needed=needed):
             self._add(below, node, kv=kv, state=state)
         elif needed and self._take(below, node, kv=True, state=False, needed=True):
             self._add(below, node, kv=True, state=False)
+
+    def _write_pays(self, tier: Tier, node: Node, *, kv: bool, state: bool) -> bool:
+        """Whether copies of `node` save more seconds, if it is returned to, than they take to
+        write; True where the policy knows nothing of returns.
+        """
+        policy, speeds = self.pools[tier][1].policy, self.rates.speeds
+        returns = policy.return_probability(node, self.tree.clock)
+        size = self._bytes(kv * node.tokens, int(state))
+        saves = copy_saves(node, tier, self.cost, speeds)
+
+        return returns is None or write_pays(size, saves, returns, tier, speeds)
 
     def _add(self, tier: Tier, node: Node, *, kv: bool, state: bool) -> None:
         if kv:

@@ -37,8 +37,8 @@ class ScheduledCache(Protocol):
     tree_core: Any
     cost: CostModel
     shadow_tree: ShadowTree | None
-    step_clock: StepClock
     speeds: Any  # MeasuredSpeeds where there are tiers, else None
+    step_clock: StepClock
 
 
 class QueueSchedule:
@@ -56,7 +56,7 @@ class QueueSchedule:
         self, cache: ScheduledCache, order: Order, bound: Bound, priority_sign: int | None = None
     ) -> None:
         self.clock = cache.step_clock
-        self.clock.join(lambda seconds: self._waits_for_time())
+        self.clock.join(self._needs_time)
         self.stats = ScheduleStats()
         self.bound = bound
         self.name = order.name
@@ -137,10 +137,10 @@ class QueueSchedule:
             self.arrange(queue)
         self.loads.step(self._order.front, self.clock.now)
 
-    def _waits_for_time(self) -> bool:
-        """Whether something here depends on the time, though no request arrives."""
-        returns = self.loads is not None and len(self.loads.returns) > 0
-        return returns or bool(self._order.front)
+    def _needs_time(self, seconds: float) -> bool:
+        """Whether ticks are to be sent."""
+        expects = self.loads is not None and len(self.loads.returns) > 0
+        return expects or bool(self._order.front)
 
     @property
     def holds(self) -> int:

@@ -281,7 +281,10 @@ def test_who_comes_back_for_an_evicted_state_resumes_above_it() -> None:
     tree, policy, pool, nodes, history_path = session_of_states(depths, 1000)
     above, tail = nodes.values()
     assert pool.cheapest() == (above, above.last_used - NEVER)  # between two places
+    alone = policy.return_probability(above, tree.clock)
     policy.evicted(tail, 0.0)
+    assert policy.return_probability(above, tree.clock) > alone, "it inherited the return"
+    assert Lru().return_probability(above, tree.clock) is None
     tree.remove(tail)
     history_node = history_path.nodes[-1]
     saved = PAPER.savings(1000, 0) / PAPER.state_bytes

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from sglang_hybrid.core.answers import AnswerModel, bucket_of
+from sglang_hybrid.core.answers import EXPECTATIONS, AnswerModel, bucket_of
 from sglang_hybrid.core.hints import Hint, HintRecord, SaidTimes
 from sglang_hybrid.core.history import History, TimeUnit
 from sglang_hybrid.core.history_tree import HistoryNode, fingerprint_tokens
@@ -196,3 +196,15 @@ def test_a_record_is_kept_whole() -> None:
     assert other.times.expected(2.0) == record.times.expected(2.0)
     with pytest.raises(ValueError, match="has 11 values"):
         other.restore([1.0])
+
+
+def test_when_is_worth_knowing_where_all_sessions_go_on() -> None:
+    """A return is as likely without a hint; but nobody else says when."""
+    model = AnswerModel()
+    for time in range(200):
+        answer = model.ended([], 10.0 * time, Hint.after(5) if time % 4 == 0 else None)
+        model.returned(answer, 10.0 * time + 5.0)
+    assert model.expect(answer.features, Hint.RETURNS) is None
+    said = model.ended([], 9_000.0, Hint.after(5))
+    assert said.return_after == pytest.approx(5.0)
+    assert bucket_of(said.expected, said.wait) == EXPECTATIONS

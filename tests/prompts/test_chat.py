@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from sglang_hybrid.models.tokenizer import write_tokenizer
 from sglang_hybrid.prompts import route
 from sglang_hybrid.prompts.chat import Beginning, PromptSchema, with_schemas
 from sglang_hybrid.prompts.registry import Registry
@@ -21,13 +19,6 @@ from tests.prompts import schemas
 Chat = Callable[..., Any]
 QUESTION = {"role": "user", "content": "Who?"}
 GAME = "<unit.py/><map.py/>"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    directory: Path = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(directory, max_length=100_000)
-    return PreTrainedTokenizerFast.from_pretrained(directory)
 
 
 @pytest.fixture

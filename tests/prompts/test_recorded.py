@@ -89,7 +89,7 @@ def test_what_varies_is_shown_to_whoever_has_the_model(tokenizer: Tokenizer) -> 
     (report,) = reports(tokenizer, requests(tokenizer, make))
     (line,) = sentences(report, lambda ids: str(tokenizer.decode([*ids])), 0)
     (bare,) = sentences(report, None, 0)
-    assert ", as '" in line and ", as '" not in bare
+    assert ", as in 'On 2026-11-0" in line and ", as in" not in bare
 
 
 @pytest.mark.parametrize(

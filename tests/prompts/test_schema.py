@@ -8,20 +8,12 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from sglang_hybrid.models.tokenizer import write_tokenizer
 from sglang_hybrid.prompts.registry import MOST_SCHEMAS, Registry
 from sglang_hybrid.prompts.resolve import Import, Prompt, read_prompt, resolve
 from sglang_hybrid.prompts.schema import Schema, read_schema, tidy
 from sglang_hybrid.prompts.tokens import PromptTokenizer
 from sglang_hybrid.prompts.xml import MOST_BYTES, MarkupError
 from tests.prompts import schemas
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    directory: Path = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(directory, max_length=100_000)
-    return PreTrainedTokenizerFast.from_pretrained(directory)
 
 
 @pytest.fixture

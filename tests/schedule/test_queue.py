@@ -265,3 +265,37 @@ def test_the_clock_never_goes_back_and_ticks_now_and_then() -> None:
     clock.tick(ClockTick(5.0))
     clock.advance(4.0)
     assert clock.now == 5.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_others_send_does_not_change_a_tenants_own_order(seed: int) -> None:
+    """Requests of one tenant run in the same order among themselves, and find the same, with
+    another tenant's in the queue and in the cache: of those it learns no more than the time they
+    take.
+    """
+    found = []
+    for others in (False, True):
+        rng, noise = random.Random(seed), random.Random(seed + 100)
+        it = Scheduler(sizes=Sizes(kv=8_192, states=60), hybrid_schedule_overtaken=1_000)
+        documents = [run(60, number) for number in range(4)]
+        mine: list[Req] = []
+        for number in range(30):
+            if number < 4:
+                it.server.serve(documents[number], [7], cache_salt="a")
+                if others:  # the same documents, in other states
+                    part = documents[number][: noise.randrange(9, 50)]
+                    it.server.serve(part, [7], cache_salt="b")
+            tokens = [*rng.choice(documents), *run(rng.randrange(1, 40), rng.randrange(30))]
+            mine.append(it.arrive(tokens, 100.0 + number, cache_salt="a"))
+            if others:
+                tokens = [*noise.choice(documents), *run(noise.randrange(1, 40), number)]
+                it.arrive(tokens, 100.5 + number, cache_salt="b")
+        started = []
+        while it.queue:
+            for req in it.round():
+                if req in mine:
+                    started.append((mine.index(req), req.prefix_len))
+                it.finish(req)
+        found.append(started)
+    assert found[0] == found[1]
+    assert len(found[0]) == 30 and any(hit for _, hit in found[0])

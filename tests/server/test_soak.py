@@ -72,6 +72,7 @@ CONFIGURATIONS = {
     "default": Configuration(REQUESTS, PRIORITIES),
     "two pools": Configuration(FEWER, (*PRIORITIES, "--hybrid-memory", "split")),
     "longest prefix first": Configuration(FEWER, ("--schedule-policy", "lpm")),
+    "window": Configuration(FEWER, (*PRIORITIES, "--hybrid-schedule", "window")),
     "extra buffer, page 16": Configuration(
         FEWER, (*PRIORITIES, *EXTRA_BUFFER), slots=2 * 3 * RUNNING
     ),
