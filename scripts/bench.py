@@ -34,7 +34,7 @@ COMMANDS = (
     *("prewarm", "schedule-replay", "prefetch"),
     *("server", "split", "contexts", "roofline", "profile", "peer"),
     *("ab", "phases", "one-memory", "moves", "tiers", "agent", "codecs", "modular", "schedule"),
-    *("loads",),
+    *("prewarm-server", "loads"),
 )
 """In the order of `--help`: kernels; the cache in one process; replays; a server; servers."""
 

@@ -3,6 +3,9 @@
 Two conversations with the same tools and the same system prompt, one after the other. Each turn
 adds a call of a tool, its result and a question of the user's. Four blocks are marked, as agents do
 it: the last tool, the system prompt, and the last block of the last two messages of the user.
+
+With --drift, one conversation whose client writes a line that changes with each request at the top
+of the system prompt, and what the answers' diagnostics say of it.
 """
 
 from __future__ import annotations
@@ -30,27 +33,45 @@ SYSTEMS = {
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=positive, default=6)
+    parser.add_argument("--drift", action="store_true", help="a line that changes, and its name")
 
 
 def run(options: argparse.Namespace) -> None:
-    shares = {name: _conversations(module, options) for name, module in SYSTEMS.items()}
+    if options.drift:
+        _run_drift(options.turns)
+        return
+    answers = {name: _conversations(module, options.turns) for name, module in SYSTEMS.items()}
     table = Table("conversation", "turn", *SYSTEMS, text=2)
     for at in range(2 * options.turns):
-        row = [f"{100 * shares[name][at]:.1f} %" for name in SYSTEMS]
+        row = [_share(answers[name][at]) for name in SYSTEMS]
         table.row(at // options.turns + 1, at % options.turns + 1, *row)
 
 
-def _conversations(module: str, options: argparse.Namespace) -> list[float]:
-    flags = ["--model-path", str(_model()), "--chat-template", str(TEMPLATE)]
-    with ServerProcess([*flags, "--enable-cache-report"], module=module, timeout=600) as running:
+def _run_drift(turns: int) -> None:
+    answers = {}
+    for name, module in SYSTEMS.items():
+        with _server(module) as running:
+            answers[name] = _conversation(running.url, 0, turns, drift=True)
+    table = Table("turn", "what the diagnosis names", *SYSTEMS, text=2)
+    for turn in range(turns):
+        row = [_share(answers[name][turn]) for name in SYSTEMS]
+        table.row(turn + 1, _named(answers["sglang_hybrid"][turn]), *row)
+
+
+def _conversations(module: str, turns: int) -> list[dict[str, Any]]:
+    with _server(module) as running:
         return [
-            share
-            for number in range(2)
-            for share in _conversation(running.url, number, options.turns)
+            answer for number in range(2) for answer in _conversation(running.url, number, turns)
         ]
 
 
-def _conversation(url: str, number: int, turns: int) -> list[float]:
+def _server(module: str) -> ServerProcess:
+    flags = ["--model-path", str(_model()), "--chat-template", str(TEMPLATE)]
+    return ServerProcess([*flags, "--enable-cache-report"], module=module, timeout=600)
+
+
+def _conversation(url: str, number: int, turns: int, drift: bool = False) -> list[dict[str, Any]]:
+    """The answers to one conversation."""
     source = random.Random(number)
     tools = [
         {
@@ -61,27 +82,52 @@ def _conversation(url: str, number: int, turns: int) -> list[float]:
         for name in ("read", "write", "search", "run")
     ]
     tools[-1] |= MARK
-    system = [{"type": "text", "text": _words(random.Random(0), 700), **MARK}]
+    rules = _words(random.Random(0), 700)
     messages: list[dict[str, Any]] = [_message(_text(source, 60))]
-    shares = []
+    answers: list[dict[str, Any]] = []
     for turn in range(turns):
-        asked = _marked(messages)
-        body = {"model": "default", "max_tokens": 16, "temperature": 0, "system": system}
-        answer = requests.post(
-            url + "/v1/messages", json={**body, "tools": tools, "messages": asked}, timeout=300
-        )
+        head = f"x-request-line: {random.Random(turn).randbytes(8).hex()}\n" if drift else ""
+        body = {
+            "model": "default",
+            "max_tokens": 16,
+            "temperature": 0,
+            "tools": tools,
+            "system": [{"type": "text", "text": head + rules, **MARK}],
+            "messages": _marked(messages),
+        }
+        if drift:
+            before = answers[-1]["id"] if answers else None
+            body["diagnostics"] = {"previous_message_id": before}
+        answer = requests.post(url + "/v1/messages", json=body, timeout=300)
         answer.raise_for_status()
-        usage = answer.json()["usage"]
-        read = usage.get("cache_read_input_tokens") or 0
-        written = usage.get("cache_creation_input_tokens") or 0
-        shares.append(read / (usage["input_tokens"] + read + written))
+        answers.append(answer.json())
         call = {"type": "tool_use", "id": f"call{turn}", "name": "read", "input": {"path": "a"}}
         result = {"type": "tool_result", "tool_use_id": f"call{turn}"}
         messages += [
             {"role": "assistant", "content": [call]},
             _message({**result, "content": [_text(source, 250)]}, _text(source, 30)),
         ]
-    return shares
+    return answers
+
+
+def _share(answer: dict[str, Any]) -> str:
+    """Of a prompt that came from the cache."""
+    usage = answer["usage"]
+    read = usage.get("cache_read_input_tokens") or 0
+    written = usage.get("cache_creation_input_tokens") or 0
+    return f"{100 * read / (usage['input_tokens'] + read + written):.1f} %"
+
+
+def _named(answer: dict[str, Any]) -> str:
+    found = answer.get("diagnostics")
+    if not found:
+        return "nothing"
+    reason, report = found["cache_miss_reason"], found["hybrid"]
+    texts = [report[each].partition("\n")[0][-24:] for each in ("before", "now")]
+    return (
+        f"`{reason['type']}`, {reason['cache_missed_input_tokens']:,} tokens missed, at "
+        f"`{report['path']}`: `{texts[0]}`, then `{texts[1]}`"
+    )
 
 
 def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

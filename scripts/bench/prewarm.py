@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
     schema = read_schema(_markup())
     unions = [part for part in schema.parts if isinstance(part, Union)]
     source = random.Random(options.seed)
-    prompts = [_prompt(unions, source) for _ in range(2 * options.requests)]
+    prompts = [choose(unions, source) for _ in range(2 * options.requests)]
     counts = {
         (module.name,): sum(module.name in prompt for prompt in prompts[: options.requests])
         for module in schema.modules()
@@ -71,7 +71,7 @@ def _words(text: str) -> int:
     return len(text.split())
 
 
-def _prompt(unions: Sequence[Union], source: random.Random) -> tuple[str, ...]:
+def choose(unions: Sequence[Union], source: random.Random) -> tuple[str, ...]:
     """One module of each union, by the skewed distribution."""
     return tuple(
         source.choices(

@@ -1,11 +1,11 @@
 """Host memory below the device on a real server: SGLang's own cache with HiCache, and ours.
 
-    python scripts/bench.py tiers [TRACE ...] [--requests 150] [--ratio 4] [--link host=1GB/s]
+    python scripts/bench.py tiers [TRACE ...] [--requests 120] [--ratio 4] [--link host=1GB/s]
 
-The same slice of each trace, one server after another, with the same bytes on the device and on the
-host, both under --hicache-write-policy write_through; answers are forced as `ab` does it. Hits over
-both tiers, bytes that were copied to the host for each token that was hit (as SGLang's own metric
-counts them), and times to first token.
+The same slice of each trace, one server after another, with the same bytes on the device (`SLICES`)
+and on the host, both under --hicache-write-policy write_through; answers are forced as `ab` does
+it. Hits over both tiers, bytes that were copied to the host for each token that was hit (as
+SGLang's own metric counts them), and times to first token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -28,19 +29,49 @@ from sglang_hybrid.replay.slices import read_trace, reusable_tokens, to_vocabula
 from sglang_hybrid.replay.traces import Request
 from sglang_hybrid.server_process import ServerProcess
 
-TRACES = ("sharegpt_55", "bbh_fewshot")
+
+@dataclass(frozen=True)
+class TierSlice:
+    """What of a trace is served, and by which device: KV tokens and state slots. No prompt may be
+    longer than seven eighths of the KV. scale: as in `Slice`, 0 for the trace's preset.
+    """
+
+    kv_tokens: int
+    state_slots: int = 16
+    requests: int = 120
+    scale: int = 0
+
+    def cut(self, path: Path) -> list[Request]:
+        cut = preset_of(PRESETS, path).slice
+        longest = min(cut.max_prompt_tokens, self.kv_tokens * 7 // 8)
+        scale = self.scale or cut.scale
+        cut = replace(cut, requests=self.requests, scale=scale, max_prompt_tokens=longest)
+        return cut.cut(read_trace(path))
+
+
+SLICES = {
+    "sharegpt_55": TierSlice(4_096),
+    "bbh_fewshot": TierSlice(4_096),
+    "taubench_airline": TierSlice(4_800),
+    "claude_code_64k": TierSlice(8_192, scale=8),
+    "mooncake_conversation_trace": TierSlice(8_192, state_slots=32, requests=450),
+}
+"""Devices on which the prompts of a slice fit, and all of it does not."""
+
 SERVERS = {"SGLang": "sglang.launch_server", "ours": "sglang_hybrid.launch_server"}
 WRITTEN = "sglang:hicache_backup_bytes_total"
 CONCURRENCY = 2
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("traces", nargs="*", metavar="TRACE", help=f"default: {' '.join(TRACES)}")
-    parser.add_argument("--requests", type=positive, default=150, help="of each trace")
     parser.add_argument(
-        "--kv-tokens", type=positive, default=4_096, help="on the device; no prompt may be longer"
+        "traces",
+        nargs="*",
+        metavar="TRACE",
+        choices=[[], *SLICES],
+        help=f"default: {' '.join(SLICES)}",
     )
-    parser.add_argument("--state-slots", type=positive, default=16, help="on the device")
+    parser.add_argument("--requests", type=positive, help="of each trace, instead of SLICES")
     parser.add_argument("--ratio", type=positive, default=4, help="host memory over the device's")
     parser.add_argument("--link", default="", help="what --hybrid-simulate-bandwidth says")
 
@@ -61,22 +92,23 @@ def serve(
 
 def run(options: argparse.Namespace) -> None:
     model = ensure_default_model()
-    flags = [
-        *flags_of(model, options.kv_tokens, options.state_slots, CONCURRENCY + 1),
-        *("--enable-metrics", "--enable-hierarchical-cache"),
-        *("--hicache-ratio", str(options.ratio), "--chunked-prefill-size", "2048"),
-    ]
     table = Table(
         *("trace", "cache", "hit rate", "could be hit", "KB written per hit token"),
         *("TTFT P50, ms", "TTFT P95, ms"),
         text=2,
     )
-    for name in options.traces or TRACES:
-        path = find(name)
-        cut = replace(preset_of(PRESETS, path).slice, requests=options.requests)
-        trace, _ = to_vocabulary(cut.cut(read_trace(path)), FIRST_TEXT_ID, vocabulary_of(model))
+    for name in options.traces or SLICES:
+        chosen = SLICES[name]
+        if options.requests:
+            chosen = replace(chosen, requests=options.requests)
+        flags = [
+            *flags_of(model, chosen.kv_tokens, chosen.state_slots, CONCURRENCY + 1),
+            *("--enable-metrics", "--enable-hierarchical-cache"),
+            *("--hicache-ratio", str(options.ratio), "--chunked-prefill-size", "2048"),
+        ]
+        trace, _ = to_vocabulary(chosen.cut(find(name)), FIRST_TEXT_ID, vocabulary_of(model))
         if not trace:
-            raise BenchFailed(f"nothing is left of {path.name}")
+            raise BenchFailed(f"nothing is left of {name}")
         prompts = sum(request.input_len for request in trace)
         best = reusable_tokens(trace) / prompts
         for cache, module in SERVERS.items():

@@ -14,9 +14,11 @@ from sglang_hybrid.cache.host_room import share_host_room
 from sglang_hybrid.cache.one_memory import OneMemoryCache
 from sglang_hybrid.cache.ways import WayChooser
 from sglang_hybrid.core.rates import Tier
+from sglang_hybrid.core.writing import was_forgotten
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sglang_hybrid.cache.learning import Learning
     from sglang_hybrid.cache.measured_speeds import MeasuredSpeeds
@@ -79,19 +81,32 @@ class HostTierCache(OneMemoryCache):
         return super()._evict_device_leaf(node_id, tracker)
 
     def _execute_and_commit_kv_backup(self, action: BackupKV, write_back: bool = False) -> int:
-        """Nodes that are being copied already are left out: SGLang asserts that there are none.
-        What the first of them continues stays on the host while room is made.
-        """
+        """What SGLang writes through as it is inserted is copied later (`take_due_copies`)."""
         if self.ways is None:
             return int(super()._execute_and_commit_kv_backup(action, write_back))
+        if write_back:
+            return self._copy_down(action.node_ids, write_back=True)
+        self.tree_core.due_copies[action.node_ids[-1]] = None
+        return 0
+
+    def copy_to_host(self, node: UnifiedTreeNode) -> bool:
+        """Begin a copy of `node` and of the KV that it needs above it, if it is worth it."""
         tree = self.tree_core
-        last = tree.node_by_id(action.node_ids[-1])
-        if not write_back and not tree.writes.worth(last):
+        record = self.shadow_tree.record(node)
+        if was_forgotten(record) or not tree.writes.worth(node):
             self.tier_stats.not_written += 1
-            return 0
+            return False
+        return self._copy_down(tree.build_backup_kv_action(node.id).node_ids) > 0
+
+    def _copy_down(self, node_ids: list[int], write_back: bool = False) -> int:
+        """Nodes that are being copied already are left out: SGLang asserts that there are none.
+        What the first of them continues stays on the host while room is made. Returns how many
+        tokens of the last one were copied.
+        """
+        tree = self.tree_core
         node_ids = [
             node_id
-            for node_id in action.node_ids
+            for node_id in node_ids
             if tree.node_by_id(node_id).write_through_pending_id is None
         ]
         if not node_ids:
@@ -100,7 +115,8 @@ class HostTierCache(OneMemoryCache):
         above = tree.node_by_id(node_ids[0]).parent.id
         lock = self.inc_host_lock_ref(above).to_dec_params()
         try:
-            written: int = super()._execute_and_commit_kv_backup(BackupKV(node_ids), write_back)
+            action = BackupKV(node_ids)
+            written: int = super()._execute_and_commit_kv_backup(action, write_back)
         finally:
             self.dec_host_lock_ref(above, lock)
         after = self._host_copies(node_ids)
@@ -118,10 +134,10 @@ class HostTierCache(OneMemoryCache):
         return tokens, states
 
     def flush_pending_backups(self) -> None:
-        """States that were taken while the KV of their node was being copied follow it."""
+        """What was to be copied, and is held by no request any more, is copied now."""
         if self.ways is not None:
-            for node_id in self.tree_core.take_late_states():
-                self._execute_and_commit_kv_backup(BackupKV([node_id]))
+            for node in self.tree_core.take_due_copies():
+                self.copy_to_host(node)
         super().flush_pending_backups()
 
     # Loads.

@@ -34,9 +34,8 @@ class Offload:
         tree = cache.tree_core
         for node in cache.shadow_tree.next_victims(LOOKED_AT):
             missing = not node.backuped or tree.wants_copy_of_state(node)
-            if missing and node.write_through_pending_id is None and tree.writes.worth(node):
+            if missing and node.write_through_pending_id is None and cache.copy_to_host(node):
                 cache.tier_stats.offloaded += 1
-                cache._execute_and_commit_kv_backup(tree.build_backup_kv_action(node.id))
                 return
 
     def _used(self) -> float:

@@ -50,12 +50,12 @@ class HybridTreeCore(MarkedTreeCore):
         self._splitting = False
         self.ways: WayChooser | None = None
         self.writes: WriteJudge | None = None
-        self.late_states: dict[int, None] = {}
+        self.due_copies: dict[int, None] = {}
         super().__init__(params, components)
 
     def reset(self) -> None:
         super().reset()
-        self.late_states.clear()
+        self.due_copies.clear()
         self.shadow_tree.reset(self.root_node)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -154,12 +154,18 @@ class HybridTreeCore(MarkedTreeCore):
         """Whether the state of an inner node should be copied before the device gives it up. Where
         SGLang writes through, the KV below it has to be on the host already.
         """
-        states = node.component_data[ComponentType.MAMBA]
         ready = node.backuped or self.is_write_back
-        missing = states.value is not None and states.host_value is None
-        if not (ready and missing and node.write_through_pending_id is None):
+        if not (ready and _lacks_copy(node) and node.write_through_pending_id is None):
             return False
-        return self.writes is None or self.writes.worth(node)
+        return self.writes is None or self.writes.worth_resuming(node)
+
+    def _build_backup_spec(self, node: UnifiedTreeNode) -> Any:
+        """KV that is copied for what is below it takes its state along only if that is worth it."""
+        value, transfers = super()._build_backup_spec(node)
+        state = ComponentType.MAMBA
+        if state in transfers and not (self.writes is None or self.writes.worth_resuming(node)):
+            del transfers[state]
+        return value, transfers
 
     def evict_device_leaf(self, node_id: int, is_write_back: bool) -> Any:
         """Where SGLang writes back, a leaf that is not worth its writing is forgotten."""
@@ -174,27 +180,27 @@ class HybridTreeCore(MarkedTreeCore):
         """
         node = state.target_node
         assert node is not None
-        if self.enable_hicache and not self.is_write_back and self.wants_copy_later(node):
-            self.late_states[node.id] = None
+        pending = node.write_through_pending_id is not None
+        if self.enable_hicache and not self.is_write_back and pending and _lacks_copy(node):
+            self.due_copies[node.id] = None
         return bool(super()._should_backup_after_insert(state))
 
-    def wants_copy_later(self, node: UnifiedTreeNode) -> bool:
-        """Whether `node` has a state that the copy under way does not include."""
-        states = node.component_data[ComponentType.MAMBA]
-        pending = node.write_through_pending_id is not None
-        return pending and states.value is not None and states.host_value is None
+    def take_due_copies(self) -> list[UnifiedTreeNode]:
+        """Nodes that were to be copied, are not being copied now, and are held by no request.
 
-    def take_late_states(self) -> list[int]:
-        """Nodes whose states were waiting for a copy of their KV to end, which has ended."""
+        What a request holds cannot be forgotten. Once the request has ended, the history knows
+        what became of the positions that it passed, and whether they are worth a copy.
+        """
         ready = []
-        for node_id in list(self.late_states):
+        for node_id in list(self.due_copies):
             node = self._node_arena.get(node_id)
-            if node is not None and self.wants_copy_later(node):
-                continue
-            del self.late_states[node_id]
-            if node is not None and node.backuped and not node.evicted:
-                ready.append(node_id)
-        return ready
+            if node is not None and not node.evicted:
+                held = node.component_data[ComponentType.FULL].lock_ref > 0
+                if held or node.write_through_pending_id is not None:
+                    continue
+                ready.append(node)
+            del self.due_copies[node_id]
+        return [node for node in ready if not node.backuped or _lacks_copy(node)]
 
     def _reclaim_full_host_duplicates(self, *args: Any, **kwargs: Any) -> None:
         """SGLang frees these before others, in the order of their age (unified_tree_core.py); here
@@ -248,6 +254,12 @@ class HybridTreeCore(MarkedTreeCore):
     def _remove_leaf_from_parent(self, node: UnifiedTreeNode) -> None:
         super()._remove_leaf_from_parent(node)
         self.shadow_tree.removed(node)
+
+
+def _lacks_copy(node: UnifiedTreeNode) -> bool:
+    """Whether the device has a state of `node`, and the host has not."""
+    states = node.component_data[ComponentType.MAMBA]
+    return states.value is not None and states.host_value is None
 
 
 def _build(

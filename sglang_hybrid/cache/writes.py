@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.core.places import copies_of, write_pays
+from sglang_hybrid.core.places import copies_of
 from sglang_hybrid.core.rates import Tier
+from sglang_hybrid.core.writing import copy_saves, write_pays
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
@@ -24,8 +25,9 @@ LEAST_RETURNS = 0.05
 class WriteJudge:
     """Says for one cache what is worth a copy on the host.
 
-    How many returns a copy will serve is estimated by how many those have served that were left
-    when the device gave up its own.
+    Whether a copy will serve a return is what the reuse index says of its class and age. Policies
+    without an index know only how many returns were served, on average, by the copies that were
+    left when the device gave up its own.
 
     Args:
         shadow_tree: the records of the cache's nodes; stats: its counts.
@@ -43,7 +45,7 @@ class WriteJudge:
         self._room = room
 
     @property
-    def returns(self) -> float:
+    def average_returns(self) -> float:
         """Requests that resumed from the host for each copy that was left alone there, with one of
         either before the first.
         """
@@ -51,7 +53,7 @@ class WriteJudge:
         return max(LEAST_RETURNS, served)
 
     def worth(self, node: UnifiedTreeNode) -> bool:
-        """Whether `node`, and what it needs above it, should be copied.
+        """Whether `node`, and the KV that it needs above it, should be copied.
 
         Where nothing can be resumed from `node`, its KV is copied only with something below. What
         the host continues from `node` already is worth nothing without its KV.
@@ -61,16 +63,23 @@ class WriteJudge:
         stateless = node.component_data[ComponentType.MAMBA].value is None
         if self._shadow_tree.has_states and stateless:
             return False
+        return self.worth_resuming(node)
+
+    def worth_resuming(self, node: UnifiedTreeNode) -> bool:
+        """Whether what is resumed from at `node`, its state or without states its KV, should be
+        copied, with what the host lacks of the path to it.
+        """
         record = self._shadow_tree.record(node)
         return self._pays(record) and self._beats_the_host(record)
 
     def _pays(self, record: Node) -> bool:
-        cost, speeds = self._shadow_tree.cost, self._shadow_tree.speeds.speeds
-        span = record.depth - record.anchor_depth
-        loaded = span * cost.kv_bytes_per_token + cost.state_bytes
-        saves = speeds.compute(cost.savings(record.depth, record.anchor_depth))
-        saves -= speeds.loads[Tier.HOST].seconds(loaded)
-        return write_pays(self._missing(record), saves, self.returns, Tier.HOST, speeds)
+        tree = self._shadow_tree
+        speeds = tree.speeds.speeds
+        returns = tree.host_state_pool.policy.return_probability(record, tree.clock)
+        if returns is None:
+            returns = self.average_returns
+        saves = copy_saves(record, Tier.HOST, tree.cost, speeds)
+        return write_pays(self._missing(record), saves, returns, Tier.HOST, speeds)
 
     def _beats_the_host(self, record: Node) -> bool:
         """Whether there is room for the copy, or it is worth more than what it would push out."""

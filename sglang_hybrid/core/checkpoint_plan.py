@@ -219,5 +219,9 @@ def hypothetical_node(
             history_match.path.turn_at(position),
         )
     children = 2 if kind is Kind.BRANCH else 1
+    if history_match is not None and history_match.only_continues:
+        end = history_match.reused
+        if end is not None and end.depth == position:
+            node.history_node, children = end.continued(), 1
     node.children = dict.fromkeys(range(children), node)
     return node

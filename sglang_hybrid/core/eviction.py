@@ -3,9 +3,9 @@
 A policy turns a node into a few numbers when it changes (`describe`), and those numbers, in arrays,
 into scores when a victim is wanted (`scores`). It knows neither the cache nor the simulator.
 
-A pin (core/pins.py) of weight w counts as more evidence of return. Where a policy estimates returns
-(`Reuse`), it adds w times the rate of the likeliest position. Where recency stands for them, the
-node counts as just used. Where neither does, what it saves counts 1 + w times.
+A pin (core/pins.py) counts as more evidence of return. Where a policy estimates returns (`Reuse`),
+it adds the pin's rate. Where recency stands for them, the node counts as just used, or as used half
+as long ago for a low one. Where neither does, what it saves counts 1 + w times for a weight of w.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ class Policy:
     columns: how many numbers `describe` returns. stateless_first: leaves without a state are
     evicted before anything else, since nothing can be resumed from them; otherwise they compete
     (SGLang's order). spares_forks: states with several children are evicted only where nothing else
-    is left (the paper's rule, section 4.2). knows_returns: scores say how likely a position comes
-    back, by what was seen. history: what the policy learns from; the cache feeds it every request
-    and links its nodes to it (`node.history_node`).
+    is left (the paper's rule, section 4.2). bounded_by_prefix: of KV alone, a leaf saves no more
+    per byte than its whole prefix, which must stay as long as it does. knows_returns: scores say
+    how likely a position comes back, by what was seen. history: what the policy learns from; the
+    cache feeds it every request and links its nodes to it (`node.history_node`).
     """
 
     name: ClassVar[str]
     columns: ClassVar[int] = 1
     stateless_first: bool = True
     spares_forks: ClassVar[bool] = False
+    bounded_by_prefix: ClassVar[bool] = False
     knows_returns: ClassVar[bool] = False
     history: History | None = None
 
@@ -52,6 +54,10 @@ class Policy:
     def scores(self, table: Table, clock: Clock) -> FloatArray:
         """Scores [n] of all candidates in `table`, n > 0; the lowest is evicted."""
         return table.column(0)
+
+    def return_probability(self, node: Node, clock: Clock) -> float | None:
+        """That a request resumes from the state of `node` again; None if the policy cannot tell."""
+        return None
 
     def evicted(self, node: Node, score: float) -> None:
         """`node` was chosen at `score` and will be evicted."""
@@ -185,16 +191,22 @@ class Reuse(Policy):
     """
 
     name = "reuse"
+    bounded_by_prefix = True
     knows_returns = True
     # class, last use, class and last use of the inherited demand, savings per byte, score, time at
-    # which the score expires
-    columns = 7
+    # which the score expires, rate of the pin
+    columns = 8
 
     def __init__(self, history: History | None = None, answers: float = 1) -> None:
         self.history: History = history or History()
         self.history.answers_count = bool(answers)
 
     def describe(self, node: Node, saved: float, freed: int) -> tuple[float, ...]:
+        rate = 0.0 if node.pin is None else node.pin.rate
+        return (*self._demand(node), saved / freed, 0.0, -1.0, rate)
+
+    def _demand(self, node: Node) -> tuple[int, float, int, float]:
+        """Class and time of last use of `node`, and of the demand that it inherited."""
         history_node = node.history_node
         if history_node is None:
             reuse_class = reuse_class_of(len(node.children), node.depth, node.turn)
@@ -202,18 +214,21 @@ class Reuse(Policy):
             reuse_class = history_node.reuse_class if self._is_near(node) else NEVER_REUSED
         used = self.history.time_unit.last_used(node)
         inherited = self._inherited_by(node)
-        inherited_class, inherited_since = NEVER_REUSED, 0.0
-        if inherited is not None:
-            inherited_class, inherited_since = (
-                inherited.reuse_class,
-                self.history.index.since(inherited.interval_id),
-            )
-        return (reuse_class, used, inherited_class, inherited_since, saved / freed, 0.0, -1.0)
+        if inherited is None:
+            return reuse_class, used, NEVER_REUSED, 0.0
+        since = self.history.index.since(inherited.interval_id)
+        return reuse_class, used, inherited.reuse_class, since
+
+    def return_probability(self, node: Node, clock: Clock) -> float:
+        now, index = self.history.time_unit.now(clock), self.history.index
+        reuse_class, used, inherited, since = self._demand(node)
+        own = index.return_probability(reuse_class, now - used)
+        return 1.0 - (1.0 - own) * (1.0 - index.return_probability(inherited, now - since))
 
     def scores(self, table: Table, clock: Clock) -> FloatArray:
         now = self.history.time_unit.now(clock)
         index = self.history.index
-        scores, expiry, pins = table.column(5), table.column(6), table.pins()
+        scores, expiry, pinned = table.column(5), table.column(6), table.pins() is not None
         stale = (expiry <= now).nonzero()[0]
         if table.version != index.version:
             table.version = index.version
@@ -226,8 +241,8 @@ class Reuse(Policy):
                 weight, until = index.weight_until(int(reuse_class), now - last)
                 extra_weight, extra_until = index.weight_until(int(inherited), now - since)
                 weight += extra_weight
-                if pins is not None:
-                    weight += float(pins[row]) * index.peak
+                if pinned:
+                    weight += min(float(table.column(7)[row]), index.peak)
                 scores[row] = weight * saved if weight > 0 else table.last_used()[row] - NEVER
                 expiry[row] = min(last + until, since + extra_until)
         else:
@@ -238,8 +253,8 @@ class Reuse(Policy):
                 extra, extra_ends = index.weights(heirs.astype(np.int64), now - since)
                 weights += extra
                 np.minimum(ends, since + extra_ends, out=ends)
-            if pins is not None:
-                weights += pins.take(stale) * index.peak
+            if pinned:
+                weights += np.minimum(table.column(7).take(stale), index.peak)
             found = weights * saved
             if np.count_nonzero(weights) < len(weights):
                 found = np.where(weights, found, last_used - NEVER)

@@ -77,6 +77,14 @@ class HistoryMatch:
     version: int
     fingerprints: bytes
 
+    @property
+    def only_continues(self) -> bool:
+        """Whether the prompt goes on where a sequence ended that no other prompt has left, as the
+        next turn of a session does: then nothing says yet that `branch` is of use to others.
+        """
+        end = self.reused
+        return end is not None and end.depth == self.branch and not end.children
+
     def is_of(self, tokens: int) -> bool:
         """Whether the prompt that was looked up has so many tokens."""
         return len(self.fingerprints) == tokens * TOKEN_BYTES

@@ -78,6 +78,16 @@ class HistoryNode:
             self.branches, self.depth, self.turn, self.last_interval_bucket, answer
         )
 
+    def continued(self) -> HistoryNode:
+        """As this node will be when a prompt has gone on from it: with one child more, and its
+        latest answer, which that prompt holds, no sign of anything. It is in no tree.
+        """
+        node = HistoryNode(self.parent, self.edge)
+        node.turn, node.is_end, node.interval_id = self.turn, self.is_end, self.interval_id
+        node.branches = self.branches + 1
+        node.last_interval_bucket = self.last_interval_bucket
+        return node
+
 
 class HistoryPath:
     """The history nodes on one sequence's path, shallowest first."""

@@ -1,9 +1,9 @@
 """Pins: what clients declare to come back, for a time.
 
-A pin is evidence of return (design.md 7): while it holds, a policy counts its node as one that
-somebody is about to come back to, times the pin's priority. It is a bias and no lock. What is worth
-more than all that is pinned still pushes it out, and the pins of a tenant may take a share of the
-memory and no more.
+A pin is evidence of return (design.md 7), a rate of returns with a lifetime: a normal one says that
+somebody comes back before its lifetime is over. That adds to what is known of the position anyway.
+So a pin is a bias and no lock: what is worth more than all that is pinned still pushes it out, and
+the pins of a tenant may take a share of the memory and no more.
 """
 
 from __future__ import annotations
@@ -41,8 +41,15 @@ class Priority(Enum):
 
     @property
     def weight(self) -> float:
-        """In returns to the position that is likeliest to return."""
-        return {Priority.LOW: 0.25, Priority.NORMAL: 1.0, Priority.HIGH: 4.0}[self]
+        """How pins rank, and what they count where nothing estimates returns (core/eviction.py)."""
+        return {Priority.LOW: 0.5, Priority.NORMAL: 1.0, Priority.HIGH: 4.0}[self]
+
+    def rate(self, ttl: float) -> float:
+        """Returns per second that a pin of `ttl` seconds adds. A normal one is a return that is
+        certain by then, at any moment before alike: after half of it on average. A low one is half
+        a return. A high one has no bound but that of all positions (`ReuseIndex.peak`).
+        """
+        return math.inf if self is Priority.HIGH else 2 * self.weight / ttl
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +63,23 @@ class PinRequest:
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """A pin in force. until: seconds of the cache's clock at which it ends. weight: of its
-    priority.
-    """
+    """A pin in force. until: seconds of the cache's clock at which it ends."""
 
     node: Node
     tenant: Hashable
     position: int
     ttl: float
-    weight: float
+    priority: Priority
     until: float
+
+    @property
+    def weight(self) -> float:
+        return self.priority.weight
+
+    @property
+    def rate(self) -> float:
+        """Returns per second that it adds."""
+        return self.priority.rate(self.ttl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +156,11 @@ class Pins:
         until = self._now + asked.ttl
         pin: Pin | None = node.pin
         if pin is not None:
-            pin.ttl, pin.weight = asked.ttl, asked.priority.weight
+            pin.ttl, pin.priority = asked.ttl, asked.priority
             pin.until = max(pin.until, until)
             self._note(pin)
             return True
-        pin = Pin(node, tenant, asked.position, asked.ttl, asked.priority.weight, until)
+        pin = Pin(node, tenant, asked.position, asked.ttl, asked.priority, until)
         if not self._make_room(pin):
             self.counts["refused"] += 1
             return False

@@ -28,15 +28,17 @@ class Copies:
 
     kv, state: tiers that hold the KV of its edge, and its state. pinned: tiers whose copies a
     transfer reads or writes now, so that they are no victims; on the device the node's own locks
-    say so besides. kv_children: number of children with KV, by tier.
+    say so besides. kv_children: number of children with KV, by tier. forgotten: the node's last use
+    (tick) when a tier below the device forgot the state, while a faster tier kept it.
     """
 
-    __slots__ = ("kv", "kv_children", "pinned", "state")
+    __slots__ = ("forgotten", "kv", "kv_children", "pinned", "state")
 
     def __init__(self, kv: int = 0, state: int = 0) -> None:
         self.kv = kv
         self.state = state
         self.pinned = 0
+        self.forgotten = -1
         self.kv_children = [0] * len(TIERS)
 
     def __repr__(self) -> str:
@@ -139,8 +141,12 @@ class Placement:
             copies.state &= ~(1 << tier)
             self.states[tier] -= 1
             self.tree.mark_dirty(node)
+            if node.parent is not None:  # it may have inherited demand (core/eviction.py)
+                self.tree.mark_dirty(node.parent)
             if not copies.state:
                 self.tree.drop_state(node)
+            elif copies.state & (1 << tier) - 1:
+                copies.forgotten = node.last_used
 
     def pin(self, node: Node, tier: Tier, pinned: bool) -> None:
         """Say whether a transfer uses the copies of `node` in `tier`."""
@@ -323,10 +329,3 @@ def _best(computed: float, pieces: Sequence[tuple[Tier | None, int]], speeds: Sp
             return computed
         sizes[tier] += size
     return min(computed, load_seconds(sizes, speeds))
-
-
-def write_pays(size: int, saves: float, returns: float, tier: Tier, speeds: Speeds) -> bool:
-    """Whether a copy of `size` bytes is worth its writing to `tier`: it saves `saves` seconds for
-    each of `returns` expected returns, and costs the seconds of its transfer.
-    """
-    return returns * saves > speeds.writes[tier].seconds(size)

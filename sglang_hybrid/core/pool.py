@@ -251,6 +251,9 @@ class Pool:
         """
         freed = freed_bytes(node, self.scarce, self.cost)
         saved = self.cost.savings(node.depth, node.anchor_depth) if node.has_state else 0
+        if self.scarce is Scarce.KV and self.policy.bounded_by_prefix:
+            of_prefix = node.depth * self.cost.kv_bytes_per_token
+            saved = min(saved, self.cost.flops(node.depth) * freed // of_prefix)
         return freed, saved
 
     def _table_of(self, node: Node) -> tuple[Table | None, int, int]:

@@ -24,6 +24,7 @@ from sglang_hybrid.core.answers import BUCKETS as ANSWERS
 from sglang_hybrid.core.cost import FloatArray, IntArray
 from sglang_hybrid.core.interval_counts import IntervalCounts
 from sglang_hybrid.core.learnt import LearntClasses
+from sglang_hybrid.core.survival import ReturnTimes
 
 # Features of a class: children none/one/many; depth to 64 tokens, 128, .. more than 64 Ki; what the
 # answer says (core/answers.py); bucket of the interval that ended before: none, or in steps of
@@ -76,7 +77,8 @@ class ReuseIndex:
         self.version = 0  # of the table: weights of different versions do not compare
         self.peak = 0.0  # the highest weight that any position can have
         self._per_unit = 1 / unit
-        self._edges = unit * 2.0 ** np.arange(1, BINS + 1)  # upper ends of the age bins
+        # upper ends of the age bins
+        self._edges: FloatArray = unit * 2.0 ** np.arange(1.0, BINS + 1)
         self._cuts = self._edges[:-1]
         self._cut_list = self._cuts.tolist()
         # Weights and their ends, [2, rows * BINS]: a row per class with a hazard of its own; the
@@ -92,6 +94,8 @@ class ReuseIndex:
         self._since = np.zeros(64)
         self._free = list(range(63, -1, -1))
         self._now = 0.0
+        self._began = 0.0
+        self._returns: ReturnTimes | None = None  # until the first rebuild
         self._observed = 0
         self._rebuild_at = 1
 
@@ -157,6 +161,8 @@ class ReuseIndex:
         """One more request, at `time`. The table is rebuilt every REBUILD_EVERY of them, sooner in
         the beginning.
         """
+        if not self._observed:
+            self._began = time
         self._now = max(self._now, time)
         self._observed += 1
         if self._observed >= self._rebuild_at:
@@ -172,6 +178,7 @@ class ReuseIndex:
         hazard, row = hazards(known, *self._long.of(known, waiting, classes, cells))
         short, _ = hazards(known, *self._short.of(known, waiting, classes, cells))
         self._news.expect(known, hazard[row[known]], short[row[known]])
+        self._returns = ReturnTimes(self._edges, hazard, row)
         rates = best_rates(hazard, np.diff(self._edges, prepend=0.0))
         table = np.concatenate([rates, np.zeros((1, BINS))])
         self._table = np.stack([table, np.where(table > 0, self._edges, np.inf)]).reshape(2, -1)
@@ -223,6 +230,17 @@ class ReuseIndex:
         """`weights` for one position."""
         cell = self._first_cell.item(reuse_class) + self._bin(age)
         return self._table.item(0, cell), self._table.item(1, cell)
+
+    def return_probability(self, reuse_class: int, age: float) -> float:
+        """Probability that a position of `reuse_class`, last used `age` ago, is resumed at all. No
+        return is expected later than the index has watched so far, since it has seen none. During
+        the first REBUILD_EVERY requests every position is taken to be resumed.
+        """
+        if reuse_class == NEVER_REUSED:
+            return 0.0
+        if self._returns is None or self._observed < REBUILD_EVERY:
+            return 1.0
+        return self._returns.probability(reuse_class, age, self._now - self._began)
 
     def weights(self, reuse_classes: IntArray, ages: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Weights [n] of classes [n] at ages [n], and the ages [n] at which each weight expires:

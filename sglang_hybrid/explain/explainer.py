@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -30,7 +30,7 @@ from sglang_hybrid.explain.decisions import (
     StateLost,
     extend_prefix_hash,
 )
-from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput
+from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput, ResidencyReq
 from sglang_hybrid.explain.miss_report import (
     BelowDevice,
     CacheSnapshot,
@@ -44,6 +44,7 @@ from sglang_hybrid.explain.miss_report import (
     UnstoredReason,
 )
 from sglang_hybrid.explain.recent import RecentRequest, ResumedFrom
+from sglang_hybrid.explain.residency import Residency
 from sglang_hybrid.telemetry.stats import Evicted, Missed
 from sglang_hybrid.tenants import Tenant, tenant
 
@@ -66,9 +67,9 @@ class Explainer:
         self._cache = cache
         self._decision_log = decision_log
 
-    def handlers(self) -> list[tuple[type, Callable[[ExplainReq], ExplainReqOutput]]]:
+    def handlers(self) -> list[tuple[type, Callable[[Any], Any]]]:
         """What the scheduler's dispatcher must know."""
-        return [(ExplainReq, self.answer)]
+        return [(ExplainReq, self.answer), (ResidencyReq, Residency(self._cache).answer)]
 
     def answer(self, asked: ExplainReq) -> ExplainReqOutput:
         """The report that is asked for, or one sentence that says why there is none."""

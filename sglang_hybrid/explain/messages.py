@@ -1,7 +1,10 @@
-"""What /hybrid_cache/explain asks a scheduler, and its answer; SGLang's own kind of messages."""
+"""What /hybrid_cache/explain and /v1/prompt_schemas ask a scheduler, and its answers; SGLang's own
+kind of messages.
+"""
 
 from typing import Any
 
+import msgspec
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 
 
@@ -23,4 +26,20 @@ class ExplainReqOutput(BaseReq):
     error: str | None = None
 
 
-hook_custom_types(ExplainReq, ExplainReqOutput)
+class ResidencyReq(BaseReq):
+    """Where prefixes of a tenant are stored. Each is the index of an earlier one that it continues,
+    -1 for none, and its tokens behind that.
+    """
+
+    prefixes: list[tuple[int, list[int]]] = msgspec.field(default_factory=list)
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+class ResidencyReqOutput(BaseReq):
+    """For each prefix the tier of its KV, and of the state at its end, if the model has states."""
+
+    places: list[tuple[str, str | None]] = msgspec.field(default_factory=list)
+
+
+hook_custom_types(ExplainReq, ExplainReqOutput, ResidencyReq, ResidencyReqOutput)

@@ -1,9 +1,10 @@
-"""Says what keeps the prompts of a schema from being cached.
+"""Says what keeps prompts from being cached: those of a schema, or those that were recorded.
 
     python -m sglang_hybrid.prompts lint travel.xml --model DIRECTORY
+    python -m sglang_hybrid.prompts lint --recorded TRACE --model DIRECTORY
 
-One line per finding, with the file's line, as compilers write it; the exit status is 1 if there are
-findings and 2 if the file cannot be read.
+One line per finding, with the schema's line, as compilers write it, or with the tenant's name in
+the trace; the exit status is 1 if there are findings and 2 if the file cannot be read.
 """
 
 from __future__ import annotations
@@ -11,18 +12,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.prompts.lint import lint
+from sglang_hybrid.prompts.recorded import TenantReport, analyse, sentences
 from sglang_hybrid.prompts.schema import read_schema
 from sglang_hybrid.prompts.xml import MarkupError
+from sglang_hybrid.replay.formats import FORMATS, Reading, read_trace
+from sglang_hybrid.replay.timing import PAPER, PrefillTime
 
 
 def main() -> int:
     options = _parser().parse_args()
+    return _recorded(options) if options.recorded else _schema(options)
+
+
+def _schema(options: argparse.Namespace) -> int:
     path: Path = options.file
     try:
         schema = read_schema(path.read_text(encoding="utf-8"), path.parent)
@@ -45,6 +54,47 @@ def main() -> int:
     return 1 if findings else 0
 
 
+def _recorded(options: argparse.Namespace) -> int:
+    path: Path = options.recorded
+    model = "" if options.model is None else str(options.model)
+    try:
+        tokenizer, state_tokens = _model(options.model)
+        prefill = PAPER if options.prefill is None else PrefillTime.read(options.prefill)
+        reading = Reading(limit=options.limit, tokenizer=model or None)
+        requests = read_trace(path, reading, options.format)
+    except (OSError, ValueError) as error:
+        print(f"{path}: it cannot be read: {error}.", file=sys.stderr)
+        return 2
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode([*ids], skip_special_tokens=False))
+
+    known = decode if model else None
+    reports = analyse(requests, prefill, known, state_tokens)
+    print(f"{path}: times of a prefill: {prefill.about}.")
+    for report in reports:
+        print(f"{path}: {_summary(report)}")
+        for sentence in sentences(report, known, state_tokens):
+            print(f"{path}: {sentence}")
+    return 1 if any(report.changes or report.short[0] for report in reports) else 0
+
+
+def _summary(report: TenantReport) -> str:
+    tokens = report.prompt_tokens
+    saved = sum(change.tokens for change in report.changes)
+    who = f"tenant {report.tenant}" if report.tenant else "no tenant's name"
+    text = (
+        f"{who}: {report.requests:,} requests, {tokens:,} prompt tokens; without a bound of memory "
+        f"{report.hit_tokens / tokens:.1%} could be hit"
+    )
+    if not report.changes:
+        return text + ", and nothing is to be changed."
+    return text + (
+        f", and up to {(report.hit_tokens + saved) / tokens:.1%} with all changes below; what "
+        "saves most comes first."
+    )
+
+
 def _model(directory: Path | None) -> tuple[Tokenizer, int]:
     """The tokenizer, and the tokens whose KV takes the memory of a state; 0 without a model."""
     if directory is None:
@@ -64,14 +114,29 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="lint")
-    command = commands.add_parser("lint", help="what to change in a schema")
-    command.add_argument("file", type=Path, metavar="FILE", help="a schema")
+    command = commands.add_parser("lint", help="what to change in a schema or in prompts")
+    what = command.add_mutually_exclusive_group(required=True)
+    what.add_argument("file", nargs="?", type=Path, metavar="FILE", help="a schema")
+    what.add_argument(
+        "--recorded",
+        type=Path,
+        metavar="TRACE",
+        help="requests that a server recorded (--hybrid-record), or another trace of the replay",
+    )
     command.add_argument(
         "--model",
         type=Path,
         metavar="DIR",
         help="the model's directory, for its tokens and the size of its states; by default tokens "
-        "are those of the embedded tiny models",
+        "of a schema are those of the embedded tiny models, and no text of a trace is shown",
+    )
+    command.add_argument("--format", metavar="NAME", help=f"of TRACE: {', '.join(FORMATS)}")
+    command.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
+    command.add_argument(
+        "--prefill",
+        type=Path,
+        metavar="JSON",
+        help="times that scripts/fit_prefill.py measured; by default those of Marconi's paper",
     )
     return parser
 

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 from sglang_hybrid.config import BACKEND
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.prompts.modular import Layout, ModularPrompt, Segment, prepared_segments
+from sglang_hybrid.prompts.prewarm import Unasked
 from sglang_hybrid.prompts.registry import Expanded
 from sglang_hybrid.requests.kv_hints import (
     Imported,
     check_key,
-    checkpoint_hint,
     composed_key,
-    import_hint,
     segment_key,
+    with_checkpoints,
+    with_segments,
 )
 from sglang_hybrid.tenants import Tenant
 
@@ -55,7 +56,7 @@ def ask(manager: TokenizerManager, request: GenerateReqInput, expanded: Expanded
     """Make `request` one for a prompt of modules. Raises ValueError if it cannot be."""
     check_key(request.extra_key)
     if expanded.positions:
-        request.kv_hints = checkpoint_hint(expanded.positions)
+        request.kv_hints = with_checkpoints(request.kv_hints, expanded.positions)
     if expanded.modular is not None:
         expanded.compute_segments = _ask_apart(manager, request, expanded.modular)
     request.expanded = expanded
@@ -80,7 +81,7 @@ def _ask_apart(
     request.input_ids = prompt.ids
     request.extra_key = composed_key(request.extra_key, prompt.digest)
     places = tuple((one.start, len(one.ids)) for one in prompt.segments)
-    request.kv_hints = import_hint(Imported(places, prompt.position))
+    request.kv_hints = with_segments(request.kv_hints, Imported(places, prompt.position))
     key, salt = request.extra_key, request.cache_salt
 
     def compute_segments() -> None:
@@ -104,9 +105,9 @@ async def compute(
             sampling_params={"max_new_tokens": 0, "temperature": 0},
             extra_key=segment_key(key, one.start),
             cache_salt=cache_salt,
-            kv_hints=import_hint(Imported((), one.start)),
+            kv_hints=with_segments(None, Imported((), one.start)),
         )
-        request.expanded = _Own()
+        request.expanded = Unasked()
         async for _ in manager.generate_request(request, None):
             pass
 
@@ -122,10 +123,3 @@ async def compute_all(manager: TokenizerManager, own: Tenant, layout: Layout) ->
     segments = prepared_segments(layout)
     await compute(manager, composed_key(extra_key, ""), cache_salt, segments)
     return {"segments": len(segments), "tokens": sum(len(one.ids) for one in segments)}
-
-
-class _Own:
-    """Marks a request that the server itself makes."""
-
-    def answered(self, meta_info: Any) -> None:
-        """Nobody reads the answer."""

@@ -54,7 +54,8 @@ class PromptSchema(BaseModel):
 @dataclass(frozen=True)
 class Beginning:
     """The tokens of a chat that begins with modules of a schema. start: tokens before its own
-    messages. plain: whether the schema's messages stand there as in a plain conversation.
+    messages. plain: whether the schema's messages stand there as in a plain conversation, which
+    modular mode needs.
     """
 
     draft: Draft
@@ -141,7 +142,7 @@ class _Writer:
         if request.input_ids is not None:
             raise ValueError("the request has prompt_schema and input_ids; give one of them.")
         own = tenant(request.extra_key, request.cache_salt)
-        self._draft = registry.draft(own, _prompt(request.prompt_schema))
+        self._draft = registry.draft(own, prompt_of(request.prompt_schema))
         self._pieces = self._draft.resolved.pieces
         for piece in self._pieces:
             if piece.role is None:
@@ -187,7 +188,7 @@ class _Writer:
         pieces = draft.resolved.pieces
         tokenized = self._tokenizer.tokenized(draft.resolved, frames)
         behind = len(self._tokenizer.ids(pieces[-1])) if rest else 0
-        plain = frames == self._tokenizer.frames(pieces)
+        plain = draft.prompt.modular and frames == self._tokenizer.frames(pieces)
         return Beginning(draft, tokenized, len(tokenized.ids) - behind, plain)
 
     def _frames(self, text: str) -> tuple[Frames, str]:
@@ -208,7 +209,8 @@ class _Writer:
         return {piece.message: piece.role for piece in self._pieces if piece.role}
 
 
-def _prompt(asked: str | PromptSchema) -> Prompt:
+def prompt_of(asked: str | PromptSchema) -> Prompt:
+    """What markup, or an object, imports. Raises MarkupError."""
     if isinstance(asked, str):
         return read_prompt(asked)
     return Prompt(asked.name, _imports(asked.imports), modular=asked.mode == "modular")

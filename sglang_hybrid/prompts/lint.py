@@ -19,10 +19,13 @@ MOST_MODULES = 200
 
 DATES = re.compile(
     r"\b\d{4}-\d{2}-\d{2}\b|\b\d{1,2}:\d{2}\b"
-    r"|\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b",
+    r"|\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b"
+    r"|\b\d{9,}\b|\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{8,}\b",
     re.IGNORECASE,
 )
-"""Dates, times of day and UUIDs: text that an application probably writes anew each time."""
+"""Dates, times of day, UUIDs, long numbers and hexadecimal ids: text that an application probably
+writes anew each time.
+"""
 
 
 @dataclass(frozen=True)

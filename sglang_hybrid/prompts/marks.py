@@ -74,11 +74,9 @@ def declare(
         if position is not None
     }
     if found:
-        pins = [PinRequest(at, SECONDS[mark.ttl]) for at, mark in found.items()]
-        others = sorted({*imported} - found.keys(), reverse=True)[
-            : max(0, MOST_POSITIONS - len(found))
-        ]
-        adapted.kv_hints = pin_hint(pins, checkpoints=others)
+        wanted = sorted({*imported, *found})[-MOST_POSITIONS:]
+        pins = [PinRequest(at, SECONDS[found[at].ttl]) for at in wanted if at in found]
+        adapted.kv_hints = pin_hint(pins, [at for at in wanted if at not in found])
     return [found[position] for position in sorted(found)]
 
 

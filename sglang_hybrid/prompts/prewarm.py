@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from sglang_hybrid.core.pins import PinRequest, Priority
 from sglang_hybrid.prompts.budget import Plan, best_prefixes
 from sglang_hybrid.prompts.registry import Registered, Registry
 from sglang_hybrid.prompts.tree import Node, as_imports, prefix_tree
-from sglang_hybrid.requests.kv_hints import MOST_POSITIONS, checkpoint_hint
+from sglang_hybrid.requests.kv_hints import MOST_POSITIONS, checkpoint_hint, pin_hint
 from sglang_hybrid.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -19,6 +22,13 @@ if TYPE_CHECKING:
 
 IDLE_CHECK = 0.02
 """Seconds between two looks whether requests run."""
+
+
+class Unasked:
+    """What the answer to a request of the server itself says of its prompt: nothing."""
+
+    def answered(self, meta_info: Any) -> None:
+        """Nobody reads the answer."""
 
 
 @dataclass(frozen=True)
@@ -57,22 +67,71 @@ def prompts_for(
     return prepared
 
 
-async def prefill(manager: TokenizerManager, tenant: Tenant, prepared: Sequence[Prepared]) -> None:
-    """Compute these prompts, one after the other, each while no other request runs."""
+class Turns:
+    """When prompts that nobody waits for may be computed.
+
+    busy: whether requests run. clock: seconds.
+    """
+
+    def __init__(
+        self, busy: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._busy = busy
+        self._clock = clock
+        self._due = 0.0
+
+    async def take(
+        self,
+        tokens: int,
+        rate: float | None,
+        gone: Callable[[], Awaitable[bool]] | None = None,
+    ) -> None:
+        """Return when a prompt of so many `tokens` may run: while no other request does, or at
+        `rate` tokens per second even then. gone: whether its client waits no more; raises
+        ValueError if so.
+        """
+        while self._busy() and not (rate is not None and self._clock() >= self._due):
+            if gone is not None and await gone():
+                raise ValueError("the client went away before its prompt was computed.")
+            await asyncio.sleep(IDLE_CHECK)
+        if rate is not None:
+            self._due = max(self._clock(), self._due) + tokens / rate
+
+
+@lru_cache(maxsize=1)
+def turns_of(manager: TokenizerManager) -> Turns:
+    """The turns of this server."""
+    return Turns(lambda: bool(manager.rid_to_state))
+
+
+async def prefill(
+    manager: TokenizerManager,
+    tenant: Tenant,
+    prepared: Sequence[Prepared],
+    rate: float | None = None,
+    pinned: tuple[float, Priority] | None = None,
+) -> None:
+    """Compute these prompts, one after the other, as `Turns.take` lets them. pinned: the lifetime,
+    in seconds, and the priority with which they are pinned; None: they are not.
+    """
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     extra_key, cache_salt = tenant or (None, None)
     for one in prepared:
-        while manager.rid_to_state:
-            await asyncio.sleep(IDLE_CHECK)
-        inside = [at for at in one.positions if at < len(one.ids)][-MOST_POSITIONS:]
+        await turns_of(manager).take(len(one.ids), rate)
+        positions = one.positions[-MOST_POSITIONS:]
+        inside = [at for at in positions if at < len(one.ids)]
+        hints = checkpoint_hint(inside) if inside else None
+        if pinned is not None:
+            hints = pin_hint([PinRequest(at, *pinned) for at in positions])
         request: Any = GenerateReqInput(
             rid=f"prewarm-{uuid.uuid4().hex}",
             input_ids=one.ids,
             sampling_params={"max_new_tokens": 0, "temperature": 0},
             extra_key=extra_key,
             cache_salt=cache_salt,
-            kv_hints=checkpoint_hint(inside) if inside else None,
+            kv_hints=hints,
         )
+        request.expanded = Unasked()
         async for _ in manager.generate_request(request, None):
             pass

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sglang_hybrid.prompts.described import described
 from sglang_hybrid.prompts.modular import Layout, ModularPrompt, modular
 from sglang_hybrid.prompts.resolve import Import, Piece, Prompt, Resolved, read_prompt, resolve
-from sglang_hybrid.prompts.schema import Module, Part, Role, Schema, Text, Union, read_schema
+from sglang_hybrid.prompts.saved import SavedSchemas
+from sglang_hybrid.prompts.schema import Schema, read_schema
 from sglang_hybrid.prompts.tokens import PromptTokenizer, Tokenized
+from sglang_hybrid.requests.fields import shown
 from sglang_hybrid.requests.kv_hints import MOST_POSITIONS
 from sglang_hybrid.tenants import Tenant
 
@@ -31,7 +35,7 @@ MOST_VALUES = 1_024
 class Registered:
     """A schema in use. imports: how often each module was imported, by its path. values: hashes of
     parameters' values, the latest last. cached_tokens: of all prompts, from the cache. layout: for
-    modular mode, once it was asked for.
+    modular mode, once it was asked for. saved: whether it outlives the server.
     """
 
     schema: Schema
@@ -42,16 +46,18 @@ class Registered:
     imports: Counter[tuple[str, ...]] = field(default_factory=Counter)
     values: OrderedDict[int, None] = field(default_factory=OrderedDict)
     layout: Layout | None = None
+    saved: bool = False
 
     def as_dict(self, tokenizer: PromptTokenizer) -> dict[str, Any]:
         """For whoever asks for the schema."""
         return {
             "name": self.schema.name,
             "bytes": self.size,
+            "saved": self.saved,
             "requests": self.requests,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
-            "parts": [_described(part, tokenizer, self.imports, ()) for part in self.schema.parts],
+            "parts": [described(part, tokenizer, self.imports) for part in self.schema.parts],
         }
 
     def seen(self, imports: Sequence[Import]) -> bool:
@@ -124,51 +130,39 @@ class Expanded:
 
 
 class Registry:
-    """All schemas of a server. Methods raise ValueError with a sentence."""
+    """All schemas of a server. Methods raise ValueError with a sentence.
 
-    def __init__(self, tokenizer: PromptTokenizer) -> None:
+    saved: where they outlive it, if they do.
+    """
+
+    def __init__(self, tokenizer: PromptTokenizer, saved: SavedSchemas | None = None) -> None:
         self.tokenizer = tokenizer
+        self._saved = saved
         self._schemas: dict[Tenant, dict[str, Registered]] = {}
 
     def register(self, tenant: Tenant, pml: str) -> Registered:
         """Keep a schema, in place of the tenant's earlier one of its name."""
         registered = Registered(read_schema(pml), len(pml.encode()))
-        own = self._schemas.get(tenant, {})
+        own = self._own(tenant)
         name = registered.schema.name
-        if name not in own and len(own) >= MOST_SCHEMAS:
-            raise ValueError(
-                f"there are {len(own)} schemas already; a tenant may have {MOST_SCHEMAS}. Delete "
-                "one first."
-            )
-        more = registered.size - (own[name].size if name in own else 0)
-        held = sum(one.size for one in own.values()) + more
-        if held > MOST_TENANT_BYTES:
-            raise ValueError(
-                f"the schemas would have {held:,} bytes; those of a tenant may have "
-                f"{MOST_TENANT_BYTES:,}. Delete one first."
-            )
-        if sum(one.size for kept in self._schemas.values() for one in kept.values()) + more > (
-            MOST_BYTES
-        ):
-            raise ValueError(
-                f"the schemas of all tenants may have {MOST_BYTES:,} bytes, and this one would be "
-                "too much; try again when others were deleted."
-            )
+        self._check_room(own, name, registered.size)
         self._schemas.setdefault(tenant, own)[name] = registered
+        if self._saved is not None:
+            registered.saved = self._saved.save(tenant, name, pml)
         return registered
 
     def get(self, tenant: Tenant, name: str) -> Registered:
         """A schema of this tenant; raises KeyError."""
-        found = self._schemas.get(tenant, {}).get(name)
+        found = self._own(tenant).get(name)
         if found is None:
             raise KeyError(
-                f"there is no schema {name!r}; register it with POST /v1/prompt_schemas."
+                f"there is no schema {shown(name)}; register it with POST /v1/prompt_schemas."
             )
         return found
 
     def of(self, tenant: Tenant) -> list[Registered]:
         """All schemas of this tenant, by name."""
-        return [one for _, one in sorted(self._schemas.get(tenant, {}).items())]
+        return [one for _, one in sorted(self._own(tenant).items())]
 
     def delete(self, tenant: Tenant, name: str) -> None:
         """Forget a schema; raises KeyError. Its prompts stay in the cache like any others."""
@@ -176,14 +170,52 @@ class Registry:
         del self._schemas[tenant][name]
         if not self._schemas[tenant]:
             del self._schemas[tenant]
+        if self._saved is not None:
+            self._saved.delete(tenant, name)
 
-    def expand(self, tenant: Tenant, pml: str, *, text: str = "", whole: str = "") -> Expanded:
+    def _own(self, tenant: Tenant) -> dict[str, Registered]:
+        """Schemas of a tenant by name; what was saved for it is read when it first comes."""
+        known = self._schemas.get(tenant)
+        if known is not None or self._saved is None:
+            return known or {}
+        found: dict[str, Registered] = {}
+        for name, pml in self._saved.take(tenant).items():
+            with suppress(ValueError):  # an earlier version of ours took it
+                found[name] = Registered(read_schema(pml), len(pml.encode()), saved=True)
+        if found:
+            self._schemas[tenant] = found
+        return found
+
+    def _check_room(self, own: Mapping[str, Registered], name: str, size: int) -> None:
+        if name not in own and len(own) >= MOST_SCHEMAS:
+            raise ValueError(
+                f"there are {len(own)} schemas already; a tenant may have {MOST_SCHEMAS}. Delete "
+                "one first."
+            )
+        more = size - (own[name].size if name in own else 0)
+        held = sum(one.size for one in own.values()) + more
+        if held > MOST_TENANT_BYTES:
+            raise ValueError(
+                f"the schemas would have {held:,} bytes; those of a tenant may have "
+                f"{MOST_TENANT_BYTES:,}. Delete one first."
+            )
+        others = self._saved.waiting_bytes if self._saved is not None else 0
+        others += sum(one.size for kept in self._schemas.values() for one in kept.values())
+        if others + more > MOST_BYTES:
+            raise ValueError(
+                f"the schemas of all tenants may have {MOST_BYTES:,} bytes, and this one would be "
+                "too much; try again when others were deleted."
+            )
+
+    def expand(
+        self, tenant: Tenant, asked: str | Prompt, *, text: str = "", whole: str = ""
+    ) -> Expanded:
         """The tokens of a prompt, and the positions worth a checkpoint; the prompt is counted.
 
-        text: what stands behind it, as it is. whole: why this server cannot compute modules apart,
-        a sentence; empty if it can.
+        asked: the prompt, or its markup. text: what stands behind it, as it is. whole: why this
+        server cannot compute modules apart, a sentence; empty if it can.
         """
-        draft = self.draft(tenant, read_prompt(pml))
+        draft = self.draft(tenant, read_prompt(asked) if isinstance(asked, str) else asked)
         if text:
             draft = draft.followed_by(text)
         return self.counted(draft, self.tokenizer.tokenized(draft.resolved), whole=whole)
@@ -249,26 +281,3 @@ def _values(imports: Sequence[Import]) -> Iterator[Any]:
         yield one.name
         yield tuple(sorted(one.values.items()))
         yield from _values(one.imports)
-
-
-def _described(
-    part: Part, tokenizer: PromptTokenizer, imports: Counter[tuple[str, ...]], path: tuple[str, ...]
-) -> dict[str, Any]:
-    def inner(parts: Sequence[Part], path: tuple[str, ...]) -> list[dict[str, Any]]:
-        return [_described(each, tokenizer, imports, path) for each in parts]
-
-    if isinstance(part, Text):
-        return {"text": True, "tokens": tokenizer.length(part.text)}
-    if isinstance(part, Module):
-        own = (*path, part.name)
-        return {
-            "module": part.name,
-            "line": part.line,
-            "imports": imports[own],
-            "parts": inner(part.parts, own),
-        }
-    if isinstance(part, Union):
-        return {"union": inner(part.modules, path)}
-    if isinstance(part, Role):
-        return {"role": part.role, "parts": inner(part.parts, path)}
-    return {"parameter": part.name, "line": part.line, "length": part.length}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import asdict
 from functools import lru_cache
 from http import HTTPStatus
@@ -13,14 +14,19 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from sglang_hybrid.core.pins import Priority
 from sglang_hybrid.prompts import apart
 from sglang_hybrid.prompts import prewarm as prewarming
+from sglang_hybrid.prompts.actions import imported_prompt
 from sglang_hybrid.prompts.lint import lint
-from sglang_hybrid.prompts.registry import Registry
+from sglang_hybrid.prompts.registry import Registered, Registry
+from sglang_hybrid.prompts.residency import residency
+from sglang_hybrid.prompts.saved import saved_schemas
 from sglang_hybrid.prompts.tokens import PromptTokenizer
 from sglang_hybrid.prompts.xml import MOST_BYTES, MarkupError
+from sglang_hybrid.requests import kv_hints
 from sglang_hybrid.requests.bodies import read_body
-from sglang_hybrid.tenants import tenant
+from sglang_hybrid.tenants import Tenant, tenant
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -44,10 +50,14 @@ class NewSchema(msgspec.Struct, forbid_unknown_fields=True):
 
 class Prewarm(msgspec.Struct, forbid_unknown_fields=True):
     """How much memory prefixes of a schema may take, and for whose requests. mode: `modular` for
-    all modules, each apart, whatever they take.
+    all modules, each apart, whatever they take. tokens_per_second: the rate at which prefixes are
+    computed even while other requests run. ttl: seconds for which they are pinned, with `priority`.
     """
 
     budget_mb: float | None = None
+    tokens_per_second: float | None = None
+    ttl: float | None = None
+    priority: str = Priority.LOW.value
     mode: Literal["exact", "modular"] = "exact"
     extra_key: str | None = None
     cache_salt: str | None = None
@@ -83,9 +93,8 @@ async def register(request: Request) -> JSONResponse:
 @auth_level(AuthLevel.NORMAL)
 async def all_schemas(extra_key: str | None = None, cache_salt: str | None = None) -> JSONResponse:
     """All schemas of a tenant."""
-    registry = _registry()
-    found = registry.of(tenant(extra_key, cache_salt))
-    return JSONResponse([one.as_dict(registry.tokenizer) for one in found])
+    own = tenant(extra_key, cache_salt)
+    return JSONResponse([await _told(own, one) for one in _registry().of(own)])
 
 
 @router.get("/{name}")
@@ -94,12 +103,19 @@ async def one_schema(
     name: str, extra_key: str | None = None, cache_salt: str | None = None
 ) -> JSONResponse:
     """A schema: its modules, their tokens, how often each was imported."""
-    registry = _registry()
+    own = tenant(extra_key, cache_salt)
     try:
-        found = registry.get(tenant(extra_key, cache_salt), name)
+        found = _registry().get(own, name)
     except KeyError as error:
         return _refused(error.args[0], status=HTTPStatus.NOT_FOUND)
-    return JSONResponse(found.as_dict(registry.tokenizer))
+    return JSONResponse(await _told(own, found))
+
+
+async def _told(own: Tenant, registered: Registered) -> dict[str, Any]:
+    """A schema, and where its prefixes are stored."""
+    registry = _registry()
+    told = registered.as_dict(registry.tokenizer)
+    return {**told, "residency": await residency(_manager(), registry, own, registered)}
 
 
 @router.delete("/{name}")
@@ -135,6 +151,12 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
                 f"budget_mb is {asked.budget_mb}; it must be above 0 and at most "
                 f"{MOST_MEGABYTES:,}."
             )
+        if asked.tokens_per_second is not None and not 0 < asked.tokens_per_second < math.inf:
+            raise ValueError(f"tokens_per_second is {asked.tokens_per_second}; it must be above 0.")
+        pinned = None
+        if asked.ttl is not None:
+            priority = kv_hints.check_priority("priority", asked.priority)
+            pinned = kv_hints.check_lifetime("ttl", asked.ttl), priority
         sizes = (await manager.get_internal_state())[0].get("hybrid_cache")
         if not sizes:
             raise ValueError("this server does not run sglang_hybrid's cache.")
@@ -147,7 +169,7 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
             sizes["kv_bytes_per_token"],
         )
         prompts = prewarming.prompts_for(registry, registered, plan.nodes)
-        await prewarming.prefill(manager, own, prompts)
+        await prewarming.prefill(manager, own, prompts, asked.tokens_per_second, pinned)
     except KeyError as error:
         return _refused(error.args[0], status=HTTPStatus.NOT_FOUND)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -189,19 +211,25 @@ async def lint_schema(
 
 
 def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
-    """Put the tokens of a request's `pml`, and of `text` behind it, into it. Raises ValueError."""
+    """Put the tokens of what a request imports, by `pml` or by `hybrid.import`, and of `text`
+    behind that, into it. Raises ValueError.
+    """
     pml = getattr(request, "pml", None)
-    if pml is None:
+    by = "pml" if pml is not None else kv_hints.IMPORT
+    if pml is not None and getattr(request, "kv_hints", None) is not None:
+        raise ValueError("the request has pml and kv_hints; give one of them.")
+    asked = imported_prompt(request) if pml is None else pml
+    if asked is None:
         return
-    for name in ("input_ids", "input_embeds", "kv_hints"):
+    for name in ("input_ids", "input_embeds"):
         if getattr(request, name) is not None:
-            raise ValueError(f"the request has pml and {name}; give one of them.")
+            raise ValueError(f"the request has {by} and {name}; give one of them.")
     for name in ("text", "extra_key", "cache_salt"):
         if isinstance(getattr(request, name), list):
-            raise ValueError(f"{name} is a list; a request with pml has one prompt.")
+            raise ValueError(f"{name} is a list; a request with {by} has one prompt.")
     own = tenant(request.extra_key, request.cache_salt)
     text, whole = request.text or "", apart.why_whole(manager)
-    expanded = registry_of(manager).expand(own, pml, text=text, whole=whole)
+    expanded = registry_of(manager).expand(own, asked, text=text, whole=whole)
     request.input_ids = expanded.tokenized.ids
     apart.ask(manager, request, expanded)
     request.text = request.pml = None
@@ -217,7 +245,7 @@ def registry_of(manager: TokenizerManager) -> Registry:
             "this server has several tokenizer processes, which share no schemas; start it with "
             "--tokenizer-worker-num 1."
         )
-    return Registry(PromptTokenizer(manager.tokenizer))
+    return Registry(PromptTokenizer(manager.tokenizer), saved_schemas(manager.server_args))
 
 
 def _registry() -> Registry:

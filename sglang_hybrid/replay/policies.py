@@ -106,6 +106,9 @@ class Clairvoyant(Policy):
         scores: FloatArray = table.column(0) / np.maximum(table.column(1) - clock.tick, 1.0)
         return scores
 
+    def return_probability(self, node: Node, clock: Clock) -> float:
+        return float(isinstance(node.history_node, float) and node.history_node < NEVER)
+
 
 class Density(Policy):
     """Hits to expect per unit of time, times FLOPs saved per byte, as in LHD (Beckmann et al.,

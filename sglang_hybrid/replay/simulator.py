@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS, Prefill, SlotBudget, decide
+from sglang_hybrid.core.checkpoint_plan import hypothetical_node
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.history import HistoryMatch
@@ -251,6 +252,8 @@ class Simulator:
         history_match = self._match_history(request)
         known_branch = 0 if history_match is None else history_match.branch
         prefill = Prefill(request.input_len, hit_len, kv_len, known_branch)
+        if history_match is not None and not self._is_worth(history_match, prefill):
+            prefill = replace(prefill, known_branch=0)
         self._passed(request, path)
         outcome = Outcome(prefill.prompt_len, prefill.hit_len, prefill.kv_len)
         ticket = Ticket(request, outcome, self._checkpoints(prefill), history_match=history_match)
@@ -263,6 +266,21 @@ class Simulator:
         """
         usable = (node for node in reversed(path) if node.has_state and node.depth < prompt_len)
         return next(usable, self.tree.root), 0.0
+
+    def _is_worth(self, history_match: HistoryMatch, prefill: Prefill) -> bool:
+        """Whether a state at the branch that the history knows should be taken. The paper's rule
+        takes every branch that it sees. Where a prompt only goes on with a sequence, it sees none;
+        the state there has to be worth what it pushes out.
+        """
+        at = history_match.branch
+        if not history_match.only_continues or at <= prefill.hit_len:
+            return True
+        if self._short(prefill.prompt_len - prefill.kv_len, 2) is None:
+            return True
+        clock = self.tree.clock
+        new = hypothetical_node(at, Kind.BRANCH, prefill.hit_len, history_match, clock)
+        comparison = self.state_pool.compare_with_victim(new)
+        return comparison is None or comparison.beats_victim
 
     def _checkpoints(self, prefill: Prefill) -> dict[int, Kind]:
         branches = [(position, Kind.BRANCH) for position in prefill.branch_points()]

@@ -10,16 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS, Prefill
 from sglang_hybrid.core.cost import UNBOUNDED, CostModel
 from sglang_hybrid.core.eviction import Policy
-from sglang_hybrid.core.history import History
+from sglang_hybrid.core.history import History, HistoryMatch
 from sglang_hybrid.core.nodes import Kind, Node
-from sglang_hybrid.core.places import Placement, Unit, Way, copies_of, ways, without_up_to
+from sglang_hybrid.core.places import (
+    Placement,
+    Unit,
+    Way,
+    copies_of,
+    ways,
+    without_up_to,
+)
 from sglang_hybrid.core.pool import Scarce
 from sglang_hybrid.core.rates import Rates, Speeds, Tier
 from sglang_hybrid.core.serving import Split
 from sglang_hybrid.core.tier_pool import TierPool
+from sglang_hybrid.core.writing import copy_saves, write_pays
 from sglang_hybrid.replay.baselines import KnowsFuture
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import Clairvoyant
@@ -304,10 +312,22 @@ class TieredSimulator(Simulator):
         needed = kv and bool(node.children)
         if not (state or needed or (kv and node.has_state)):
             return  # it has copies, or nothing is resumed there
-        if self._take(below, node, kv=kv, state=state, needed=needed):
+        pays = self._write_pays(below, node, kv=kv, state=state)
+        if pays and self._take(below, node, kv=kv, state=state, needed=needed):
             self._add(below, node, kv=kv, state=state)
         elif needed and self._take(below, node, kv=True, state=False, needed=True):
             self._add(below, node, kv=True, state=False)
+
+    def _write_pays(self, tier: Tier, node: Node, *, kv: bool, state: bool) -> bool:
+        """Whether copies of `node` save more seconds, if it is returned to, than they take to
+        write; True where the policy knows nothing of returns.
+        """
+        policy, speeds = self.pools[tier][1].policy, self.rates.speeds
+        returns = policy.return_probability(node, self.tree.clock)
+        size = self._bytes(kv * node.tokens, int(state))
+        saves = copy_saves(node, tier, self.cost, speeds)
+
+        return returns is None or write_pays(size, saves, returns, tier, speeds)
 
     def _add(self, tier: Tier, node: Node, *, kv: bool, state: bool) -> None:
         if kv:
@@ -352,6 +372,10 @@ class TieredSimulator(Simulator):
             self.placement.drop_kv(node, tier)
         assert not copies.kv
         self.tree.remove(node)
+
+    def _is_worth(self, history_match: HistoryMatch, prefill: Prefill) -> bool:
+        """Always: what it pushes out finds room in another tier."""
+        return True
 
 
 class TieredClairvoyant(KnowsFuture, TieredSimulator):

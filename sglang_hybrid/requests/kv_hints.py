@@ -7,6 +7,7 @@ nothing of SGLang.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,8 +23,10 @@ CHECKPOINT = "hybrid.checkpoint"
 PIN = "hybrid.pin"
 SESSION = "hybrid.session"
 EXACT = "hybrid.exact"
-KNOWN = (CHECKPOINT, PIN, SESSION, EXACT)
 IMPORT = "hybrid.import"
+PREWARM = "hybrid.prewarm"
+KNOWN = (CHECKPOINT, PIN, IMPORT, PREWARM, SESSION, EXACT)
+SEGMENTS = "hybrid.segments"
 VERSION = "1"
 
 MOST_POSITIONS = 16
@@ -69,31 +72,25 @@ def checkpoint_hint(positions: Iterable[int]) -> dict[str, Any]:
     return _envelope(_action(CHECKPOINT, {"positions": sorted(positions)}))
 
 
-def pin_hint(pins: Iterable[PinRequest], checkpoints: Iterable[int] = ()) -> dict[str, Any]:
-    """An envelope that declares the positions of `pins`, wants them kept, and declares the
-    positions `checkpoints` besides, as JSON.
+def pin_hint(pins: Iterable[PinRequest], positions: Sequence[int] = ()) -> dict[str, Any]:
+    """An envelope that declares the positions of `pins` and wants them kept, and declares other
+    `positions`, as JSON.
     """
     together: dict[tuple[float, Priority], list[int]] = {}
     for pin in pins:
         together.setdefault((pin.ttl, pin.priority), []).append(pin.position)
     actions = [
-        _action(PIN, {"positions": sorted(positions), "ttl": ttl, "priority": priority.value})
-        for (ttl, priority), positions in together.items()
+        _action(PIN, {"positions": sorted(pinned), "ttl": ttl, "priority": priority.value})
+        for (ttl, priority), pinned in together.items()
     ]
-    if others := sorted(checkpoints):
-        actions.append(_action(CHECKPOINT, {"positions": others}))
+    if positions:
+        actions.append(_action(CHECKPOINT, {"positions": sorted(positions)}))
     return _envelope(*actions)
-
-
-def import_hint(imported: Imported) -> dict[str, Any]:
-    """An envelope that only the server itself may send (`check` refuses it from clients)."""
-    segments = [list(segment) for segment in imported.segments]
-    return _envelope(_action(IMPORT, {"segments": segments, "position": imported.position}))
 
 
 def imported(envelope: Envelope | None) -> Imported | None:
     """What a checked request takes from elsewhere in the cache, or None."""
-    asked = [] if envelope is None else _ours(envelope, IMPORT)
+    asked = [] if envelope is None else _ours(envelope, SEGMENTS)
     if not asked:
         return None
     payload = asked[0].payload
@@ -151,6 +148,71 @@ def _with(kv_hints: Any, action: dict[str, Any]) -> Any:
     return {**envelope, "actions": [*envelope.get("actions", []), action]}
 
 
+def with_checkpoints(kv_hints: Any, positions: Iterable[int]) -> Any:
+    """The `kv_hints` of a request as it came, which also declare `positions`."""
+    return _with(kv_hints, _action(CHECKPOINT, {"positions": sorted(positions)}))
+
+
+def with_segments(kv_hints: Any, imported: Imported) -> Any:
+    """The `kv_hints` of a request as it came, which also take segments from the cache. Only the
+    server itself may send them (`check` refuses them from clients).
+    """
+    segments = [list(segment) for segment in imported.segments]
+    return _with(kv_hints, _action(SEGMENTS, {"segments": segments, "position": imported.position}))
+
+
+def take(kv_hints: Any, kind: str) -> tuple[Mapping[str, Any] | None, Any]:
+    """The payload of the one action `kind` in the `kv_hints` of a request as it came, or None; and
+    the `kv_hints` without it. Raises ValueError.
+
+    For actions that are done before a scheduler sees the request; they stand in the envelope of a
+    request, not in those of its batch. What is no envelope stays, for SGLang to refuse.
+    """
+    if isinstance(kv_hints, list):
+        for one in kv_hints:
+            if take(one, kind)[0] is not None:
+                raise ValueError(
+                    f"kv_hints is a list with {kind}; that action is for a request of one prompt."
+                )
+        return None, kv_hints
+    envelope = msgspec.to_builtins(kv_hints) if kv_hints else None
+    if not isinstance(envelope, dict):
+        return None, kv_hints
+    actions = envelope.get("actions")
+    if not isinstance(actions, list) or not all(isinstance(one, dict) for one in actions):
+        return None, kv_hints
+    found = [one for one in actions if one.get("action_type") == kind]
+    if not found:
+        return None, kv_hints
+    if len(found) > 1:
+        raise ValueError(f"kv_hints has {kind} {len(found)} times; it may stand there once.")
+    _check_version(kind, found[0].get("action_version"))
+    payload = found[0].get("payload", {})
+    if not isinstance(payload, dict):
+        raise ValueError(f"the payload of {kind} is {shown(payload)}; it must be an object.")
+    rest = [one for one in actions if one is not found[0]]
+    return payload, {**envelope, "actions": rest} if rest else None
+
+
+def prewarm_rate(payload: Mapping[str, Any]) -> float | None:
+    """Tokens per second at which a payload of `hybrid.prewarm` lets a prompt be computed while
+    others run; None: only while none does. Raises ValueError.
+    """
+    rate = payload.get("tokens_per_second")
+    numeric = isinstance(rate, int | float) and not isinstance(rate, bool)
+    if rate is not None and (not numeric or not 0 < rate < math.inf):
+        raise ValueError(
+            f"tokens_per_second of {PREWARM} is {shown(rate)}; it is a number above 0, or null."
+        )
+    unknown = payload.keys() - {"tokens_per_second"}
+    if unknown:
+        raise ValueError(
+            f"the payload of {PREWARM} has the field {shown(min(unknown))}; it has only "
+            "tokens_per_second."
+        )
+    return rate
+
+
 def wants_exact(envelope: Envelope | None) -> bool:
     """Whether a checked request is to be answered from exact copies only."""
     return envelope is not None and bool(_ours(envelope, EXACT))
@@ -191,32 +253,34 @@ def pins(envelope: Envelope | None) -> tuple[PinRequest, ...]:
 
 def check(envelope: Envelope | None, prompt_len: int, *, own: bool = False) -> None:
     """Our actions are known ones and name positions in a prompt of `prompt_len` tokens. own: the
-    server made the request. Raises ValueError with one sentence.
+    server made the request, and may pin its end. Raises ValueError with one sentence.
     """
     if envelope is None:
         return
     for action in _ours(envelope):
-        if own and action.action_type == IMPORT:
+        if own and action.action_type == SEGMENTS:
             continue
         if action.action_type not in KNOWN:
             raise ValueError(
                 f"kv_hints has the action {shown(action.action_type)}; of those that begin with "
                 f"{PREFIX} this server knows {', '.join(KNOWN)}."
             )
-        if action.action_version != VERSION:
-            raise ValueError(
-                f"kv_hints has version {shown(action.action_version)} of {action.action_type}; "
-                f"this server knows version {VERSION!r}."
-            )
+        _check_version(action.action_type, action.action_version)
         if action.action_type == SESSION:
             _said(action)
             _check_fields(action, "next", "seconds")
+        elif action.action_type in (IMPORT, PREWARM):
+            raise ValueError(
+                f"kv_hints has {action.action_type}, which is for requests of one prompt to "
+                "/generate; leave it out."
+            )
         elif action.action_type == EXACT:
             _check_fields(action)
         elif action.action_type == PIN:
             _check_fields(action, "positions", "ttl", "priority")
-            _check_positions(action, prompt_len)
-            _check_lifetime(action)
+            _check_positions(action, prompt_len + own)
+            check_lifetime(f"ttl of {PIN}", action.payload.get("ttl"))
+            check_priority(f"priority of {PIN}", action.payload.get("priority", "normal"))
         else:
             _check_fields(action, "positions")
             _check_positions(action, prompt_len)
@@ -256,6 +320,14 @@ def _said(action: Action) -> Hint:
         raise ValueError(f"the payload of {SESSION}: {error}.") from None
 
 
+def _check_version(kind: str, version: Any) -> None:
+    if version != VERSION:
+        raise ValueError(
+            f"kv_hints has version {shown(version)} of {kind}; this server knows version "
+            f"{VERSION!r}."
+        )
+
+
 def _check_fields(action: Action, *fields: str) -> None:
     unknown = action.payload.keys() - {*fields}
     if unknown:
@@ -265,20 +337,23 @@ def _check_fields(action: Action, *fields: str) -> None:
         )
 
 
-def _check_lifetime(action: Action) -> None:
-    ttl = action.payload.get("ttl")
+def check_lifetime(where: str, ttl: Any) -> float:
+    """The lifetime that `where` gives. Raises ValueError with one sentence."""
     numeric = isinstance(ttl, int | float) and not isinstance(ttl, bool)
     if ttl is None or not numeric or not 0 < ttl <= LONGEST_LIFETIME:
         raise ValueError(
-            f"ttl of {PIN} is {shown(ttl)}; it is a number of seconds, above 0 and at most "
+            f"{where} is {shown(ttl)}; it is a number of seconds, above 0 and at most "
             f"{LONGEST_LIFETIME:,}."
         )
-    priority = action.payload.get("priority", Priority.NORMAL.value)
+    return float(ttl)
+
+
+def check_priority(where: str, priority: Any) -> Priority:
+    """The priority that `where` gives. Raises ValueError with one sentence."""
     known = [each.value for each in Priority]
     if priority not in known:
-        raise ValueError(
-            f"priority of {PIN} is {shown(priority)}; it may be {', '.join(map(repr, known))}."
-        )
+        raise ValueError(f"{where} is {shown(priority)}; it may be {', '.join(map(repr, known))}.")
+    return Priority(priority)
 
 
 def _check_positions(action: Action, prompt_len: int) -> None:

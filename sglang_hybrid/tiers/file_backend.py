@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from sglang_hybrid.tiers import weights
-from sglang_hybrid.tiers.folder import FolderError, RankFolder
+from sglang_hybrid.tiers.folder import FolderError, RankFolder, disk_folder
 from sglang_hybrid.tiers.object_file import MOST_OBJECTS, Bytes
 from sglang_hybrid.tiers.object_store import ObjectStore
 from sglang_hybrid.tiers.served_model import Unidentified, served_model
@@ -81,7 +80,7 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
             "pools": {str(name): _pool_facts(pool) for name, pool in sorted(pools.items())},
             "ranks": [config.tp_size, config.pp_size, config.attn_cp_size, config.dcp_size],
         }
-        top = _folder(self.disk_folder, config.extra_config or {})
+        top = disk_folder(self.disk_folder, config.extra_config or {})
         folder = RankFolder(top, facts, _rank(config))
         disk = os.statvfs(folder.path)
         return ObjectStore(
@@ -128,12 +127,12 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
         return self.batch_set([key], [value])
 
     def exists(self, key: str) -> bool:
-        return self._contains(PoolName.KV, [key])[0]
+        return self.holds(PoolName.KV, [key])[0]
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        return _leading(self._contains(PoolName.KV, keys))
+        return _leading(self.holds(PoolName.KV, keys))
 
     def batch_exists_v2(
         self,
@@ -142,11 +141,11 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         """Lengths of the prompt, in pages, of which KV and every other pool are on disk."""
-        pages = _leading(self._contains(PoolName.KV, keys))
+        pages = _leading(self.holds(PoolName.KV, keys))
         hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
         restorable = list(range(1, pages + 1))
         for transfer in pool_transfers or ():
-            there = self._contains(transfer.name, keys[:pages])
+            there = self.holds(transfer.name, keys[:pages])
             if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
                 lengths = set(range(1, _leading(there) + 1))
             elif transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES:
@@ -210,21 +209,9 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
                 self.store.put(kind, keys[part], [_bytes(page) for page in pages[part]])
         return True
 
-    def _contains(self, kind: str, keys: Sequence[str]) -> list[bool]:
+    def holds(self, kind: str, keys: Sequence[str]) -> list[bool]:
+        """Whether objects of this kind are on disk, by key."""
         return [False] * len(keys) if self.store is None else self.store.contains(kind, keys)
-
-
-def _folder(named: str, extra_config: dict[str, Any]) -> Path:
-    """The folder `named`, or what SGLang's own backend would be told, or a default."""
-    named = (
-        named
-        or os.environ.get("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "")
-        or extra_config.get("file_storage_path", "")
-    )
-    if named:
-        return Path(named).expanduser().absolute()
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches) / "sglang_hybrid" / "tiers"
 
 
 def _rank(config: HiCacheStorageConfig) -> str:

@@ -7,6 +7,7 @@
         rank-0-0-0-0/           objects of one rank (tensor, pipeline, context, replica)
           lock                  held by the server that uses them
           ab/ab12....safetensors
+        schemas/              in the place of a rank's folder: what clients declared (prompts/)
         rank-0-0-0-0.learnt     what the cache of this rank has learnt of its traffic
 
 An identity hashes everything that the content of an object depends on, so a server with another
@@ -30,12 +31,28 @@ from typing import Any
 KEY_VARIABLE = "SGLANG_HYBRID_TIER_KEY"
 """A secret that several servers' folders share, or that is not to lie in the folder itself."""
 
+SCHEMAS = "schemas"
+"""The folder, in the place of a rank's, of what clients declared; it is never removed for room."""
+
 _KEY_BYTES = 32
 _KEY, _LOCK, _MANIFEST = "key", "lock", "manifest.json"
 
 
 class FolderError(Exception):
     """A folder that cannot be used; the sentence says why and what to do."""
+
+
+def disk_folder(named: str, extra_config: Mapping[str, Any]) -> Path:
+    """The folder `named`, or what SGLang's own backend would be told, or a default."""
+    named = (
+        named
+        or os.environ.get("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "")
+        or extra_config.get("file_storage_path", "")
+    )
+    if named:
+        return Path(named).expanduser().absolute()
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / "sglang_hybrid" / "tiers"
 
 
 def identity_of(facts: Mapping[str, Any]) -> str:
@@ -102,7 +119,11 @@ class RankFolder:
         found = []
         for entry in _entries(self.top):
             path = Path(entry.path)
-            if entry.is_dir(follow_symlinks=False) and entry.name != self.identity:
+            if (
+                entry.is_dir(follow_symlinks=False)
+                and entry.name != self.identity
+                and not (path / SCHEMAS).exists()
+            ):
                 with contextlib.suppress(OSError):
                     found.append((_last_used(path), path))
         return [path for _, path in sorted(found) if not _in_use(path)]

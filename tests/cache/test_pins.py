@@ -25,23 +25,34 @@ def ask(it: Server, *pins: PinRequest, stamp: float = 1.0, salt: str | None = No
     it.serve([*PREFIX, *run(9, 3)], run(3, 4), stamp, cache_salt=salt, pins=pins)
 
 
-def flood(it: Server, first: int = 10, count: int = 30, stamp: float = 2.0) -> None:
-    """Requests that nobody repeats, as many as push everything out."""
-    for number in range(first, first + count):
-        it.serve(run(60, number), run(3, 900 + number), stamp + number / 100)
+def flood(it: Server, count: int = 30, stamp: float = 2.0, apart: float = 0.01) -> None:
+    """Requests that nobody repeats, so many seconds apart, as many as push everything out."""
+    for number in range(count):
+        it.serve(run(60, 10 + number), run(3, 900 + number), stamp + apart * number)
 
 
 @pytest.mark.parametrize("one_memory", [False, True])
 @pytest.mark.parametrize("policy", ["reuse", "lru", "marconi", "gdsf"])
 def test_a_pinned_state_outlives_a_flood(policy: str, one_memory: bool) -> None:
-    """And without a pin it does not."""
+    """And without a pin it does not. A high pin counts as much as what is likeliest to return."""
     more: dict[str, Any] = {"hybrid_alpha": 1.0} if policy == "marconi" else {}
     hits = []
-    for pins in ([], [PinRequest(60, 300)]):
+    for pins in ([], [PinRequest(60, 300, Priority.HIGH)]):
         it = server(policy, states=8, kv=400, one_memory=one_memory, **more)
         ask(it, *pins)
         flood(it)
         it.check()
+        hits.append(it.probe([*PREFIX, *run(9, 5)]))
+    assert hits == [0, 60]
+
+
+def test_a_normal_pin_outlives_what_is_expected_later_than_its_end() -> None:
+    """Requests of which one comes every 20 seconds, beside a return within 300 seconds."""
+    hits = []
+    for pins in ([], [PinRequest(60, 300)]):
+        it = server(states=8, kv=400)
+        ask(it, *pins)
+        flood(it, count=8, stamp=20.0, apart=20.0)
         hits.append(it.probe([*PREFIX, *run(9, 5)]))
     assert hits == [0, 60]
 

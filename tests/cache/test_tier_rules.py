@@ -14,6 +14,8 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
+from sglang_hybrid.core.pins import PinRequest, Priority
+from sglang_hybrid.core.places import copies_of
 from sglang_hybrid.core.rates import Link as HostLink
 from sglang_hybrid.core.rates import Speeds, Tier
 from sglang_hybrid.explain.messages import ExplainReq
@@ -88,7 +90,7 @@ def test_a_state_inside_the_tree_is_demoted_and_found(policy: str) -> None:
 
 def test_a_state_that_comes_while_its_kv_is_copied_is_copied_after_it() -> None:
     """A prefill that leaves several states cuts the node that is being copied."""
-    at = server()
+    at = server(eviction="seglen")
     req = at.arrive(list(range(100, 160)), declared=[16, 32])
     assert at.admit(req)
     at.prefill_step(req)
@@ -172,6 +174,77 @@ def test_what_computing_gives_sooner_is_neither_copied_nor_loaded() -> None:
     assert hit(at, prompt) == len(prompt) - 1
 
 
+def test_what_a_request_holds_is_copied_when_it_ends() -> None:
+    """Before that it cannot be forgotten, and nobody knows what becomes of it."""
+    at = server()
+    req = at.arrive(list(range(100, 140)))
+    assert at.admit(req) and at.prefill_step(req)
+    at.poll()
+    assert tiers_of(at)["written_bytes"] == 0
+    at.decode(req, [3])
+    at.finish(req)
+    at.poll()
+    assert tiers_of(at)["written_bytes"] > 0
+
+
+ANSWER = list(range(40, 70))
+
+
+def serve_conversations(at: TieredServer, count: int) -> None:
+    """Conversations whose every prompt repeats the one before with its answer, so that requests
+    return to the ends of answers and never to the ends of prompts.
+    """
+    for number in range(count):
+        prompt = list(range(1_000 + 200 * number, 1_020 + 200 * number))
+        for turn in range(3):
+            at.serve(prompt, ANSWER, stamp=10.0 * number + turn)
+            at.poll()
+            prompt = [*prompt, *ANSWER, *(20 + turn for _ in range(16))]
+
+
+def copied_states(at: TieredServer, tokens: list[int]) -> dict[int, bool]:
+    """Positions of the states on the way to the end of `tokens`: whether the host has them."""
+    found = {}
+    record = at.cache.shadow_tree.record(at.cache.tree_core.node_by_id(at.probe_node(tokens)))
+    while record.parent is not None:
+        if record.has_state:
+            found[record.depth] = copies_of(record).has_state(Tier.HOST)
+        record = record.parent
+    return found
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_states_of_a_class_that_never_returns_are_not_copied(policy: str) -> None:
+    """The KV of a prompt is copied for the answer's end, without the state of the prompt's."""
+    at = server(replace(ROOM, states=30, kv=1_024, context=512), policy=policy)
+    speeds = Speeds.of(1e9, HostLink(1e12), HostLink(1e12), host_write=HostLink(1e8))
+    at.cache.speeds.speeds = speeds
+    serve_conversations(at, 30)
+    prompt = list(range(9_000, 9_040))
+    at.serve(prompt, ANSWER, stamp=305.0)
+    at.poll()
+    end = at.cache.tree_core.node_by_id(at.probe_node([*prompt, *ANSWER, 1]))
+    if not end.backuped:
+        assert at.cache.copy_to_host(end)
+        at.cache.flush_pending_backups()
+        at.poll()
+    assert end.parent.backuped
+    assert copied_states(at, [*prompt, *ANSWER, 1]) == {39: False, 69: True}
+
+
+def test_what_the_host_has_forgotten_is_copied_again_only_after_its_next_use() -> None:
+    at = server(eviction="seglen")
+    prompt = list(range(100, 140))
+    hit(at, prompt)
+    node = at.cache.tree_core.node_by_id(at.probe_node([*prompt, 3, 4]))
+    assert tiers_of(at)["held"]["host"]["states"] > 0
+    at.cache.evict_host(10**6, ComponentType.MAMBA)
+    assert tiers_of(at)["held"]["host"]["states"] == 0
+    assert not at.cache.copy_to_host(node)
+    hit(at, [*prompt, 3, 4])
+    assert tiers_of(at)["held"]["host"]["states"] > 0
+
+
 def test_a_load_that_cannot_be_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     at = server()
     prompt = list(range(100, 140))
@@ -214,9 +287,7 @@ def test_what_the_device_has_too_goes_before_what_must_be_computed() -> None:
     at = server(policy="write_back")
     first, second = [11] * 60, [12] * 60
     hit(at, first)
-    at.cache._execute_and_commit_kv_backup(
-        at.cache.tree_core.build_backup_kv_action(at.probe_node(first))
-    )
+    at.cache.copy_to_host(at.cache.tree_core.node_by_id(at.probe_node(first)))
     at.cache.flush_pending_backups()
     at.poll()
     hit(at, second)
@@ -288,3 +359,21 @@ def test_an_explanation_names_the_tier(speeds: Speeds, end: str) -> None:
     assert "token 40: its state and KV of 40 tokens are in host memory; loading takes" in line
     assert line.endswith(end)
     assert at.cache.tree_core.ways is at.cache.ways and at.loads == 0
+
+
+def test_a_pin_goes_to_the_host_with_its_state_and_comes_back() -> None:
+    """While any tier has the state it is pinned, on the host it outlives a flood, and a load brings
+    it back; when the last copy goes, the pin does.
+    """
+    at = server(ratio=1.5)
+    prompt = list(range(100, 160))
+    hit(at, prompt, pins=[PinRequest(40, 1e6, Priority.HIGH)])
+    pins = at.cache.pins
+    empty_the_device(at)
+    assert len(pins) == 1 and tiers_of(at)["held"]["device"]["states"] == 0
+    for number in range(30):
+        hit(at, [1_000 * number + k for k in range(60)])
+    assert len(pins) == 1
+    assert hit(at, [*prompt[:40], 1, 2, 3]) == 40
+    at.cache.reset()
+    assert len(pins) == 0 and pins.held_bytes == 0

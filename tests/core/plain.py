@@ -55,6 +55,11 @@ def plain_victim(
     """The victim by the definitions; for GDSF see PlainGdsf."""
     everything = [facts_of(node, scarce, cost) for node in tree.walk()]
     everything = [facts for facts in everything if facts.freed]
+    if policy.bounded_by_prefix and scarce is Scarce.KV:
+        for facts in everything:
+            depth = facts.node.tokens + sum(above.tokens for above in ancestors(facts.node))
+            prefix_bytes = depth * cost.kv_bytes_per_token
+            facts.saved = min(facts.saved, cost.flops(depth) * facts.freed // prefix_bytes)
     if policy.stateless_first:
         dead = [facts.node for facts in everything if not facts.node.has_state]
         if dead:

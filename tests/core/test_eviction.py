@@ -23,8 +23,8 @@ from sglang_hybrid.core.eviction import (
     make_policy,
 )
 from sglang_hybrid.core.history import History, TimeUnit
-from sglang_hybrid.core.history_tree import HistoryPath
-from sglang_hybrid.core.nodes import Kind, Node, NodeTree
+from sglang_hybrid.core.history_tree import HistoryPath, fingerprint_tokens
+from sglang_hybrid.core.nodes import Clock, Kind, Node, NodeTree
 from sglang_hybrid.core.pool import Pool, Scarce
 from sglang_hybrid.core.reuse import CLASSES, reuse_class_of
 from tests.core.plain import (
@@ -281,7 +281,10 @@ def test_who_comes_back_for_an_evicted_state_resumes_above_it() -> None:
     tree, policy, pool, nodes, history_path = session_of_states(depths, 1000)
     above, tail = nodes.values()
     assert pool.cheapest() == (above, above.last_used - NEVER)  # between two places
+    alone = policy.return_probability(above, tree.clock)
     policy.evicted(tail, 0.0)
+    assert policy.return_probability(above, tree.clock) > alone, "it inherited the return"
+    assert Lru().return_probability(above, tree.clock) is None
     tree.remove(tail)
     history_node = history_path.nodes[-1]
     saved = PAPER.savings(1000, 0) / PAPER.state_bytes
@@ -316,6 +319,48 @@ def test_making_a_policy() -> None:
             make_policy("marconi", alpha=alpha)
     with pytest.raises(ValueError, match="'lru' has no option 'alpha'"):
         make_policy("lru", alpha=1)
+
+
+def test_a_short_leaf_does_not_keep_a_long_prefix() -> None:
+    """Two sessions of the same class and length. The older one ends in a short leaf far below its
+    last state, beside another branch: alone it saves much for few bytes of KV, but all KV above it
+    has to stay as well.
+    """
+    tree = NodeTree()
+    policy = Reuse(trained_history(TimeUnit.REQUESTS))
+    pool = Pool(Scarce.KV, PAPER, policy, tree.clock)
+    tree.listen(pool)
+    fork = tree.add(tree.root, "older", 1_900)
+    held = tree.add(fork, "other branch", 3_000)
+    tree.lock(held, kv=True, state=True)
+    short = tree.add(fork, "end", 100)
+    tree.give_state(short, Kind.TAIL)
+    tree.clock.advance()
+    long = tree.add(tree.root, "newer", 2_000)
+    tree.give_state(long, Kind.TAIL)
+    assert PAPER.savings(2_000, 0) / (100 * PAPER.kv_bytes_per_token) > 10 * (
+        PAPER.savings(2_000, 0) / (2_000 * PAPER.kv_bytes_per_token)
+    )
+    assert pool.victim() is short
+
+
+def test_where_a_session_goes_on_a_state_counts_as_what_it_will_be() -> None:
+    """The end of its last turn waited for this request, and the next one will not come back to it;
+    a place that other prompts left already counts as it is.
+    """
+    history, clock = History(TimeUnit.REQUESTS), Clock()
+    turn, other = np.arange(100), np.arange(1_000, 1_100)
+    for ends in (turn, np.concatenate([other, [1, 2]]), np.concatenate([other, [3, 4]])):
+        clock.advance()
+        history.observe(ends, 90, clock, message_starts=[100] if len(ends) > 100 else ())
+    goes_on = history.match(np.arange(150))
+    assert goes_on.only_continues and goes_on.branch == 100
+    new = hypothetical_node(100, Kind.BRANCH, 0, goes_on, clock)
+    end = history.tree().walk(fingerprint_tokens(turn), [])[0][-1]
+    assert new.history_node is not None and len(new.children) == 1
+    assert (new.history_node.branches, end.branches) == (1, 0)
+    assert new.history_node.reuse_class != end.reuse_class
+    assert not history.match(np.concatenate([other, np.arange(50)])).only_continues
 
 
 def test_a_new_state_competes_with_the_old_ones_at_their_scale() -> None:

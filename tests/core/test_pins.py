@@ -14,6 +14,7 @@ from sglang_hybrid.core.history import History, TimeUnit
 from sglang_hybrid.core.nodes import Kind, Node, NodeTree
 from sglang_hybrid.core.pins import MOST_OF_ALL, PinRequest, PinRoom, Pins, Priority
 from sglang_hybrid.core.pool import Pool, Scarce
+from sglang_hybrid.core.reuse import reuse_class_of
 
 COST = CostModel(linear=1_000, quadratic=3, windows=(), kv_bytes_per_token=8, state_bytes=4_096)
 LEAF = 100 * COST.kv_bytes_per_token + COST.state_bytes
@@ -94,9 +95,30 @@ def test_a_pin_yields_where_all_else_is_worth_more(make_policy: type[Policy]) ->
 
 def test_priorities_rank_pins() -> None:
     tree, nodes, pool = tree_of([100] * 4, reuse())
+    for _ in range(200):  # all of them are about as old
+        tree.clock.advance()
     for node, priority in zip(nodes, (HIGH, NORMAL, LOW), strict=False):
-        tree.pins.pin(node, PinRequest(100, 60, priority))
+        tree.pins.pin(node, PinRequest(100, 400, priority))
     assert evict_all(tree, pool) == [nodes[3], nodes[2], nodes[1], nodes[0]]
+
+
+def test_a_normal_pin_is_a_return_that_is_certain_within_its_lifetime() -> None:
+    """Its score is that of a position which returns after half of it, and half for a low one; a
+    high one counts as the likeliest position.
+    """
+    policy = reuse()
+    tree, nodes, pool = tree_of([100] * 4, policy)
+    for node, priority in zip(nodes, (LOW, NORMAL, HIGH), strict=False):
+        tree.pins.pin(node, PinRequest(100, 400, priority))
+    pool.cheapest()
+    index, table = policy.history.index, pool._home[nodes[0]]
+    scores = dict(zip(table.nodes, policy.scores(table, tree.clock), strict=True))
+    for node, rate in zip(nodes, (1 / 400, 2 / 400, index.peak, 0.0), strict=True):
+        age = tree.clock.tick - node.last_used
+        known = index.weight(reuse_class_of(0, 100, 0), age)
+        saved = COST.flops(100) / LEAF
+        assert scores[node] == pytest.approx((known + rate) * saved)
+    assert index.peak > 2 / 400
 
 
 def test_a_tenant_cannot_pin_more_than_its_share() -> None:
@@ -173,7 +195,7 @@ def test_a_pin_can_be_made_longer_and_more_important() -> None:
     tree.pins.pin(node, PinRequest(100, 60))
     tree.pins.pin(node, PinRequest(100, 10, HIGH))
     assert node.pin is not None
-    assert (node.pin.until, node.pin.weight) == (tree.clock.stamp + 60, HIGH.weight)
+    assert (node.pin.until, node.pin.priority) == (tree.clock.stamp + 60, HIGH)
     assert len(tree.pins) == 1 and tree.pins.held_bytes == LEAF
 
 

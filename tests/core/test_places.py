@@ -19,9 +19,9 @@ from sglang_hybrid.core.places import (
     unit_of,
     way_without_loads,
     ways,
-    write_pays,
 )
 from sglang_hybrid.core.rates import TIERS, Link, Speeds, Tier
+from sglang_hybrid.core.writing import write_pays
 
 COST = CostModel.paper_7b()
 SPEEDS = Speeds.of(2.6e14, host=Link(25e9, 2e-5), disk=Link(3e9, 1e-4))
@@ -260,9 +260,9 @@ def test_the_last_kv_of_a_node_with_children_stays() -> None:
 
 def test_a_copy_is_not_written_for_returns_that_do_not_pay_its_transfer() -> None:
     size, saves = COST.state_bytes, 0.053
-    assert write_pays(size, saves, returns=0.1, tier=HOST, speeds=SPEEDS)
-    assert not write_pays(size, saves, returns=0.01, tier=HOST, speeds=SPEEDS)
-    assert not write_pays(size, saves, returns=0.1, tier=DISK, speeds=SPEEDS)
+    assert write_pays(size, saves, returns=0.01, tier=HOST, speeds=SPEEDS)
+    assert not write_pays(size, saves, returns=0.001, tier=HOST, speeds=SPEEDS)
+    assert not write_pays(size, saves, returns=0.01, tier=DISK, speeds=SPEEDS)
 
 
 class Dirty:

@@ -200,6 +200,25 @@ def test_a_new_class_borrows_from_its_relatives() -> None:
     assert fork > 10 * leaf
 
 
+def test_the_probability_of_a_return_is_the_share_of_a_class_that_returned() -> None:
+    """Three of four come back within 10 s, the others never; of another class nobody does."""
+    index = ReuseIndex(unit=1.0)
+    often, never = reuse_class_of(0, 1_000, 1), reuse_class_of(1, 10, 0)
+    assert index.return_probability(never, 0.0) == 1.0, "nothing is known yet"
+    for number in range(400):
+        index.observed(float(number))
+        index.open(never, float(number))
+        interval_id = index.open(often, float(number))
+        if number % 4:
+            index.returned(interval_id, number + 10.0)
+            index.close(interval_id)
+    index.rebuild()
+    assert index.return_probability(often, 0.0) == pytest.approx(0.75, abs=0.05)
+    assert index.return_probability(often, 100.0) < 0.2
+    assert index.return_probability(never, 0.0) < 0.02
+    assert index.return_probability(NEVER_REUSED, 0.0) == 0.0
+
+
 def test_vector_and_scalar_weights_agree_until_they_expire() -> None:
     index = ReuseIndex(unit=0.125)
     rng = np.random.default_rng(3)

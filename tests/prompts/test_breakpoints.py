@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
-from sglang_hybrid.models.tokenizer import write_tokenizer
 from sglang_hybrid.prompts.breakpoints import MARK, Place, common_prefix, token_positions
 from sglang_hybrid.prompts.rendering import Rendering, encoded, rendered
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    directory: Path = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(directory, max_length=100_000)
-    return PreTrainedTokenizerFast.from_pretrained(directory)
 
 
 def position(tokenizer: Any, before: str, after: str, *, open_ended: bool = True) -> int | None:

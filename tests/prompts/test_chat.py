@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from sglang_hybrid.models.tokenizer import write_tokenizer
 from sglang_hybrid.prompts import route
 from sglang_hybrid.prompts.chat import Beginning, PromptSchema, with_schemas
 from sglang_hybrid.prompts.registry import Registry
@@ -21,13 +19,6 @@ from tests.prompts import schemas
 Chat = Callable[..., Any]
 QUESTION = {"role": "user", "content": "Who?"}
 GAME = "<unit.py/><map.py/>"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    directory: Path = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(directory, max_length=100_000)
-    return PreTrainedTokenizerFast.from_pretrained(directory)
 
 
 @pytest.fixture
@@ -86,7 +77,6 @@ def test_modules_are_the_tokens_that_generate_has(chat: Chat, registry: Registry
     assert found.prompt_ids == beginning.tokenized.ids
     assert found.prompt_ids[: beginning.start] == generated.ids[: beginning.start]
     assert found.prompt_ids == generated.ids
-    assert beginning.plain
 
 
 def test_an_object_says_the_same_as_markup(chat: Chat) -> None:
@@ -111,7 +101,9 @@ def test_the_text_is_that_of_the_whole_chat(chat: Chat, tokenizer: PreTrainedTok
 
 def test_what_the_template_writes_besides_is_kept(chat: Chat, registry: Registry) -> None:
     """Tools before the system prompt, say: such a chat is no plain conversation."""
-    found = chat(pml(GAME), before="<|im_start|>tools\nread, write<|im_end|>\n")
+    apart = {"name": "code-generation-game", "imports": ["unit.py"], "mode": "modular"}
+    assert chat(apart).beginning.plain
+    found = chat(apart, before="<|im_start|>tools\nread, write<|im_end|>\n")
     assert registry.tokenizer._tokenizer.decode(found.prompt_ids).startswith("<|im_start|>tools\n")
     assert not found.beginning.plain
 

@@ -121,12 +121,12 @@ def test_no_client_names_a_key_of_the_servers(key: str) -> None:
 
 
 def test_only_the_server_imports() -> None:
-    asked = kv_hints.import_hint(Imported(((0, 4),), 9))
+    asked = kv_hints.with_segments(None, Imported(((0, 4),), 9))
     action = SimpleNamespace(**asked["actions"][0])
     envelope = SimpleNamespace(actions=[action])
     kv_hints.check(envelope, 10, own=True)
     assert kv_hints.imported(envelope) == Imported(((0, 4),), 9)
-    with pytest.raises(ValueError, match=r"hybrid\.import"):
+    with pytest.raises(ValueError, match=r"the action 'hybrid\.segments'"):
         kv_hints.check(envelope, 10)
 
 

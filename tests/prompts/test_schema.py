@@ -8,20 +8,12 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from sglang_hybrid.models.tokenizer import write_tokenizer
 from sglang_hybrid.prompts.registry import MOST_SCHEMAS, Registry
 from sglang_hybrid.prompts.resolve import Import, Prompt, read_prompt, resolve
 from sglang_hybrid.prompts.schema import Schema, read_schema, tidy
 from sglang_hybrid.prompts.tokens import PromptTokenizer
 from sglang_hybrid.prompts.xml import MOST_BYTES, MarkupError
 from tests.prompts import schemas
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    directory: Path = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(directory, max_length=100_000)
-    return PreTrainedTokenizerFast.from_pretrained(directory)
 
 
 @pytest.fixture
@@ -201,6 +193,32 @@ def test_every_selection_of_the_largest_schema_is_a_path_of_its_own(registry: Re
         imports = tuple(Import(name) for name in names)
         paths.add(resolve(schema, Prompt("education", imports)).pieces)
     assert len(paths) == 14_400
+
+
+def test_every_selection_of_traits_is_a_path_of_its_own() -> None:
+    """A value of each trait, or none; each trait is a module around a union."""
+    schema = read("persona")
+    paths = set()
+    for names in itertools.product(*schemas.PERSON.values()):
+        imports = tuple(
+            Import(trait, imports=(Import(name),))
+            for trait, name in zip(schemas.PERSON, names, strict=True)
+        )
+        paths.add(resolve(schema, Prompt("persona", imports)).pieces)
+    assert len(paths) == 5**5 * 4
+
+
+def test_every_journey_is_a_path_of_its_own() -> None:
+    schema = read("travel")
+    abroad = [(Import("overseas", imports=(Import(place),)),) for place in schemas.PLACES]
+    ways = [(), (Import("domestic", {"city": "Berne"}),), (Import("overseas"),), *abroad]
+    paths = {
+        resolve(
+            schema, Prompt("travel", (Import("travel-plan", {"duration": "a week"}, way),))
+        ).pieces
+        for way in ways
+    }
+    assert len(paths) == 11
 
 
 @pytest.mark.parametrize("name", schemas.FILES)

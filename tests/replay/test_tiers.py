@@ -24,7 +24,7 @@ from sglang_hybrid.replay.traces import Request
 
 COST = CostModel.paper_7b().with_sizes(kv_bytes_per_token=10, state_bytes=300)
 DEVICE, HOST, DISK = TIERS
-SPEEDS = Speeds.of(COST.flops(1) * 1e3, host=Link(1e5, 1e-4), disk=Link(1e4, 1e-3))
+SPEEDS = Speeds.of(COST.flops(1) * 1e3, host=Link(1e5, 1e-4), disk=Link(4e4, 1e-3))
 Prefix = tuple[int, ...]
 Stored = tuple[dict[Tier, set[Prefix]], dict[Tier, set[Prefix]]]
 
@@ -132,7 +132,7 @@ class PlainTiers:
                 assert kv * COST.kv_bytes_per_token + states * COST.state_bytes <= room
 
 
-SIZES = [(4_000, 12_000, 30_000), (6_000, 20_000, 0), (4_000, 0, 30_000)]
+SIZES = [(3_000, 5_000, 30_000), (6_000, 20_000, 0), (4_000, 0, 30_000)]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -182,7 +182,7 @@ def test_victims_are_the_lowest_of_all_whatever_the_tables_remember(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = traffic(3, 80)
-    cache = build(name, (3_000, 6_000, 12_000), requests)
+    cache = build(name, (3_000, 4_000, 6_000), requests)
     evict, seen = cache._evict_from, set()
 
     def evict_the_lowest(pool: TierPool, victim: Node) -> None:

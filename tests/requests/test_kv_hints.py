@@ -136,6 +136,38 @@ def test_what_is_malformed_is_named(action: dict[str, Any], sentence: str) -> No
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
 
+def test_an_action_that_the_server_does_itself_is_taken_out() -> None:
+    pins = {"action_id": "b", "action_version": "1", **pin([5])}
+    warm = {"action_id": "a", "action_type": "hybrid.prewarm", "action_version": "1", "payload": {}}
+    both = {"protocol_version": "1", "message_id": "m", "actions": [warm, pins]}
+    assert kv_hints.take(both, kv_hints.PREWARM) == ({}, {**both, "actions": [pins]})
+    assert kv_hints.take({**both, "actions": [warm]}, kv_hints.PREWARM) == ({}, None)
+    for other in (None, {}, 7, {"actions": 3}, {"actions": [4]}, {**both, "actions": [pins]}):
+        assert kv_hints.take(other, kv_hints.PREWARM) == (None, other)
+    assert kv_hints.take([None, both], kv_hints.IMPORT) == (None, [None, both])
+    refused = {
+        "2 times; it may stand there once": {**both, "actions": [warm, warm]},
+        "version '9' of hybrid.prewarm": {**both, "actions": [{**warm, "action_version": "9"}]},
+        "the payload of hybrid.prewarm is 3": {**both, "actions": [{**warm, "payload": 3}]},
+        "for a request of one prompt": [None, both],
+    }
+    for sentence, hints in refused.items():
+        with pytest.raises(ValueError, match=sentence):
+            kv_hints.take(hints, kv_hints.PREWARM)
+    with pytest.raises(ValueError, match=r"hybrid\.prewarm, which is for requests of one prompt"):
+        kv_hints.check(envelope(warm), 8)
+
+
+def test_the_rate_of_a_prewarming() -> None:
+    assert kv_hints.prewarm_rate({}) is None
+    assert kv_hints.prewarm_rate({"tokens_per_second": 0.5}) == 0.5
+    for wrong in (0, -1, True, "fast", float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"tokens_per_second of hybrid\.prewarm is"):
+            kv_hints.prewarm_rate({"tokens_per_second": wrong})
+    with pytest.raises(ValueError, match="has the field 'budget'; it has only tokens_per_second"):
+        kv_hints.prewarm_rate({"budget": 3})
+
+
 def test_exactness_may_be_asked_for() -> None:
     asked = decode_kv_hints_envelope(kv_hints.with_exact(kv_hints.checkpoint_hint([3])))
     kv_hints.check(asked, 8)

@@ -298,6 +298,56 @@ def test_prewarming_holds_what_is_worth_most(registered: str) -> None:
     assert first["cached_tokens"] >= ends["yesterday"]
 
 
+def test_what_is_prewarmed_may_be_pinned(registered: str) -> None:
+    info = hybrid_cache(registered)
+    budget = 40 * info["state_bytes"] / (1 << 20)
+    body = {"budget_mb": budget, "ttl": 3_000, "tokens_per_second": 1e6}
+    url = registered + "/v1/prompt_schemas/code-generation-game/prewarm"
+    told = requests.post(url, json=body, timeout=300).json()
+    assert hybrid_cache(registered)["pins"]["pins"] == told["prefixes"] > 1
+    schema = registered + "/v1/prompt_schemas/code-generation-game"
+    found = requests.get(schema, timeout=60).json()["residency"]
+    held = [one for one in found["prefixes"] if one["state"] == "device"]
+    assert len(held) == told["prefixes"] and all(one["kv"] == "device" for one in held)
+    assert not found["more"] and len(found["prefixes"]) == 2**5
+    flush(registered)
+    found = requests.get(schema, timeout=60).json()["residency"]
+    assert {(one["kv"], one["state"]) for one in found["prefixes"]} == {("nowhere", "nowhere")}
+    assert requests.get(registered + "/v1/prompt_schemas", timeout=60).json()[0]["residency"]
+
+
+def hints(*actions: dict[str, Any]) -> dict[str, Any]:
+    named = [{"action_id": "a", "action_version": "1", **action} for action in actions]
+    return {"protocol_version": "1", "message_id": "m", "actions": named}
+
+
+def test_hints_import_modules_and_prepare_a_prompt(registered: str) -> None:
+    """A prompt that is prepared by `hybrid.prewarm` answers from the cache; one that imports by
+    `hybrid.import` is the one that markup says.
+    """
+    imports = ["unit.py", "map.py"]
+    asked = {"name": "code-generation-game", "imports": imports}
+    action = {"action_type": "hybrid.import", "payload": asked}
+    warm = {"action_type": "hybrid.prewarm"}
+    prepared = send(registered, kv_hints=hints(action, warm)).json()
+    assert prepared["meta_info"]["completion_tokens"] == 0
+    told = prepared["meta_info"]["prompt"]
+    answer = send(registered, kv_hints=hints(action), text=" Begin.").json()
+    assert answer["meta_info"]["cached_tokens"] == told["ends"][-1]["position"]
+    pml = '<prompt schema="code-generation-game"><unit.py/><map.py/></prompt>'
+    same = send(registered, pml=pml, text=" Begin.").json()
+    assert same["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert same["output_ids"] == answer["output_ids"]
+    for action in (
+        {"action_type": "hybrid.import", "payload": {"name": "none"}},
+        {"action_type": "hybrid.import", "payload": {**asked, "imports": ["none"]}},
+        {"action_type": "hybrid.prewarm", "payload": {"tokens_per_second": 0}},
+        {"action_type": "hybrid.segments", "payload": {"segments": [[0, 1]], "position": 1}},
+    ):
+        refused = send(registered, kv_hints=hints(action), text="Begin.")
+        assert refused.status_code == 400, refused.text
+
+
 @pytest.mark.parametrize(
     ("name", "body", "status"),
     [
@@ -305,6 +355,9 @@ def test_prewarming_holds_what_is_worth_most(registered: str) -> None:
         ("education", {"budget_mb": 0}, 400),
         ("education", {"budget_mb": "a"}, 400),
         ("education", {}, 400),
+        ("education", {"budget_mb": 1, "tokens_per_second": 0}, 400),
+        ("education", {"budget_mb": 1, "ttl": 0}, 400),
+        ("education", {"budget_mb": 1, "ttl": 9, "priority": "most"}, 400),
     ],
 )
 def test_what_cannot_be_prewarmed_is_refused(
