@@ -132,6 +132,7 @@ class TimedLoads:
         """It joined a batch, which must not begin before the loads under way: what it resumes from
         may be among them.
         """
+        self.returns.forget(req.last_node)
         again = self._cache.load_bytes(req) > 0
         if self._cache.is_loading() and not again:  # its own load comes behind them, on one link
             self._cache.await_loads()
