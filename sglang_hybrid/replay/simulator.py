@@ -316,9 +316,9 @@ class Simulator:
         self, ticket: Ticket, tokens: TokenArray, ends: dict[int, Kind | None]
     ) -> list[Node]:
         """Insert what was computed by now and hold its end instead of what was held before."""
-        known = (
-            ticket.locked_node if self.cost.state_bytes else None
-        )  # without states it may lie beside
+        known = ticket.locked_node
+        if known is not None and not self._leads_to(known):
+            known = None
         tenant = ticket.request.tenant
         path, matched = self.tree.find(tokens, known, tenant)
         path = self._insert(tokens, path, matched, ends, tenant)
@@ -327,6 +327,10 @@ class Simulator:
         if deepest is not None and deepest.depth == len(tokens):
             self._lock(ticket, deepest)
         return path
+
+    def _leads_to(self, node: Node) -> bool:
+        """Whether what a request holds, `node`, is on its path; without states it may lie beside."""
+        return bool(self.cost.state_bytes)
 
     def _lock(self, ticket: Ticket, node: Node | None) -> None:
         """Hold `node` for a running request, and let go of what it held."""

@@ -143,6 +143,10 @@ class TieredSimulator(Simulator):
         way = self._choose(list(ways(path, request.input_len, self.cost, self.rates.speeds)))
         return [node for node in path if node.depth <= way.depth], way
 
+    def _leads_to(self, node: Node) -> bool:
+        """What found no room on the device may be gone from below it, with the KV above it."""
+        return bool(copies_of(node).kv)
+
     def _lock(self, ticket: Ticket, node: Node | None) -> None:
         before = ticket.locked_node
         super()._lock(ticket, node)
