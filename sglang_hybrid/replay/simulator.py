@@ -329,7 +329,7 @@ class Simulator:
         return path
 
     def _leads_to(self, node: Node) -> bool:
-        """Whether what a request holds, `node`, is on its path; without states it may lie beside."""
+        """Whether what a request holds, `node`, is on its path; without states it may lie aside."""
         return bool(self.cost.state_bytes)
 
     def _lock(self, ticket: Ticket, node: Node | None) -> None:
