@@ -10,7 +10,7 @@ only where it is said to be.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -173,10 +173,12 @@ class Simulator:
         """Bytes that `request` would load now, and seconds of that. Nothing changes."""
         return 0, 0.0
 
-    def fetch(self, request: Request, kv: int = 0, states: int = 0) -> bool:
+    def fetch(
+        self, request: Request, kv: int = 0, states: int = 0, keep: Sequence[Request] = ()
+    ) -> bool:
         """Load what `request` would load now, if there is room for that and for so many tokens and
-        states besides; whether it was loaded. What requests wait for stays. Without tiers there is
-        nothing to load.
+        states besides; whether it was loaded. What `keep` would resume from stays. Without tiers
+        there is nothing to load.
         """
         return False
 
