@@ -31,10 +31,10 @@ COMMANDS = (
     *("docs", "kernels"),
     *("cache", "rounds", "schedule-round", "victim", "admission"),
     *("policies", "answers", "pools", "tuner", "replay", "tiers-replay"),
-    *("prewarm", "schedule-replay", "prefetch"),
+    *("prewarm", "pins", "schedule-replay", "prefetch"),
     *("server", "split", "contexts", "roofline", "profile", "peer"),
-    *("ab", "phases", "one-memory", "moves", "tiers", "agent", "codecs", "modular", "schedule"),
-    *("prewarm-server", "loads"),
+    *("ab", "phases", "one-memory", "moves", "tiers", "tier-steps"),
+    *("agent", "codecs", "modular", "schedule", "prewarm-server", "loads"),
 )
 """In the order of `--help`: kernels; the cache in one process; replays; a server; servers."""
 

@@ -90,13 +90,15 @@ class HostTierCache(OneMemoryCache):
         return 0
 
     def copy_to_host(self, node: UnifiedTreeNode) -> bool:
-        """Begin a copy of `node` and of the KV that it needs above it, if it is worth it."""
+        """Begin a copy of `node` and of the KV that it needs above it. Returns whether it is worth
+        one.
+        """
         tree = self.tree_core
         record = self.shadow_tree.record(node)
         if was_forgotten(record) or not tree.writes.worth(node):
-            self.tier_stats.not_written += 1
             return False
-        return self._copy_down(tree.build_backup_kv_action(node.id).node_ids) > 0
+        self._copy_down(tree.build_backup_kv_action(node.id).node_ids)
+        return True
 
     def _copy_down(self, node_ids: list[int], write_back: bool = False) -> int:
         """Nodes that are being copied already are left out: SGLang asserts that there are none.
@@ -137,7 +139,7 @@ class HostTierCache(OneMemoryCache):
         """What was to be copied, and is held by no request any more, is copied now."""
         if self.ways is not None:
             for node in self.tree_core.take_due_copies():
-                self.copy_to_host(node)
+                self.tier_stats.not_written += not self.copy_to_host(node)
         super().flush_pending_backups()
 
     # Loads.

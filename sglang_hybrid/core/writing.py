@@ -11,7 +11,7 @@ WRITE_PRICE = 0.1
 """Seconds that others lose for each second of writing to a lower tier. Writing goes on beside the
 prefill, so it costs only what it takes from loads and kernels that want the same link or memory.
 Replayed, a tenth halves the bytes that are written where most requests are cold, and costs no hits;
-the whole second costs up to 5 points of hit rate (docs/benchmarks.md)."""
+the whole second costs up to 5 percent of the hits (docs/benchmarks.md)."""
 
 
 def was_forgotten(node: Node) -> bool:

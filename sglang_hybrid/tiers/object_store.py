@@ -204,7 +204,7 @@ class ObjectStore:
         """
         now = self._now()
         for file in dict.fromkeys(files):
-            file.last_use = now
+            self._index.used(file, now)
             if now - file.touched > _TOUCH_SECONDS:
                 file.touched = now
                 with contextlib.suppress(OSError):
@@ -289,8 +289,8 @@ class ObjectStore:
         remove(file.path)
 
     def _make_room(self, more: int) -> bool:
-        """Whether a file of this size fits, after what others left, and then what was used longest
-        ago, was removed.
+        """Whether a file of this size fits, after what others left, and then what is expected to be
+        used least often, was removed.
         """
         missing = self._missing(more)
         if missing <= 0:
@@ -304,7 +304,7 @@ class ObjectStore:
             if missing > self.used_bytes:
                 return False  # not even without all others
             missing = min(missing + int(_ROOM_AT_ONCE * self.used_bytes), self.used_bytes)
-            for file in self._index.files_by_recency():
+            for file in self._index.files_by_value(self._now()):
                 if missing <= 0:
                     break
                 missing -= file.header.file_bytes

@@ -25,6 +25,7 @@ from sglang_hybrid.core.eviction import (
 from sglang_hybrid.core.history import History, TimeUnit
 from sglang_hybrid.core.history_tree import HistoryPath, fingerprint_tokens
 from sglang_hybrid.core.nodes import Clock, Kind, Node, NodeTree
+from sglang_hybrid.core.pins import Pin, Priority
 from sglang_hybrid.core.pool import Pool, Scarce
 from sglang_hybrid.core.reuse import CLASSES, reuse_class_of
 from tests.core.plain import (
@@ -379,3 +380,18 @@ def test_a_new_state_competes_with_the_old_ones_at_their_scale() -> None:
         comparison = pool.compare_with_victim(new)
         assert comparison is not None and comparison.beats_victim is beats_victim
         assert len(pool.candidates()) == 6
+
+
+def test_the_return_of_what_is_pinned_is_certain() -> None:
+    """A position that the history has no class for, without a pin and with one."""
+    tree = NodeTree()
+    policy = Reuse(History(TimeUnit.REQUESTS))
+    node = tree.add(tree.root, "a", 1_000)
+    tree.give_state(node, Kind.TAIL)
+    for tick in range(100):
+        policy.history.index.observed(float(tick))
+        policy.history.index.open(reuse_class_of(0, 1_000, node.turn), float(tick))
+    tree.clock.advance()
+    assert policy.return_probability(node, tree.clock) < 0.5
+    node.pin = Pin(node, None, 1_000, 60.0, Priority.NORMAL, 60.0)
+    assert policy.return_probability(node, tree.clock) == 1.0

@@ -143,6 +143,28 @@ def test_a_restart_finds_kv_and_states(
         assert not lines(server)
 
 
+def test_smaller_copies_are_found_again_under_their_codec_only(
+    model: Path, tmp_path: Path, cold: Cold
+) -> None:
+    """They are marked, and a server whose copies are exact does not find them."""
+    smaller = (model, tmp_path / "disk", "--hybrid-tier-codec", "int8")
+    with serve(*smaller) as server:
+        for prompt in PROMPTS:
+            ask(server.url, prompt, 4)
+        written(tmp_path / "disk")
+    with serve(*smaller) as server:
+        for prompt in PROMPTS:
+            answer = ask(server.url, prompt, 4)
+            assert stored(answer) >= 640
+            assert answer["meta_info"]["hybrid_cache"]["exact"] is False
+            error = logprobs(answer)[0] - logprobs(cold(prompt))[0]
+            assert 0 < abs(error) < 0.5
+    with serve(model, tmp_path / "disk") as server:
+        for prompt in PROMPTS:
+            answer = ask(server.url, prompt, 4)
+            assert stored(answer) == 0 and right(answer, cold(prompt))
+
+
 def test_ranks_find_their_own(model: Path, tmp_path: Path, cold: Cold) -> None:
     for first in (True, False):
         with serve(model, tmp_path / "disk", "--tp-size", "2") as server:

@@ -244,6 +244,26 @@ def test_of_a_prompt_its_end_is_forgotten_first(start: Open) -> None:
     assert held(store, 1, 2, 3, 4) == [1, 2, 4]
 
 
+def test_what_is_used_again_and_again_outlasts_what_was_used_once(start: Open) -> None:
+    """The disk is full of newer files when the old ones, which come back every hour, are due."""
+    store = start()
+    put(store, 0)
+    store.budget = int(30.5 * store.used_bytes)
+    put(store, 1)
+    for hour in range(12):
+        store._now.now += 3_000  # type: ignore[attr-defined]
+        assert held(store, 0, 1) == [0, 1]
+        for number in range(10):
+            store._now.now += 60  # type: ignore[attr-defined]
+            put(store, 100 * hour + 10 + number)
+    store._now.now += 60  # type: ignore[attr-defined]
+    put(store, *range(10_000, 10_001))
+    for number in range(35):
+        put(store, 20_000 + number)
+    assert held(store, 0, 1) == [0, 1]
+    assert store.counts.files_evicted > 100
+
+
 def test_what_is_larger_than_the_budget_is_not_kept(start: Open) -> None:
     store = start(budget=1_000)
     assert not put(store, 1, size=2_000)
