@@ -221,8 +221,6 @@ class Reuse(Policy):
         return reuse_class, used, inherited.reuse_class, since
 
     def return_probability(self, node: Node, clock: Clock) -> float:
-        if node.pin is not None:  # it says that the return is certain
-            return 1.0
         now, index = self.history.time_unit.now(clock), self.history.index
         reuse_class, used, inherited, since = self._demand(node)
         own = index.return_probability(reuse_class, now - used)
