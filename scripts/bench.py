@@ -31,7 +31,7 @@ COMMANDS = (
     *("docs", "kernels"),
     *("cache", "rounds", "schedule-round", "victim", "admission"),
     *("policies", "answers", "pools", "tuner", "replay", "tiers-replay"),
-    *("prewarm", "schedule-replay", "prefetch"),
+    *("prewarm", "pins", "schedule-replay", "prefetch"),
     *("server", "split", "contexts", "roofline", "profile", "peer"),
     *("ab", "phases", "one-memory", "moves", "tiers", "tier-steps"),
     *("agent", "codecs", "modular", "schedule", "prewarm-server", "loads"),

@@ -8,6 +8,7 @@ keep what their next steps take.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -48,7 +49,7 @@ class AheadLoads:
         record = self._record(node_id)
         return 0 if record is None else self._bytes(*self._missing(record))
 
-    def begin_load(self, node_id: int, *, unless_dearer: bool = False) -> int:
+    def begin_load(self, node_id: int, keep: Collection[int] | None = None) -> int:
         cache, record = self._cache, self._record(node_id)
         if record is None:
             return 0
@@ -56,11 +57,11 @@ class AheadLoads:
         size = self._bytes(tokens, states)
         if not size:
             return 0
-        worth = self._worth(record) if unless_dearer else (math.inf, math.inf)
+        worth = self._worth(record) if keep is None else (math.inf, math.inf)
         lock = cache.inc_lock_ref(node_id).to_dec_params()
         host_lock = cache.inc_host_lock_ref(node_id).to_dec_params()
         try:
-            if not self._make_room(tokens, states, worth) or not cache.load_back(node_id):
+            if not self._make_room(tokens, states, worth, keep) or not cache.load_back(node_id):
                 return 0
         finally:
             cache.dec_lock_ref(node_id, lock)
@@ -106,9 +107,11 @@ class AheadLoads:
         tree = self._cache.shadow_tree
         return tree.kv_pool.score_of_copy(record), tree.state_pool.score_of_copy(record)
 
-    def _make_room(self, tokens: int, states: int, worth: tuple[float, float]) -> bool:
+    def _make_room(
+        self, tokens: int, states: int, worth: tuple[float, float], keep: Collection[int] | None
+    ) -> bool:
         """Whether so much is free, after what is worth less than `worth` (among KV, among states),
-        and what no waiting request needs, was evicted.
+        and need not stay, was evicted.
         """
         cache = self._cache
         if tokens > self._free_tokens() + cache.full_evictable_size() - self._reserved():
@@ -116,14 +119,14 @@ class AheadLoads:
         tree = cache.shadow_tree
         while self._free_tokens() < tokens:
             before = self._free_tokens()
-            if not self._may_go(tree.kv_pool, worth[0]):
+            if not self._may_go(tree.kv_pool, worth[0], keep):
                 return False
             cache.evict_for_alloc(EvictParams(num_tokens=1))
             if self._free_tokens() <= before:
                 return False
         if not states or cache.slots.free():
             return True
-        return self._may_go(tree.state_pool, worth[1]) and bool(cache.slots.make_room())
+        return self._may_go(tree.state_pool, worth[1], keep) and bool(cache.slots.make_room())
 
     def _free_tokens(self) -> int:
         return int(self._cache._component_available_size(ComponentType.FULL))
@@ -132,7 +135,12 @@ class AheadLoads:
         """Tokens that running requests decode next."""
         return int(self._cache.slots.decoding * max(STEPS_AHEAD, self._cache.page_size))
 
-    def _may_go(self, pool: Pool, worth: float) -> bool:
-        """Whether the next victim is something that nobody waits for, and is worth less."""
+    def _may_go(self, pool: Pool, worth: float, keep: Collection[int] | None) -> bool:
+        """Whether the next victim is worth less and need not stay: it is none of `keep`, or without
+        them something that nobody waits for.
+        """
         found = pool.cheapest(last_resort=True)
-        return found is not None and not found[0].standing and found[1] < worth
+        if found is None or found[1] >= worth:
+            return False
+        node = found[0]
+        return not node.standing if keep is None else node.payload.id not in keep

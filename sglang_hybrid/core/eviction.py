@@ -10,6 +10,7 @@ as long ago for a low one. Where neither does, what it saves counts 1 + w times 
 
 from __future__ import annotations
 
+import math
 from inspect import signature
 from typing import Any, ClassVar
 
@@ -225,7 +226,9 @@ class Reuse(Policy):
         now, index = self.history.time_unit.now(clock), self.history.index
         reuse_class, used, inherited, since = self._demand(node)
         own = index.return_probability(reuse_class, now - used)
-        return 1.0 - (1.0 - own) * (1.0 - index.return_probability(inherited, now - since))
+        declared = 0.0 if node.pin is None else min(node.pin.weight, 1.0)
+        known = (own, index.return_probability(inherited, now - since), declared)
+        return 1.0 - math.prod(1.0 - probability for probability in known)
 
     def scores(self, table: Table, clock: Clock) -> FloatArray:
         now = self.history.time_unit.now(clock)

@@ -122,11 +122,13 @@ class Car:
 
 @dataclass(frozen=True)
 class Window:
-    """CaR's window, with the part of the prefill that remains in the place of its first two
-    classes: the smallest part first. What must be loaded comes last, as there.
+    """CaR's window, with the part of the prefill that remains in the place of its classes: the
+    smallest part first.
 
-    Requests that reuse little or nothing, whose prefill remains to `MOST_SHARE` or more, are
-    first-come. So a long prompt never waits for short ones because it is long.
+    Requests that reuse little or nothing, whose prefill remains to `MOST_SHARE` or more, and those
+    that must load something, are first-come. So a long prompt never waits for short ones because it
+    is long, and a load has the time until its turn. In CaR what must be loaded comes last of all:
+    where most prompts lie below the device, it would wait longest.
     """
 
     window: int
@@ -137,6 +139,5 @@ class Window:
         return min(self.window, waiting)
 
     def key(self, waiting: Waiting[Any], prospect: Prospect, now: float) -> Key:
-        if prospect.reuse is Reuse.TO_LOAD:
-            return (2.0,)
-        return (prospect.share if prospect.share < MOST_SHARE else 1.0,)
+        waits = prospect.reuse is Reuse.TO_LOAD or prospect.share >= MOST_SHARE
+        return (1.0 if waits else prospect.share,)

@@ -8,7 +8,6 @@ the pins of a tenant may take a share of the memory and no more.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
+from sglang_hybrid.core.changing_queue import ChangingQueue
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.shares import Shares
 
@@ -27,9 +27,6 @@ DEFAULT_SHARE: Final = 0.25
 
 MOST_OF_ALL: Final = 0.5
 """Of the memory, for the pins of all tenants."""
-
-STALE: Final = 64
-"""Outdated heap entries that are kept before a heap is built anew."""
 
 
 class Priority(Enum):
@@ -123,8 +120,8 @@ class Pins:
         self._forget()
 
     def _forget(self) -> None:
-        self._expiry = _Queue(lambda pin: (pin.until,))
-        self._of_tenant: dict[Hashable, _Queue] = {}
+        self._expiry = ChangingQueue[Pin](lambda pin: (pin.until,))
+        self._of_tenant: dict[Hashable, ChangingQueue[Pin]] = {}
         self._below: dict[Node, int] = {}  # pins at a node or below it; absent: 0
         self._kv = Shares()
         self._states = self._kv if self._room is None or self._room.states is None else Shares()
@@ -230,7 +227,7 @@ class Pins:
         self._expiry.put(pin)
         own = self._of_tenant.get(pin.tenant)
         if own is None:
-            own = self._of_tenant[pin.tenant] = _Queue(lambda pin: (pin.weight, pin.until))
+            own = self._of_tenant[pin.tenant] = ChangingQueue(lambda pin: (pin.weight, pin.until))
         own.put(pin)
         self._mark_dirty(pin.node)
 
@@ -312,40 +309,3 @@ class Pins:
             held(self._kv) + kv <= share * self._room.kv
             and held(self._states) + state <= share * self._room.states
         )
-
-
-class _Queue:
-    """Pins by a key that may change; equal ones in the order in which they were put."""
-
-    def __init__(self, key: Callable[[Pin], tuple[float, ...]]) -> None:
-        self._key = key
-        self._count = 0
-        self._entry: dict[Pin, int] = {}  # the number of the entry that holds
-        self._heap: list[tuple[tuple[float, ...], int, Pin]] = []
-
-    def __len__(self) -> int:
-        return len(self._entry)
-
-    def put(self, pin: Pin) -> None:
-        """`pin` is there, with the key that it has now."""
-        self._count += 1
-        self._entry[pin] = self._count
-        heapq.heappush(self._heap, (self._key(pin), self._count, pin))
-        if len(self._heap) > 2 * len(self._entry) + STALE:
-            self._heap = [entry for entry in self._heap if self._holds(entry)]
-            heapq.heapify(self._heap)
-
-    def drop(self, pin: Pin) -> None:
-        """`pin` is there no more."""
-        del self._entry[pin]
-
-    def least(self) -> Pin | None:
-        """The pin with the least key."""
-        while self._heap:
-            if self._holds(self._heap[0]):
-                return self._heap[0][2]
-            heapq.heappop(self._heap)
-        return None
-
-    def _holds(self, entry: tuple[tuple[float, ...], int, Pin]) -> bool:
-        return self._entry.get(entry[2]) == entry[1]

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from sglang_hybrid.prompts.chat import PromptSchema, prompt_of
 from sglang_hybrid.prompts.prewarm import turns_of
 from sglang_hybrid.requests.fields import shown
-from sglang_hybrid.requests.kv_hints import IMPORT, PREWARM, SEGMENTS, prewarm_rate, take
+from sglang_hybrid.requests.hint_payloads import prewarm_rate
+from sglang_hybrid.requests.kv_hints import IMPORT, PREWARM, SEGMENTS, take
 
 if TYPE_CHECKING:
     import fastapi
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Waits:
-    """A request that waits for its turn. rate: as in `kv_hints.prewarm_rate`."""
+    """A request that waits for its turn. rate: as in `hint_payloads.prewarm_rate`."""
 
     rate: float | None
 

@@ -24,7 +24,7 @@ from sglang_hybrid.prompts.residency import residency
 from sglang_hybrid.prompts.saved import saved_schemas
 from sglang_hybrid.prompts.tokens import PromptTokenizer
 from sglang_hybrid.prompts.xml import MOST_BYTES, MarkupError
-from sglang_hybrid.requests import kv_hints
+from sglang_hybrid.requests import hint_payloads, kv_hints
 from sglang_hybrid.requests.bodies import read_body
 from sglang_hybrid.tenants import Tenant, tenant
 
@@ -155,8 +155,8 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
             raise ValueError(f"tokens_per_second is {asked.tokens_per_second}; it must be above 0.")
         pinned = None
         if asked.ttl is not None:
-            priority = kv_hints.check_priority("priority", asked.priority)
-            pinned = kv_hints.check_lifetime("ttl", asked.ttl), priority
+            priority = hint_payloads.check_priority("priority", asked.priority)
+            pinned = hint_payloads.check_lifetime("ttl", asked.ttl), priority
         sizes = (await manager.get_internal_state())[0].get("hybrid_cache")
         if not sizes:
             raise ValueError("this server does not run sglang_hybrid's cache.")

@@ -181,8 +181,9 @@ class LoadingServer:
         loads = {index: self._cache.to_load(self._requests[index]) for index in front}
         waiting = [(index, loads[index][0]) for index in front]
         due, later = self.prefetcher.due(waiting, self._link.bandwidth, self._turns(now, front))
+        keep = [self._requests[index] for index in front]
         for index in due:
-            if not self._cache.fetch(self._requests[index], *self._soon()):
+            if not self._cache.fetch(self._requests[index], *self._soon(), keep):
                 continue  # running requests hold all the room
             size, seconds = loads[index]
             self._queue.loading.add(index)

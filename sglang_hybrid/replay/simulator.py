@@ -10,7 +10,7 @@ only where it is said to be.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -173,10 +173,12 @@ class Simulator:
         """Bytes that `request` would load now, and seconds of that. Nothing changes."""
         return 0, 0.0
 
-    def fetch(self, request: Request, kv: int = 0, states: int = 0) -> bool:
+    def fetch(
+        self, request: Request, kv: int = 0, states: int = 0, keep: Sequence[Request] = ()
+    ) -> bool:
         """Load what `request` would load now, if there is room for that and for so many tokens and
-        states besides; whether it was loaded. What requests wait for stays. Without tiers there is
-        nothing to load.
+        states besides; whether it was loaded. What `keep` would resume from stays. Without tiers
+        there is nothing to load.
         """
         return False
 
@@ -316,9 +318,9 @@ class Simulator:
         self, ticket: Ticket, tokens: TokenArray, ends: dict[int, Kind | None]
     ) -> list[Node]:
         """Insert what was computed by now and hold its end instead of what was held before."""
-        known = (
-            ticket.locked_node if self.cost.state_bytes else None
-        )  # without states it may lie beside
+        known = ticket.locked_node
+        if known is not None and not self._leads_to(known):
+            known = None
         tenant = ticket.request.tenant
         path, matched = self.tree.find(tokens, known, tenant)
         path = self._insert(tokens, path, matched, ends, tenant)
@@ -327,6 +329,10 @@ class Simulator:
         if deepest is not None and deepest.depth == len(tokens):
             self._lock(ticket, deepest)
         return path
+
+    def _leads_to(self, node: Node) -> bool:
+        """Whether what a request holds, `node`, is on its path; without states it may lie aside."""
+        return bool(self.cost.state_bytes)
 
     def _lock(self, ticket: Ticket, node: Node | None) -> None:
         """Hold `node` for a running request, and let go of what it held."""

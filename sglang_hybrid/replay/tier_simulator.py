@@ -8,7 +8,7 @@ Writing takes no time of a request; loading comes before its prefill.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS, Prefill
 from sglang_hybrid.core.cost import UNBOUNDED, CostModel
@@ -125,13 +125,16 @@ class TieredSimulator(Simulator):
         _, way = self._way(request)
         return sum(way.load_bytes), way.load_seconds
 
-    def fetch(self, request: Request, kv: int = 0, states: int = 0) -> bool:
+    def fetch(
+        self, request: Request, kv: int = 0, states: int = 0, keep: Sequence[Request] = ()
+    ) -> bool:
         path, way = self._way(request)
         if not any(way.load_bytes):
             return False
         kv += sum(node.tokens for node in path if not copies_of(node).has_kv(Tier.DEVICE))
         states += not copies_of(path[-1]).has_state(Tier.DEVICE)
-        if not self._make_room_in(Tier.DEVICE, kv, states, path, keep_wanted=True):
+        wanted = {self.resumes_from(one)[0] for one in keep}
+        if not self._make_room_in(Tier.DEVICE, kv, states, path, wanted):
             return False
         self._bring(path, path[-1], path)
         return True
@@ -142,6 +145,10 @@ class TieredSimulator(Simulator):
         path, _ = self.tree.find(usable, tenant=request.tenant)
         way = self._choose(list(ways(path, request.input_len, self.cost, self.rates.speeds)))
         return [node for node in path if node.depth <= way.depth], way
+
+    def _leads_to(self, node: Node) -> bool:
+        """What found no room on the device may be gone from below it, with the KV above it."""
+        return bool(copies_of(node).kv)
 
     def _lock(self, ticket: Ticket, node: Node | None) -> None:
         before = ticket.locked_node
@@ -218,10 +225,15 @@ class TieredSimulator(Simulator):
         return self._make_room_in(Tier.DEVICE, kv, states, path)
 
     def _make_room_in(
-        self, tier: Tier, kv: int, states: int, path: list[Node], *, keep_wanted: bool = False
+        self,
+        tier: Tier,
+        kv: int,
+        states: int,
+        path: list[Node],
+        keep: Collection[Node | None] = (),
     ) -> bool:
         """Evict until so many tokens and states fit into `tier`; False if they cannot. `path`
-        stays in all tiers. keep_wanted: so does what requests wait for.
+        stays in all tiers; nothing is evicted once it would be one of `keep`.
         """
         if self._short_of(tier, kv, states) is None:
             return True
@@ -229,8 +241,8 @@ class TieredSimulator(Simulator):
             return False
         held = self._hold(path)
         while pool := self._short_of(tier, kv, states):
-            next_one = pool.cheapest(last_resort=True) if keep_wanted else None
-            if keep_wanted and (next_one is None or next_one[0].standing):
+            next_one = pool.cheapest(last_resort=True) if keep else None
+            if next_one is not None and next_one[0] in keep:
                 break
             victim = pool.victim() or pool.victim(last_resort=True)
             if victim is None:

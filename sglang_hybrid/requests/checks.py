@@ -15,7 +15,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
 
-from sglang_hybrid.requests import fields, kv_hints
+from sglang_hybrid.requests import fields, hint_payloads, kv_hints
 
 if TYPE_CHECKING:
     import fastapi
@@ -80,7 +80,7 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
     _samples(request.sampling_params)
     said = None if http is None else http.headers.get(SESSION_HEADER)
     if said is not None and isinstance(request, GenerateReqInput):
-        hint = kv_hints.session_of_header(SESSION_HEADER, said)
+        hint = hint_payloads.session_of_header(SESSION_HEADER, said)
         request.kv_hints = kv_hints.with_session(request.kv_hints, hint)
     exact = None if http is None else http.headers.get(EXACT_HEADER)
     if exact is not None and isinstance(request, GenerateReqInput):

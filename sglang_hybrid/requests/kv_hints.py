@@ -7,7 +7,6 @@ nothing of SGLang.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +16,16 @@ import msgspec
 from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.core.pins import PinRequest, Priority
 from sglang_hybrid.requests.fields import shown
+from sglang_hybrid.requests.hint_payloads import (
+    VERSION,
+    Action,
+    check_fields,
+    check_lifetime,
+    check_positions,
+    check_priority,
+    check_version,
+    said_of_session,
+)
 
 PREFIX = "hybrid."
 CHECKPOINT = "hybrid.checkpoint"
@@ -27,21 +36,9 @@ IMPORT = "hybrid.import"
 PREWARM = "hybrid.prewarm"
 KNOWN = (CHECKPOINT, PIN, IMPORT, PREWARM, SESSION, EXACT)
 SEGMENTS = "hybrid.segments"
-VERSION = "1"
 
 MOST_POSITIONS = 16
 """Positions that one request may declare. Each takes a state slot, if need be another state's."""
-
-LONGEST_LIFETIME = 86_400
-"""Seconds that a pin may last."""
-
-
-class Action(Protocol):
-    """One action of an envelope."""
-
-    action_type: str
-    action_version: str
-    payload: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -186,31 +183,12 @@ def take(kv_hints: Any, kind: str) -> tuple[Mapping[str, Any] | None, Any]:
         return None, kv_hints
     if len(found) > 1:
         raise ValueError(f"kv_hints has {kind} {len(found)} times; it may stand there once.")
-    _check_version(kind, found[0].get("action_version"))
+    check_version(kind, found[0].get("action_version"))
     payload = found[0].get("payload", {})
     if not isinstance(payload, dict):
         raise ValueError(f"the payload of {kind} is {shown(payload)}; it must be an object.")
     rest = [one for one in actions if one is not found[0]]
     return payload, {**envelope, "actions": rest} if rest else None
-
-
-def prewarm_rate(payload: Mapping[str, Any]) -> float | None:
-    """Tokens per second at which a payload of `hybrid.prewarm` lets a prompt be computed while
-    others run; None: only while none does. Raises ValueError.
-    """
-    rate = payload.get("tokens_per_second")
-    numeric = isinstance(rate, int | float) and not isinstance(rate, bool)
-    if rate is not None and (not numeric or not 0 < rate < math.inf):
-        raise ValueError(
-            f"tokens_per_second of {PREWARM} is {shown(rate)}; it is a number above 0, or null."
-        )
-    unknown = payload.keys() - {"tokens_per_second"}
-    if unknown:
-        raise ValueError(
-            f"the payload of {PREWARM} has the field {shown(min(unknown))}; it has only "
-            "tokens_per_second."
-        )
-    return rate
 
 
 def wants_exact(envelope: Envelope | None) -> bool:
@@ -221,7 +199,7 @@ def wants_exact(envelope: Envelope | None) -> bool:
 def session_hint(envelope: Envelope | None) -> Hint | None:
     """What a checked request says of its session: the last one of such actions."""
     said = [] if envelope is None else _ours(envelope, SESSION)
-    return _said(said[-1]) if said else None
+    return said_of_session(said[-1]) if said else None
 
 
 def declared_positions(envelope: Envelope | None) -> tuple[int, ...]:
@@ -265,111 +243,30 @@ def check(envelope: Envelope | None, prompt_len: int, *, own: bool = False) -> N
                 f"kv_hints has the action {shown(action.action_type)}; of those that begin with "
                 f"{PREFIX} this server knows {', '.join(KNOWN)}."
             )
-        _check_version(action.action_type, action.action_version)
+        check_version(action.action_type, action.action_version)
         if action.action_type == SESSION:
-            _said(action)
-            _check_fields(action, "next", "seconds")
+            said_of_session(action)
+            check_fields(action, "next", "seconds")
         elif action.action_type in (IMPORT, PREWARM):
             raise ValueError(
                 f"kv_hints has {action.action_type}, which is for requests of one prompt to "
                 "/generate; leave it out."
             )
         elif action.action_type == EXACT:
-            _check_fields(action)
+            check_fields(action)
         elif action.action_type == PIN:
-            _check_fields(action, "positions", "ttl", "priority")
-            _check_positions(action, prompt_len + own)
+            check_fields(action, "positions", "ttl", "priority")
+            check_positions(action, prompt_len + own)
             check_lifetime(f"ttl of {PIN}", action.payload.get("ttl"))
             check_priority(f"priority of {PIN}", action.payload.get("priority", "normal"))
         else:
-            _check_fields(action, "positions")
-            _check_positions(action, prompt_len)
+            check_fields(action, "positions")
+            check_positions(action, prompt_len)
     count = len(declared_positions(envelope))
     if count > MOST_POSITIONS:
         raise ValueError(
             f"kv_hints declares {count} positions; a request may declare {MOST_POSITIONS} at most."
         )
-
-
-def session_of_header(name: str, value: str) -> Hint:
-    """What the header `name` says of a session. Raises ValueError with one sentence."""
-    try:
-        return Hint.parse(value)
-    except ValueError as error:
-        raise ValueError(f"the header {name} is {shown(value)}; {error}.") from None
-
-
-def _said(action: Action) -> Hint:
-    """What an action says of the session. Raises ValueError with one sentence."""
-    value, seconds = action.payload.get("next"), action.payload.get("seconds")
-    known = {"end": Hint.ENDS, "return": Hint.RETURNS}
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(
-            f"the payload of {SESSION} says {shown(value)} of the session; say 'end' or 'return'."
-        )
-    if seconds is None:
-        return known[value]
-    if known[value] is Hint.ENDS or type(seconds) not in (int, float):
-        raise ValueError(
-            f"seconds in the payload of {SESSION} is {shown(seconds)}; it is a number, and only "
-            "for a session that returns."
-        )
-    try:
-        return Hint.after(seconds)
-    except ValueError as error:
-        raise ValueError(f"the payload of {SESSION}: {error}.") from None
-
-
-def _check_version(kind: str, version: Any) -> None:
-    if version != VERSION:
-        raise ValueError(
-            f"kv_hints has version {shown(version)} of {kind}; this server knows version "
-            f"{VERSION!r}."
-        )
-
-
-def _check_fields(action: Action, *fields: str) -> None:
-    unknown = action.payload.keys() - {*fields}
-    if unknown:
-        raise ValueError(
-            f"the payload of {action.action_type} has the field {shown(min(unknown))}; "
-            f"{'it has only ' + ', '.join(fields) if fields else 'it has none'}."
-        )
-
-
-def check_lifetime(where: str, ttl: Any) -> float:
-    """The lifetime that `where` gives. Raises ValueError with one sentence."""
-    numeric = isinstance(ttl, int | float) and not isinstance(ttl, bool)
-    if ttl is None or not numeric or not 0 < ttl <= LONGEST_LIFETIME:
-        raise ValueError(
-            f"{where} is {shown(ttl)}; it is a number of seconds, above 0 and at most "
-            f"{LONGEST_LIFETIME:,}."
-        )
-    return float(ttl)
-
-
-def check_priority(where: str, priority: Any) -> Priority:
-    """The priority that `where` gives. Raises ValueError with one sentence."""
-    known = [each.value for each in Priority]
-    if priority not in known:
-        raise ValueError(f"{where} is {shown(priority)}; it may be {', '.join(map(repr, known))}.")
-    return Priority(priority)
-
-
-def _check_positions(action: Action, prompt_len: int) -> None:
-    name = action.action_type
-    positions = action.payload.get("positions")
-    if not isinstance(positions, list) or not positions:
-        raise ValueError(
-            f"positions of {name} is {shown(positions)}; it must be a list of one position "
-            "at least."
-        )
-    for at, position in enumerate(positions):
-        if type(position) is not int or not 0 < position < prompt_len:
-            raise ValueError(
-                f"positions[{at}] of {name} is {shown(position)}; in a prompt of "
-                f"{prompt_len:,} tokens a position is a whole number from 1 to {prompt_len - 1:,}."
-            )
 
 
 def _action(action_type: str, payload: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ at the same steps.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -46,9 +46,10 @@ FIRST_PACE: Final = 0.02
 class LoadingCache(Protocol):
     """What loads need of the cache."""
 
-    def begin_load(self, node_id: int, *, unless_dearer: bool = False) -> int:
-        """Load what of the path to a node only the host has. unless_dearer: what goes for it must
-        be worth less. Returns its bytes; 0 if there is no room, or nothing to load.
+    def begin_load(self, node_id: int, keep: Collection[int] | None = None) -> int:
+        """Load what of the path to a node only the host has. keep: nodes that stay for it; without
+        them all stays that somebody waits for, or that is worth more. Returns its bytes; 0 if there
+        is no room, or nothing to load.
         """
         ...
 
@@ -132,6 +133,7 @@ class TimedLoads:
         """It joined a batch, which must not begin before the loads under way: what it resumes from
         may be among them.
         """
+        self.returns.forget(req.last_node)
         again = self._cache.load_bytes(req) > 0
         if self._cache.is_loading() and not again:  # its own load comes behind them, on one link
             self._cache.await_loads()
@@ -186,8 +188,9 @@ class TimedLoads:
         prospects = [each.prospect for each in looked_at]
         free = turns(self._places(now), [_seconds(it, speeds) for it in prospects])
         due, _ = self.prefetcher.due(waiting, speeds.loads[Tier.HOST].bandwidth, free)
+        keep = {each.name.best_match_node for each in looked_at}
         for req in due:
-            size = self._cache.begin_load(req.best_match_node)
+            size = self._cache.begin_load(req.best_match_node, keep)
             if size:
                 self.prefetcher.started(req, size)
                 self._under_way = req
@@ -200,7 +203,7 @@ class TimedLoads:
         """
         link = self._speeds.speeds.loads[Tier.HOST]
         node_id = self.returns.due(now + MARGIN, link.seconds, self._cache.missing_bytes)
-        if node_id is not None and self._cache.begin_load(node_id, unless_dearer=True):
+        if node_id is not None and self._cache.begin_load(node_id):
             self.prefetcher.counts.expected += 1
 
     def _places(self, now: float) -> list[float]:

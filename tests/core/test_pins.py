@@ -121,6 +121,17 @@ def test_a_normal_pin_is_a_return_that_is_certain_within_its_lifetime() -> None:
     assert index.peak > 2 / 400
 
 
+def test_what_is_pinned_is_worth_writing_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A return within the lifetime is certain, or half so, beside what is known."""
+    policy = reuse()
+    tree, nodes, _ = tree_of([100] * 4, policy)
+    monkeypatch.setattr(policy.history.index, "return_probability", lambda kind, age: 0.2)
+    for node, priority in zip(nodes, (LOW, NORMAL, HIGH), strict=False):
+        tree.pins.pin(node, PinRequest(100, 400, priority))
+    returns = [policy.return_probability(node, tree.clock) for node in nodes]
+    assert returns == pytest.approx([1 - 0.8 * 0.8 * 0.5, 1.0, 1.0, 1 - 0.8 * 0.8])
+
+
 def test_a_tenant_cannot_pin_more_than_its_share() -> None:
     """Its pin that ends first gives way to a new one, never another tenant's."""
     tree, nodes, _ = tree_of([100] * 5, Lru(), share=0.2, room=10 * LEAF)

@@ -97,7 +97,7 @@ def test_the_window_goes_by_the_part_that_remains() -> None:
     waiting = line(Window(8), load=LOADED, cold=hit(0), little=hit(0.2), third=hit(0.3))
     waiting.add("long", Prospect(9_000, 9.0, 100.0, Reuse.ON_DEVICE))
     waiting.add("short", Prospect(85, 1.5, 10.0, Reuse.ON_DEVICE))
-    assert waiting.arrange() == ["long", "short", "third", "cold", "little", "load"]
+    assert waiting.arrange() == ["long", "short", "third", "load", "cold", "little"]
 
 
 def test_longest_prefix_gives_up_where_too_many_wait() -> None:

@@ -11,11 +11,15 @@ import pytest
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.nodes import Node
+from sglang_hybrid.core.orders import Window
 from sglang_hybrid.core.places import copies_of
+from sglang_hybrid.core.queue_order import QueueOrder
 from sglang_hybrid.core.rates import TIERS, Link, Speeds, Tier
 from sglang_hybrid.core.serving import Split
 from sglang_hybrid.core.table import Table
 from sglang_hybrid.core.tier_pool import TierPool
+from sglang_hybrid.core.waiting import Bound
+from sglang_hybrid.replay import generators
 from sglang_hybrid.replay.systems import Setting, Spec, systems
 from sglang_hybrid.replay.tier_budgets import TierBudgets, TierCounts
 from sglang_hybrid.replay.tier_simulator import TieredSimulator
@@ -383,3 +387,17 @@ def test_counts_are_summed_up() -> None:
     assert counts.written_per_hit_token == 25
     assert counts.as_dict()["written"] == {"device": 0, "host": 1_000, "disk": 0}
     assert TierCounts().written_per_hit_token == 0
+
+
+def test_what_a_request_holds_may_go_with_the_kv_above_it() -> None:
+    """Overlapping requests in tiers that hold little: what found no room on the device is in the
+    tree only as long as a lower tier has it.
+    """
+    cost = CostModel.paper_7b()
+    kind = generators.traffic("few-shot", sessions=80)
+    requests = generators.generate("few-shot", kind, 2)
+    tiers = TierBudgets.of(10**8, 10**8, 2 * 10**8)
+    setting = Setting(cost, None, requests, tiers=tiers, speeds=tiers.speeds(cost, PAPER))
+    order: QueueOrder[int] = QueueOrder(Window(64), Bound(8, 30.0))
+    served = Timeline(Spec("lru").build(setting), PAPER, order=order).run(requests)
+    assert len(served) == len(requests)

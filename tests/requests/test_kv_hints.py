@@ -9,7 +9,7 @@ from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 
 from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.core.pins import PinRequest, Priority
-from sglang_hybrid.requests import kv_hints
+from sglang_hybrid.requests import hint_payloads, kv_hints
 
 
 def envelope(*actions: dict[str, Any]) -> Any:
@@ -159,13 +159,13 @@ def test_an_action_that_the_server_does_itself_is_taken_out() -> None:
 
 
 def test_the_rate_of_a_prewarming() -> None:
-    assert kv_hints.prewarm_rate({}) is None
-    assert kv_hints.prewarm_rate({"tokens_per_second": 0.5}) == 0.5
+    assert hint_payloads.prewarm_rate({}) is None
+    assert hint_payloads.prewarm_rate({"tokens_per_second": 0.5}) == 0.5
     for wrong in (0, -1, True, "fast", float("inf"), float("nan")):
         with pytest.raises(ValueError, match=r"tokens_per_second of hybrid\.prewarm is"):
-            kv_hints.prewarm_rate({"tokens_per_second": wrong})
+            hint_payloads.prewarm_rate({"tokens_per_second": wrong})
     with pytest.raises(ValueError, match="has the field 'budget'; it has only tokens_per_second"):
-        kv_hints.prewarm_rate({"budget": 3})
+        hint_payloads.prewarm_rate({"budget": 3})
 
 
 def test_exactness_may_be_asked_for() -> None:
@@ -191,11 +191,11 @@ def test_exactness_may_be_asked_for() -> None:
 )
 def test_a_header_that_says_something_else(header: str, sentence: str) -> None:
     with pytest.raises(ValueError) as error:
-        kv_hints.session_of_header("X", header)
+        hint_payloads.session_of_header("X", header)
     assert sentence in str(error.value)
 
 
 def test_a_header_says_when() -> None:
-    assert kv_hints.session_of_header("X", "return; seconds=20") == Hint.after(20)
-    assert kv_hints.session_of_header("X", " return ;seconds=0.5 ") == Hint.after(0.5)
-    assert kv_hints.session_of_header("X", "end") == Hint.ENDS
+    assert hint_payloads.session_of_header("X", "return; seconds=20") == Hint.after(20)
+    assert hint_payloads.session_of_header("X", " return ;seconds=0.5 ") == Hint.after(0.5)
+    assert hint_payloads.session_of_header("X", "end") == Hint.ENDS

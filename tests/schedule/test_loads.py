@@ -180,3 +180,14 @@ def test_nothing_is_left_behind(seed: int) -> None:
         it.server.check()
     assert done[0] == done[1]
     assert ranks[0].counts.started > 0
+
+
+def test_who_comes_back_early_is_expected_no_more() -> None:
+    it = Ahead()
+    session = run(60, 8)
+    req = it.server.arrive(session, it.now, session=Hint.after(30))
+    assert it.server.admit(req)
+    it.finish(req)
+    assert len(it.loads.returns) == 1
+    it.warm([*session, 1, 500, 501], it.now)
+    assert len(it.loads.returns) == 0

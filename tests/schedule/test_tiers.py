@@ -21,8 +21,8 @@ SIZES = Sizes(states=7, kv=160, rows=6, context=128)
 class TieredScheduler(Scheduler):
     """A scheduler over a tiered server."""
 
-    def __init__(self, **flags: Any) -> None:
-        options = HybridConfig(hybrid_schedule=Schedule.WINDOW, **flags)
+    def __init__(self, schedule: Schedule = Schedule.WINDOW, **flags: Any) -> None:
+        options = HybridConfig(hybrid_schedule=schedule, **flags)
         self.server = TieredServer(build_tiered_cache(SIZES, options), SIZES)
         self.cache: Any = self.server.cache
         self.queue = []
@@ -39,8 +39,10 @@ class TieredScheduler(Scheduler):
             self.server.poll()
 
 
-def test_what_must_be_loaded_comes_last() -> None:
-    it = TieredScheduler()
+@pytest.mark.parametrize("schedule", [Schedule.WINDOW, Schedule.CAR])
+def test_what_must_be_loaded_does_not_come_first(schedule: Schedule) -> None:
+    """In the window it is first-come, with what reuses nothing; in CaR it is last."""
+    it = TieredScheduler(schedule)
     away, here = run(60, 1), run(50, 2)
     it.warm(away)
     it.settle()
@@ -53,7 +55,7 @@ def test_what_must_be_loaded_comes_last() -> None:
     warm = it.arrive([*here, 7, 8])
     it.cache.schedule.arrange(it.queue)
     assert load.host_hit_length > 0, "it was meant to be on the host only"
-    assert it.queue == [warm, cold, load]
+    assert it.queue == [warm, *([load, cold] if schedule is Schedule.WINDOW else [cold, load])]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -5,8 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import requests
 
+from sglang_hybrid.core.pins import PinRequest
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.requests.kv_hints import pin_hint
 from sglang_hybrid.server_process import ServerProcess
 from tests.server.client import ask, generate, hybrid_cache, metric, random_prompt
 from tests.server.expected import NEW_TOKENS, agree, expect
@@ -42,3 +45,31 @@ def test_two_ranks(model_directory: Callable[[str], Path]) -> None:
     assert "10 state slots let 3 requests run" in seen["advice"][0]
     assert log.count(seen["advice"][0]) == 1
     assert sum(seen["evicted"].values()) > 5, "the pool was meant to be too small"
+
+
+def test_two_ranks_keep_the_same_pins(model_directory: Callable[[str], Path]) -> None:
+    """Pins that hold and pins that end between requests, in a pool that is too small: a rank that
+    evicts another state ends the server.
+    """
+    model = model_directory(DEFAULT_ARCHITECTURE)
+    flags = ["--model-path", str(model), "--tp-size", "2", "--max-mamba-cache-size", "10"]
+    prompts = [random_prompt(120 + 10 * number, seed=number) for number in range(12)]
+    with ServerProcess([*flags, "--hybrid-memory", "split"], environment=CHECKED) as server:
+
+        def send(number: int) -> int:
+            prompt = prompts[number % 12]
+            ttl = 0.05 + 0.2 * (number % 4) if number % 3 else 60.0
+            body = {
+                "input_ids": prompt,
+                "sampling_params": {"max_new_tokens": 4, "ignore_eos": True},
+                "kv_hints": pin_hint([PinRequest(50, ttl), PinRequest(len(prompt) - 1, ttl)]),
+            }
+            answer = requests.post(server.url + "/generate", json=body, timeout=300)
+            answer.raise_for_status()
+            return int(answer.json()["meta_info"]["completion_tokens"])
+
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(send, range(72))) == [4] * 72
+        seen = hybrid_cache(server.url)["pins"]
+        assert seen["expired"] > 0 and seen["gave_way"] > 0
+        assert sum(hybrid_cache(server.url)["evicted"].values()) > 5
