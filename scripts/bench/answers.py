@@ -23,10 +23,19 @@ import numpy.typing as npt
 
 from scripts.bench.policies import COST, RULES
 from scripts.bench.report import Table, positive
-from scripts.bench.traces import SIZES, TRACES, read_named, read_or_generate
+from scripts.bench.traces import (
+    GENERATED,
+    SIZES,
+    TRACES,
+    Row,
+    read_named,
+    read_or_generate,
+    rows_of,
+)
 from sglang_hybrid.core import answers
 from sglang_hybrid.core.history import History, TimeUnit
 from sglang_hybrid.core.nodes import Clock
+from sglang_hybrid.replay.generators import generate, traffic
 from sglang_hybrid.replay.hints import KINDS, with_hints
 from sglang_hybrid.replay.runner import Job, Runner, run_all
 from sglang_hybrid.replay.systems import Spec
@@ -40,6 +49,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rules", choices=[*RULES], nargs="+", default=["paper", "one"])
     parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
     parser.add_argument("--generated", type=int, metavar="SEEDS", help="generated traffic instead")
+    parser.add_argument(
+        "--closing",
+        type=positive,
+        metavar="TOKENS",
+        help="generated agents and chats whose last answer ends with so many tokens of its own",
+    )
     parser.add_argument("--workers", type=positive, default=1, help="processes")
     parser.add_argument("--cost", action="store_true", help="of a request, instead")
     parser.add_argument("--features", action="store_true", help="further ones, instead")
@@ -53,6 +68,8 @@ def run(options: argparse.Namespace) -> None:
         further_features(options)
         return
     runner, rows = read_or_generate(options.traces, options.generated)
+    if options.closing:
+        runner, rows = closing(options.closing, options.generated or 1)
     traces = dict(runner.traces)
     for kind in options.hints:
         traces |= {f"{name}, {kind}": with_hints(it, kind) for name, it in runner.traces.items()}
@@ -82,6 +99,18 @@ def run(options: argparse.Namespace) -> None:
         for nth, value in enumerate(means)
     ]
     table.row("**mean**", "", *shown)
+
+
+def closing(tokens: int, seeds: int) -> tuple[Runner, list[Row]]:
+    """Agents and chats whose last answer ends with so many tokens of its own, and their rows."""
+    sizes: dict[str, Sequence[float]] = {}
+    traces = {}
+    for kind in ("agent", "chat"):
+        how = traffic(kind, sessions=60 if kind == "agent" else None, closing=tokens)
+        for seed in range(seeds):
+            name = f"{kind} {seed}, closing"
+            traces[name], sizes[name] = generate(kind, how, seed), GENERATED[kind]
+    return Runner(traces), rows_of(sizes)
 
 
 def cost(requests: int = 300, answer: int = 200) -> None:

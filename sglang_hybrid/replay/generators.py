@@ -25,8 +25,9 @@ class Traffic:
     session adds to its transcript. templates: how many different ones there are, or transcripts
     that grow side by side; popular ones come more often (Zipf). turns: requests in a session, in a
     fan-out those sent at once. question, answer: of each request. think: from one request of a
-    session to the next. azure: supplies arrivals of sessions, and questions and
-    answers in the place of `question` and `answer`.
+    session to the next. closing: tokens that end the last answer of each session and no other, the
+    same in all; 0: nothing tells it from the others. azure: supplies arrivals of sessions, and
+    questions and answers in the place of `question` and `answer`.
     """
 
     shared: Draw
@@ -39,6 +40,7 @@ class Traffic:
     session_rate: float = 1.0
     vocabulary: int = 32_000
     max_input: int = 32_768
+    closing: int = 0
     azure: Azure | None = None
 
 
@@ -139,6 +141,7 @@ class _Maker:
         self._popularity = popularity / popularity.sum()
         self._next_session = 0
         self._transcripts: dict[int, TokenArray] = {}
+        self._closing = self._text(how.closing) if how.closing else None
 
     def conversation(self, number: int, start: float) -> Iterator[Request]:
         """Each turn adds a question to all that was said. It ends early at `max_input` tokens."""
@@ -148,6 +151,8 @@ class _Maker:
         thinking = self.how.think.draw(self.rng, turns)
         for turn in range(turns):
             question, answer = self._exchange()
+            if self._closing is not None and turn == turns - 1:
+                answer = np.concatenate([answer, self._closing])
             starts.append(len(said))
             said = np.concatenate([said, question])
             if len(said) > self.how.max_input:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,17 @@ def test_a_chat_goes_on_from_what_was_said() -> None:
             assert np.array_equal(r.tokens[: len(last[r.session])], last[r.session])
         last[r.session] = r.tokens
     assert len({r.tokens[:300].tobytes() for r in requests}) == 1
+
+
+def test_the_last_answer_of_a_session_may_be_told_from_others() -> None:
+    closing = generate("agent", traffic("agent", sessions=20, closing=8), 3)
+    last = {request.session: request for request in closing}
+    ends = [request.tokens[-8:].tolist() for request in last.values()]
+    assert len(last) == 20
+    (most, times), *_ = Counter(map(tuple, ends)).most_common(1)
+    assert times >= 15, "but for sessions that ended at the longest prompt"
+    others = [request for request in closing if request is not last[request.session]]
+    assert all(tuple(request.tokens[-8:].tolist()) != most for request in others)
 
 
 def test_few_shot_prompts_share_templates() -> None:
