@@ -17,6 +17,7 @@ from sglang_hybrid.core.model_parts import (
     mixer_kinds,
     mlp_of,
     moe_of,
+    number,
     size,
 )
 
@@ -163,7 +164,7 @@ def _lfm2(config: Config) -> list[Layer]:
     conv = short_conv(hidden, integer(config, "conv_L_cache", default=3))
     inner = integer(config, "block_ff_dim", "intermediate_size")
     if config.get("model_type") == "lfm2" and config.get("block_auto_adjust_ff_dim", True):
-        factor = float(first(config, "block_ffn_dim_multiplier", default=1.0))
+        factor = number(config, "block_ffn_dim_multiplier", default=1.0)
         inner = size(config, factor * (2 * inner // 3), "block_ffn_dim_multiplier")
         multiple = integer(config, "block_multiple_of", default=256)
         inner = -(-inner // multiple) * multiple

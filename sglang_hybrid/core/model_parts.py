@@ -37,6 +37,17 @@ def integer(config: Config, *names: str, default: int | None = None) -> int:
     return size(config, first(config, *names, default=default), *names)
 
 
+def number(config: Config, *names: str, default: float) -> float:
+    """`first`, which must be a number. Raises ValueError."""
+    value = first(config, *names, default=default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(
+            f"the config of model_type {config.get('model_type')!r} has {str(value)[:40]!r} as "
+            f"{' / '.join(names)}, which is no number"
+        )
+    return value
+
+
 def size(config: Config, value: Any, *names: str) -> int:
     """`value`, that `config` has under one of `names`, as a size of a model. Raises ValueError."""
     try:

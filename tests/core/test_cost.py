@@ -357,3 +357,10 @@ def test_unusual_configs_are_refused(field: str, value: object) -> None:
     assert CostModel.from_config(llama).linear > 0
     with pytest.raises(ValueError, match="the config of model_type 'llama'"):
         CostModel.from_config(llama | {field: value})
+
+
+@pytest.mark.parametrize("value", ["", "wide", [2], True])
+def test_a_factor_that_is_no_number_is_refused(value: object) -> None:
+    lfm2 = EVERYTHING | {"model_type": "lfm2", "block_ffn_dim_multiplier": value}
+    with pytest.raises(ValueError, match="block_ffn_dim_multiplier, which is no number"):
+        CostModel.from_config(lfm2)
