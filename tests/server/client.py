@@ -90,5 +90,6 @@ def metric(url: str, name: str) -> float:
 
 
 def flush(url: str) -> None:
-    """Empty the server's prefix cache."""
-    requests.post(url + "/flush_cache", timeout=60).raise_for_status()
+    """Empty the server's prefix cache, once copies to other tiers that are under way have ended."""
+    empty = requests.post(url + "/flush_cache", params={"timeout": 30}, timeout=60)
+    empty.raise_for_status()
