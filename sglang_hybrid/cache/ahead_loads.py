@@ -110,8 +110,8 @@ class AheadLoads:
     def _make_room(
         self, tokens: int, states: int, worth: tuple[float, float], keep: Collection[int] | None
     ) -> bool:
-        """Whether so much is free, after what is worth less than `worth` (among KV, among states),
-        and need not stay, was evicted.
+        """Whether so much is free, after what is worth no more than `worth` (among KV, among
+        states), and need not stay, was evicted.
         """
         cache = self._cache
         if tokens > self._free_tokens() + cache.full_evictable_size() - self._reserved():
@@ -136,11 +136,11 @@ class AheadLoads:
         return int(self._cache.slots.decoding * max(STEPS_AHEAD, self._cache.page_size))
 
     def _may_go(self, pool: Pool, worth: float, keep: Collection[int] | None) -> bool:
-        """Whether the next victim is worth less and need not stay: it is none of `keep`, or without
-        them something that nobody waits for.
+        """Whether the next victim is worth no more and need not stay: it is none of `keep`, or
+        without them something that nobody waits for.
         """
         found = pool.cheapest(last_resort=True)
-        if found is None or found[1] >= worth:
+        if found is None or found[1] > worth:
             return False
         node = found[0]
         return not node.standing if keep is None else node.payload.id not in keep

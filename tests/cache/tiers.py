@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from sglang_hybrid.config import HybridConfig
@@ -45,6 +46,8 @@ def build_tiered_cache(
     )
     arguments._mamba_cache_chunk_size = max(sizes.grid, sizes.page)
     set_global_server_args_for_scheduler(arguments)
+    # SGLang leaves 10 GiB of the machine's memory free, which other tests may have; a few KB do.
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     cache.init_hicache(arguments, cache.cache_init_params)
     cache.load_back_threshold = 0
     return cache

@@ -97,8 +97,8 @@ def test_a_session_that_is_expected_back(url: str) -> None:
     }
     said = {"X-Hybrid-Session": "return; seconds=25"}
     answer = requests.post(url + "/generate", json=body, headers=said, timeout=60).json()
-    for document in DOCUMENTS:  # they push it out, and their sessions end
-        ended = {**body, "input_ids": document}
+    for document in DOCUMENTS:  # the host has them; they push it out, and their sessions end
+        ended = {**body, "input_ids": [*document, *random_prompt(5, seed=90)]}
         requests.post(
             url + "/generate", json=ended, headers={"X-Hybrid-Session": "end"}, timeout=60
         ).raise_for_status()
