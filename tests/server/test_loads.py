@@ -66,28 +66,6 @@ def test_a_queue_of_requests_whose_documents_are_on_the_host(url: str) -> None:
     assert seen["most_overtaken"] <= seen["overtaken_at_most"]
 
 
-def test_requests_that_go_leave_nothing(url: str) -> None:
-    def impatient(number: int) -> None:
-        body = {
-            "input_ids": [*DOCUMENTS[number % 6], *random_prompt(9, seed=200 + number)],
-            "sampling_params": {"max_new_tokens": 30, "ignore_eos": True},
-        }
-        try:
-            requests.post(url + "/generate", json=body, timeout=0.05 + number % 4 / 2)
-        except requests.exceptions.Timeout:
-            return
-
-    with ThreadPoolExecutor(24) as pool:
-        list(pool.map(impatient, range(48)))
-    requests.post(url + "/abort_request", json={"abort_all": True}, timeout=60)
-    assert ask(url, random_prompt(20, seed=1), 1)["meta_info"]["completion_tokens"] == 1
-    seen = settled(url)
-    loads = seen["loads"]
-    assert loads["used"] + loads["late"] + loads["cancelled"] == loads["started"]
-    assert seen["holds"] == 0
-    flush(url)
-
-
 def test_a_session_that_is_expected_back(url: str) -> None:
     before = schedule(url)["loads"]["expected"]
     session = random_prompt(700, seed=77)
@@ -110,3 +88,25 @@ def test_a_session_that_is_expected_back(url: str) -> None:
     again = ask(url, [*session, *answer["output_ids"], 500, 501], 1)
     assert again["meta_info"]["hybrid_cache"]["tiers"]["host_tokens"] == 0
     assert again["meta_info"]["cached_tokens"] >= 700
+
+
+def test_requests_that_go_leave_nothing(url: str) -> None:
+    def impatient(number: int) -> None:
+        body = {
+            "input_ids": [*DOCUMENTS[number % 6], *random_prompt(9, seed=200 + number)],
+            "sampling_params": {"max_new_tokens": 30, "ignore_eos": True},
+        }
+        try:
+            requests.post(url + "/generate", json=body, timeout=0.05 + number % 4 / 2)
+        except requests.exceptions.Timeout:
+            return
+
+    with ThreadPoolExecutor(24) as pool:
+        list(pool.map(impatient, range(48)))
+    requests.post(url + "/abort_request", json={"abort_all": True}, timeout=60)
+    assert ask(url, random_prompt(20, seed=1), 1)["meta_info"]["completion_tokens"] == 1
+    seen = settled(url)
+    loads = seen["loads"]
+    assert loads["used"] + loads["late"] + loads["cancelled"] == loads["started"]
+    assert seen["holds"] == 0
+    flush(url)
