@@ -1,6 +1,6 @@
 """A pool that runs short, its candidates in arrays, and the choice of a victim.
 
-A changed node is only dirty dirty. When a victim is wanted, a bounded number of dirty nodes is
+A changed node is only marked dirty. When a victim is wanted, a bounded number of dirty nodes is
 described anew, and one pass of the policy over dense arrays finds the lowest score: no
 Python object is scanned, nothing is sorted.
 """

@@ -15,14 +15,7 @@ from sglang_hybrid.core.cost import UNBOUNDED, CostModel
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.history import History, HistoryMatch
 from sglang_hybrid.core.nodes import Kind, Node
-from sglang_hybrid.core.places import (
-    Placement,
-    Unit,
-    Way,
-    copies_of,
-    ways,
-    without_up_to,
-)
+from sglang_hybrid.core.places import Placement, Unit, Way, copies_of, ways, without_up_to
 from sglang_hybrid.core.pool import Scarce
 from sglang_hybrid.core.rates import Rates, Speeds, Tier
 from sglang_hybrid.core.serving import Split
@@ -331,14 +324,13 @@ class TieredSimulator(Simulator):
             self._add(below, node, kv=True, state=False)
 
     def _write_pays(self, tier: Tier, node: Node, *, kv: bool, state: bool) -> bool:
-        """Whether copies of `node` save more seconds, if it is returned to, than they take to
-        write; True where the policy knows nothing of returns.
+        """Whether copies of `node` are expected to save more seconds than writing them
+        costs (`core.writing`); True where the policy knows nothing of returns.
         """
         policy, speeds = self.pools[tier][1].policy, self.rates.speeds
         returns = policy.return_probability(node, self.tree.clock)
         size = self._bytes(kv * node.tokens, int(state))
         saves = copy_saves(node, tier, self.cost, speeds)
-
         return returns is None or write_pays(size, saves, returns, tier, speeds)
 
     def _add(self, tier: Tier, node: Node, *, kv: bool, state: bool) -> None:

@@ -199,7 +199,7 @@ class TimedLoads:
 
     def _begin_expected(self, now: float) -> None:
         """Begin the load for a session that is expected back soon, if what it pushes out is worth
-        less.
+        no more.
         """
         link = self._speeds.speeds.loads[Tier.HOST]
         node_id = self.returns.due(now + MARGIN, link.seconds, self._cache.missing_bytes)

@@ -37,7 +37,6 @@ class ScheduledCache(Protocol):
     tree_core: Any
     cost: CostModel
     shadow_tree: ShadowTree | None
-    speeds: Any  # MeasuredSpeeds where there are tiers, else None
     step_clock: StepClock
 
 
