@@ -7,7 +7,7 @@ it, outwards, as long as they share enough.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, KeysView
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ class PrefixOverlap:
     def __contains__(self, name: Hashable) -> bool:
         return name in self._prompts
 
-    def names(self) -> Iterable[Hashable]:
+    def names(self) -> KeysView[Hashable]:
         """Those that wait."""
         return self._prompts.keys()
 
@@ -68,9 +68,14 @@ class PrefixOverlap:
         lengths: set[int] = set()
         for neighbours in (after, before):
             same = usable
+            prefix = key[: same * TOKEN_BYTES]  # neighbours share less and less of it
             for index in neighbours:
                 other = keys[index]
-                same = min(same, common_prefix(key, other), len(other) // TOKEN_BYTES - 1)
+                if not other.startswith(prefix):
+                    same = common_prefix(prefix, other)
+                same = min(same, len(other) // TOKEN_BYTES - 1)
+                if len(prefix) > same * TOKEN_BYTES:
+                    prefix = key[: same * TOKEN_BYTES]
                 if same < at_least:
                     break
                 lengths.add(same)
@@ -84,9 +89,9 @@ def as_key(prompt: npt.ArrayLike) -> bytes:
 
 def common_prefix(one: bytes, other: bytes) -> int:
     """Tokens at which two keys begin alike."""
-    same = min(len(one), len(other))
-    if one[:same] == other[:same]:
-        return same // TOKEN_BYTES
-    a = np.frombuffer(one, np.uint32, same // TOKEN_BYTES)
-    b = np.frombuffer(other, np.uint32, same // TOKEN_BYTES)
-    return int((a != b).argmax())
+    count = min(len(one), len(other)) // TOKEN_BYTES
+    if not count:
+        return 0
+    differs = np.frombuffer(one, np.uint32, count) != np.frombuffer(other, np.uint32, count)
+    first = int(differs.argmax())
+    return first if differs[first] else count
