@@ -35,6 +35,11 @@ class RobustMamba(MambaComponent):
         self._parts = parts
         self._publication: Publication | None = None
 
+    def reclaimable_value_len(self, node: UnifiedTreeNode) -> int:
+        """As that of `CountedFull`."""
+        value = node.component_data[self.component_type].value
+        return 0 if value is None else int(value.numel())
+
     def publish(self, publication: Publication | None) -> None:
         """What is inserted from now on belongs to `publication`; None: to nobody."""
         self._publication = publication

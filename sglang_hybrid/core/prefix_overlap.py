@@ -1,12 +1,12 @@
 """Prompts that wait, in sorted order: which prefixes does one share with the others?
 
-Sorted neighbours share the longest prefixes, so a prompt need only be compared with those next to
-it, outwards, as long as they share enough.
+Sorted neighbours share the longest prefixes. So a prompt is compared with the two next to it, once,
+and what it shares with those behind them is the least of what neighbours on the way share.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Hashable, KeysView
 
 import numpy as np
@@ -21,7 +21,7 @@ class PrefixOverlap:
 
     def __init__(self) -> None:
         self._prompts: dict[Hashable, tuple[Hashable, bytes]] = {}
-        self._sorted: dict[Hashable, list[bytes]] = {}
+        self._sorted: dict[Hashable, SortedKeys] = {}
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -44,14 +44,13 @@ class PrefixOverlap:
         if name in self._prompts:
             raise ValueError(f"{name!r} waits already")
         self._prompts[name] = (tenant, key)
-        insort(self._sorted.setdefault(tenant, []), key)
+        self._sorted.setdefault(tenant, SortedKeys()).add(key)
 
     def remove(self, name: Hashable) -> None:
         """It does not wait any more. Raises KeyError if it never did."""
         tenant, key = self._prompts.pop(name)
-        keys = self._sorted[tenant]
-        del keys[bisect_left(keys, key)]
-        if not keys:
+        self._sorted[tenant].remove(key)
+        if not self._sorted[tenant].keys:
             del self._sorted[tenant]
 
     def shared(self, name: Hashable, at_least: int) -> list[int]:
@@ -60,26 +59,46 @@ class PrefixOverlap:
         Both have a token left behind a shared prefix, for the last one is always computed.
         """
         tenant, key = self._prompts[name]
-        keys = self._sorted[tenant]
+        keys, common = self._sorted[tenant].keys, self._sorted[tenant].common
         own = bisect_left(keys, key)
         usable = len(key) // TOKEN_BYTES - 1
-        after = range(own + 1, min(own + 1 + NEIGHBOURS, len(keys)))
-        before = range(own - 1, max(own - 1 - NEIGHBOURS, -1), -1)
         lengths: set[int] = set()
-        for neighbours in (after, before):
-            same = usable
-            prefix = key[: same * TOKEN_BYTES]  # neighbours share less and less of it
-            for index in neighbours:
-                other = keys[index]
-                if not other.startswith(prefix):
-                    same = common_prefix(prefix, other)
-                same = min(same, len(other) // TOKEN_BYTES - 1)
-                if len(prefix) > same * TOKEN_BYTES:
-                    prefix = key[: same * TOKEN_BYTES]
-                if same < at_least:
-                    break
-                lengths.add(same)
+        same = usable
+        for index in range(own + 1, min(own + 1 + NEIGHBOURS, len(keys))):
+            same = min(same, common[index - 1], len(keys[index]) // TOKEN_BYTES - 1)
+            if same < at_least:
+                break
+            lengths.add(same)
+        same = usable
+        for index in range(own - 1, max(own - 1 - NEIGHBOURS, -1), -1):
+            same = min(same, common[index], len(keys[index]) // TOKEN_BYTES - 1)
+            if same < at_least:
+                break
+            lengths.add(same)
         return sorted(lengths)
+
+
+class SortedKeys:
+    """Keys in order. common: tokens at which each key and the next one begin alike [n - 1]."""
+
+    def __init__(self) -> None:
+        self.keys: list[bytes] = []
+        self.common: list[int] = []
+
+    def add(self, key: bytes) -> None:
+        """One more; equal ones may be there."""
+        at = bisect_left(self.keys, key)
+        before, after = self.keys[max(at - 1, 0) : at], self.keys[at : at + 1]
+        self.keys.insert(at, key)
+        beside = [common_prefix(key, other) for other in (*before, *after)]
+        self.common[max(at - 1, 0) : at] = beside
+
+    def remove(self, key: bytes) -> None:
+        """It must be there."""
+        at = bisect_left(self.keys, key)
+        del self.keys[at]
+        beside = self.common[max(at - 1, 0) : at + 1]
+        self.common[max(at - 1, 0) : at + 1] = [min(beside)] if len(beside) == 2 else []
 
 
 def as_key(prompt: npt.ArrayLike) -> bytes:
