@@ -79,6 +79,13 @@ class Memory(Enum):
     SPLIT = "split"
 
 
+class NativeKernels(Enum):
+    """Whether the CPU platform compiles kernels of its own."""
+
+    AUTO = "auto"
+    OFF = "off"
+
+
 def nonnegative(text: str) -> float:
     """A number of 0 or more."""
     try:
@@ -144,6 +151,7 @@ class HybridConfig:
     hybrid_pin_share: float = DEFAULT_SHARE
     hybrid_offload_watermark: float = 0.9
     hybrid_simulate_bandwidth: str = ""
+    hybrid_native_kernels: NativeKernels = NativeKernels.AUTO
     hybrid_disk_folder: str = ""
     hybrid_disk_mb: int = 0
     hybrid_warm_start: int = 0
@@ -383,6 +391,14 @@ class HybridConfig:
             "host=25GB/s+20us,disk=3GB/s; without it they take what they take on this machine",
         )
         group.add_argument(
+            "--hybrid-native-kernels",
+            choices=[choice.value for choice in NativeKernels],
+            default=HybridConfig.hybrid_native_kernels.value,
+            help="CPU platform: auto compiles C++ kernels at the first start, into the user's "
+            "folder of caches, and does without them where there is no compiler; off is plain "
+            "torch (default: %(default)s)",
+        )
+        group.add_argument(
             "--hybrid-disk-folder",
             metavar="DIR",
             default=HybridConfig.hybrid_disk_folder,
@@ -470,6 +486,7 @@ class HybridConfig:
         known["hybrid_eviction"] = Eviction(known["hybrid_eviction"])
         known["hybrid_admission"] = Admission(known["hybrid_admission"])
         known["hybrid_memory"] = Memory(known["hybrid_memory"])
+        known["hybrid_native_kernels"] = NativeKernels(known["hybrid_native_kernels"])
         known["hybrid_schedule"] = Schedule(known["hybrid_schedule"])
         config = cls(**known)
         if config.hybrid_tier_error and config.hybrid_tier_codec != "exact":
