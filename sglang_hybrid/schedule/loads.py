@@ -129,17 +129,19 @@ class TimedLoads:
 
     # What the queue tells.
 
-    def admitted(self, req: Req) -> None:
-        """It joined a batch, which must not begin before the loads under way: what it resumes from
-        may be among them.
+    def admitted(self, req: Req, waited: float = 0.0) -> None:
+        """It joined a batch, after so many seconds, which must not begin before the loads under
+        way: what it resumes from may be among them.
         """
         self.returns.forget(req.last_node)
-        again = self._cache.load_bytes(req) > 0
-        if self._cache.is_loading() and not again:  # its own load comes behind them, on one link
-            self._cache.await_loads()
-        if again:
-            self.prefetcher.cancel(req)  # what was loaded was evicted
+        size = self._cache.load_bytes(req)
+        if size:
+            speeds: Speeds = self._speeds.speeds
+            had_time = waited > speeds.loads[Tier.HOST].seconds(size)
+            self.prefetcher.loads_on_turn(req, had_time=had_time)
         else:
+            if self._cache.is_loading():
+                self._cache.await_loads()
             self.prefetcher.runs(req)
         if req is self._under_way:
             self._under_way = None
@@ -188,9 +190,11 @@ class TimedLoads:
         prospects = [each.prospect for each in looked_at]
         free = turns(self._places(now), [_seconds(it, speeds) for it in prospects])
         due, _ = self.prefetcher.due(waiting, speeds.loads[Tier.HOST].bandwidth, free)
-        keep = {each.name.best_match_node for each in looked_at}
+        order = [each.name for each in looked_at]
         for req in due:
-            size = self._cache.begin_load(req.best_match_node, keep)
+            before = [other.best_match_node for other in order[: order.index(req)]]
+            size = self._cache.begin_load(req.best_match_node, before)
+            self.prefetcher.room(req, there_is=size > 0)
             if size:
                 self.prefetcher.started(req, size)
                 self._under_way = req
