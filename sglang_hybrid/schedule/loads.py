@@ -137,7 +137,7 @@ class TimedLoads:
         size = self._cache.load_bytes(req)
         if size:
             speeds: Speeds = self._speeds.speeds
-            had_time = waited > speeds.loads[Tier.HOST].seconds(size)
+            had_time = waited > speeds.loads[Tier.HOST].seconds(size) + MARGIN
             self.prefetcher.loads_on_turn(req, had_time=had_time)
         else:
             if self._cache.is_loading():
