@@ -278,7 +278,7 @@ def _add_tiers(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> N
 
 
 def _add_model(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> None:
-    """The model of a server without one."""
+    """The kernels of the CPU platform, and the model of a server without one."""
     group.add_argument(
         "--hybrid-native-kernels",
         choices=values_of(defaults["hybrid_native_kernels"]),
