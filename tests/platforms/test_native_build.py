@@ -76,6 +76,21 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
+@compiled
+def test_what_another_user_may_write_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "small.cpp").write_text('extern "C" int two() { return 2; }')
+    monkeypatch.setattr(build, "SOURCES", sources)
+    library, _ = build.build(tmp_path / "cache")
+    assert build.build(tmp_path / "cache") == (library, False)
+    library.chmod(0o777)
+    with pytest.raises(build.NotBuilt, match="another user may write"):
+        build.build(tmp_path / "cache")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

@@ -47,19 +47,28 @@ def build(folder: Path | None = None) -> tuple[Path, bool]:
     try:
         folder = cache_folder() if folder is None else folder
         library = folder / f"kernels-{key(openmp)}.so"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if library.exists():
-            return library, False
-        folder.mkdir(parents=True, exist_ok=True)
+            return _trusted(library), False
         with open(library.with_suffix(".lock"), "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if library.exists():
-                return library, False
+                return _trusted(library), False
             _compile(library, openmp)
     except (OSError, RuntimeError) as error:
         if isinstance(error, NotBuilt):
             raise
         raise NotBuilt(str(error)) from error
     return library, True
+
+
+def _trusted(library: Path) -> Path:
+    """The library, unless another user could have written it; raises `NotBuilt` then."""
+    for path in (library, library.parent):
+        found = path.stat()
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+            raise NotBuilt(f"another user may write {path}; remove it, or set XDG_CACHE_HOME")
+    return library
 
 
 def key(openmp: Path) -> str:
@@ -106,6 +115,7 @@ def _compile(library: Path, openmp: Path) -> None:
             _run([compiler, *FLAGS, "-c", str(source), "-o", str(objects[-1])])
         built = Path(scratch) / library.name
         _run([compiler, "-shared", *map(str, objects), str(openmp), "-o", str(built)])
+        built.chmod(0o755)
         os.replace(built, library)
 
 

@@ -22,6 +22,13 @@ ARGUMENTS = {
         *(address, address, address, number, number, number, number, number),
         *(real, real, long, number, number),
     ),
+    "hybrid_product": (address, long, address, address, long, long, address),
+    "hybrid_mlp": (address, long, *[address] * 4, long, long, address, address),
+    "hybrid_mamba2": (
+        *(address, long, long, *[address] * 12, address, long, address, long),
+        *(*[long] * 6, real, *[address] * 4),
+    ),
+    "hybrid_rms_norm": (*[address] * 5, long, long, real),
 }
 """Of the functions in ``kernels/native``, none of which returns anything."""
 
