@@ -31,7 +31,12 @@ LOOKED_AT: Final = 16
 """Requests at the front of the queue whose loads are thought of."""
 
 MARGIN: Final = 2 * SECONDS_BETWEEN_TICKS
-"""Seconds by which a load begins before it must: the clock is as exact as that."""
+"""Seconds by which a load begins before it must, besides those of a step: the clock is as exact as
+that.
+"""
+
+FADE: Final = 0.9
+"""Per step: what remains of the longest one before it."""
 
 FIRST_TOKENS: Final = 64
 """Of a prompt: requests that begin alike (a schema, a system prompt) are answered alike."""
@@ -114,6 +119,8 @@ class TimedLoads:
         self._pace = Pace(Average())
         self._under_way: Req | None = None
         self._looked = -1.0, False  # when, and whether a load was under way
+        self._waited = False  # somebody did, then
+        self._longest_step = 0.0  # seconds; fades
 
     def waits_for_load(self, req: Req) -> bool:
         """Whether a load for `req` is under way."""
@@ -167,6 +174,9 @@ class TimedLoads:
         loading = self._cache.is_loading()
         if (now, loading) == self._looked:
             return
+        if self._waited:
+            self._longest_step = max(now - self._looked[0], FADE * self._longest_step)
+        self._waited = bool(front)
         self._looked = now, loading
         self._pace.look(self._running, now)
         if loading:
@@ -189,6 +199,7 @@ class TimedLoads:
         speeds: Speeds = self._speeds.speeds
         prospects = [each.prospect for each in looked_at]
         free = turns(self._places(now), [_seconds(it, speeds) for it in prospects])
+        self.prefetcher.margin = MARGIN + self._longest_step  # until the next step nothing begins
         due, _ = self.prefetcher.due(waiting, speeds.loads[Tier.HOST].bandwidth, free)
         order = [each.name for each in looked_at]
         for req in due:
