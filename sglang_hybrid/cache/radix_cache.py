@@ -189,11 +189,25 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
         self.lookups.looked_up(params, result)
         return result
 
+    def changed_matches(self, waiting: list[Req], least_hit: int) -> list[Req]:
+        """Those of `waiting` that must be looked up again to be ranked: their prompts might match
+        otherwise than the last time, or hit at most `least_hit` tokens. SGLang asks (patch 0062).
+        """
+        if not self._remembers_matches or not self.is_mamba_enabled:  # there it is an access
+            return waiting
+        changed: list[Req] = self.tree_core.changed_matches(waiting, least_hit)
+        return changed
+
+    @property
+    def _remembers_matches(self) -> bool:
+        """Whether a look-up may be answered from the last one of its request."""
+        return not (self.shadow_tree is None or self.linker is not None or self.disable)
+
     def _just_ranked(self, params: MatchPrefixParams) -> MatchResult | None:
         """What a request finds that SGLang looks up to rank it; None if nothing is known of it, or
         if something is to be done with the result.
         """
-        if params.cow_mamba or self.shadow_tree is None or self.linker is not None or self.disable:
+        if params.cow_mamba or not self._remembers_matches:
             return None
         return self.tree_core.known_match(params)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from sglang_hybrid.cache.tree_match import TreeMatcher
 from sglang_hybrid.config import BACKEND
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import (
         InsertParams,
         MatchPrefixParams,
@@ -68,6 +69,12 @@ class HybridTreeCore(MarkedTreeCore):
     def known_match(self, params: MatchPrefixParams) -> MatchResult | None:
         """The result of the last look-up of `params.req`, if it holds still; None otherwise."""
         return self._matcher.known(params)
+
+    def changed_matches(self, waiting: Iterable[Req], least_hit: int) -> list[Req]:
+        """Those of `waiting` whose prompt might match otherwise than at their last look-up, and
+        those that hit at most `least_hit` tokens.
+        """
+        return self._matcher.changed(waiting, least_hit)
 
     @contextmanager
     def inserting_below(self, node_id: int | None) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """What the cache records so that it can say later why something was not hit.
 
-Only `explainer.py` reads it, and no decision depends on it. A state that is evicted or not taken
-costs a prefix hash: the tokens of its own edge, or those that the prefill computes, are hashed
-once. Without a shadow tree (`--hybrid-eviction sglang-lru`) only requests are recorded.
+Only `explanation.py` and its parts read it, and no decision depends on it. A state that is evicted
+or not taken costs a prefix hash: the tokens of its own edge, or those that the prefill computes,
+are hashed once. Without a shadow tree (`--hybrid-eviction sglang-lru`) only requests are recorded.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.history import History, HistoryMatch
 from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.core.places import Placement, Unit, Way, copies_of, ways, without_up_to
-from sglang_hybrid.core.pool import Scarce
+from sglang_hybrid.core.pool import Pool, Scarce
 from sglang_hybrid.core.rates import Rates, Speeds, Tier
 from sglang_hybrid.core.serving import Split
 from sglang_hybrid.core.tier_pool import TierPool
@@ -278,8 +278,9 @@ class TieredSimulator(Simulator):
 
     # Victims.
 
-    def _evict_from(self, pool: TierPool, node: Node) -> None:
+    def _evict_from(self, pool: Pool, node: Node) -> None:
         """Take the unit of `node` from the tier of `pool`, into the next one if it is worth it."""
+        assert isinstance(pool, TierPool)
         tier, unit = pool.tier, pool.unit(node)
         assert unit is not None
         below = pool.demotes_to
@@ -288,8 +289,12 @@ class TieredSimulator(Simulator):
         copies = copies_of(node)
         last_state = unit.state and copies.state == 1 << tier
         pool.leaves(node, lost=last_state)
+        self._drop(node, unit, tier)
+
+    def _drop(self, node: Node, unit: Unit, tier: Tier) -> None:
+        """Take `unit` of `node` from `tier`, and from the tree what no tier has any more."""
         self.counts.evicted[tier] += unit.freed
-        if unit.kv and copies.kv == 1 << tier:
+        if unit.kv and copies_of(node).kv == 1 << tier:
             self._remove(node)
             return
         if unit.state:

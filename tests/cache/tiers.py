@@ -159,3 +159,12 @@ class TieredServer(Server):
 
     def _tokens(self, req: Req) -> list[int]:
         return [*req.origin_input_ids, *req.output_ids]
+
+
+class PollingServer(TieredServer):
+    """A `TieredServer` that polls between the forwards of a request, as a scheduler does."""
+
+    def prefill_step(self, req: Req) -> bool:
+        done = super().prefill_step(req)
+        self.poll()
+        return done
