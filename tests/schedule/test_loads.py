@@ -91,6 +91,21 @@ def test_a_load_begins_a_step_earlier_where_steps_are_long() -> None:
     assert it.counts.started == 1
 
 
+def test_all_loads_begin_that_are_due_before_the_next_step() -> None:
+    """Both requests may join the next batch."""
+    it = Ahead()
+    documents = [it.on_host(number) for number in (11, 12)]
+    it.loads.places = 2
+    it.cache.slots.reserve(0)  # as the adder says in each round
+    waiting = [it.arrive([*document, 7, 8], it.now) for document in documents]
+    it.step()
+    assert [req.host_hit_length for req in waiting] == [60, 60]
+    assert it.counts.started == 2
+    it.step(0.1)
+    assert it.round(2) == waiting
+    assert (it.counts.used, it.counts.on_turn) == (2, 0)
+
+
 def test_a_load_that_is_late_is_waited_for() -> None:
     it = Ahead()
     document = it.on_host(2)
