@@ -86,7 +86,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    options.tiers = True  # loads are of what a device with tiers has to do
+    options.tiers, options.seeds = True, 1  # loads are of what a device with tiers has to do
     asked = [row for row in rows(options) if not row.azure]
     jobs = [
         (row, bandwidth, loading, places)

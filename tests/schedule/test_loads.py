@@ -75,6 +75,37 @@ def test_a_load_begins_when_it_would_end_late_otherwise() -> None:
     assert (it.counts.used, it.counts.late, it.counts.wasted_bytes) == (1, 0, 0)
 
 
+def test_a_load_begins_a_step_earlier_where_steps_are_long() -> None:
+    """Until the next step ends nothing else can begin."""
+    it = Ahead()
+    document = it.on_host(9)
+    running = it.arrive(run(10, 50), it.now)
+    assert it.round() == [running]
+    it.loads._running[running] = 20.0
+    it.server.prefill_step(running)
+    it.arrive([*document, 7, 8], it.now)
+    it.step()
+    assert it.counts.started == 0, "20 tokens are to come, which take 0.4 s"
+    it.step(0.4)
+    assert it.loads.prefetcher.margin == pytest.approx(0.5)
+    assert it.counts.started == 1
+
+
+def test_all_loads_begin_that_are_due_before_the_next_step() -> None:
+    """Both requests may join the next batch."""
+    it = Ahead()
+    documents = [it.on_host(number) for number in (11, 12)]
+    it.loads.places = 2
+    it.cache.slots.reserve(0)  # as the adder says in each round
+    waiting = [it.arrive([*document, 7, 8], it.now) for document in documents]
+    it.step()
+    assert [req.host_hit_length for req in waiting] == [60, 60]
+    assert it.counts.started == 2
+    it.step(0.1)
+    assert it.round(2) == waiting
+    assert (it.counts.used, it.counts.on_turn) == (2, 0)
+
+
 def test_a_load_that_is_late_is_waited_for() -> None:
     it = Ahead()
     document = it.on_host(2)
