@@ -134,7 +134,13 @@ class TreeMatcher:
         )
 
     def _resumes_as_before(self, last: LastMatch) -> bool:
-        return self._deepest_state(last.node, last.depth)[0] is last.best
+        """Whether the node that was resumed from is still the nearest one that can be."""
+        node = last.node
+        if ComponentType.MAMBA not in self._core.components_by_type:
+            return node is last.best
+        while node.component_data[ComponentType.MAMBA].value is None and node.parent is not None:
+            node = node.parent
+        return node is last.best
 
     def _next_key(self, req: Req, key: RadixKey, depth: int) -> Any:
         """How children are told apart below `depth` tokens of the prompt of `req`."""
