@@ -58,8 +58,9 @@ class HostPools(Protocol):
 
     cost: CostModel
     has_states: bool
-    speeds: SpeedsInForce
 
+    @property
+    def speeds(self) -> SpeedsInForce: ...
     @property
     def clock(self) -> Clock: ...
     @property
