@@ -23,6 +23,7 @@ from sglang_hybrid.core.tier_pool import TierPool
 from sglang_hybrid.core.writing import copy_saves, write_pays
 from sglang_hybrid.replay.baselines import KnowsFuture
 from sglang_hybrid.replay.future import Oracle
+from sglang_hybrid.replay.losses import Losses, prefix_hashes
 from sglang_hybrid.replay.policies import Clairvoyant
 from sglang_hybrid.replay.simulator import Simulator, Ticket
 from sglang_hybrid.replay.tier_budgets import TierBudgets, TierCounts
@@ -52,6 +53,7 @@ class TieredSimulator(Simulator):
         self.tiers = tiers
         self.rates = Rates(speeds)
         self.counts = TierCounts()
+        self.losses = Losses()
         present = tiers.present
         self.room: dict[Tier, int | Split] = dict(
             zip(present, room or [tiers.sizes[tier] for tier in present], strict=True)
@@ -99,6 +101,16 @@ class TieredSimulator(Simulator):
         return self.placement.used(Tier.DEVICE, self.cost)
 
     # A request: its way, what it loads, what it leaves.
+
+    def _look_up(self, request: Request) -> tuple[Ticket, list[Node], int]:
+        found = super()._look_up(request)
+        self._count_lost(found[0])
+        return found
+
+    def _count_lost(self, ticket: Ticket) -> None:
+        request = ticket.request
+        usable = request.tokens[: request.input_len - 1]
+        self.losses.request(prefix_hashes(usable, request.tenant), ticket.outcome.hit_len)
 
     def _resume(self, path: list[Node], prompt_len: int, touched: list[Node]) -> tuple[Node, float]:
         known = list(ways(path, prompt_len, self.cost, self.rates.speeds))
@@ -196,12 +208,15 @@ class TieredSimulator(Simulator):
         missing = [node for node in path if not copies_of(node).has_kv(Tier.DEVICE)]
         kv = len(tokens) - matched + sum(node.tokens for node in missing)
         new = {end for end, kind in ends.items() if kind and end not in stored}
+        hashes = prefix_hashes(tokens, tenant)
         if self._make_room(kv, len(new), path):
             tier = Tier.DEVICE
             kept = self._grow_path(tokens, path, path, matched, ends, tenant)
         else:  # written down from the memory of the request itself
             tier, kv = self.tiers.present[1], len(tokens) - matched
             if not self._make_room_in(tier, kv, len(new), path):
+                for depth in new:
+                    self.losses.refused(int(hashes[depth - 1]), depth)
                 return path
             self.counts.written[tier] += self._bytes(kv, len(new))
             kept = self._grow_path(tokens, path, path, matched, ends, tenant)
@@ -210,6 +225,7 @@ class TieredSimulator(Simulator):
                 self.placement.add_kv(node, tier)
             if node.depth in new:
                 self.placement.add_state(node, tier)
+                self.losses.stored(node, int(hashes[node.depth - 1]))
         return kept
 
     # Room in a tier.
@@ -295,10 +311,12 @@ class TieredSimulator(Simulator):
         """Take `unit` of `node` from `tier`, and from the tree what no tier has any more."""
         self.counts.evicted[tier] += unit.freed
         if unit.kv and copies_of(node).kv == 1 << tier:
-            self._remove(node)
+            self._remove(node, tier)
             return
         if unit.state:
             self.placement.drop_state(node, tier)
+            if not node.has_state:
+                self.losses.lost(node, tier, self.tiers.below(tier))
         if unit.kv:
             self.placement.drop_kv(node, tier)
 
@@ -360,11 +378,14 @@ class TieredSimulator(Simulator):
         comparison = pool.compare_copy(node)
         return comparison is None or comparison.beats_victim
 
-    def _remove(self, node: Node) -> None:
-        """`node` has no KV left above what is below it: all of that goes with it."""
+    def _remove(self, node: Node, last: Tier) -> None:
+        """`node` has no KV left above what is below it, which `last` had: all of that goes with
+        it.
+        """
         for child in list(node.children.values()):
-            self._remove(child)
+            self._remove(child, last)
         copies = copies_of(node)
+        self.losses.lost(node, last, self.tiers.below(last))
         for tier in self.room:
             self.placement.drop_state(node, tier)
         for tier in self.room:

@@ -179,8 +179,8 @@ class TieredServerSimulator(ServerSimulator, TieredSimulator):
         self._uses[head] = self._uses[node]
         return head
 
-    def _remove(self, node: Node) -> None:
-        super()._remove(node)
+    def _remove(self, node: Node, last: Tier) -> None:
+        super()._remove(node, last)
         self._uses.pop(node, None)
         self._due.pop(node, None)
 
