@@ -6,7 +6,8 @@ import argparse
 
 import pytest
 
-from sglang_hybrid.config import TIER_CODECS, Admission, Eviction, HybridConfig, Schedule
+from sglang_hybrid.config import Admission, Eviction, HybridConfig, Schedule
+from sglang_hybrid.flag_values import TIER_CODECS
 
 
 def parse(*argv: str) -> HybridConfig:

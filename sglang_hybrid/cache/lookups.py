@@ -57,8 +57,7 @@ class LookUps:
         self._shadow_tree = shadow_tree
         self._decision_log = decision_log
         self._reports: WeakKeyDictionary[Req, RequestReport] = WeakKeyDictionary()
-        self._kv_lens: WeakKeyDictionary[Req, int] = WeakKeyDictionary()
-        self._hit_lens: WeakKeyDictionary[Req, int] = WeakKeyDictionary()
+        self._lens: WeakKeyDictionary[Req, tuple[int, int]] = WeakKeyDictionary()  # of KV, of hit
 
     @property
     def _ways(self) -> WayChooser | None:
@@ -79,11 +78,13 @@ class LookUps:
 
     def kv_len(self, req: Req) -> int:
         """Prompt tokens of `req` whose KV is stored, whether or not a state is."""
-        return self._kv_lens.get(req, int(req.prefix_len))
+        lens = self._lens.get(req)
+        return int(req.prefix_len) if lens is None else lens[0]
 
     def hit_len(self, req: Req) -> int:
         """Where the prefill of `req` will begin, if what it is to load can be loaded."""
-        return self._hit_lens.get(req, int(req.prefix_len))
+        lens = self._lens.get(req)
+        return int(req.prefix_len) if lens is None else lens[1]
 
     def looked_up(self, params: MatchPrefixParams, result: MatchResult) -> None:
         """SGLang matched a prompt. A health probe is no traffic: it is not counted, noted or
@@ -97,8 +98,7 @@ class LookUps:
         if req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
             req.skip_radix_cache_insert = True
             return
-        self._kv_lens[req] = result.full_kv_hit_length
-        self._hit_lens[req] = self._depth(result)
+        self._lens[req] = result.full_kv_hit_length, self._depth(result)
         known = self._reports.get(req)
         if known is not None and known.started:
             return
@@ -154,7 +154,9 @@ class LookUps:
         return depth
 
     def began(self, req: Req) -> None:
-        """The first prefill of a request has run: count what it found, once."""
+        """The first prefill of a request has run: count what it found, once. `published` reports
+        it.
+        """
         report = self._reports.get(req)
         if report is None or report.started:
             return
@@ -166,21 +168,20 @@ class LookUps:
         if report.found is not None:
             self._tier_stats.hit_tokens["device"] += report.found.device_tokens
             self._tier_stats.hit_tokens["host"] += report.found.host_tokens
+
+    def published(
+        self, req: Req, checkpoints: Sequence[tuple[int, Kind]], pinned: Sequence[int]
+    ) -> None:
+        """`req` left states at these positions, of these kinds, in the tree, and what it declared
+        at the positions `pinned` is pinned now.
+        """
+        report = self._reports.get(req)
+        if report is None:
+            return
+        report.checkpoints += checkpoints
+        if pinned:
+            report.pinned = list(pinned)
         _send(req, report)
-
-    def published(self, req: Req, checkpoints: Sequence[tuple[int, Kind]]) -> None:
-        """`req` left states at these positions, of these kinds, in the tree."""
-        report = self._reports.get(req)
-        if report is not None and checkpoints:
-            report.checkpoints += checkpoints
-            _send(req, report)
-
-    def pinned(self, req: Req, positions: Sequence[int]) -> None:
-        """What `req` declared at these positions is pinned now."""
-        report = self._reports.get(req)
-        if report is not None and positions and list(positions) != report.pinned:
-            report.pinned = list(positions)
-            _send(req, report)
 
 
 def _send(req: Req, report: RequestReport) -> None:

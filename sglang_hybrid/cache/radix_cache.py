@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         CacheRequestHandle,
         MatchPrefixParams,
         MatchResult,
+        TreeLock,
     )
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
@@ -95,6 +96,7 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
         self.message_boundaries = message_boundaries or MessageBoundaries()
         self._messages: WeakKeyDictionary[Req, list[int]] = WeakKeyDictionary()
         self._history_matches: WeakKeyDictionary[Req, HistoryMatch] = WeakKeyDictionary()
+        self._unlocked: list[TreeLock | None] | None = None  # what is to be unlocked later
         self.advice: list[str] = []  # what its flags should rather be, for the report
         parts = build_parts(
             self, params, self.options, cost, one_pass=one_pass, plans=plans, tiers=tiers
@@ -189,11 +191,25 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
         self.lookups.looked_up(params, result)
         return result
 
+    def changed_matches(self, waiting: list[Req], least_hit: int) -> list[Req]:
+        """Those of `waiting` that must be looked up again to be ranked: their prompts might match
+        otherwise than the last time, or hit at most `least_hit` tokens. SGLang asks (patch 0062).
+        """
+        if not self._remembers_matches or not self.is_mamba_enabled:  # there it is an access
+            return waiting
+        changed: list[Req] = self.tree_core.changed_matches(waiting, least_hit)
+        return changed
+
+    @property
+    def _remembers_matches(self) -> bool:
+        """Whether a look-up may be answered from the last one of its request."""
+        return not (self.shadow_tree is None or self.linker is not None or self.disable)
+
     def _just_ranked(self, params: MatchPrefixParams) -> MatchResult | None:
         """What a request finds that SGLang looks up to rank it; None if nothing is known of it, or
         if something is to be done with the result.
         """
-        if params.cow_mamba or self.shadow_tree is None or self.linker is not None or self.disable:
+        if params.cow_mamba or not self._remembers_matches:
             return None
         return self.tree_core.known_match(params)
 
@@ -266,25 +282,47 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
             self.speeds.prefill_done()
         ready = [] if self.planner is None else self.planner.take_ready(req, up_to)
         publication = Publication(req, self.slots, ready)
-        states = self.components.get(ComponentType.MAMBA)
-        with (
-            nullcontext() if states is None else states.publishing(publication),
-            nullcontext() if self.shadow_tree is None else self._inserting_below(req),
-        ):
+        self._insertions_belong_to(publication, below=req.last_node)
+        self._unlocked = []
+        try:
             super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+            self._unlock_now()
             publication.publish_rest(self)
-        self.lookups.published(req, publication.published)
+        finally:
+            self._unlock_now()
+            self._insertions_belong_to(None)
+        pinned: list[int] = []
         if self.shadow_tree is not None:
             pinned = pin_published(self, self.shadow_tree, req, self.page_size)
-            self.lookups.pinned(req, pinned)
+        self.lookups.published(req, publication.published, pinned)
         if self._metrics is not None:
             self._metrics.update()
         if req.finished() and req.last_node is not None:
             self._ended(req, up_to)
 
-    def _inserting_below(self, req: Req) -> AbstractContextManager[None]:
-        inserting: AbstractContextManager[None] = self.tree_core.inserting_below(req.last_node)
-        return inserting
+    def unlock(self, lock: TreeLock | None) -> None:
+        """While a request's checkpoint is published, SGLang gives up the lock of its path and then
+        locks a longer one: done the other way round, no node of the path is free in between.
+        """
+        if self._unlocked is None:
+            super().unlock(lock)
+        else:
+            self._unlocked.append(lock)
+
+    def _unlock_now(self) -> None:
+        locks, self._unlocked = self._unlocked, None
+        for lock in locks or ():
+            super().unlock(lock)
+
+    def _insertions_belong_to(
+        self, publication: Publication | None, below: int | None = None
+    ) -> None:
+        """Components and tree are told what is inserted from now on; None: nothing of ours."""
+        states = self.components.get(ComponentType.MAMBA)
+        if states is not None:
+            states.publish(publication)
+        if self.shadow_tree is not None:
+            self.tree_core.insert_below(below)
 
     def _ended(self, req: Req, up_to: int) -> None:
         """Tuner and history learn of a request with `up_to` tokens in the tree; of one that was put
@@ -296,7 +334,7 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
             self.tuning.finished(req, up_to, self.message_starts(req))
         if self.shadow_tree is not None:
             self.shadow_tree.finished(
-                req.full_untruncated_fill_ids[:up_to],
+                np.asarray(req.full_untruncated_fill_ids)[:up_to],  # no copy
                 len(req.origin_input_ids),
                 self.tree_core.node_by_id(req.last_node),
                 self.tree_core.root_node,

@@ -9,9 +9,10 @@ and states share all bytes, and the history.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy.typing as npt
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.core.cost import CostModel
@@ -133,13 +134,14 @@ class ShadowTree:
             self.tree.lock(record, kv=True, state=record.state_locked)
             node = node.parent
 
-    def kv_released(self, path: Iterator[tuple[UnifiedTreeNode, bool]]) -> None:
-        """A lock of a path ended; each node comes with whether it is still locked."""
-        for node, held in path:
-            if held:
-                return
+    def kv_released(self, node: UnifiedTreeNode, root: UnifiedTreeNode) -> None:
+        """A lock of the KV of the path to `node` ended. A node that is locked still ends the walk:
+        so is its path.
+        """
+        while node is not root and not node.component_data[ComponentType.FULL].lock_ref:
             record = self._records[node.id]
             self.tree.lock(record, kv=False, state=record.state_locked)
+            node = node.parent
 
     def state_lock_changed(self, node: UnifiedTreeNode, held: bool) -> None:
         record = self._records.get(node.id)
@@ -168,7 +170,7 @@ class ShadowTree:
 
     def finished(
         self,
-        tokens: array[int],
+        tokens: npt.ArrayLike,
         input_len: int,
         node: UnifiedTreeNode,
         root: UnifiedTreeNode,

@@ -17,8 +17,6 @@ from sglang_hybrid.cache.state_components import RobustMamba
 from sglang_hybrid.cache.tiered_shadow_tree import TieredShadowTree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sglang_hybrid.cache.parts import Parts
@@ -143,12 +141,7 @@ class ShadowedFull(_HostByValue, CountedFull):
     ) -> None:
         super().release_component_lock(node, params, lock_host)
         if not lock_host:
-            self._shadow_tree.kv_released(self._path(node))
-
-    def _path(self, node: UnifiedTreeNode) -> Iterator[tuple[UnifiedTreeNode, bool]]:
-        while node is not self.tree_core.root_node:
-            yield node, node.component_data[self.component_type].lock_ref > 0
-            node = node.parent
+            self._shadow_tree.kv_released(node, self.tree_core.root_node)
 
     def _evict_device_start(self, request_cnt: int) -> None:
         self._wanted = request_cnt

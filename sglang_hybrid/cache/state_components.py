@@ -6,7 +6,6 @@ by recency alone; line references are to sglang 0.5.23, mem_cache/unified_cache/
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
@@ -20,8 +19,6 @@ from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.telemetry.stats import Evicted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
@@ -38,18 +35,20 @@ class RobustMamba(MambaComponent):
         self._parts = parts
         self._publication: Publication | None = None
 
-    @contextmanager
-    def publishing(self, publication: Publication) -> Iterator[None]:
-        """What is inserted meanwhile belongs to `publication`."""
+    def reclaimable_value_len(self, node: UnifiedTreeNode) -> int:
+        """As that of `CountedFull`."""
+        value = node.component_data[self.component_type].value
+        return 0 if value is None else int(value.numel())
+
+    def publish(self, publication: Publication | None) -> None:
+        """What is inserted from now on belongs to `publication`; None: to nobody."""
         self._publication = publication
-        try:
-            yield
-        finally:
-            self._publication = None
 
     def finalize_match_result_in_tree_core(
         self, result: MatchResult, params: MatchPrefixParams, *args: Any, **kwargs: Any
     ) -> MatchResult:
+        if self._parts.planner is not None and not self.tree_core.enable_hicache:
+            return result  # SGLang adds a position on its grid, and what only the host has
         result = super().finalize_match_result_in_tree_core(result, params, *args, **kwargs)
         branch = result.mamba_branching_seqlen
         if branch is None or self._parts.planner is not None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import InsertResult
@@ -19,6 +18,7 @@ from sglang_hybrid.cache.tree_match import TreeMatcher
 from sglang_hybrid.config import BACKEND
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import (
         InsertParams,
         MatchPrefixParams,
@@ -69,17 +69,18 @@ class HybridTreeCore(MarkedTreeCore):
         """The result of the last look-up of `params.req`, if it holds still; None otherwise."""
         return self._matcher.known(params)
 
-    @contextmanager
-    def inserting_below(self, node_id: int | None) -> Iterator[None]:
-        """What is inserted meanwhile begins with the tokens of the path to this node, which a
-        running request holds; or with a part of them.
+    def changed_matches(self, waiting: Iterable[Req], least_hit: int) -> list[Req]:
+        """Those of `waiting` whose prompt might match otherwise than at their last look-up, and
+        those that hit at most `least_hit` tokens.
         """
-        node = self._node_arena.get(node_id)
+        return self._matcher.changed(waiting, least_hit)
+
+    def insert_below(self, node_id: int | None) -> None:
+        """What is inserted from now on begins with the tokens of the path to this node, which a
+        running request holds, or with a part of them; None: nothing is known of it any more.
+        """
+        node = None if node_id is None else self._node_arena.get(node_id)
         self._known = None if node is self.root_node else node
-        try:
-            yield
-        finally:
-            self._known = None
 
     def begin_insert(self, params: InsertParams) -> Any:
         """SGLang compares and touches every node from the root on (unified_tree_core.py:1129-1177).
@@ -210,9 +211,30 @@ class HybridTreeCore(MarkedTreeCore):
     # Where copies come and go.
 
     def _update_evictable_leaf_sets(self, node: UnifiedTreeNode) -> None:
-        super()._update_evictable_leaf_sets(node)
+        """Several times per request. Without copies below the device there are no leaves of theirs
+        (unified_tree_core.py, _update_evictable_leaf_sets).
+        """
+        if self.enable_hicache or self.enable_external_cache_linker:
+            super()._update_evictable_leaf_sets(node)
+        elif self._is_device_leaf(node):
+            self.evictable_device_leaves.add(node)
+        else:
+            self.evictable_device_leaves.discard(node)
         if self.shadow_tree.follows_copies:
             self._sync(node)
+
+    def _is_device_leaf(self, node: UnifiedTreeNode) -> bool:
+        """As SGLang's (unified_tree_core.py, _is_device_leaf), without generators."""
+        data = node.component_data
+        if node is self.root_node or data[ComponentType.FULL].value is None:
+            return False
+        for component in data:
+            if component.lock_ref > 0:
+                return False
+        for child in node.children.values():
+            if child.component_data[ComponentType.FULL].value is not None:
+                return False
+        return True
 
     def set_component_device_value(self, node_id: int, *args: Any, **kwargs: Any) -> None:
         super().set_component_device_value(node_id, *args, **kwargs)

@@ -1,18 +1,21 @@
 """The longest cached prefix of a request, remembered while it waits.
 
 SGLang looks a waiting request up again in every scheduling round, to rank it and to try to admit
-it. Here the second look-up starts at the node where the first one ended.
+it. Here the second look-up starts at the node where the first one ended, and to rank requests only
+those are looked up again that might find something else (patch 0062).
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.base import LRURefreshPhase
 
@@ -21,7 +24,6 @@ from sglang_hybrid.cache.releases import last_visited
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import (
         UnifiedTreeCore,
         UnifiedTreeNode,
@@ -36,7 +38,8 @@ TOKEN_BYTES = array("q").itemsize
 @dataclass(slots=True)
 class LastMatch:
     """Where the last look-up of a request ended: `depth` tokens of `prompt`, at the end of `node`;
-    `best`: the node that it resumes from.
+    `best`: the node that it resumes from. next_key: the child of `node` that would continue the
+    prompt, whatever part of it was looked up; None at its end.
 
     prompt: the request's own token ids, which nobody changes; another prompt is another object.
     """
@@ -47,6 +50,7 @@ class LastMatch:
     node: UnifiedTreeNode
     depth: int
     best: UnifiedTreeNode
+    next_key: Any
     result: MatchResult
 
 
@@ -86,7 +90,14 @@ class TreeMatcher:
         result = self._result(params, node, depth, best, resumed)
         if req is not None:
             self._last[req] = LastMatch(
-                req.origin_input_ids, key.extra_key, key.cache_salt, node, depth, best, result
+                req.origin_input_ids,
+                key.extra_key,
+                key.cache_salt,
+                node,
+                depth,
+                best,
+                self._next_key(req, key, depth),
+                result,
             )
         return result._replace(cache_actions=actions) if actions else result
 
@@ -100,8 +111,42 @@ class TreeMatcher:
         deeper = last.depth + page <= usable
         if deeper and key.child_key_at(last.depth, page) in last.node.children:
             return None
-        best, _ = self._deepest_state(last.node, last.depth)
-        return last.result if best is last.best else None
+        return last.result if self._resumes_as_before(last) else None
+
+    def changed(self, waiting: Iterable[Req], least_hit: int) -> list[Req]:
+        """Those of `waiting` whose whole prompt might match otherwise than it did at their last
+        look-up, and those that hit at most `least_hit` tokens.
+        """
+        return [req for req in waiting if req.prefix_len <= least_hit or not self._holds(req)]
+
+    def _holds(self, req: Req) -> bool:
+        """Whether the prompt of `req` would match as it did, and `req` says so."""
+        last = self._last.get(req)
+        return (
+            last is not None
+            and last.prompt is req.origin_input_ids
+            and not req.output_ids
+            and req.prefix_len == last.result.device_prefix_len
+            and req.last_node == last.result.last_device_node
+            and last.node in self._shadow_tree
+            and last.next_key not in last.node.children
+            and self._resumes_as_before(last)
+        )
+
+    def _resumes_as_before(self, last: LastMatch) -> bool:
+        """Whether the node that was resumed from is still the nearest one that can be."""
+        node = last.node
+        if ComponentType.MAMBA not in self._core.components_by_type:
+            return node is last.best
+        while node.component_data[ComponentType.MAMBA].value is None and node.parent is not None:
+            node = node.parent
+        return node is last.best
+
+    def _next_key(self, req: Req, key: RadixKey, depth: int) -> Any:
+        """How children are told apart below `depth` tokens of the prompt of `req`."""
+        whole = RadixKey(req.origin_input_ids, key.extra_key, cache_salt=key.cache_salt)
+        page = self._core.page_size
+        return whole.child_key_at(depth, page) if depth + page <= len(whole) else None
 
     def _still_there(self, req: Req, key: RadixKey, usable: int) -> LastMatch | None:
         """The last look-up of `req`, if it was of this prompt and ended in what is still cached."""

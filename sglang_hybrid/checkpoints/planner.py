@@ -67,6 +67,7 @@ class Planner:
         self._min_branch_tokens = min_branch_tokens
         self._grid = grid
         self._plans: WeakKeyDictionary[Req, CheckpointPlan] = WeakKeyDictionary()
+        self._open: WeakKeyDictionary[Req, CheckpointPlan] = WeakKeyDictionary()  # a part of them
         self._micro_branches: WeakKeyDictionary[Req, list[plans.CheckpointRequest]] = (
             WeakKeyDictionary()
         )
@@ -103,6 +104,7 @@ class Planner:
         plan.request_id, plan.tenant = req.rid, tenant_of(req)
         self.drop(req)
         self._plans[req] = plan
+        self._note_whether_open(req, plan)
         if micro_branches:
             self._micro_branches[req] = [
                 plans.CheckpointRequest(
@@ -118,7 +120,7 @@ class Planner:
 
     def in_flight(self) -> list[tuple[Req, CheckpointPlan]]:
         """Requests whose prefill is to leave states that are not published yet."""
-        return [(req, plan) for req, plan in self._plans.items() if plan.is_open]
+        return list(self._open.items())
 
     def next_cut(self, req: Req, start: int, end: int) -> int | None:
         """Where a forward of tokens [start, end) must stop for a state, if kernels need that."""
@@ -139,6 +141,7 @@ class Planner:
                 tracked += [(row, checkpoint) for checkpoint in self._pass(req, plan)]
             else:
                 copied += [(req, checkpoint) for checkpoint in self._stop(req, plan)]
+            self._note_whether_open(req, plan)
         batch.state_tracks = _tracks(tracked)
         if copied:
             _copy_at_the_start(batch, copied)
@@ -146,11 +149,16 @@ class Planner:
     def take_ready(self, req: Req, up_to: int) -> list[PendingCheckpoint]:
         """Take over the states under way at `up_to` tokens and before, the deepest first."""
         plan = self._plans.get(req)
-        return [] if plan is None else plan.take_ready(up_to)
+        if plan is None:
+            return []
+        ready = plan.take_ready(up_to)
+        self._note_whether_open(req, plan)
+        return ready
 
     def drop(self, req: Req) -> None:
         """`req` goes away: what is under way for it will not be published."""
         self._micro_branches.pop(req, None)
+        self._open.pop(req, None)
         plan = self._plans.pop(req, None)
         if plan is not None:
             for checkpoint in plan.pending_checkpoints:
@@ -159,6 +167,13 @@ class Planner:
     def forget_all(self) -> None:
         """The pools were emptied: nothing is under way, and no slot needs to be given back."""
         self._plans.clear()
+        self._open.clear()
+
+    def _note_whether_open(self, req: Req, plan: CheckpointPlan) -> None:
+        if plan.is_open:
+            self._open[req] = plan
+        else:
+            self._open.pop(req, None)
 
     def _pass(self, req: Req, plan: CheckpointPlan) -> list[PendingCheckpoint]:
         taken, skipped = plan.take_passed(

@@ -41,11 +41,11 @@ class PrefixWait:
         if self._planner is None:
             return
         waiting = dict.fromkeys(queue)
-        for req in [req for req in self._overlap.names() if req not in waiting]:
+        known = self._overlap.names()
+        for req in [req for req in known if req not in waiting]:
             self._overlap.remove(req)
-        for req in waiting:
-            if req not in self._overlap:
-                self._overlap.add_key(req, self._key(req), tenant_of(req))
+        for req in [req for req in waiting if req not in known]:
+            self._overlap.add_key(req, self._key(req), tenant_of(req))
 
     @property
     def any_wait(self) -> bool:

@@ -185,7 +185,7 @@ class AnswerModel:
 
     def _probability(self, weights: npt.NDArray[np.float32]) -> float:
         """What `predict` returns for features with these weights."""
-        score = self._bias + float(weights.sum())
+        score = self._bias + float(np.add.reduce(weights))
         return 1 / (1 + math.exp(-min(max(score, -30.0), 30.0)))
 
     def expect(self, features: Features, hint: Hint | None = None) -> float | None:

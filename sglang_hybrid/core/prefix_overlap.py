@@ -1,13 +1,13 @@
 """Prompts that wait, in sorted order: which prefixes does one share with the others?
 
-Sorted neighbours share the longest prefixes, so a prompt need only be compared with those next to
-it, outwards, as long as they share enough.
+Sorted neighbours share the longest prefixes. So a prompt is compared with the two next to it, once,
+and what it shares with those behind them is the least of what neighbours on the way share.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable
+from bisect import bisect_left
+from collections.abc import Hashable, KeysView
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ class PrefixOverlap:
 
     def __init__(self) -> None:
         self._prompts: dict[Hashable, tuple[Hashable, bytes]] = {}
-        self._sorted: dict[Hashable, list[bytes]] = {}
+        self._sorted: dict[Hashable, SortedKeys] = {}
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -29,7 +29,7 @@ class PrefixOverlap:
     def __contains__(self, name: Hashable) -> bool:
         return name in self._prompts
 
-    def names(self) -> Iterable[Hashable]:
+    def names(self) -> KeysView[Hashable]:
         """Those that wait."""
         return self._prompts.keys()
 
@@ -44,14 +44,13 @@ class PrefixOverlap:
         if name in self._prompts:
             raise ValueError(f"{name!r} waits already")
         self._prompts[name] = (tenant, key)
-        insort(self._sorted.setdefault(tenant, []), key)
+        self._sorted.setdefault(tenant, SortedKeys()).add(key)
 
     def remove(self, name: Hashable) -> None:
         """It does not wait any more. Raises KeyError if it never did."""
         tenant, key = self._prompts.pop(name)
-        keys = self._sorted[tenant]
-        del keys[bisect_left(keys, key)]
-        if not keys:
+        self._sorted[tenant].remove(key)
+        if not self._sorted[tenant].keys:
             del self._sorted[tenant]
 
     def shared(self, name: Hashable, at_least: int) -> list[int]:
@@ -60,21 +59,46 @@ class PrefixOverlap:
         Both have a token left behind a shared prefix, for the last one is always computed.
         """
         tenant, key = self._prompts[name]
-        keys = self._sorted[tenant]
+        keys, common = self._sorted[tenant].keys, self._sorted[tenant].common
         own = bisect_left(keys, key)
         usable = len(key) // TOKEN_BYTES - 1
-        after = range(own + 1, min(own + 1 + NEIGHBOURS, len(keys)))
-        before = range(own - 1, max(own - 1 - NEIGHBOURS, -1), -1)
         lengths: set[int] = set()
-        for neighbours in (after, before):
-            same = usable
-            for index in neighbours:
-                other = keys[index]
-                same = min(same, common_prefix(key, other), len(other) // TOKEN_BYTES - 1)
-                if same < at_least:
-                    break
-                lengths.add(same)
+        same = usable
+        for index in range(own + 1, min(own + 1 + NEIGHBOURS, len(keys))):
+            same = min(same, common[index - 1], len(keys[index]) // TOKEN_BYTES - 1)
+            if same < at_least:
+                break
+            lengths.add(same)
+        same = usable
+        for index in range(own - 1, max(own - 1 - NEIGHBOURS, -1), -1):
+            same = min(same, common[index], len(keys[index]) // TOKEN_BYTES - 1)
+            if same < at_least:
+                break
+            lengths.add(same)
         return sorted(lengths)
+
+
+class SortedKeys:
+    """Keys in order. common: tokens at which each key and the next one begin alike [n - 1]."""
+
+    def __init__(self) -> None:
+        self.keys: list[bytes] = []
+        self.common: list[int] = []
+
+    def add(self, key: bytes) -> None:
+        """One more; equal ones may be there."""
+        at = bisect_left(self.keys, key)
+        before, after = self.keys[max(at - 1, 0) : at], self.keys[at : at + 1]
+        self.keys.insert(at, key)
+        beside = [common_prefix(key, other) for other in (*before, *after)]
+        self.common[max(at - 1, 0) : at] = beside
+
+    def remove(self, key: bytes) -> None:
+        """It must be there."""
+        at = bisect_left(self.keys, key)
+        del self.keys[at]
+        beside = self.common[max(at - 1, 0) : at + 1]
+        self.common[max(at - 1, 0) : at + 1] = [min(beside)] if len(beside) == 2 else []
 
 
 def as_key(prompt: npt.ArrayLike) -> bytes:
@@ -84,9 +108,9 @@ def as_key(prompt: npt.ArrayLike) -> bytes:
 
 def common_prefix(one: bytes, other: bytes) -> int:
     """Tokens at which two keys begin alike."""
-    same = min(len(one), len(other))
-    if one[:same] == other[:same]:
-        return same // TOKEN_BYTES
-    a = np.frombuffer(one, np.uint32, same // TOKEN_BYTES)
-    b = np.frombuffer(other, np.uint32, same // TOKEN_BYTES)
-    return int((a != b).argmax())
+    count = min(len(one), len(other)) // TOKEN_BYTES
+    if not count:
+        return 0
+    differs = np.frombuffer(one, np.uint32, count) != np.frombuffer(other, np.uint32, count)
+    first = int(differs.argmax())
+    return first if differs[first] else count

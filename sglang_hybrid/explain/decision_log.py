@@ -1,8 +1,8 @@
 """What the cache records so that it can say later why something was not hit.
 
-Only `explainer.py` reads it, and no decision depends on it. A state that is evicted or not taken
-costs a prefix hash: the tokens of its own edge, or those that the prefill computes, are hashed
-once. Without a shadow tree (`--hybrid-eviction sglang-lru`) only requests are recorded.
+Only `explanation.py` and its parts read it, and no decision depends on it. A state that is evicted
+or not taken costs a prefix hash: the tokens of its own edge, or those that the prefill computes,
+are hashed once. Without a shadow tree (`--hybrid-eviction sglang-lru`) only requests are recorded.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class DecisionLog:
         self._someone_came = False
         self._first: Tenant = None
         self._recipient: CheckpointRequest | None = None
+        self._hashed: tuple[object, int, int] = None, 0, EMPTY_PREFIX_HASH  # tokens, end, hash
 
     def now(self) -> Moment | None:
         """The cache's time; None where nothing counts it."""
@@ -203,12 +204,17 @@ class DecisionLog:
 
     def _prefix_hash_in(self, records: Records, req: Req, position: int) -> int:
         """The prefix hash of a position in what `req` prefills, from that of its last node."""
-        start, prefix_hash = 0, EMPTY_PREFIX_HASH
-        if req.last_node is not None:
-            record = records.record(self._cache.tree_core.node_by_id(req.last_node))
-            if 0 < record.depth <= position:
-                start, prefix_hash = record.depth, self.prefix_hash(record)
-        return extend_prefix_hash(prefix_hash, req.full_untruncated_fill_ids, start, position)
+        tokens = req.full_untruncated_fill_ids
+        last, start, prefix_hash = self._hashed
+        if last is not tokens or start > position:  # a request's decisions come one after another
+            start, prefix_hash = 0, EMPTY_PREFIX_HASH
+            if req.last_node is not None:
+                record = records.record(self._cache.tree_core.node_by_id(req.last_node))
+                if 0 < record.depth <= position:
+                    start, prefix_hash = record.depth, self.prefix_hash(record)
+        prefix_hash = extend_prefix_hash(prefix_hash, tokens, start, position)
+        self._hashed = tokens, position, prefix_hash
+        return prefix_hash
 
     def _records(self) -> Records:
         records = self._cache.shadow_tree

@@ -1,7 +1,7 @@
 """Why a prompt was not hit further: a server's report.
 
-The server fills a `MissReport` (`explainer.py`) and sends it as JSON; `render.py` says it in words.
-Positions are tokens from the prompt's start. Times are seconds, counted back from
+The server fills a `MissReport` (`explanation.py`) and sends it as JSON; `render.py` says it in
+words. Positions are tokens from the prompt's start. Times are seconds, counted back from
 the newest request of the same tenant; None where they are not recorded.
 """
 

@@ -8,7 +8,7 @@ Writing takes no time of a request; loading comes before its prefill.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS, Prefill
 from sglang_hybrid.core.cost import UNBOUNDED, CostModel
@@ -138,8 +138,8 @@ class TieredSimulator(Simulator):
             return False
         kv += sum(node.tokens for node in path if not copies_of(node).has_kv(Tier.DEVICE))
         states += not copies_of(path[-1]).has_state(Tier.DEVICE)
-        wanted = {self.resumes_from(one)[0] for one in keep}
-        if not self._make_room_in(Tier.DEVICE, kv, states, path, wanted):
+        kept = [node for one in keep for node in self._way(one)[0]]
+        if not self._make_room_in(Tier.DEVICE, kv, states, list(dict.fromkeys([*path, *kept]))):
             return False
         self._bring(path, path[-1], path)
         return True
@@ -233,16 +233,9 @@ class TieredSimulator(Simulator):
     def _make_room(self, kv: int, states: int, path: list[Node]) -> bool:
         return self._make_room_in(Tier.DEVICE, kv, states, path)
 
-    def _make_room_in(
-        self,
-        tier: Tier,
-        kv: int,
-        states: int,
-        path: list[Node],
-        keep: Collection[Node | None] = (),
-    ) -> bool:
+    def _make_room_in(self, tier: Tier, kv: int, states: int, path: list[Node]) -> bool:
         """Evict until so many tokens and states fit into `tier`; False if they cannot. `path`
-        stays in all tiers; nothing is evicted once it would be one of `keep`.
+        stays in all tiers.
         """
         if self._short_of(tier, kv, states) is None:
             return True
@@ -250,9 +243,6 @@ class TieredSimulator(Simulator):
             return False
         held = self._hold(path)
         while pool := self._short_of(tier, kv, states):
-            next_one = pool.cheapest(last_resort=True) if keep else None
-            if next_one is not None and next_one[0] in keep:
-                break
             victim = pool.victim() or pool.victim(last_resort=True)
             if victim is None:
                 break

@@ -148,6 +148,11 @@ class ObjectStore:
             self._use([entry[0] for entry in entries if entry is not None])
         return [entry is not None for entry in entries]
 
+    def knows(self, kind: str, keys: Sequence[str]) -> list[bool]:
+        """Which objects are on disk; asking for them is no use of them."""
+        with self._lock:
+            return [self._index.find(self.folder.name(kind, key)) is not None for key in keys]
+
     def clear(self) -> None:
         """Forget and remove all objects, and what was learnt."""
         self.ready.wait()

@@ -309,9 +309,11 @@ class Server:
             return False
         return self.try_to_add(req)
 
-    def try_to_add(self, req: Req) -> bool:
-        """What the PrefillAdder says of a request that was looked up."""
-        adder = self._adder([req])
+    def try_to_add(self, req: Req, waiting: Sequence[Req] = ()) -> bool:
+        """What the PrefillAdder says of a request that was looked up; `waiting`: the queue, if it
+        has more.
+        """
+        adder = self._adder(waiting or [req])
         unfinished = any(other.extend_end < _length(other) for other in self.running)
         verdict = adder.add_one_req(req, has_chunked_req=unfinished, truncation_align_size=None)
         if req in adder.can_run_list:

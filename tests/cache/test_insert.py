@@ -119,3 +119,29 @@ def test_an_insertion_begins_at_what_the_request_holds() -> None:
     depths = [None if part is None else part[1] for part in found]
     assert depths[0] is None, "the first request finds nothing"
     assert {16, 39} <= set(depths), "its later steps and the second request go on below"
+
+
+def test_a_path_stays_locked_while_its_checkpoint_is_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang gives its lock up first; each node would be free and be locked again."""
+    server = Server(build_cache(SIZES["states"], options("reuse")), SIZES["states"])
+    server.serve(range(40), [1])
+    req = server.arrive([*range(40), 7, 8, 9])
+    assert server.admit(req)
+    held = server.cache.shadow_tree.record(server.cache.tree_core.node_by_id(req.last_node))
+    freed: list[Any] = []
+    lock = server.cache.shadow_tree.tree.lock
+
+    def noted(node: Any, *, kv: bool, state: bool) -> None:
+        if not kv:
+            freed.append(node)
+        lock(node, kv=kv, state=state)
+
+    monkeypatch.setattr(server.cache.shadow_tree.tree, "lock", noted)
+    assert server.prefill_step(req)
+    assert held.kv_locked and held not in freed
+    server.decode(req, [1])
+    server.finish(req)
+    assert held in freed and not held.kv_locked
+    server.check()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.explain.explainer import Explanation
+from sglang_hybrid.explain.explanation import Explanation
 from sglang_hybrid.explain.messages import ExplainReq
 from sglang_hybrid.tenants import TenantNames, apart_from_adapters, tenant, tenant_of
 from tests.cache.backends import POLICIES, options

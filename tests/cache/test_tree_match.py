@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
@@ -71,6 +72,64 @@ def test_a_request_that_waits_is_matched_as_if_it_were_new(sizes: Sizes, seed: i
         for req in rng.sample(waiting, min(3, len(waiting))):
             look_up(server, req, rng.choice([None, len(req.origin_input_ids) - 1]))
         server.check()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**9))
+def test_ranked_requests_know_what_a_new_look_up_finds(seed: int) -> None:
+    """They are ranked again and again, and some are looked up to be admitted in between."""
+    rng = random.Random(seed)
+    sizes = Sizes(kv=1200, states=12)
+    server = Server(build_cache(sizes, options("reuse")), sizes)
+    policy = SchedulePolicy("lpm", server.cache, False, False, False)
+    sequences: list[list[int]] = [[]]
+    waiting: list[Req] = []
+    for _ in range(40):
+        base = rng.choice(sequences)
+        tokens = base[: rng.randrange(len(base) + 1)]
+        tokens = tokens + [rng.randrange(3) for _ in range(rng.randrange(1, 120))]
+        if rng.random() < 0.4 or not waiting:
+            waiting.append(server.arrive(tokens[:300]))
+        else:
+            server.serve(tokens[:300], [rng.randrange(3) for _ in range(5)])
+            sequences.append(tokens[:300])
+        if rng.random() < 0.02:
+            server.flush()
+        if rng.random() < 0.3:
+            req = rng.choice(waiting)
+            server.look_up(req)
+            server.send_back(req)
+        policy.calc_priority(waiting)
+        for req in waiting:
+            found = plain(server, MatchPrefixParams(key=RadixKey(req.origin_input_ids), req=req))
+            assert req.prefix_len == found.device_prefix_len
+            assert req.last_node == found.last_device_node
+
+
+def test_ranking_looks_up_again_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = Sizes(kv=2000, states=12)
+    server = Server(build_cache(sizes, options("reuse")), sizes)
+    policy = SchedulePolicy("lpm", server.cache, False, False, False)
+    server.serve([3] * 50, [4])
+    hits, misses = server.arrive([3] * 50 + [4] * 20), server.arrive([7] * 20)
+    matched: list[Req] = []
+    match = server.cache._match_tree
+
+    def counted(params: MatchPrefixParams) -> MatchResult:
+        matched.append(params.req)
+        return match(params)
+
+    monkeypatch.setattr(server.cache, "_match_tree", counted)
+    policy.calc_priority([misses, hits])
+    assert matched == [misses, hits]
+    assert hits.prefix_len == 50
+    policy.calc_priority([misses, hits])
+    assert matched[2:] == [misses], "so short a hit may be shared with another one that waits"
+    server.serve([3] * 50 + [4] * 15, [6])
+    del matched[:]
+    policy.calc_priority([misses, hits])
+    assert matched == [misses, hits]
+    assert hits.prefix_len > 50
 
 
 def test_another_prompt_of_the_same_request_is_looked_up_anew() -> None:

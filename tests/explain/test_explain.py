@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.explain.decisions import Decisions
-from sglang_hybrid.explain.explainer import Explanation
+from sglang_hybrid.explain.explanation import Explanation
 from sglang_hybrid.explain.messages import ExplainReq
 from sglang_hybrid.explain.miss_report import MissReport, Reason, UnstoredReason
 from sglang_hybrid.explain.recent import RecentRequests
