@@ -56,7 +56,7 @@ class TieredServerSimulator(ServerSimulator, TieredSimulator):
         self._uses: Counter[Node] = Counter()  # requests that left a node or passed it
         self._due: dict[Node, None] = {}  # to be copied when a request has ended
         device, host = (_bytes_of(room, cost) for room in (memory, below.host))
-        tiers = TierBudgets.of(device, host, below.disk)
+        tiers = TierBudgets.of(max(1, device), max(1, host), below.disk)
         rooms: list[int | Split] = [memory, below.host, below.disk][: len(tiers.present)]
         TieredSimulator.__init__(
             self,
@@ -217,9 +217,10 @@ class TieredServerSimulator(ServerSimulator, TieredSimulator):
     def _used_share(self) -> float:
         """The share of the device's memory that is in use, of the fuller pool if there are two."""
         if isinstance(self.memory, Split):
-            kv = (self.placement.kv_tokens[Tier.DEVICE] + self.kv_in_use) / self.memory.kv_tokens
-            return max(kv, 1 - self.free_states / self.memory.slots)
-        return self.used / self.memory
+            kv = self.placement.kv_tokens[Tier.DEVICE] + self.kv_in_use
+            states = 1 - self.free_states / max(1, self.memory.slots)
+            return max(kv / max(1, self.memory.kv_tokens), states)
+        return self.used / max(1, self.memory)
 
     # Copies.
 

@@ -122,6 +122,30 @@ def test_the_simulator_is_the_server(name: str, writes: str, *, one_memory: bool
     assert server.loads == ours.counts.loads[Tier.HOST] > 0
 
 
+def test_the_tuner_of_a_server_knows_its_tiers() -> None:
+    pytest.importorskip("sglang")
+    from tests.cache.backends import options
+    from tests.cache.driver import FULL, MAMBA, Sizes
+    from tests.cache.tiers import build_tiered_cache
+
+    flags = options("auto", hybrid_tuner_workers=1, hybrid_offload_watermark=0.8)
+    cache: Any = build_tiered_cache(Sizes(512, 16), flags, policy="write_back", rank=0)
+    below = cache.tuning.tuner._tiers()
+    assert below == ServedTiers(
+        Split(cache.host_room(FULL), cache.host_room(MAMBA)),
+        cache.speeds.speeds,
+        write_back=True,
+        watermark=0.8,
+    )
+    assert below.host.slots > 0
+
+
+def test_where_running_requests_leave_nothing_nothing_is_found() -> None:
+    cache = simulator("lru", ServedTiers(Split(1_000, 5), SPEEDS), Split(0, 0))
+    assert not any(cache.serve(request).hit_len for request in sessions(2, 2))
+    assert not cache.counts.written
+
+
 def traffic(seed: int, count: int) -> list[Request]:
     """Sequences over three tokens that continue, branch from and repeat one another."""
     source = random.Random(seed)
