@@ -121,8 +121,9 @@ class Table:
             self._ranges = {r: lim for r, lim in self._ranges.items() if columns[r][row] not in lim}
 
     def _grow(self) -> None:
-        data = np.empty((self._data.shape[0], 2 * self._data.shape[1]))
-        data[:, : self._data.shape[1]] = self._data
+        rows, count = self._data.shape
+        data = np.empty((rows, count + count // 4 + 64))  # twice as many would be half empty
+        data[:, :count] = self._data
         self._data = data
         self._columns = list(data)
         self._scratch = np.empty((2, data.shape[1]))

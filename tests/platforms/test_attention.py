@@ -28,7 +28,7 @@ SIZE = 2_000
 CONTEXT = 400
 TOLERANCE = 1e-5
 
-few = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True, params=["native", "torch"])

@@ -32,9 +32,9 @@ def test_one_of_several_processes_compiles(tmp_path: Path) -> None:
     sources.mkdir()
     (sources / "small.cpp").write_text('extern "C" int two() { return 2; }')
     command = [sys.executable, "-c", BUILD, str(tmp_path / "cache"), str(sources)]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = sorted(process.communicate(timeout=120)[0].strip() for process in started)
-    assert said == ["False", "False", "True"]
+    assert said == ["False", "True"]
     assert len(list((tmp_path / "cache").glob("*.so"))) == 1
 
 
@@ -59,6 +59,7 @@ def test_the_name_depends_on_sources_flags_and_cpu(monkeypatch: pytest.MonkeyPat
 def test_without_a_compiler_torch_serves_and_a_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.delenv("SGLANG_HYBRID_NATIVE_KERNELS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
     with caplog.at_level(logging.WARNING):

@@ -19,7 +19,7 @@ import torch
 
 SOURCES = Path(__file__).parents[2] / "kernels" / "native"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-Wno-psabi")
-COMPILERS = ("c++", "g++", "clang++")
+COMPILERS = ("g++", "c++")
 OPENMP = ("libgomp", "libiomp5", "libomp")
 """Names of OpenMP's libraries, of which torch has loaded one."""
 
