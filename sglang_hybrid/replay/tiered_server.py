@@ -10,30 +10,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.nodes import Clock, Kind, Node
-from sglang_hybrid.core.places import Unit, Way, copies_of, way_without_loads, ways
+from sglang_hybrid.core.places import Way, copies_of, way_without_loads, ways
 from sglang_hybrid.core.pool import Pool, Scarce
 from sglang_hybrid.core.rates import Rates, Tier
 from sglang_hybrid.core.served_pool import ServedTierPool
 from sglang_hybrid.core.serving import ServedTiers, Serving, Split
 from sglang_hybrid.core.tier_pool import TierPool
-from sglang_hybrid.core.writing import CopyJudge, average_returns, was_forgotten
-from sglang_hybrid.replay.server_simulator import Running, ServerSimulator, way_to
+from sglang_hybrid.core.writing import CopyJudge, average_returns
+from sglang_hybrid.replay.served_copies import ServedCopies, held_above_disk, lacks_copy, path_to
+from sglang_hybrid.replay.server_simulator import Running, ServerSimulator
 from sglang_hybrid.replay.simulator import Ticket
 from sglang_hybrid.replay.tier_budgets import TierBudgets
 from sglang_hybrid.replay.tier_simulator import TieredSimulator
 from sglang_hybrid.replay.traces import Request
 
-OFFLOADED: Final = 16
-"""Next victims of each pool that are copied after a request, above the watermark."""
 
-
-class TieredServerSimulator(ServerSimulator, TieredSimulator):
+class TieredServerSimulator(ServerSimulator, ServedCopies):
     """A `ServerSimulator` above the tiers of `below`. The device and the host have one policy for
     KV and one for states, as in the server.
     """
@@ -69,7 +66,7 @@ class TieredServerSimulator(ServerSimulator, TieredSimulator):
             [state_policy] * len(rooms),
         )
         self._serve_in(memory, serving)
-        self._judge = CopyJudge(
+        self.judge = CopyJudge(
             self,
             self._free_on_host,
             lambda: average_returns(self.counts.loads[Tier.HOST], self.demoted),
@@ -127,7 +124,7 @@ class TieredServerSimulator(ServerSimulator, TieredSimulator):
         super()._count_hit(way, [one for one in known if one.state_tier is not Tier.DISK])
 
     def _load(self, request: Request, hit: Node) -> Node:
-        path = _path_to(hit)
+        path = path_to(hit)
         missing = [node for node in path if not copies_of(node).has_kv(Tier.DEVICE)]
         state = hit is not self.tree.root and not copies_of(hit).has_state(Tier.DEVICE)
         if not missing and not state:
@@ -155,7 +152,7 @@ class TieredServerSimulator(ServerSimulator, TieredSimulator):
             self._offload()
 
     def _take_kv(self, running: Running, deepest: Node, new: int) -> None:
-        for node in _path_to(deepest):
+        for node in path_to(deepest):
             self.placement.add_kv(node, Tier.DEVICE)
             if node.depth > running.inserted:
                 self._uses[node] += 1
@@ -166,7 +163,7 @@ class TieredServerSimulator(ServerSimulator, TieredSimulator):
     def _take_state(self, node: Node, kind: Kind) -> None:
         self.tree.give_state(node, kind)
         self.placement.add_state(node, Tier.DEVICE)
-        if copies_of(node).has_kv(Tier.HOST) and _lacks_copy(node):
+        if copies_of(node).has_kv(Tier.HOST) and lacks_copy(node):
             self._is_due(node)
 
     def _is_due(self, node: Node) -> None:
@@ -222,79 +219,6 @@ class TieredServerSimulator(ServerSimulator, TieredSimulator):
             return max(kv / max(1, self.memory.kv_tokens), states)
         return self.used / max(1, self.memory)
 
-    # Copies.
-
-    def _copy_to_host(self, node: Node) -> list[Node]:
-        """Copy `node` and the KV that it needs above it, if that is worth it. Returns the nodes
-        that were copied.
-        """
-        copies = copies_of(node)
-        missing = not copies.has_kv(Tier.HOST) or _lacks_copy(node)
-        if not missing or not copies.has_kv(Tier.DEVICE) or was_forgotten(node):
-            return []
-        return self._copy_down(node) if self._worth(node) else []
-
-    def _worth(self, node: Node) -> bool:
-        if copies_of(node).kv_children[Tier.HOST]:
-            return True  # what the host has below it would be lost
-        return copies_of(node).has_state(Tier.DEVICE) and self._judge.worth_resuming(node)
-
-    def _copy_down(self, node: Node) -> list[Node]:
-        """From the first KV that the host has not, as far as room can be made. What that continues
-        stays on the host meanwhile. Returns the nodes that were copied.
-        """
-        path = _path_to(node)
-        first = next((i for i, n in enumerate(path) if not copies_of(n).has_kv(Tier.HOST)), -1)
-        missing = path[first:]
-        stays = path[first - 1 : first] if first > 0 else []
-        for number, each in enumerate(missing):
-            kv = not copies_of(each).has_kv(Tier.HOST)
-            state = _lacks_copy(each) and self._judge.worth_resuming(each)
-            if not self._make_room_in(Tier.HOST, kv * each.tokens, int(state), [*stays, each]):
-                return missing[:number]
-            self._add(Tier.HOST, each, kv=kv, state=state)
-            self._write_to_disk(each)
-            stays.append(each)
-        return missing
-
-    def _write_to_disk(self, node: Node) -> None:
-        copies = copies_of(node)
-        kv = copies.has_kv(Tier.HOST) and not copies.has_kv(Tier.DISK)
-        state = copies.has_state(Tier.HOST) and not copies.has_state(Tier.DISK)
-        if (
-            self.below.disk
-            and (kv or state)
-            and self._take(Tier.DISK, node, kv=kv, state=state, needed=True)
-        ):
-            self._add(Tier.DISK, node, kv=kv, state=state)
-
-    def _read_ahead(self, path: Sequence[Node]) -> None:
-        """Bring to the host what the disk has of the way to the deepest state on `path`, if that
-        saves enough tokens and the host has room.
-        """
-        deepest = next((node for node in reversed(path) if node.has_state), None)
-        if deepest is None:
-            return
-        passed = [node for node in path if node.depth <= deepest.depth]
-        missing = [node for node in passed if not _held(node, copies_of(node).kv)]
-        state = not _held(deepest, copies_of(deepest).state)
-        tokens = sum(node.tokens for node in missing)
-        if tokens < self.below.least_read:
-            return
-        if self._make_room_in(Tier.HOST, tokens, int(state), passed):
-            for node in missing:
-                self.placement.add_kv(node, Tier.HOST)
-            if state:
-                self.placement.add_state(deepest, Tier.HOST)
-
-    def _offload(self) -> None:
-        """What the device would give up next is copied while nothing waits."""
-        pools = dict.fromkeys(self.pools[Tier.DEVICE])
-        for pool in pools:
-            for node in pool.next_victims(OFFLOADED):
-                if not copies_of(node).has_kv(Tier.HOST) or _lacks_copy(node):
-                    self._copy_to_host(node)
-
     # Victims.
 
     def _evict_from(self, pool: Pool, node: Node) -> None:
@@ -307,43 +231,15 @@ class TieredServerSimulator(ServerSimulator, TieredSimulator):
             self.demoted += unit.state and copies_of(node).has_state(Tier.HOST)
         self._drop(node, unit, pool.tier)
 
-    def _demote(self, node: Node, unit: Unit) -> None:
-        backed, write_back = copies_of(node).has_kv(Tier.HOST), self.below.write_back
-        if unit.kv and not backed:
-            wanted = write_back and self._worth(node)
-        else:
-            ready = (backed or write_back) and unit.state and _lacks_copy(node)
-            wanted = ready and self._judge.worth_resuming(node)
-        if wanted:
-            held = self._hold([node])
-            self._copy_down(node)
-            self._let_go(held)
-
-
-def _lacks_copy(node: Node) -> bool:
-    """Whether the device has a state of `node`, and the host has not."""
-    copies = copies_of(node)
-    return copies.has_state(Tier.DEVICE) and not copies.has_state(Tier.HOST)
-
-
-def _held(node: Node, tiers: int) -> bool:
-    """Whether the device or the host is among `tiers`, a mask."""
-    return bool(tiers & (1 << Tier.DEVICE | 1 << Tier.HOST))
-
 
 def _at_hand(path: Iterable[Node]) -> list[Node]:
     """The nodes of `path` before the first whose KV neither the device nor the host has."""
     found: list[Node] = []
     for node in path:
-        if not _held(node, copies_of(node).kv):
+        if not held_above_disk(node, copies_of(node).kv):
             break
         found.append(node)
     return found
-
-
-def _path_to(node: Node) -> list[Node]:
-    """`node` and all above it but the root, parents first."""
-    return list(way_to(node))[::-1]
 
 
 def _bytes_of(room: Split | int, cost: CostModel) -> int:
