@@ -72,6 +72,13 @@ class Memory(Enum):
     SPLIT = "split"
 
 
+class NativeKernels(Enum):
+    """Whether the CPU platform compiles kernels of its own."""
+
+    AUTO = "auto"
+    OFF = "off"
+
+
 @dataclass(frozen=True)
 class HybridConfig:
     """What `python -m sglang_hybrid.launch_server` takes beside SGLang's own flags."""
@@ -97,6 +104,7 @@ class HybridConfig:
     hybrid_pin_share: float = DEFAULT_SHARE
     hybrid_offload_watermark: float = 0.9
     hybrid_simulate_bandwidth: str = ""
+    hybrid_native_kernels: NativeKernels = NativeKernels.AUTO
     hybrid_disk_folder: str = ""
     hybrid_disk_mb: int = 0
     hybrid_warm_start: int = 0
@@ -190,6 +198,7 @@ class HybridConfig:
         known["hybrid_eviction"] = Eviction(known["hybrid_eviction"])
         known["hybrid_admission"] = Admission(known["hybrid_admission"])
         known["hybrid_memory"] = Memory(known["hybrid_memory"])
+        known["hybrid_native_kernels"] = NativeKernels(known["hybrid_native_kernels"])
         known["hybrid_schedule"] = Schedule(known["hybrid_schedule"])
         config = cls(**known)
         if config.hybrid_tier_error and config.hybrid_tier_codec != "exact":

@@ -278,7 +278,15 @@ def _add_tiers(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> N
 
 
 def _add_model(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> None:
-    """The model of a server without one."""
+    """The kernels of the CPU platform, and the model of a server without one."""
+    group.add_argument(
+        "--hybrid-native-kernels",
+        choices=values_of(defaults["hybrid_native_kernels"]),
+        default=defaults["hybrid_native_kernels"].value,
+        help="CPU platform: auto compiles C++ kernels at the first start, into the user's folder "
+        "of caches, and does without them where there is no compiler; off is plain torch "
+        "(default: %(default)s)",
+    )
     group.add_argument(
         "--hybrid-default-model",
         metavar="ARCHITECTURE",

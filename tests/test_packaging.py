@@ -35,7 +35,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 @pytest.mark.parametrize(
-    ("room", "pattern"), [("kernels", "*.py"), ("patches", "**/*.patch"), ("patches", "**/SHA256")]
+    ("room", "pattern"),
+    [
+        ("kernels", "*.py"),
+        ("kernels", "native/*"),
+        ("patches", "**/*.patch"),
+        ("patches", "**/SHA256"),
+    ],
 )
 def test_a_room_beside_the_package_is_in_the_wheel(
     wheel: zipfile.ZipFile, room: str, pattern: str

@@ -8,8 +8,10 @@ Then a queue: four clients send all requests at once; seven of ten ask about one
 documents, more than the device holds and fewer than the host does. Answers have --answer tokens,
 and four requests run at a time, so the others wait for a place. `fcfs` loads when a request has its
 turn.
-`complete`: of requests that needed a load, the share whose load was complete at their turn. `in
-vain`: bytes loaded for requests that did not use them.
+`no time`: of these loads, those whose request waited less than the load takes; `no room`: those for
+which the device had none before their turn, beside running requests and those with an earlier turn.
+`complete`: of the others, the share that was complete at the turn. `in vain`: bytes loaded for
+requests that did not use them.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from scripts.bench.servers import (
     percentile,
     random_tokens,
 )
+from sglang_hybrid.core.prefetch import PrefetchCounts
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.server_process import ServerProcess
 
@@ -49,6 +52,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", choices=["tiny", "100m"], nargs="+", default=["tiny", "100m"])
     parser.add_argument("--tokens", type=positive, default=1_500, help="of a document")
     parser.add_argument("--documents", type=positive, default=12)
+    parser.add_argument("--device", type=positive, default=4, help="documents that it holds")
     parser.add_argument("--requests", type=positive, default=25, help="of each client in the queue")
     parser.add_argument("--answer", type=positive, default=24, help="tokens, in the queue")
     parser.add_argument("--only", choices=["reload", "queue"], help="one of the two tables")
@@ -58,7 +62,7 @@ def server(
     model: Path, options: argparse.Namespace, bandwidth: float, *flags: str
 ) -> ServerProcess:
     """With a device that holds some of the documents, and a host that holds all."""
-    kv = 4 * options.tokens
+    kv = options.device * options.tokens
     command = [
         *flags_of(model, kv, 2 * RUNNING + 4, RUNNING),
         *("--enable-hierarchical-cache", "--hicache-ratio", str(HOST)),
@@ -94,10 +98,8 @@ def reload(model: Path, options: argparse.Namespace, bandwidth: float) -> tuple[
 
 def queue(
     model: Path, options: argparse.Namespace, bandwidth: float, order: str
-) -> tuple[float, float, float | None, int, float]:
-    """Waits (P50, P95, seconds), the share of loads that were complete at their turn, loads, and
-    the share of bytes loaded in vain.
-    """
+) -> tuple[float, float, PrefetchCounts]:
+    """Waits (P50, P95, seconds), and what was loaded."""
     source = random.Random(2)
     documents = [random_tokens(source, options.tokens) for _ in range(options.documents)]
 
@@ -115,14 +117,12 @@ def queue(
         before = tiers(running.url)["loaded_requests"]
         answered = asyncio.run(all_clients(running.url, prompts, options.requests, options.answer))
         info = hybrid_cache(running.url)
-        late = info["tiers"]["loaded_requests"] - before
-        ahead = (info["schedule"] or {}).get("loads") or {}
+    if info["schedule"] is None:
+        moved = PrefetchCounts(on_turn=info["tiers"]["loaded_requests"] - before)
+    else:
+        moved = PrefetchCounts(**info["schedule"]["loads"])
     waits = sorted(one.seconds for one in answered)
-    used, waited_for = ahead.get("used", 0), ahead.get("late", 0)
-    loads = used + waited_for + late
-    vain = ahead.get("wasted_bytes", 0) / max(1, ahead.get("loaded_bytes", 0))
-    complete = used / loads if loads else None
-    return percentile(waits, 0.5), percentile(waits, 0.95), complete, loads, vain
+    return percentile(waits, 0.5), percentile(waits, 0.95), moved
 
 
 def models_of(names: Sequence[str]) -> dict[str, Path]:
@@ -145,14 +145,16 @@ def run(options: argparse.Namespace) -> None:
         return
     print()
     table = Table(
-        "model", "GB/s", "order", "P50, s", "P95, s", "loads", "complete", "in vain", text=3
+        *("model", "GB/s", "order", "P50, s", "P95, s", "loads", "no time", "no room", "complete"),
+        "in vain",
+        text=3,
     )
     name, model = next(iter(models.items()))
     for bandwidth in options.bandwidths:
         for order in ("fcfs", "window"):
-            low, high, complete, loads, vain = queue(model, options, bandwidth, order)
-            share = "" if complete is None else f"{complete:.0%}"
-            cells = (f"{low:.2f}", f"{high:.2f}", loads, share)
-            table.row(
-                name, f"{bandwidth:g}", order, *cells, f"{vain:.1%}" if order == "window" else ""
-            )
+            low, high, moved = queue(model, options, bandwidth, order)
+            share = "" if moved.complete is None else f"{moved.complete:.0%}"
+            ahead = (moved.no_time, moved.no_room, share, f"{moved.in_vain:.1%}")
+            cells = ahead if order == "window" else ("", "", share, "")
+            times = (f"{low:.2f}", f"{high:.2f}")
+            table.row(name, f"{bandwidth:g}", order, *times, moved.loads, *cells)

@@ -5,10 +5,13 @@ The host has the bytes that the device has in `schedule-replay`, the device a qu
 the other, --places requests decode beside them; times are the Marconi paper's fit. Requests come as
 in `schedule-replay`, in the order of `window`.
 
-`loads`: requests that had to load something; `complete`: of those that waited longer than their
-load takes, the share whose load was complete at their turn. `in vain`: bytes loaded for requests
-that did not use them. Seconds to the first
-token of all requests, P50 and mean.
+A request runs when a place is free and the device has room for it beside those that run.
+
+`loads`: requests that had to load something; `no time`: of these, those that waited less than their
+load takes; `no room`: those for which the device had none before their turn, beside running
+requests and those with an earlier turn. `complete`: of the others, the share whose load was
+complete at their turn. `in vain`: bytes loaded for requests that did not use them. Seconds to the
+first token of all requests, P50 and mean.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from scripts.bench.report import Table
 from scripts.bench.schedule_replay import Row, at_load, orders, rows
 from scripts.bench.traces import TRACES
 from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.prefetch import PrefetchCounts
 from sglang_hybrid.core.queue_order import QueueOrder
 from sglang_hybrid.core.rates import Tier
 from sglang_hybrid.core.systems import Setting, Spec
@@ -43,10 +47,7 @@ QUARTER = 4
 class Found:
     """What loading did in one row."""
 
-    loads: int
-    possible: int
-    complete: int
-    in_vain: float
+    moved: PrefetchCounts
     p50: float
     mean: float
 
@@ -63,13 +64,7 @@ def serve(job: tuple[Row, float, Loading | None, int]) -> Found:
     )
     served = it.run(row.requests)
     ttft = np.array([one.ttft for one in served])
-    counts, moved = it.counts, it.prefetcher.counts
-    return Found(
-        *(counts.loads, counts.possible, counts.complete),
-        in_vain=moved.wasted_bytes / max(1, moved.loaded_bytes),
-        p50=float(np.median(ttft)),
-        mean=float(ttft.mean()),
-    )
+    return Found(it.prefetcher.counts, float(np.median(ttft)), float(ttft.mean()))
 
 
 def cache_of(row: Row, tiers: TierBudgets | None) -> Simulator:
@@ -86,17 +81,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=300, help="of each trace, at most")
     parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
     parser.add_argument("--bandwidths", type=float, nargs="+", default=[12, 25, 64], help="GB/s")
-    parser.add_argument("--places", type=int, default=16)
+    parser.add_argument("--places", type=int, nargs="+", default=[16])
     parser.add_argument("--workers", type=int, default=2)
 
 
 def run(options: argparse.Namespace) -> None:
-    options.tiers = True  # loads are of what a device with tiers has to do
+    options.tiers, options.seeds = True, 1  # loads are of what a device with tiers has to do
     asked = [row for row in rows(options) if not row.azure]
     jobs = [
-        (row, bandwidth, loading, options.places)
+        (row, bandwidth, loading, places)
         for row in asked
         for bandwidth in options.bandwidths
+        for places in options.places
         for loading in (None, *Loading)
     ]
     context = multiprocessing.get_context("spawn")
@@ -105,17 +101,16 @@ def run(options: argparse.Namespace) -> None:
 
 
 def show(jobs: Sequence[tuple[Row, float, Loading | None, int]], found: Sequence[Found]) -> None:
-    table = Table("trace", "GB/s", "loads start", "loads", "complete", "in vain", "P50", "mean")
-    for (row, bandwidth, loading, _), one in zip(jobs, found, strict=True):
-        share = f"{one.complete / one.possible:.0%}" if one.possible else ""
+    table = Table(
+        *("trace", "GB/s", "places", "loads start", "loads", "no time", "no room", "complete"),
+        *("in vain", "P50", "mean"),
+    )
+    for (row, bandwidth, loading, places), one in zip(jobs, found, strict=True):
+        moved, timed = one.moved, loading is Loading.TIMED
+        share = "" if moved.complete is None else f"{moved.complete:.0%}"
         table.row(
-            *(
-                row.cells[0],
-                f"{bandwidth:g}",
-                "never" if loading is None else loading.value,
-                one.loads or "",
-                share,
-            ),
-            f"{one.in_vain:.1%}" if loading is Loading.TIMED else "",
+            *(row.cells[0], f"{bandwidth:g}", places, loading.value if loading else "never"),
+            *((moved.loads, moved.no_time) if moved.loads else ("", "")),
+            *((moved.no_room, share, f"{moved.in_vain:.1%}") if timed else ("", share, "")),
             *(f"{one.p50:.3f}", f"{one.mean:.3f}"),
         )

@@ -12,8 +12,8 @@ many nodes takes of the machine's memory, each cache in a process of its own.
 Microseconds of processor time: `first` and `again`, the first two look-ups of a request (medians);
 `rank`, ranking all that wait (median); `admit`, look-up and admission (median); `publish`, prompt
 and answer into the tree (median); `life`, all of these over all rounds, per request. As in a
-server KV that is freed goes back to the pool once per batch, which is not counted. Each is the
-least of five repetitions (`--repeat`): what else runs on the machine makes all of it slower.
+server KV that is freed goes back to the pool once per batch, which is not counted. The least of
+five repetitions (`--repeat`): what else runs on the machine makes all of it slower.
 """
 
 from __future__ import annotations

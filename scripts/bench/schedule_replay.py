@@ -6,12 +6,17 @@ Azure's conversation trace arrived, and the gaps within them are the trace's. A 
 request waits for the answer before. All times are stretched by one factor, so that the prefills,
 served one by one without a queue, would take the device for --loads of the time.
 
+Each row is served --seeds times. With all seeds but the first the sessions begin earlier or later,
+by up to the mean time between two beginnings, as a trace of another day might: what all seeds have
+in common is no accident of a few requests. Numbers are medians over the seeds.
+
 Seconds to the first token (P50 / P95 / P99 / worst), tokens of prompts per second, share of tokens
-hit. `misses`: what of its aims `window` misses in a row: P99 not above fcfs's, P50 not above lpm's
-(by a millisecond or more), a hit rate at most 0.5 points below lpm's, and nobody overtaken more
-often than the bound says. The last table: geometric means over the rows of P50 against lpm's and
-P99 against fcfs's, the mean difference of hit rates from lpm's, rows in which the order meets each
-of these, and the most that a request was overtaken.
+hit. `misses`: what of its aims `window` misses in a row, and with how many of the seeds: P99 not
+above fcfs's, P50 not above lpm's (by a millisecond or more), a hit rate at most 0.5 points below
+lpm's, and nobody overtaken more often than the bound says. The last table: geometric means over
+rows and seeds of P50 against lpm's and P99 against fcfs's, the mean difference of hit rates from
+lpm's, rows in which the order meets each of these with most of the seeds, and the most that a
+request was overtaken.
 
 With --tiers the device has a tenth of that memory, the host all of it and the disk eight times as
 much, by the paper's rules; a request waits for its load before its prefill.
@@ -21,10 +26,13 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -78,6 +86,7 @@ class Row:
     requests: Sequence[Request]
     memory: int
     tiers: bool = False
+    seed: int = 0
 
     @property
     def cells(self) -> tuple[str, str, str]:
@@ -148,6 +157,21 @@ def with_starts(requests: Sequence[Request], starts: Sequence[float]) -> list[Re
     return sorted(moved, key=lambda one: one.arrival)
 
 
+def jittered(requests: Sequence[Request], seed: int) -> list[Request]:
+    """The same sessions, beginning earlier or later by up to the mean time between two beginnings;
+    as they are with seed 0.
+    """
+    first: dict[int, float] = {}
+    for request in requests:
+        first.setdefault(request.session, request.arrival)
+    if not seed:
+        return list(requests)
+    starts = np.array(list(first.values()))
+    mean = (starts.max() - starts.min()) / max(1, len(starts) - 1)
+    moved = starts + np.random.default_rng(seed).uniform(-mean, mean, len(starts))
+    return with_starts(requests, (moved - moved.min()).tolist())
+
+
 def at_load(row: Row) -> Row:
     """`row` with its arrivals stretched to its load."""
     cache, work = cache_of(row), 0.0
@@ -170,16 +194,21 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
             if azure:
                 starts = Azure.read(options.traces / AZURE).arrivals
                 requests = with_starts(requests, starts)
-            for load in options.loads:
-                yield Row(trace, azure, load, requests, int(gigabytes * 1e9), options.tiers)
+            for load, seed in product(options.loads, range(options.seeds)):
+                memory, moved = int(gigabytes * 1e9), jittered(requests, seed)
+                yield Row(trace, azure, load, moved, memory, options.tiers, seed)
 
 
-def serve_row(row: Row) -> dict[str, Served]:
+def serve_row(row: Row) -> Orders:
     row = at_load(row)
     return {name: serve(row, order, bound) for name, (order, bound) in orders().items()}
 
 
-def met(order: str, served: dict[str, Served]) -> dict[str, bool]:
+Orders = dict[str, Served]
+"""What became of one row with one seed, by the order's name."""
+
+
+def met(order: str, served: Orders) -> dict[str, bool]:
     """Whether an order is as good as the best of SGLang's in each respect."""
     one, fcfs, lpm = served[order], served["fcfs"], served["lpm"]
     return {
@@ -189,27 +218,42 @@ def met(order: str, served: dict[str, Served]) -> dict[str, bool]:
     }
 
 
-def missed(served: dict[str, Served], bound: Bound) -> str:
-    """The aims that `window` misses."""
-    aims = [aim for aim, is_met in met("window", served).items() if not is_met]
-    over = served["window"].most_overtaken > bound.times
-    return ", ".join(aims + ["bound"] * over)
+def missed(seeds: Sequence[Orders], bound: Bound) -> str:
+    """The aims that `window` misses, each with how many of the seeds."""
+    aims = Counter(
+        aim for served in seeds for aim, is_met in met("window", served).items() if not is_met
+    )
+    aims["bound"] = sum(served["window"].most_overtaken > bound.times for served in seeds)
+    of = f" {{}}/{len(seeds)}" if len(seeds) > 1 else ""
+    return ", ".join(aim + of.format(times) for aim, times in aims.items() if times)
 
 
-def show(rows: Sequence[tuple[Row, dict[str, Served]]]) -> None:
+def middle(ones: Sequence[Served]) -> Served:
+    """The medians over the seeds, but for the most that a request was overtaken."""
+    medians = {
+        field.name: median(getattr(one, field.name) for one in ones) for field in fields(Served)
+    }
+    return Served(**medians | {"most_overtaken": max(one.most_overtaken for one in ones)})
+
+
+def show(rows: Sequence[tuple[Row, Sequence[Orders]]]) -> None:
     """Print waits, then throughput and hits, then the orders over all rows."""
     names, (_, bound) = list(orders()), orders()["window"]
+    middles = [
+        (row, seeds, {name: middle([served[name] for served in seeds]) for name in names})
+        for row, seeds in rows
+    ]
     print("Seconds to the first token: P50 / P95 / P99 / worst\n")
     table = Table("trace", "arrivals", "load", *names, "misses", text=2)
-    for row, served in rows:
+    for row, seeds, served in middles:
         waits = [
             " / ".join(f"{seconds:.2f}" for seconds in (one.p50, one.p95, one.p99, one.worst))
             for one in served.values()
         ]
-        table.row(*row.cells, *waits, missed(served, bound))
+        table.row(*row.cells, *waits, missed(seeds, bound))
     print("\nTokens per second, hit rate\n")
     table = Table("trace", "arrivals", "load", *names, text=2)
-    for row, served in rows:
+    for row, _, served in middles:
         table.row(
             *row.cells,
             *(f"{one.tokens_per_second:,.0f}, {one.hit_rate:.1%}" for one in served.values()),
@@ -219,19 +263,23 @@ def show(rows: Sequence[tuple[Row, dict[str, Served]]]) -> None:
         *("order", "P50 / lpm's", "P99 / fcfs's", "hit rate - lpm's", "P50 met", "P99 met"),
         *("hits met", "most overtaken"),
     )
+    every = [served for _, seeds in rows for served in seeds]
     for name in names:
-        ones = [served[name] for _, served in rows]
         table.row(
             name,
-            f"{mean_ratio([served[name].p50 / served['lpm'].p50 for _, served in rows]):.2f}",
-            f"{mean_ratio([served[name].p99 / served['fcfs'].p99 for _, served in rows]):.2f}",
-            f"{np.mean([s[name].hit_rate - s['lpm'].hit_rate for _, s in rows]):+.1%}",
-            *(
-                f"{sum(met(name, served)[aim] for _, served in rows)} of {len(rows)}"
-                for aim in ("P50", "P99", "hits")
-            ),
-            max(one.most_overtaken for one in ones),
+            f"{mean_ratio([served[name].p50 / served['lpm'].p50 for served in every]):.2f}",
+            f"{mean_ratio([served[name].p99 / served['fcfs'].p99 for served in every]):.2f}",
+            f"{np.mean([s[name].hit_rate - s['lpm'].hit_rate for s in every]):+.1%}",
+            *(f"{mostly_met(name, aim, rows)} of {len(rows)}" for aim in ("P50", "P99", "hits")),
+            max(served[name].most_overtaken for served in every),
         )
+
+
+def mostly_met(order: str, aim: str, rows: Sequence[tuple[Row, Sequence[Orders]]]) -> int:
+    """Rows in which most seeds meet an aim."""
+    return sum(
+        2 * sum(met(order, served)[aim] for served in seeds) > len(seeds) for _, seeds in rows
+    )
 
 
 def mean_ratio(ratios: Sequence[float]) -> float:
@@ -244,6 +292,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=1_000, help="of each trace, at most")
     parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=1, help="times that each row is served")
     parser.add_argument("--tiers", action="store_true", help="device, host and disk")
 
 
@@ -251,4 +300,6 @@ def run(options: argparse.Namespace) -> None:
     asked = list(rows(options))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, context) as pool:
-        show(list(zip(asked, pool.map(serve_row, asked), strict=True)))
+        served = list(pool.map(serve_row, asked))
+    seeds = options.seeds
+    show([(asked[at], served[at : at + seeds]) for at in range(0, len(asked), seeds)])

@@ -1,13 +1,14 @@
 """Loads from the host that no request has joined a batch for yet.
 
 They are SGLang's own loads (`load_back`), begun by themselves: what they bring is in the tree and
-held until it has arrived. Room for one is made from what no waiting request needs; running requests
-keep what their next steps take.
+held until it has arrived. Running requests keep what their next steps take. A load for a waiting
+request is wanted for certain and soon, so it may push out all else that no request with an earlier
+turn needs, in the order of eviction: what nobody waits for first. A load for a session that is
+expected back is not certain: it pushes out only what is worth no more and nobody waits for.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Final
 
@@ -57,14 +58,16 @@ class AheadLoads:
         size = self._bytes(tokens, states)
         if not size:
             return 0
-        worth = self._worth(record) if keep is None else (math.inf, math.inf)
-        lock = cache.inc_lock_ref(node_id).to_dec_params()
+        worth = self._worth(record) if keep is None else None
+        stay = [kept for kept in dict.fromkeys([node_id, *(keep or ())]) if self._record(kept)]
+        locks = [(kept, cache.inc_lock_ref(kept).to_dec_params()) for kept in stay]
         host_lock = cache.inc_host_lock_ref(node_id).to_dec_params()
         try:
-            if not self._make_room(tokens, states, worth, keep) or not cache.load_back(node_id):
+            if not self._make_room(tokens, states, worth) or not cache.load_back(node_id):
                 return 0
         finally:
-            cache.dec_lock_ref(node_id, lock)
+            for kept, lock in locks:
+                cache.dec_lock_ref(kept, lock)
             cache.dec_host_lock_ref(node_id, host_lock)
         cache.cache_controller.start_loading()
         return size
@@ -107,11 +110,9 @@ class AheadLoads:
         tree = self._cache.shadow_tree
         return tree.kv_pool.score_of_copy(record), tree.state_pool.score_of_copy(record)
 
-    def _make_room(
-        self, tokens: int, states: int, worth: tuple[float, float], keep: Collection[int] | None
-    ) -> bool:
-        """Whether so much is free, after what is worth no more than `worth` (among KV, among
-        states), and need not stay, was evicted.
+    def _make_room(self, tokens: int, states: int, worth: tuple[float, float] | None) -> bool:
+        """Whether so much is free, after others were evicted: what nobody waits for and is worth no
+        more than `worth` (among KV, among states), or without it all that no request holds.
         """
         cache = self._cache
         if tokens > self._free_tokens() + cache.full_evictable_size() - self._reserved():
@@ -119,14 +120,16 @@ class AheadLoads:
         tree = cache.shadow_tree
         while self._free_tokens() < tokens:
             before = self._free_tokens()
-            if not self._may_go(tree.kv_pool, worth[0], keep):
+            if worth is not None and not _gives_way(tree.kv_pool, worth[0]):
                 return False
             cache.evict_for_alloc(EvictParams(num_tokens=1))
             if self._free_tokens() <= before:
                 return False
         if not states or cache.slots.free():
             return True
-        return self._may_go(tree.state_pool, worth[1], keep) and bool(cache.slots.make_room())
+        if worth is not None and not _gives_way(tree.state_pool, worth[1]):
+            return False
+        return bool(cache.slots.make_room())
 
     def _free_tokens(self) -> int:
         return int(self._cache._component_available_size(ComponentType.FULL))
@@ -135,12 +138,8 @@ class AheadLoads:
         """Tokens that running requests decode next."""
         return int(self._cache.slots.decoding * max(STEPS_AHEAD, self._cache.page_size))
 
-    def _may_go(self, pool: Pool, worth: float, keep: Collection[int] | None) -> bool:
-        """Whether the next victim is worth no more and need not stay: it is none of `keep`, or
-        without them something that nobody waits for.
-        """
-        found = pool.cheapest(last_resort=True)
-        if found is None or found[1] > worth:
-            return False
-        node = found[0]
-        return not node.standing if keep is None else node.payload.id not in keep
+
+def _gives_way(pool: Pool, worth: float) -> bool:
+    """Whether there is a victim that is worth no more, and nobody waits for it."""
+    found = pool.cheapest(last_resort=True)
+    return found is not None and found[1] <= worth and not found[0].standing

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache.host_room import share_host_room
 from sglang_hybrid.cache.one_memory import OneMemoryCache
+from sglang_hybrid.cache.served_tiers import disk_of
 from sglang_hybrid.cache.ways import WayChooser
 from sglang_hybrid.core.rates import Tier
 from sglang_hybrid.core.writing import was_forgotten
@@ -222,8 +223,7 @@ class HostTierCache(OneMemoryCache):
             }
             for tier in (Tier.DEVICE, Tier.HOST)
         }
-        backend = getattr(self.cache_controller, "storage_backend", None)
-        store = getattr(backend, "store", None)  # tiers/file_backend.py
+        store = disk_of(self)
         disk = {} if store is None else {"disk": store.info()}
         if store is not None and self.learning is not None:
             disk["learnt"] = self.learning.as_dict()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import mamba_checkpoint_grid
@@ -16,6 +16,7 @@ from sglang_hybrid.cache.learning import Learning
 from sglang_hybrid.cache.lookups import LookUps
 from sglang_hybrid.cache.measured_speeds import MeasuredSpeeds
 from sglang_hybrid.cache.pinning import make_pins
+from sglang_hybrid.cache.served_tiers import disk_of
 from sglang_hybrid.cache.shadow_tree import ShadowTree
 from sglang_hybrid.cache.sizes import measured_cost
 from sglang_hybrid.cache.state_pool import PoolStateSlots
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.core.cost import CostModel
     from sglang_hybrid.memory.account import Account
-    from sglang_hybrid.tiers.object_store import ObjectStore
 
 
 @dataclass(eq=False)
@@ -137,17 +137,10 @@ def build_parts(
         speeds,
     )
     if tiers and shadow_tree is not None and shadow_tree.history is not None:
-        parts.learning = Learning(shadow_tree.history, partial(_disk_of, cache))
+        parts.learning = Learning(shadow_tree.history, partial(disk_of, cache))
     if has_states and plans and options.judicious and not params.disable:
         _plan(parts, params, one_pass=one_pass)
     return parts
-
-
-def _disk_of(cache: Any) -> ObjectStore | None:
-    """The store of the disk tier, if there is one by now."""
-    backend = getattr(getattr(cache, "cache_controller", None), "storage_backend", None)
-    store: ObjectStore | None = getattr(backend, "store", None)
-    return store
 
 
 def _plan(parts: Parts, params: CacheInitParams, *, one_pass: bool) -> None:

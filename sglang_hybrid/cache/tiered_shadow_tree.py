@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.cache.served_pool import ServedTierPool
 from sglang_hybrid.cache.shadow_tree import ShadowTree
 from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.core.pins import Pins
 from sglang_hybrid.core.places import Placement, copies_of
 from sglang_hybrid.core.pool import Pool, Scarce
 from sglang_hybrid.core.rates import Tier
+from sglang_hybrid.core.served_pool import ServedTierPool
 from sglang_hybrid.core.tier_pool import SpeedsInForce
 
 if TYPE_CHECKING:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.cache.learning import LearntBefore
 from sglang_hybrid.cache.measured_speeds import SpeedsMeasured
+from sglang_hybrid.cache.served_tiers import served_tiers
 from sglang_hybrid.config import Eviction
 from sglang_hybrid.core.serving import Split
 from sglang_hybrid.core.systems import make_policies
@@ -163,6 +165,7 @@ def make_tuning(cache: SglangCache, parts: Parts, rank: int | None) -> Tuning:
             min_branch_tokens=options.hybrid_min_branch_tokens,
             serving=parts.serving,
             has_states=cache.is_mamba_enabled,
+            tiers=partial(served_tiers, cache),
         )
     if options.hybrid_record:
         path = Path(options.hybrid_record)

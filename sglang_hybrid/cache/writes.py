@@ -7,27 +7,20 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.core.places import copies_of
-from sglang_hybrid.core.rates import Tier
-from sglang_hybrid.core.writing import copy_saves, write_pays
+from sglang_hybrid.core.pool import Scarce
+from sglang_hybrid.core.writing import CopyJudge, average_returns
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sglang_hybrid.cache.tiered_shadow_tree import TieredShadowTree
-    from sglang_hybrid.core.nodes import Node
     from sglang_hybrid.telemetry.tiers import TierStats
 
-LEAST_RETURNS = 0.05
-"""Returns that a copy is expected to serve at least: one that is not made is not seen to serve."""
+KINDS = {Scarce.KV: ComponentType.FULL, Scarce.STATES: ComponentType.MAMBA}
 
 
 class WriteJudge:
-    """Says for one cache what is worth a copy on the host.
-
-    Whether a copy will serve a return is what the reuse index says of its class and age. Policies
-    without an index know only how many returns were served, on average, by the copies that were
-    left when the device gave up its own.
+    """`core.writing.CopyJudge` for the nodes of SGLang's tree.
 
     Args:
         shadow_tree: the records of the cache's nodes; stats: its counts.
@@ -41,16 +34,11 @@ class WriteJudge:
         room: Callable[[ComponentType], int],
     ) -> None:
         self._shadow_tree = shadow_tree
-        self._stats = stats
-        self._room = room
-
-    @property
-    def average_returns(self) -> float:
-        """Requests that resumed from the host for each copy that was left alone there, with one of
-        either before the first.
-        """
-        served = (self._stats.loaded_requests + 1) / (self._stats.demoted + 1)
-        return max(LEAST_RETURNS, served)
+        self._judge = CopyJudge(
+            shadow_tree,
+            lambda kind: room(KINDS[kind]),
+            lambda: average_returns(stats.loaded_requests, stats.demoted),
+        )
 
     def worth(self, node: UnifiedTreeNode) -> bool:
         """Whether `node`, and the KV that it needs above it, should be copied.
@@ -66,53 +54,5 @@ class WriteJudge:
         return self.worth_resuming(node)
 
     def worth_resuming(self, node: UnifiedTreeNode) -> bool:
-        """Whether what is resumed from at `node`, its state or without states its KV, should be
-        copied, with what the host lacks of the path to it.
-        """
-        record = self._shadow_tree.record(node)
-        return self._pays(record) and self._beats_the_host(record)
-
-    def _pays(self, record: Node) -> bool:
-        tree = self._shadow_tree
-        speeds = tree.speeds.speeds
-        returns = tree.host_state_pool.policy.return_probability(record, tree.clock)
-        if returns is None:
-            returns = self.average_returns
-        saves = copy_saves(record, Tier.HOST, tree.cost, speeds)
-        return write_pays(self._missing(record), saves, returns, Tier.HOST, speeds)
-
-    def _beats_the_host(self, record: Node) -> bool:
-        """Whether there is room for the copy, or it is worth more than what it would push out."""
-        tree = self._shadow_tree
-        cost, tokens = tree.cost, self._missing_tokens(record)
-        kinds = [
-            (ComponentType.FULL, tree.host_kv_pool, tokens, cost.kv_bytes_per_token),
-            (ComponentType.MAMBA, tree.host_state_pool, int(tree.has_states), cost.state_bytes),
-        ]
-        for kind, pool, needed, size in kinds:
-            lacking = needed - self._room(kind) if needed else 0
-            if lacking <= 0:
-                continue
-            comparison = pool.compare_copy(record)
-            if comparison is None:  # what goes has no score
-                continue
-            if comparison.new <= pool.dearest_pushed_out(lacking * size):
-                return False
-        return True
-
-    def _missing(self, record: Node) -> int:
-        """Bytes that the host has not, of the path to `record` and of its state."""
-        cost = self._shadow_tree.cost
-        state = 0 if copies_of(record).has_state(Tier.HOST) else cost.state_bytes
-        return self._missing_tokens(record) * cost.kv_bytes_per_token + state
-
-    def _missing_tokens(self, record: Node) -> int:
-        """Tokens of the path to `record` whose KV the host has not."""
-        tokens = 0
-        above: Node | None = record
-        while above is not None and above.parent is not None:
-            if copies_of(above).has_kv(Tier.HOST):
-                break
-            tokens += above.tokens
-            above = above.parent
-        return tokens
+        """`CopyJudge.worth_resuming`."""
+        return self._judge.worth_resuming(self._shadow_tree.record(node))

@@ -64,9 +64,13 @@ def turns(places: Sequence[float], prefills: Sequence[float], busy: float = 0.0)
 
 @dataclass
 class PrefetchCounts:
-    """started, cancelled: loads. used, late: loads whose request came, after and before their end.
-    expected: loads for requests that had not come yet. Bytes: loaded, and loaded for a request that
-    did not use them.
+    """started, cancelled: loads ahead of a turn. used, late: of these, those that were complete at
+    their request's turn, and those that were not. expected: loads for requests that had not come
+    yet. Bytes: loaded ahead, and of these those that no request used.
+
+    on_turn: loads that began on their request's turn only. no_time: of these, those whose request
+    waited less than the load takes. no_room: of these, those for which the device had no room
+    before, beside running requests and those with an earlier turn.
     """
 
     started: int = 0
@@ -74,8 +78,29 @@ class PrefetchCounts:
     cancelled: int = 0
     used: int = 0
     late: int = 0
+    on_turn: int = 0
+    no_time: int = 0
+    no_room: int = 0
     loaded_bytes: int = 0
     wasted_bytes: int = 0
+
+    @property
+    def loads(self) -> int:
+        """Requests that had to load something and had their turn."""
+        return self.used + self.late + self.on_turn
+
+    @property
+    def complete(self) -> float | None:
+        """Of the loads for which there was time and room, the share that was complete at the turn;
+        None if there were none.
+        """
+        possible = self.loads - self.no_time - self.no_room
+        return self.used / possible if possible else None
+
+    @property
+    def in_vain(self) -> float:
+        """Of the bytes that were loaded ahead, the share that no request used."""
+        return self.wasted_bytes / self.loaded_bytes if self.loaded_bytes else 0.0
 
 
 @dataclass
@@ -98,6 +123,7 @@ class Prefetcher(Generic[Name]):
         self.margin = margin
         self.counts = PrefetchCounts()
         self._loads: dict[Name, Load] = {}
+        self._without_room: set[Name] = set()
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -133,6 +159,13 @@ class Prefetcher(Generic[Name]):
         self._loads[name] = Load(size, size)
         self.counts.started += 1
 
+    def room(self, name: Name, *, there_is: bool) -> None:
+        """The load for `name` is due; whether the device has room for it now."""
+        if there_is:
+            self._without_room.discard(name)
+        else:
+            self._without_room.add(name)
+
     def arrived(self, name: Name, size: int) -> None:
         """So many bytes more are on the device."""
         load = self._loads.get(name)
@@ -143,6 +176,7 @@ class Prefetcher(Generic[Name]):
 
     def runs(self, name: Name) -> bool:
         """`name` has its turn; whether all that was loaded for it was there."""
+        self._without_room.discard(name)
         load = self._loads.pop(name, None)
         if load is None:
             return False
@@ -152,10 +186,20 @@ class Prefetcher(Generic[Name]):
         self.counts.loaded_bytes += load.left  # its prefill waits for the rest
         return complete
 
+    def loads_on_turn(self, name: Name, *, had_time: bool) -> None:
+        """`name` has its turn, and its load begins now. had_time: it waited longer than that takes.
+        What was loaded for it before was evicted.
+        """
+        self.counts.on_turn += 1
+        self.counts.no_time += not had_time
+        self.counts.no_room += had_time and name in self._without_room
+        self.cancel(name)
+
     def cancel(self, name: Name) -> bool:
         """`name` has gone, or what was loaded for it was evicted; whether a transfer must be
         stopped.
         """
+        self._without_room.discard(name)
         load = self._loads.pop(name, None)
         if load is None:
             return False

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sglang_hybrid.core.cost import UNBOUNDED, CostModel
 from sglang_hybrid.core.pins import DEFAULT_SHARE
+from sglang_hybrid.core.rates import Speeds
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,25 @@ class Split:
         slots = for_states // cost.state_bytes if cost.state_bytes else UNBOUNDED
         kv_bytes = cost.kv_bytes_per_token
         return cls((budget - for_states) // kv_bytes if kv_bytes else UNBOUNDED, slots)
+
+
+@dataclass(frozen=True)
+class ServedTiers:
+    """What a server has below its device, as far as its hits depend on it.
+
+    host: its pools. speeds: those that it decides with. disk: bytes of objects, 0 without a disk.
+    write_back: what the device gives up is copied then; otherwise what is used `least_uses` times
+    is copied when its request has ended. watermark: share of the device's memory above which more
+    is copied while nothing waits. least_read: tokens that a read from the disk must save.
+    """
+
+    host: Split
+    speeds: Speeds
+    disk: int = 0
+    write_back: bool = False
+    least_uses: int = 1
+    watermark: float = 1.0
+    least_read: int = 256
 
 
 Budget = int | Split | None

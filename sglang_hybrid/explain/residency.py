@@ -46,16 +46,20 @@ class Residency:
             return ResidencyReqOutput(places=[])
 
     def _places(self, asked: ResidencyReq) -> list[Place]:
-        prefixes: list[array[int]] = []
+        on_disk = DiskPrefixes(self._cache)
+        prefixes: list[RadixKey] = []
+        page, is_bigram = self._cache.page_size, self._cache.tree_core.is_eagle
         for parent, edge in asked.prefixes:
-            head = prefixes[parent] if parent >= 0 else array("q")
-            prefixes.append(head + array("q", edge))
-        return [self._place(ids, asked.extra_key, asked.cache_salt) for ids in prefixes]
+            ids = (prefixes[parent].token_ids if parent >= 0 else array("q")) + array("q", edge)
+            limit = len(ids) // page * page
+            extra_key, salt = asked.extra_key, asked.cache_salt
+            key = RadixKey(ids, extra_key, is_bigram=is_bigram, limit=limit, cache_salt=salt)
+            prefixes.append(key)
+            on_disk.add(parent, key)
+        return [self._place(number, key, on_disk) for number, key in enumerate(prefixes)]
 
-    def _place(self, ids: array[int], extra_key: str | None, cache_salt: str | None) -> Place:
+    def _place(self, number: int, key: RadixKey, on_disk: DiskPrefixes) -> Place:
         tree, page = self._cache.tree_core, self._cache.page_size
-        end = len(ids) // page * page
-        key = RadixKey(ids, extra_key, is_bigram=tree.is_eagle, limit=end, cache_salt=cache_salt)
         kv, state, depth, node = Tier.DEVICE, Tier.NOWHERE, 0, tree.root_node
         while depth + page <= len(key):
             child = node.children.get(key.child_key_at(depth, page))
@@ -70,23 +74,66 @@ class Residency:
                 state = _tier(child, ComponentType.MAMBA)
         stored = 0 < depth == len(key)
         if not stored or (self._cache.is_mamba_enabled and state is Tier.NOWHERE):
-            kv_on_disk, state_on_disk = self._on_disk(key)
+            kv_on_disk, state_on_disk = on_disk.holds(number)
             kv = kv if stored else Tier.DISK if kv_on_disk else Tier.NOWHERE
             state = Tier.DISK if state_on_disk and kv is not Tier.NOWHERE else state
         has_states = self._cache.is_mamba_enabled
         return kv.name.lower(), state.name.lower() if has_states else None
 
-    def _on_disk(self, key: RadixKey) -> tuple[bool, bool]:
-        """Whether the third tier has all KV of `key`, and the state at its end."""
-        controller = getattr(self._cache, "cache_controller", None)
-        backend: Any = getattr(controller, "storage_backend", None)
-        if backend is None or not len(key):
+
+class DiskPrefixes:
+    """Which of some prefixes the third tier has. A prefix is hashed behind the one above it, and
+    not at all if the one above it is not there: the scheduler waits for the answer.
+    """
+
+    def __init__(self, cache: ExplainedCache) -> None:
+        self._page_size = cache.page_size
+        controller = getattr(cache, "cache_controller", None)
+        self._backend: Any = getattr(controller, "storage_backend", None)
+        self._asked: list[tuple[int, RadixKey]] = []
+        self._last_pages: dict[int, str | None] = {}
+
+    def add(self, parent: int, key: RadixKey) -> None:
+        """The next prefix. parent: the number of the one above it, -1 for none."""
+        self._asked.append((parent, key))
+
+    def holds(self, number: int) -> tuple[bool, bool]:
+        """Whether all KV of a prefix is there, and the state at its end."""
+        last_page = self._last_page(number) if self._backend is not None else None
+        if last_page is None:
             return False, False
-        pages = get_storage_hash_str(key, page_size=self._cache.page_size)
-        if backend.batch_exists(pages) < len(pages):
-            return False, False
-        holds = getattr(backend, "holds", None)  # SGLang's own backends tell of KV only
-        return True, holds is not None and bool(holds(PoolName.MAMBA, pages[-1:])[0])
+        return True, self._knows(PoolName.MAMBA, [last_page])
+
+    def _last_page(self, asked: int) -> str | None:
+        """What the last page of a prefix is stored as; None if not all its pages are there."""
+        above = []  # itself and those above it that were not looked up yet, the deepest first
+        number = asked
+        while number >= 0 and number not in self._last_pages:
+            above.append(number)
+            number = self._asked[number][0]
+        for each in reversed(above):
+            parent, key = self._asked[each]
+            start = len(self._asked[parent][1]) if parent >= 0 else 0
+            last = self._last_pages.get(parent)
+            there = not start or last is not None
+            self._last_pages[each] = self._behind(last, start, key) if there else None
+        return self._last_pages[asked]
+
+    def _behind(self, last: str | None, start: int, key: RadixKey) -> str | None:
+        """The last page of `key`, of which `start` tokens are known to be there and to end in the
+        page `last`; None if another is not there.
+        """
+        if start == len(key):
+            return last
+        pages = get_storage_hash_str(key[start:], last, page_size=self._page_size)
+        return pages[-1] if self._knows(PoolName.KV, pages) else None
+
+    def _knows(self, kind: PoolName, pages: Sequence[str]) -> bool:
+        knows = getattr(self._backend, "knows", None)
+        if knows is not None:
+            return all(knows(kind, pages))
+        # SGLang's own backends tell of KV only
+        return kind is PoolName.KV and self._backend.batch_exists(pages) == len(pages)
 
 
 def _tier(node: Any, component: ComponentType) -> Tier:

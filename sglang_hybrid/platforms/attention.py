@@ -2,11 +2,13 @@
 
 It serves what SGLang's `torch_native` serves, and sliding-window pools, capped scores and attention
 sinks as well. Only new tokens have queries, so a prefix that is cached costs its keys and values
-once, not an attention of its own (`kernels/attention.py`).
+once, not an attention of its own. Native kernels compute it where they can (`native/attention.py`),
+plain torch elsewhere (`kernels/attention.py`).
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ from torch import Tensor
 from sglang_hybrid.config import CPU_ATTENTION
 from sglang_hybrid.kernels.attention import Rule, decode, extend
 from sglang_hybrid.kernels.kv_slots import BatchReads, SlotArray, Slots, batch_reads, prefix_slots
+from sglang_hybrid.platforms.native import attention as native
+from sglang_hybrid.platforms.native.library import library
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -55,6 +59,7 @@ class HybridCpuAttnBackend(AttentionBackend):
         if isinstance(self.token_to_kv_pool, SWAKVPool):
             layers = self.token_to_kv_pool.layers_mapping.items()
             self._window_pool_layers = frozenset(layer for layer, (_, swa) in layers if swa)
+        self._native = library()
         self._batch: _Batch
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -82,6 +87,9 @@ class HybridCpuAttnBackend(AttentionBackend):
         self._store(layer, forward_batch, k, v, save_kv_cache)
         pool = self._pool(layer)
         rule = _rule(layer, sinks)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if self._native is not None and native.serves(q, *pool, 1):
+            return self._in_one_call(self._native, q, pool, layer, rule)
         reads = self._batch.reads(
             encoder=layer.is_cross_attention,
             window=rule.window,
@@ -89,7 +97,6 @@ class HybridCpuAttnBackend(AttentionBackend):
             shortest=_shortest_span(pool),
             whole=rule.cap > 0,
         )
-        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if reads is None:
             return q.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
         return decode(q, pool, reads, rule)[..., : layer.v_head_dim].flatten(1)
@@ -112,6 +119,9 @@ class HybridCpuAttnBackend(AttentionBackend):
         window_pool = layer.layer_id in self._window_pool_layers
         in_order = rule.cap > 0 or rule.window is not None
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        most = max((new.stop - new.start for new in self._batch.new), default=0)
+        if self._native is not None and native.serves(q, *pool, most):
+            return self._in_one_call(self._native, q, pool, layer, rule)
         out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         fresh: Pool | None = None
         if save_kv_cache and k is not None and v is not None and pool[0] is not pool[1]:
@@ -130,6 +140,17 @@ class HybridCpuAttnBackend(AttentionBackend):
             prefix = prefix_slots(before, _shortest_span(pool), in_order=in_order)
             out[new] = extend(q[new], own, pool, prefix, rule)[..., : layer.v_head_dim]
         return out.flatten(1)
+
+    def _in_one_call(
+        self, kernels: ctypes.CDLL, q: Tensor, pool: Pool, layer: RadixAttention, rule: Rule
+    ) -> Tensor:
+        """Native kernel: [n, Hq * Dv] for queries [n, Hq, D], whose keys have been stored."""
+        sequences = self._batch.sequences(
+            encoder=layer.is_cross_attention,
+            window_pool=layer.layer_id in self._window_pool_layers,
+        )
+        width = layer.v_head_dim
+        return native.attention(kernels, q, *pool, sequences, rule, width).flatten(1)
 
     def _pool(self, layer: RadixAttention) -> Pool:
         """Latent attention keeps a token's value in the front of its key: there keys stand for
@@ -170,6 +191,7 @@ class _Batch:
         encoder = forward_batch.encoder_lens
         self._encoder = [0] * len(self._rows) if encoder is None else encoder.tolist()
         self._reads: dict[tuple[object, ...], BatchReads | None] = {}
+        self._sequences: dict[tuple[bool, bool], native.Sequences] = {}
         self.new: list[slice] = []
         self.window_pool_slots: Tensor | None = None
         if to_window_pool is not None and forward_batch.out_cache_loc is not None:
@@ -180,13 +202,26 @@ class _Batch:
 
     def slots(self, i: int, *, encoder: bool, window_pool: bool) -> SlotArray:
         """Slots of sequence i's tokens, or of what its encoder left, in their order."""
+        slots: SlotArray = self._slots(i, encoder=encoder, window_pool=window_pool).numpy()
+        return slots
+
+    def sequences(self, *, encoder: bool, window_pool: bool) -> native.Sequences:
+        """`slots` of all sequences, as the native kernel wants them."""
+        key = (encoder, window_pool)
+        if key not in self._sequences:
+            rows = range(len(self._rows))
+            slots = [self._slots(i, encoder=encoder, window_pool=window_pool) for i in rows]
+            counts = [new.stop - new.start for new in self.new] or [1] * len(slots)
+            self._sequences[key] = native.Sequences.of(slots, counts)
+        return self._sequences[key]
+
+    def _slots(self, i: int, *, encoder: bool, window_pool: bool) -> Tensor:
         begin = 0 if encoder else self._encoder[i]
         end = self._encoder[i] if encoder else begin + self._lengths[i]
         found = self._table[self._rows[i], begin:end]
         if window_pool and self._to_window_pool is not None:
             found = self._to_window_pool(found)
-        slots: SlotArray = found.numpy()
-        return slots
+        return found
 
     def reads(
         self, *, encoder: bool, window: int | None, window_pool: bool, shortest: int, whole: bool

@@ -49,4 +49,7 @@ def bind_one(module: ModuleType, binding: Binding) -> None:
             f"{binding.module} has no {binding.attribute}, which the CPU platform replaces; this "
             "SGLang is not the release that sglang_hybrid extends."
         )
+    if binding.wraps:
+        setattr(owner, name, binding.function(getattr(owner, name)))
+        return
     setattr(owner, name, staticmethod(binding.function) if path else binding.function)

@@ -1,4 +1,4 @@
-"""SGLang on any CPU: plain torch kernels, no Intel extension, no Triton.
+"""SGLang on any CPU: torch and a few kernels in C++, no Intel extension, no Triton.
 
 For correctness, tests and small models. SGLang's own CPU engine (`SGLANG_USE_CPU_ENGINE=1`) needs
 `sgl_kernel` and has no Mamba kernels; an out-of-tree platform needs neither, because SGLang then
@@ -117,12 +117,14 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def init_backend(self) -> None:
         """Runs once in every process that holds a model runner."""
         logger.info(
-            "sglang_hybrid: serving on the CPU with plain torch kernels (%d threads); meant for "
+            "sglang_hybrid: serving on the CPU without SGLang's kernels (%d threads); meant for "
             "correctness and small models.",
             torch.get_num_threads(),
         )
         from sglang_hybrid.platforms.cpu_ops.moe import teach_torch_mm_with_dtype
+        from sglang_hybrid.platforms.native.library import library
 
+        library()
         teach_torch_mm_with_dtype()
         keep_freed_memory()
         _make_pin_memory_the_identity()

@@ -20,6 +20,7 @@ from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.serving import Budget, Serving, Split
 from sglang_hybrid.core.systems import HINDSIGHT, SYSTEMS, Spec
 from sglang_hybrid.replay.arrivals import Azure, Draw
+from sglang_hybrid.replay.breakdown import lost_tokens
 from sglang_hybrid.replay.formats import FORMATS, Reading, find_format, read_trace, write_trace
 from sglang_hybrid.replay.generators import KINDS, generate, traffic
 from sglang_hybrid.replay.hints import KINDS as HINTS
@@ -284,7 +285,7 @@ def _tiers(options: argparse.Namespace, cost: CostModel) -> TierBudgets | None:
     """Raises ValueError for what tiers cannot be combined with, or a device that holds no state."""
     if options.tiers is None:
         return None
-    for name in ("cache", "pools", "report"):
+    for name in ("cache", "pools"):
         if getattr(options, name) is not None:
             raise ValueError(f"--tiers does not go with --{name}")
     if options.rules == "served":
@@ -386,7 +387,22 @@ def _show_tiers(results: list[Result], console: Console) -> None:
         )
     console.print(table)
     about = f"loads, GB written: {where}; bytes written per hit token."
+    _show_lost({str(result.job.spec): result for result in results}, console)
     console.print(about, highlight=False, soft_wrap=True)
+
+
+def _show_lost(results: dict[str, Result], console: Console) -> None:
+    """Prompt tokens that were computed though they had a state once, by what became of it."""
+    lost = lost_tokens(results)
+    if not any(lost.values()):
+        return
+    table = Table(title="lost, % of prompt tokens", box=SIMPLE, padding=(0, 1))
+    table.add_column("policy", no_wrap=True)
+    for why in next(iter(lost.values())):
+        table.add_column(why, justify="right")
+    for name, shares in lost.items():
+        table.add_row(name, *(f"{share:.1f}" for share in shares.values()))
+    console.print(table)
 
 
 def size_name(budget: Budget) -> str:

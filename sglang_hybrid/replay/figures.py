@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.serving import Budget, Split
 from sglang_hybrid.replay import plots
-from sglang_hybrid.replay.study import BLOCKS, Study, order, paper_model, size_words
+from sglang_hybrid.replay.breakdown import NEVER, hits_by_tier, lost_tokens
+from sglang_hybrid.replay.study import BLOCKS, Study, order, paper_model
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def hit_rate(study: Study) -> Plot:
     ranked = sorted(
         (r.hit_rate, n) for n, r in middle.items() if n.split(" ")[0] not in plots.BOUNDS
     )
-    caption = f"Prompt tokens that were not computed again. At {size_words(study.middle)}: "
+    caption = f"Prompt tokens that were not computed again. At {study.where}: "
     caption += ", ".join(f"{name} {100 * rate:.1f} %" for rate, name in ranked[::-1][:4])
     return Plot("hit_rate", "Token hit rate", f"{caption}.", figure, "7, 8")
 
@@ -163,7 +164,7 @@ def arrivals(study: Study) -> Plot:
         ],
         "token hit rate (%)",
     )
-    text = f"The same sessions, closer together or slower, at {size_words(study.middle)}."
+    text = f"The same sessions, closer together or slower, at {study.where}."
     return Plot("arrivals", "Arrival patterns", text, figure, "13")
 
 
@@ -187,8 +188,35 @@ def efficiency(study: Study) -> Plot:
     return Plot("flop_efficiency", "FLOP efficiency", text, figure, "5")
 
 
-def blocks(study: Study) -> Plot:
+def tiers(study: Study) -> Plot | None:
+    """Hits by the tier that they came from."""
+    parts = hits_by_tier(study.at_middle())
+    if not parts:
+        return None
+    figure = plots.stacked(parts, "prompt tokens (%)")
+    text = "Prompt tokens that were not computed: what the device alone would have given, what the"
+    text += " host would have added to that, and the disk to both."
+    return Plot("tiers", "Hits by tier", text, figure, "")
+
+
+def losses(study: Study) -> Plot | None:
+    """Tokens that were computed though they had a state once, by what became of it."""
+    parts = lost_tokens(study.at_middle())
+    if not any(parts.values()):
+        return None
+    figure = plots.stacked(parts, "prompt tokens (%)")
+    text = "Prompt tokens that would not have been computed if no state had been lost, by what"
+    text += " became of the deepest state of each prompt: it found no room; it was not worth its"
+    text += " copy in the next tier; a tier dropped it; or it is there, and computing was faster."
+    if NEVER in next(iter(parts.values())):
+        text += f" {NEVER}: an unbounded cache found more, at a branch that was not seen here."
+    return Plot("losses", "Where hits are lost", text, figure, "")
+
+
+def blocks(study: Study) -> Plot | None:
     """What a state per block is worth, and what it costs."""
+    if study.first.tiers is not None:
+        return None
     kv, states = [], []
     for _, result in study.swept("block"):
         if result.blocks is not None:
@@ -227,7 +255,7 @@ def clock(study: Study) -> str:
 
 
 def _geometry(study: Study) -> str:
-    return f"The paper's 7B geometry and formulas, {size_words(study.middle)} of cache."
+    return f"The paper's 7B geometry and formulas, {study.where} of cache."
 
 
 def flop_efficiency(cost: CostModel, length: int) -> float:
@@ -254,6 +282,8 @@ def _axis(sizes: Sequence[Budget]) -> tuple[list[float], str]:
 
 ALL: tuple[Callable[[Study], Plot | None], ...] = (
     hit_rate,
+    tiers,
+    losses,
     ttft,
     p95,
     by_length,

@@ -17,9 +17,10 @@ from sglang_hybrid.core.serving import Split
 from sglang_hybrid.core.tier_pool import TierPool
 from sglang_hybrid.replay.baselines import SGLANG_STATES_TO_KV, SglangRules
 from sglang_hybrid.replay.policies import PathLru
+from sglang_hybrid.replay.simulator import Ticket
 from sglang_hybrid.replay.tier_budgets import TierBudgets
 from sglang_hybrid.replay.tier_simulator import TieredSimulator
-from sglang_hybrid.replay.traces import TokenArray
+from sglang_hybrid.replay.traces import Request, TokenArray
 
 
 class HostPool(TierPool):
@@ -72,6 +73,11 @@ class HiCache(SglangRules, TieredSimulator):
         pool = kind(tier, scarce, self.cost, policy, self.tree.clock, self.rates)
         self.tree.listen(pool)
         return pool
+
+    def _look_up(self, request: Request) -> tuple[Ticket, list[Node], int]:
+        found = super()._look_up(request)
+        self._count_lost(found[0])
+        return found
 
     def _choose(self, known: Sequence[Way]) -> Way:
         return known[-1]

@@ -29,11 +29,13 @@ COLOURS = {
     "tlru": "#bcbd22",
     "density": "#cc79a7",
     "reuse": "#d55e00",
+    "hicache": "#0072b2",
     "clairvoyant": "#7b4fa3",
     "unbounded": "#c4c4c4",
     "prompt": "#0072b2",
     "answer": "#e69f00",
 }
+PARTS = ("#333333", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#9a9a9a")  # of a stacked bar
 BOUNDS = ("clairvoyant", "unbounded", "none")  # drawn dashed: not to be had, or not to be wanted
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -108,6 +110,31 @@ def bars(values: Mapping[str, float], x_label: str, form: str = "{:.1f}") -> Fig
         axes.set_xlabel(x_label)
         axes.margins(x=0.12)
         axes.grid(axis="y", visible=False)
+        return figure
+
+
+def stacked(values: Mapping[str, Mapping[str, float]], x_label: str) -> Figure:
+    """One bar per policy, of parts with the same names in each; parts that are 0 in all are left
+    out.
+    """
+    with rc_context(STYLE):
+        names = list(values)[::-1]
+        figure, (axes,) = _figure(height=1.3 + 0.33 * len(names))
+        parts = [part for part in values[names[0]] if any(values[name][part] > 0 for name in names)]
+        start = np.zeros(len(names))
+        for number, part in enumerate(parts):
+            widths = np.array([values[name][part] for name in names])
+            shade = PARTS[number % len(PARTS)]
+            axes.barh(names, widths, left=start, color=shade, height=0.65, label=part)
+            start += widths
+        for row, total in enumerate(start):
+            axes.annotate(
+                f"{total:.1f}", (total, row), (4, 0), textcoords="offset points", va="center"
+            )
+        axes.set_xlabel(x_label)
+        axes.margins(x=0.12)
+        axes.grid(axis="y", visible=False)
+        _legend(figure, axes, len(parts))
         return figure
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from sglang_hybrid.core.lengths import AnswerLengths, Decoding, free_places
@@ -17,6 +16,7 @@ from sglang_hybrid.core.prefetch import Prefetcher, turns
 from sglang_hybrid.core.queue_order import QueueOrder
 from sglang_hybrid.core.rates import Link
 from sglang_hybrid.replay.scheduling import WaitingQueue
+from sglang_hybrid.replay.server_simulator import way_to
 from sglang_hybrid.replay.simulator import Outcome, Simulator, Ticket
 from sglang_hybrid.replay.timing import PrefillTime, Served
 from sglang_hybrid.replay.traces import Request
@@ -37,23 +37,13 @@ LOOKED_AT = 16
 """Requests at the front of the queue whose loads are thought of."""
 
 
-@dataclass
-class LoadCounts:
-    """loads: requests that had to load something. possible: of these, those that waited longer than
-    that takes. complete: it was there at their turn.
-    """
-
-    loads: int = 0
-    possible: int = 0
-    complete: int = 0
-
-
 class LoadingServer:
     """One server: prefills one after the other, `places` requests decode beside them. Requests come
-    when they came in the trace.
+    when they came in the trace. The first in the queue waits until the device has room for all of
+    it beside those that run; if nothing runs, it runs all the same.
 
     cache: in tiers, or on the device alone. link: what loads pass, one after the other. order: of
-    the waiting requests.
+    the waiting requests. Raises ValueError for a device that is not one number of bytes.
     """
 
     def __init__(
@@ -65,10 +55,12 @@ class LoadingServer:
         loading: Loading,
         places: int = 32,
     ) -> None:
-        self.counts = LoadCounts()
+        if not isinstance(cache.budget, int):
+            raise ValueError(f"loads are replayed on a device of so many bytes, not {cache.budget}")
         self.prefetcher: Prefetcher[int] = Prefetcher(margin=time.base)
         self._cache, self._link, self._time = cache, link, time
         self._loading, self._places = loading, places
+        self._device = cache.budget
         self._queue = WaitingQueue(cache, time, order)
         self._lengths = AnswerLengths()
         self._events: list[tuple[float, int, int]] = []  # time, what, index of the request
@@ -98,7 +90,7 @@ class LoadingServer:
             if what != LOOK:
                 steps[what](index, now)
             if len(self._queue) and not self._busy and len(self._running) < self._places:
-                self._start(now)
+                self._start_next(now)
             if self._loading is Loading.TIMED and len(self._queue):
                 self._prefetch(now)
         return [
@@ -118,13 +110,18 @@ class LoadingServer:
         self._link_until = max(self._link_until, now) + seconds
         return self._link_until
 
-    def _start(self, now: float) -> None:
-        index = self._queue.take(now)
+    def _start_next(self, now: float) -> None:
+        """Start the first request in the queue, if it has room beside those that run."""
+        first = self._queue.in_order(now)[0]
+        if not self._running or self._room_left() >= self._needs(first):
+            self._start(self._queue.take(now), now)
+
+    def _start(self, index: int, now: float) -> None:
         request = self._requests[index]
         size, seconds = self._cache.to_load(request)
         under_way = self._loads.pop(index, None)
         self._queue.loading.discard(index)
-        self._count(index, now, (size, seconds), complete=under_way is None)
+        self._count(index, now, (size, seconds))
         ready = now if under_way is None else under_way
         if size:
             ready = self._send(now, seconds)
@@ -135,22 +132,14 @@ class LoadingServer:
         self._busy, self._busy_until = True, max(now + computed, ready)
         self._at(self._busy_until, PREFILLED, index)
 
-    def _count(self, index: int, now: float, load: tuple[int, float], *, complete: bool) -> None:
-        """`index` has its turn. load: bytes and seconds of what it must load still. complete: no
-        load for it is under way.
-        """
+    def _count(self, index: int, now: float, load: tuple[int, float]) -> None:
+        """`index` has its turn. load: bytes and seconds of what it must load still."""
         size, seconds = load
-        prefetched = index in self.prefetcher
-        if not prefetched and not size:
-            return
-        if prefetched and size:
-            self.prefetcher.cancel(index)  # it was evicted again
-        elif prefetched:
+        if size:
+            waited = now - self._times[index][0]
+            self.prefetcher.loads_on_turn(index, had_time=waited > seconds)
+        else:
             self.prefetcher.runs(index)
-        complete = complete and not size
-        self.counts.loads += 1
-        self.counts.complete += complete
-        self.counts.possible += complete or now - self._times[index][0] > seconds
 
     def _prefilled(self, index: int, now: float) -> None:
         self._cache.prefilled(self._tickets[index])
@@ -181,10 +170,13 @@ class LoadingServer:
         loads = {index: self._cache.to_load(self._requests[index]) for index in front}
         waiting = [(index, loads[index][0]) for index in front]
         due, later = self.prefetcher.due(waiting, self._link.bandwidth, self._turns(now, front))
-        keep = [self._requests[index] for index in front]
         for index in due:
+            before = front[: front.index(index)]
+            needs = sum(map(self._needs, [*before, index]))
+            self.prefetcher.room(index, there_is=needs <= self._room_left())
+            keep = [self._requests[other] for other in before]
             if not self._cache.fetch(self._requests[index], *self._soon(), keep):
-                continue  # running requests hold all the room
+                continue
             size, seconds = loads[index]
             self._queue.loading.add(index)
             self._queue.stored(index)
@@ -195,6 +187,23 @@ class LoadingServer:
         if when < self._look_at or self._look_at <= now < when < math.inf:
             self._look_at = when
             self._at(when, LOOK, -1)
+
+    def _room_left(self) -> int:
+        """Bytes of the device that no running request holds, or is about to."""
+        held = {node for ticket in self._tickets.values() for node in way_to(ticket.locked_node)}
+        kv, states = self._soon()
+        return self._device - self._bytes(kv + sum(node.tokens for node in held), states)
+
+    def _needs(self, index: int) -> int:
+        """Bytes that a waiting request would take: all of it, but what others hold already."""
+        request = self._requests[index]
+        node, _ = self._cache.resumes_from(request)
+        held = next((one for one in way_to(node) if one.kv_locked), None)
+        return self._bytes(len(request.tokens) - (0 if held is None else held.depth), 1)
+
+    def _bytes(self, kv: int, states: int) -> int:
+        cost = self._cache.cost
+        return kv * cost.kv_bytes_per_token + states * cost.state_bytes
 
     def _soon(self) -> tuple[int, int]:
         """Tokens and states that running requests are about to leave in the cache."""

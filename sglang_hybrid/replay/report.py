@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 from sglang_hybrid.replay import plots
 from sglang_hybrid.replay.baselines import SGLANG_RUNNING_STATES
+from sglang_hybrid.replay.breakdown import hits_by_tier, lost_tokens
 from sglang_hybrid.replay.figures import Plot, clock, draw
 from sglang_hybrid.replay.runner import Result
 from sglang_hybrid.replay.study import Study, size_words
@@ -81,13 +82,13 @@ class Report:
             trace=first.job.trace,
             requests=len(first.input_len),
             tokens=int(first.input_len.sum()),
-            size=size_words(study.middle),
+            size=study.where,
             best=best,
             middle=middle,
-            rows=[
-                (size_words(r.job.budget), r, plots.colour(str(r.job.spec))) for r in study.results
-            ],
+            rows=[(_size(r), r, plots.colour(str(r.job.spec))) for r in study.results],
             timed=study.first.time is not None,
+            hits_by_tier=hits_by_tier(middle),
+            lost_tokens=lost_tokens(middle),
             plots=[(plot, Markup(_svg(plot.figure))) for plot in drawn],
             cost=first.job.cost,
             serving=first.job.serving,
@@ -107,6 +108,11 @@ class Report:
         with suppress(OSError):
             return MARK in (self.directory / "index.html").read_text()[:500]
         return False
+
+
+def _size(result: Result) -> str:
+    tiers = result.job.tiers
+    return size_words(result.job.budget) if tiers is None else str(tiers)
 
 
 def leads(name: str, results: Mapping[str, Result]) -> bool:

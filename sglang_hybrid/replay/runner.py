@@ -21,6 +21,7 @@ from sglang_hybrid.core.systems import Setting, Spec
 from sglang_hybrid.replay import systems  # noqa: F401, it registers them
 from sglang_hybrid.replay.baselines import BlockCache
 from sglang_hybrid.replay.future import Oracle
+from sglang_hybrid.replay.losses import Loss
 from sglang_hybrid.replay.simulator import Outcome
 from sglang_hybrid.replay.tier_budgets import TierBudgets, TierCounts
 from sglang_hybrid.replay.tier_simulator import TieredSimulator
@@ -56,7 +57,8 @@ class Result:
     """What a job found, per request [n]. ttft: queueing included, empty without time.
 
     chosen: the options that were best in hindsight. blocks: stored, KV reused, states reused, of a
-    cache of blocks. tiers: what the tiers of a cache in tiers did.
+    cache of blocks. tiers: what the tiers of a cache in tiers did. lost: tokens that it would have
+    hit if it had lost no state, by why it had not.
     """
 
     job: Job
@@ -68,6 +70,7 @@ class Result:
     chosen: Spec | None = None
     blocks: tuple[int, int, int] | None = None
     tiers: TierCounts | None = None
+    lost: dict[str, int] | None = None
 
     @property
     def hit_tokens(self) -> int:
@@ -108,6 +111,7 @@ class Result:
             "flops_saved": self.flops_saved,
             "seconds": round(self.seconds, 3),
             "tiers": None if self.tiers is None else self.tiers.as_dict(),
+            "lost_tokens": self.lost,
         }
         for name, times in (("ttft", self.ttft), ("paper_ttft", self.paper_ttft)):
             for percent in (5, 50, 95):
@@ -162,6 +166,9 @@ class Runner:
             served = Timeline(cache, job.time, self.served).run(requests)
             outcomes = [one.outcome for one in served]
             ttft = [one.ttft for one in served]
+        lost = None
+        if isinstance(cache, TieredSimulator):
+            lost = {loss.value: cache.losses.tokens[loss] for loss in Loss}
         blocks = None
         if isinstance(cache, BlockCache):
             blocks = (cache.stored, cache.kv_reused, cache.state_reused)
@@ -175,6 +182,7 @@ class Runner:
             spec,
             blocks,
             cache.counts if isinstance(cache, TieredSimulator) else None,
+            lost,
         )
 
 

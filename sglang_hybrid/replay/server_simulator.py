@@ -21,6 +21,7 @@ from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.core.pins import PinRoom, Pins
+from sglang_hybrid.core.pool import Pool
 from sglang_hybrid.core.serving import Serving, Split
 from sglang_hybrid.replay.policies import SglangLru
 from sglang_hybrid.replay.simulator import Outcome, Simulator, Ticket, serve_in_steps
@@ -32,12 +33,14 @@ class Running(Ticket):
     """A request that holds a state slot and KV of its own.
 
     allocated: length of its KV row. shared: how much of that the tree holds, its own or another's.
-    plan: None if the request found no room and runs without the cache.
+    inserted: tokens up to which it has put its KV into the tree. plan: None if the request found no
+    room and runs without the cache.
     """
 
     plan: CheckpointPlan[int] | None = None
     allocated: int = 0
     shared: int = 0
+    inserted: int = 0
 
 
 class SimulatedStateSlots:
@@ -93,11 +96,14 @@ class ServerSimulator(Simulator):
         serving: Serving | None = None,
     ) -> None:
         super().__init__(cost, memory, policy, min_branch_tokens, state_policy)
+        self._serve_in(memory, serving)
+
+    def _serve_in(self, memory: Split | int, serving: Serving | None) -> None:
         self.memory = memory
         self.serving = serving or Serving()
         self._slots = SimulatedStateSlots(self)
-        room = PinRoom(memory) if isinstance(memory, int) else _room(memory, cost)
-        self.tree.pins = Pins(cost, room, self.serving.pin_share)
+        room = PinRoom(memory) if isinstance(memory, int) else _room(memory, self.cost)
+        self.tree.pins = Pins(self.cost, room, self.serving.pin_share)
         self.tree.pins.follow(self.tree)
 
     def serve(self, request: Request) -> Outcome:
@@ -105,13 +111,14 @@ class ServerSimulator(Simulator):
 
     def begin(self, request: Request) -> Running:
         """Look the prompt up, hold what it hit, and take a slot for its own state."""
-        if not self._could_hold(_computed(request), states=1):
+        if not self._could_hold(computed_tokens(request), states=1):
             return Running(request, Outcome(request.input_len, 0, 0), {})
         hit, kv_len = self._match(request)
         self.tree.clock.advance(request.arrival or None)  # 0 is no stamp for the server
         self.tree.pins.expire()
         if hit is not self.tree.root:
             self.tree.hit(hit)
+        hit = self._load(request, hit)
         outcome = Outcome(request.input_len, hit.depth, kv_len)
         running = Running(request, outcome, {}, allocated=hit.depth, shared=hit.depth)
         if hit is not self.tree.root:
@@ -153,7 +160,7 @@ class ServerSimulator(Simulator):
         """The answer but for its last token, which is never computed, and the live state."""
         assert isinstance(ticket, Running)
         request = ticket.request
-        length = _computed(request)
+        length = computed_tokens(request)
         if ticket.plan is None or not self._grow(ticket, length):
             return
         self._publish_states(ticket, [PendingCheckpoint(length, Kind.TAIL, 0)])
@@ -171,7 +178,7 @@ class ServerSimulator(Simulator):
 
     def evict_for_a_state(self) -> bool:
         """Whether something could be pushed out that makes room for states."""
-        return self._push_out(self.state_pool.victim(last_resort=True))
+        return self._push_out(self.state_pool)
 
     def _could_hold(self, kv: int, states: int) -> bool:
         """Whether so many tokens and states fit into the memory if nothing else is there."""
@@ -181,15 +188,8 @@ class ServerSimulator(Simulator):
         return bytes_ <= self.memory
 
     def _match(self, request: Request) -> tuple[Node, int]:
-        """The node to resume from, and how far KV alone reaches; an edge that the prompt leaves, or
-        ends on, is cut there.
-        """
-        prompt = request.tokens[: request.input_len - 1]
-        path, matched = self.tree.find(prompt, tenant=request.tenant)
-        if matched > (path[-1].depth if path else 0):
-            below = self.tree.beyond(path, matched, prompt, request.tenant)[-1]
-            path = [*path, self._cut(below, matched)]
-        self._passed(request, path)
+        """The node to resume from, and how far KV alone reaches."""
+        path, matched = self._find(request)
         at = next((i for i in range(len(path), 0, -1) if path[i - 1].has_state), 0)
         if not at:
             return self.tree.root, matched
@@ -197,6 +197,24 @@ class ServerSimulator(Simulator):
         self._touch(path[:at])
         self._touch_state(hit)
         return (hit if self._room_beside(hit) else self.tree.root), matched
+
+    def _find(self, request: Request) -> tuple[list[Node], int]:
+        """Nodes that the prompt passes, and how many of its tokens are stored; an edge that it
+        leaves, or ends on, is cut there.
+        """
+        prompt = request.tokens[: request.input_len - 1]
+        path, matched = self.tree.find(prompt, tenant=request.tenant)
+        if matched > (path[-1].depth if path else 0):
+            below = self.tree.beyond(path, matched, prompt, request.tenant)[-1]
+            path = [*path, self._cut(below, matched)]
+        self._passed(request, path)
+        return path, matched
+
+    def _load(self, request: Request, hit: Node) -> Node:
+        """Where `request` resumes when what it is to load for `hit` is loaded; without tiers there
+        is nothing to load.
+        """
+        return hit
 
     def _room_beside(self, source: Node) -> bool:
         """Whether a request can have a slot beside the state that it copies."""
@@ -217,7 +235,7 @@ class ServerSimulator(Simulator):
         """
         needed = length - running.allocated
         while self._short(needed, 0) is not None:
-            if not self._push_out(self.pool.victim(last_resort=True)):
+            if not self._push_out(self.pool):
                 self._give_up(running)
                 return False
         self.kv_in_use += needed
@@ -230,10 +248,11 @@ class ServerSimulator(Simulator):
         running.plan = None
         self._lock(running, None)
 
-    def _push_out(self, victim: Node | None) -> bool:
+    def _push_out(self, pool: Pool) -> bool:
+        victim = pool.victim(last_resort=True)
         if victim is None:
             return False
-        self._evict(victim)
+        self._evict_from(pool, victim)
         return True
 
     def _publish_states(self, running: Running, ready: list[PendingCheckpoint[int]]) -> None:
@@ -252,14 +271,20 @@ class ServerSimulator(Simulator):
         if matched < end:
             deepest = self.tree.grow(deepest, tokens[matched:], tenant)
         self._touch([deepest])
-        self.kv_used += end - matched
+        self._take_kv(running, deepest, end - matched)
         self.kv_in_use -= end - running.shared
-        running.shared = end
+        running.shared = running.inserted = end
         self._give_state(deepest, ready[0].kind)
         self._lock(running, deepest)
         for checkpoint in ready[1:]:
             self._give_state(self._node_above(deepest, checkpoint.position), checkpoint.kind)
         self._published(running)
+
+    def _take_kv(self, running: Running, deepest: Node, new: int) -> None:
+        """`running` gives the tree the KV of the path to `deepest`, of which `new` tokens are not
+        stored yet.
+        """
+        self.kv_used += new
 
     def _published(self, running: Running) -> None:
         """The way to what `running` holds has new nodes: for caches that note them."""
@@ -280,10 +305,13 @@ class ServerSimulator(Simulator):
     def _give_state(self, node: Node, kind: Kind) -> None:
         """A slot in use becomes the tree's, or is given back if the tree has this state."""
         self.slots_in_use -= 1
+        self._take_state(node, kind)
+        self._touch_state(node)
+
+    def _take_state(self, node: Node, kind: Kind) -> None:
         if not node.has_state:
             self.states_used += 1
             self.tree.give_state(node, kind)
-        self._touch_state(node)
 
     def _pin(self, running: Running) -> None:
         """Pin what the request declared, as far as it is in the tree."""
@@ -343,6 +371,6 @@ def _room(pools: Split, cost: CostModel) -> PinRoom:
     return PinRoom(kv, pools.slots * cost.state_bytes)
 
 
-def _computed(request: Request) -> int:
+def computed_tokens(request: Request) -> int:
     """Tokens whose KV is computed: all but the answer's last one, and at least the prompt."""
     return max(len(request.tokens) - 1, request.input_len)

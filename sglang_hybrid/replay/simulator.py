@@ -421,7 +421,7 @@ class Simulator:
             victim = pool.victim() or pool.victim(last_resort=True)
             if victim is None:
                 break
-            self._evict(victim)
+            self._evict_from(pool, victim)
         for node in at_risk:
             self._unlock(node)
         return self._short(kv, states) is None
@@ -434,6 +434,10 @@ class Simulator:
             return kv <= self.budget.kv_tokens and states <= self.budget.slots
         needed = kv * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
         return self.budget is None or needed <= self.budget
+
+    def _evict_from(self, pool: Pool, node: Node) -> None:
+        """`node`, the victim of `pool`, gives up what it can."""
+        self._evict(node)
 
     def _evict(self, node: Node) -> None:
         self.states_used -= node.has_state

@@ -63,6 +63,12 @@ class Study:
         """The cache size that single-size plots and sweeps are at."""
         return self.budgets[len(self.budgets) // 2]
 
+    @property
+    def where(self) -> str:
+        """The middle size in words, or the tiers."""
+        tiers = self.first.tiers
+        return size_words(self.middle) if tiers is None else f"{tiers} in tiers"
+
     def at_middle(self) -> dict[str, Result]:
         """Results at the middle size by the policy's name."""
         return {str(r.job.spec): r for r in self.results if r.job.budget == self.middle}
@@ -98,6 +104,7 @@ class Study:
 
     def _plan(self) -> None:
         base = replace(self.first, budget=self.middle)
+        tiered = self.first.tiers is not None
         specs = [job.spec for job in self.jobs if job.budget == self.middle]
         for spec in [spec for spec in specs if spec.name in SWEPT] or specs[:3]:
             job = replace(base, spec=spec)
@@ -113,7 +120,7 @@ class Study:
             for factor in FACTORS:
                 self._add("rate", factor, replace(job, trace=self._retimed(factor, 1.0)))
                 self._add("think", factor, replace(job, trace=self._retimed(1.0, factor)))
-        for block in BLOCKS:
+        for block in () if tiered else BLOCKS:
             spec = Spec("vllm+", (("block", float(block)),))
             self._add("block", block, replace(base, spec=spec, time=None))
 
@@ -144,8 +151,7 @@ def paper_model(ssm: int, attention: int, state: int = 128) -> CostModel:
 
 def order(size: Budget) -> int:
     """What cache sizes are sorted by: bytes, or slots."""
-    assert size is not None
-    return size.slots if isinstance(size, Split) else size
+    return size.slots if isinstance(size, Split) else size or 0
 
 
 def size_words(budget: Budget) -> str:

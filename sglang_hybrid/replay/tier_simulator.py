@@ -8,7 +8,7 @@ Writing takes no time of a request; loading comes before its prefill.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS, Prefill
 from sglang_hybrid.core.cost import UNBOUNDED, CostModel
@@ -16,13 +16,14 @@ from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.history import History, HistoryMatch
 from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.core.places import Placement, Unit, Way, copies_of, ways, without_up_to
-from sglang_hybrid.core.pool import Scarce
+from sglang_hybrid.core.pool import Pool, Scarce
 from sglang_hybrid.core.rates import Rates, Speeds, Tier
 from sglang_hybrid.core.serving import Split
 from sglang_hybrid.core.tier_pool import TierPool
 from sglang_hybrid.core.writing import copy_saves, write_pays
 from sglang_hybrid.replay.baselines import KnowsFuture
 from sglang_hybrid.replay.future import Oracle
+from sglang_hybrid.replay.losses import Losses, prefix_hashes
 from sglang_hybrid.replay.policies import Clairvoyant
 from sglang_hybrid.replay.simulator import Simulator, Ticket
 from sglang_hybrid.replay.tier_budgets import TierBudgets, TierCounts
@@ -52,6 +53,7 @@ class TieredSimulator(Simulator):
         self.tiers = tiers
         self.rates = Rates(speeds)
         self.counts = TierCounts()
+        self.losses = Losses()
         present = tiers.present
         self.room: dict[Tier, int | Split] = dict(
             zip(present, room or [tiers.sizes[tier] for tier in present], strict=True)
@@ -100,6 +102,16 @@ class TieredSimulator(Simulator):
 
     # A request: its way, what it loads, what it leaves.
 
+    def _look_up(self, request: Request) -> tuple[Ticket, list[Node], int]:
+        found = super()._look_up(request)
+        self._count_lost(found[0])
+        return found
+
+    def _count_lost(self, ticket: Ticket) -> None:
+        request = ticket.request
+        usable = request.tokens[: request.input_len - 1]
+        self.losses.request(prefix_hashes(usable, request.tenant), ticket.outcome.hit_len)
+
     def _resume(self, path: list[Node], prompt_len: int, touched: list[Node]) -> tuple[Node, float]:
         known = list(ways(path, prompt_len, self.cost, self.rates.speeds))
         way = self._choose(known)
@@ -126,8 +138,8 @@ class TieredSimulator(Simulator):
             return False
         kv += sum(node.tokens for node in path if not copies_of(node).has_kv(Tier.DEVICE))
         states += not copies_of(path[-1]).has_state(Tier.DEVICE)
-        wanted = {self.resumes_from(one)[0] for one in keep}
-        if not self._make_room_in(Tier.DEVICE, kv, states, path, wanted):
+        kept = [node for one in keep for node in self._way(one)[0]]
+        if not self._make_room_in(Tier.DEVICE, kv, states, list(dict.fromkeys([*path, *kept]))):
             return False
         self._bring(path, path[-1], path)
         return True
@@ -196,12 +208,15 @@ class TieredSimulator(Simulator):
         missing = [node for node in path if not copies_of(node).has_kv(Tier.DEVICE)]
         kv = len(tokens) - matched + sum(node.tokens for node in missing)
         new = {end for end, kind in ends.items() if kind and end not in stored}
+        hashes = prefix_hashes(tokens, tenant)
         if self._make_room(kv, len(new), path):
             tier = Tier.DEVICE
             kept = self._grow_path(tokens, path, path, matched, ends, tenant)
         else:  # written down from the memory of the request itself
             tier, kv = self.tiers.present[1], len(tokens) - matched
             if not self._make_room_in(tier, kv, len(new), path):
+                for depth in new:
+                    self.losses.refused(int(hashes[depth - 1]), depth)
                 return path
             self.counts.written[tier] += self._bytes(kv, len(new))
             kept = self._grow_path(tokens, path, path, matched, ends, tenant)
@@ -210,6 +225,7 @@ class TieredSimulator(Simulator):
                 self.placement.add_kv(node, tier)
             if node.depth in new:
                 self.placement.add_state(node, tier)
+                self.losses.stored(node, int(hashes[node.depth - 1]))
         return kept
 
     # Room in a tier.
@@ -217,16 +233,9 @@ class TieredSimulator(Simulator):
     def _make_room(self, kv: int, states: int, path: list[Node]) -> bool:
         return self._make_room_in(Tier.DEVICE, kv, states, path)
 
-    def _make_room_in(
-        self,
-        tier: Tier,
-        kv: int,
-        states: int,
-        path: list[Node],
-        keep: Collection[Node | None] = (),
-    ) -> bool:
+    def _make_room_in(self, tier: Tier, kv: int, states: int, path: list[Node]) -> bool:
         """Evict until so many tokens and states fit into `tier`; False if they cannot. `path`
-        stays in all tiers; nothing is evicted once it would be one of `keep`.
+        stays in all tiers.
         """
         if self._short_of(tier, kv, states) is None:
             return True
@@ -234,9 +243,6 @@ class TieredSimulator(Simulator):
             return False
         held = self._hold(path)
         while pool := self._short_of(tier, kv, states):
-            next_one = pool.cheapest(last_resort=True) if keep else None
-            if next_one is not None and next_one[0] in keep:
-                break
             victim = pool.victim() or pool.victim(last_resort=True)
             if victim is None:
                 break
@@ -288,8 +294,9 @@ class TieredSimulator(Simulator):
 
     # Victims.
 
-    def _evict_from(self, pool: TierPool, node: Node) -> None:
+    def _evict_from(self, pool: Pool, node: Node) -> None:
         """Take the unit of `node` from the tier of `pool`, into the next one if it is worth it."""
+        assert isinstance(pool, TierPool)
         tier, unit = pool.tier, pool.unit(node)
         assert unit is not None
         below = pool.demotes_to
@@ -298,12 +305,18 @@ class TieredSimulator(Simulator):
         copies = copies_of(node)
         last_state = unit.state and copies.state == 1 << tier
         pool.leaves(node, lost=last_state)
+        self._drop(node, unit, tier)
+
+    def _drop(self, node: Node, unit: Unit, tier: Tier) -> None:
+        """Take `unit` of `node` from `tier`, and from the tree what no tier has any more."""
         self.counts.evicted[tier] += unit.freed
-        if unit.kv and copies.kv == 1 << tier:
-            self._remove(node)
+        if unit.kv and copies_of(node).kv == 1 << tier:
+            self._remove(node, tier)
             return
         if unit.state:
             self.placement.drop_state(node, tier)
+            if not node.has_state:
+                self.losses.lost(node, tier, self.tiers.below(tier))
         if unit.kv:
             self.placement.drop_kv(node, tier)
 
@@ -365,11 +378,14 @@ class TieredSimulator(Simulator):
         comparison = pool.compare_copy(node)
         return comparison is None or comparison.beats_victim
 
-    def _remove(self, node: Node) -> None:
-        """`node` has no KV left above what is below it: all of that goes with it."""
+    def _remove(self, node: Node, last: Tier) -> None:
+        """`node` has no KV left above what is below it, which `last` had: all of that goes with
+        it.
+        """
         for child in list(node.children.values()):
-            self._remove(child)
+            self._remove(child, last)
         copies = copies_of(node)
+        self.losses.lost(node, last, self.tiers.below(last))
         for tier in self.room:
             self.placement.drop_state(node, tier)
         for tier in self.room:

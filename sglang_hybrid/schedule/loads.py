@@ -2,8 +2,8 @@
 
 SGLang begins a load when its request joins a batch, whose prefill then waits. Here a load begins
 when it would otherwise end late: when the next places become free follows from the lengths of
-answers, and what lies before a request from the order of the queue. One load is under way at a
-time, so those that are not due yet can still be given up.
+answers, and what lies before a request from the order of the queue. Those that are not due before
+the next step can still be given up. While loads are under way no others begin.
 
 All ranks have the same queue, clock, speeds and acknowledged transfers, and so begin the same loads
 at the same steps.
@@ -31,7 +31,12 @@ LOOKED_AT: Final = 16
 """Requests at the front of the queue whose loads are thought of."""
 
 MARGIN: Final = 2 * SECONDS_BETWEEN_TICKS
-"""Seconds by which a load begins before it must: the clock is as exact as that."""
+"""Seconds by which a load begins before it must, besides those of a step: the clock is as exact as
+that.
+"""
+
+FADE: Final = 0.9
+"""Per step: what remains of the longest one before it."""
 
 FIRST_TOKENS: Final = 64
 """Of a prompt: requests that begin alike (a schema, a system prompt) are answered alike."""
@@ -112,12 +117,14 @@ class TimedLoads:
         self._cache, self._speeds = cache, speeds
         self._running: dict[Req, float] = {}  # and how long their answers are expected to be
         self._pace = Pace(Average())
-        self._under_way: Req | None = None
+        self._under_way: set[Req] = set()
         self._looked = -1.0, False  # when, and whether a load was under way
+        self._waited = False  # somebody did, then
+        self._longest_step = 0.0  # seconds; fades
 
     def waits_for_load(self, req: Req) -> bool:
         """Whether a load for `req` is under way."""
-        return req is self._under_way
+        return req in self._under_way
 
     def load_flops(self, req: Req) -> int:
         """FLOPs of a prefill that takes as long as the load of `req` would, begun now."""
@@ -129,28 +136,28 @@ class TimedLoads:
 
     # What the queue tells.
 
-    def admitted(self, req: Req) -> None:
-        """It joined a batch, which must not begin before the loads under way: what it resumes from
-        may be among them.
+    def admitted(self, req: Req, waited: float = 0.0) -> None:
+        """It joined a batch, after so many seconds, which must not begin before the loads under
+        way: what it resumes from may be among them.
         """
         self.returns.forget(req.last_node)
-        again = self._cache.load_bytes(req) > 0
-        if self._cache.is_loading() and not again:  # its own load comes behind them, on one link
-            self._cache.await_loads()
-        if again:
-            self.prefetcher.cancel(req)  # what was loaded was evicted
+        size = self._cache.load_bytes(req)
+        if size:
+            speeds: Speeds = self._speeds.speeds
+            had_time = waited > speeds.loads[Tier.HOST].seconds(size) + MARGIN
+            self.prefetcher.loads_on_turn(req, had_time=had_time)
         else:
+            if self._cache.is_loading():
+                self._cache.await_loads()
             self.prefetcher.runs(req)
-        if req is self._under_way:
-            self._under_way = None
+        self._under_way.discard(req)
         allowed = int(req.sampling_params.max_new_tokens or 0)
         self._running[req] = self.lengths.predicted(_keys(req), allowed)
 
     def left(self, req: Req) -> None:
         """It waits no more, and does not run."""
         self.prefetcher.cancel(req)
-        if req is self._under_way:
-            self._under_way = None
+        self._under_way.discard(req)
 
     def ended(self, req: Req) -> None:
         """It gave back what it held."""
@@ -165,18 +172,21 @@ class TimedLoads:
         loading = self._cache.is_loading()
         if (now, loading) == self._looked:
             return
+        if self._waited:
+            self._longest_step = max(now - self._looked[0], FADE * self._longest_step)
+        self._waited = bool(front)
         self._looked = now, loading
         self._pace.look(self._running, now)
         if loading:
             return
-        if self._under_way is not None:
-            self.prefetcher.arrived(self._under_way, 1 << 62)
-            self._under_way = None
+        for req in self._under_way:
+            self.prefetcher.arrived(req, 1 << 62)
+        self._under_way.clear()
         if not self._begin_due(front, now):
             self._begin_expected(now)
 
     def _begin_due(self, front: Mapping[Req, Waiting[Req]], now: float) -> bool:
-        """Begin the first load that is due; whether any was."""
+        """Begin the loads that are due, in order; whether any was."""
         looked_at = list(front.values())[:LOOKED_AT]
         waiting = [(each.name, self._cache.load_bytes(each.name)) for each in looked_at]
         if not any(size for _, size in waiting):
@@ -187,14 +197,16 @@ class TimedLoads:
         speeds: Speeds = self._speeds.speeds
         prospects = [each.prospect for each in looked_at]
         free = turns(self._places(now), [_seconds(it, speeds) for it in prospects])
+        self.prefetcher.margin = MARGIN + self._longest_step  # until the next step nothing begins
         due, _ = self.prefetcher.due(waiting, speeds.loads[Tier.HOST].bandwidth, free)
-        keep = {each.name.best_match_node for each in looked_at}
+        order = [each.name for each in looked_at]
         for req in due:
-            size = self._cache.begin_load(req.best_match_node, keep)
+            before = [other.best_match_node for other in order[: order.index(req)]]
+            size = self._cache.begin_load(req.best_match_node, before)
+            self.prefetcher.room(req, there_is=size > 0)
             if size:
                 self.prefetcher.started(req, size)
-                self._under_way = req
-                return True
+                self._under_way.add(req)
         return bool(due)
 
     def _begin_expected(self, now: float) -> None:

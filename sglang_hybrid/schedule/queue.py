@@ -95,7 +95,7 @@ class QueueSchedule:
         waiting = self._order.left(req, runs=True)
         self._standings.runs(req)
         if self.loads is not None:
-            self.loads.admitted(req)
+            self.loads.admitted(req, self.clock.now - self._arrived(req))
         if waiting is not None:
             self.stats.runs(waiting, self.bound, self.clock.now)
 

@@ -71,6 +71,9 @@ LOADS = {
     "late": "Of these, those that were not.",
     "cancelled": "Of these, those whose requests went, or that were evicted again.",
     "expected": "Loads for sessions that were expected back.",
+    "on_turn": "Loads that began on their requests' turns only.",
+    "no_time": "Of these, those whose requests waited less than the load takes.",
+    "no_room": "Of these, those for which the device had no room before.",
     "loaded_bytes": "Bytes of loads that began before their requests' turns.",
     "wasted_bytes": "Bytes of those that no request used.",
 }

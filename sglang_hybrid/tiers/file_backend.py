@@ -210,8 +210,12 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
         return True
 
     def holds(self, kind: str, keys: Sequence[str]) -> list[bool]:
-        """Whether objects of this kind are on disk, by key."""
+        """Whether objects of this kind are on disk, by key; they count as used."""
         return [False] * len(keys) if self.store is None else self.store.contains(kind, keys)
+
+    def knows(self, kind: str, keys: Sequence[str]) -> list[bool]:
+        """As `holds`, without counting a use."""
+        return [False] * len(keys) if self.store is None else self.store.knows(kind, keys)
 
 
 def _rank(config: HiCacheStorageConfig) -> str:

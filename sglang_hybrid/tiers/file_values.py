@@ -17,6 +17,7 @@ from sglang_hybrid.core.reuse import ReuseIndex, reuse_class_of
 
 if TYPE_CHECKING:
     from sglang_hybrid.core.cost import FloatArray
+    from sglang_hybrid.core.learnt import LearntClasses
     from sglang_hybrid.tiers.object_index import StoredFile
 
 ONE_USE = 60.0
@@ -28,6 +29,7 @@ class FileValues:
 
     def __init__(self) -> None:
         self._index = ReuseIndex(unit=1.0)
+        self._used = self._restored = False
 
     def added(self, file: StoredFile) -> None:
         file.interval_id = self._index.open(_class_of(file), file.last_use)
@@ -39,6 +41,22 @@ class FileValues:
             file.interval_bucket = self._index.interval_bucket(interval)
             self._index.reclass(file.interval_id, _class_of(file))
             self._index.observed(now)
+            self._used = True
+
+    @property
+    def knows(self) -> bool:
+        """Whether any file is known to have been used again."""
+        return self._used or self._restored
+
+    def learnt(self) -> LearntClasses:
+        """What is known of how long files wait. Changes nothing."""
+        return self._index.learnt()
+
+    def restore(self, learnt: LearntClasses) -> None:
+        """Begin with what was known before a restart, unless something is known already."""
+        if not self._index.observed_any:
+            self._index.restore(learnt)
+            self._restored = True
 
     def dropped(self, file: StoredFile) -> None:
         self._index.close(file.interval_id)

@@ -9,6 +9,7 @@
           ab/ab12....safetensors
         schemas/              in the place of a rank's folder: what clients declared (prompts/)
         rank-0-0-0-0.learnt     what the cache of this rank has learnt of its traffic
+        rank-0-0-0-0.uses       how often the objects of this rank were used
 
 An identity hashes everything that the content of an object depends on, so a server with another
 model, another type or another layout finds an empty folder, never an object that it would misread.
@@ -96,6 +97,11 @@ class RankFolder:
     def learnt(self) -> Path:
         """The file of what this rank's cache has learnt (`learnt_file.py`)."""
         return self.path.with_name(f"{self.path.name}.learnt")
+
+    @property
+    def uses(self) -> Path:
+        """The file of how often this rank's objects were used (`uses_file.py`)."""
+        return self.path.with_name(f"{self.path.name}.uses")
 
     @property
     def held(self) -> bool:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from sglang_hybrid.tiers.file_values import FileValues
 from sglang_hybrid.tiers.object_file import Header
+from sglang_hybrid.tiers.uses_file import Uses
 
 
 @dataclass(slots=True, eq=False)
 class StoredFile:
-    """A whole file. last_use: in seconds; touched: what of it the file system knows. uses: since
-    the start; interval_bucket: of the interval before the last of them; interval_id: what the
-    values of files know it by.
+    """A whole file. last_use: in seconds; touched: what of it the file system knows. uses: how
+    often it was used again; interval_bucket: of the interval before the last of them; interval_id:
+    what the values of files know it by.
     """
 
     path: Path
@@ -33,6 +36,7 @@ class ObjectIndex:
         self._objects: dict[bytes, tuple[StoredFile, int]] = {}
         self._files: dict[Path, StoredFile] = {}
         self._values = FileValues()
+        self._before: dict[bytes, tuple[int, int]] = {}  # uses and bucket, of files not yet found
 
     @property
     def objects(self) -> int:
@@ -61,6 +65,40 @@ class ObjectIndex:
         )
         return [file for _, file in order]
 
+    def warmest(self, now: float) -> list[StoredFile]:
+        """Those that are expected to be used most often first. Of equals, and where nothing is
+        known of uses, what was used last; of that in the same minute states before KV.
+        """
+        files = self.files()
+        rates = [0.0] * len(files)
+        if files and self._values.knows:
+            rates = self._values.rates(files, now).tolist()
+        order = sorted(
+            zip(rates, files, strict=True),
+            key=lambda one: (
+                *(-one[0], -int(one[1].last_use / 60)),
+                *(one[1].header.kind == "kv", -one[1].last_use),
+            ),
+        )
+        return [file for _, file in order]
+
+    def uses(self) -> Uses:
+        """How often files were used again, and what that tells of others."""
+        again = [file for file in self.files() if file.uses]
+        return Uses(
+            self._values.learnt(),
+            b"".join(file.header.names[0] for file in again),
+            np.array([file.uses for file in again], dtype=np.int64),
+            np.array([file.interval_bucket for file in again], dtype=np.int64),
+        )
+
+    def restore(self, uses: Uses) -> None:
+        """What was known before a restart; files that are added later were used as often as that
+        says.
+        """
+        self._values.restore(uses.classes)
+        self._before = uses.of_file()
+
     def used(self, file: StoredFile, now: float) -> None:
         """Something of a file was looked up, read or written again."""
         if self._files.get(file.path) is file:
@@ -71,7 +109,8 @@ class ObjectIndex:
         """A file is there now, instead of an earlier one of this path."""
         if path in self._files:
             self.drop(self._files[path])
-        file = self._files[path] = StoredFile(path, header, last_use, last_use)
+        before = self._before.pop(header.names[0], (0, 0))
+        file = self._files[path] = StoredFile(path, header, last_use, last_use, *before)
         self._values.added(file)
         self.bytes += header.file_bytes
         for number, name in enumerate(header.names):

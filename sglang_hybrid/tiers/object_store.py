@@ -33,6 +33,7 @@ from sglang_hybrid.tiers.object_file import (
 )
 from sglang_hybrid.tiers.object_index import ObjectIndex, StoredFile
 from sglang_hybrid.tiers.store_start import learn_files
+from sglang_hybrid.tiers.uses_file import Uses, save_uses
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ RETRY_SECONDS = 60.0
 
 _ROOM_AT_ONCE = 0.02
 """Share of the budget that is freed at once, so that a full folder is sorted rarely."""
+
+_SAVE_SECONDS = 60.0
+"""How often files were used is written at most this often, and at the end."""
 
 _TOUCH_SECONDS = 60.0
 """A file's time of last use is written to disk at most this often."""
@@ -87,6 +91,8 @@ class ObjectStore:
         self.ready = threading.Event()  # all files that were there at the start are known
         self._now = now
         self._retry_at = 0.0
+        self._uses_saved = now()
+        self._saver: threading.Thread | None = None
         self._warned = False
         self._index = ObjectIndex()
         self._lock = threading.RLock()
@@ -142,10 +148,16 @@ class ObjectStore:
             self._use([entry[0] for entry in entries if entry is not None])
         return [entry is not None for entry in entries]
 
+    def knows(self, kind: str, keys: Sequence[str]) -> list[bool]:
+        """Which objects are on disk; asking for them is no use of them."""
+        with self._lock:
+            return [self._index.find(self.folder.name(kind, key)) is not None for key in keys]
+
     def clear(self) -> None:
         """Forget and remove all objects, and what was learnt."""
         self.ready.wait()
         remove(self.folder.learnt)
+        remove(self.folder.uses)
         with self._lock:
             for file in self._index.files():
                 self._forget(file)
@@ -163,13 +175,17 @@ class ObjectStore:
                 self.counts.found_at_start += len(header.names)
 
     def warmest(self) -> list[tuple[Path, int]]:
-        """All files and their bytes, in the order in which they are worth reading ahead: what was
-        used last, and of what was used in the same minute states before KV.
+        """All files and their bytes, in the order in which they are worth reading ahead
+        (`ObjectIndex.warmest`).
         """
         with self._lock:
-            files = self._index.files()
-        files.sort(key=lambda f: (-int(f.last_use / 60), f.header.kind == "kv", -f.last_use))
+            files = self._index.warmest(self._now())
         return [(file.path, file.header.file_bytes) for file in files]
+
+    def remember(self, uses: Uses) -> None:
+        """How often files were used before the start."""
+        with self._lock:
+            self._index.restore(uses)
 
     def turn_off(self, why: str) -> None:
         """Use the folder no more, and let the log say why. What is in it stays."""
@@ -181,6 +197,9 @@ class ObjectStore:
         logger.warning("sglang_hybrid: the disk tier is off: %s.", why)
 
     def close(self) -> None:
+        if self._saver is not None:
+            self._saver.join()
+        self._save_uses()
         self._closed = True
         self._starter.join()
         self.folder.close()
@@ -209,6 +228,21 @@ class ObjectStore:
                 file.touched = now
                 with contextlib.suppress(OSError):
                     os.utime(file.path, (now, now))
+        if files and now - self._uses_saved > _SAVE_SECONDS:
+            self._uses_saved = now
+            self._saver = threading.Thread(target=self._save_uses, name="hybrid-uses", daemon=True)
+            self._saver.start()
+
+    def _save_uses(self) -> None:
+        """Write how often files were used; nothing is lost but that if it fails."""
+        if not (self.in_use and self.ready.is_set() and self.folder.held):
+            return
+        with self._lock:
+            uses = self._index.uses()
+        try:
+            save_uses(self.folder.uses, self.folder.identity, uses, self._now())
+        except (OSError, ValueError) as error:
+            logger.debug("the uses of files were not saved: %s", error)
 
     def _read(self, file: StoredFile, wanted: Sequence[tuple[int, Bytes]]) -> list[bool]:
         try:

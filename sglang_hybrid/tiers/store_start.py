@@ -1,5 +1,5 @@
 """What a starting store does while the server already serves: learns what earlier servers left, and
-reads what was used last ahead into memory.
+reads what is worth most ahead into memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_hybrid.tiers.object_file import SUFFIX, UNFINISHED, BadFile, read_header, remove
+from sglang_hybrid.tiers.uses_file import load_uses
 
 if TYPE_CHECKING:
     from sglang_hybrid.tiers.object_store import ObjectStore
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 def learn_files(store: ObjectStore, warm_bytes: int) -> None:
     """Learn all files of the store's folder, the most recently used first; then read ahead."""
     try:
+        _learn_uses(store)
         _learn_all(store)
     except Exception:
         logger.exception("sglang_hybrid: the disk tier's files could not be listed.")
@@ -57,6 +59,18 @@ def _learn_all(store: ObjectStore) -> None:
         f"{store.used_bytes:,}",
         store.folder.path,
     )
+
+
+def _learn_uses(store: ObjectStore) -> None:
+    """Learn how often files were used. Where that cannot be read, recency counts."""
+    try:
+        uses = load_uses(store.folder.uses, store.folder.identity)
+    except (BadFile, OSError) as error:
+        why = error if isinstance(error, BadFile) else error.strerror
+        logger.warning("sglang_hybrid: how often files were used is not known: %s.", why)
+        return
+    if uses is not None:
+        store.remember(uses)
 
 
 def _learn(store: ObjectStore, path: Path, last_use: float) -> str:

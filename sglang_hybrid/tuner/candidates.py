@@ -5,6 +5,7 @@ from __future__ import annotations
 from sglang_hybrid.core.systems import HINDSIGHT, Spec, make_policies
 from sglang_hybrid.replay.server_simulator import ServerSimulator
 from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator
+from sglang_hybrid.replay.tiered_server import TieredServerSimulator
 from sglang_hybrid.tuner.window import Window
 
 MARCONI_ALONE = tuple(Spec(HINDSIGHT).candidates())
@@ -32,7 +33,11 @@ def replay(window: Window, spec: Spec) -> list[Outcome]:
     cache: Cache
     how, room = window.serving, window.budget
     if how is not None and cost.state_bytes and room is not None:
-        cache = ServerSimulator(cost, room, kv_policy, state_policy, least, how)
+        if window.tiers is not None:
+            below = window.tiers
+            cache = TieredServerSimulator(cost, room, kv_policy, state_policy, below, least, how)
+        else:
+            cache = ServerSimulator(cost, room, kv_policy, state_policy, least, how)
     else:
         cache = Simulator(cost, room, kv_policy, least, state_policy)
     return [cache.serve(request) for request in window.requests]

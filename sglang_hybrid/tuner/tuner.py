@@ -16,7 +16,7 @@ import numpy as np
 
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.serving import ServedTiers, Serving
 from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.tuner.candidates import CANDIDATES
 from sglang_hybrid.tuner.recorder import Finished, Recorder
@@ -95,6 +95,7 @@ class Tuner:
         candidates: what it chooses from.
         serving: how the server runs, where it plans its checkpoints.
         has_states: False for a model without recurrent state.
+        tiers: what the server has below the device now; None for a server without tiers.
         search: tries candidates on a window.
     """
 
@@ -108,6 +109,7 @@ class Tuner:
         min_branch_tokens: int = MIN_BRANCH_TOKENS,
         serving: Serving | None = None,
         has_states: bool = True,
+        tiers: Callable[[], ServedTiers | None] = lambda: None,
         search: Search = search,
     ) -> None:
         self.rules = rules or Rules()
@@ -121,6 +123,7 @@ class Tuner:
         self._min_branch_tokens = min_branch_tokens
         self._serving = serving
         self._has_states = has_states
+        self._tiers = tiers
         self._search = search
         self._recorder = Recorder(self.rules.record_bytes)
         self._regrets = Regrets()
@@ -263,11 +266,14 @@ class Tuner:
             *(len(self._compared), len(records), reason),
         )
         self._thread = threading.Thread(
-            target=self._run, args=(records, counted), name="hybrid-tuner", daemon=True
+            target=self._run,
+            args=(records, counted, self._tiers()),
+            name="hybrid-tuner",
+            daemon=True,
         )
         self._thread.start()
 
-    def _run(self, records: list[Finished], counted: int) -> None:
+    def _run(self, records: list[Finished], counted: int, tiers: ServedTiers | None) -> None:
         """In the search's own thread. Whatever goes wrong there, the server goes on."""
         try:
             window = make_window(
@@ -277,6 +283,7 @@ class Tuner:
                 self._min_branch_tokens,
                 self._serving,
                 has_states=self._has_states,
+                tiers=tiers,
             )
             self._found = self._search(window, self._compared, self.rules.limits)
         except Exception as error:

@@ -15,7 +15,7 @@ import numpy as np
 
 from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.cost import UNBOUNDED, CostModel
-from sglang_hybrid.core.serving import Budget, Serving, Split
+from sglang_hybrid.core.serving import Budget, ServedTiers, Serving, Split
 from sglang_hybrid.replay.traces import Request
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ class Window:
 
     counted: how many of them count, the last ones; those before fill the cache and what policies
     learn from. serving: how the server runs, where it plans its checkpoints; otherwise the paper's
-    are assumed.
+    are assumed. tiers: what it has below the device; None without tiers, or where it does not
+    plan.
     """
 
     requests: Sequence[Request]
@@ -39,6 +40,7 @@ class Window:
     counted: int
     min_branch_tokens: int = MIN_BRANCH_TOKENS
     serving: Serving | None = None
+    tiers: ServedTiers | None = None
 
     @property
     def counted_from(self) -> int:
@@ -59,8 +61,11 @@ def make_window(
     serving: Serving | None,
     *,
     has_states: bool,
+    tiers: ServedTiers | None = None,
 ) -> Window:
-    """`records` [n > 0] in as much memory as running requests usually leave of the server's."""
+    """`records` [n > 0] in as much memory as running requests usually leave of the server's, and in
+    its `tiers` below.
+    """
     start = records[0].arrival
     requests = [
         Request(
@@ -70,7 +75,7 @@ def make_window(
         for number, r in enumerate(records)
     ]
     room = _usual_room([r.room for r in records], has_states=has_states)
-    return Window(requests, cost, room, counted, min_branch_tokens, serving)
+    return Window(requests, cost, room, counted, min_branch_tokens, serving, tiers)
 
 
 def _usual_room(rooms: Sequence[Split | int], *, has_states: bool) -> Split | int:
@@ -97,7 +102,7 @@ def packed(window: Window) -> Iterator[int]:
     ]
     cache = (
         *(window.cost, window.budget, window.counted),
-        *(window.min_branch_tokens, window.serving),
+        *(window.min_branch_tokens, window.serving, window.tiers),
     )
     head = pickle.dumps((cache, rows))
     descriptor = os.memfd_create("hybrid-window")

@@ -29,9 +29,12 @@ def build_tiered_cache(
     policy: str = "write_through",
     layout: str = "page_first",
     cost: CostModel = COST,
+    flags: dict[str, Any] | None = None,
     **more: Any,
 ) -> Any:
-    """A cache whose host is `ratio` times the device; SGLang's own without options."""
+    """A cache whose host is `ratio` times the device; SGLang's own without options. flags: more of
+    SGLang's.
+    """
     tiers = {} if options is None else {"tiers": True}
     if not sizes.states:
         cost = cost.with_sizes(kv_bytes_per_token=cost.kv_bytes_per_token, state_bytes=0)
@@ -43,6 +46,7 @@ def build_tiered_cache(
         hicache_mem_layout=layout,
         hicache_write_policy=policy,
         hicache_ratio=ratio,
+        **(flags or {}),
     )
     arguments._mamba_cache_chunk_size = max(sizes.grid, sizes.page)
     set_global_server_args_for_scheduler(arguments)
@@ -159,3 +163,12 @@ class TieredServer(Server):
 
     def _tokens(self, req: Req) -> list[int]:
         return [*req.origin_input_ids, *req.output_ids]
+
+
+class PollingServer(TieredServer):
+    """A `TieredServer` that polls between the forwards of a request, as a scheduler does."""
+
+    def prefill_step(self, req: Req) -> bool:
+        done = super().prefill_step(req)
+        self.poll()
+        return done

@@ -83,6 +83,36 @@ def test_a_prefetch_is_used_late_or_in_vain() -> None:
     assert (counts.loaded_bytes, counts.wasted_bytes, len(prefetcher)) == (440, 40, 0)
 
 
+def test_loads_on_the_turn_had_no_time_or_no_room_or_were_missed() -> None:
+    prefetcher: Prefetcher[str] = Prefetcher()
+    counts = prefetcher.counts
+    assert counts.complete is None
+    for name in ("had room again", "no room", "no room and no time"):
+        prefetcher.room(name, there_is=False)
+    prefetcher.room("had room again", there_is=True)
+    prefetcher.started("evicted again", 100)
+    prefetcher.arrived("evicted again", 100)
+    for name in ("had room again", "no room", "evicted again"):
+        prefetcher.loads_on_turn(name, had_time=True)
+    prefetcher.loads_on_turn("no room and no time", had_time=False)
+    assert (counts.on_turn, counts.no_time, counts.no_room) == (4, 1, 1)
+    assert (counts.cancelled, counts.in_vain, counts.complete) == (1, 1.0, 0.0)
+    for name in ("a", "b"):
+        prefetcher.started(name, 100)
+        prefetcher.arrived(name, 100)
+        assert prefetcher.runs(name)
+    assert (counts.loads, counts.complete) == (6, 0.5)
+    assert counts.in_vain == pytest.approx(1 / 3)
+
+
+def test_what_left_had_no_room_for_itself_only() -> None:
+    prefetcher: Prefetcher[str] = Prefetcher()
+    prefetcher.room("x", there_is=False)
+    prefetcher.cancel("x")
+    prefetcher.loads_on_turn("x", had_time=True)
+    assert prefetcher.counts.no_room == 0
+
+
 def test_lengths_are_those_of_the_conversation_then_the_schema_then_the_tenant() -> None:
     lengths = AnswerLengths()
     keys = [("t", "chat", 1), ("t", "schema"), ("t",)]

@@ -78,26 +78,66 @@ def test_without_states_kv_is_all_there_is() -> None:
 
 
 class Disk:
-    """A third tier with KV of some pages, and states at the ends of some."""
+    """A third tier with KV of some pages, and states at the ends of some. asked: how many pages."""
 
     def __init__(self, kv: list[str], states: list[str]) -> None:
-        self.kv, self.states = kv, states
+        self.objects = {PoolName.KV: kv, PoolName.MAMBA: states}
+        self.asked = 0
+
+    def knows(self, kind: PoolName, keys: list[str]) -> list[bool]:
+        self.asked += len(keys)
+        return [key in self.objects[kind] for key in keys]
+
+
+class SglangsDisk:
+    """A third tier of SGLang's own."""
+
+    def __init__(self, kv: list[str]) -> None:
+        self.kv = kv
 
     def batch_exists(self, keys: list[str]) -> int:
         return next((at for at, key in enumerate(keys) if key not in self.kv), len(keys))
 
-    def holds(self, kind: str, keys: list[str]) -> list[bool]:
-        assert kind == PoolName.MAMBA
-        return [key in self.states for key in keys]
+
+def pages_of(length: int, salt: str | None = None) -> list[str]:
+    key = RadixKey(array("q", run(length)), None, cache_salt=salt)
+    return list(get_storage_hash_str(key, page_size=1))
 
 
 def test_what_only_the_disk_has() -> None:
     it = server()
-    pages = get_storage_hash_str(RadixKey(array("q", run(40)), None), page_size=1)
-    disk = Disk(list(pages), [pages[39]])
-    it.cache.cache_controller = SimpleNamespace(storage_backend=disk)
+    pages = pages_of(40)
+    it.cache.cache_controller = SimpleNamespace(storage_backend=Disk(pages, [pages[39]]))
     assert places(it) == [("disk", "nowhere"), ("disk", "disk"), NOTHING, NOTHING]
     assert places(it, cache_salt="b") == [NOTHING] * 4
+    it.cache.cache_controller = SimpleNamespace(storage_backend=Disk(pages_of(40, "b"), []))
+    assert places(it) == [NOTHING] * 4
+    assert places(it, cache_salt="b") == [("disk", "nowhere")] * 2 + [NOTHING] * 2
+    it.cache.cache_controller = SimpleNamespace(storage_backend=SglangsDisk(pages))
+    assert places(it) == [("disk", "nowhere")] * 2 + [NOTHING] * 2
+
+
+def test_a_prefix_is_looked_up_behind_the_one_above_it() -> None:
+    it = server()
+    disk = Disk(pages_of(60), [])
+    it.cache.cache_controller = SimpleNamespace(storage_backend=disk)
+    chain = [(number - 1, run(60)[number : number + 1]) for number in range(60)]
+    assert places(it, chain) == [("disk", "nowhere")] * 60
+    assert disk.asked == 60 + 60, "each page once, and a state behind each"
+    disk.objects[PoolName.KV] = disk.objects[PoolName.KV][:10]
+    disk.asked = 0
+    assert places(it, chain) == [("disk", "nowhere")] * 10 + [NOTHING] * 50
+    assert disk.asked == 11 + 10, "nothing is behind what is not there"
+
+
+def test_a_prefix_that_ends_within_a_page() -> None:
+    it = server()
+    it.cache.page_size = 4
+    key = RadixKey(array("q", run(24)), None)
+    disk = Disk(list(get_storage_hash_str(key, page_size=4)), [])
+    it.cache.cache_controller = SimpleNamespace(storage_backend=disk)
+    parts = [(-1, run(3)), (0, run(10)[3:]), (1, run(22)[10:]), (2, run(30)[22:])]
+    assert places(it, parts) == [NOTHING] + [("disk", "nowhere")] * 2 + [NOTHING]
 
 
 def test_the_fastest_of_several_ranks() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from sglang_hybrid.kernels import naive
 from sglang_hybrid.platforms import attention
 from sglang_hybrid.platforms.attention import HybridCpuAttnBackend
+from sglang_hybrid.platforms.native.library import library
 
 SIZE = 2_000
 """Slots of a pool."""
@@ -27,7 +28,16 @@ SIZE = 2_000
 CONTEXT = 400
 TOLERANCE = 1e-5
 
-few = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is true of the native kernel and of its plain twin."""
+    if request.param == "torch":
+        monkeypatch.setattr(attention, "library", lambda: None)
+    elif library() is None:
+        pytest.skip("there is no C++ compiler")
 
 
 @pytest.fixture(autouse=True)

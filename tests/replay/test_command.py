@@ -257,6 +257,23 @@ def test_a_report_on_split_pools(trace: Path, tmp_path: Path) -> None:
     assert set(page.figures) == PLOTS - {"ttft_p95", "layers", "state_size", "by_length"}
 
 
+def test_a_report_in_tiers_says_where_hits_come_from_and_are_lost(
+    trace: Path, tmp_path: Path
+) -> None:
+    arguments = [str(trace), "--tiers", "device=100MB,host=200MB,disk=300MB", "--instant"]
+    policies = "hicache,lru,unbounded"
+    directory = tmp_path / "report"
+    assert main([*arguments, "--policy", policies, "--report", str(directory)]) == 0
+    text = (directory / "index.html").read_text()
+    page = Page(text)
+    left_out = {"contention", "layers", "state_size", "blocks", "ttft_p95"}
+    assert set(page.figures) == (PLOTS - left_out) | {"tiers", "losses"}
+    table = " ".join(text[text.index("tier_table") :].split())
+    for words in ("from the device", "from the host", "from the disk", "dropped from the disk"):
+        assert words in table
+    assert "0.1 + 0.2 + 0.3 GB" in text
+
+
 MISTAKES = [
     ([], "give a trace or --generate KIND, one of them"),
     (["missing.jsonl", "--cache", "1GB"], "there is no trace missing.jsonl"),
@@ -389,7 +406,6 @@ def test_tiers_are_replayed_and_shown(trace: Path, capsys: pytest.CaptureFixture
     ("more", "wrong"),
     [
         (["--cache", "5GB"], "--tiers does not go with --cache"),
-        (["--report", "out"], "--tiers does not go with --report"),
         (["--rules", "served"], "leave out --rules served"),
         (["--policy", "sglang"], "policy 'sglang' is not replayed in tiers"),
     ],

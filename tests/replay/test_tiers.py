@@ -20,6 +20,7 @@ from sglang_hybrid.core.table import Table
 from sglang_hybrid.core.tier_pool import TierPool
 from sglang_hybrid.core.waiting import Bound
 from sglang_hybrid.replay import generators
+from sglang_hybrid.replay.losses import Loss, prefix_hashes
 from sglang_hybrid.replay.systems import Setting, Spec, systems
 from sglang_hybrid.replay.tier_budgets import TierBudgets, TierCounts
 from sglang_hybrid.replay.tier_simulator import TieredSimulator
@@ -160,6 +161,45 @@ def test_random_traffic_finds_what_a_plain_model_of_three_tiers_holds(
     assert sum(cache.counts.hit_tokens.values()) == hit_tokens
     assert all(cache.counts.hit_tokens[tier] for tier in tiers)
     assert cache.counts.written[tiers[1]]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", ["lru", "reuse", "hicache"])
+def test_what_is_lost_is_what_the_deepest_state_there_ever_was_would_have_saved(
+    name: str, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "hicache":  # it plays no disk, and holds states at few positions
+        sizes = (6_000, 8_000, 0)
+    requests = traffic(9, 80)
+    cache = build(name, sizes, requests)
+    plain = PlainTiers(cache, monkeypatch)
+    ever: set[Prefix] = set()
+    lost = 0
+    for one in requests:
+        tokens = (hash(one.tenant), *one.tokens[: one.input_len - 1].tolist())
+        had = max((d for d in range(1, len(tokens)) if tokens[: d + 1] in ever), default=0)
+        outcome = cache.serve(one)
+        assert cache.losses.reachable[-1] >= max(had, outcome.hit_len)
+        if cache.losses.tokens[Loss.NO_ROOM] == 0:
+            assert cache.losses.reachable[-1] == max(had, outcome.hit_len)
+        lost += cache.losses.reachable[-1] - outcome.hit_len
+        ever = ever.union(*plain.states.values())
+    assert lost == sum(cache.losses.tokens.values()) > 0
+    lowest = list(cache.room)[-1]
+    assert cache.losses.tokens[Loss.HOST if lowest is HOST else Loss.DISK]
+
+
+def test_a_hash_of_a_prefix_is_its_own() -> None:
+    """Equal prefixes have equal hashes in any sequence; others and other tenants' have not."""
+    one, other = np.arange(100, dtype=np.int32), np.arange(100, dtype=np.int32)
+    other[60] = 7
+    hashes, others = prefix_hashes(one), prefix_hashes(other)
+    assert (hashes[:60] == others[:60]).all()
+    assert not (hashes[60:] == others[60:]).any()
+    assert (prefix_hashes(one[:30]) == hashes[:30]).all()
+    assert not (prefix_hashes(one, "a") == hashes).any()
+    zeros = prefix_hashes(np.zeros(1_000, dtype=np.int32))
+    assert len(set(zeros.tolist())) == 1_000
 
 
 def check_copies(cache: TieredSimulator) -> None:

@@ -75,6 +75,37 @@ def test_a_load_begins_when_it_would_end_late_otherwise() -> None:
     assert (it.counts.used, it.counts.late, it.counts.wasted_bytes) == (1, 0, 0)
 
 
+def test_a_load_begins_a_step_earlier_where_steps_are_long() -> None:
+    """Until the next step ends nothing else can begin."""
+    it = Ahead()
+    document = it.on_host(9)
+    running = it.arrive(run(10, 50), it.now)
+    assert it.round() == [running]
+    it.loads._running[running] = 20.0
+    it.server.prefill_step(running)
+    it.arrive([*document, 7, 8], it.now)
+    it.step()
+    assert it.counts.started == 0, "20 tokens are to come, which take 0.4 s"
+    it.step(0.4)
+    assert it.loads.prefetcher.margin == pytest.approx(0.5)
+    assert it.counts.started == 1
+
+
+def test_all_loads_begin_that_are_due_before_the_next_step() -> None:
+    """Both requests may join the next batch."""
+    it = Ahead()
+    documents = [it.on_host(number) for number in (11, 12)]
+    it.loads.places = 2
+    it.cache.slots.reserve(0)  # as the adder says in each round
+    waiting = [it.arrive([*document, 7, 8], it.now) for document in documents]
+    it.step()
+    assert [req.host_hit_length for req in waiting] == [60, 60]
+    assert it.counts.started == 2
+    it.step(0.1)
+    assert it.round(2) == waiting
+    assert (it.counts.used, it.counts.on_turn) == (2, 0)
+
+
 def test_a_load_that_is_late_is_waited_for() -> None:
     it = Ahead()
     document = it.on_host(2)
@@ -102,7 +133,7 @@ def test_what_goes_is_cancelled_and_counted() -> None:
     it.server.check()
 
 
-def test_a_load_pushes_out_nothing_that_somebody_waits_for() -> None:
+def test_a_load_pushes_out_nothing_that_a_request_before_it_needs() -> None:
     it = Ahead()
     document = it.on_host(4)
     here = run(60, 204)  # what pushed it out is on the device
@@ -114,6 +145,44 @@ def test_a_load_pushes_out_nothing_that_somebody_waits_for() -> None:
     assert it.counts.started == 0 or it.server.probe([*here, 7]) == 60
     assert it.round() == [first]
     assert first.prefix_len == 60
+
+
+def test_a_load_pushes_out_what_a_request_behind_it_needs() -> None:
+    """Both do not fit; the first has waited so long that its turn is next."""
+    it = Ahead(hybrid_schedule_seconds=5.0)
+    document, here = run(110, 5), run(60, 6)
+    it.warm(document, it.now)
+    it.settle()
+    for other in (run(90, 7), here):
+        it.warm(other, it.now)
+        it.settle()
+    it.cache.slots.reserve(0)  # as the adder says in each round
+    first = it.arrive([*document, 7, 8], it.now - 10)
+    it.arrive([*here, 7, 8], it.now)
+    it.step()
+    assert first.host_hit_length == 110
+    assert it.counts.started == 1
+    it.step(0.1)
+    assert it.server.probe([*here, 7]) == 0
+    assert it.round() == [first]
+    assert (it.counts.used, it.counts.on_turn, it.counts.complete) == (1, 0, 1.0)
+
+
+def test_a_load_without_room_is_counted() -> None:
+    """A running request holds what the load would need."""
+    it = Ahead()
+    document = it.on_host(8)
+    running = it.arrive(run(100, 51), it.now)
+    assert it.round() == [running]
+    it.loads._running[running] = 1.0
+    it.server.prefill_step(running)
+    waiting = it.arrive([*document, 7, 8], it.now)
+    it.step(1.0)
+    assert waiting.host_hit_length > 0 and it.counts.started == 0
+    it.server.finish(running)
+    assert it.round() == [waiting]
+    assert (it.counts.on_turn, it.counts.no_room, it.counts.no_time) == (1, 1, 0)
+    assert it.counts.complete is None
 
 
 def test_a_session_is_loaded_before_it_is_expected() -> None:

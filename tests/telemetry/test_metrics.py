@@ -202,3 +202,4 @@ shown.update()
     assert found["sglang_hybrid:schedule_loads_used_total"] == 4
     assert found["sglang_hybrid:schedule_loads_wasted_bytes_total"] == 100
     assert found["sglang_hybrid:schedule_loads_late_total"] == 0
+    assert found["sglang_hybrid:schedule_loads_no_room_total"] == 0

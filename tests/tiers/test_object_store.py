@@ -244,6 +244,18 @@ def test_of_a_prompt_its_end_is_forgotten_first(start: Open) -> None:
     assert held(store, 1, 2, 3, 4) == [1, 2, 4]
 
 
+def test_asking_what_is_known_is_no_use(start: Open) -> None:
+    store = start()
+    put(store, 1)
+    store.budget = int(3.5 * store.used_bytes)
+    for number in (2, 3):
+        store._now.now += 60  # type: ignore[attr-defined]
+        put(store, number)
+    assert store.knows("kv", ["k1", "k9"]) == [True, False]
+    put(store, 4)
+    assert held(store, 1, 2, 3, 4) == [2, 3, 4]
+
+
 def test_what_is_used_again_and_again_outlasts_what_was_used_once(start: Open) -> None:
     """The disk is full of newer files when the old ones, which come back every hour, are due."""
     store = start()

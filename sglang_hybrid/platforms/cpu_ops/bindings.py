@@ -16,6 +16,7 @@ from sglang_hybrid.platforms.cpu_ops import (
     mamba2,
     moe,
     pool,
+    steps,
     tracking,
     transfer_streams,
 )
@@ -25,13 +26,15 @@ from sglang_hybrid.platforms.cpu_ops import (
 class Binding:
     """``module.attribute`` (dotted for a class member) becomes ``function``, or a module.
 
-    ``creates`` marks a name that SGLang's module has on other platforms only.
+    ``creates`` marks a name that SGLang's module has on other platforms only. A function that
+    ``wraps`` is called with SGLang's and returns what stands for it.
     """
 
     module: str
     attribute: str
     function: Any
     creates: bool = False
+    wraps: bool = False
 
 
 _MAMBA = "sglang.srt.layers.attention.mamba.mamba"
@@ -45,6 +48,8 @@ _ALLOCATION = "sglang.srt.mem_cache.allocation"
 _UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
 _LINEAR, _EMBEDDING = "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"
 _QWEN2_MOE = "sglang.srt.models.qwen2_moe"
+_NEMOTRON_H = "sglang.srt.models.nemotron_h"
+_LAYERNORM = "sglang.srt.layers.layernorm"
 _QWEN3_NEXT = "sglang.srt.models.qwen3_next"
 _HOST = "sglang.srt.mem_cache.pool_host"
 _KV_HOST, _STATES_HOST = f"{_HOST}.mha", f"{_HOST}.mamba"
@@ -68,6 +73,9 @@ BINDINGS: tuple[Binding, ...] = (
     Binding(_MAMBA, "causal_conv1d_update_triton", mamba2.causal_conv1d_update, creates=True),
     Binding(_MAMBA, "mamba_chunk_scan_combined", mamba2.mamba_chunk_scan_combined),
     Binding(_MAMBA, "selective_state_update", mamba2.selective_state_update),
+    Binding(_MAMBA, "MambaMixer2.forward", steps.mixer_forward, wraps=True),
+    Binding(_LAYERNORM, "RMSNorm.forward_native", steps.norm_forward, wraps=True),
+    Binding(_NEMOTRON_H, "NemotronHMLP.forward", steps.mlp_forward, wraps=True),
     Binding(_BACKEND, "track_mamba_states_if_needed", tracking.track_mamba_states_if_needed),
     Binding(_BACKEND, "track_mamba_states_all_layers", tracking.track_mamba_states_all_layers),
     Binding(_MAMBA1, "selective_state_update", mamba2.selective_state_update),

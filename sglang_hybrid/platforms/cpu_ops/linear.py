@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from sglang_hybrid.platforms.native import steps
+from sglang_hybrid.platforms.native.library import library
 from sglang_hybrid.platforms.sizing import packed_limit
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,9 @@ def product(
 ) -> Tensor:
     """``x @ weight.T + bias``: x [..., K], weight [N, K] (and its packed copy), bias [N]."""
     rows = x.numel() // max(1, x.shape[-1])
+    kernels = library()
+    if kernels is not None and _reads_as_stored(x, weight, rows):
+        return steps.product(kernels, x, weight, bias)
     if rows * weight.numel() < SMALLEST or not _served(x, weight):
         return linear(x, weight, bias)
     result: Tensor = _onednn(x, weight if packed is None else packed, bias, "none", [], "")
@@ -97,6 +102,13 @@ def _packed(layer: Any) -> Tensor | None:
         pack(layer)
     packed: Tensor | None = layer.__dict__[_ATTRIBUTE]
     return packed
+
+
+def _reads_as_stored(x: Tensor, weight: Tensor, rows: int) -> bool:
+    """Whether a native product with the weight as it is stored is the fastest."""
+    few = rows == 1 or (rows <= steps.MOST_ROWS and rows * weight.numel() < SMALLEST)
+    plain = x.dtype == weight.dtype == torch.float32 and x.is_contiguous()
+    return few and plain and weight.numel() >= steps.SMALLEST and weight.is_contiguous()
 
 
 def _served(x: Tensor, weight: Tensor) -> bool:

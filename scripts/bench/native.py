@@ -1,0 +1,131 @@
+"""What the native kernels are worth: each step with them and in plain torch, in turn.
+
+    python scripts/bench.py native [--models nemotron-h 100m] [--steps 1x100 16x100 16x6000]
+                                   [--prompts 2000 16000] [--rounds 15]
+
+Loads a model as a server's scheduler does, without the server, and switches the kernels off and on
+between steps of the same process, so that whatever else the machine does slows both alike. Steps
+are named by sequences and context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from scripts.bench import profile
+from scripts.bench.report import ROOT, BenchFailed, Table
+from scripts.bench.servers import SCRATCH, large_model
+from sglang_hybrid.platforms import wait_briefly
+
+KINDS = ("native", "torch")
+
+
+def switch() -> Callable[[str], None]:
+    """What sets the kind of kernels that every later step takes."""
+    from sglang_hybrid.platforms.attention import HybridCpuAttnBackend
+    from sglang_hybrid.platforms.cpu_ops import linear, steps
+    from sglang_hybrid.platforms.native.library import library
+
+    found = library()
+    if found is None:
+        raise BenchFailed("there are no native kernels; the log says why")
+    backends = [one for one in gc.get_objects() if isinstance(one, HybridCpuAttnBackend)]
+
+    def take(kind: str) -> None:
+        kernels = found if kind == "native" else None
+        for module in (linear, steps):
+            module.library = lambda: kernels  # type: ignore[attr-defined]
+        for backend in backends:
+            backend._native = kernels
+
+    return take
+
+
+def in_turn(take: Callable[[str], None], run: Callable[[], object], rounds: int) -> list[float]:
+    """Median milliseconds with the native kernels and without."""
+    seen: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for nth in range(rounds + 1):
+        for kind in KINDS:
+            take(kind)
+            begin = perf_counter()
+            run()
+            if nth:
+                seen[kind].append(1e3 * (perf_counter() - begin))
+    return [median(seen[kind]) for kind in KINDS]
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, list[float]]:
+    """The times of one model, in this process."""
+    from sglang_hybrid import patching
+
+    patching.install()
+    from sglang_hybrid.models import ensure_default_model
+
+    large = name == "100m"
+    directory = large_model(options.scratch) if large else ensure_default_model(name)
+    runner = profile.load(directory, [])
+    take = switch()
+    found = {}
+    for what in options.steps:
+        count, context = map(int, what.split("x"))
+        runner.clear()
+        take("native")
+        state: list[Any] = list(runner.extend(profile.requests(count, context)))
+
+        def step(state: list[Any] = state) -> None:
+            state[0], _ = runner.decode(state[0], state[2])
+
+        found[f"decode step of {count} at {context:,}"] = in_turn(take, step, options.rounds)
+    for length in options.prompts:
+
+        def prefill(length: int = length) -> None:
+            runner.clear()
+            runner.extend(profile.requests(1, length))
+
+        few = max(2, options.rounds // 5)
+        found[f"prefill of {length:,}"] = in_turn(take, prefill, few)
+    return found
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--models", nargs="+", choices=profile.MODELS, default=["nemotron-h", "100m"]
+    )
+    parser.add_argument("--steps", nargs="*", default=["1x100", "16x100", "1x6000", "16x6000"])
+    parser.add_argument("--prompts", nargs="*", type=int, default=[2000, 16000])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--scratch", type=Path, default=SCRATCH, help="of the large model")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.one:
+        print(json.dumps(measure(options.models[0], options)))
+        return
+    table = Table("model", "what", "native, ms", "plain torch, ms", "speedup", text=2)
+    for name in options.models:
+        for what, (native, torch) in in_a_process(name).items():
+            table.row(name, what, f"{native:,.1f}", f"{torch:,.1f}", f"{torch / native:.2f}")
+
+
+def in_a_process(name: str) -> dict[str, list[float]]:
+    """`measure` of a model, with this run's options, in a process of its own."""
+    program = [sys.executable, str(ROOT / "scripts" / "bench.py")]
+    command = [*program, *sys.argv[1:], "--models", name, "--one"]
+    environment = dict(os.environ)
+    wait_briefly(environment)  # as the platform does for its servers
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        raise BenchFailed(f"{name} failed:\n{done.stderr[-3000:]}")
+    found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return found

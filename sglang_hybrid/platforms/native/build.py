@@ -1,0 +1,130 @@
+"""Compiles the C++ kernels into a folder of the user's caches, where later processes find them.
+
+The file's name has a hash of all that the machine code depends on: the sources, the flags, torch's
+release (whose OpenMP library it is linked to) and this CPU. So a folder may be shared by machines.
+Nothing of torch is included, which keeps compiling below ten seconds and the interface plain C.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parents[2] / "kernels" / "native"
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-Wno-psabi")
+COMPILERS = ("g++", "c++")
+OPENMP = ("libgomp", "libiomp5", "libomp")
+"""Names of OpenMP's libraries, of which torch has loaded one."""
+
+SECONDS = 300
+"""After which a compiler is given up."""
+
+
+class NotBuilt(RuntimeError):
+    """There are no native kernels; the message says why."""
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept: the user's folder of caches."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "sglang_hybrid" / "native"
+
+
+def build(folder: Path | None = None) -> tuple[Path, bool]:
+    """The library for this machine, and whether it was compiled just now.
+
+    Of several processes that want it at once, one compiles and the others wait. Raises `NotBuilt`
+    if there is no compiler, if it fails, or if the folder cannot be written.
+    """
+    openmp = openmp_library()
+    try:
+        folder = cache_folder() if folder is None else folder
+        library = folder / f"kernels-{key(openmp)}.so"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if library.exists():
+            return _trusted(library), False
+        with open(library.with_suffix(".lock"), "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if library.exists():
+                return _trusted(library), False
+            _compile(library, openmp)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, NotBuilt):
+            raise
+        raise NotBuilt(str(error)) from error
+    return library, True
+
+
+def _trusted(library: Path) -> Path:
+    """The library, unless another user could have written it; raises `NotBuilt` then."""
+    for path in (library, library.parent):
+        found = path.stat()
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+            raise NotBuilt(f"another user may write {path}; remove it, or set XDG_CACHE_HOME")
+    return library
+
+
+def key(openmp: Path) -> str:
+    """A hash of what a library depends on."""
+    found = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        found.update(source.name.encode() + b"\0" + source.read_bytes())
+    for part in (*FLAGS, torch.__version__, str(openmp), cpu()):
+        found.update(part.encode() + b"\0")
+    return found.hexdigest()[:20]
+
+
+def cpu() -> str:
+    """What tells this CPU's instructions: its model and its flags."""
+    wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    seen: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in wanted:
+            seen.setdefault(name.strip(), value.strip())
+    return "\n".join(f"{name}: {value}" for name, value in seen.items())
+
+
+def openmp_library() -> Path:
+    """OpenMP's library that this process has loaded with torch. A second one would have threads of
+    its own, which take the cores from torch's. Raises `NotBuilt` if there is none.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = Path(line.split(maxsplit=5)[-1])
+        if path.name.startswith(OPENMP):
+            return path
+    raise NotBuilt("torch has loaded no OpenMP library")
+
+
+def _compile(library: Path, openmp: Path) -> None:
+    """Put the library in its place in one step, so that nobody loads half of it."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise NotBuilt(f"there is no C++ compiler ({', '.join(COMPILERS)})")
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        objects = []
+        for source in sorted(SOURCES.glob("*.cpp")):
+            objects.append(Path(scratch) / f"{source.stem}.o")
+            _run([compiler, *FLAGS, "-c", str(source), "-o", str(objects[-1])])
+        built = Path(scratch) / library.name
+        _run([compiler, "-shared", *map(str, objects), str(openmp), "-o", str(built)])
+        built.chmod(0o755)
+        os.replace(built, library)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise NotBuilt(f"{command[0]} took more than {SECONDS} s") from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        first = next((line for line in lines if "error" in line), lines[0])
+        raise NotBuilt(f"{command[0]} failed: {first}")

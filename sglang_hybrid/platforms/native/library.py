@@ -1,0 +1,58 @@
+"""The loaded library and its functions, with their arguments' types."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import c_float as real
+from ctypes import c_int as number
+from ctypes import c_long as long
+from ctypes import c_void_p as address
+from functools import cache
+from time import perf_counter
+
+from sglang_hybrid.config import HybridConfig, NativeKernels
+from sglang_hybrid.platforms.native.build import NotBuilt, build
+
+logger = logging.getLogger(__name__)
+
+ARGUMENTS = {
+    "hybrid_attention": (
+        *(address, long, address, long, address, long, long, address, address),
+        *(address, address, address, number, number, number, number, number),
+        *(real, real, long, number, number),
+    ),
+    "hybrid_product": (address, long, address, address, long, long, address),
+    "hybrid_mlp": (address, long, *[address] * 4, long, long, address, address),
+    "hybrid_mamba2": (
+        *(address, long, long, *[address] * 12, address, long, address, long),
+        *(*[long] * 6, real, *[address] * 4),
+    ),
+    "hybrid_rms_norm": (*[address] * 5, long, long, real),
+}
+"""Of the functions in ``kernels/native``, none of which returns anything."""
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The native kernels, or None where they are off or cannot be built; once per process."""
+    if HybridConfig.from_environment().hybrid_native_kernels is NativeKernels.OFF:
+        logger.info("sglang_hybrid: native kernels are off; plain torch stands for them.")
+        return None
+    begin = perf_counter()
+    try:
+        path, compiled = build()
+        found = ctypes.CDLL(str(path))
+        for name, arguments in ARGUMENTS.items():
+            function = getattr(found, name)
+            function.argtypes, function.restype = arguments, None
+    except (NotBuilt, OSError, AttributeError) as error:
+        logger.warning(
+            "sglang_hybrid: no native kernels, plain torch stands for them, and decoding is slower:"
+            " %s.",
+            error,
+        )
+        return None
+    how = f"compiled in {perf_counter() - begin:.0f} s" if compiled else "loaded"
+    logger.info("sglang_hybrid: native kernels %s (%s).", how, path)
+    return found

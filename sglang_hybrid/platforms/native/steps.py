@@ -1,0 +1,187 @@
+"""Decode steps in C++ (``kernels/native/steps.cpp``): a few rows, float32, one call per layer.
+
+Plain twins: ``torch.nn.functional.linear``, SGLang's own forward functions, and with them the
+functions of ``cpu_ops/mamba2.py``. None where a function does not serve what it was given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_ROWS = 16
+"""Rows of a batch up to which a layer's small operations are computed here."""
+
+ROWS_OF_PRODUCTS = 2
+"""Rows up to which a product reads its weight as it is stored. With more, oneDNN's packed copy is
+faster."""
+
+SMALLEST = 1 << 13
+"""Values of a weight below which torch's own call is shorter."""
+
+
+def product(kernels: ctypes.CDLL, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias``: x [..., K] contiguous, weight [N, K], bias [N]."""
+    outputs, inputs = weight.shape
+    rows = x.numel() // inputs
+    y = x.new_empty(*x.shape[:-1], outputs)
+    kernels.hybrid_product(
+        x.data_ptr(), rows, weight.data_ptr(), _address(bias), outputs, inputs, y.data_ptr()
+    )
+    return y
+
+
+def mlp(kernels: ctypes.CDLL, block: Any, x: Tensor) -> Tensor | None:
+    """``down(relu(up(x)) ** 2)``, for SGLang's `NemotronHMLP`: [b, D] for x [b, D]."""
+    up, down = block.up_proj, block.down_proj
+    if not _few(x, ROWS_OF_PRODUCTS) or not (_is_whole(up) and _is_whole(down)):
+        return None
+    inner, width = up.weight.shape
+    hidden, y = x.new_empty(x.shape[0], inner), torch.empty_like(x)
+    kernels.hybrid_mlp(
+        x.data_ptr(),
+        x.shape[0],
+        up.weight.data_ptr(),
+        _address(up.bias),
+        down.weight.data_ptr(),
+        _address(down.bias),
+        width,
+        inner,
+        hidden.data_ptr(),
+        y.data_ptr(),
+    )
+    return y
+
+
+def rms_norm(
+    kernels: ctypes.CDLL, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> Tensor | tuple[Tensor, Tensor] | None:
+    """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension; with a residual, of
+    ``x + residual``, which is returned, too.
+    """
+    width = x.shape[-1]
+    rows = x.numel() // max(1, width)
+    if rows > MOST_ROWS or not _plain(x) or not _plain(weight) or weight.numel() != width:
+        return None
+    y = torch.empty_like(x)
+    if residual is None:
+        kernels.hybrid_rms_norm(
+            x.data_ptr(), None, weight.data_ptr(), None, y.data_ptr(), rows, width, eps
+        )
+        return y
+    if not _plain(residual) or residual.shape != x.shape:
+        return None
+    total = torch.empty_like(x)
+    kernels.hybrid_rms_norm(
+        x.data_ptr(),
+        residual.data_ptr(),
+        weight.data_ptr(),
+        total.data_ptr(),
+        y.data_ptr(),
+        rows,
+        width,
+        eps,
+    )
+    return y, total
+
+
+def mamba2(
+    kernels: ctypes.CDLL, mixer: Any, x: Tensor, cache: Any, slots: Tensor, scale: Tensor | None
+) -> Tensor | None:
+    """One token of every row through SGLang's `MambaMixer2`: [b, D] for x [b, D].
+
+    Advances the windows and the states of ``cache`` at ``slots`` [b], -1 for padding. ``scale``
+    [projections] multiplies the projected inputs.
+    """
+    windows, states, norm = cache.conv[0], cache.temporal, mixer.norm
+    if not _few(x, MOST_ROWS) or not _serves(mixer, windows, states, scale):
+        return None
+    rows, heads, groups = x.shape[0], mixer.num_heads, mixer.n_groups
+    width, size, inner = mixer.head_dim, mixer.ssm_state_size, mixer.intermediate_size
+    whole = rows <= ROWS_OF_PRODUCTS and _is_whole(mixer.in_proj) and _is_whole(mixer.out_proj)
+    conv_width = inner + 2 * groups * size
+    scratch = x.new_empty(rows * (conv_width + inner))
+    mixed = scratch[rows * conv_width :].view(rows, inner)
+    if whole:
+        projected, y = x.new_empty(rows, inner + conv_width + heads), torch.empty_like(x)
+    else:
+        projected, _ = mixer.in_proj(x)
+        projected = projected.contiguous()
+    slots = slots.long()
+    into, out = mixer.in_proj, mixer.out_proj
+    kernels.hybrid_mamba2(
+        x.data_ptr(),
+        rows,
+        x.shape[1],
+        into.weight.data_ptr() if whole else None,
+        _address(into.bias) if whole else None,
+        out.weight.data_ptr() if whole else None,
+        _address(out.bias) if whole else None,
+        _address(scale),
+        mixer.conv1d.weight.data_ptr(),
+        _address(mixer.conv1d.bias),
+        mixer.A.data_ptr(),
+        mixer.D.data_ptr(),
+        mixer.dt_bias.data_ptr(),
+        _address(norm.weight) if norm.use_rms_norm else None,
+        slots.data_ptr(),
+        windows.data_ptr(),
+        windows.stride(0),
+        states.data_ptr(),
+        states.stride(0),
+        heads,
+        width,
+        groups,
+        size,
+        windows.shape[2] + 1,
+        norm.group_size,
+        norm.variance_epsilon,
+        projected.data_ptr(),
+        scratch.data_ptr(),
+        mixed.data_ptr(),
+        y.data_ptr() if whole else None,
+    )
+    if whole:
+        return y
+    result: Tensor = out(mixed)[0]
+    return result
+
+
+def _serves(mixer: Any, windows: Tensor, states: Tensor, scale: Tensor | None) -> bool:
+    parameters = (mixer.conv1d.weight, mixer.A, mixer.D, mixer.dt_bias)
+    return (
+        mixer.tp_size == 1
+        and mixer.activation in ("silu", "swish")
+        and windows.dtype == states.dtype == torch.float32
+        and windows.stride()[1:] == (mixer.conv1d.weight.shape[-1] - 1, 1)
+        and states.stride()[1:] == (mixer.head_dim * mixer.ssm_state_size, mixer.ssm_state_size, 1)
+        and all(_plain(parameter) for parameter in parameters)
+        and (not mixer.norm.use_rms_norm or _plain(mixer.norm.weight))
+        and (scale is None or _plain(scale))
+    )
+
+
+def _is_whole(layer: Any) -> bool:
+    """Whether a layer's product is that of its own float32 weight and nothing else."""
+    method = type(getattr(layer, "quant_method", None)).__name__
+    return (
+        method == "UnquantizedLinearMethod"
+        and layer.weight.shape == (layer.output_size, layer.input_size)  # no rank has the rest
+        and not layer.skip_bias_add
+        and _plain(layer.weight)
+    )
+
+
+def _few(x: Tensor, most: int) -> bool:
+    return x.dim() == 2 and 0 < x.shape[0] <= most and _plain(x)
+
+
+def _plain(t: Tensor) -> bool:
+    return t.dtype == torch.float32 and t.is_contiguous()
+
+
+def _address(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()

@@ -1,0 +1,123 @@
+"""What a replayed server copies to its host, writes to its disk and reads from there, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from sglang_hybrid.core.nodes import Node
+from sglang_hybrid.core.places import Unit, copies_of
+from sglang_hybrid.core.rates import Tier
+from sglang_hybrid.core.serving import ServedTiers
+from sglang_hybrid.core.writing import CopyJudge, was_forgotten
+from sglang_hybrid.replay.server_simulator import way_to
+from sglang_hybrid.replay.tier_simulator import TieredSimulator
+
+OFFLOADED: Final = 16
+"""Next victims of each pool that are copied after a request, above the watermark."""
+
+
+class ServedCopies(TieredSimulator):
+    """Copies between the tiers of `below`; `judge` says which are worth it."""
+
+    below: ServedTiers
+    judge: CopyJudge
+
+    def _copy_to_host(self, node: Node) -> list[Node]:
+        """Copy `node` and the KV that it needs above it, if that is worth it. Returns the nodes
+        that were copied.
+        """
+        copies = copies_of(node)
+        missing = not copies.has_kv(Tier.HOST) or lacks_copy(node)
+        if not missing or not copies.has_kv(Tier.DEVICE) or was_forgotten(node):
+            return []
+        return self._copy_down(node) if self._worth(node) else []
+
+    def _worth(self, node: Node) -> bool:
+        if copies_of(node).kv_children[Tier.HOST]:
+            return True  # what the host has below it would be lost
+        return copies_of(node).has_state(Tier.DEVICE) and self.judge.worth_resuming(node)
+
+    def _copy_down(self, node: Node) -> list[Node]:
+        """From the first KV that the host has not, as far as room can be made. What that continues
+        stays on the host meanwhile. Returns the nodes that were copied.
+        """
+        path = path_to(node)
+        first = next((i for i, n in enumerate(path) if not copies_of(n).has_kv(Tier.HOST)), -1)
+        missing = path[first:]
+        stays = path[first - 1 : first] if first > 0 else []
+        for number, each in enumerate(missing):
+            kv = not copies_of(each).has_kv(Tier.HOST)
+            state = lacks_copy(each) and self.judge.worth_resuming(each)
+            if not self._make_room_in(Tier.HOST, kv * each.tokens, int(state), [*stays, each]):
+                return missing[:number]
+            self._add(Tier.HOST, each, kv=kv, state=state)
+            self._write_to_disk(each)
+            stays.append(each)
+        return missing
+
+    def _write_to_disk(self, node: Node) -> None:
+        copies = copies_of(node)
+        kv = copies.has_kv(Tier.HOST) and not copies.has_kv(Tier.DISK)
+        state = copies.has_state(Tier.HOST) and not copies.has_state(Tier.DISK)
+        if (
+            self.below.disk
+            and (kv or state)
+            and self._take(Tier.DISK, node, kv=kv, state=state, needed=True)
+        ):
+            self._add(Tier.DISK, node, kv=kv, state=state)
+
+    def _read_ahead(self, path: Sequence[Node]) -> None:
+        """Bring to the host what the disk has of the way to the deepest state on `path`, if that
+        saves enough tokens and the host has room.
+        """
+        deepest = next((node for node in reversed(path) if node.has_state), None)
+        if deepest is None:
+            return
+        passed = [node for node in path if node.depth <= deepest.depth]
+        missing = [node for node in passed if not held_above_disk(node, copies_of(node).kv)]
+        state = not held_above_disk(deepest, copies_of(deepest).state)
+        tokens = sum(node.tokens for node in missing)
+        if tokens < self.below.least_read:
+            return
+        if self._make_room_in(Tier.HOST, tokens, int(state), passed):
+            for node in missing:
+                self.placement.add_kv(node, Tier.HOST)
+            if state:
+                self.placement.add_state(deepest, Tier.HOST)
+
+    def _offload(self) -> None:
+        """What the device would give up next is copied while nothing waits."""
+        pools = dict.fromkeys(self.pools[Tier.DEVICE])
+        for pool in pools:
+            for node in pool.next_victims(OFFLOADED):
+                if not copies_of(node).has_kv(Tier.HOST) or lacks_copy(node):
+                    self._copy_to_host(node)
+
+    def _demote(self, node: Node, unit: Unit) -> None:
+        backed, write_back = copies_of(node).has_kv(Tier.HOST), self.below.write_back
+        if unit.kv and not backed:
+            wanted = write_back and self._worth(node)
+        else:
+            ready = (backed or write_back) and unit.state and lacks_copy(node)
+            wanted = ready and self.judge.worth_resuming(node)
+        if wanted:
+            held = self._hold([node])
+            self._copy_down(node)
+            self._let_go(held)
+
+
+def lacks_copy(node: Node) -> bool:
+    """Whether the device has a state of `node`, and the host has not."""
+    copies = copies_of(node)
+    return copies.has_state(Tier.DEVICE) and not copies.has_state(Tier.HOST)
+
+
+def held_above_disk(node: Node, tiers: int) -> bool:
+    """Whether the device or the host is among `tiers`, a mask."""
+    return bool(tiers & (1 << Tier.DEVICE | 1 << Tier.HOST))
+
+
+def path_to(node: Node) -> list[Node]:
+    """`node` and all above it but the root, parents first."""
+    return list(way_to(node))[::-1]

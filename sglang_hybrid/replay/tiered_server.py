@@ -1,0 +1,248 @@
+"""A served cache in tiers: the pools and checkpoints of `ServerSimulator`, and below the device
+what `HybridRadixCache` keeps with HiCache, by the same judgements of `core`.
+
+What an ended request left is copied to the host if it is worth it, and what the host gets is
+written to the disk. A request loads from the host; what only the disk has comes to the host first.
+Transfers are done before the next request comes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.eviction import Policy
+from sglang_hybrid.core.nodes import Clock, Kind, Node
+from sglang_hybrid.core.places import Way, copies_of, way_without_loads, ways
+from sglang_hybrid.core.pool import Pool, Scarce
+from sglang_hybrid.core.rates import Rates, Tier
+from sglang_hybrid.core.served_pool import ServedTierPool
+from sglang_hybrid.core.serving import ServedTiers, Serving, Split
+from sglang_hybrid.core.tier_pool import TierPool
+from sglang_hybrid.core.writing import CopyJudge, average_returns
+from sglang_hybrid.replay.served_copies import ServedCopies, held_above_disk, lacks_copy, path_to
+from sglang_hybrid.replay.server_simulator import Running, ServerSimulator
+from sglang_hybrid.replay.simulator import Ticket
+from sglang_hybrid.replay.tier_budgets import TierBudgets
+from sglang_hybrid.replay.tier_simulator import TieredSimulator
+from sglang_hybrid.replay.traces import Request
+
+
+class TieredServerSimulator(ServerSimulator, ServedCopies):
+    """A `ServerSimulator` above the tiers of `below`. The device and the host have one policy for
+    KV and one for states, as in the server.
+    """
+
+    has_states = True
+
+    def __init__(
+        self,
+        cost: CostModel,
+        memory: Split | int,
+        policy: Policy,
+        state_policy: Policy,
+        below: ServedTiers,
+        min_branch_tokens: int = MIN_BRANCH_TOKENS,
+        serving: Serving | None = None,
+    ) -> None:
+        self.below = below
+        self.speeds = Rates(below.speeds)
+        self.demoted = 0
+        self._uses: Counter[Node] = Counter()  # requests that left a node or passed it
+        self._due: dict[Node, None] = {}  # to be copied when a request has ended
+        device, host = (_bytes_of(room, cost) for room in (memory, below.host))
+        tiers = TierBudgets.of(max(1, device), max(1, host), below.disk)
+        rooms: list[int | Split] = [memory, below.host, below.disk][: len(tiers.present)]
+        TieredSimulator.__init__(
+            self,
+            cost,
+            tiers,
+            below.speeds,
+            [policy] * len(rooms),
+            min_branch_tokens,
+            rooms,
+            [state_policy] * len(rooms),
+        )
+        self._serve_in(memory, serving)
+        self.judge = CopyJudge(
+            self,
+            self._free_on_host,
+            lambda: average_returns(self.counts.loads[Tier.HOST], self.demoted),
+        )
+
+    def _tier_pool(self, tier: Tier, scarce: Scarce, policy: Policy) -> TierPool:
+        down = Tier.HOST if tier is Tier.DEVICE and self.below.write_back else None
+        clock = self.tree.clock
+        pool = ServedTierPool(tier, scarce, self.cost, policy, clock, self.speeds, down)
+        self.tree.listen(pool)
+        return pool
+
+    # What `core.writing` judges by.
+
+    @property
+    def clock(self) -> Clock:
+        return self.tree.clock
+
+    @property
+    def host_kv_pool(self) -> ServedTierPool:
+        return self._host_pool(Scarce.KV)
+
+    @property
+    def host_state_pool(self) -> ServedTierPool:
+        return self._host_pool(Scarce.STATES)
+
+    def _host_pool(self, kind: Scarce) -> ServedTierPool:
+        pool = self.pools[Tier.HOST][kind is Scarce.STATES]
+        assert isinstance(pool, ServedTierPool)
+        return pool
+
+    def _free_on_host(self, kind: Scarce) -> int:
+        host, placement = self.below.host, self.placement
+        if kind is Scarce.STATES:
+            return host.slots - placement.states[Tier.HOST]
+        return host.kv_tokens - placement.kv_tokens[Tier.HOST]
+
+    # A request: what it finds, what it loads, what it leaves.
+
+    def _match(self, request: Request) -> tuple[Node, int]:
+        path, _ = self._find(request)
+        if self.below.disk:
+            self._read_ahead(path)
+        path = _at_hand(path)
+        stored = path[-1].depth if path else 0
+        known = list(ways(path, request.input_len, self.cost, self.speeds.speeds))
+        way = self._choose([way for way in known if way.state_tier is not Tier.DISK])
+        self._count_hit(way, known)
+        hit = next((node for node in path if node.depth == way.depth), self.tree.root)
+        if way.depth and not any(way.load_bytes) and not self._room_beside(hit):
+            hit = self.tree.root
+        return hit, stored
+
+    def _count_hit(self, way: Way, known: Sequence[Way]) -> None:
+        super()._count_hit(way, [one for one in known if one.state_tier is not Tier.DISK])
+
+    def _load(self, request: Request, hit: Node) -> Node:
+        path = path_to(hit)
+        missing = [node for node in path if not copies_of(node).has_kv(Tier.DEVICE)]
+        state = hit is not self.tree.root and not copies_of(hit).has_state(Tier.DEVICE)
+        if not missing and not state:
+            return hit
+        kv = sum(node.tokens for node in missing)
+        if self._make_room_in(Tier.DEVICE, kv, 1 + state, path):  # a slot of its own besides
+            for node in missing:
+                self.placement.add_kv(node, Tier.DEVICE)
+            self.placement.add_state(hit, Tier.DEVICE)
+            return hit
+        way = way_without_loads(path, request.input_len, self.cost, self.speeds.speeds)
+        resident = next((node for node in path if node.depth == way.depth), None)
+        if resident is None or not self._room_beside(resident):
+            return self.tree.root
+        return resident
+
+    def finished(self, ticket: Ticket) -> None:
+        super().finished(ticket)
+        due, self._due = self._due, {}
+        under_way: list[tuple[Node, Tier]] = []  # they begin together, and stay until they are done
+        for node in due:
+            under_way += self._hold(self._copy_to_host(node))
+        self._let_go(under_way)
+        if self._used_share() > self.below.watermark:
+            self._offload()
+
+    def _take_kv(self, running: Running, deepest: Node, new: int) -> None:
+        for node in path_to(deepest):
+            self.placement.add_kv(node, Tier.DEVICE)
+            if node.depth > running.inserted:
+                self._uses[node] += 1
+                often = self._uses[node] >= self.below.least_uses
+                if often and not copies_of(node).has_kv(Tier.HOST):
+                    self._is_due(node)
+
+    def _take_state(self, node: Node, kind: Kind) -> None:
+        self.tree.give_state(node, kind)
+        self.placement.add_state(node, Tier.DEVICE)
+        if copies_of(node).has_kv(Tier.HOST) and lacks_copy(node):
+            self._is_due(node)
+
+    def _is_due(self, node: Node) -> None:
+        """`node` may be copied once the request has ended."""
+        if not self.below.write_back:
+            self._due[node] = None
+
+    def _cut(self, node: Node, depth: int) -> Node:
+        head = super()._cut(node, depth)
+        self._uses[head] = self._uses[node]
+        return head
+
+    def _remove(self, node: Node, last: Tier) -> None:
+        super()._remove(node, last)
+        self._uses.pop(node, None)
+        self._due.pop(node, None)
+
+    def _pin_below(self, node: Node, pinned: bool) -> None:
+        """A running request has all that it holds on the device."""
+
+    # Room.
+
+    @property
+    def used(self) -> int:
+        """Bytes on the device, those of running requests among them."""
+        cached = self.placement.used(Tier.DEVICE, self.cost)
+        return cached + self._bytes(self.kv_in_use, self.slots_in_use)
+
+    @property
+    def free_states(self) -> int:
+        if isinstance(self.memory, Split):
+            return self.memory.slots - self.placement.states[Tier.DEVICE] - self.slots_in_use
+        return (self.memory - self.used) // self.cost.state_bytes
+
+    def _short(self, kv: int, states: int) -> Pool | None:
+        return self._short_of(Tier.DEVICE, kv, states)
+
+    def _short_of(self, tier: Tier, kv: int, states: int) -> TierPool | None:
+        if tier is Tier.DEVICE:
+            kv, states = kv + self.kv_in_use, states + self.slots_in_use
+        return super()._short_of(tier, kv, states)
+
+    def _could_fit_in(self, tier: Tier, kv: int, states: int, path: Sequence[Node]) -> bool:
+        if tier is Tier.DEVICE:
+            kv, states = kv + self.kv_in_use, states + self.slots_in_use
+        return super()._could_fit_in(tier, kv, states, path)
+
+    def _used_share(self) -> float:
+        """The share of the device's memory that is in use, of the fuller pool if there are two."""
+        if isinstance(self.memory, Split):
+            kv = self.placement.kv_tokens[Tier.DEVICE] + self.kv_in_use
+            states = 1 - self.free_states / max(1, self.memory.slots)
+            return max(kv / max(1, self.memory.kv_tokens), states)
+        return self.used / max(1, self.memory)
+
+    # Victims.
+
+    def _evict_from(self, pool: Pool, node: Node) -> None:
+        """Of what leaves the device, the host may take a copy first."""
+        assert isinstance(pool, TierPool)
+        unit = pool.unit(node)
+        assert unit is not None
+        if pool.tier is Tier.DEVICE:
+            self._demote(node, unit)
+            self.demoted += unit.state and copies_of(node).has_state(Tier.HOST)
+        self._drop(node, unit, pool.tier)
+
+
+def _at_hand(path: Iterable[Node]) -> list[Node]:
+    """The nodes of `path` before the first whose KV neither the device nor the host has."""
+    found: list[Node] = []
+    for node in path:
+        if not held_above_disk(node, copies_of(node).kv):
+            break
+        found.append(node)
+    return found
+
+
+def _bytes_of(room: Split | int, cost: CostModel) -> int:
+    if isinstance(room, int):
+        return room
+    return room.kv_tokens * cost.kv_bytes_per_token + room.slots * cost.state_bytes

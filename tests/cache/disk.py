@@ -1,0 +1,220 @@
+"""`TieredServer` with files below the host, and a plain model of what the three tiers may hold."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.tiers import file_backend
+from sglang_hybrid.tiers.object_store import ObjectStore
+from tests.cache.driver import Sizes
+from tests.cache.tiers import TieredServer, build_tiered_cache, mark
+
+FULL, MAMBA = ComponentType.FULL, ComponentType.MAMBA
+ALONE = {
+    **dict.fromkeys(("tp_rank", "pp_rank", "attn_tp_rank", "attn_cp_rank", "attn_dp_rank"), 0),
+    **dict.fromkeys(("tp_size", "pp_size", "attn_tp_size", "attn_cp_size"), 1),
+    **{"attn_dcp_size": 1, "dp_rank": None, "dp_size": 1},
+}
+PATIENCE = 30.0
+Prefix = tuple[int, ...]
+
+
+@contextmanager
+def disk_server(
+    folder: Path, sizes: Sizes, options: HybridConfig, budget: int = 0, **more: Any
+) -> Iterator[DiskServer]:
+    """A server whose files are in `folder`; its threads end with the block."""
+    file_backend.register(str(folder), budget)
+    flags = json.dumps({"prefetch_threshold": 4})
+    with get_parallel().override(**ALONE):
+        cache = build_tiered_cache(
+            sizes,
+            options,
+            flags={
+                "hicache_storage_backend": "file",
+                "hicache_storage_backend_extra_config": flags,
+                "hicache_storage_prefetch_policy": "wait_complete",
+            },
+            **more,
+        )
+        server = DiskServer(cache, sizes)
+        server.store.ready.wait()
+        try:
+            yield server
+        finally:
+            cache.shutdown()
+
+
+class DiskServer(TieredServer):
+    """Fetches from the disk what a request may need, as SGLang's scheduler does."""
+
+    @property
+    def store(self) -> ObjectStore:
+        store: ObjectStore | None = self.cache.cache_controller.storage_backend.store
+        assert store is not None, "the disk tier is off"
+        return store
+
+    def fetch(self, req: Req) -> None:
+        """`req` has just arrived."""
+        scheduler: Any = SimpleNamespace(
+            enable_hicache_storage=True, enable_lmcache=False, tree_cache=self.cache
+        )
+        Scheduler._prefetch_kvcache(scheduler, req)
+
+    def fetched(self, req: Req) -> bool:
+        """Whether `req` may be admitted now."""
+        handle = req.cache_request_handle
+        if not self.cache.check_prefetch_progress(handle):
+            return False
+        self.cache.pop_prefetch_loaded_span(handle)
+        return True
+
+    def give_up(self, req: Req) -> None:
+        """The client of a waiting request went away."""
+        self.cache.release_aborted_request(req.cache_request_handle)
+
+    def settle(self) -> None:
+        """Until nothing is under way between any two tiers."""
+        ends = time.monotonic() + PATIENCE
+        while self._under_way():
+            assert time.monotonic() < ends, f"still under way: {self._under_way()}"
+            time.sleep(1e-3)
+            self.poll()
+        self.poll()
+
+    def _under_way(self) -> list[str]:
+        cache, controller = self.cache, self.cache.cache_controller
+        released = [controller.host_mem_release_queue]
+        released += controller.extra_host_mem_release_queues.values()
+        names = [name for name in vars(cache) if name.startswith("ongoing_")]
+        waiting = [name for name in names if getattr(cache, name)]
+        waiting += ["slots to release"] * any(queue.qsize() for queue in released)
+        return waiting + (["due copies"] if cache.tree_core.due_copies and not self.running else [])
+
+    def read(self, tokens: Sequence[int]) -> Req:
+        """A request with everything that the tiers have of it brought to the host."""
+        req = self.arrive(tokens)
+        self.fetch(req)
+        ends = time.monotonic() + PATIENCE
+        while not self.fetched(req):
+            assert time.monotonic() < ends, "the disk does not answer"
+            time.sleep(1e-3)
+            self.poll()
+        return req
+
+    # Whether what is stored is what it should be.
+
+    def check_contents(self) -> None:
+        """Every copy that no transfer writes now has the content of its own prefix; the host's
+        pools have no slot that nobody has, and none that two have.
+        """
+        pools = self.cache.host_pool_group
+        kv_pool, state_pool = pools.get_pool(PoolName.KV), pools.get_pool(PoolName.MAMBA)
+        held: dict[ComponentType, list[int]] = {FULL: [], MAMBA: []}
+        for node, prefix in self.nodes():
+            start = len(prefix) - len(node.key)
+            kv, state = (node.component_data[kind] for kind in (FULL, MAMBA))
+            for kind, data in ((FULL, kv), (MAMBA, state)):
+                if data.host_value is not None:
+                    held[kind] += data.host_value.tolist()
+            if node.write_through_pending_id is not None or node.load_back_pending_id is not None:
+                continue
+            marks = [mark(prefix[: at + 1]) for at in range(start, len(prefix))]
+            if kv.value is not None:
+                for rows in self._rows:
+                    assert rows[kv.value.long()][:, 0, 0].tolist() == marks
+            if state.value is not None:
+                values = self._states.temporal[:, state.value.long()].unique().tolist()
+                assert values == marks[-1:]
+            if kv.host_value is not None:
+                pages = [kv_pool.get_data_page(int(at)) for at in kv.host_value]
+                assert [page.unique().tolist() for page in pages] == [[one] for one in marks]
+            if state.host_value is not None:
+                page = state_pool.get_data_page(int(state.host_value[0]))
+                assert page.view(self._states.temporal.dtype).unique().tolist() == marks[-1:]
+        for kind, pool in ((FULL, kv_pool), (MAMBA, state_pool)):
+            assert len(set(held[kind])) == len(held[kind]), "two nodes have one slot of the host"
+            if not self._under_way():
+                assert pool.available_size() + len(held[kind]) == pool.size, kind
+        self._check_files()
+
+    def _check_files(self) -> None:
+        store = self.store
+        with store._lock:
+            files = store._index.files()
+            assert store.used_bytes == sum(file.header.file_bytes for file in files)
+            assert not store.budget or store.used_bytes <= store.budget
+
+    def nodes(self) -> Iterator[tuple[Any, Prefix]]:
+        """Every node of SGLang's tree but the root, and the tokens that lead to its end."""
+        stack: list[tuple[Any, Prefix]] = [(self.cache.tree_core.root_node, ())]
+        while stack:
+            node, prefix = stack.pop()
+            if prefix:
+                yield node, prefix
+            stack += [(n, (*prefix, *n.key.token_ids)) for n in node.children.values()]
+
+
+class PlainTiers:
+    """Prefixes whose KV, and those whose states, each tier has or may have: sets, which follow a
+    server by looking at all of its nodes.
+
+    Device and host are what the tree says. The disk has what was ever on the host, or less. A
+    server that starts again finds what another one left there: `other` is that one's.
+    """
+
+    def __init__(self, server: DiskServer, other: PlainTiers | None = None) -> None:
+        self._server = server
+        self._computed: set[Prefix] = set()
+        self.kv: dict[str, set[Prefix]] = {name: set() for name in ("device", "host", "disk")}
+        self.states: dict[str, set[Prefix]] = {name: set() for name in ("device", "host", "disk")}
+        if other is not None:
+            self.kv["disk"], self.states["disk"] = other.kv["disk"], other.states["disk"]
+            self._computed = other._computed
+        self.look()
+
+    def look(self) -> None:
+        """Follow what changed. Everything that is stored was computed by some request."""
+        kinds = (self.kv, self.states)
+        for held in kinds:
+            held["device"], held["host"] = set(), set()
+        for node, prefix in self._server.nodes():
+            start = len(prefix) - len(node.key)
+            edge = {prefix[: at + 1] for at in range(start, len(prefix))}
+            for held, component, what in zip(kinds, (FULL, MAMBA), (edge, {prefix}), strict=True):
+                data = node.component_data[component]
+                held["device"] |= what if data.value is not None else set()
+                held["host"] |= what if data.host_value is not None else set()
+        for held in kinds:
+            stored = held["device"] | held["host"]
+            assert stored <= self._computed, "something is stored that nobody computed"
+            held["disk"] |= held["host"]
+
+    def computes(self, tokens: Sequence[int]) -> None:
+        """A request has computed these, or resumed from a part of them."""
+        self._computed |= {tuple(tokens[:end]) for end in range(1, len(tokens) + 1)}
+
+    def depths(self, tokens: Sequence[int], tiers: Sequence[str]) -> set[int]:
+        """Where a prompt can be resumed from what these tiers have."""
+        kv = set().union(*(self.kv[tier] for tier in tiers))
+        states = set().union(*(self.states[tier] for tier in tiers))
+        found = {0}
+        for end in range(1, len(tokens)):
+            prefix = tuple(tokens[:end])
+            if prefix not in kv:
+                break
+            found |= {end} if prefix in states else set()
+        return found

@@ -1,0 +1,275 @@
+"""Device, host and disk: whatever is copied, loaded, forgotten, lost or damaged, in any order,
+every request resumes from what belongs to its prefix, and no tier loses count of what it holds.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sglang_hybrid.core.rates import Link as HostLink
+from sglang_hybrid.core.rates import Speeds
+from sglang_hybrid.platforms.cpu_ops import transfer_streams
+from sglang_hybrid.tiers import file_backend, object_store, weights
+from sglang_hybrid.tiers.links import Link
+from tests.cache.backends import options
+from tests.cache.disk import FULL, MAMBA, DiskServer, PlainTiers, disk_server
+from tests.cache.driver import Sizes
+
+SLOW_PREFILL = Speeds.of(1e3, HostLink(1e12), HostLink(1e12))
+TWO_POOLS = Sizes(states=7, kv=160, rows=6, context=128)
+SIZES = {
+    "two pools": TWO_POOLS,
+    "one memory": replace(TWO_POOLS, one_memory=True, state_bytes=160),
+}
+Start = Callable[..., AbstractContextManager[DiskServer]]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
+    """Starts servers on one folder, where loading is always faster than computing."""
+    monkeypatch.setattr(file_backend, "served_model", lambda: {"weights": "some"})
+    monkeypatch.setattr(weights, "_changed", False)
+    for name in ("disk_folder", "budget", "warm_bytes"):
+        monkeypatch.setattr(file_backend.FileBackend, name, getattr(file_backend.FileBackend, name))
+    yield partial(disk_server, tmp_path / "disk", options=options("reuse"))
+    transfer_streams.simulate(None)
+
+
+def slow_prefill(server: DiskServer) -> None:
+    server.cache.speeds.speeds, server.cache.speeds.poll = SLOW_PREFILL, lambda: []
+
+
+def forget(server: DiskServer, *, device: bool = True, host: bool = True) -> None:
+    """All that these tiers may forget."""
+    server.settle()
+    if device:
+        server.cache.evict(EvictParams(num_tokens=10**6, mamba_num=10**6))
+    if host:
+        for kind in (FULL, MAMBA):
+            server.cache.evict_host(10**6, kind)
+    server.settle()
+
+
+def serve(server: DiskServer, tokens: list[int]) -> int:
+    """Its hit length, whatever tier it came from."""
+    req = server.read(tokens)
+    assert server.admit(req)
+    hit = int(req.prefix_len)
+    while not server.prefill_step(req):
+        pass
+    server.decode(req, [3])
+    server.finish(req)
+    server.settle()
+    return hit
+
+
+def test_what_device_and_host_forgot_is_read_from_the_disk(start: Start) -> None:
+    prompt = list(range(100, 140))
+    with start(sizes=TWO_POOLS) as server:
+        slow_prefill(server)
+        assert serve(server, prompt) == 0
+        for tiers in ({"host": False}, {"device": False}, {}, {}):
+            forget(server, **tiers)
+            assert serve(server, prompt) == 39
+            server.check_contents()
+    with start(sizes=TWO_POOLS) as server:
+        slow_prefill(server)
+        assert serve(server, prompt) == 39
+        server.check_contents()
+
+
+@dataclass
+class Chaos:
+    """What happens to `server` between two steps of its requests. held: requests that wait for what
+    they need from the disk.
+    """
+
+    server: DiskServer
+    source: random.Random
+    monkeypatch: pytest.MonkeyPatch
+    waiting: list[Req] = field(default_factory=list)
+    happened: set[str] = field(default_factory=set)
+    full: bool = False
+
+    def happens(self) -> None:
+        what = self.source.choice([*self.EVENTS, *["nothing"] * 30])
+        if what != "nothing":
+            getattr(self, what)()
+            self.happened.add(what)
+
+    def device_forgets(self) -> None:
+        tokens, states = self.source.randrange(80), self.source.randrange(4)
+        self.server.cache.evict(EvictParams(num_tokens=tokens, mamba_num=states))
+
+    def host_forgets(self) -> None:
+        kind = self.source.choice([FULL, MAMBA])
+        self.server.cache.evict_host(self.source.randrange(1, 60 if kind is FULL else 5), kind)
+
+    def a_file_is_lost(self) -> None:
+        for path in self._some_file():
+            path.unlink(missing_ok=True)
+
+    def a_file_is_damaged(self) -> None:
+        for path in self._some_file():
+            try:
+                content = bytearray(path.read_bytes())
+                content[self.source.randrange(len(content))] ^= 1 << self.source.randrange(8)
+                path.write_bytes(content)
+            except FileNotFoundError:  # the store has just forgotten it
+                pass
+
+    def a_file_is_cut(self) -> None:
+        for path in self._some_file():
+            try:
+                with path.open("r+b") as file:
+                    file.truncate(self.source.randrange(path.stat().st_size))
+            except FileNotFoundError:
+                pass
+
+    def the_disk_is_full(self) -> None:
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        self.full = not self.full
+        if self.full:
+            self.monkeypatch.setattr(object_store, "write_file", full)
+        else:
+            self.monkeypatch.undo()
+        self.server.store._retry_at = 0.0
+
+    def a_client_goes_away(self) -> None:
+        if self.waiting:
+            self.server.give_up(self.waiting.pop())
+
+    EVENTS = (
+        *("device_forgets", "host_forgets", "a_file_is_lost", "a_file_is_damaged"),
+        *("a_file_is_cut", "the_disk_is_full", "a_client_goes_away"),
+    )
+
+    def _some_file(self) -> list[Path]:
+        files = self.server.store._index.files()
+        return [self.source.choice(files).path] if files else []
+
+
+def play(chaos: Chaos, plain: PlainTiers, stems: list[list[int]], requests: int) -> None:
+    """Requests that continue one another's prompts, interleaved with everything else."""
+    server, source = chaos.server, chaos.source
+    prompts: list[list[int]] = []
+    for number in range(requests):
+        stem = source.choice(stems)
+        prompts.append(stem[: source.randrange(8, 50)] + [100 + number] * source.randrange(1, 9))
+    while prompts or chaos.waiting or server.running:
+        choice = source.random()
+        if prompts and choice < 0.25 and len(chaos.waiting) < 2:
+            req = server.arrive(prompts.pop(0))
+            server.fetch(req)
+            chaos.waiting.append(req)
+        elif chaos.waiting and choice < 0.6 and len(server.running) < 2:
+            req = source.choice(chaos.waiting)
+            if server.fetched(req) and server.admit(req):
+                chaos.waiting.remove(req)
+                tokens = list(req.origin_input_ids)
+                assert int(req.prefix_len) in plain.depths(tokens, ("device", "host", "disk"))
+        elif server.running:
+            req = source.choice(server.running)
+            plain.computes(req.origin_input_ids)
+            if req.output_ids or server.prefill_step(req):
+                if source.random() < 0.85:
+                    server.decode(req, [source.randrange(5, 90) for _ in range(3)])
+                    plain.computes(server._tokens(req))
+                    server.finish(req)
+                else:
+                    server.abort(req)
+        if source.random() < 0.7:
+            server.poll()
+        chaos.happens()
+        server.check()
+        plain.look()
+        server.check_contents()
+    server.settle()
+    server.check()
+    plain.look()
+    server.check_contents()
+
+
+RUNS = [
+    pytest.param(SIZES["one memory"], "write_through", None, 10, id="a few requests"),
+    *(
+        pytest.param(sizes, writes, link, 40, id=f"{name}-{writes}-{kind}", marks=pytest.mark.slow)
+        for name, sizes in SIZES.items()
+        for writes in ("write_through", "write_back")
+        for kind, link in (("prompt copies", None), ("copies that take time", Link(1e9, 2e-3)))
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "writes", "link", "requests"), RUNS)
+def test_every_request_resumes_from_its_own_prefix(
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: Sizes,
+    writes: str,
+    link: Link | None,
+    requests: int,
+) -> None:
+    """Two servers, one after another, on a disk that holds a part of what they write."""
+    source = random.Random(f"{sizes}{writes}")
+    stems = [[source.randrange(5, 90) for _ in range(60)] for _ in range(4)]
+    happened: set[str] = set()
+    read = written = loads = 0
+    plain: PlainTiers | None = None
+    transfer_streams.simulate(link)
+    for _ in range(2):
+        with start(sizes=sizes, policy=writes, budget=60_000, ratio=1.5) as server:
+            slow_prefill(server)
+            plain = PlainTiers(server, plain)
+            with monkeypatch.context() as patched:
+                chaos = Chaos(server, source, patched)
+                play(chaos, plain, stems, requests)
+            happened |= chaos.happened
+            read += server.store.counts.read
+            written += server.store.counts.written
+            loads += server.loads
+    assert written
+    if requests > 10:
+        assert happened == set(Chaos.EVENTS)
+        assert loads
+        assert read
+
+
+def test_an_idle_server_finds_the_deepest_state_that_any_tier_has(start: Start) -> None:
+    """Without failures between them: what the plain model has, a request finds."""
+    source = random.Random(5)
+    stems = [[source.randrange(5, 90) for _ in range(60)] for _ in range(3)]
+    tiers = ("device", "host", "disk")
+    with start(sizes=TWO_POOLS) as server:
+        slow_prefill(server)
+        plain, deep = PlainTiers(server), 0
+        for number in range(25):
+            tokens = source.choice(stems)[: source.randrange(8, 50)] + [100 + number] * 3
+            near, far = (plain.depths(tokens, some) for some in (tiers[:2], tiers))
+            hit = serve(server, tokens)
+            plain.computes([*tokens, 3])
+            assert hit in far
+            if max(far) - max(near) >= 4:  # fewer tokens are not read from the disk
+                assert hit == max(far)
+                deep += 1
+            else:
+                assert hit >= max(near)
+            plain.look()
+            server.check()
+            server.check_contents()
+            if source.random() < 0.5:
+                forget(server, device=source.random() < 0.7, host=source.random() < 0.5)
+                plain.look()
+        assert deep
