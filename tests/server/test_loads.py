@@ -19,14 +19,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CHECKED = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
 DOCUMENTS = [random_prompt(700, seed=seed) for seed in range(6)]
-DEVICE_TOKENS = 3_000
 SLOW_LINK = "host=50MB/s+1ms"
 
 
 @pytest.fixture(scope="module", params=["window", "car"])
 def url(request: Any) -> Iterator[str]:
     flags = ["--tp-size", "2", "--hybrid-schedule", request.param, "--max-running-requests", "2"]
-    flags += ["--max-total-tokens", str(DEVICE_TOKENS), "--max-mamba-cache-size", "12"]
+    flags += ["--max-total-tokens", "3000", "--max-mamba-cache-size", "12"]
     flags += ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--enable-metrics"]
     flags += ["--hybrid-simulate-bandwidth", SLOW_LINK]
     with ServerProcess(flags, environment=CHECKED) as server:
@@ -67,6 +66,30 @@ def test_a_queue_of_requests_whose_documents_are_on_the_host(url: str) -> None:
     assert seen["most_overtaken"] <= seen["overtaken_at_most"]
 
 
+def test_a_session_that_is_expected_back(url: str) -> None:
+    before = schedule(url)["loads"]["expected"]
+    session = random_prompt(700, seed=77)
+    body = {
+        "input_ids": session,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
+    }
+    said = {"X-Hybrid-Session": "return; seconds=25"}
+    answer = requests.post(url + "/generate", json=body, headers=said, timeout=60).json()
+    for document in DOCUMENTS:  # the host has them; they push it out, and their sessions end
+        ended = {**body, "input_ids": [*document, *random_prompt(5, seed=90)]}
+        requests.post(
+            url + "/generate", json=ended, headers={"X-Hybrid-Session": "end"}, timeout=60
+        ).raise_for_status()
+    deadline = time.monotonic() + 40
+    while schedule(url)["loads"]["expected"] == before and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert schedule(url)["loads"]["expected"] == before + 1
+    settled(url)
+    again = ask(url, [*session, *answer["output_ids"], 500, 501], 1)
+    assert again["meta_info"]["hybrid_cache"]["tiers"]["host_tokens"] == 0
+    assert again["meta_info"]["cached_tokens"] >= 700
+
+
 def test_requests_that_go_leave_nothing(url: str) -> None:
     def impatient(number: int) -> None:
         body = {
@@ -87,33 +110,3 @@ def test_requests_that_go_leave_nothing(url: str) -> None:
     assert loads["used"] + loads["late"] + loads["cancelled"] == loads["started"]
     assert seen["holds"] == 0
     flush(url)
-
-
-def test_a_session_that_is_expected_back(url: str) -> None:
-    """Whatever was learnt before: one prompt as long as the device pushes everything out, and is
-    worth nothing once its session has ended.
-    """
-    before = schedule(url)["loads"]["expected"]
-    session = random_prompt(700, seed=77)
-    answer = say(url, session, "return; seconds=25")
-    say(url, random_prompt(DEVICE_TOKENS - 100, seed=78), "end")
-    deadline = time.monotonic() + 40
-    while schedule(url)["loads"]["expected"] == before and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert schedule(url)["loads"]["expected"] == before + 1
-    settled(url)
-    again = ask(url, [*session, *answer["output_ids"], 500, 501], 1)
-    assert again["meta_info"]["hybrid_cache"]["tiers"]["host_tokens"] == 0
-    assert again["meta_info"]["cached_tokens"] >= 700
-
-
-def say(url: str, prompt: list[int], about: str) -> Any:
-    """The answer to `prompt`, with what its client says about the session."""
-    body = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
-    }
-    said = {"X-Hybrid-Session": about}
-    answer = requests.post(url + "/generate", json=body, headers=said, timeout=60)
-    answer.raise_for_status()
-    return answer.json()
