@@ -81,7 +81,9 @@ def token_positions(
         if end is not None:
             following = CONTINUATIONS if place.open_ended else ()
             others = [variant[end : end + AHEAD] for variant in place.variants]
-            position = tokens.last_boundary(end, [*others, *following])
+            # Blanks at the end may become a part of those that follow, however many these are.
+            most = len(text[:end].rstrip()) if place.open_ended else end
+            position = tokens.last_boundary(end, most, [*others, *following])
         if position is not None and not (
             0 < position < len(ids) and tokens.ids[:position] == list(ids[:position])
         ):
@@ -105,11 +107,13 @@ class _Tokens:
         self.ids, self._offsets = self._encode(text, encode_kwargs)
         self._ends = np.array([end for _, end in self._offsets], np.int64)
 
-    def last_boundary(self, place: int, continuations: Sequence[str]) -> int | None:
-        """The most tokens that end at character `place` or before it whatever follows there."""
-        beyond = np.flatnonzero(self._ends > place)
-        most = int(beyond[0]) if beyond.size else len(self.ids)
-        for position in range(most, max(0, most - AGREED), -1):
+    def last_boundary(self, place: int, most: int, continuations: Sequence[str]) -> int | None:
+        """The most tokens that end at character `most` or before it whatever follows at character
+        `place`.
+        """
+        beyond = np.flatnonzero(self._ends > most)
+        last = int(beyond[0]) if beyond.size else len(self.ids)
+        for position in range(last, max(0, last - AGREED), -1):
             if all(self._stays(position, place, text) for text in continuations):
                 return position
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.prompts.breakpoints import MARK, Place, common_prefix, token_positions
@@ -76,6 +76,7 @@ PIECES = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(before=PIECES, after=PIECES, others=st.lists(PIECES, min_size=1, max_size=4))
+@example(before="    ", after="arch", others=["    "])
 def test_a_position_is_a_boundary_whatever_follows(
     tokenizer: Any, before: str, after: str, others: list[str]
 ) -> None:

@@ -207,7 +207,7 @@ def test_a_small_difference_is_seen(policy: str, monkeypatch: pytest.MonkeyPatch
     for less in (Split(kv, slots - 1), Split(kv - kv // 10, slots)):
         assert simulated(requests, less, cost, policy).hits != theirs.hits
     monkeypatch.setattr(
-        "sglang_hybrid.replay.server_simulator._computed", lambda one: len(one.tokens)
+        "sglang_hybrid.replay.server_simulator.computed_tokens", lambda one: len(one.tokens)
     )
     assert simulated(requests, pools, cost, policy).hits != theirs.hits
 
