@@ -58,6 +58,7 @@ def test_every_rank_counts(
 ) -> None:
     asked = []
     monkeypatch.setattr(cpu, "bind_cores", asked.append)
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")  # a default would outlive this test
     args = SimpleNamespace(
         **{
             **dict.fromkeys(("tp_size", "pp_size", "dp_size"), 1),
