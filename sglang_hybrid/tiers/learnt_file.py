@@ -16,18 +16,9 @@ from sglang_hybrid.core.answers import FIRST_SQUARES, INTERVALS, WEIGHT_BITS, An
 from sglang_hybrid.core.hints import HintRecord
 from sglang_hybrid.core.learnt import Learnt, LearntAnswers, LearntClasses, LearntCounts
 from sglang_hybrid.core.reuse import BINS, CLASSES, SHAPE
-from sglang_hybrid.tiers.object_file import (
-    NAME_BYTES,
-    BadFile,
-    encode,
-    read_header,
-    read_objects,
-    write_file,
-)
+from sglang_hybrid.tiers.object_file import BadFile, read_single, write_single
 
 KIND = "learnt"
-NAME = bytes(NAME_BYTES)
-MOST_BYTES = 1 << 30
 
 
 class _Counts(msgspec.Struct, array_like=True):
@@ -136,24 +127,14 @@ def _answers(packed: _Answers) -> LearntAnswers:
 
 def save(path: Path, identity: str, learnt: Learnt, written: float) -> int:
     """Write `learnt`; returns its bytes. Raises OSError."""
-    content = np.frombuffer(pack(learnt), dtype=np.uint8)
-    file = encode(identity, KIND, [NAME], [content], written)
-    write_file(path, file)
-    return len(file)
+    return write_single(path, identity, KIND, pack(learnt), written)
 
 
 def load(path: Path, identity: str) -> bytes | None:
     """The packed content of the file, None if there is none. Raises BadFile for one that is not
     whole or belongs to something else; OSError.
     """
-    try:
-        header = read_header(path, identity)
-    except FileNotFoundError:
-        return None
-    if header.kind != KIND or len(header.names) != 1 or header.size > MOST_BYTES:
-        raise BadFile("it holds something else")
-    buffer = np.empty(header.size, dtype=np.uint8)
-    if not all(read_objects(path, header, identity, [(0, buffer)])):
-        raise BadFile("it does not have its checksum")
-    unpack(buffer.tobytes())
-    return buffer.tobytes()
+    content = read_single(path, identity, KIND)
+    if content is not None:
+        unpack(content)
+    return content

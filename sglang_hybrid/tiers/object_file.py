@@ -29,6 +29,9 @@ NAME_BYTES = 16
 MOST_OBJECTS = 1_024
 """Objects that one file may have."""
 
+MOST_SINGLE_BYTES = 1 << 30
+"""Bytes of a file with one object, as far as it is read."""
+
 UNFINISHED = f".{secrets.token_hex(4)}.tmp"
 """End of the names under which this process writes files."""
 
@@ -189,6 +192,30 @@ def write_file(path: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_single(path: Path, identity: str, kind: str, content: bytes, written: float) -> int:
+    """Write a file of one object that has no name; returns the file's bytes. Raises OSError."""
+    data = np.frombuffer(content, dtype=np.uint8)
+    file = encode(identity, kind, [bytes(NAME_BYTES)], [data], written)
+    write_file(path, file)
+    return len(file)
+
+
+def read_single(path: Path, identity: str, kind: str) -> bytes | None:
+    """What `write_single` wrote; None if there is no such file. Raises BadFile for one that is not
+    whole, has more than MOST_SINGLE_BYTES, or belongs to something else; OSError.
+    """
+    try:
+        header = read_header(path, identity)
+    except FileNotFoundError:
+        return None
+    if header.kind != kind or len(header.names) != 1 or header.size > MOST_SINGLE_BYTES:
+        raise BadFile("it holds something else")
+    buffer = np.empty(header.size, dtype=np.uint8)
+    if not all(read_objects(path, header, identity, [(0, buffer)])):
+        raise BadFile("it does not have its checksum")
+    return buffer.tobytes()
 
 
 def remove(path: Path) -> None:

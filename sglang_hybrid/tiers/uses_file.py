@@ -17,18 +17,9 @@ from sglang_hybrid.core.cost import IntArray
 from sglang_hybrid.core.learnt import Learnt, LearntClasses
 from sglang_hybrid.core.reuse import INTERVAL_BUCKETS
 from sglang_hybrid.tiers.learnt_file import pack, unpack
-from sglang_hybrid.tiers.object_file import (
-    NAME_BYTES,
-    BadFile,
-    encode,
-    read_header,
-    read_objects,
-    write_file,
-)
+from sglang_hybrid.tiers.object_file import NAME_BYTES, BadFile, read_single, write_single
 
 KIND = "uses"
-NAME = bytes(NAME_BYTES)
-MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -66,25 +57,18 @@ def save_uses(path: Path, identity: str, uses: Uses, written: float) -> None:
         uses.uses.astype(np.int64).tobytes(),
         uses.buckets.astype(np.int64).tobytes(),
     )
-    content = np.frombuffer(msgspec.msgpack.encode(packed), dtype=np.uint8)
-    write_file(path, encode(identity, KIND, [NAME], [content], written))
+    write_single(path, identity, KIND, msgspec.msgpack.encode(packed), written)
 
 
 def load_uses(path: Path, identity: str) -> Uses | None:
     """None if there is no such file. Raises BadFile for one that is not whole, contradicts itself
     or belongs to something else; OSError.
     """
-    try:
-        header = read_header(path, identity)
-    except FileNotFoundError:
+    packed = read_single(path, identity, KIND)
+    if packed is None:
         return None
-    if header.kind != KIND or len(header.names) != 1 or header.size > MOST_BYTES:
-        raise BadFile("it holds something else")
-    buffer = np.empty(header.size, dtype=np.uint8)
-    if not all(read_objects(path, header, identity, [(0, buffer)])):
-        raise BadFile("it does not have its checksum")
     try:
-        content = msgspec.msgpack.decode(buffer.tobytes(), type=_Content)
+        content = msgspec.msgpack.decode(packed, type=_Content)
         uses, buckets = (
             np.frombuffer(one, dtype=np.int64) for one in (content.uses, content.buckets)
         )
