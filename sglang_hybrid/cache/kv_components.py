@@ -38,11 +38,7 @@ class CountedFull(FullComponent):
         return freed
 
     def reclaimable_value_len(self, node: UnifiedTreeNode) -> int:
-        """Asked at each node of a path that is locked or released. `len` of a tensor takes several
-        times as long.
-        """
-        value = node.component_data[self.component_type].value
-        return 0 if value is None else int(value.numel())
+        return value_len(node, self.component_type)
 
     def kv_dropped(self, node: UnifiedTreeNode) -> None:
         """The leaf `node` loses its KV."""
@@ -52,3 +48,11 @@ class CountedFull(FullComponent):
             ComponentType.MAMBA in self.cache.components
             and node.component_data[ComponentType.MAMBA].value is not None
         )
+
+
+def value_len(node: UnifiedTreeNode, kind: ComponentType) -> int:
+    """KV tokens or state slots that `node` holds on the device. SGLang asks at each node of a path
+    that is locked or released, and `len` of a tensor takes several times as long as this.
+    """
+    value = node.component_data[kind].value
+    return 0 if value is None else int(value.numel())

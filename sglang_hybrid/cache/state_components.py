@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
 from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
 
+from sglang_hybrid.cache.kv_components import value_len
 from sglang_hybrid.cache.lookups import NoSlotForHit
 from sglang_hybrid.cache.releases import tracking_slots_used
 from sglang_hybrid.core.admission import Skip
@@ -36,9 +37,7 @@ class RobustMamba(MambaComponent):
         self._publication: Publication | None = None
 
     def reclaimable_value_len(self, node: UnifiedTreeNode) -> int:
-        """As that of `CountedFull`."""
-        value = node.component_data[self.component_type].value
-        return 0 if value is None else int(value.numel())
+        return value_len(node, self.component_type)
 
     def publish(self, publication: Publication | None) -> None:
         """What is inserted from now on belongs to `publication`; None: to nobody."""

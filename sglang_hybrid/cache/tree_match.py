@@ -144,7 +144,9 @@ class TreeMatcher:
 
     def _next_key(self, req: Req, key: RadixKey, depth: int) -> Any:
         """How children are told apart below `depth` tokens of the prompt of `req`."""
-        whole = RadixKey(req.origin_input_ids, key.extra_key, cache_salt=key.cache_salt)
+        whole = RadixKey(
+            req.origin_input_ids, key.extra_key, key.is_bigram, cache_salt=key.cache_salt
+        )
         page = self._core.page_size
         return whole.child_key_at(depth, page) if depth + page <= len(whole) else None
 

@@ -119,7 +119,7 @@ class TimedLoads:
         self._pace = Pace(Average())
         self._under_way: set[Req] = set()
         self._looked = -1.0, False  # when, and whether a load was under way
-        self._waited = False  # somebody did, then
+        self._waited = False  # whether requests waited at the last step
         self._longest_step = 0.0  # seconds; fades
 
     def waits_for_load(self, req: Req) -> bool:
@@ -137,8 +137,8 @@ class TimedLoads:
     # What the queue tells.
 
     def admitted(self, req: Req, waited: float = 0.0) -> None:
-        """It joined a batch, after so many seconds, which must not begin before the loads under
-        way: what it resumes from may be among them.
+        """`req`, which waited for so many seconds, joined a batch. The batch must not begin before
+        the loads under way have arrived: what it resumes from may be among them.
         """
         self.returns.forget(req.last_node)
         size = self._cache.load_bytes(req)
