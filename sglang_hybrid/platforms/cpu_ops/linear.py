@@ -31,6 +31,7 @@ SMALLEST_PACKED = 1 << 17
 _ATTRIBUTE = "_onednn_weight"
 _onednn = torch.ops.mkldnn._linear_pointwise.default
 _packed_bytes = 0
+_changes = 0
 
 
 def product(
@@ -90,10 +91,16 @@ def unpack(layer: Any) -> None:
     """Drop the packed copy, which is made again when it is needed next; for SGLang's
     `restore_weights_before_loading`, and for updates without it (patch 0021).
     """
-    global _packed_bytes
+    global _packed_bytes, _changes
+    _changes += 1
     packed = layer.__dict__.pop(_ATTRIBUTE, None)
     if packed is not None:
         _packed_bytes -= layer.weight.numel() * layer.weight.element_size()
+
+
+def changes() -> int:
+    """A number that grows whenever weights were loaded or updated."""
+    return _changes
 
 
 def _packed(layer: Any) -> Tensor | None:

@@ -37,7 +37,7 @@ def product(kernels: ctypes.CDLL, x: Tensor, weight: Tensor, bias: Tensor | None
 def mlp(kernels: ctypes.CDLL, block: Any, x: Tensor) -> Tensor | None:
     """``down(relu(up(x)) ** 2)``, for SGLang's `NemotronHMLP`: [b, D] for x [b, D]."""
     up, down = block.up_proj, block.down_proj
-    if not _few(x, ROWS_OF_PRODUCTS) or not (_is_whole(up) and _is_whole(down)):
+    if not _few(x, ROWS_OF_PRODUCTS) or not (is_whole(up) and is_whole(down)):
         return None
     inner, width = up.weight.shape
     hidden, y = x.new_empty(x.shape[0], inner), torch.empty_like(x)
@@ -101,7 +101,7 @@ def mamba2(
         return None
     rows, heads, groups = x.shape[0], mixer.num_heads, mixer.n_groups
     width, size, inner = mixer.head_dim, mixer.ssm_state_size, mixer.intermediate_size
-    whole = rows <= ROWS_OF_PRODUCTS and _is_whole(mixer.in_proj) and _is_whole(mixer.out_proj)
+    whole = rows <= ROWS_OF_PRODUCTS and is_whole(mixer.in_proj) and is_whole(mixer.out_proj)
     conv_width = inner + 2 * groups * size
     scratch = x.new_empty(rows * (conv_width + inner))
     mixed = scratch[rows * conv_width :].view(rows, inner)
@@ -164,14 +164,15 @@ def _serves(mixer: Any, windows: Tensor, states: Tensor, scale: Tensor | None) -
     )
 
 
-def _is_whole(layer: Any) -> bool:
-    """Whether a layer's product is that of its own float32 weight and nothing else."""
+def is_whole(layer: Any, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a layer's product is that of its own weight of this type and nothing else."""
     method = type(getattr(layer, "quant_method", None)).__name__
     return (
         method == "UnquantizedLinearMethod"
         and layer.weight.shape == (layer.output_size, layer.input_size)  # no rank has the rest
         and not layer.skip_bias_add
-        and _plain(layer.weight)
+        and layer.weight.dtype == dtype
+        and layer.weight.is_contiguous()
     )
 
 
