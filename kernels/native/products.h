@@ -38,7 +38,7 @@ struct Rows {
     }
 };
 
-constexpr int TILE = 4;   // rows of x, and of the weight, that are computed at once
+constexpr int TILE = 4;   // rows of the weight that are computed at once
 constexpr int MANY = 5;   // rows of x from which on lanes are rows instead of inputs
 constexpr int WIDE = 8;   // rows of the weight that are computed at once then
 constexpr int BLOCK = 256;  // inputs that are converted at once then
@@ -50,8 +50,8 @@ INLINE Floats activated(const Weight& w, Floats x, Floats gated, int activation)
 }
 
 // The sums of N rows of a weight with B rows of x, that of row i with b in lane b * N + i. How one
-// is summed up depends on neither. If they come FIRST, the weight's next N rows are asked for.
-template <int N, int B, bool FIRST, class T>
+// is summed up depends on neither. Asks for the weight's next N rows.
+template <int N, int B, class T>
 INLINE Floats sums_of(const T* rows, long inputs, const float* x, long x_stride) {
     Floats s[LANES];
     for (int i = 0; i < N * B; i++) s[i] = Floats{};
@@ -60,7 +60,7 @@ INLINE Floats sums_of(const T* rows, long inputs, const float* x, long x_stride)
         Floats a[B];
         for (int b = 0; b < B; b++) a[b] = load(x + b * x_stride + k);
         for (int i = 0; i < N; i++) {
-            if (FIRST) __builtin_prefetch(rows + (N + i) * inputs + k);
+            __builtin_prefetch(rows + (N + i) * inputs + k);
             const Floats v = load(rows + i * inputs + k);
             for (int b = 0; b < B; b++) s[b * N + i] += v * a[b];
         }
@@ -77,14 +77,14 @@ INLINE Floats sums_of(const T* rows, long inputs, const float* x, long x_stride)
 }
 
 // Outputs n to n + N of B rows.
-template <int N, int B, bool FIRST, class T>
+template <int N, int B, class T>
 INLINE void tile(const Weight& w, long n, const Rows& r, int activation) {
     const T* values = (const T*)w.values;
     const long half = activation == GATED_SILU ? w.outputs / 2 : 0;
-    Floats found = sums_of<N, B, FIRST>(values + n * w.inputs, w.inputs, r.x, r.x_stride);
+    Floats found = sums_of<N, B>(values + n * w.inputs, w.inputs, r.x, r.x_stride);
     Floats gated{};
     if (half)
-        gated = sums_of<N, B, FIRST>(values + (half + n) * w.inputs, w.inputs, r.x, r.x_stride);
+        gated = sums_of<N, B>(values + (half + n) * w.inputs, w.inputs, r.x, r.x_stride);
     if (w.bias)
         for (int i = 0; i < N * B; i++) {
             found[i] += w.bias[n + i % N];
@@ -97,16 +97,10 @@ INLINE void tile(const Weight& w, long n, const Rows& r, int activation) {
 
 template <int N, class T>
 INLINE void few(const Weight& w, long n, const Rows& r, int activation) {
-    long b = 0;
-    if (r.count >= TILE) {
-        tile<N, TILE, true, T>(w, n, r, activation);
-        b = TILE;
-    } else {
-        tile<N, 1, true, T>(w, n, r, activation);
-        b = 1;
-    }
-    for (; b + TILE <= r.count; b += TILE) tile<N, TILE, false, T>(w, n, r.from(b), activation);
-    for (; b < r.count; b++) tile<N, 1, false, T>(w, n, r.from(b), activation);
+    if (r.count >= 4) tile<N, 4, T>(w, n, r, activation);
+    else if (r.count == 3) tile<N, 3, T>(w, n, r, activation);
+    else if (r.count == 2) tile<N, 2, T>(w, n, r, activation);
+    else tile<N, 1, T>(w, n, r, activation);
 }
 
 // Rows of a weight as floats: where they lie, or converted into `copies`, whose stride is BLOCK.

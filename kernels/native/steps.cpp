@@ -16,9 +16,9 @@ INLINE Part part() { return {omp_get_thread_num(), omp_get_num_threads()}; }
 
 }  // namespace
 
-extern "C" void hybrid_product(const float* x, long rows, const float* weight, const float* bias,
-                               long outputs, long inputs, float* y) {
-    const Weight w = {weight, bias, outputs, inputs, 0};
+extern "C" void hybrid_product(const float* x, long rows, const void* weight, const float* bias,
+                               long outputs, long inputs, int bfloat16, float* y) {
+    const Weight w = {weight, bias, outputs, inputs, bfloat16};
 #pragma omp parallel if (outputs * inputs > ALONE)
     product(w, x, inputs, rows, y, outputs, NOTHING, part());
 }

@@ -32,7 +32,16 @@ def test_products(rows: int) -> None:
         assert steps.product(library(), x[:least], layer.weight, layer.bias).equal(got[:least])
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_products_in_bfloat16(rows: int) -> None:
+    torch.manual_seed(rows)
+    x, layer = torch.randn(rows, 300).bfloat16(), Layer(300, 130, True, torch.bfloat16)
+    got = steps.product(library(), x, layer.weight, layer.bias)
+    assert got.dtype == torch.bfloat16
+    close(got.float(), layer.by_torch(x.float()), 1e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
 @pytest.mark.parametrize("biased", [False, True])
 def test_mlp(rows: int, biased: bool) -> None:
     torch.manual_seed(0)
@@ -41,7 +50,7 @@ def test_mlp(rows: int, biased: bool) -> None:
     got = steps.mlp(library(), block, x)
     assert got is not None
     close(got, block.down_proj.by_torch(block.up_proj.by_torch(x).relu().square()))
-    assert steps.mlp(library(), block, torch.randn(3, 40)) is None
+    assert steps.mlp(library(), block, torch.randn(17, 40)) is None
     assert steps.mlp(library(), block, x.bfloat16()) is None
     block.up_proj.input_size = 80  # a rank of two
     assert steps.mlp(library(), block, x) is None

@@ -113,9 +113,9 @@ def _packed(layer: Any) -> Tensor | None:
 
 def _reads_as_stored(x: Tensor, weight: Tensor, rows: int) -> bool:
     """Whether a native product with the weight as it is stored is the fastest."""
-    few = rows == 1 or (rows <= steps.MOST_ROWS and rows * weight.numel() < SMALLEST)
-    plain = x.dtype == weight.dtype == torch.float32 and x.is_contiguous()
-    return few and plain and weight.numel() >= steps.SMALLEST and weight.is_contiguous()
+    known = x.dtype == weight.dtype and weight.dtype in (torch.float32, torch.bfloat16)
+    plain = known and x.is_contiguous() and weight.is_contiguous()
+    return 0 < rows <= steps.MOST_ROWS and plain and weight.numel() >= steps.SMALLEST
 
 
 def _served(x: Tensor, weight: Tensor) -> bool:

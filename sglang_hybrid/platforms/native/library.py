@@ -23,7 +23,7 @@ ARGUMENTS = {
         *(address, address, address, number, number, number, number, number),
         *(real, real, long, number, number),
     ),
-    "hybrid_product": (address, long, address, address, long, long, address),
+    "hybrid_product": (address, long, address, address, long, long, number, address),
     "hybrid_mlp": (address, long, *[address] * 4, long, long, address, address),
     "hybrid_mamba2": (
         *(address, long, long, *[address] * 12, address, long, address, long),

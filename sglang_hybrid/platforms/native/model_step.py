@@ -57,7 +57,8 @@ class NativeModel:
         self._kernels, self._dtype = kernels, dtype
         self._eps = norm.variance_epsilon
         self._kept: list[Tensor] = []
-        self._places: list[tuple[dict[str, Any], str, int]] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._addresses: list[int] = []  # of the tensors in these places
         width = norm.weight.numel()
         found = kernels.hybrid_model(
             width, self._eps, int(dtype == torch.bfloat16), self._norm(norm)
@@ -162,7 +163,7 @@ class NativeModel:
 
     def is_current(self) -> bool:
         """Whether all tensors still lie where the kernels read them."""
-        return all(owner[name].data_ptr() == at for owner, name, at in self._places)
+        return [owner[name].data_ptr() for owner, name in self._places] == self._addresses
 
     def step(
         self,
@@ -208,17 +209,20 @@ class NativeModel:
         """Addresses of a linear layer's weight and bias."""
         if not is_whole(layer, self._dtype):
             raise Unserved(f"a {type(layer).__name__} that is more than a product")
-        weight = layer._parameters["weight"]
-        self._places.append((layer._parameters, "weight", weight.data_ptr()))
+        weight = self._found(layer._parameters, "weight")
         return weight.data_ptr(), None if layer.bias is None else self._parameter(layer, "bias")
 
     def _parameter(self, owner: Any, name: str) -> int | None:
-        tensor = getattr(owner, name)
-        if tensor is None:
+        if getattr(owner, name) is None:
             return None
         holder = owner._parameters if name in owner._parameters else owner._buffers
-        self._places.append((holder, name, tensor.data_ptr()))
-        return self._small(tensor)
+        return self._small(self._found(holder, name))
+
+    def _found(self, owner: dict[str, Any], name: str) -> Tensor:
+        tensor: Tensor = owner[name]
+        self._places.append((owner, name))
+        self._addresses.append(tensor.data_ptr())
+        return tensor
 
     def _small(self, tensor: Tensor | None) -> int | None:
         """The address of a tensor as floats: its own, or a copy's."""
