@@ -2,6 +2,7 @@
 #pragma once
 #include <cmath>
 
+#include "convolution.h"
 #include "products.h"
 
 namespace mamba2 {
@@ -10,33 +11,16 @@ using namespace products;
 // A layer: its sizes, its parameters, and the states of all slots. `scale` [projections] multiplies
 // the projected inputs, or is null; without a `norm_weight` nothing is normalized.
 struct Mixer {
-    long heads, head_width, groups, size, taps, norm_group;
-    const float *scale, *conv_weight, *conv_bias, *decay, *skip, *step_bias, *norm_weight;
+    long heads, head_width, groups, size, norm_group;
+    const float *scale, *decay, *skip, *step_bias, *norm_weight;
     float eps;
-    void* windows;  // floats, or bfloat16s
+    convolution::Convolution conv;
     float* states;
-    long windows_stride, states_stride;
-    int bfloat16_windows;
+    long states_stride;
     long inner() const { return heads * head_width; }
     long conv_width() const { return inner() + 2 * groups * size; }
     long projections() const { return inner() + conv_width() + heads; }
 };
-
-// Convolves channels [begin, end) of one row and shifts their windows [channels, taps - 1].
-template <class T>
-void convolve(const Mixer& m, const float* x, T* windows, float* y, long begin, long end) {
-    const long past = m.taps - 1;
-    for (long c = begin; c < end; c++) {
-        T* window = windows + c * past;
-        const float* w = m.conv_weight + c * m.taps;
-        float s = m.conv_bias ? m.conv_bias[c] : 0;
-        for (long k = 0; k < past; k++) s += one(window + k) * w[k];
-        y[c] = s + x[c] * w[past];
-        for (long k = 0; k + 1 < past; k++) window[k] = window[k + 1];
-        if (past) put(window + past - 1, x[c]);
-    }
-    for (long c = begin; c < end; c += LANES) store(y + c, simd::silu(load(y + c, end - c)), end - c);
-}
 
 // Advances one head's state [head_width, size] by a token and reads it.
 INLINE void advance(const Mixer& m, long head, const float* convolved, float raw_step, float* state,
@@ -100,12 +84,7 @@ static inline void step(const Mixer& m, long rows, const int64_t* slots, float* 
     for (long r = 0; r < rows; r++) {
         if (slots[r] < 0) continue;
         const float* x = projected + r * projections + inner;
-        float* y = convolved + r * conv_width;
-        const long at = slots[r] * m.windows_stride;
-        if (m.bfloat16_windows)
-            convolve(m, x, (Bfloat16*)m.windows + at, y, begin, end);
-        else
-            convolve(m, x, (float*)m.windows + at, y, begin, end);
+        convolution::convolve(m.conv, x, slots[r], convolved + r * conv_width, begin, end);
     }
 #pragma omp barrier
     for (long i = part.begin(rows * m.heads, 1); i < part.end(rows * m.heads, 1); i++) {

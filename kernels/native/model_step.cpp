@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "attention.h"
+#include "mamba1.h"
 #include "mamba2.h"
 #include "norm.h"
 #include "scratch.h"
@@ -61,6 +62,32 @@ struct Mamba2 : Layer {
 #pragma omp barrier
         mamba2::step(mixer, step.rows, step.state_slots, projected, convolved, mixed, part);
         product(out, mixed, inner, step.rows, y, out.outputs, NOTHING, part);
+    }
+};
+
+struct Mamba1 : Layer {
+    mamba1::Mixer mixer;
+    Weight in, parameters, steps, out;
+
+    long prepare(const Step& step) override {
+        return step.rows * (4 * mixer.inner + mixer.parameters());
+    }
+    void run(const Step& step, const float* x, float* y, float* scratch, Part part) override {
+        const long inner = mixer.inner, rows = step.rows;
+        float* projected = scratch;
+        float* convolved = projected + 2 * rows * inner;
+        float* mixed = convolved + rows * inner;
+        float* selected = mixed + rows * inner;
+        product(in, x, in.inputs, rows, projected, 2 * inner, NOTHING, part);
+#pragma omp barrier
+        mamba1::convolve(mixer, rows, step.state_slots, projected, convolved, part);
+#pragma omp barrier
+        product(parameters, convolved, inner, rows, selected, mixer.parameters(), NOTHING, part);
+#pragma omp barrier
+        mamba1::advance(mixer, steps, rows, step.state_slots, projected, convolved, selected, mixed,
+                        part);
+#pragma omp barrier
+        product(out, mixed, inner, rows, y, out.outputs, NOTHING, part);
     }
 };
 
@@ -239,12 +266,36 @@ extern "C" void hybrid_model_mamba2(void* to, const float* norm, float in_scale,
                                     float eps) {
     Model* model = (Model*)to;
     auto layer = std::make_unique<Mamba2>();
-    layer->mixer = {heads,     head_width, groups,         size,          taps,
-                    norm_group, scale,     conv_weight,    conv_bias,     decay,
-                    skip,      step_bias,  norm_weight,    eps,           windows,
-                    states,    windows_stride, states_stride, bfloat16_windows};
+    layer->mixer = {
+        heads,       head_width, groups, size,   norm_group,
+        scale,       decay,      skip,   step_bias, norm_weight,
+        eps,         {taps, conv_weight, conv_bias, windows, windows_stride, bfloat16_windows},
+        states,      states_stride};
     layer->in = model->weight(in_weight, in_bias, layer->mixer.projections(), model->width);
     layer->out = model->weight(out_weight, out_bias, model->width, layer->mixer.inner());
+    append(model, std::move(layer), norm, in_scale, out_scale, beside);
+}
+
+extern "C" void hybrid_model_mamba1(void* to, const float* norm, float in_scale, float out_scale,
+                                    int beside, const void* in_weight, const float* in_bias,
+                                    const void* parameters, const float* parameters_bias,
+                                    const void* steps, const float* steps_bias,
+                                    const void* out_weight, const float* out_bias,
+                                    const float* conv_weight, const float* conv_bias,
+                                    const float* decay, const float* skip, void* windows,
+                                    long windows_stride, int bfloat16_windows, float* states,
+                                    long states_stride, long inner, long size, long rank,
+                                    long taps, int normed, float eps) {
+    Model* model = (Model*)to;
+    auto layer = std::make_unique<Mamba1>();
+    layer->mixer = {inner, size, rank, decay, skip, normed, eps,
+                    {taps, conv_weight, conv_bias, windows, windows_stride, bfloat16_windows},
+                    states, states_stride};
+    layer->in = model->weight(in_weight, in_bias, 2 * inner, model->width);
+    layer->parameters =
+        model->weight(parameters, parameters_bias, layer->mixer.parameters(), inner);
+    layer->steps = model->weight(steps, steps_bias, inner, rank);
+    layer->out = model->weight(out_weight, out_bias, model->width, inner);
     append(model, std::move(layer), norm, in_scale, out_scale, beside);
 }
 

@@ -46,10 +46,11 @@ extern "C" void hybrid_mamba2(const float* x, long rows, long width, const float
                               long head_width, long groups, long size, long taps, long norm_group,
                               float eps, float* projected, float* convolved, float* mixed,
                               float* y) {
-    const mamba2::Mixer m = {heads,     head_width, groups,         size,          taps,
-                             norm_group, scale,     conv_weight,    conv_bias,     decay,
-                             skip,      step_bias,  norm_weight,    eps,           windows,
-                             states,    windows_stride, states_stride, 0};
+    const mamba2::Mixer m = {
+        heads,       head_width, groups, size,   norm_group,
+        scale,       decay,      skip,   step_bias, norm_weight,
+        eps,         {taps, conv_weight, conv_bias, windows, windows_stride, 0},
+        states,      states_stride};
     const long inner = m.inner(), projections = m.projections();
     const Weight in = {in_weight, in_bias, projections, width, 0};
     const Weight out = {out_weight, out_bias, width, inner, 0};

@@ -90,6 +90,7 @@ class Mixer(nn.Module):
         self.num_heads, self.head_dim, self.n_groups = heads, width, groups
         self.ssm_state_size, self.intermediate_size = size, inner
         self.tp_size, self.activation = 1, "silu"
+        self.state_shape = heads, width, size
         self.in_proj = Layer(hidden, inner + self.channels + heads, normed, dtype)
         self.out_proj = Layer(inner, hidden, normed, dtype)
         self.conv1d = nn.Module()
@@ -101,16 +102,85 @@ class Mixer(nn.Module):
         self.norm.use_rms_norm, self.norm.group_size = normed, inner // groups
 
 
+class Mixer1(nn.Module):
+    """`MambaMixer1`."""
+
+    def __init__(
+        self,
+        inner: int,
+        size: int,
+        rank: int,
+        hidden: int,
+        dtype: torch.dtype = torch.float32,
+        normed: bool = True,
+    ) -> None:
+        super().__init__()
+        self.intermediate_size, self.ssm_state_size, self.time_step_rank = inner, size, rank
+        self.channels, self.state_shape = inner, (inner, 1, size)
+        self.tp_size, self.activation = 1, "silu"
+        self.use_bc_dt_rms, self.rms_eps = normed, 1e-5
+        self.in_proj = Layer(hidden, 2 * inner, normed, dtype)
+        self.x_proj = Layer(inner, rank + 2 * size, False, dtype)
+        self.dt_proj = Layer(rank, inner, True, dtype)
+        self.out_proj = Layer(inner, hidden, normed, dtype)
+        self.conv1d = nn.Module()
+        self.conv1d.weight = parameter(inner, 1, 4, dtype=dtype)
+        self.conv1d.bias = parameter(inner, dtype=dtype) if normed else None
+        self.A_log = nn.Parameter(torch.rand(inner, size), requires_grad=False)
+        self.D = parameter(inner)
+
+
 class Cache(SimpleNamespace):
     """Windows and states of one layer; slots of the states do not lie side by side."""
 
-    def __init__(self, slots: int, mixer: Mixer, dtype: torch.dtype = torch.float32) -> None:
-        shape = mixer.num_heads, mixer.head_dim, mixer.ssm_state_size
+    def __init__(
+        self, slots: int, mixer: Mixer | Mixer1, dtype: torch.dtype = torch.float32
+    ) -> None:
         windows = torch.randn(slots, mixer.channels, 3).to(dtype)
-        super().__init__(conv=[windows], temporal=torch.randn(slots, 2, *shape)[:, 1])
+        states = torch.randn(slots, 2, *mixer.state_shape)[:, 1]
+        super().__init__(conv=[windows], temporal=states)
 
     def clone(self) -> SimpleNamespace:
         return SimpleNamespace(conv=[self.conv[0].clone()], temporal=self.temporal.clone())
+
+
+def convolved(of: Mixer | Mixer1, x: Tensor, cache: SimpleNamespace, slots: Tensor) -> Tensor:
+    bias = of.conv1d.bias
+    return mamba2.causal_conv1d_update(
+        x,
+        cache.conv[0],
+        of.conv1d.weight[:, 0].float(),
+        None if bias is None else bias.float(),
+        "silu",
+        conv_state_indices=slots,
+    )
+
+
+def mixer1_by_torch(of: Mixer1, x: Tensor, cache: SimpleNamespace, slots: Tensor) -> Tensor:
+    """What `MambaMixer1.forward` computes, in float32."""
+    inner, size = of.intermediate_size, of.ssm_state_size
+    values, gate = of.in_proj.by_torch(x).split([inner, inner], dim=-1)
+    values = convolved(of, values, cache, slots)
+    selected = of.x_proj.by_torch(values).split([of.time_step_rank, size, size], dim=-1)
+    if of.use_bc_dt_rms:
+        selected = [t * (t.square().mean(-1, keepdim=True) + of.rms_eps).rsqrt() for t in selected]
+    step, b, c = selected
+    out = torch.empty(x.shape[0], inner, 1)
+    mamba2.selective_state_update(
+        cache.temporal,
+        values[..., None],
+        of.dt_proj.by_torch(step)[..., None],
+        -of.A_log.exp()[:, None],
+        b[:, None],
+        c[:, None],
+        of.D[:, None],
+        z=gate[..., None],
+        dt_bias=torch.zeros(inner, 1),
+        dt_softplus=True,
+        state_batch_indices=slots,
+        out=out,
+    )
+    return of.out_proj.by_torch(out.flatten(1))
 
 
 def mixer_by_torch(
@@ -121,15 +191,7 @@ def mixer_by_torch(
     projected = projected if scale is None else projected * scale
     inner, groups, size, heads = of.intermediate_size, of.n_groups, of.ssm_state_size, of.num_heads
     gate, mixed, step = projected.split([inner, of.channels, heads], dim=-1)
-    bias = of.conv1d.bias
-    mixed = mamba2.causal_conv1d_update(
-        mixed,
-        cache.conv[0],
-        of.conv1d.weight[:, 0].float(),
-        None if bias is None else bias.float(),
-        "silu",
-        conv_state_indices=slots,
-    )
+    mixed = convolved(of, mixed, cache, slots)
     state_in, b, c = mixed.split([inner, groups * size, groups * size], dim=-1)
     wide = (heads, of.head_dim)
     out = torch.empty(x.shape[0], *wide)

@@ -15,7 +15,16 @@ from sglang_hybrid.kernels.attention import Rule
 from sglang_hybrid.platforms.native.attention import Sequences
 from sglang_hybrid.platforms.native.library import library
 from sglang_hybrid.platforms.native.model_step import Activation, NativeModel, Place, Unserved
-from tests.kernels.naive_layers import Cache, Layer, Mixer, Norm, Rotary, mixer_by_torch
+from tests.kernels.naive_layers import (
+    Cache,
+    Layer,
+    Mixer,
+    Mixer1,
+    Norm,
+    Rotary,
+    mixer1_by_torch,
+    mixer_by_torch,
+)
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 
@@ -88,6 +97,25 @@ def test_mamba2_beside_another(slots: list[int], dtype: torch.dtype) -> None:
         for cache, twin in zip(caches, twins, strict=True):
             close(cache.temporal, twin.temporal.float(), dtype)
             close(cache.conv[0], twin.conv[0].float(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("slots", [[5], [2, -1], [4, 1, 6, 0, 3, -1]], ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+def test_mamba1(normed: bool, slots: list[int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    native, last = model(dtype)
+    norm, mixer = Norm(WIDTH, dtype), Mixer1(72, 20, 7, WIDTH, dtype, normed)
+    cache = Cache(SLOTS, mixer, dtype)
+    twin = cache.clone()
+    native.mamba1(Place(norm), mixer, cache)
+    where = torch.tensor(slots, dtype=torch.int32)
+    for _ in range(3):
+        x = torch.randn(len(slots), WIDTH).to(dtype)
+        expected = mixer1_by_torch(mixer, norm.by_torch(x.float()), twin, where)
+        close(step(native, x, state_slots=where), last.by_torch(x.float() + expected), dtype)
+        close(cache.temporal, twin.temporal, dtype)
+        close(cache.conv[0], twin.conv[0].float(), dtype)
 
 
 @pytest.mark.parametrize("pool_dtype", DTYPES, ids=str)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SERVED = ("nemotron-h", "falcon-h1", "granite-hybrid", "mamba2", "transformer")
+SERVED = ("nemotron-h", "falcon-h1", "granite-hybrid", "mamba2", "falcon-mamba", "transformer")
 
 PROGRAM = """
 import json, sys
@@ -81,9 +81,8 @@ def test_in_bfloat16() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["falcon-mamba", "qwen3-next"])
-def test_other_models_are_computed_layer_by_layer(name: str) -> None:
-    native, _, error = decoded(name)
+def test_another_model_is_computed_layer_by_layer() -> None:
+    native, _, error = decoded("qwen3-next")
     assert native == 0
     assert error == 0
 

@@ -90,6 +90,12 @@ BINDINGS: tuple[Binding, ...] = (
         f"{_MODELS}.falcon_h1", "FalconH1Model.forward", model_steps.falcon_h1_forward, wraps=True
     ),
     Binding(f"{_MODELS}.mamba2", "Mamba2Model.forward", model_steps.mamba2_forward, wraps=True),
+    Binding(
+        f"{_MODELS}.falcon_mamba",
+        "FalconMambaModel.forward",
+        model_steps.mamba1_forward,
+        wraps=True,
+    ),
     Binding(_BACKEND, "track_mamba_states_if_needed", tracking.track_mamba_states_if_needed),
     Binding(_BACKEND, "track_mamba_states_all_layers", tracking.track_mamba_states_all_layers),
     Binding(_MAMBA1, "selective_state_update", mamba2.selective_state_update),

@@ -46,11 +46,17 @@ class Description:
         self._linear = getattr(backend, "linear_attn_backend", backend)
 
     def mamba2(self, place: Place, mixer: Any, layer: int, scale: Tensor | None = None) -> None:
+        self.native.mamba2(place, mixer, self._states(layer), scale)
+
+    def mamba1(self, place: Place, mixer: Any, layer: int) -> None:
+        self.native.mamba1(place, mixer, self._states(layer))
+
+    def _states(self, layer: int) -> Any:
         if getattr(self._linear, "enable_unified_memory", True):
             raise Unserved("states behind a table of addresses")
         cache = self._linear.req_to_token_pool.mamba2_layer_cache(layer)
-        self.native.mamba2(place, mixer, cache, scale)
         self.recurrent.append((layer, cache))
+        return cache
 
     def attention(
         self, place: Place, block: Any, rotary: Any = None, key_scale: float = 1.0
@@ -134,6 +140,13 @@ def mamba2(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
     return found
 
 
+def mamba1(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
+    found = Description(kernels, model, model.norm, backend)
+    for index, layer in enumerate(model.layers):
+        found.mamba1(Place(layer.norm), layer.mixer, index)
+    return found
+
+
 def llama(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
     found = Description(kernels, model, model.norm, backend)
     if type(model).__name__ != "LlamaModel":
@@ -210,20 +223,25 @@ def forward_of(describe: Describe, scale: str | None = None) -> Callable[..., An
     return wrapper
 
 
-def mamba2_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Mamba2Model.forward`, which knows no positions."""
+def forward_without_positions(describe: Describe) -> Callable[..., Any]:
+    """`forward_of` a model whose layers are all recurrent."""
 
-    @wraps(original)
-    def forward(self: Any, input_ids: Tensor, forward_batch: Any) -> Any:
-        known = described(mamba2, self, forward_batch)
-        if known is None:
-            return original(self, input_ids, forward_batch)
-        return known.step(self.embed_tokens(input_ids), forward_batch.positions, forward_batch)
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def forward(self: Any, input_ids: Tensor, forward_batch: Any) -> Any:
+            known = described(describe, self, forward_batch)
+            if known is None:
+                return original(self, input_ids, forward_batch)
+            return known.step(self.embed_tokens(input_ids), forward_batch.positions, forward_batch)
 
-    return forward
+        return forward
+
+    return wrapper
 
 
 nemotron_h_forward = forward_of(nemotron_h)
+mamba2_forward = forward_without_positions(mamba2)
+mamba1_forward = forward_without_positions(mamba1)
 llama_forward = forward_of(llama)
 granite_hybrid_forward = forward_of(granite_hybrid, "embedding_multiplier")
 falcon_h1_forward = forward_of(falcon_h1, "embedding_multiplier")

@@ -37,6 +37,10 @@ ARGUMENTS = {
         *(*_LAYER, *[address] * 12, long, number, address, long),
         *(*[long] * 6, real),
     ),
+    "hybrid_model_mamba1": (
+        *(*_LAYER, *[address] * 13, long, number, address, long),
+        *(*[long] * 4, number, real),
+    ),
     "hybrid_model_attention": (
         *(*_LAYER, *[address] * 4, address, long, address, long, number, number, number, number),
         *(real, real, long, real, address, long),

@@ -83,15 +83,9 @@ class NativeModel:
         """SGLang's `MambaMixer2` on one layer's windows and states of all slots. ``scale``
         [projections] multiplies the projected inputs.
         """
-        windows, states, norm = cache.conv[0], cache.temporal, mixer.norm
-        taps = mixer.conv1d.weight.shape[-1]
+        norm = mixer.norm
         width, size = mixer.head_dim, mixer.ssm_state_size
-        if mixer.tp_size != 1 or mixer.activation not in ("silu", "swish"):
-            raise Unserved("a Mamba2 layer of several ranks, or with another activation")
-        if states.dtype != torch.float32 or windows.dtype not in (torch.float32, torch.bfloat16):
-            raise Unserved(f"states in {states.dtype}, windows in {windows.dtype}")
-        if windows.stride()[1:] != (taps - 1, 1) or states.stride()[1:] != (width * size, size, 1):
-            raise Unserved("states that do not lie in one piece")
+        _check_states(mixer, cache, (width * size, size, 1))
         self._kernels.hybrid_model_mamba2(
             *self._place(place),
             *self._linear(mixer.in_proj),
@@ -103,18 +97,38 @@ class NativeModel:
             self._parameter(mixer, "D"),
             self._parameter(mixer, "dt_bias"),
             self._parameter(norm, "weight") if norm.use_rms_norm else None,
-            windows.data_ptr(),
-            windows.stride(0),
-            int(windows.dtype == torch.bfloat16),
-            states.data_ptr(),
-            states.stride(0),
+            *_addresses_of(cache),
             mixer.num_heads,
             width,
             mixer.n_groups,
             size,
-            taps,
+            mixer.conv1d.weight.shape[-1],
             norm.group_size,
             norm.variance_epsilon,
+        )
+
+    def mamba1(self, place: Place, mixer: Any, cache: Any) -> None:
+        """SGLang's `MambaMixer1` on one layer's windows and states of all slots."""
+        size = mixer.ssm_state_size
+        _check_states(mixer, cache, (size, size, 1))
+        self._found(mixer._parameters, "A_log")
+        self._kernels.hybrid_model_mamba1(
+            *self._place(place),
+            *self._linear(mixer.in_proj),
+            *self._linear(mixer.x_proj),
+            *self._linear(mixer.dt_proj),
+            *self._linear(mixer.out_proj),
+            self._parameter(mixer.conv1d, "weight"),
+            self._parameter(mixer.conv1d, "bias"),
+            self._small(-mixer.A_log.float().exp()),
+            self._parameter(mixer, "D"),
+            *_addresses_of(cache),
+            mixer.intermediate_size,
+            size,
+            mixer.time_step_rank,
+            mixer.conv1d.weight.shape[-1],
+            int(mixer.use_bc_dt_rms),
+            mixer.rms_eps,
         )
 
     def attention(
@@ -238,3 +252,22 @@ class NativeModel:
         if not plain or not rotary.is_neox_style or rotary.head_size != width:
             raise Unserved(f"positions by {type(rotary).__name__}")
         return self._parameter(rotary, "cos_sin_cache"), rotary.rotary_dim
+
+
+def _check_states(mixer: Any, cache: Any, strides: tuple[int, ...]) -> None:
+    """Raises `Unserved` for a Mamba layer whose states or activation the kernels do not know."""
+    windows, states = cache.conv[0], cache.temporal
+    if mixer.tp_size != 1 or mixer.activation not in ("silu", "swish"):
+        raise Unserved("a Mamba layer of several ranks, or with another activation")
+    if states.dtype != torch.float32 or windows.dtype not in (torch.float32, torch.bfloat16):
+        raise Unserved(f"states in {states.dtype}, windows in {windows.dtype}")
+    taps = mixer.conv1d.weight.shape[-1]
+    if windows.stride()[1:] != (taps - 1, 1) or states.stride()[1:] != strides:
+        raise Unserved("states that do not lie in one piece")
+
+
+def _addresses_of(cache: Any) -> tuple[int, int, int, int, int]:
+    """Of a layer's windows (with their stride and whether they are bfloat16s) and states."""
+    windows, states = cache.conv[0], cache.temporal
+    of_windows = windows.data_ptr(), windows.stride(0), int(windows.dtype == torch.bfloat16)
+    return *of_windows, states.data_ptr(), states.stride(0)
