@@ -22,6 +22,7 @@ import math
 import re
 import shlex
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Awaitable, Iterator, Sequence
@@ -242,20 +243,56 @@ def measure_in_pairs(
     return results
 
 
-def against_the_first(results: Sequence[Result]) -> str:
-    """Request by request, how times to first token compare with the first configuration's."""
-    first = results[0].outcomes
-    lines = []
+GROUPS = (
+    ("at most half as many", 0.0, 0.5),
+    ("fewer", 0.5, 0.99),
+    ("as many", 0.99, 1.01),
+    ("more", 1.01, math.inf),
+)
+"""By how many tokens a request prefills, as a multiple of what the first configuration prefills
+for the same request: from more than the first bound, to the second."""
+
+
+def against_the_first(results: Sequence[Result]) -> None:
+    """Print whether times to first token follow prefilled tokens, request by request.
+
+    Requests are grouped by their prefilled tokens over those of the first configuration. Each row
+    has the sums of both, of tokens and of times, and the median of the requests' own ratios.
+    """
+    table = Table(
+        *("against the first", "a request prefills", "requests"),
+        *("prefilled tokens", "time to first token", "median request's"),
+        text=2,
+    )
     for result in results[1:]:
-        pairs = zip(result.outcomes, first, strict=True)
-        ratios = [mine.ttft / its.ttft for mine, its in pairs if not mine.error and not its.error]
-        if ratios:
-            low, middle, high = np.percentile(ratios, (25, 50, 75)).tolist()
-            lines.append(
-                f"{result.configuration.name}: a request's time to first token is {middle:.2f}x "
-                f"({low:.2f}x to {high:.2f}x, quartiles) that of {results[0].configuration.name}."
-            )
-    return "\n".join(lines)
+        pairs = [
+            (mine, its)
+            for mine, its in zip(result.outcomes, results[0].outcomes, strict=True)
+            if not mine.error and not its.error
+        ]
+        for title, low, high in (*GROUPS, ("all", 0.0, math.inf)):
+            group = [pair for pair in pairs if low < prefilled_ratio(*pair) <= high]
+            if group:
+                table.row(result.configuration.name, title, *ratios(group))
+
+
+def prefilled_ratio(mine: Outcome, its: Outcome) -> float:
+    """Tokens that `mine` prefilled over those of `its`; each prefills one at least."""
+    return (mine.prompt_tokens - mine.cached_tokens) / (its.prompt_tokens - its.cached_tokens)
+
+
+def ratios(pairs: Sequence[tuple[Outcome, Outcome]]) -> list[str]:
+    """The last four cells of a row of `against_the_first`."""
+    mine, its = zip(*pairs, strict=True)
+    prefilled = [sum(o.prompt_tokens - o.cached_tokens for o in side) for side in (mine, its)]
+    seconds = [sum(o.ttft for o in side) for side in (mine, its)]
+    median = statistics.median(one.ttft / other.ttft for one, other in pairs)
+    return [
+        f"{len(pairs):,}",
+        f"{prefilled[0]:,} / {prefilled[1]:,} ({times_of(*prefilled)})",
+        f"{seconds[0]:,.1f} / {seconds[1]:,.1f} s ({times_of(*seconds)})",
+        f"{median:.2f}x",
+    ]
 
 
 def metrics(url: str) -> dict[str, float]:
@@ -447,7 +484,8 @@ def report(results: Sequence[Result], paired: bool) -> list[str]:
     if results:
         show(results)
     if paired and results:
-        print("\n" + against_the_first(results))
+        print()
+        against_the_first(results)
     print(flush=True)
     return errors + [result.error for result in results if result.error]
 

@@ -107,10 +107,18 @@ def test_pools_are_read_from_the_servers_log() -> None:
     )
 
 
-def test_pairs_are_compared_request_by_request() -> None:
-    """The median of ratios, which one slow request does not move."""
+def test_pairs_are_compared_by_what_each_request_prefills(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Requests that prefill half as many tokens, and one that prefills more, apart."""
     first = Result(Configuration("SGLang", (), ours=False))
-    first.outcomes = [Outcome(10, 0, ttft) for ttft in (1.0, 2.0, 100.0)]
+    first.outcomes = [Outcome(10, 0, 1.0), Outcome(10, 0, 3.0), Outcome(10, 8, 0.5), Outcome(9)]
     ours = Result(Configuration("ours", (), ours=True))
-    ours.outcomes = [Outcome(10, 5, 0.5), Outcome(10, 5, 1.0), Outcome(error="timed out")]
-    assert "ours: a request's time to first token is 0.50x" in ab.against_the_first([first, ours])
+    ours.outcomes = [Outcome(10, 5, 0.5), Outcome(10, 6, 1.0), Outcome(10, 7, 0.6)]
+    ours.outcomes.append(Outcome(error="timed out"))
+    ab.against_the_first([first, ours])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| ours | at most half as many | 2 | 9 / 20 (0.45x) | 1.5 / 4.0 s (0.38x) | 0.42x |",
+        "| ours | more | 1 | 3 / 2 (1.50x) | 0.6 / 0.5 s (1.20x) | 1.20x |",
+        "| ours | all | 3 | 12 / 22 (0.55x) | 2.1 / 4.5 s (0.47x) | 0.50x |",
+    ]
