@@ -69,7 +69,12 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-    from sglang_hybrid.backend import choose_backend, choose_schedule, has_recurrent_state
+    from sglang_hybrid.backend import (
+        check_disk,
+        choose_backend,
+        choose_schedule,
+        has_recurrent_state,
+    )
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform, check_flags
     from sglang_hybrid.platforms.sizing import check_memory
@@ -122,6 +127,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_memory(
             flags.model_path, flags.dtype, flags.max_total_tokens, flags.max_mamba_cache_size
         )
+    check_disk(flags, options)
     options.to_environment()
     if options.hybrid_record:
         try:
