@@ -145,7 +145,7 @@ def _main(options: argparse.Namespace, arguments: list[str]) -> int:
         time = PrefillTime.read(options.prefill)
     serving = _serving(options)
     jobs = [
-        Job(spec, name, cost, budget, time, options.min_branch_tokens, serving, tiers)
+        Job(spec, name, cost, budget, time, options.min_branch_tokens, serving, tiers, losses=True)
         for budget in budgets
         for spec in specs
     ]
