@@ -150,7 +150,7 @@ def jobs_of(options: argparse.Namespace, trace: str) -> list[Job]:
     time = _time(options)
     serving = _serving(options)
     return [
-        Job(spec, trace, cost, budget, time, options.min_branch_tokens, serving, tiers)
+        Job(spec, trace, cost, budget, time, options.min_branch_tokens, serving, tiers, losses=True)
         for budget in budgets
         for spec in specs
     ]
