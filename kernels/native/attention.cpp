@@ -225,7 +225,7 @@ void over_many(const Call& c, const Task& task, int head, float* scratch, float*
             for (int i = 0; i < TILE; i++) k[i] = rows_of_keys[j + i];
             for (long d = 0; d < c.width; d++) {
                 Floats x[Z];
-                for (int z = 0; z < Z; z++) x[z] = *(Floats*)(q + d * WIDE + z * LANES);
+                for (int z = 0; z < Z; z++) keep(x[z] = *(Floats*)(q + d * WIDE + z * LANES));
                 for (int i = 0; i < TILE; i++)
                     for (int z = 0; z < Z; z++) s[i][z] += x[z] * k[i][d];
             }
@@ -267,7 +267,7 @@ void over_many(const Call& c, const Task& task, int head, float* scratch, float*
             for (long j = 0; j < count; j++) {
                 const float* v = rows_of_keys[j] + d;
                 Floats x[Z];
-                for (int z = 0; z < Z; z++) x[z] = *(Floats*)(scores + j * WIDE + z * LANES);
+                for (int z = 0; z < Z; z++) keep(x[z] = *(Floats*)(scores + j * WIDE + z * LANES));
                 for (int i = 0; i < TILE; i++)
                     for (int z = 0; z < Z; z++) s[i][z] += x[z] * v[i];
             }

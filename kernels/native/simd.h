@@ -51,6 +51,14 @@ INLINE Floats load(const T* p, long count) {
     memcpy(some, p, count * sizeof(T));
     return load(some);
 }
+// Keeps x in a register where the compiler would read it from memory at each use.
+INLINE void keep(Floats& x) {
+#ifdef __AVX512F__
+    asm("" : "+v"(x));
+#else
+    (void)x;
+#endif
+}
 INLINE void store(float* p, Floats x) { *(Unaligned*)p = x; }
 INLINE void store(float* p, Floats x, long count) {
     if (count >= LANES) {
