@@ -23,6 +23,7 @@ from sglang_hybrid.tiers.exactness import apart_if_exact, is_exact_part
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
 from tests.cache.tiers import TieredServer, build_tiered_cache, mark
+from tests.releases import smaller_copies
 
 SIZES = Sizes(states=7, kv=160, rows=6, context=128)
 EXACT = decode_kv_hints_envelope(with_exact(None))
@@ -98,6 +99,7 @@ class SignedServer(TieredServer):
         self.counted[said, true] += 1
 
 
+@smaller_copies
 @pytest.mark.parametrize("writes", ["write_through", "write_back"])
 def test_nothing_inexact_is_called_exact(writes: str) -> None:
     server = SignedServer(build_tiered_cache(SIZES, options("reuse"), policy=writes), SIZES)

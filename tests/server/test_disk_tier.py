@@ -19,6 +19,7 @@ import requests
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.server_process import ServerProcess
+from tests.releases import smaller_copies
 from tests.server.client import TOLERANCE, ask, hybrid_cache, logprobs, random_prompt
 
 FLAGS = (
@@ -143,6 +144,7 @@ def test_a_restart_finds_kv_and_states(
         assert not lines(server)
 
 
+@smaller_copies
 def test_smaller_copies_are_found_again_under_their_codec_only(
     model: Path, tmp_path: Path, cold: Cold
 ) -> None:

@@ -14,6 +14,7 @@ import requests
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.server_process import ServerProcess
+from tests.releases import smaller_copies
 from tests.server.client import TOLERANCE, ask, logprobs, random_prompt
 
 FLAGS = (
@@ -23,7 +24,7 @@ FLAGS = (
 PROMPTS = [random_prompt(700, seed=seed) for seed in range(5)]
 """More than the device holds, and less than the host does."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), smaller_copies]
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.device_pool_info import (
-    KVBufferLayout,
-    KVBuffers,
-    MambaStateBufferInfo,
-    MHABufferInfo,
-)
+from sglang.srt.mem_cache import device_pool_info
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
@@ -21,6 +16,9 @@ from sglang_hybrid.tiers import coded_rows
 from sglang_hybrid.tiers.codecs import Codec
 from sglang_hybrid.tiers.coded_pools import CodecRefused, coded_kv_pool, coded_state_pool
 from sglang_hybrid.tiers.coded_rows import CodecPlan, CodedRows
+from tests.releases import smaller_copies
+
+pytestmark = smaller_copies
 
 LAYERS, SLOTS, HEADS, DIM, PAGE = 3, 64, 2, 16, 4
 DTYPE = torch.float32
@@ -39,13 +37,13 @@ def exact_again() -> Iterator[None]:
 def kv_pool(**named: Any) -> Any:
     buffers = [tuple(torch.randn(SLOTS, HEADS, DIM) for _ in range(LAYERS)) for _ in "kv"]
     pointers = torch.zeros(LAYERS, dtype=torch.uint64)
-    info = MHABufferInfo(
-        buffers=KVBuffers(
+    info = device_pool_info.MHABufferInfo(
+        buffers=device_pool_info.KVBuffers(
             k=buffers[0],
             v=buffers[1],
             k_data_ptrs=pointers,
             v_data_ptrs=pointers,
-            layout=KVBufferLayout.NHD,
+            layout=device_pool_info.KVBufferLayout.NHD,
         ),
         page_size=PAGE,
         head_num=HEADS,
@@ -74,7 +72,7 @@ def state_pool(**changes: Any) -> Any:
         conv=(torch.randn(LAYERS, 8, 64, 3),),
     )
     return coded_state_pool(MambaPoolHost)(
-        MambaStateBufferInfo(**tensors | changes),
+        device_pool_info.MambaStateBufferInfo(**tensors | changes),
         3.0,
         0,
         device_capacity=8,

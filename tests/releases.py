@@ -1,0 +1,9 @@
+"""Marks for tests of what only some releases of SGLang can do."""
+
+from importlib.metadata import version
+
+import pytest
+
+smaller_copies = pytest.mark.skipif(
+    version("sglang") == "0.5.22", reason="smaller copies need SGLang 0.5.23"
+)
