@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from sglang_hybrid.platforms.cpu_ops import model_steps
+from sglang_hybrid.platforms.native.library import library
 from sglang_hybrid.platforms.native.model_step import MOST_ROWS, Unserved
+from tests.kernels.naive_layers import RMSNorm
 
 ROOT = Path(__file__).parents[2]
 SERVED = ("nemotron-h", "falcon-h1", "granite-hybrid", "mamba2", "falcon-mamba", "transformer")
@@ -135,6 +137,15 @@ def test_models_that_sglang_computes() -> None:
     of_a_pipeline = SimpleNamespace(pp_group=SimpleNamespace(world_size=2))
     assert not model_steps._is_plain_decode(captured, a_batch())
     assert not model_steps._is_plain_decode(of_a_pipeline, a_batch())
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+def test_a_layer_of_another_kind_leaves_the_model_to_sglang() -> None:
+    backend = SimpleNamespace()
+    model = nn.Module()
+    model.norm_f, model.layers = RMSNorm(8), [nn.Linear(8, 8)]
+    found = model_steps._describe(model_steps.nemotron_h, library(), model, backend)
+    assert found is None
 
 
 def test_a_model_with_a_hook_is_not_described() -> None:
