@@ -73,11 +73,7 @@ class TreeMatcher:
         not all that can be matched is on the device, token by token.
         """
         key, core, req = params.key, self._core, params.req
-        if (
-            core.enable_hicache
-            or core.is_eagle
-            or not ON_DEVICE.issuperset(core.components_by_type)
-        ):
+        if not is_plain(core):
             return None
         usable = len(key)
         usable -= usable % core.page_size
@@ -221,6 +217,15 @@ class TreeMatcher:
             depth -= len(node.key)
             node = node.parent
         return node, depth
+
+
+def is_plain(core: UnifiedTreeCore) -> bool:
+    """Whether a tree holds KV and states on the device, token by token, and nothing else."""
+    return (
+        not core.enable_hicache
+        and not core.is_eagle
+        and ON_DEVICE.issuperset(core.components_by_type)
+    )
 
 
 def common_tokens(edge: array[int], prompt: array[int], start: int, end: int) -> int:
