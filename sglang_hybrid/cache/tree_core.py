@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import (
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import InsertStepResult
 
 from sglang_hybrid.cache.inexact import MarkedTreeCore
-from sglang_hybrid.cache.tree_match import TreeMatcher
+from sglang_hybrid.cache.tree_match import TreeMatcher, deepest_within, is_plain
 from sglang_hybrid.config import BACKEND
 
 if TYPE_CHECKING:
@@ -87,19 +87,24 @@ class HybridTreeCore(MarkedTreeCore):
         Nodes that the request holds need neither: their KV is the tree's, and who is evicted is
         decided elsewhere.
         """
-        start, self._start = self._start, None
+        begun, self._start = self._start, None
+        key, value = params.key, params.value
+        start = begun or self._start_of(params)
         if start is None:
             return super().begin_insert(params)
         if self.has_ongoing_insert():
             raise RuntimeError("an insertion began while another one was under way")
         node, depth = start
-        if len(params.key) and params.key.child_key(self.page_size) not in node.children:
-            return self._insert_leaf(node, depth, params)
+        if begun is None:
+            end = len(key) // self.page_size * self.page_size
+            key, value = key[depth:end], value[depth:end]
+        if len(key) and key.child_key(self.page_size) not in node.children:
+            return self._insert_leaf(node, depth, key, value, params)
         self._ongoing_insert_walk_state = _InsertWalkState(
             phase=_InsertPhase.WALK,
             node=node,
-            key=params.key,
-            value=params.value,
+            key=key,
+            value=value,
             params=params,
             priority=params.priority or 0,
             result=InsertResult(prefix_len=0),
@@ -107,12 +112,27 @@ class HybridTreeCore(MarkedTreeCore):
         )
         return self._advance_insert()
 
+    def _start_of(self, params: InsertParams) -> tuple[UnifiedTreeNode, int] | None:
+        """Where an insertion of a whole path may begin, and at how many tokens; None if only SGLang
+        can tell: what the inserter holds may be compared at once, and nothing of it is freed.
+        """
+        if (
+            not is_plain(self)
+            or self.enable_external_cache_linker
+            or params.value is None
+            or len(params.key) < self.page_size
+            or params.rotation_base is not None
+            or params.track_adopted_ranges
+        ):
+            return None
+        return deepest_within(self, params.key, min(len(params.key), params.prev_prefix_len))
+
     def _insert_leaf(
-        self, parent: UnifiedTreeNode, depth: int, params: InsertParams
+        self, parent: UnifiedTreeNode, depth: int, key: Any, value: Any, params: InsertParams
     ) -> InsertStepResult:
         """Nothing of the key is there, as is usual below what a request holds: one step does it."""
         priority, session = params.priority or 0, params.session_id
-        leaf = self._add_new_node(parent, params.key, params.value, priority, session)
+        leaf = self._add_new_node(parent, key, value, priority, session)
         result = InsertResult(prefix_len=depth, last_device_node=leaf.id)
         actions: list[Any] = []
         for component in self.components:
