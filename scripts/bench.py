@@ -32,7 +32,7 @@ COMMANDS = (
     *("cache", "rounds", "schedule-round", "victim", "admission"),
     *("policies", "answers", "pools", "tuner", "replay", "tiers-replay"),
     *("prewarm", "pins", "schedule-replay", "prefetch"),
-    *("server", "split", "contexts", "native", "roofline", "profile", "peer"),
+    *("server", "split", "contexts", "native", "peak", "roofline", "profile", "peer"),
     *("ab", "phases", "one-memory", "moves", "tiers", "tier-steps"),
     *("agent", "codecs", "modular", "schedule", "prewarm-server", "loads"),
 )

@@ -48,6 +48,20 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
     return arguments
 
 
+def check_disk(flags: argparse.Namespace, options: HybridConfig) -> None:
+    """Raise `StartupError` for flags of the disk tier on a server that has none."""
+    if flags.enable_hierarchical_cache and flags.hicache_storage_backend == "file":
+        return
+    for name in ("hybrid_disk_folder", "hybrid_disk_mb", "hybrid_warm_start"):
+        value = getattr(options, name)
+        if value:
+            raise StartupError(
+                f"--{name.replace('_', '-')} {value} means nothing without "
+                "--enable-hierarchical-cache and --hicache-storage-backend file; give both, or "
+                "leave it out."
+            )
+
+
 def _choose(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
     ordered = options.hybrid_schedule.is_ours
     asked = flags.radix_cache_backend == BACKEND or options.pinned or ordered

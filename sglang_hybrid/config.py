@@ -185,12 +185,20 @@ class HybridConfig:
     def to_environment(self, environment: MutableMapping[str, str] | None = None) -> None:
         """Put every setting where `from_environment` finds it."""
         environment = os.environ if environment is None else environment
+        environment.update(self._variables())
+
+    def overrides(self, environment: Mapping[str, str]) -> list[str]:
+        """Names of variables of `environment` that say something else than these settings."""
+        ours = self._variables()
+        return [name for name, text in ours.items() if environment.get(name, text) != text]
+
+    def _variables(self) -> dict[str, str]:
+        variables = {}
         for field in fields(self):
             value = getattr(self, field.name)
             text = value.value if isinstance(value, Enum) else str(value)
-            if value is None:
-                text = AUTO_ALPHA
-            environment[_PREFIX + field.name.upper()] = text
+            variables[_PREFIX + field.name.upper()] = AUTO_ALPHA if value is None else text
+        return variables
 
     @classmethod
     def _from(cls, values: dict[str, Any]) -> HybridConfig:

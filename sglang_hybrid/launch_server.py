@@ -69,7 +69,12 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-    from sglang_hybrid.backend import choose_backend, choose_schedule, has_recurrent_state
+    from sglang_hybrid.backend import (
+        check_disk,
+        choose_backend,
+        choose_schedule,
+        has_recurrent_state,
+    )
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform, check_flags
     from sglang_hybrid.platforms.sizing import check_memory
@@ -86,6 +91,10 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     from sglang_hybrid.tenants import KEY_VARIABLE
     from sglang_hybrid.tuner import trace_file
 
+    try:
+        HybridConfig.from_environment()
+    except ValueError as error:  # each plugin would fail at it
+        raise StartupError(str(error).removeprefix(f"{PROGRAM}: ")) from None
     load_plugins()
     parser = _Parser(prog=f"python -m {PROGRAM}.launch_server", description=__doc__)
     HybridConfig.add_flags(parser)
@@ -121,6 +130,13 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_flags(flags)
         check_memory(
             flags.model_path, flags.dtype, flags.max_total_tokens, flags.max_mamba_cache_size
+        )
+    check_disk(flags, options)
+    for name in options.overrides(os.environ):
+        print(
+            f"{PROGRAM}: {name}={os.environ[name]} is for sglang.Engine and has no effect on "
+            f"this launcher; give --{name.removeprefix('SGLANG_').lower().replace('_', '-')}.",
+            flush=True,
         )
     options.to_environment()
     if options.hybrid_record:

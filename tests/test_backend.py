@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_hybrid import backend
-from sglang_hybrid.backend import REFUSED, choose_backend, choose_schedule
+from sglang_hybrid.backend import REFUSED, check_disk, choose_backend, choose_schedule
 from sglang_hybrid.config import Eviction, HybridConfig, Schedule
 from sglang_hybrid.preflight import StartupError
 
@@ -119,6 +119,21 @@ def test_smaller_copies_need_a_cache_that_marks_them(tmp_path: Path) -> None:
         choose_backend(flags(model(tmp_path, HYBRID)), smaller)
     with pytest.raises(StartupError, match="needs the hybrid cache"):
         choose_backend(flags(model(tmp_path, ATTENTION), enable_hierarchical_cache=True), smaller)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("hybrid_disk_folder", "/var/cache/x"), ("hybrid_disk_mb", 100), ("hybrid_warm_start", 64)],
+)
+def test_flags_of_the_disk_need_a_disk(name: str, value: Any) -> None:
+    given = HybridConfig(**{name: value})
+    said = f"^--{name.replace('_', '-')} {value} means nothing without"
+    disk = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
+    check_disk(flags("m", **disk), given)
+    for lack in ({"enable_hierarchical_cache": False}, {"hicache_storage_backend": None}):
+        with pytest.raises(StartupError, match=said):
+            check_disk(flags("m", **(disk | lack)), given)
+        check_disk(flags("m", **(disk | lack)), HybridConfig())
 
 
 def test_a_schedule_of_ours_asks_for_our_cache(tmp_path: Path) -> None:

@@ -128,3 +128,10 @@ def test_a_window_has_room_for_a_request() -> None:
     assert parse("--hybrid-schedule", "window").hybrid_schedule is Schedule.WINDOW
     with pytest.raises(ValueError, match="--hybrid-schedule-window 0 leaves nothing to choose"):
         parse("--hybrid-schedule-window", "0")
+
+
+def test_variables_that_say_something_else_are_found() -> None:
+    environment = {"SGLANG_HYBRID_EVICTION": "marconi", "SGLANG_HYBRID_ADMISSION": "judicious"}
+    assert parse().overrides({"PATH": "/bin"}) == []
+    assert parse().overrides(environment) == ["SGLANG_HYBRID_EVICTION"]
+    assert parse("--hybrid-eviction", "marconi").overrides(environment) == []

@@ -3,13 +3,13 @@
 // keys in pieces: each piece yields partial results, which are merged in the order of the keys. How
 // keys are cut depends on the sequence alone, so a result depends neither on the rest of the batch
 // nor on the number of threads.
-#include <cstdlib>
-#include <vector>
+#include "attention.h"
 
-#include "simd.h"
+#include "scratch.h"
 
 using namespace simd;
 
+namespace attention {
 namespace {
 
 constexpr int ROWS = 64;     // query rows of a block: queries times the heads that share a key head
@@ -18,49 +18,6 @@ constexpr int PIECE = 512;   // keys of a piece
 constexpr int AHEAD = 64;    // keys by which the memory is asked for before they are needed
 constexpr int FEW = 4;       // rows up to which lanes are values of a head instead of rows
 constexpr float NONE = -1e30f;  // the largest score of no keys
-
-struct Call {
-    const float* q;
-    const void *keys, *values;
-    float* out;
-    const float* sinks;
-    const int64_t *slots, *lengths, *counts;
-    long q_stride, key_stride, value_stride, value_head;
-    int sequences, query_heads, heads, width, value_width;
-    float scale, cap;
-    long window;
-    int causal;
-    int group() const { return query_heads / heads; }
-};
-
-// Queries of one sequence over some of its keys, for some key heads; `partial` is the first row of
-// its partial results, -1 where there are no other pieces.
-struct Task {
-    int sequence;
-    long first_query, queries, first_row, begin, end;
-    int head_begin, head_end;
-    long partial;
-};
-
-// Queries whose partial results are merged.
-struct Merge {
-    long first_row, queries, partial, pieces;
-};
-
-struct Scratch {
-    float* data = nullptr;
-    size_t size = 0;
-    float* of(size_t wanted) {
-        if (wanted > size) {
-            free(data);
-            data = (float*)aligned_alloc(64, (wanted * sizeof(float) + 63) / 64 * 64);
-            if (!data) abort();
-            size = wanted;
-        }
-        return data;
-    }
-    ~Scratch() { free(data); }
-};
 
 long up(long n, long unit) { return (n + unit - 1) / unit * unit; }
 
@@ -268,7 +225,7 @@ void over_many(const Call& c, const Task& task, int head, float* scratch, float*
             for (int i = 0; i < TILE; i++) k[i] = rows_of_keys[j + i];
             for (long d = 0; d < c.width; d++) {
                 Floats x[Z];
-                for (int z = 0; z < Z; z++) x[z] = *(Floats*)(q + d * WIDE + z * LANES);
+                for (int z = 0; z < Z; z++) keep(x[z] = *(Floats*)(q + d * WIDE + z * LANES));
                 for (int i = 0; i < TILE; i++)
                     for (int z = 0; z < Z; z++) s[i][z] += x[z] * k[i][d];
             }
@@ -310,7 +267,7 @@ void over_many(const Call& c, const Task& task, int head, float* scratch, float*
             for (long j = 0; j < count; j++) {
                 const float* v = rows_of_keys[j] + d;
                 Floats x[Z];
-                for (int z = 0; z < Z; z++) x[z] = *(Floats*)(scores + j * WIDE + z * LANES);
+                for (int z = 0; z < Z; z++) keep(x[z] = *(Floats*)(scores + j * WIDE + z * LANES));
                 for (int i = 0; i < TILE; i++)
                     for (int z = 0; z < Z; z++) s[i][z] += x[z] * v[i];
             }
@@ -376,6 +333,69 @@ void merge(const Call& c, const Merge& m, const float* partials, int head_begin,
 
 }  // namespace
 
+Plan plan(const Call& c) {
+    Plan found;
+    const long per_block = ROWS / c.group() > 0 ? ROWS / c.group() : 1;
+    long row = 0, partial = 0;
+    for (int s = 0; s < c.sequences; s++) {
+        const long count = c.counts[s], before = c.lengths[s] - count;
+        for (long first = 0; first < count; first += per_block) {
+            const long queries = count - first < per_block ? count - first : per_block;
+            const long end = c.causal ? before + first + queries : c.lengths[s];
+            long begin = c.causal && c.window >= 0 ? before + first - c.window : 0;
+            begin = begin < 0 ? 0 : begin;
+            const bool few = count <= per_block;
+            const long piece = few ? PIECE : end - begin;
+            if (!few || end - begin <= piece) {
+                const int step = few ? c.heads : 1;
+                for (int h = 0; h < c.heads; h += step)
+                    found.tasks.push_back(
+                        {s, first, queries, row + first, begin, end, h, h + step, -1});
+                continue;
+            }
+            Merge merge = {row + first, queries, partial, 0};
+            for (long at = begin; at < end; at += piece) {
+                const long stop = at + piece < end ? at + piece : end;
+                found.tasks.push_back(
+                    {s, first, queries, row + first, at, stop, 0, c.heads, partial});
+                partial += queries * c.query_heads;
+                merge.pieces++;
+            }
+            found.merges.push_back(merge);
+        }
+        row += count;
+    }
+    found.partials = partial * row_size(c);
+    return found;
+}
+
+void attend(const Call& c, const Plan& plan, float* partials) {
+    const long wide = up(c.width > c.value_width ? c.width : c.value_width, LANES);
+    const long needed =
+        (up(c.width, LANES) + up(c.value_width, LANES) + KEYS) * ROWS + KEYS * wide;
+    const long per_block = ROWS / c.group() > 0 ? ROWS / c.group() : 1;
+    static thread_local Scratch own;
+    float* scratch = own.of(needed + per_block * c.query_heads * row_size(c));
+    // The longest come first: the last of a causal prefill.
+#pragma omp for schedule(dynamic, 1)
+    for (long i = (long)plan.tasks.size() - 1; i >= 0; i--) {
+        Task task = plan.tasks[i];
+        const bool whole = task.partial < 0;
+        if (whole) task.partial = 0;
+        float* target = whole ? scratch + needed : partials;
+        if (c.bfloat16) run<Bfloat16>(c, task, scratch, target);
+        else run<float>(c, task, scratch, target);
+        if (whole)
+            merge(c, {task.first_row, task.queries, 0, 1}, target, task.head_begin, task.head_end);
+    }
+    if (plan.merges.empty()) return;
+#pragma omp for schedule(static)
+    for (long i = 0; i < (long)plan.merges.size(); i++)
+        merge(c, plan.merges[i], partials, 0, c.heads);
+}
+
+}  // namespace attention
+
 extern "C" void hybrid_attention(const float* q, long q_stride, const void* keys, long key_stride,
                                  const void* values, long value_stride, long value_head,
                                  float* out,
@@ -383,61 +403,14 @@ extern "C" void hybrid_attention(const float* q, long q_stride, const void* keys
                                  const int64_t* counts, int sequences, int query_heads, int heads,
                                  int width, int value_width, float scale, float cap, long window,
                                  int causal, int bfloat16) {
-    const Call c = {q,          keys,        values, out,   sinks,       slots, lengths,
-                    counts,     q_stride,    key_stride,    value_stride, value_head, sequences,
-                    query_heads, heads,      width,  value_width, scale, cap,   window, causal};
-    std::vector<Task> tasks;
-    std::vector<Merge> merges;
-    const long per_block = ROWS / c.group() > 0 ? ROWS / c.group() : 1;
-    long row = 0, partial = 0;
-    for (int s = 0; s < sequences; s++) {
-        const long count = counts[s], before = lengths[s] - count;
-        for (long first = 0; first < count; first += per_block) {
-            const long queries = count - first < per_block ? count - first : per_block;
-            const long end = causal ? before + first + queries : lengths[s];
-            long begin = causal && window >= 0 ? before + first - window : 0;
-            begin = begin < 0 ? 0 : begin;
-            const bool few = count <= per_block;
-            const long piece = few ? PIECE : end - begin;
-            if (!few || end - begin <= piece) {
-                const int step = few ? heads : 1;
-                for (int h = 0; h < heads; h += step)
-                    tasks.push_back({s, first, queries, row + first, begin, end, h, h + step, -1});
-                continue;
-            }
-            Merge merge = {row + first, queries, partial, 0};
-            for (long at = begin; at < end; at += piece) {
-                const long stop = at + piece < end ? at + piece : end;
-                tasks.push_back({s, first, queries, row + first, at, stop, 0, heads, partial});
-                partial += queries * query_heads;
-                merge.pieces++;
-            }
-            merges.push_back(merge);
-        }
-        row += count;
-    }
+    const attention::Call c = {
+        q,        keys,        values,     out,          sinks,      slots,       lengths,
+        counts,   q_stride,    key_stride, value_stride, value_head, sequences,   query_heads,
+        heads,    width,       value_width, scale,       cap,        window,      causal,
+        bfloat16};
+    const attention::Plan plan = attention::plan(c);
     static thread_local Scratch results;
-    float* partials = results.of(partial * row_size(c));
-    const long wide = up(width, LANES) > up(value_width, LANES) ? up(width, LANES) : up(value_width, LANES);
-    const long needed = (up(width, LANES) + up(value_width, LANES) + KEYS) * ROWS + KEYS * wide;
-    const long n = tasks.size(), m = merges.size();
-#pragma omp parallel if (n > 1)
-    {
-        static thread_local Scratch own;
-        float* scratch = own.of(needed + per_block * query_heads * row_size(c));
-        // The longest come first: the last of a causal prefill.
-#pragma omp for schedule(dynamic, 1)
-        for (long i = n - 1; i >= 0; i--) {
-            Task task = tasks[i];
-            const bool whole = task.partial < 0;
-            if (whole) task.partial = 0;
-            float* target = whole ? scratch + needed : partials;
-            if (bfloat16) run<Bfloat16>(c, task, scratch, target);
-            else run<float>(c, task, scratch, target);
-            if (whole)
-                merge(c, {task.first_row, task.queries, 0, 1}, target, task.head_begin, task.head_end);
-        }
-#pragma omp for schedule(static)
-        for (long i = 0; i < m; i++) merge(c, merges[i], partials, 0, heads);
-    }
+    float* partials = results.of(plan.partials);
+#pragma omp parallel if (plan.tasks.size() > 1)
+    attention::attend(c, plan, partials);
 }

@@ -36,6 +36,13 @@ INLINE float one(const Bfloat16* p) {
     memcpy(&x, &word, 4);
     return x;
 }
+INLINE void put(float* p, float x) { *p = x; }
+// Rounded to the nearest, to even in the middle.
+INLINE void put(Bfloat16* p, float x) {
+    uint32_t word;
+    memcpy(&word, &x, 4);
+    p->bits = (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
+}
 // The first `count` values, then zeros; reads nothing behind them.
 template <class T>
 INLINE Floats load(const T* p, long count) {
@@ -43,6 +50,14 @@ INLINE Floats load(const T* p, long count) {
     T some[LANES] = {};
     memcpy(some, p, count * sizeof(T));
     return load(some);
+}
+// Keeps x in a register where the compiler would read it from memory at each use.
+INLINE void keep(Floats& x) {
+#ifdef __AVX512F__
+    asm("" : "+v"(x));
+#else
+    (void)x;
+#endif
 }
 INLINE void store(float* p, Floats x) { *(Unaligned*)p = x; }
 INLINE void store(float* p, Floats x, long count) {

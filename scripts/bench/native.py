@@ -33,7 +33,7 @@ KINDS = ("native", "torch")
 def switch() -> Callable[[str], None]:
     """What sets the kind of kernels that every later step takes."""
     from sglang_hybrid.platforms.attention import HybridCpuAttnBackend
-    from sglang_hybrid.platforms.cpu_ops import linear, steps
+    from sglang_hybrid.platforms.cpu_ops import linear, model_steps, steps
     from sglang_hybrid.platforms.native.library import library
 
     found = library()
@@ -43,7 +43,7 @@ def switch() -> Callable[[str], None]:
 
     def take(kind: str) -> None:
         kernels = found if kind == "native" else None
-        for module in (linear, steps):
+        for module in (linear, model_steps, steps):
             module.library = lambda: kernels  # type: ignore[attr-defined]
         for backend in backends:
             backend._native = kernels

@@ -66,7 +66,8 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
     def __init__(self, *args: Any, waiting_queue: list[Req], **kwargs: Any) -> None:
         super().__init__(*args, waiting_queue=waiting_queue, **kwargs)
         self._promised = 0  # slots of requests already in this batch
-        self._running = 0 if self.running_batch is None else len(self.running_batch.reqs)
+        running = [] if self.running_batch is None else self.running_batch.reqs
+        self._running = sum(not req.finished() for req in running)
         self.tree_cache.slots.reserve(self._running)
         self._unlimited = self.rem_chunk_tokens is None and self.tree_cache.splits_prefills
         if self._unlimited:

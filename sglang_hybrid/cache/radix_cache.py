@@ -350,6 +350,7 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
 
     def on_release(self, req: Req, *args: Any, **kwargs: Any) -> None:
         super().on_release(req, *args, **kwargs)
+        self.slots.ended()
         self.drop_plan(req)
         if self.schedule is not None:
             self.schedule.ended(req)

@@ -43,6 +43,10 @@ class PoolStateSlots:
         """
         self._decoding = requests
 
+    def ended(self) -> None:
+        """One of them ended, or went back to the queue."""
+        self._decoding = max(0, self._decoding - 1)
+
     @property
     def decoding(self) -> int:
         """Requests that run, or will."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 
@@ -86,7 +86,7 @@ class HybridCpuAttnBackend(AttentionBackend):
         """The newest token of every sequence: [b, Hq * Dv] for queries [b, Hq * D]."""
         self._store(layer, forward_batch, k, v, save_kv_cache)
         pool = self._pool(layer)
-        rule = _rule(layer, sinks)
+        rule = rule_of(layer, sinks)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if self._native is not None and native.serves(q, *pool, 1):
             return self._in_one_call(self._native, q, pool, layer, rule)
@@ -115,7 +115,7 @@ class HybridCpuAttnBackend(AttentionBackend):
         """The new tokens of every sequence, packed: [n, Hq * Dv] for queries [n, Hq * D]."""
         self._store(layer, forward_batch, k, v, save_kv_cache)
         pool = self._pool(layer)
-        rule = _rule(layer, sinks)
+        rule = rule_of(layer, sinks)
         window_pool = layer.layer_id in self._window_pool_layers
         in_order = rule.cap > 0 or rule.window is not None
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -140,6 +140,19 @@ class HybridCpuAttnBackend(AttentionBackend):
             prefix = prefix_slots(before, _shortest_span(pool), in_order=in_order)
             out[new] = extend(q[new], own, pool, prefix, rule)[..., : layer.v_head_dim]
         return out.flatten(1)
+
+    def plain_pool(self, layer: RadixAttention) -> Pool | None:
+        """A layer's pool, if all that is done to its rows is to write and read them."""
+        pool = getattr(self.token_to_kv_pool, "full_kv_pool", self.token_to_kv_pool)
+        plain = type(pool).set_kv_buffer is MHATokenToKVPool.set_kv_buffer
+        windows = layer.layer_id in self._window_pool_layers
+        if windows or layer.is_cross_attention or not plain or pool.is_quantized_kv_cache:
+            return None
+        return self._pool(layer)
+
+    def newest(self) -> native.Sequences:
+        """Where the keys of a batch that only decodes lie."""
+        return self._batch.sequences(encoder=False, window_pool=False)
 
     def _in_one_call(
         self, kernels: ctypes.CDLL, q: Tensor, pool: Pool, layer: RadixAttention, rule: Rule
@@ -240,7 +253,8 @@ class _Batch:
         return self._reads[key]
 
 
-def _rule(layer: RadixAttention, sinks: Tensor | None) -> Rule:
+def rule_of(layer: RadixAttention, sinks: Tensor | None = None) -> Rule:
+    """What SGLang's layer says about its scores."""
     causal = not layer.is_cross_attention and layer.attn_type != AttentionType.ENCODER_ONLY
     windowed = causal and layer.sliding_window_size is not None and layer.sliding_window_size > -1
     return Rule(

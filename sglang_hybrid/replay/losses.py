@@ -6,6 +6,7 @@ A position is known by a hash of all tokens up to it, so that what was forgotten
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from enum import Enum
 
 import numpy as np
@@ -53,15 +54,18 @@ class Losses:
         self._depths: Counter[int] = Counter()  # of positions
         self._of_node: dict[Node, int] = {}
 
-    def stored(self, node: Node, position: int) -> None:
-        """`node`, at the position of this hash, has a state."""
-        self._of_node[node] = position
-        self._note(position, node.depth, None)
+    def stored(self, hashes: Hashes, nodes: Iterable[Node]) -> None:
+        """These nodes of a sequence whose prefixes have these hashes [n] have states."""
+        for node in nodes:
+            position = self._of_node[node] = int(hashes[node.depth - 1])
+            self._note(position, node.depth, None)
 
-    def refused(self, position: int, depth: int) -> None:
-        """A state at this position found no room."""
-        if self._why.get(position, Loss.NO_ROOM) is not None:
-            self._note(position, depth, Loss.NO_ROOM)
+    def refused(self, hashes: Hashes, depths: Iterable[int]) -> None:
+        """States at these depths of a sequence found no room."""
+        for depth in depths:
+            position = int(hashes[depth - 1])
+            if self._why.get(position, Loss.NO_ROOM) is not None:
+                self._note(position, depth, Loss.NO_ROOM)
 
     def lost(self, node: Node, from_tier: Tier, below: Tier | None) -> None:
         """No tier has the state of `node` any more; `from_tier` had it last, with `below` next."""

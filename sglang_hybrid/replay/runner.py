@@ -21,7 +21,7 @@ from sglang_hybrid.core.systems import Setting, Spec
 from sglang_hybrid.replay import systems  # noqa: F401, it registers them
 from sglang_hybrid.replay.baselines import BlockCache
 from sglang_hybrid.replay.future import Oracle
-from sglang_hybrid.replay.losses import Loss
+from sglang_hybrid.replay.losses import Loss, Losses
 from sglang_hybrid.replay.simulator import Outcome
 from sglang_hybrid.replay.tier_budgets import TierBudgets, TierCounts
 from sglang_hybrid.replay.tier_simulator import TieredSimulator
@@ -39,7 +39,8 @@ Floats = npt.NDArray[np.float64]
 class Job:
     """One system on one trace. trace: its name among the runner's. time: None to serve request
     after request, each at once, as the paper does. serving: how the server runs that policies are
-    replayed in, None for the paper's rules. tiers: what there is instead of `budget`.
+    replayed in, None for the paper's rules. tiers: what there is instead of `budget`. losses: find
+    out where hits are lost in tiers.
     """
 
     spec: Spec
@@ -50,6 +51,7 @@ class Job:
     min_branch_tokens: int = MIN_BRANCH_TOKENS
     serving: Serving | None = None
     tiers: TierBudgets | None = None
+    losses: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Result:
 
     chosen: the options that were best in hindsight. blocks: stored, KV reused, states reused, of a
     cache of blocks. tiers: what the tiers of a cache in tiers did. lost: tokens that it would have
-    hit if it had lost no state, by why it had not.
+    hit if it had lost no state, by why it had not, where the job asks for it.
     """
 
     job: Job
@@ -155,6 +157,8 @@ class Runner:
         )
         begin = time.perf_counter()
         cache = spec.build(setting)
+        if job.losses and isinstance(cache, TieredSimulator):
+            cache.losses = Losses()
         outcomes: list[Outcome]
         ttft: list[float] = []
         if job.time is None:
@@ -167,7 +171,7 @@ class Runner:
             outcomes = [one.outcome for one in served]
             ttft = [one.ttft for one in served]
         lost = None
-        if isinstance(cache, TieredSimulator):
+        if isinstance(cache, TieredSimulator) and cache.losses is not None:
             lost = {loss.value: cache.losses.tokens[loss] for loss in Loss}
         blocks = None
         if isinstance(cache, BlockCache):

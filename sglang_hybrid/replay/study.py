@@ -103,7 +103,7 @@ class Study:
         return sizes, {name: [rates[size] for size in sizes] for name, rates in whole.items()}
 
     def _plan(self) -> None:
-        base = replace(self.first, budget=self.middle)
+        base = replace(self.first, budget=self.middle, losses=False)
         tiered = self.first.tiers is not None
         specs = [job.spec for job in self.jobs if job.budget == self.middle]
         for spec in [spec for spec in specs if spec.name in SWEPT] or specs[:3]:

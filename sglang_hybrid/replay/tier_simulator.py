@@ -35,8 +35,11 @@ class TieredSimulator(Simulator):
 
     policies: one for each tier that there is, the fastest first. room: what each of them holds, one
     number of bytes for KV and states unless something else is given; a tier in two pools needs a
-    policy in state_policies too.
+    policy in state_policies too. losses: where hits are lost; None unless it is set before the
+    first request, since it takes a hash of every prefix.
     """
+
+    losses: Losses | None = None
 
     def __init__(
         self,
@@ -53,7 +56,6 @@ class TieredSimulator(Simulator):
         self.tiers = tiers
         self.rates = Rates(speeds)
         self.counts = TierCounts()
-        self.losses = Losses()
         present = tiers.present
         self.room: dict[Tier, int | Split] = dict(
             zip(present, room or [tiers.sizes[tier] for tier in present], strict=True)
@@ -108,9 +110,10 @@ class TieredSimulator(Simulator):
         return found
 
     def _count_lost(self, ticket: Ticket) -> None:
-        request = ticket.request
-        usable = request.tokens[: request.input_len - 1]
-        self.losses.request(prefix_hashes(usable, request.tenant), ticket.outcome.hit_len)
+        if self.losses is not None:
+            request = ticket.request
+            usable = request.tokens[: request.input_len - 1]
+            self.losses.request(prefix_hashes(usable, request.tenant), ticket.outcome.hit_len)
 
     def _resume(self, path: list[Node], prompt_len: int, touched: list[Node]) -> tuple[Node, float]:
         known = list(ways(path, prompt_len, self.cost, self.rates.speeds))
@@ -208,15 +211,14 @@ class TieredSimulator(Simulator):
         missing = [node for node in path if not copies_of(node).has_kv(Tier.DEVICE)]
         kv = len(tokens) - matched + sum(node.tokens for node in missing)
         new = {end for end, kind in ends.items() if kind and end not in stored}
-        hashes = prefix_hashes(tokens, tenant)
         if self._make_room(kv, len(new), path):
             tier = Tier.DEVICE
             kept = self._grow_path(tokens, path, path, matched, ends, tenant)
         else:  # written down from the memory of the request itself
             tier, kv = self.tiers.present[1], len(tokens) - matched
             if not self._make_room_in(tier, kv, len(new), path):
-                for depth in new:
-                    self.losses.refused(int(hashes[depth - 1]), depth)
+                if self.losses is not None:
+                    self.losses.refused(prefix_hashes(tokens, tenant), new)
                 return path
             self.counts.written[tier] += self._bytes(kv, len(new))
             kept = self._grow_path(tokens, path, path, matched, ends, tenant)
@@ -225,7 +227,9 @@ class TieredSimulator(Simulator):
                 self.placement.add_kv(node, tier)
             if node.depth in new:
                 self.placement.add_state(node, tier)
-                self.losses.stored(node, int(hashes[node.depth - 1]))
+        if self.losses is not None:
+            made = [node for node in kept if node.depth in new]
+            self.losses.stored(prefix_hashes(tokens, tenant), made)
         return kept
 
     # Room in a tier.
@@ -316,7 +320,7 @@ class TieredSimulator(Simulator):
         if unit.state:
             self.placement.drop_state(node, tier)
             if not node.has_state:
-                self.losses.lost(node, tier, self.tiers.below(tier))
+                self._lost(node, tier)
         if unit.kv:
             self.placement.drop_kv(node, tier)
 
@@ -385,13 +389,18 @@ class TieredSimulator(Simulator):
         for child in list(node.children.values()):
             self._remove(child, last)
         copies = copies_of(node)
-        self.losses.lost(node, last, self.tiers.below(last))
+        self._lost(node, last)
         for tier in self.room:
             self.placement.drop_state(node, tier)
         for tier in self.room:
             self.placement.drop_kv(node, tier)
         assert not copies.kv
         self.tree.remove(node)
+
+    def _lost(self, node: Node, last: Tier) -> None:
+        """No tier has the state of `node` any more; `last` had it."""
+        if self.losses is not None:
+            self.losses.lost(node, last, self.tiers.below(last))
 
     def _is_worth(self, history_match: HistoryMatch, prefill: Prefill) -> bool:
         """Always: what it pushes out finds room in another tier."""

@@ -120,3 +120,19 @@ def test_a_request_that_does_not_fit_is_counted_once_it_does() -> None:
     it.finish(holder)
     assert it.admit(waiting)
     assert it.cache.stats.skipped["micro_branch"] - before[0].get("micro_branch", 0) == 1
+
+
+def test_a_request_that_ends_reserves_nothing() -> None:
+    """Room is left for the next steps of requests that run, not of those that ran last."""
+    it = server()
+    it.serve(run(40), [7])
+    assert it.cache.slots.decoding == 0
+    first, second = (it.arrive(run(40, seed)) for seed in (1, 2))
+    for req in (first, second):
+        assert it.admit(req)
+        it.prefill_step(req)
+    it.cache.slots.reserve(2)
+    it.finish(first)
+    assert it.cache.slots.decoding == 1
+    it.retract(second)
+    assert it.cache.slots.decoding == 0

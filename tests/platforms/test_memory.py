@@ -1,5 +1,7 @@
 """Memory of the machine, or of the container if that has less."""
 
+import os
+import platform
 import resource
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from sglang_hybrid.platforms import memory
 
@@ -86,3 +89,40 @@ def test_freed_memory_is_used_again() -> None:
         if faults[-1] < 3 * pages_of_one:
             break
     assert min(faults) < 3 * pages_of_one
+
+
+COMPILED = """
+import ctypes, torch
+numbers = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+class Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in numbers]
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = Mallinfo2
+def used():
+    found = mallinfo2()
+    return found.uordblks + found.hblkhd
+product = torch.ops.mkldnn._linear_pointwise.default
+weight, x = torch.randn(768, 256), torch.randn(400, 256)
+product(x, weight, None, "none", [], "")
+before = used()
+for rows in range(20, 320): product(x[:rows], weight, None, "none", [], "")
+print((used() - before) >> 20)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available() or platform.libc_ver()[0] != "glibc",
+    reason="about oneDNN, and counted by glibc",
+)
+def test_kernels_for_each_length_are_kept_up_to_the_size_of_two_caches() -> None:
+    """What docs/robustness.md says of the memory of a scheduler."""
+    names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    grown = []
+    for capacity in ("1024", "16"):
+        environment = os.environ | dict.fromkeys(names, capacity)
+        command = [sys.executable, "-c", COMPILED]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        grown.append(int(done.stdout))
+    assert grown[1] < grown[0] / 4, grown

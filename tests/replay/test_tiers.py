@@ -5,6 +5,7 @@ knows tokens and no tree.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ from sglang_hybrid.core.serving import Split
 from sglang_hybrid.core.table import Table
 from sglang_hybrid.core.tier_pool import TierPool
 from sglang_hybrid.core.waiting import Bound
-from sglang_hybrid.replay import generators
-from sglang_hybrid.replay.losses import Loss, prefix_hashes
+from sglang_hybrid.replay import generators, tier_simulator
+from sglang_hybrid.replay.losses import Loss, Losses, prefix_hashes
+from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.systems import Setting, Spec, systems
 from sglang_hybrid.replay.tier_budgets import TierBudgets, TierCounts
 from sglang_hybrid.replay.tier_simulator import TieredSimulator
@@ -172,6 +174,7 @@ def test_what_is_lost_is_what_the_deepest_state_there_ever_was_would_have_saved(
         sizes = (6_000, 8_000, 0)
     requests = traffic(9, 80)
     cache = build(name, sizes, requests)
+    losses = cache.losses = Losses()
     plain = PlainTiers(cache, monkeypatch)
     ever: set[Prefix] = set()
     lost = 0
@@ -179,14 +182,28 @@ def test_what_is_lost_is_what_the_deepest_state_there_ever_was_would_have_saved(
         tokens = (hash(one.tenant), *one.tokens[: one.input_len - 1].tolist())
         had = max((d for d in range(1, len(tokens)) if tokens[: d + 1] in ever), default=0)
         outcome = cache.serve(one)
-        assert cache.losses.reachable[-1] >= max(had, outcome.hit_len)
-        if cache.losses.tokens[Loss.NO_ROOM] == 0:
-            assert cache.losses.reachable[-1] == max(had, outcome.hit_len)
-        lost += cache.losses.reachable[-1] - outcome.hit_len
+        assert losses.reachable[-1] >= max(had, outcome.hit_len)
+        if losses.tokens[Loss.NO_ROOM] == 0:
+            assert losses.reachable[-1] == max(had, outcome.hit_len)
+        lost += losses.reachable[-1] - outcome.hit_len
         ever = ever.union(*plain.states.values())
-    assert lost == sum(cache.losses.tokens.values()) > 0
+    assert lost == sum(losses.tokens.values()) > 0
     lowest = list(cache.room)[-1]
-    assert cache.losses.tokens[Loss.HOST if lowest is HOST else Loss.DISK]
+    assert losses.tokens[Loss.HOST if lowest is HOST else Loss.DISK]
+
+
+def test_hits_that_are_lost_are_looked_for_only_where_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = Runner({"traffic": traffic(9, 80)})
+    tiers = TierBudgets.of(3_000, 5_000)
+    job = Job(Spec("lru"), "traffic", COST, None, tiers=tiers, losses=True)
+    asked = runner.run(job)
+    assert sum((asked.lost or {}).values()) > 0
+    monkeypatch.setattr(tier_simulator, "prefix_hashes", None)
+    not_asked = runner.run(replace(job, losses=False))
+    assert not_asked.lost is None
+    assert not_asked.hit_len.tolist() == asked.hit_len.tolist()
 
 
 def test_a_hash_of_a_prefix_is_its_own() -> None:

@@ -107,10 +107,23 @@ def test_pools_are_read_from_the_servers_log() -> None:
     )
 
 
-def test_pairs_are_compared_request_by_request() -> None:
-    """The median of ratios, which one slow request does not move."""
+def test_pairs_are_compared_by_what_each_request_prefills(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Requests that prefill half as many tokens, and one that prefills more, apart. The first
+    configuration takes 0.1 s per request and 0.01 s per new token.
+    """
     first = Result(Configuration("SGLang", (), ours=False))
-    first.outcomes = [Outcome(10, 0, ttft) for ttft in (1.0, 2.0, 100.0)]
+    first.outcomes = [Outcome(90, 0, 1.0), Outcome(190, 0, 2.0), Outcome(50, 30, 0.3)]
+    first.outcomes += [Outcome(40, 0, 0.5), Outcome(9, 0, 0.19)]
     ours = Result(Configuration("ours", (), ours=True))
-    ours.outcomes = [Outcome(10, 5, 0.5), Outcome(10, 5, 1.0), Outcome(error="timed out")]
-    assert "ours: a request's time to first token is 0.50x" in ab.against_the_first([first, ours])
+    ours.outcomes = [Outcome(90, 50, 0.5), Outcome(190, 100, 1.3), Outcome(50, 10, 0.6)]
+    ours.outcomes += [Outcome(error="timed out"), Outcome(9, 0, 0.19)]
+    ab.against_the_first([first, ours])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| ours | at most half as many | 2 | 130 / 280 (0.46x) | 1.8 / 3.0 s (0.60x) | 0.50x "
+        "| 0.57x |",
+        "| ours | as many | 1 | 9 / 9 (1.00x) | 0.2 / 0.2 s (1.00x) | 1.00x | 1.00x |",
+        "| ours | more | 1 | 40 / 20 (2.00x) | 0.6 / 0.3 s (2.00x) | 1.67x | 2.00x |",
+        "| ours | all | 4 | 179 / 309 (0.58x) | 2.6 / 3.5 s (0.74x) | 0.63x | 0.82x |",
+    ]

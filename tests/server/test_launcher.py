@@ -144,6 +144,12 @@ def test_other_mistakes_end_in_one_sentence(flags: str, said: str) -> None:
     assert said in launch(*flags.split())
 
 
+@pytest.mark.slow
+def test_a_variable_that_says_no_policy_is_one_sentence_too() -> None:
+    said = launch(environment={"SGLANG_HYBRID_EVICTION": "fifo"})
+    assert "'fifo'" in said and "(from the environment)" in said
+
+
 def test_what_a_child_process_dies_of_is_one_sentence_too(tmp_path: Path) -> None:
     """An adapter that looks like one until a scheduler loads it."""
     (tmp_path / "adapter_config.json").write_text("{}")

@@ -76,8 +76,9 @@ def test_hits_on_smaller_copies_say_so(int8: ServerProcess) -> None:
             assert 0 < largest_error(answer, right) < 0.5
             again = ask(int8.url, [*prompt, 301, 302], 4)
             assert said(again)["exact"] is False, "what was computed behind it is as inexact"
-        else:
-            assert said(answer)["exact"] is (answer["meta_info"]["cached_tokens"] == 0)
+        else:  # computed again, or still on the device
+            assert said(answer)["exact"]
+            assert largest_error(answer, right) < TOLERANCE
     assert loaded >= 3
 
 

@@ -28,9 +28,9 @@ ROUNDS = 6
 """Each ends with an empty server and a flush; objects are compared from the end of the second."""
 
 WARM = 1_500
-"""Requests after which memory is compared. Until then new shapes of batches still take memory that
-is kept: 2,774, 2,833, 2,851, 2,858, 2,862 and 2,871 MB were seen after each 500. In runs that are
-not longer, only objects are compared."""
+"""Requests after which memory is compared. Until then oneDNN compiles kernels for new lengths, as
+many as its caches hold (docs/robustness.md): 2,774, 2,833, 2,851, 2,858, 2,862 and 2,871 MB were
+seen after each 500. In runs that are not longer, only objects are compared."""
 
 RUNNING = 8
 FLAGS = (

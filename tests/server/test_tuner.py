@@ -145,3 +145,34 @@ def test_policies_are_compared_in_one_memory(model_directory: Callable[[str], Pa
     assert (seen["tuner"]["failures"], seen["tuner"]["last_failure"]) == (0, "")
     assert len(seen["tuner"]["regret"]) == len(CANDIDATES)
     assert "Traceback" not in log
+
+
+def test_policies_are_compared_in_tiers(
+    model_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """With host memory and a disk below the device: a search replays them too, and clients are
+    answered from all of them meanwhile.
+    """
+    model, disk = model_directory(DEFAULT_ARCHITECTURE), tmp_path / "disk"
+    flags = ["--model-path", str(model), *FLAGS, "--enable-cache-report"]
+    flags += ["--enable-hierarchical-cache", "--hicache-ratio", "1.5"]
+    flags += ["--hicache-storage-backend", "file", "--hybrid-disk-folder", str(disk)]
+    flags += ["--hicache-storage-backend-extra-config", '{"prefetch_threshold": 32}']
+    with ServerProcess(flags, environment=CHECKED) as server:
+        prompts = conversations(2 * WINDOW)
+        for at in range(0, len(prompts), 10):
+            send(server, prompts[at : at + 10])
+            if hybrid_cache(server.url)["tuner"]["runs"]:
+                break
+        until(lambda: hybrid_cache(server.url)["tuner"]["runs"] >= 1)
+        send(server, prompts[:40])  # of conversations that the host has forgotten
+        seen = hybrid_cache(server.url)
+        log = server.log.read_text(errors="replace")
+    print(seen)
+    assert (seen["tuner"]["failures"], seen["tuner"]["last_failure"]) == (0, "")
+    assert len(seen["tuner"]["regret"]) == len(CANDIDATES)
+    tiers = seen["tiers"]
+    assert tiers["loads"] > 0
+    assert tiers["held"]["host"]["states"] > 0
+    assert tiers["disk"]["read"] > 0
+    assert "Traceback" not in log

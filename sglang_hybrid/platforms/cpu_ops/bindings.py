@@ -14,6 +14,7 @@ from sglang_hybrid.platforms.cpu_ops import (
     linear,
     mamba1,
     mamba2,
+    model_steps,
     moe,
     pool,
     steps,
@@ -48,7 +49,8 @@ _ALLOCATION = "sglang.srt.mem_cache.allocation"
 _UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
 _LINEAR, _EMBEDDING = "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"
 _QWEN2_MOE = "sglang.srt.models.qwen2_moe"
-_NEMOTRON_H = "sglang.srt.models.nemotron_h"
+_MODELS = "sglang.srt.models"
+_NEMOTRON_H = f"{_MODELS}.nemotron_h"
 _LAYERNORM = "sglang.srt.layers.layernorm"
 _QWEN3_NEXT = "sglang.srt.models.qwen3_next"
 _HOST = "sglang.srt.mem_cache.pool_host"
@@ -76,6 +78,24 @@ BINDINGS: tuple[Binding, ...] = (
     Binding(_MAMBA, "MambaMixer2.forward", steps.mixer_forward, wraps=True),
     Binding(_LAYERNORM, "RMSNorm.forward_native", steps.norm_forward, wraps=True),
     Binding(_NEMOTRON_H, "NemotronHMLP.forward", steps.mlp_forward, wraps=True),
+    Binding(_NEMOTRON_H, "NemotronHModel.forward", model_steps.nemotron_h_forward, wraps=True),
+    Binding(f"{_MODELS}.llama", "LlamaModel.forward", model_steps.llama_forward, wraps=True),
+    Binding(
+        f"{_MODELS}.granitemoehybrid",
+        "GraniteMoeHybridModel.forward",
+        model_steps.granite_hybrid_forward,
+        wraps=True,
+    ),
+    Binding(
+        f"{_MODELS}.falcon_h1", "FalconH1Model.forward", model_steps.falcon_h1_forward, wraps=True
+    ),
+    Binding(f"{_MODELS}.mamba2", "Mamba2Model.forward", model_steps.mamba2_forward, wraps=True),
+    Binding(
+        f"{_MODELS}.falcon_mamba",
+        "FalconMambaModel.forward",
+        model_steps.mamba1_forward,
+        wraps=True,
+    ),
     Binding(_BACKEND, "track_mamba_states_if_needed", tracking.track_mamba_states_if_needed),
     Binding(_BACKEND, "track_mamba_states_all_layers", tracking.track_mamba_states_all_layers),
     Binding(_MAMBA1, "selective_state_update", mamba2.selective_state_update),

@@ -31,6 +31,7 @@ SMALLEST_PACKED = 1 << 17
 _ATTRIBUTE = "_onednn_weight"
 _onednn = torch.ops.mkldnn._linear_pointwise.default
 _packed_bytes = 0
+_changes = 0
 
 
 def product(
@@ -90,10 +91,16 @@ def unpack(layer: Any) -> None:
     """Drop the packed copy, which is made again when it is needed next; for SGLang's
     `restore_weights_before_loading`, and for updates without it (patch 0021).
     """
-    global _packed_bytes
+    global _packed_bytes, _changes
+    _changes += 1
     packed = layer.__dict__.pop(_ATTRIBUTE, None)
     if packed is not None:
         _packed_bytes -= layer.weight.numel() * layer.weight.element_size()
+
+
+def changes() -> int:
+    """A number that grows whenever weights were loaded or updated."""
+    return _changes
 
 
 def _packed(layer: Any) -> Tensor | None:
@@ -106,9 +113,9 @@ def _packed(layer: Any) -> Tensor | None:
 
 def _reads_as_stored(x: Tensor, weight: Tensor, rows: int) -> bool:
     """Whether a native product with the weight as it is stored is the fastest."""
-    few = rows == 1 or (rows <= steps.MOST_ROWS and rows * weight.numel() < SMALLEST)
-    plain = x.dtype == weight.dtype == torch.float32 and x.is_contiguous()
-    return few and plain and weight.numel() >= steps.SMALLEST and weight.is_contiguous()
+    known = x.dtype == weight.dtype and weight.dtype in (torch.float32, torch.bfloat16)
+    plain = known and x.is_contiguous() and weight.is_contiguous()
+    return 0 < rows <= steps.MOST_ROWS and plain and weight.numel() >= steps.SMALLEST
 
 
 def _served(x: Tensor, weight: Tensor) -> bool:

@@ -1,8 +1,9 @@
 """Compiles the C++ kernels into a folder of the user's caches, where later processes find them.
 
 The file's name has a hash of all that the machine code depends on: the sources, the flags, torch's
-release (whose OpenMP library it is linked to) and this CPU. So a folder may be shared by machines.
-Nothing of torch is included, which keeps compiling below ten seconds and the interface plain C.
+release (whose OpenMP library it is linked to), the C library and this CPU. So machines may share a
+folder. The file ends with a hash of what is before it: a damaged one is compiled again. Nothing of
+torch is included, which keeps compiling below ten seconds and the interface plain C.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -24,7 +28,10 @@ OPENMP = ("libgomp", "libiomp5", "libomp")
 """Names of OpenMP's libraries, of which torch has loaded one."""
 
 SECONDS = 300
-"""After which a compiler is given up."""
+"""After which a compiler, or another process that compiles, is given up."""
+
+DIGEST_BYTES = hashlib.sha256().digest_size
+"""At the end of a library's file, which the loader does not read."""
 
 
 class NotBuilt(RuntimeError):
@@ -48,12 +55,13 @@ def build(folder: Path | None = None) -> tuple[Path, bool]:
         folder = cache_folder() if folder is None else folder
         library = folder / f"kernels-{key(openmp)}.so"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if library.exists():
-            return _trusted(library), False
+        _check_owner(folder)
+        if _is_whole(library):
+            return library, False
         with open(library.with_suffix(".lock"), "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if library.exists():
-                return _trusted(library), False
+            _wait_for(lock)
+            if _is_whole(library):
+                return library, False
             _compile(library, openmp)
     except (OSError, RuntimeError) as error:
         if isinstance(error, NotBuilt):
@@ -62,13 +70,35 @@ def build(folder: Path | None = None) -> tuple[Path, bool]:
     return library, True
 
 
-def _trusted(library: Path) -> Path:
-    """The library, unless another user could have written it; raises `NotBuilt` then."""
-    for path in (library, library.parent):
-        found = path.stat()
-        if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
-            raise NotBuilt(f"another user may write {path}; remove it, or set XDG_CACHE_HOME")
-    return library
+def _wait_for(lock: IO[str]) -> None:
+    """Returns with the lock; raises `NotBuilt` if another process has it for too long."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise NotBuilt(f"another process has held {lock.name} for {SECONDS} s") from None
+            time.sleep(0.1)
+
+
+def _check_owner(path: Path) -> None:
+    """Raises `NotBuilt` if another user could have written it."""
+    found = path.stat()
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+        raise NotBuilt(f"another user may write {path}; remove it, or set XDG_CACHE_HOME")
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether it is there and as it was compiled, and not cut off by a crash or a full disk: parts
+    that are missing would end the process when they are called. Raises `NotBuilt` if another user
+    could have written it.
+    """
+    if not library.exists():
+        return False
+    _check_owner(library)
+    content = library.read_bytes()
+    return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
 
 
 def key(openmp: Path) -> str:
@@ -76,7 +106,7 @@ def key(openmp: Path) -> str:
     found = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         found.update(source.name.encode() + b"\0" + source.read_bytes())
-    for part in (*FLAGS, torch.__version__, str(openmp), cpu()):
+    for part in (*FLAGS, torch.__version__, str(openmp), *platform.libc_ver(), cpu()):
         found.update(part.encode() + b"\0")
     return found.hexdigest()[:20]
 
@@ -115,13 +145,22 @@ def _compile(library: Path, openmp: Path) -> None:
             _run([compiler, *FLAGS, "-c", str(source), "-o", str(objects[-1])])
         built = Path(scratch) / library.name
         _run([compiler, "-shared", *map(str, objects), str(openmp), "-o", str(built)])
+        with open(built, "ab") as file:
+            file.write(hashlib.sha256(built.read_bytes()).digest())
         built.chmod(0o755)
         os.replace(built, library)
 
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            env=os.environ | {"LC_ALL": "C"},  # its messages, so that an error is found in them
+            timeout=SECONDS,
+        )
     except subprocess.TimeoutExpired as error:
         raise NotBuilt(f"{command[0]} took more than {SECONDS} s") from error
     if done.returncode:

@@ -1,4 +1,5 @@
-"""Decode steps in C++ (``kernels/native/steps.cpp``): a few rows, float32, one call per layer.
+"""Decode steps in C++ (``kernels/native/steps.cpp``): a few rows, one call per layer, float32; and
+products with weights in float32 or bfloat16.
 
 Plain twins: ``torch.nn.functional.linear``, SGLang's own forward functions, and with them the
 functions of ``cpu_ops/mamba2.py``. None where a function does not serve what it was given.
@@ -13,31 +14,38 @@ import torch
 from torch import Tensor
 
 MOST_ROWS = 16
-"""Rows of a batch up to which a layer's small operations are computed here."""
-
-ROWS_OF_PRODUCTS = 2
-"""Rows up to which a product reads its weight as it is stored. With more, oneDNN's packed copy is
-faster."""
+"""Rows of a batch up to which products and a layer's small operations are computed here. With more,
+oneDNN's packed copies of weights are faster."""
 
 SMALLEST = 1 << 13
 """Values of a weight below which torch's own call is shorter."""
 
 
 def product(kernels: ctypes.CDLL, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias``: x [..., K] contiguous, weight [N, K], bias [N]."""
+    """``x @ weight.T + bias``: x [..., K] and weight [N, K] contiguous, in float32 or bfloat16,
+    bias [N]. Sums are in float32, the result is of x's type.
+    """
     outputs, inputs = weight.shape
     rows = x.numel() // inputs
-    y = x.new_empty(*x.shape[:-1], outputs)
+    given, offset = x.float(), None if bias is None else bias.float()
+    y = given.new_empty(*x.shape[:-1], outputs)
     kernels.hybrid_product(
-        x.data_ptr(), rows, weight.data_ptr(), _address(bias), outputs, inputs, y.data_ptr()
+        given.data_ptr(),
+        rows,
+        weight.data_ptr(),
+        _address(offset),
+        outputs,
+        inputs,
+        int(weight.dtype == torch.bfloat16),
+        y.data_ptr(),
     )
-    return y
+    return y.to(x.dtype)
 
 
 def mlp(kernels: ctypes.CDLL, block: Any, x: Tensor) -> Tensor | None:
     """``down(relu(up(x)) ** 2)``, for SGLang's `NemotronHMLP`: [b, D] for x [b, D]."""
     up, down = block.up_proj, block.down_proj
-    if not _few(x, ROWS_OF_PRODUCTS) or not (_is_whole(up) and _is_whole(down)):
+    if not _few(x, MOST_ROWS) or not (is_whole(up) and is_whole(down)):
         return None
     inner, width = up.weight.shape
     hidden, y = x.new_empty(x.shape[0], inner), torch.empty_like(x)
@@ -101,7 +109,7 @@ def mamba2(
         return None
     rows, heads, groups = x.shape[0], mixer.num_heads, mixer.n_groups
     width, size, inner = mixer.head_dim, mixer.ssm_state_size, mixer.intermediate_size
-    whole = rows <= ROWS_OF_PRODUCTS and _is_whole(mixer.in_proj) and _is_whole(mixer.out_proj)
+    whole = is_whole(mixer.in_proj) and is_whole(mixer.out_proj)
     conv_width = inner + 2 * groups * size
     scratch = x.new_empty(rows * (conv_width + inner))
     mixed = scratch[rows * conv_width :].view(rows, inner)
@@ -164,14 +172,15 @@ def _serves(mixer: Any, windows: Tensor, states: Tensor, scale: Tensor | None) -
     )
 
 
-def _is_whole(layer: Any) -> bool:
-    """Whether a layer's product is that of its own float32 weight and nothing else."""
+def is_whole(layer: Any, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a layer's product is that of its own weight of this type and nothing else."""
     method = type(getattr(layer, "quant_method", None)).__name__
     return (
         method == "UnquantizedLinearMethod"
         and layer.weight.shape == (layer.output_size, layer.input_size)  # no rank has the rest
         and not layer.skip_bias_add
-        and _plain(layer.weight)
+        and layer.weight.dtype == dtype
+        and layer.weight.is_contiguous()
     )
 
 

@@ -1,0 +1,305 @@
+"""Models of SGLang whose decode steps the native kernels compute in one call for all layers.
+
+Each model is described once, after its weights were loaded. Whatever a description does not know
+(adapters, quantized weights, ranks, hooks, experts) leaves the model to SGLang's own forward.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_hybrid.platforms.cpu_ops import linear
+from sglang_hybrid.platforms.cpu_ops.tracking import track_mamba_states_if_needed
+from sglang_hybrid.platforms.native.library import library
+from sglang_hybrid.platforms.native.model_step import (
+    MOST_ROWS,
+    Activation,
+    NativeModel,
+    Place,
+    Unserved,
+)
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_native_model"
+
+
+class Description:
+    """The layers of one of SGLang's models, given to the kernels one by one."""
+
+    def __init__(self, kernels: ctypes.CDLL, model: Any, norm: Any, backend: Any) -> None:
+        for module in model.modules():
+            if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+                raise Unserved(f"a {type(module).__name__} with a hook")
+        self.native = NativeModel(kernels, norm, norm.weight.dtype)
+        self.recurrent: list[tuple[int, Any]] = []  # layers, and their states
+        self.attending: list[int] = []
+        self._full = getattr(backend, "full_attn_backend", backend)
+        self._linear = getattr(backend, "linear_attn_backend", backend)
+
+    def mamba2(self, place: Place, mixer: Any, layer: int, scale: Tensor | None = None) -> None:
+        self.native.mamba2(place, mixer, self._states(layer), scale)
+
+    def mamba1(self, place: Place, mixer: Any, layer: int) -> None:
+        self.native.mamba1(place, mixer, self._states(layer))
+
+    def _states(self, layer: int) -> Any:
+        if getattr(self._linear, "enable_unified_memory", True):
+            raise Unserved("states behind a table of addresses")
+        cache = self._linear.req_to_token_pool.mamba2_layer_cache(layer)
+        self.recurrent.append((layer, cache))
+        return cache
+
+    def attention(
+        self, place: Place, block: Any, rotary: Any = None, key_scale: float = 1.0
+    ) -> None:
+        """For a ``block`` with `qkv_proj`, `attn` and `o_proj`."""
+        from sglang_hybrid.platforms.attention import HybridCpuAttnBackend, rule_of
+
+        if not isinstance(self._full, HybridCpuAttnBackend):
+            raise Unserved("another attention backend")
+        layer = block.attn
+        pool = self._full.plain_pool(layer)
+        if pool is None:
+            raise Unserved("keys and values in a pool of another kind")
+        heads = layer.tp_q_head_num, layer.tp_k_head_num
+        self.native.attention(
+            place, block.qkv_proj, block.o_proj, heads, *pool, rule_of(layer), rotary, key_scale
+        )
+        self.attending.append(layer.layer_id)
+
+    def wait(self) -> None:
+        """Until copies into the pools that the layers read have arrived."""
+        layers = [layer for layer, _ in self.recurrent]
+        for backend, wanted in ((self._linear, layers), (self._full, self.attending)):
+            for name in ("req_to_token_pool", "token_to_kv_pool"):
+                pool: Any = getattr(backend, name, None)
+                counter = getattr(pool, "layer_transfer_counter", None)
+                if counter is not None:
+                    for layer in wanted:
+                        counter.wait_until(layer - pool.start_layer)
+
+    def step(self, x: Tensor, positions: Tensor, forward_batch: Any) -> Tensor:
+        """One token of every sequence through all layers: [b, D] for embeddings x [b, D]."""
+        self.wait()
+        states = self._linear.forward_metadata if self.recurrent else None
+        y = self.native.step(
+            x,
+            None if states is None else states.mamba_cache_indices,
+            forward_batch.out_cache_loc,
+            positions,
+            self._full.newest() if self.attending else None,
+        )
+        mask = forward_batch.mamba_track_mask
+        if states is not None and mask is not None and bool(mask.any()):
+            rows = x.shape[0]
+            for _, cache in self.recurrent:
+                track_mamba_states_if_needed(
+                    cache.conv[0],
+                    cache.temporal,
+                    states.mamba_cache_indices,
+                    mask,
+                    states.mamba_track_indices,
+                    rows,
+                )
+        return y
+
+
+Describe = Callable[[ctypes.CDLL, Any, Any], Description]
+"""A model's layers for the kernels, SGLang's module of it, and its attention backend."""
+
+
+def nemotron_h(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
+    found = Description(kernels, model, model.norm_f, backend)
+    for index, layer in enumerate(model.layers):
+        kind, place = type(layer).__name__, Place(layer.norm)
+        if kind == "NemotronHMambaDecoderLayer":
+            found.mamba2(place, layer.mixer, index)
+        elif kind == "NemotronHAttentionDecoderLayer":
+            found.attention(place, layer.mixer)
+        elif kind == "NemotronHMLPDecoderLayer":
+            block = layer.mixer
+            found.native.mlp(place, block.up_proj, block.down_proj, Activation.SQUARED_RELU)
+        else:
+            raise Unserved(f"a {kind}")
+    return found
+
+
+def mamba2(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
+    found = Description(kernels, model, model.norm, backend)
+    for index, layer in enumerate(model.layers):
+        found.mamba2(Place(layer.norm), layer.mixer, index)
+    return found
+
+
+def mamba1(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
+    found = Description(kernels, model, model.norm, backend)
+    for index, layer in enumerate(model.layers):
+        found.mamba1(Place(layer.norm), layer.mixer, index)
+    return found
+
+
+def llama(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
+    found = Description(kernels, model, model.norm, backend)
+    if type(model).__name__ != "LlamaModel":
+        raise Unserved("another model with Llama's layers")
+    for layer in model.layers:
+        if type(layer).__name__ != "LlamaDecoderLayer":
+            raise Unserved(f"a {type(layer).__name__}")
+        attend, block = layer.self_attn, layer.mlp
+        found.attention(Place(layer.input_layernorm), attend, attend.rotary_emb)
+        place = Place(layer.post_attention_layernorm)
+        found.native.mlp(place, block.gate_up_proj, block.down_proj, Activation.GATED_SILU)
+    return found
+
+
+def granite_hybrid(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
+    found = Description(kernels, model, model.norm, backend)
+    for index, layer in enumerate(model.layers):
+        place = Place(layer.input_layernorm, out_scale=layer.residual_multiplier)
+        if hasattr(layer, "mamba"):
+            found.mamba2(place, layer.mamba, index)
+        else:
+            found.attention(place, layer.self_attn, layer.self_attn.rotary_emb)
+        block = layer.shared_mlp
+        if layer.block_sparse_moe is not None or block is None:
+            raise Unserved("experts")
+        place = replace(place, norm=layer.post_attention_layernorm)
+        found.native.mlp(place, block.input_linear, block.output_linear, Activation.GATED_SILU)
+    return found
+
+
+def falcon_h1(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
+    found = Description(kernels, model, model.final_layernorm, backend)
+    for index, layer in enumerate(model.layers):
+        norm, block = layer.input_layernorm, layer.feed_forward
+        place = Place(norm, layer.attention_in_multiplier, layer.attn_out_multiplier)
+        found.attention(place, layer, layer.rotary_emb, layer.key_multiplier)
+        place = Place(norm, layer.ssm_in_multiplier, layer.ssm_out_multiplier, beside=True)
+        found.mamba2(place, layer.mamba, index, layer.mup_vector)
+        found.native.mlp(
+            Place(layer.pre_ff_layernorm, out_scale=block.down_multiplier),
+            block.gate_up_proj,
+            block.down_proj,
+            Activation.GATED_SILU,
+            block.gate_multiplier,
+        )
+    return found
+
+
+def forward_of(describe: Describe, scale: str | None = None) -> Callable[..., Any]:
+    """What stands for the forward function of a model of SGLang. ``scale`` names the model's
+    attribute that multiplies its embeddings.
+    """
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def forward(
+            self: Any,
+            input_ids: Tensor,
+            positions: Tensor,
+            forward_batch: Any,
+            *more: Any,
+            **named: Any,
+        ) -> Any:
+            plain = not any(one is not None for one in (*more, *named.values()))
+            known = described(describe, self, forward_batch) if plain else None
+            if known is None:
+                return original(self, input_ids, positions, forward_batch, *more, **named)
+            x = self.embed_tokens(input_ids)
+            x = x if scale is None else x * getattr(self, scale)
+            return known.step(x, positions, forward_batch)
+
+        return forward
+
+    return wrapper
+
+
+def forward_without_positions(describe: Describe) -> Callable[..., Any]:
+    """`forward_of` a model whose layers are all recurrent."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def forward(self: Any, input_ids: Tensor, forward_batch: Any) -> Any:
+            known = described(describe, self, forward_batch)
+            if known is None:
+                return original(self, input_ids, forward_batch)
+            return known.step(self.embed_tokens(input_ids), forward_batch.positions, forward_batch)
+
+        return forward
+
+    return wrapper
+
+
+nemotron_h_forward = forward_of(nemotron_h)
+mamba2_forward = forward_without_positions(mamba2)
+mamba1_forward = forward_without_positions(mamba1)
+llama_forward = forward_of(llama)
+granite_hybrid_forward = forward_of(granite_hybrid, "embedding_multiplier")
+falcon_h1_forward = forward_of(falcon_h1, "embedding_multiplier")
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was found of a model, and for what."""
+
+    backend: Any
+    changes: int
+    description: Description | None
+
+
+def described(describe: Describe, model: Any, forward_batch: Any) -> Description | None:
+    """The description of a model for this batch; None where SGLang's own forward must serve it."""
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+
+    kernels = library()
+    if kernels is None or not _is_plain_decode(model, forward_batch):
+        return None
+    backend = get_attn_backend()
+    known: _Known | None = model.__dict__.get(_ATTRIBUTE)
+    if known is None or not _is_current(known, backend):
+        known = _Known(backend, linear.changes(), _describe(describe, kernels, model, backend))
+        model.__dict__[_ATTRIBUTE] = known
+    return known.description
+
+
+def _is_plain_decode(model: Any, forward_batch: Any) -> bool:
+    """One new token of each of a few sequences, on a model that one rank has whole."""
+    group = getattr(model, "pp_group", None)
+    return (
+        forward_batch.forward_mode.is_decode()
+        and 0 < forward_batch.batch_size <= MOST_ROWS
+        and forward_batch.spec_info is None
+        and forward_batch.encoder_lens is None
+        and forward_batch.input_ids.shape[0] == forward_batch.batch_size
+        and forward_batch.positions.dim() == 1
+        and not getattr(model, "layers_to_capture", None)
+        and (group is None or group.world_size == 1)
+    )
+
+
+def _is_current(known: _Known, backend: Any) -> bool:
+    return (
+        known.backend is backend
+        and known.changes == linear.changes()
+        and (known.description is None or known.description.native.is_current())
+    )
+
+
+def _describe(
+    describe: Describe, kernels: ctypes.CDLL, model: Any, backend: Any
+) -> Description | None:
+    try:
+        with torch.no_grad():
+            return describe(kernels, model, backend)
+    except Unserved as error:
+        logger.info("sglang_hybrid: decode steps are computed layer by layer: %s.", error)
+        return None

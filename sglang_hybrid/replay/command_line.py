@@ -1,0 +1,256 @@
+"""The command line of `python -m sglang_hybrid.replay`: its options, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.serving import Budget, Serving, Split
+from sglang_hybrid.core.systems import HINDSIGHT, SYSTEMS, Spec
+from sglang_hybrid.replay.arrivals import Azure, Draw
+from sglang_hybrid.replay.formats import FORMATS, Reading, read_trace
+from sglang_hybrid.replay.generators import KINDS, generate, traffic
+from sglang_hybrid.replay.hints import KINDS as HINTS
+from sglang_hybrid.replay.hints import with_hints
+from sglang_hybrid.replay.runner import Job
+from sglang_hybrid.replay.sizes import parse_bytes
+from sglang_hybrid.replay.systems import smallest_budget
+from sglang_hybrid.replay.tier_budgets import EXAMPLE, TierBudgets
+from sglang_hybrid.replay.timing import PAPER, PrefillTime
+from sglang_hybrid.replay.traces import Request, Skipped
+
+ONE_MEMORY = "one"
+TIER_POLICIES = "hicache,lru,reuse,clairvoyant,unbounded"
+DEFAULT_POLICIES = "none,vllm+,sglang+,sglang,lru,marconi-best,reuse,clairvoyant,unbounded"
+PROFILES = {"paper-7b": CostModel.paper_7b}
+
+
+def parser() -> argparse.ArgumentParser:
+    command = argparse.ArgumentParser(
+        prog="python -m sglang_hybrid.replay",
+        description="Replays a request trace through the server's cache, without a model. `avmp` "
+        "in the place of a trace compares memory of running requests, as the AVMP paper does.",
+    )
+    add = command.add_argument_group("traffic").add_argument
+    add("trace", nargs="?", type=Path, help="a trace, gzip or not; the format is recognised")
+    add("--format", metavar="NAME", help=", ".join(FORMATS))
+    add("--limit", type=int, help="the first N requests only")
+    add("--max-input", type=int, help="leave out Mooncake's longer prompts")
+    add("--stitch", action="store_true", help="fill Mooncake's answers in from later prompts")
+    add("--skip-bad", action="store_true", help="count bad lines and go on")
+    add("--tokenizer", metavar="DIR", help="a model's directory, for conversations of text")
+    add("--generate", metavar="KIND", help=", ".join(KINDS))
+    add("--seed", type=int, default=0, help="of generated traffic and of arrivals")
+    add("--sessions", type=int)
+    add("--session-rate", type=float, help="sessions a second")
+    add("--templates", type=int, help="different shared beginnings, 0: each session its own")
+    for name in ("shared", "turns", "question", "answer", "think"):
+        about = "seconds" if name == "think" else "requests" if name == "turns" else "tokens"
+        add(f"--{name}", metavar="DIST", help=f"{about}: const:N, exp:MEAN, lognormal:MEDIAN:SIGMA")
+    add("--azure", type=Path, metavar="CSV", help="arrivals and lengths of generated traffic")
+    add("--hints", metavar="KIND", help=f"add what clients say: {', '.join(HINTS)}")
+    add("--record", type=Path, metavar="FILE", help="write the trace and stop")
+    add("--to", default="recorded", metavar="NAME", help="format of --record")
+    add = command.add_argument_group("cache").add_argument
+    add("--cache", help="sizes, as 5GB,10GB: one budget for KV and states")
+    add(
+        "--pools",
+        help="pools that do not lend, as TOKENS:SLOTS,TOKENS:SLOTS; one, with --rules served and "
+        "--cache: KV and states share all bytes",
+    )
+    add(
+        "--tiers",
+        help=f"device, host and disk instead of --cache, as {EXAMPLE}; policies are then those "
+        f"that know tiers, by default {TIER_POLICIES}",
+    )
+    add("--model", type=Path, metavar="PATH", help="a config.json, or the directory it is in")
+    add("--profile", choices=PROFILES, help="a cost profile instead of a model's (paper-7b)")
+    add("--policy", help=f"{', '.join([*SYSTEMS, HINDSIGHT])}")
+    add("--min-branch-tokens", type=int, default=MIN_BRANCH_TOKENS)
+    add(
+        "--rules",
+        choices=["paper", "served"],
+        default="paper",
+        help="paper: its admission, and the cache holds what is cached; served: what the server "
+        "plans and hits, with room for running requests, in two pools, into which --cache is split "
+        "as the server splits its memory; `sglang` splits as SGLang does (%(default)s)",
+    )
+    add("--chunk", type=int, help="served: prompt tokens per forward (8192)")
+    add("--grid", type=int, help="served: tokens between SGLang's own states (64)")
+    add = command.add_argument_group("time").add_argument
+    add("--instant", action="store_true", help="serve each request at once, as the paper does")
+    add("--prefill", type=Path, metavar="JSON", help="times that scripts/fit_prefill.py measured")
+    add = command.add_argument_group("output").add_argument
+    add("--json", type=Path, metavar="FILE", help="write the summary; - for stdout")
+    add("--report", type=Path, metavar="DIR", help="write a page with plots")
+    add("--workers", type=int, default=1, help="processes")
+    return command
+
+
+def traffic_of(options: argparse.Namespace, console: Console) -> tuple[str, Sequence[Request]]:
+    """A name for what is replayed, and its requests."""
+    if (options.trace is None) == (options.generate is None):
+        raise ValueError("give a trace or --generate KIND, one of them")
+    if options.limit is not None and options.limit < 1:
+        raise ValueError(f"--limit must be 1 or more, not {options.limit}")
+    skipped = Skipped(options.skip_bad)
+    if options.generate is None:
+        rate = 1.0 if options.session_rate is None else options.session_rate
+        reading = Reading(
+            options.limit,
+            options.max_input,
+            options.tokenizer,
+            rate,
+            options.seed,
+            skipped,
+            options.stitch,
+        )
+        requests = read_trace(options.trace, reading, options.format)
+        name = options.trace.name.split(".")[0]
+    else:
+        draws = {
+            name: None if getattr(options, name) is None else Draw.parse(getattr(options, name))
+            for name in ("shared", "turns", "question", "answer", "think")
+        }
+        how = traffic(
+            options.generate,
+            sessions=options.sessions,
+            session_rate=options.session_rate,
+            templates=options.templates,
+            max_input=options.max_input,
+            azure=None if options.azure is None else Azure.read(options.azure, skipped=skipped),
+            **draws,
+        )
+        requests = generate(options.generate, how, options.seed)[: options.limit]
+        name = options.generate
+        if not requests:
+            raise ValueError("no request was generated: every prompt is longer than --max-input")
+    if skipped.count:
+        console.print(f"bad lines skipped: {skipped.count:,}")
+    if options.hints is not None:
+        requests = with_hints(requests, options.hints, options.seed)
+    return name, requests
+
+
+def jobs_of(options: argparse.Namespace, trace: str) -> list[Job]:
+    """What is to be replayed of `trace`: every policy with every size of the cache.
+
+    Raises ValueError for options that do not go together.
+    """
+    cost = _cost(options)
+    tiers = _tiers(options, cost)
+    budgets = _budgets(options, cost) if tiers is None else [None]
+    specs = _specs(options.policy or (DEFAULT_POLICIES if tiers is None else TIER_POLICIES))
+    time = _time(options)
+    serving = _serving(options)
+    return [
+        Job(spec, trace, cost, budget, time, options.min_branch_tokens, serving, tiers, losses=True)
+        for budget in budgets
+        for spec in specs
+    ]
+
+
+def _time(options: argparse.Namespace) -> PrefillTime | None:
+    """How long prefills take; None: each request is served at once."""
+    if options.prefill is None:
+        return None if options.instant else PAPER
+    if options.instant:
+        raise ValueError("--instant has no time: leave out --prefill")
+    return PrefillTime.read(options.prefill)
+
+
+def _cost(options: argparse.Namespace) -> CostModel:
+    if options.model is None:
+        return PROFILES[options.profile or "paper-7b"]()
+    if options.profile is not None:
+        raise ValueError("give --model or --profile, not both")
+    path = options.model / "config.json" if options.model.is_dir() else options.model
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is no model's config ({error})") from error
+    return CostModel.from_config(config)
+
+
+def _serving(options: argparse.Namespace) -> Serving | None:
+    given = {name: getattr(options, name) for name in ("chunk", "grid")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.rules == "paper":
+        if given:
+            raise ValueError(f"--{next(iter(given))} is for --rules served only")
+        if options.pools == ONE_MEMORY:
+            raise ValueError(
+                "--pools one is for --rules served; by the paper's rules it is so anyway"
+            )
+        return None
+    for name, value in given.items():
+        if value < 1:
+            raise ValueError(f"--{name} must be 1 or more, not {value}")
+    return Serving(**given, one_memory=options.pools == ONE_MEMORY)
+
+
+def _budgets(options: argparse.Namespace, cost: CostModel) -> list[Budget]:
+    """Raises ValueError for one that holds less than a state and a token."""
+    if options.pools == ONE_MEMORY and options.cache is None:
+        raise ValueError("--pools one shares the bytes of --cache; give that too")
+    if options.pools != ONE_MEMORY and (options.cache is None) == (options.pools is None):
+        raise ValueError("give --cache or --pools, one of them")
+    budgets: list[Budget] = []
+    if options.cache is not None:
+        for text in options.cache.split(","):
+            budget = parse_bytes(text)
+            if budget < smallest_budget(cost):
+                raise ValueError(
+                    f"a cache of {text} ({budget:,} bytes) holds no state: one state and one token "
+                    f"of this model are {smallest_budget(cost):,} bytes"
+                )
+            budgets.append(budget)
+        return budgets
+    for text in options.pools.split(","):
+        tokens, _, slots = text.partition(":")
+        if not (tokens.isdigit() and slots.isdigit()):
+            raise ValueError(f"pools are written as TOKENS:SLOTS, not {text!r}")
+        if int(tokens) < 1 or (int(slots) < 1 and cost.state_bytes):
+            raise ValueError(f"pools of {text} hold no state: they need 1:1 at least")
+        budgets.append(Split(int(tokens), int(slots)))
+    return budgets
+
+
+def _tiers(options: argparse.Namespace, cost: CostModel) -> TierBudgets | None:
+    """Raises ValueError for what tiers cannot be combined with, or a device that holds no state."""
+    if options.tiers is None:
+        return None
+    for name in ("cache", "pools"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--tiers does not go with --{name}")
+    if options.rules == "served":
+        raise ValueError("tiers are replayed by the paper's rules: leave out --rules served")
+    tiers = TierBudgets.parse(options.tiers)
+    if tiers.sizes[0] < smallest_budget(cost):
+        raise ValueError(
+            f"a device of {tiers.sizes[0]:,} bytes holds no state: one state and one token of this "
+            f"model are {smallest_budget(cost):,} bytes"
+        )
+    return tiers
+
+
+def _specs(text: str) -> list[Spec]:
+    """Policies from a list; options of one policy are separated by commas too (`tlru:a=1,b=2`)."""
+    parts: list[str] = []
+    for part in text.split(","):
+        if parts and "=" in part and ":" not in part:
+            parts[-1] += f",{part}"
+        else:
+            parts.append(part)
+    specs = [Spec.parse(part.strip()) for part in parts if part.strip()]
+    if not specs:
+        raise ValueError("--policy is empty")
+    return list(dict.fromkeys(specs))
