@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import subprocess
@@ -102,6 +103,17 @@ def test_a_compiler_that_fails_is_quoted_in_one_line(
     assert f"{compiler} failed: " in said
     assert ("error: odd" if printed else "status 3") in said
     assert not list(small.glob("*.so"))
+
+
+def test_a_process_that_never_ends_to_compile_is_not_waited_for(
+    small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "SECONDS", 0.2)
+    small.mkdir(parents=True)
+    name = small / f"kernels-{build.key(build.openmp_library())}.lock"
+    with open(name, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert f"another process has held {name} for 0.2 s" in unbuilt(caplog)
 
 
 @compiled

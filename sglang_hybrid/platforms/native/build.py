@@ -15,7 +15,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -26,7 +28,7 @@ OPENMP = ("libgomp", "libiomp5", "libomp")
 """Names of OpenMP's libraries, of which torch has loaded one."""
 
 SECONDS = 300
-"""After which a compiler is given up."""
+"""After which a compiler, or another process that compiles, is given up."""
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 """At the end of a library's file, which the loader does not read."""
@@ -57,7 +59,7 @@ def build(folder: Path | None = None) -> tuple[Path, bool]:
         if _is_whole(library):
             return library, False
         with open(library.with_suffix(".lock"), "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _wait_for(lock)
             if _is_whole(library):
                 return library, False
             _compile(library, openmp)
@@ -66,6 +68,18 @@ def build(folder: Path | None = None) -> tuple[Path, bool]:
             raise
         raise NotBuilt(str(error)) from error
     return library, True
+
+
+def _wait_for(lock: IO[str]) -> None:
+    """Returns with the lock; raises `NotBuilt` if another process has it for too long."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise NotBuilt(f"another process has held {lock.name} for {SECONDS} s") from None
+            time.sleep(0.1)
 
 
 def _check_owner(path: Path) -> None:

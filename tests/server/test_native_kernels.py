@@ -1,0 +1,105 @@
+"""Servers that compile native kernels, or cannot: one line says it, and answers are the same."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.server_process import ServerProcess
+from tests.server.client import TOLERANCE, ask, logprobs, random_prompt
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+COMPILER = re.compile(r"(.*-)?(cc|c\+\+|gcc|g\+\+|clang|clang\+\+)(-[0-9.]+)?")
+PROMPT = random_prompt(150, seed=1)
+
+
+def programs_without_compilers(folder: Path) -> Path:
+    """Links to all that is on the PATH but C and C++ compilers."""
+    folder.mkdir()
+    for directory in reversed(os.get_exec_path()):
+        for program in Path(directory).iterdir() if Path(directory).is_dir() else ():
+            if not COMPILER.fullmatch(program.name):
+                link = folder / program.name
+                link.unlink(missing_ok=True)
+                link.symlink_to(program)
+    return folder
+
+
+def compiler_that_fails(folder: Path) -> Path:
+    folder.mkdir()
+    compiler = folder / "g++"
+    compiler.write_text("#!/bin/sh\necho 'attention.cpp:1: error: out of luck' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    return folder
+
+
+def a_file(path: Path) -> Path:
+    path.write_text("no folder")
+    return path
+
+
+def said(server: ServerProcess) -> list[str]:
+    """What the log says of native kernels."""
+    lines = server.log.read_text(errors="replace").splitlines()
+    assert not any("Traceback" in line for line in lines)
+    return [line for line in lines if "native kernels" in line]
+
+
+@pytest.fixture(scope="module")
+def model(model_directory: Callable[[str], Path]) -> tuple[str, str]:
+    return "--model-path", str(model_directory(DEFAULT_ARCHITECTURE))
+
+
+@pytest.fixture(scope="module")
+def right(model: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The answer of two servers that started at once, of which one compiled for both."""
+    environment = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("caches"))}
+    servers = [ServerProcess(model, environment=environment) for _ in range(2)]
+    lines, answers = [], []
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_until_healthy()
+            answers.append(ask(server.url, PROMPT))
+            lines += said(server)
+    finally:
+        for server in servers:
+            server.stop()
+    how = [re.search("native kernels (compiled|loaded)", line) for line in lines]
+    assert sorted(found[1] for found in how if found) == ["compiled", "loaded"]
+    assert len(lines) == 2
+    assert answers[0]["output_ids"] == answers[1]["output_ids"]
+    assert logprobs(answers[0]) == pytest.approx(logprobs(answers[1]), abs=TOLERANCE)
+    return answers[0]
+
+
+def lacking(lack: str, folder: Path) -> tuple[dict[str, str], str]:
+    """Variables of a server that lacks something, and what its log says of that."""
+    caches = {"XDG_CACHE_HOME": str(folder / "caches")}
+    if lack == "a compiler":
+        programs = programs_without_compilers(folder / "programs")
+        return caches | {"PATH": str(programs)}, "there is no C++ compiler"
+    if lack == "a compiler that works":
+        programs = compiler_that_fails(folder / "programs")
+        return caches | {"PATH": f"{programs}:{os.environ['PATH']}"}, "error: out of luck"
+    return {"XDG_CACHE_HOME": str(a_file(folder / "caches"))}, "Not a directory"
+
+
+@pytest.mark.parametrize("lack", ["a compiler", "a compiler that works", "a folder of caches"])
+def test_without_them_a_server_works_and_says_why(
+    tmp_path: Path, lack: str, model: tuple[str, str], right: dict
+) -> None:
+    environment, reason = lacking(lack, tmp_path)
+    with ServerProcess(model, environment=environment) as server:
+        answer = ask(server.url, PROMPT)
+        (line,) = said(server)
+    assert "plain torch stands for them" in line and reason in line
+    assert answer["output_ids"] == right["output_ids"]
+    assert logprobs(answer) == pytest.approx(logprobs(right), abs=TOLERANCE)
