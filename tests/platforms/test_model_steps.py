@@ -15,7 +15,7 @@ import sglang.srt.platforms  # noqa: F401 (finds our platform; that cannot be im
 import torch
 from torch import nn
 
-from sglang_hybrid.platforms.cpu_ops import model_steps
+from sglang_hybrid.platforms.cpu_ops import linear, model_steps
 from sglang_hybrid.platforms.native.library import library
 from sglang_hybrid.platforms.native.model_step import MOST_ROWS, Unserved
 from tests.kernels.naive_layers import RMSNorm
@@ -34,7 +34,7 @@ if __name__ == "__main__":
     import torch
     name, *flags = sys.argv[1:]
     runner = profile.load(ensure_default_model(name), flags)
-    from sglang_hybrid.platforms.cpu_ops import model_steps
+    from sglang_hybrid.platforms.cpu_ops import linear, model_steps
     described, taken = model_steps.described, []
 
     def as_described(*asked):
@@ -137,6 +137,15 @@ def test_models_that_sglang_computes() -> None:
     of_a_pipeline = SimpleNamespace(pp_group=SimpleNamespace(world_size=2))
     assert not model_steps._is_plain_decode(captured, a_batch())
     assert not model_steps._is_plain_decode(of_a_pipeline, a_batch())
+
+
+def test_a_model_is_described_again_after_an_update_of_weights_and_for_another_backend() -> None:
+    backend = SimpleNamespace()
+    known = model_steps._Known(backend, linear.changes(), None)
+    assert model_steps._is_current(known, backend)
+    assert not model_steps._is_current(known, SimpleNamespace(other=True))
+    linear.unpack(nn.Linear(2, 2))  # as before weights are updated
+    assert not model_steps._is_current(known, backend)
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
