@@ -169,8 +169,8 @@ def _add_learning(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -
         metavar="N",
         default=defaults["hybrid_history_mb"],
         help="MiB for the history of prompts and answers that reuse learns from: two bytes per "
-        "token and 600 per fork or end; when it is full, the tenant that holds most forgets "
-        "what it sent longest ago (default: %(default)s)",
+        "token, 600 per fork or end and 500 per answer; when it is full, the tenant that holds "
+        "most forgets what it sent longest ago (default: %(default)s)",
     )
     group.add_argument(
         "--hybrid-answers-mb",

@@ -231,11 +231,11 @@ def fill(cache: Any, nodes: int, tokens: int) -> None:
 
 
 def remember(cache: Any) -> None:
-    """Prompts of SHORT tokens in the history, if there is one."""
+    """Prompts of SHORT tokens with answers as long in the history, if there is one."""
     shadow_tree = getattr(cache, "shadow_tree", None)
     if shadow_tree is None:
         return
     for number in range(PROMPTS):
         shadow_tree.arrived(None)
-        prompt = np.arange(number * SHORT, (number + 1) * SHORT)
-        shadow_tree.history.observe(prompt, SHORT, shadow_tree.clock)
+        tokens = np.arange(2 * number * SHORT, 2 * (number + 1) * SHORT)
+        shadow_tree.history.observe(tokens, SHORT, shadow_tree.clock)

@@ -29,9 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hybrid.core.nodes import Kind
 
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import InsertResult
 
-    from sglang_hybrid.cache.sglang_cache import SglangCache
+    from sglang_hybrid.cache.growth import PathGrowth
     from sglang_hybrid.checkpoints.planner import PendingCheckpoint, StateSlots
 
 NO_CHECKPOINT = (0, Kind.UNKNOWN)
@@ -86,33 +84,24 @@ class Publication:
         self.published.append(self.inserting)
         return self.inserting[1]
 
-    def publish_rest(self, cache: SglangCache) -> None:
+    def publish_rest(self, growth: PathGrowth) -> None:
         """Insert the other planned states, at positions whose KV is the tree's by now."""
         for checkpoint in self.ready:
             result = None
             if checkpoint.position <= self.req.kv.cache_protected_len:
                 self.inserting = (checkpoint.position, checkpoint.kind)
-                result = cache.insert(self._params(cache, checkpoint))
+                result = growth.insert(self.req, self._params(checkpoint), checkpoint.position)
             self._give_back_unless_taken(checkpoint, result)
         self.ready = []
 
-    def _params(self, cache: SglangCache, checkpoint: PendingCheckpoint) -> InsertParams:
-        req, position = self.req, checkpoint.position
-        row = cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :position]
+    def _params(self, checkpoint: PendingCheckpoint) -> InsertParams:
         return InsertParams(
-            key=RadixKey(
-                req.full_untruncated_fill_ids[:position],
-                req.extra_key,
-                is_bigram=cache.tree_core.is_eagle,
-                cache_salt=req.cache_salt,
-            ),
-            value=row.to(torch.int64, copy=True),
             mamba_value=checkpoint.slot,
-            prev_prefix_len=position,  # nothing is a duplicate: these are the tree's own
-            inserted_len=position,
-            priority=req.priority or 0,
-            session_id=req.session_id,
-            rotation_base=req.kv_rotation_base,
+            prev_prefix_len=checkpoint.position,  # nothing is a duplicate: these are the tree's own
+            inserted_len=checkpoint.position,
+            priority=self.req.priority or 0,
+            session_id=self.req.session_id,
+            rotation_base=self.req.kv_rotation_base,
         )
 
     def _give_back_unless_taken(

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang_hybrid.cache import tree_core  # noqa: F401, it registers BACKEND with SGLang
 from sglang_hybrid.cache.ahead_loads import AheadLoads
 from sglang_hybrid.cache.components import with_our_components
+from sglang_hybrid.cache.growth import PathGrowth
 from sglang_hybrid.cache.host_tier import HostTierCache
 from sglang_hybrid.cache.inexact import ExactPartsCache
 from sglang_hybrid.cache.modular import ModularPrompts
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
         CacheRequestHandle,
         MatchPrefixParams,
         MatchResult,
-        TreeLock,
     )
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
@@ -96,7 +96,6 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
         self.message_boundaries = message_boundaries or MessageBoundaries()
         self._messages: WeakKeyDictionary[Req, list[int]] = WeakKeyDictionary()
         self._history_matches: WeakKeyDictionary[Req, HistoryMatch] = WeakKeyDictionary()
-        self._unlocked: list[TreeLock | None] | None = None  # what is to be unlocked later
         self.advice: list[str] = []  # what its flags should rather be, for the report
         parts = build_parts(
             self, params, self.options, cost, one_pass=one_pass, plans=plans, tiers=tiers
@@ -104,6 +103,7 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
         self.cost, self.account, self.stats = parts.cost, parts.account, parts.stats
         self.shadow_tree, self.planner, self.slots = parts.shadow_tree, parts.planner, parts.slots
         self.lookups, self.decision_log = parts.lookups, parts.decision_log
+        self.growth = PathGrowth(self, parts.shadow_tree)
         self.explainer = Explainer(self, self.decision_log)
         self.speeds, self.ways, self.tier_stats = parts.speeds, None, parts.tier_stats
         self.offload, self.prefix_wait, self.learning = None, None, parts.learning
@@ -282,14 +282,14 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
             self.speeds.prefill_done()
         ready = [] if self.planner is None else self.planner.take_ready(req, up_to)
         publication = Publication(req, self.slots, ready)
-        self._insertions_belong_to(publication, below=req.last_node)
-        self._unlocked = []
+        self._insertions_belong_to(publication)
         try:
-            super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
-            self._unlock_now()
-            publication.publish_rest(self)
+            if self.growth.serves(req) and not self.disable:
+                self.growth.grow(req, up_to)
+            else:
+                super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+            publication.publish_rest(self.growth)
         finally:
-            self._unlock_now()
             self._insertions_belong_to(None)
         pinned: list[int] = []
         if self.shadow_tree is not None:
@@ -300,29 +300,11 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
         if req.finished() and req.last_node is not None:
             self._ended(req, up_to)
 
-    def unlock(self, lock: TreeLock | None) -> None:
-        """While a request's checkpoint is published, SGLang gives up the lock of its path and then
-        locks a longer one: done the other way round, no node of the path is free in between.
-        """
-        if self._unlocked is None:
-            super().unlock(lock)
-        else:
-            self._unlocked.append(lock)
-
-    def _unlock_now(self) -> None:
-        locks, self._unlocked = self._unlocked, None
-        for lock in locks or ():
-            super().unlock(lock)
-
-    def _insertions_belong_to(
-        self, publication: Publication | None, below: int | None = None
-    ) -> None:
-        """Components and tree are told what is inserted from now on; None: nothing of ours."""
+    def _insertions_belong_to(self, publication: Publication | None) -> None:
+        """The states that are inserted from now on are those of `publication`; None: nobody's."""
         states = self.components.get(ComponentType.MAMBA)
         if states is not None:
             states.publish(publication)
-        if self.shadow_tree is not None:
-            self.tree_core.insert_below(below)
 
     def _ended(self, req: Req, up_to: int) -> None:
         """Tuner and history learn of a request with `up_to` tokens in the tree; of one that was put

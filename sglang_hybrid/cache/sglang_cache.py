@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_hybrid.explain.cache_view import LoggedCache
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, InsertResult
+    from sglang.srt.mem_cache.base_prefix_cache import (
+        EvictParams,
+        InsertParams,
+        InsertResult,
+        TreeLock,
+    )
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
     from sglang_hybrid.cache.ways import WayChooser
@@ -29,6 +34,12 @@ class SglangCache(Protocol):
     def page_size(self) -> int: ...
 
     def insert(self, params: InsertParams) -> InsertResult: ...
+
+    def lock(
+        self, node_id: int, skip_lock_components: Sequence[ComponentType] = ()
+    ) -> TreeLock | None: ...
+
+    def unlock(self, lock: TreeLock | None) -> None: ...
 
     def evict_for_alloc(self, params: EvictParams) -> Any: ...
 

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.unified_cache.components.base import (
 )
 
 from sglang_hybrid.cache.host_eviction import evict_from_host
-from sglang_hybrid.cache.kv_components import CountedFull
+from sglang_hybrid.cache.kv_components import CountedFull, value_len
 from sglang_hybrid.cache.state_components import RobustMamba
 from sglang_hybrid.cache.tiered_shadow_tree import TieredShadowTree
 
@@ -135,6 +135,20 @@ class ShadowedFull(_HostByValue, CountedFull):
         if not lock_host:
             self._shadow_tree.kv_locked(node, self.tree_core.root_node)
         return result
+
+    def lock_below(self, above: UnifiedTreeNode, node: UnifiedTreeNode) -> None:
+        """A request that holds the path to `above` holds the path to `node` below it, too."""
+        core, kind = self.tree_core, self.component_type
+        self._shadow_tree.kv_locked(node, core.root_node)
+        while node is not above:
+            data = node.component_data[kind]
+            if data.lock_ref == 0:
+                tokens = value_len(node, kind)
+                core.component_evictable_size_[kind] -= tokens
+                core.component_protected_size_[kind] += tokens
+            data.lock_ref += 1
+            core.evictable_device_leaves.discard(node)
+            node = node.parent
 
     def release_component_lock(
         self, node: UnifiedTreeNode, params: Any, lock_host: bool = False

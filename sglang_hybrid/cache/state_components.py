@@ -43,11 +43,18 @@ class RobustMamba(MambaComponent):
         """What is inserted from now on belongs to `publication`; None: to nobody."""
         self._publication = publication
 
+    @property
+    def adds_to_matches(self) -> bool:
+        """Whether a look-up says more of states than where to resume: SGLang adds a position on its
+        grid, and what only the host has.
+        """
+        return self._parts.planner is None or self.tree_core.enable_hicache
+
     def finalize_match_result_in_tree_core(
         self, result: MatchResult, params: MatchPrefixParams, *args: Any, **kwargs: Any
     ) -> MatchResult:
-        if self._parts.planner is not None and not self.tree_core.enable_hicache:
-            return result  # SGLang adds a position on its grid, and what only the host has
+        if not self.adds_to_matches:
+            return result
         result = super().finalize_match_result_in_tree_core(result, params, *args, **kwargs)
         branch = result.mamba_branching_seqlen
         if branch is None or self._parts.planner is not None:

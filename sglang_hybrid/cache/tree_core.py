@@ -12,9 +12,10 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import (
     _InsertPhase,
     _InsertWalkState,
 )
+from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import InsertStepResult
 
 from sglang_hybrid.cache.inexact import MarkedTreeCore
-from sglang_hybrid.cache.tree_match import TreeMatcher
+from sglang_hybrid.cache.tree_match import TreeMatcher, deepest_within, is_plain
 from sglang_hybrid.config import BACKEND
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class HybridTreeCore(MarkedTreeCore):
     ) -> None:
         self.shadow_tree = shadow_tree
         self._matcher = TreeMatcher(self, shadow_tree)
-        self._known: UnifiedTreeNode | None = None
+        self._start: tuple[UnifiedTreeNode, int] | None = None
         self._splitting = False
         self.ways: WayChooser | None = None
         self.writes: WriteJudge | None = None
@@ -75,31 +76,35 @@ class HybridTreeCore(MarkedTreeCore):
         """
         return self._matcher.changed(waiting, least_hit)
 
-    def insert_below(self, node_id: int | None) -> None:
-        """What is inserted from now on begins with the tokens of the path to this node, which a
-        running request holds, or with a part of them; None: nothing is known of it any more.
+    def insert_below(self, node: UnifiedTreeNode, depth: int) -> None:
+        """The next insertion begins at `node`, which ends at `depth` tokens: its key and its value
+        are those of the tokens behind.
         """
-        node = None if node_id is None else self._node_arena.get(node_id)
-        self._known = None if node is self.root_node else node
+        self._start = node, depth
 
     def begin_insert(self, params: InsertParams) -> Any:
         """SGLang compares and touches every node from the root on (unified_tree_core.py:1129-1177).
         Nodes that the request holds need neither: their KV is the tree's, and who is evicted is
         decided elsewhere.
         """
-        known = self._known_part(params)
-        if known is None:
+        begun, self._start = self._start, None
+        key, value = params.key, params.value
+        start = begun or self._start_of(params)
+        if start is None:
             return super().begin_insert(params)
         if self.has_ongoing_insert():
             raise RuntimeError("an insertion began while another one was under way")
-        node, depth = known
-        key = params.key.page_aligned(self.page_size)
-        assert params.value is not None
+        node, depth = start
+        if begun is None:
+            end = len(key) // self.page_size * self.page_size
+            key, value = key[depth:end], value[depth:end]
+        if len(key) and key.child_key(self.page_size) not in node.children:
+            return self._insert_leaf(node, depth, key, value, params)
         self._ongoing_insert_walk_state = _InsertWalkState(
             phase=_InsertPhase.WALK,
             node=node,
-            key=key[depth:],
-            value=params.value[depth : len(key)],
+            key=key,
+            value=value,
             params=params,
             priority=params.priority or 0,
             result=InsertResult(prefix_len=0),
@@ -107,26 +112,34 @@ class HybridTreeCore(MarkedTreeCore):
         )
         return self._advance_insert()
 
-    def _known_part(self, params: InsertParams) -> tuple[UnifiedTreeNode, int] | None:
-        """The deepest node of the known path whose end lies within the key and within what is the
-        tree's already, and where it ends; None if only SGLang can tell.
+    def _start_of(self, params: InsertParams) -> tuple[UnifiedTreeNode, int] | None:
+        """Where an insertion of a whole path may begin, and at how many tokens; None if only SGLang
+        can tell: what the inserter holds may be compared at once, and nothing of it is freed.
         """
         if (
-            self._known is None
-            or self.enable_hicache
+            not is_plain(self)
             or self.enable_external_cache_linker
-            or self.is_eagle
             or params.value is None
+            or len(params.key) < self.page_size
             or params.rotation_base is not None
             or params.track_adopted_ranges
-            or self._known not in self.shadow_tree
         ):
             return None
-        record = self.shadow_tree.record(self._known)
-        most = min(len(params.key) // self.page_size * self.page_size, params.prev_prefix_len)
-        while record.depth > most and record.parent is not None:
-            record = record.parent
-        return None if record.parent is None else (record.payload, record.depth)
+        return deepest_within(self, params.key, min(len(params.key), params.prev_prefix_len))
+
+    def _insert_leaf(
+        self, parent: UnifiedTreeNode, depth: int, key: Any, value: Any, params: InsertParams
+    ) -> InsertStepResult:
+        """Nothing of the key is there, as is usual below what a request holds: one step does it."""
+        priority, session = params.priority or 0, params.session_id
+        leaf = self._add_new_node(parent, key, value, priority, session)
+        result = InsertResult(prefix_len=depth, last_device_node=leaf.id)
+        actions: list[Any] = []
+        for component in self.components:
+            component.commit_insert_component_data(
+                node=leaf, is_new_leaf=True, params=params, result=result, cache_actions=actions
+            )
+        return InsertStepResult(actions=actions, result=result)
 
     def _add_new_node(self, parent: UnifiedTreeNode, *args: Any, **kwargs: Any) -> UnifiedTreeNode:
         node = super()._add_new_node(parent, *args, **kwargs)

@@ -17,7 +17,6 @@ import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.mem_cache.unified_cache.components.base import LRURefreshPhase
 
 from sglang_hybrid.cache.releases import last_visited
 
@@ -73,11 +72,7 @@ class TreeMatcher:
         not all that can be matched is on the device, token by token.
         """
         key, core, req = params.key, self._core, params.req
-        if (
-            core.enable_hicache
-            or core.is_eagle
-            or not ON_DEVICE.issuperset(core.components_by_type)
-        ):
+        if not is_plain(core):
             return None
         usable = len(key)
         usable -= usable % core.page_size
@@ -144,10 +139,12 @@ class TreeMatcher:
 
     def _next_key(self, req: Req, key: RadixKey, depth: int) -> Any:
         """How children are told apart below `depth` tokens of the prompt of `req`."""
+        page = self._core.page_size
+        if depth + page <= len(key):
+            return key.child_key_at(depth, page)
         whole = RadixKey(
             req.origin_input_ids, key.extra_key, key.is_bigram, cache_salt=key.cache_salt
         )
-        page = self._core.page_size
         return whole.child_key_at(depth, page) if depth + page <= len(whole) else None
 
     def _still_there(self, req: Req, key: RadixKey, usable: int) -> LastMatch | None:
@@ -191,25 +188,25 @@ class TreeMatcher:
         resumed: int,
     ) -> MatchResult:
         core = self._core
+        states = core.components_by_type.get(ComponentType.MAMBA)
+        adds = states is not None and states.adds_to_matches
+        found = best if adds else best.id
         result = MatchResult(
             device_prefix_len=resumed,
-            last_device_node=best,
-            last_host_node=best,
-            best_match_node=best,
+            last_device_node=found,
+            last_host_node=found,
+            best_match_node=found,
             full_kv_hit_length=depth,
+            cache_actions=[],
             **last_visited(None if node is core.root_node else node.id),
         )
-        for component in core.components:
-            if component.component_type is not ComponentType.FULL:  # which keeps no such list
-                component.refresh_lru(LRURefreshPhase.MATCH_END, best, core.root_node)
-            result = component.finalize_match_result_in_tree_core(
-                result=result, params=params, value_chunks=[], best_value_len=0
-            )
+        if not adds:
+            return result
+        result = states.finalize_match_result_in_tree_core(
+            result=result, params=params, value_chunks=[], best_value_len=0
+        )
         return result._replace(
-            last_device_node=best.id,
-            last_host_node=best.id,
-            best_match_node=best.id,
-            cache_actions=[],
+            last_device_node=best.id, last_host_node=best.id, best_match_node=best.id
         )
 
     def _deepest_state(self, node: UnifiedTreeNode, depth: int) -> tuple[UnifiedTreeNode, int]:
@@ -221,6 +218,29 @@ class TreeMatcher:
             depth -= len(node.key)
             node = node.parent
         return node, depth
+
+
+def is_plain(core: UnifiedTreeCore) -> bool:
+    """Whether a tree holds KV and states on the device, token by token, and nothing else."""
+    return (
+        not core.enable_hicache
+        and not core.is_eagle
+        and ON_DEVICE.issuperset(core.components_by_type)
+    )
+
+
+def deepest_within(core: UnifiedTreeCore, key: RadixKey, most: int) -> tuple[UnifiedTreeNode, int]:
+    """The deepest node on the path of `key` that ends within `most` tokens, and where it ends."""
+    node, depth, page = core.root_node, 0, core.page_size
+    while depth + page <= most:
+        child = node.children.get(key.child_key_at(depth, page))
+        if child is None or child.evicted:
+            break
+        tokens = len(child.key)
+        if common_tokens(child.key.token_ids, key.token_ids, depth, most) < tokens:
+            break
+        node, depth = child, depth + tokens
+    return node, depth
 
 
 def common_tokens(edge: array[int], prompt: array[int], start: int, end: int) -> int:

@@ -42,6 +42,8 @@ class PrefixWait:
             return
         waiting = dict.fromkeys(queue)
         known = self._overlap.names()
+        if known == waiting.keys():
+            return
         for req in [req for req in known if req not in waiting]:
             self._overlap.remove(req)
         for req in [req for req in waiting if req not in known]:
@@ -85,14 +87,17 @@ class PrefixWait:
         usable = len(req.origin_input_ids) - 1
         if usable < best:
             return False
-        tenant, key = tenant_of(req), self._key(req)
+        tenant, prompt = tenant_of(req), req.origin_input_ids
         for other, plan in self._planner.in_flight():
             if other is req or plan.tenant != tenant:
                 continue
             nearest = plan.first_open(best)
             if nearest is None or nearest > usable:
                 continue
-            if key.startswith(memoryview(self._key(other))[: nearest * TOKEN_BYTES]):
+            if prompt[nearest - 1] != other.origin_input_ids[nearest - 1]:
+                continue  # one token tells most prompts apart
+            shared = memoryview(self._key(other))[: nearest * TOKEN_BYTES]
+            if self._key(req).startswith(shared):
                 return True
         return False
 

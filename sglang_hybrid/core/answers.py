@@ -290,14 +290,16 @@ class AnswerModel:
                 self._step(kept[self._random.randrange(len(kept))])
 
     def _step(self, answer: Answer) -> None:
-        features = answer.features
-        weights = self._weights.take(features)
+        at = answer.features.astype(
+            np.intp
+        )  # with 16 bits each of the four uses would convert them
+        weights = self._weights.take(at)
         error = self._probability(weights) - float(bool(answer.returned))
         gradient = error + DECAY * weights
-        squares = self._squares.take(features)
+        squares = self._squares.take(at)
         squares += gradient * gradient
-        self._squares[features] = squares
-        self._weights[features] = weights - RATE * gradient / np.sqrt(squares)
+        self._squares[at] = squares
+        self._weights[at] = weights - RATE * gradient / np.sqrt(squares)
         self._bias_squares += error * error
         self._bias -= RATE * error / self._bias_squares**0.5
 

@@ -7,9 +7,9 @@ admission knows a shared prefix whose KV is long gone.
 Each tenant has a tree of its own: no look-up of one can find what another one sent. The index,
 which holds statistics of classes of positions, is common to all.
 
-Memory: two bytes per token (a fingerprint, not the token) and about 600 bytes per history node,
-over all tenants. When `max_bytes` (the server's `--hybrid-history-mb`) is reached, the tenant that
-holds most forgets its oldest leaves.
+Memory: two bytes per token (a fingerprint, not the token), about 600 bytes per history node and 500
+per answer, over all tenants. When `max_bytes` (the server's `--hybrid-history-mb`) is reached, the
+tenant that holds most forgets its oldest leaves.
 """
 
 from __future__ import annotations
@@ -214,11 +214,13 @@ class History:
         ends |= {history_match.branch, len(ids)} - {0}
         held = tree.held_bytes
         nodes = tree.insert(fingerprints, path, matched, ends)
-        self._changed(tenant, tree, held)
         for node in nodes:
             if node.depth in ends:
                 _set_answer(node, answer)
                 self._open(node, now, interval_bucket, is_end=node.depth == len(ids))
+        if nodes and answer is not None and not nodes[-1].answer_bytes:
+            tree.hold_answer(nodes[-1])
+        self._changed(tenant, tree, held)
         self._forget_oldest(tenant)
         self.index.observed(now)
         return HistoryPath(nodes)

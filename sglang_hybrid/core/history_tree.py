@@ -13,6 +13,8 @@ from sglang_hybrid.core.edges import common_bytes
 from sglang_hybrid.core.reuse import ReuseIndex, reuse_class_of
 
 HISTORY_NODE_BYTES = 600
+ANSWER_BYTES = 500
+"""Of what is known of an answer; it is counted where the answer's sequence ends."""
 TOKEN_BYTES = 2
 NO_INTERVAL = -1
 
@@ -26,9 +28,11 @@ class HistoryNode:
     (`ReuseIndex.interval_bucket`). A new node inherits the bucket of the interval that ended when
     it was created, because the gaps within a session are similar. last: the answer of the request
     that opened the node or resumed from it last, if its returns say something of that answer.
+    answer_bytes: what is counted for an answer that ended here.
     """
 
     __slots__ = (
+        "answer_bytes",
         "branches",
         "children",
         "depth",
@@ -51,6 +55,7 @@ class HistoryNode:
         self.is_end = False
         self.last_interval_bucket = 0
         self.last: Answer | None = None
+        self.answer_bytes = 0
         self.interval_id = NO_INTERVAL
 
     def adopt(self, child: HistoryNode) -> None:
@@ -118,8 +123,8 @@ class HistoryTree:
     """The sequences of one tenant. It tells the reuse index, which all tenants share, when a node
     is forgotten.
 
-    held_bytes: its memory in bytes, counted as HISTORY_NODE_BYTES and TOKEN_BYTES say. version:
-    changes with every change of the tree; no two trees ever have the same version.
+    held_bytes: its memory in bytes, as HISTORY_NODE_BYTES, TOKEN_BYTES and ANSWER_BYTES count it.
+    version: changes with every change of the tree; no two trees ever have the same version.
     """
 
     def __init__(self, index: ReuseIndex) -> None:
@@ -169,13 +174,18 @@ class HistoryTree:
             self.leaves.move_to_end(nodes[-1])
         return nodes
 
+    def hold_answer(self, node: HistoryNode) -> None:
+        """The first sequence that ends at `node` has an answer that is remembered."""
+        node.answer_bytes = ANSWER_BYTES
+        self.held_bytes += ANSWER_BYTES
+
     def forget_oldest(self) -> None:
         """Drop the leaf that was used longest ago. There must be one."""
         node, _ = self.leaves.popitem(last=False)
         parent = node.parent
         assert parent is not None
         del parent.children[node.edge[:TOKEN_BYTES]]
-        self.held_bytes -= HISTORY_NODE_BYTES + len(node.edge)
+        self.held_bytes -= HISTORY_NODE_BYTES + len(node.edge) + node.answer_bytes
         if node.interval_id != NO_INTERVAL:
             self._index.close(node.interval_id)
             node.interval_id = NO_INTERVAL

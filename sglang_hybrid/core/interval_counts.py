@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from sglang_hybrid.core.cost import FloatArray, IntArray
 from sglang_hybrid.core.learnt import LearntCounts
+
+ENDED, UNENDED = 0, 1
+FADED = 1_024
+"""Weights that are computed beforehand: of what so many intervals and fewer began after."""
 
 
 class IntervalCounts:
@@ -17,19 +23,21 @@ class IntervalCounts:
 
     def __init__(self, half_life: float, classes: int, bins: int) -> None:
         self._half_life = half_life
-        self._begun = np.zeros(classes, dtype=np.int64)  # intervals of a class so far
-        self._ended = np.zeros((classes, bins))
-        self._cut_short = np.zeros((classes, bins))
-        self._as_of = np.zeros(classes, dtype=np.int64)  # the counts above: when so many had begun
-        self._number = np.zeros(64, dtype=np.int64)  # by interval id: how many began before it
+        # Arrays whose items are read and written one by one are not numpy's, where each access
+        # takes three times as long.
+        self._begun = array("q", bytes(8 * classes))  # intervals of a class so far
+        self._counts = np.zeros((classes, 2, bins))  # ENDED and UNENDED
+        self._as_of = array("q", bytes(8 * classes))  # the counts above: when so many had begun
+        self._number = array("q", bytes(8 * 64))  # by interval id: how many began before it
+        self._faded_by: list[float] = self._faded(np.arange(FADED)).tolist()
 
     def begins(self, interval_id: int, reuse_class: int) -> None:
         """An interval of `reuse_class` begins under this id."""
         if interval_id >= len(self._number):
-            more = np.zeros(interval_id + 1, dtype=np.int64)
-            self._number = np.concatenate([self._number, more])
-        self._number[interval_id] = self._begun[reuse_class]
-        self._begun[reuse_class] += 1
+            self._number.frombytes(bytes(8 * (interval_id + 1)))
+        begun = self._begun[reuse_class]
+        self._number[interval_id] = begun
+        self._begun[reuse_class] = begun + 1
 
     def moves(self, interval_id: int, before: int, after: int) -> None:
         """An open interval now belongs to class `after`; it weighs there what it did before."""
@@ -38,12 +46,12 @@ class IntervalCounts:
     def ends(self, interval_id: int, reuse_class: int, age_bin: int) -> None:
         """It ended in this bin."""
         self._fade(reuse_class)
-        self._ended[reuse_class, age_bin] += self._weight(interval_id, reuse_class)
+        self._counts[reuse_class, ENDED, age_bin] += self._weight(interval_id, reuse_class)
 
     def is_lost(self, interval_id: int, reuse_class: int, age_bin: int) -> None:
         """It is observed no more; it was in this bin then."""
         self._fade(reuse_class)
-        self._cut_short[reuse_class, age_bin] += self._weight(interval_id, reuse_class)
+        self._counts[reuse_class, UNENDED, age_bin] += self._weight(interval_id, reuse_class)
 
     def of(
         self, known: IntArray, open_intervals: IntArray, classes: IntArray, cells: IntArray
@@ -52,51 +60,60 @@ class IntervalCounts:
         open_intervals, classes and cells [n]: ids and classes of the open ones, and where each
         counts among C * bins.
         """
-        faded = self._faded(self._begun[known] - self._as_of[known])[:, None]
-        younger = self._begun.take(classes) - self._number.take(open_intervals)
-        ended = self._ended[known] * faded
+        begun = as_ints(self._begun)
+        faded = self._faded(begun[known] - as_ints(self._as_of)[known])[:, None]
+        younger = begun.take(classes) - as_ints(self._number).take(open_intervals)
+        ended = self._counts[known, ENDED] * faded
         still_open = np.bincount(cells, self._faded(younger - 1), ended.size).reshape(ended.shape)
-        return ended, self._cut_short[known] * faded + still_open
+        return ended, self._counts[known, UNENDED] * faded + still_open
 
     def learnt(
         self, known: IntArray, open_intervals: IntArray, classes: IntArray, cells: IntArray
     ) -> LearntCounts:
         """What `of` returns for the same arguments, as it can be restored. Changes nothing."""
         counts = self.of(known, open_intervals, classes, cells)
-        return LearntCounts(self._begun[known], *counts)
+        return LearntCounts(as_ints(self._begun)[known], *counts)
 
     def restore(self, known: IntArray, learnt: LearntCounts) -> None:
         """These classes were counted before, in another process."""
-        self._begun[known] = self._as_of[known] = learnt.begun
-        self._ended[known] = learnt.ended
-        self._cut_short[known] = learnt.unended
+        as_ints(self._begun)[known] = as_ints(self._as_of)[known] = learnt.begun
+        self._counts[known, ENDED] = learnt.ended
+        self._counts[known, UNENDED] = learnt.unended
 
     def start_over(self, other: IntervalCounts, reuse_class: int, open_intervals: IntArray) -> None:
         """Count `reuse_class`, whose open intervals are given, as `other` does, with the same
         weights.
         """
         other._fade(reuse_class)
-        self._ended[reuse_class] = other._ended[reuse_class]
-        self._cut_short[reuse_class] = other._cut_short[reuse_class]
+        self._counts[reuse_class] = other._counts[reuse_class]
         self._as_of[reuse_class] = self._begun[reuse_class]
-        younger = other._begun[reuse_class] - other._number[open_intervals]
+        younger = other._begun[reuse_class] - as_ints(other._number)[open_intervals]
         stretched = np.rint(younger * (self._half_life / other._half_life)).astype(np.int64)
-        self._number[open_intervals] = self._begun[reuse_class] - stretched
+        as_ints(self._number)[open_intervals] = self._begun[reuse_class] - stretched
 
     def _fade(self, reuse_class: int) -> None:
         """Bring the counts of a class up to now."""
-        younger = self._begun[reuse_class] - self._as_of[reuse_class]
+        begun = self._begun[reuse_class]
+        younger = begun - self._as_of[reuse_class]
         if younger:
-            faded = self._faded(younger)
-            self._ended[reuse_class] *= faded
-            self._cut_short[reuse_class] *= faded
-            self._as_of[reuse_class] = self._begun[reuse_class]
+            self._counts[reuse_class] *= self._one_faded(younger)
+            self._as_of[reuse_class] = begun
 
     def _weight(self, interval_id: int, reuse_class: int) -> float:
-        younger = self._begun[reuse_class] - self._number[interval_id] - 1
-        return float(self._faded(younger))
+        return self._one_faded(self._begun[reuse_class] - self._number[interval_id] - 1)
+
+    def _one_faded(self, younger: int) -> float:
+        """`_faded` of one; looked up where that is possible."""
+        if 0 <= younger < FADED:
+            return self._faded_by[younger]
+        return float(self._faded(np.array(younger)))
 
     def _faded(self, younger: FloatArray | IntArray) -> FloatArray:
         """What an interval weighs of whose class so many began after it."""
         faded: FloatArray = np.exp2(-younger / self._half_life)
         return faded
+
+
+def as_ints(values: array[int]) -> IntArray:
+    """The same memory as a numpy array [n]. `values` cannot grow while that is in use."""
+    return np.frombuffer(values, np.int64)

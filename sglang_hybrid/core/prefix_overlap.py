@@ -44,12 +44,12 @@ class PrefixOverlap:
         if name in self._prompts:
             raise ValueError(f"{name!r} waits already")
         self._prompts[name] = (tenant, key)
-        self._sorted.setdefault(tenant, SortedKeys()).add(key)
+        self._sorted.setdefault(tenant, SortedKeys()).add(name, key)
 
     def remove(self, name: Hashable) -> None:
         """It does not wait any more. Raises KeyError if it never did."""
-        tenant, key = self._prompts.pop(name)
-        self._sorted[tenant].remove(key)
+        tenant, _ = self._prompts.pop(name)
+        self._sorted[tenant].remove(name)
         if not self._sorted[tenant].keys:
             del self._sorted[tenant]
 
@@ -60,7 +60,7 @@ class PrefixOverlap:
         """
         tenant, key = self._prompts[name]
         keys, common = self._sorted[tenant].keys, self._sorted[tenant].common
-        own = bisect_left(keys, key)
+        own = self._sorted[tenant].names.index(name)
         usable = len(key) // TOKEN_BYTES - 1
         lengths: set[int] = set()
         same = usable
@@ -79,24 +79,30 @@ class PrefixOverlap:
 
 
 class SortedKeys:
-    """Keys in order. common: tokens at which each key and the next one begin alike [n - 1]."""
+    """Keys in order, and whose they are. common: tokens at which each key and the next one begin
+    alike [n - 1].
+
+    A key is found by its name where that is known: to search for it would compare long prefixes.
+    """
 
     def __init__(self) -> None:
         self.keys: list[bytes] = []
+        self.names: list[Hashable] = []
         self.common: list[int] = []
 
-    def add(self, key: bytes) -> None:
+    def add(self, name: Hashable, key: bytes) -> None:
         """One more; equal ones may be there."""
         at = bisect_left(self.keys, key)
         before, after = self.keys[max(at - 1, 0) : at], self.keys[at : at + 1]
         self.keys.insert(at, key)
+        self.names.insert(at, name)
         beside = [common_prefix(key, other) for other in (*before, *after)]
         self.common[max(at - 1, 0) : at] = beside
 
-    def remove(self, key: bytes) -> None:
+    def remove(self, name: Hashable) -> None:
         """It must be there."""
-        at = bisect_left(self.keys, key)
-        del self.keys[at]
+        at = self.names.index(name)
+        del self.keys[at], self.names[at]
         beside = self.common[max(at - 1, 0) : at + 1]
         self.common[max(at - 1, 0) : at + 1] = [min(beside)] if len(beside) == 2 else []
 

@@ -14,6 +14,7 @@ better, the traffic of that class has changed, and the long one starts over from
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from math import frexp
 from typing import Final
@@ -22,7 +23,7 @@ import numpy as np
 
 from sglang_hybrid.core.answers import BUCKETS as ANSWERS
 from sglang_hybrid.core.cost import FloatArray, IntArray
-from sglang_hybrid.core.interval_counts import IntervalCounts
+from sglang_hybrid.core.interval_counts import IntervalCounts, as_ints
 from sglang_hybrid.core.learnt import LearntClasses
 from sglang_hybrid.core.survival import ReturnTimes
 
@@ -90,8 +91,8 @@ class ReuseIndex:
         self._short = IntervalCounts(SHORT, CLASSES, BINS)
         self._news = News()
         self._known = np.zeros(CLASSES, dtype=np.bool_)  # classes that had a position
-        self._class = np.full(64, -1, dtype=np.int64)  # per slot; -1: free
-        self._since = np.zeros(64)
+        self._class = array("q", [-1] * 64)  # per slot; -1: free
+        self._since = array("d", [0.0] * 64)
         self._free = list(range(63, -1, -1))
         self._now = 0.0
         self._began = 0.0
@@ -103,8 +104,8 @@ class ReuseIndex:
         """A position of class `reuse_class` starts to wait. Returns the slot it is known by."""
         if not self._free:
             count = len(self._class)
-            self._class = np.concatenate([self._class, np.full(count, -1, dtype=np.int64)])
-            self._since = np.concatenate([self._since, np.zeros(count)])
+            self._class.extend([-1] * count)
+            self._since.extend([0.0] * count)
             self._free = list(range(2 * count - 1, count - 1, -1))
         interval_id = self._free.pop()
         self._class[interval_id] = reuse_class
@@ -120,8 +121,8 @@ class ReuseIndex:
 
     def returned(self, interval_id: int, time: float) -> float:
         """It was resumed: its interval ends, and the next one begins. Returns how long it was."""
-        interval = float(time - self._since[interval_id])
-        reuse_class, age_bin = int(self._class[interval_id]), self._bin(interval)
+        interval = time - self._since[interval_id]
+        reuse_class, age_bin = self._class[interval_id], self._bin(interval)
         self._long.ends(interval_id, reuse_class, age_bin)
         self._short.ends(interval_id, reuse_class, age_bin)
         self._news.ends(interval_id, reuse_class, age_bin)
@@ -130,7 +131,7 @@ class ReuseIndex:
 
     def since(self, interval_id: int) -> float:
         """When its present interval began."""
-        return float(self._since[interval_id])
+        return self._since[interval_id]
 
     def interval_bucket(self, interval: float) -> int:
         """The bucket of an interval: 1 .. INTERVAL_BUCKETS - 1, the shortest first; 0 is none."""
@@ -138,7 +139,7 @@ class ReuseIndex:
 
     def reclass(self, interval_id: int, reuse_class: int) -> None:
         """It now belongs to `reuse_class`, and so will its present interval."""
-        before = int(self._class[interval_id])
+        before = self._class[interval_id]
         if before != reuse_class:
             self._long.moves(interval_id, before, reuse_class)
             self._short.moves(interval_id, before, reuse_class)
@@ -148,7 +149,7 @@ class ReuseIndex:
     def close(self, interval_id: int) -> None:
         """It is forgotten: its interval lasted until now at least."""
         reuse_class, age_bin = (
-            int(self._class[interval_id]),
+            self._class[interval_id],
             self._bin(self._now - self._since[interval_id]),
         )
         self._long.is_lost(interval_id, reuse_class, age_bin)
@@ -175,8 +176,12 @@ class ReuseIndex:
         self._news.look(known, waiting, classes, age_bins)
         for reuse_class in self._news.refuted():
             self._long.start_over(self._short, reuse_class, waiting[classes == reuse_class])
-        hazard, row = hazards(known, *self._long.of(known, waiting, classes, cells))
-        short, _ = hazards(known, *self._short.of(known, waiting, classes, cells))
+        both = (
+            self._long.of(known, waiting, classes, cells),
+            self._short.of(known, waiting, classes, cells),
+        )
+        ended, unended = (np.stack(counts) for counts in zip(*both, strict=True))
+        (hazard, short), row = hazards(known, ended, unended)
         self._news.expect(known, hazard[row[known]], short[row[known]])
         self._returns = ReturnTimes(self._edges, hazard, row)
         rates = best_rates(hazard, np.diff(self._edges, prepend=0.0))
@@ -193,9 +198,10 @@ class ReuseIndex:
         known = self._known.nonzero()[0]
         position = np.zeros(CLASSES, dtype=np.int64)
         position[known] = np.arange(len(known))
-        waiting = (self._class >= 0).nonzero()[0]
-        classes = self._class.take(waiting)
-        age_bins = self._bins(self._now - self._since.take(waiting))
+        every = as_ints(self._class)
+        waiting = (every >= 0).nonzero()[0]
+        classes = every.take(waiting)
+        age_bins = self._bins(self._now - np.frombuffer(self._since).take(waiting))
         return known, waiting, classes, age_bins, position.take(classes) * BINS + age_bins
 
     def learnt(self) -> LearntClasses:
@@ -274,7 +280,7 @@ class News:
     def __init__(self) -> None:
         self._ended = np.zeros((CLASSES, BINS))
         self._steps = np.zeros((CLASSES, BINS + 1))  # differences, along bins, of those that passed
-        self._seen = np.zeros(64, dtype=np.int64)  # by interval id: bins that were counted
+        self._seen = array("q", bytes(8 * 64))  # by interval id: bins that were counted
         self._known: IntArray = np.zeros(0, dtype=np.int64)
         self._gain_if_ended = self._gain_if_not = np.zeros((0, BINS))  # of the short estimate
         self._evidence = np.zeros(CLASSES)
@@ -282,7 +288,7 @@ class News:
     def begins(self, interval: int) -> None:
         """An interval begins under this id."""
         if interval >= len(self._seen):
-            self._seen = np.concatenate([self._seen, np.zeros(interval + 1, dtype=np.int64)])
+            self._seen.frombytes(bytes(8 * (interval + 1)))
         self._seen[interval] = 0
 
     def ends(self, interval: int, reuse_class: int, age_bin: int) -> None:
@@ -304,11 +310,12 @@ class News:
         """The open intervals [n] are in these bins [n] by now. Weigh what happened. known [C]: all
         classes of which something can have happened.
         """
-        seen = self._seen.take(intervals)
+        every = as_ints(self._seen)
+        seen = every.take(intervals)
         on = (age_bins > seen).nonzero()[0]
         np.add.at(self._steps, (classes[on], seen[on]), 1)
         np.add.at(self._steps, (classes[on], age_bins[on]), -1)
-        self._seen[intervals[on]] = age_bins[on]
+        every[intervals[on]] = age_bins[on]
         ended = self._ended[self._known]
         passed = np.cumsum(self._steps[self._known], axis=1)[:, :BINS]
         gain = (ended * self._gain_if_ended + passed * self._gain_if_not).sum(axis=1)
@@ -336,16 +343,16 @@ class News:
 def hazards(
     classes: IntArray, ended: FloatArray, unended: FloatArray
 ) -> tuple[FloatArray, IntArray]:
-    """Kaplan-Meier hazards [R, BINS]: of the intervals that reach a bin, the share that ends in it;
-    and the row [CLASSES] that holds for each class.
+    """Kaplan-Meier hazards [..., R, BINS]: of the intervals that reach a bin, the share that ends
+    in it; and the row [CLASSES] that holds for each class.
 
-    classes [C]: rising. ended, unended [C, BINS]: their intervals by the bin in which they ended or
-    were last seen. Each class is shrunk towards the one with its last feature dropped: first turn,
-    then interval_bucket, depth and children; the coarsest towards FIRST_GUESS. A class that is not
-    among `classes` has the row of the coarser one.
+    classes [C]: rising. ended, unended [..., C, BINS]: their intervals by the bin in which they
+    ended or were last seen. Each class is shrunk towards the one with its last feature dropped:
+    first turn, then interval_bucket, depth and children; the coarsest towards FIRST_GUESS. A class
+    that is not among `classes` has the row of the coarser one.
     """
     at_risk = np.flip(np.cumsum(np.flip(ended + unended, -1), axis=-1), -1)
-    rows = np.full((1, BINS), FIRST_GUESS)
+    rows = np.full((*ended.shape[:-2], 1, BINS), FIRST_GUESS)
     row = np.zeros(1, dtype=np.int64)
     finer = CLASSES
     answers_tell = bool((classes // PER_ANSWER % ANSWERS).any())
@@ -354,12 +361,15 @@ def hazards(
         finer //= size
         if finer == PER_ANSWER and level and not answers_tell:
             continue  # all classes are alike in this: it would count them twice
-        coarse, first = np.unique(classes // finer, return_index=True)
-        if len(first):
-            ends, risk = (np.add.reduceat(counts, first) for counts in (ended, at_risk))
-            own = (ends + PRIOR_WEIGHT * rows[row[coarse]]) / (risk + PRIOR_WEIGHT)
-            row[coarse] = np.arange(len(rows), len(rows) + len(own))
-            rows = np.concatenate([rows, own])
+        coarse = classes // finer
+        if len(coarse):
+            first = np.concatenate([[True], coarse[1:] != coarse[:-1]]).nonzero()[0]
+            coarse = coarse[first]
+            ends, risk = (np.add.reduceat(counts, first, axis=-2) for counts in (ended, at_risk))
+            guess = rows[..., row[coarse], :]
+            own = (ends + PRIOR_WEIGHT * guess) / (risk + PRIOR_WEIGHT)
+            row[coarse] = np.arange(rows.shape[-2], rows.shape[-2] + len(coarse))
+            rows = np.concatenate([rows, own], axis=-2)
     return rows, row
 
 
@@ -371,12 +381,14 @@ def best_rates(hazard: FloatArray, widths: FloatArray) -> FloatArray:
     """
     ends = np.ascontiguousarray(hazard.T)  # bins first: a pass over all rows at once
     stays, spent = 1 - ends, widths[:, None] * (1 - ends / 2)
-    best, alive, time = (np.empty_like(ends) for _ in range(3))  # after bin T, from a start on
-    for start in range(len(ends) - 1, -1, -1):  # one bin earlier: all that follows is reached less
-        later = slice(start + 1, None)
-        alive[later] *= stays[start]
-        time[later] *= stays[start]
-        time[later] += spent[start]
-        alive[start], time[start] = stays[start], spent[start]
-        np.divide(1 - alive[start:], time[start:]).max(axis=0, out=best[start])
+    # From each start, after `count` bins: the share that is left, and the time spent so far.
+    alive, time = stays.copy(), spent.copy()
+    best = (1 - alive) / time
+    for count in range(2, len(ends) + 1):
+        starts = len(ends) - count + 1
+        alive, time = alive[1 : starts + 1], time[1 : starts + 1]  # of the bins after the first
+        alive *= stays[:starts]
+        time *= stays[:starts]
+        time += spent[:starts]
+        np.maximum(best[:starts], (1 - alive) / time, out=best[:starts])
     return best.T

@@ -22,13 +22,16 @@ SIZES = {
 
 
 class Pair:
-    """The same requests on our tree and on one that always begins at the root."""
+    """The same requests on our tree and on one into which SGLang alone inserts. grows: requests go
+    on at the node that they hold; otherwise a whole path is inserted each time.
+    """
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, *, grows: bool) -> None:
         self.sizes = sizes
         self.servers = [Server(build_cache(sizes, options("reuse")), sizes, 16) for _ in "ab"]
-        core: Any = self.servers[1].cache.tree_core
-        core._known_part = lambda params: None
+        for server in self.servers[grows:]:
+            server.cache.growth.serves = lambda req: False
+        self.servers[1].cache.tree_core._start_of = lambda params: None
         self.running: list[list[Req]] = []
 
     def begin(self, tokens: list[int]) -> None:
@@ -59,10 +62,15 @@ class Pair:
         assert self.servers[0].free() == self.servers[1].free()
         for server in self.servers:
             server.check()
+        for req in (req for reqs in self.running for req in reqs[:1] if req.kv.holds_kv):
+            server = self.servers[0]
+            path = server.cache.path_device_indices(req.last_node)
+            row = server.pool.req_to_token[req.kv.req_pool_idx, : req.kv.cache_protected_len]
+            assert row.tolist() == path.tolist(), "a request reads the KV that the tree keeps"
 
 
 def tree(server: Server) -> Any:
-    """Tokens, KV and state of every node, as nested lists."""
+    """Tokens of every node, and whether it has a state, as nested lists."""
     core: Any = server.cache.tree_core
 
     def of(node: Any) -> Any:
@@ -74,22 +82,27 @@ def tree(server: Server) -> Any:
     return of(core.root_node)
 
 
+def starts_of_insertions(server: Server) -> list[int]:
+    """Where insertions begin from now on, in tokens."""
+    core: Any = server.cache.tree_core
+    insert_below, starts = core.insert_below, []
+
+    def noted(node: Any, depth: int) -> None:
+        starts.append(depth)
+        insert_below(node, depth)
+
+    core.insert_below = noted
+    return starts
+
+
+@pytest.mark.parametrize("grows", [True, False])
 @pytest.mark.parametrize("name", SIZES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(0, 10**9))
-def test_it_is_the_tree_of_an_insertion_from_the_root(name: str, seed: int) -> None:
+def test_it_is_the_tree_of_an_insertion_from_the_root(name: str, grows: bool, seed: int) -> None:
     rng = random.Random(seed)
-    pair = Pair(SIZES[name])
-    known = pair.servers[0].cache.tree_core._known_part
-    begun_below = 0
-
-    def counted(params: Any) -> Any:
-        nonlocal begun_below
-        found = known(params)
-        begun_below += found is not None
-        return found
-
-    pair.servers[0].cache.tree_core._known_part = counted  # type: ignore[method-assign]
+    pair = Pair(SIZES[name], grows=grows)
+    starts = starts_of_insertions(pair.servers[0])
     sequences: list[list[int]] = [[]]
     for _ in range(40):
         if rng.random() < 0.5 or not pair.running:
@@ -105,20 +118,17 @@ def test_it_is_the_tree_of_an_insertion_from_the_root(name: str, seed: int) -> N
         if rng.random() < 0.3:
             pair.compare()
     pair.compare()
-    event(f"insertions that began below the root: {begun_below > 0}")
+    event(f"insertions that began below the root: {any(starts)}")
 
 
 def test_an_insertion_begins_at_what_the_request_holds() -> None:
     sizes = SIZES["states"]
     server = Server(build_cache(sizes, options("reuse")), sizes, 16)
-    core: Any = server.cache.tree_core
-    known, found = core._known_part, []
-    core._known_part = lambda params: found.append(known(params)) or found[-1]
+    starts = starts_of_insertions(server)
     server.serve(range(40), [7, 8])
     server.serve([*range(41), 9], [7])
-    depths = [None if part is None else part[1] for part in found]
-    assert depths[0] is None, "the first request finds nothing"
-    assert {16, 39} <= set(depths), "its later steps and the second request go on below"
+    assert starts[0] == 0, "the first request finds nothing"
+    assert {16, 39} <= set(starts), "its later steps and the second request go on below"
 
 
 def test_a_path_stays_locked_while_its_checkpoint_is_published(

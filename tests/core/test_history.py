@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -147,7 +148,7 @@ def test_a_meeting_saves_the_way_and_changes_nothing(seed: int) -> None:
     one, other = (history.index for history in histories)
     for name in ("_class", "_since"):
         assert np.array_equal(getattr(one, name), getattr(other, name))
-    for name in ("_ended", "_cut_short", "_number"):
+    for name in ("_counts", "_number"):
         assert np.array_equal(getattr(one._long, name), getattr(other._long, name))
 
 
@@ -217,17 +218,21 @@ def test_a_place_has_the_pace_of_its_session() -> None:
     assert interval_buckets == [[0], [short, short], [short, long, long], [short, long, long, long]]
 
 
-def test_the_oldest_are_forgotten_and_counted_as_cut_short() -> None:
-    history, clock = History(max_bytes=20_000), Clock()
+@pytest.mark.parametrize(("answer_bytes", "each", "left"), [(64 << 20, 500, 16), (0, 0, 28)])
+def test_the_oldest_are_forgotten_and_counted_as_cut_short(
+    answer_bytes: int, each: int, left: int
+) -> None:
+    """What is known of an answer takes memory, too."""
+    history, clock = History(max_bytes=20_000, answer_bytes=answer_bytes), Clock()
     happened = watched(history)
     for i in range(200):
         clock.advance(float(i))
         history.observe(np.arange(50) + 50 * i, 40, clock)
         assert history.held_bytes <= 20_000
     kept = all_nodes(history)
-    assert history.held_bytes == sum(600 + len(p.edge) for p in kept)
-    assert len(kept) == 28
-    assert happened["close"] == 200 - 28
+    assert history.held_bytes == sum(600 + len(p.edge) + each for p in kept)
+    assert len(kept) == left
+    assert happened["close"] == 200 - left
     assert history.match(np.arange(50)).known_len == 0
     assert history.match(np.arange(50) + 50 * 199).known_len == 49
 
@@ -292,7 +297,7 @@ def test_many_tenants_stay_within_the_bound() -> None:
         clock.advance(float(i))
         history.observe(np.arange(50), 40, clock, tenant=i)
         assert history.held_bytes <= 20_000
-    assert len(history._trees) == len(history._shares) == 28
+    assert len(history._trees) == len(history._shares) == 16
     assert history.match(np.arange(50), 199).known_len == 49
     assert history.match(np.arange(50), 0).known_len == 0
 

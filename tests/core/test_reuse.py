@@ -73,12 +73,13 @@ def plain_hazard(
 def test_hazards_are_kaplan_meier_with_shrinkage(seed: int, classes: set[int], other: int) -> None:
     rng = np.random.default_rng(seed)
     order = sorted(classes)
-    ended, unended = (rng.integers(0, 3, (len(order), BINS)).astype(float) for _ in range(2))
-    known = dict(zip(order, zip(ended, unended, strict=True), strict=True))
-    rows, row = hazards(np.array(order, dtype=np.int64), ended, unended)
-    for reuse_class in (other, *order):
-        expected = [plain_hazard(known, reuse_class, bin_) for bin_ in range(BINS)]
-        assert rows[row[reuse_class]] == pytest.approx(expected)
+    counts = rng.integers(0, 3, (2, 2, len(order), BINS)).astype(float)
+    estimates, row = hazards(np.array(order, dtype=np.int64), counts[:, 0], counts[:, 1])
+    for rows, (ended, unended) in zip(estimates, counts, strict=True):
+        known = dict(zip(order, zip(ended, unended, strict=True), strict=True))
+        for reuse_class in (other, *order):
+            expected = [plain_hazard(known, reuse_class, bin_) for bin_ in range(BINS)]
+            assert rows[row[reuse_class]] == pytest.approx(expected)
 
 
 @settings(max_examples=50, deadline=None)
