@@ -73,12 +73,13 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
 
     def _open(self, pools: dict[str, Any]) -> ObjectStore:
         config = self.config
+        dcp_size = getattr(config, "dcp_size", 1)  # not in 0.5.22
         if config.is_mla_model and config.tp_size > 1:
             raise Unidentified("ranks that share their KV (MLA) are not kept on disk yet")
         facts = {
             **served_model(),
             "pools": {str(name): _pool_facts(pool) for name, pool in sorted(pools.items())},
-            "ranks": [config.tp_size, config.pp_size, config.attn_cp_size, config.dcp_size],
+            "ranks": [config.tp_size, config.pp_size, config.attn_cp_size, dcp_size],
         }
         top = disk_folder(self.disk_folder, config.extra_config or {})
         folder = RankFolder(top, facts, _rank(config))
