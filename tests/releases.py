@@ -4,6 +4,10 @@ from importlib.metadata import version
 
 import pytest
 
+needs_disk = pytest.mark.skipif(
+    version("sglang") == "0.5.22", reason="the disk needs SGLang 0.5.23"
+)
+
 smaller_copies = pytest.mark.skipif(
     version("sglang") == "0.5.22", reason="smaller copies need SGLang 0.5.23"
 )

@@ -125,15 +125,27 @@ def test_smaller_copies_need_a_cache_that_marks_them(tmp_path: Path) -> None:
     ("name", "value"),
     [("hybrid_disk_folder", "/var/cache/x"), ("hybrid_disk_mb", 100), ("hybrid_warm_start", 64)],
 )
-def test_flags_of_the_disk_need_a_disk(name: str, value: Any) -> None:
+def test_flags_of_the_disk_need_a_disk(
+    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = HybridConfig(**{name: value})
     said = f"^--{name.replace('_', '-')} {value} means nothing without"
+    monkeypatch.setattr(backend, "version", lambda name: "0.5.23")
     disk = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
     check_disk(flags("m", **disk), given)
     for lack in ({"enable_hierarchical_cache": False}, {"hicache_storage_backend": None}):
         with pytest.raises(StartupError, match=said):
             check_disk(flags("m", **(disk | lack)), given)
         check_disk(flags("m", **(disk | lack)), HybridConfig())
+
+
+def test_the_disk_needs_a_release_that_tells_it_what_it_stores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
+    monkeypatch.setattr(backend, "version", lambda name: "0.5.22")
+    with pytest.raises(StartupError, match=r"file needs SGLang 0\.5\.23"):
+        check_disk(flags("m", **disk), HybridConfig())
 
 
 def test_a_schedule_of_ours_asks_for_our_cache(tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ from sglang_hybrid.tiers.links import Link
 from tests.cache.backends import options
 from tests.cache.disk import FULL, MAMBA, DiskServer, PlainTiers, disk_server
 from tests.cache.driver import Sizes
+from tests.releases import needs_disk
+
+pytestmark = needs_disk
 
 SLOW_PREFILL = Speeds.of(1e3, HostLink(1e12), HostLink(1e12))
 TWO_POOLS = Sizes(states=7, kv=160, rows=6, context=128)

@@ -19,7 +19,7 @@ import requests
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.server_process import ServerProcess
-from tests.releases import smaller_copies
+from tests.releases import needs_disk, smaller_copies
 from tests.server.client import TOLERANCE, ask, hybrid_cache, logprobs, random_prompt
 
 FLAGS = (
@@ -29,7 +29,7 @@ FLAGS = (
 PROMPTS = [random_prompt(700, seed=seed) for seed in range(5)]
 KILLS = 10
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_disk]
 
 
 class Cold:
