@@ -84,6 +84,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_adapters,
         check_device,
         check_model,
+        check_page,
         check_pools,
         check_port,
     )
@@ -113,6 +114,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     check_port(flags.host, flags.port)
     check_device(flags.device)
     check_adapters(flags.lora_paths)
+    check_page(flags.page_size)
     check_model(
         flags.model_path,
         weights=flags.load_format != "dummy",

@@ -54,6 +54,12 @@ def check_device(device: str | None) -> None:
         )
 
 
+def check_page(tokens: int | None) -> None:
+    """Raise `StartupError` for pages (`--page-size`) of less than a token; None is SGLang's own."""
+    if tokens is not None and tokens < 1:
+        raise StartupError(f"--page-size {tokens} holds no token; give 1 or more, or leave it out.")
+
+
 def check_pools(tokens: int | None, slots: int | None, counted: int) -> None:
     """Raise `StartupError` if no request could run on pools of these sizes.
 

@@ -14,6 +14,7 @@ from sglang_hybrid.preflight import (
     check_adapters,
     check_device,
     check_model,
+    check_page,
     check_pools,
     check_port,
     read_config,
@@ -168,6 +169,14 @@ def test_pools_that_hold_no_request() -> None:
         check_pools(1, None, 3)
     with pytest.raises(StartupError, match=r"--max-mamba-cache-size 0 .* give 3 at least"):
         check_pools(None, 0, 3)
+
+
+def test_pages_without_a_token() -> None:
+    check_page(None)
+    check_page(1)
+    for tokens in (0, -1):
+        with pytest.raises(StartupError, match=rf"^--page-size {tokens} holds no token"):
+            check_page(tokens)
 
 
 def test_adapters(tmp_path: Path) -> None:

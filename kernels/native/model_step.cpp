@@ -30,7 +30,8 @@ struct Layer {
     virtual ~Layer() = default;
     // Before the parallel region; returns the floats of scratch that all threads share.
     virtual long prepare(const Step& step) = 0;
-    // By all threads of the region: x is each thread's own, y is complete behind the next barrier.
+    // By all threads of the region: x is each thread's own. y is written behind a barrier only, since
+    // others may still read the one before it, and is complete behind the next.
     virtual void run(const Step& step, const float* x, float* y, float* scratch, Part part) = 0;
 };
 
@@ -197,9 +198,6 @@ struct Model {
                 pending = 0;
             }
             normalize(step.rows, residual, layer->norm, layer->in_scale, normed);
-            if (!layer->beside) {
-#pragma omp barrier
-            }
             layer->run(step, normed, yields + pending * size, shared, part);
             scales[pending++] = layer->out_scale;
 #pragma omp barrier

@@ -42,6 +42,7 @@ constexpr int TILE = 4;   // rows of the weight that are computed at once
 constexpr int MANY = 5;   // rows of x from which on lanes are rows instead of inputs
 constexpr int WIDE = 8;   // rows of the weight that are computed at once then
 constexpr int BLOCK = 256;  // inputs that are converted at once then
+constexpr int AHEAD = 1 << 14;  // bytes of a weight that are asked for before they are needed
 
 INLINE Floats activated(const Weight& w, Floats x, Floats gated, int activation) {
     if (activation == SQUARED_RELU) return larger(x, Floats{}) * larger(x, Floats{});
@@ -50,7 +51,8 @@ INLINE Floats activated(const Weight& w, Floats x, Floats gated, int activation)
 }
 
 // The sums of N rows of a weight with B rows of x, that of row i with b in lane b * N + i. How one
-// is summed up depends on neither. Asks for the weight's next N rows.
+// is summed up depends on neither. Asks for what of the weight is needed next: its next N rows, or
+// the bytes behind a single one.
 template <int N, int B, class T>
 INLINE Floats sums_of(const T* rows, long inputs, const float* x, long x_stride) {
     Floats s[LANES];
@@ -60,7 +62,8 @@ INLINE Floats sums_of(const T* rows, long inputs, const float* x, long x_stride)
         Floats a[B];
         for (int b = 0; b < B; b++) a[b] = load(x + b * x_stride + k);
         for (int i = 0; i < N; i++) {
-            __builtin_prefetch(rows + (N + i) * inputs + k);
+            const long next = N == 1 ? AHEAD / (long)sizeof(T) : N * inputs;
+            __builtin_prefetch(rows + i * inputs + k + next);
             const Floats v = load(rows + i * inputs + k);
             for (int b = 0; b < B; b++) s[b * N + i] += v * a[b];
         }
@@ -183,7 +186,8 @@ static inline void product_of(const Weight& w, Rows r, int activation, Part part
     }
     if (r.count <= 0) return;
     long n = begin;
-    for (; n + TILE <= end; n += TILE) few<TILE, T>(w, n, r, activation);
+    // One row of x takes a weight as one stream.
+    for (; r.count > 1 && n + TILE <= end; n += TILE) few<TILE, T>(w, n, r, activation);
     for (; n < end; n++) few<1, T>(w, n, r, activation);
 }
 

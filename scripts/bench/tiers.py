@@ -115,5 +115,5 @@ def run(options: argparse.Namespace) -> None:
             hit, written, times = serve(module, flags, trace, options.link)
             each = written / 1e3 / max(1.0, hit * prompts)
             low, high = np.percentile(times, (50, 95)).tolist()
-            cells = (f"{hit:.1%}", f"{best:.1%}", f"{each:.2f}", f"{low:.0f}", f"{high:.0f}")
+            cells = (f"{hit:.1%}", f"{best:.1%}", f"{each:.3f}", f"{low:.0f}", f"{high:.0f}")
             table.row(name, cache, *cells)

@@ -32,10 +32,11 @@ class Policy:
     columns: how many numbers `describe` returns. stateless_first: leaves without a state are
     evicted before anything else, since nothing can be resumed from them; otherwise they compete
     (SGLang's order). spares_forks: states with several children are evicted only where nothing else
-    is left (the paper's rule, section 4.2). bounded_by_prefix: of KV alone, a leaf saves no more
-    per byte than its whole prefix, which must stay as long as it does. knows_returns: scores say
-    how likely a position comes back, by what was seen. history: what the policy learns from; the
-    cache feeds it every request and links its nodes to it (`node.history_node`).
+    is left (the paper's rule, section 4.2). bounded_by_prefix: of KV alone, and of any leaf in
+    tiers, a leaf saves no more per byte than its whole prefix, which must stay as long as it does.
+    knows_returns: scores say how likely a position comes back, by what was seen. history: what the
+    policy learns from; the cache feeds it every request and links its nodes to it
+    (`node.history_node`).
     """
 
     name: ClassVar[str]

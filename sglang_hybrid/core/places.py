@@ -247,8 +247,17 @@ class Unit:
     saves: float
 
 
+ALL_TIERS = (1 << len(TIERS)) - 1
+"""The mask of all tiers."""
+
+
 def unit_of(
-    node: Node, tier: Tier, cost: CostModel, speeds: Speeds, demotes_to: Tier | None = None
+    node: Node,
+    tier: Tier,
+    cost: CostModel,
+    speeds: Speeds,
+    demotes_to: Tier | None = None,
+    counted: int = ALL_TIERS,
 ) -> Unit | None:
     """What evicting `node` from `tier` takes, and what it is worth; None if nothing can go.
 
@@ -257,7 +266,8 @@ def unit_of(
     On the device, nothing goes that a running request holds.
 
     demotes_to: the tier that what goes is written to. What has no slower copy yet is then worth
-    what it saves over one there.
+    what it saves over one there. counted: a mask of tiers; copies in others are left out of what it
+    is worth.
     """
     copies = copies_of(node)
     if node.parent is None or copies.is_pinned(tier):
@@ -270,7 +280,9 @@ def unit_of(
     freed = kv * node.tokens * cost.kv_bytes_per_token + state * cost.state_bytes
     if not freed:
         return None
-    saves = seconds_saved(node, tier, cost, speeds, kv=kv, state=state, demotes_to=demotes_to)
+    saves = seconds_saved(
+        node, tier, cost, speeds, kv=kv, state=state, demotes_to=demotes_to, counted=counted
+    )
     return Unit(kv, state, freed, saves)
 
 
@@ -283,6 +295,7 @@ def seconds_saved(
     kv: bool,
     state: bool,
     demotes_to: Tier | None = None,
+    counted: int = ALL_TIERS,
 ) -> float:
     """Seconds that the copies of `node` in `tier`, of its KV or state or both, save a request that
     returns to `node`: those of the best way without them minus those of the best way with them.
@@ -291,11 +304,11 @@ def seconds_saved(
     value depends on nothing but the node and its anchor, the anchor's state is taken to be on the
     device, and the KV between the anchor and `node` to be where that of `node`'s own edge is. Where
     KV goes that only nodes below need, it saves a slower load of its own edge, or computing that.
-    demotes_to: what goes is written to this tier.
+    demotes_to: what goes is written to this tier. counted: as in `unit_of`.
     """
     copies = copies_of(node)
     written = 0 if demotes_to is None else 1 << demotes_to
-    kv_now = _from(copies.kv, tier)
+    kv_now = _from(copies.kv & counted, tier)
     kv_left = without_up_to(kv_now, tier) | written if kv else kv_now
     edge, place = node.tokens * cost.kv_bytes_per_token, FASTEST[kv_now]
     if not node.has_state:
@@ -305,7 +318,7 @@ def seconds_saved(
         return _best(computed, [(FASTEST[kv_left], edge)], speeds) - _best(
             computed, [(place, edge)], speeds
         )
-    state_now = _from(copies.state, tier)
+    state_now = _from(copies.state & counted, tier)
     state_left = without_up_to(state_now, tier) | written if state else state_now
     computed = speeds.compute(cost.savings(node.depth, node.anchor_depth))
     gap = (node.depth - node.anchor_depth) * cost.kv_bytes_per_token - edge

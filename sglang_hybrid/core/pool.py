@@ -252,9 +252,16 @@ class Pool:
         freed = freed_bytes(node, self.scarce, self.cost)
         saved = self.cost.savings(node.depth, node.anchor_depth) if node.has_state else 0
         if self.scarce is Scarce.KV and self.policy.bounded_by_prefix:
-            of_prefix = node.depth * self.cost.kv_bytes_per_token
-            saved = min(saved, self.cost.flops(node.depth) * freed // of_prefix)
+            saved = self._share_of_prefix(node, freed, saved)
         return freed, saved
+
+    def _share_of_prefix(self, node: Node, freed: int, saved: int) -> int:
+        """`saved`, at most as many FLOPs per byte as the whole prefix of `node` saves, which must
+        stay as long as `node` does.
+        """
+        prefix = node.depth * self.cost.kv_bytes_per_token
+        prefix += self.cost.state_bytes * (self.scarce is Scarce.SHARED)
+        return min(saved, self.cost.flops(node.depth) * freed // prefix)
 
     def _table_of(self, node: Node) -> tuple[Table | None, int, int]:
         freed, saved = self._weigh(node)

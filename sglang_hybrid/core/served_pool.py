@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import numpy as np
@@ -35,15 +34,22 @@ class ServedTierPool(TierPool):
             self.leaves(node, lost=not others and self.demotes_to is None)
         return node
 
-    def dearest_pushed_out(self, needed: int) -> float:
-        """The highest score among the first victims that give back `needed` bytes together, as far
-        as LOOKED_AT of them do; without end if all there are do not: what is above them is dearer.
+    def outranks_pushed_out(self, node: Node, needed: int) -> bool:
+        """Whether a copy of all of `node` is worth more than the dearest of the first victims that
+        give back `needed` bytes together, as far as LOOKED_AT of them do; not if all there are do
+        not: what is above them is dearer. True where what goes has no score.
         """
-        table, dearest = self._candidates, 0.0
-        scores = self.policy.scores(table, self.clock)
+        self._describe()
+        scored = None
+        if not len(self._stateless) and len(self._candidates):
+            scored = self._scored(node)
+        if scored is None:
+            return True
+        new, scores, nodes = scored
         for row in np.argsort(scores, kind="stable")[:LOOKED_AT].tolist():
-            dearest = float(scores[row])
-            needed -= self._weigh(table.nodes[row])[0]
+            if new <= float(scores[row]):
+                return False
+            needed -= self._weigh(nodes[row])[0]
             if needed <= 0:
-                return dearest
-        return dearest if len(table) > LOOKED_AT else math.inf
+                return True
+        return len(nodes) > LOOKED_AT

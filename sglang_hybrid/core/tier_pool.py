@@ -8,10 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.cost import CostModel, FloatArray
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.nodes import Clock, Node
-from sglang_hybrid.core.places import Unit, copies_of, unit_of
+from sglang_hybrid.core.places import ALL_TIERS, Unit, copies_of, unit_of
 from sglang_hybrid.core.pool import Pool, Scarce, VictimComparison
 from sglang_hybrid.core.rates import Speeds, Tier
 
@@ -30,7 +30,8 @@ class TierPool(Pool):
     A victim gives up its unit (`places.unit_of`): the cache writes that to the tier below or not,
     says which by `leaves`, and drops it here.
 
-    demotes_to: the tier that victims are written to, None if they are lost.
+    demotes_to: the tier that victims are written to, None if they are lost. counted: a mask of
+    tiers; copies in others do not make one here worth less.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class TierPool(Pool):
         clock: Clock,
         speeds: SpeedsInForce,
         demotes_to: Tier | None = None,
+        counted: int = ALL_TIERS,
     ) -> None:
         super().__init__(scarce, cost, policy, clock)
         self.tier = tier
+        self.counted = counted
         self.demotes_to = demotes_to
         self._in_force = speeds
         self._speeds = speeds.speeds  # with which the tables were filled
@@ -70,7 +73,8 @@ class TierPool(Pool):
         """What evicting `node` takes from this tier now."""
         if node.copies is None:
             return None
-        return unit_of(node, self.tier, self.cost, self._speeds, self.demotes_to)
+        to, counted = self.demotes_to, self.counted
+        return unit_of(node, self.tier, self.cost, self._speeds, to, counted)
 
     def leaves(self, node: Node, *, lost: bool) -> None:
         """The last victim, `node`, is about to leave this tier. lost: its state is in no other."""
@@ -95,6 +99,14 @@ class TierPool(Pool):
 
     def _compared(self, node: Node) -> VictimComparison | None:
         """`compare_copy` beside what has a score; None if there can be no copy."""
+        scored = self._scored(node)
+        return None if scored is None else VictimComparison(scored[0], float(scored[1].min()))
+
+    def _scored(self, node: Node) -> tuple[float, FloatArray, list[Node]] | None:
+        """The score that a copy of all of `node` would have, and those of the candidates [n] beside
+        it, without end in its own row if it is one; scores of different calls do not compare. None
+        if there can be no copy.
+        """
         table = self._candidates
         copies = copies_of(node)
         before = copies.kv, copies.state, copies.pinned
@@ -110,12 +122,12 @@ class TierPool(Pool):
         scores = self.policy.scores(table, self.clock).copy()
         row = table.row(node)
         new, scores[row] = float(scores[row]), np.inf
-        comparison = VictimComparison(new, float(scores.min()))
+        nodes = list(table.nodes)
         if known:
             self.mark_dirty(node)
         else:
             table.discard(node)
-        return comparison
+        return new, scores, nodes
 
     def _weigh(self, node: Node) -> tuple[int, int]:
         unit = self.unit(node)
@@ -126,7 +138,11 @@ class TierPool(Pool):
             freed = unit.state * self.cost.state_bytes
         elif self.scarce is Scarce.KV:
             freed = unit.kv * node.tokens * self.cost.kv_bytes_per_token
-        return freed, int(unit.saves * self._speeds.prefill)
+        saved = int(unit.saves * self._speeds.prefill)
+        leaf = unit.kv and self.scarce is not Scarce.STATES
+        if leaf and freed and self.policy.bounded_by_prefix:
+            saved = self._share_of_prefix(node, freed, saved)
+        return freed, saved
 
     def _is_worthless(self, node: Node, saved: int) -> bool:
         return saved <= 0

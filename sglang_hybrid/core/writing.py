@@ -116,10 +116,7 @@ class CopyJudge:
             lacking = needed - self._room(kind) if needed else 0
             if lacking <= 0:
                 continue
-            comparison = pool.compare_copy(node)
-            if comparison is None:  # what goes has no score
-                continue
-            if comparison.new <= pool.dearest_pushed_out(lacking * size):
+            if not pool.outranks_pushed_out(node, lacking * size):
                 return False
         return True
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
@@ -221,6 +222,9 @@ class _Batch:
     def sequences(self, *, encoder: bool, window_pool: bool) -> native.Sequences:
         """`slots` of all sequences, as the native kernel wants them."""
         key = (encoder, window_pool)
+        in_place = self._table.dtype == torch.int32 and not (window_pool or any(self._encoder))
+        if key not in self._sequences and in_place and not (encoder or self.new):
+            self._sequences[key] = native.Sequences.of_rows(self._table, self._rows, self._lengths)
         if key not in self._sequences:
             rows = range(len(self._rows))
             slots = [self._slots(i, encoder=encoder, window_pool=window_pool) for i in rows]

@@ -69,22 +69,27 @@ class ServedCopies(TieredSimulator):
 
     def _read_ahead(self, path: Sequence[Node]) -> None:
         """Bring to the host what the disk has of the way to the deepest state on `path`, if that
-        saves enough tokens and the host has room.
+        saves enough tokens and the host has room. KV behind the deepest state above the disk is
+        read anew, as SGLang does it.
         """
         deepest = next((node for node in reversed(path) if node.has_state), None)
         if deepest is None:
             return
         passed = [node for node in path if node.depth <= deepest.depth]
-        missing = [node for node in passed if not held_above_disk(node, copies_of(node).kv)]
-        state = not held_above_disk(deepest, copies_of(deepest).state)
-        tokens = sum(node.tokens for node in missing)
+        at_hand = 0
+        for node in passed:
+            if not held_above_disk(node, copies_of(node).kv):
+                break
+            if held_above_disk(node, copies_of(node).state):
+                at_hand = node.depth
+        tokens = deepest.depth - at_hand
         if tokens < self.below.least_read:
             return
-        if self._make_room_in(Tier.HOST, tokens, int(state), passed):
-            for node in missing:
-                self.placement.add_kv(node, Tier.HOST)
-            if state:
-                self.placement.add_state(deepest, Tier.HOST)
+        if self._make_room_in(Tier.HOST, tokens, 1, passed):
+            for node in passed:
+                if not held_above_disk(node, copies_of(node).kv):
+                    self.placement.add_kv(node, Tier.HOST)
+            self.placement.add_state(deepest, Tier.HOST)
 
     def _offload(self) -> None:
         """What the device would give up next is copied while nothing waits."""

@@ -15,7 +15,7 @@ from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.nodes import Clock, Kind, Node
-from sglang_hybrid.core.places import Way, copies_of, way_without_loads, ways
+from sglang_hybrid.core.places import ALL_TIERS, Way, copies_of, way_without_loads, ways
 from sglang_hybrid.core.pool import Pool, Scarce
 from sglang_hybrid.core.rates import Rates, Tier
 from sglang_hybrid.core.served_pool import ServedTierPool
@@ -75,7 +75,9 @@ class TieredServerSimulator(ServerSimulator, ServedCopies):
     def _tier_pool(self, tier: Tier, scarce: Scarce, policy: Policy) -> TierPool:
         down = Tier.HOST if tier is Tier.DEVICE and self.below.write_back else None
         clock = self.tree.clock
-        pool = ServedTierPool(tier, scarce, self.cost, policy, clock, self.speeds, down)
+        # The server's tree does not know what is on the disk.
+        counted = ALL_TIERS if tier is Tier.DISK else 1 << Tier.DEVICE | 1 << Tier.HOST
+        pool = ServedTierPool(tier, scarce, self.cost, policy, clock, self.speeds, down, counted)
         self.tree.listen(pool)
         return pool
 

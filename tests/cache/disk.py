@@ -104,9 +104,9 @@ class DiskServer(TieredServer):
         waiting += ["slots to release"] * any(queue.qsize() for queue in released)
         return waiting + (["due copies"] if cache.tree_core.due_copies and not self.running else [])
 
-    def read(self, tokens: Sequence[int]) -> Req:
+    def read(self, tokens: Sequence[int], stamp: float = 0.0) -> Req:
         """A request with everything that the tiers have of it brought to the host."""
-        req = self.arrive(tokens)
+        req = self.arrive(tokens, stamp)
         self.fetch(req)
         ends = time.monotonic() + PATIENCE
         while not self.fetched(req):

@@ -11,6 +11,7 @@ from sglang_hybrid.core.nodes import Kind, Node, NodeTree
 from sglang_hybrid.core.places import Placement, copies_of
 from sglang_hybrid.core.pool import Scarce
 from sglang_hybrid.core.rates import Link, Rates, Speeds, Tier
+from sglang_hybrid.core.served_pool import ServedTierPool
 from sglang_hybrid.core.tier_pool import TierPool
 
 COST = CostModel.paper_7b()
@@ -138,3 +139,42 @@ def test_a_state_that_is_computed_as_fast_as_loaded_goes_first_and_leaves_its_de
     assert cache.host.victim() is node
     cache.host.leaves(node, lost=True)
     assert above.inherited_demand is not None
+
+
+@pytest.mark.parametrize("scarce", [Scarce.SHARED, Scarce.KV])
+def test_a_short_leaf_counts_no_more_per_byte_than_the_prefix_that_it_keeps(scarce: Scarce) -> None:
+    """A hundred tokens save a prefill of 30,000, where nothing above them has a state; but the KV
+    of all of these must stay for it.
+    """
+    history = History()
+    cache = Cache(Reuse(history))
+    pool = TierPool(HOST, scarce, COST, Reuse(history), cache.tree.clock, cache.rates)
+    cache.tree.listen(pool)
+    above = cache.tree.add(cache.tree.root, "above", 29_900)
+    cache.placement.add_kv(above, HOST)
+    short = cache.leaf(100, HOST, parent=above)
+    freed, saved = pool._weigh(short)
+    prefix = 30_000 * COST.kv_bytes_per_token + COST.state_bytes * (scarce is Scarce.SHARED)
+    assert saved / freed == pytest.approx(COST.flops(30_000) / prefix)
+    unit = pool.unit(short)
+    assert unit is not None
+    assert unit.saves * SPEEDS.prefill > 10 * saved
+
+
+def test_a_copy_that_is_worth_more_outranks_what_it_pushes_out_on_one_scale() -> None:
+    """Marconi's scores are normalised over the candidates; alone, all of these are alike."""
+    policy = Marconi(1.0)
+    cache = Cache(policy)
+    pool = ServedTierPool(HOST, Scarce.SHARED, COST, policy, cache.tree.clock, cache.rates)
+    cache.tree.listen(pool)
+    for _ in range(100):
+        cache.tree.clock.advance()
+    equal = [cache.leaf(500, HOST) for _ in range(3)]
+    better, worse = cache.leaf(20_000, DEVICE), cache.leaf(100, DEVICE)
+    units = [pool.unit(node) for node in equal]
+    each = next(unit.freed for unit in units if unit is not None)
+    assert pool.outranks_pushed_out(better, each)
+    assert pool.outranks_pushed_out(better, 3 * each)
+    assert not pool.outranks_pushed_out(better, 4 * each)
+    assert not pool.outranks_pushed_out(worse, each)
+    assert not pool.check(cache.tree.walk())

@@ -39,8 +39,8 @@ class Layer(nn.Module):
         return linear(x, self.weight.float(), None if self.bias is None else self.bias.float())
 
 
-class Norm(nn.Module):
-    """`RMSNorm`."""
+class RMSNorm(nn.Module):
+    """Known by this name."""
 
     def __init__(self, width: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -51,6 +51,9 @@ class Norm(nn.Module):
     def by_torch(self, x: Tensor) -> Tensor:
         factor = (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
         return x * factor * self.weight.float()
+
+
+Norm = RMSNorm
 
 
 class RotaryEmbedding(nn.Module):

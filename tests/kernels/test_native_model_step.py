@@ -186,6 +186,8 @@ def test_what_is_not_served() -> None:
     norm, up, down = Norm(WIDTH), Layer(WIDTH, 64, False), Layer(64, WIDTH, False)
     with pytest.raises(Unserved, match="float16"):
         NativeModel(library(), Norm(WIDTH, torch.float16), torch.float16)
+    with pytest.raises(Unserved, match="LayerNorm"):
+        NativeModel(library(), nn.LayerNorm(WIDTH), torch.float32)
     native, _ = model()
     up.input_size *= 2  # a rank of two
     with pytest.raises(Unserved, match="more than a product"):

@@ -7,8 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import sglang.srt.platforms  # noqa: F401 (finds our platform; that cannot be imported before it)
+import torch
+from torch import nn
+
+from sglang_hybrid.platforms.cpu_ops import linear, model_steps
+from sglang_hybrid.platforms.native.library import library
+from sglang_hybrid.platforms.native.model_step import MOST_ROWS, Unserved
+from tests.kernels.naive_layers import RMSNorm
 
 ROOT = Path(__file__).parents[2]
 SERVED = ("nemotron-h", "falcon-h1", "granite-hybrid", "mamba2", "falcon-mamba", "transformer")
@@ -24,7 +34,7 @@ if __name__ == "__main__":
     import torch
     name, *flags = sys.argv[1:]
     runner = profile.load(ensure_default_model(name), flags)
-    from sglang_hybrid.platforms.cpu_ops import model_steps
+    from sglang_hybrid.platforms.cpu_ops import linear, model_steps
     described, taken = model_steps.described, []
 
     def as_described(*asked):
@@ -91,9 +101,64 @@ def test_another_model_is_computed_layer_by_layer() -> None:
     assert error == 0
 
 
-@pytest.mark.slow
-def test_adapters_are_computed_layer_by_layer() -> None:
-    flags = ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "down_proj")
-    native, error = decoded("transformer", *flags)
-    assert native == 0
-    assert error == 0
+def a_batch(**other: Any) -> SimpleNamespace:
+    """As much of a batch of three sequences that decode as the choice reads."""
+    plain = {
+        "forward_mode": SimpleNamespace(is_decode=lambda: True),
+        "batch_size": 3,
+        "spec_info": None,
+        "encoder_lens": None,
+        "input_ids": torch.zeros(3),
+        "positions": torch.zeros(3),
+    }
+    return SimpleNamespace(**plain | other)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"forward_mode": SimpleNamespace(is_decode=lambda: False)},
+        {"batch_size": MOST_ROWS + 1, "input_ids": torch.zeros(MOST_ROWS + 1)},
+        {"spec_info": object()},
+        {"encoder_lens": torch.zeros(3)},
+        {"input_ids": torch.zeros(6)},
+        {"positions": torch.zeros(3, 3)},
+    ],
+    ids=["prefill", "many", "speculation", "encoder", "several tokens", "several positions"],
+)
+def test_batches_that_sglang_computes(other: dict[str, Any]) -> None:
+    model = SimpleNamespace()
+    assert model_steps._is_plain_decode(model, a_batch())
+    assert not model_steps._is_plain_decode(model, a_batch(**other))
+
+
+def test_models_that_sglang_computes() -> None:
+    captured = SimpleNamespace(layers_to_capture={3})
+    of_a_pipeline = SimpleNamespace(pp_group=SimpleNamespace(world_size=2))
+    assert not model_steps._is_plain_decode(captured, a_batch())
+    assert not model_steps._is_plain_decode(of_a_pipeline, a_batch())
+
+
+def test_a_model_is_described_again_after_an_update_of_weights_and_for_another_backend() -> None:
+    backend = SimpleNamespace()
+    known = model_steps._Known(backend, linear.changes(), None)
+    assert model_steps._is_current(known, backend)
+    assert not model_steps._is_current(known, SimpleNamespace(other=True))
+    linear.unpack(nn.Linear(2, 2))  # as before weights are updated
+    assert not model_steps._is_current(known, backend)
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+def test_a_layer_of_another_kind_leaves_the_model_to_sglang() -> None:
+    backend = SimpleNamespace()
+    model = nn.Module()
+    model.norm_f, model.layers = RMSNorm(8), [nn.Linear(8, 8)]
+    found = model_steps._describe(model_steps.nemotron_h, library(), model, backend)
+    assert found is None
+
+
+def test_a_model_with_a_hook_is_not_described() -> None:
+    model, norm = nn.Sequential(nn.Linear(2, 2)), nn.LayerNorm(2)
+    model[0].register_forward_hook(print)
+    with pytest.raises(Unserved, match="a Linear with a hook"):
+        model_steps.Description(None, model, norm, None)  # type: ignore[arg-type]

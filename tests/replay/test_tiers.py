@@ -258,6 +258,9 @@ def test_victims_are_the_lowest_of_all_whatever_the_tables_remember(
             table = Table(pool.policy.columns)
             for node, unit in there.items():
                 saved = int(unit.saves * SPEEDS.prefill)
+                if unit.kv and pool.policy.bounded_by_prefix:
+                    prefix = node.depth * COST.kv_bytes_per_token + COST.state_bytes
+                    saved = min(saved, COST.flops(node.depth) * unit.freed // prefix)
                 table.put(node, pool.policy.describe(node, saved, unit.freed))
             scores = pool.policy.scores(table, cache.tree.clock)
             assert pool.last_score == pytest.approx(scores.min())

@@ -76,6 +76,13 @@ class Description:
         )
         self.attending.append(layer.layer_id)
 
+    def gated_mlp(
+        self, place: Place, up: Any, activation: Any, down: Any, gate_scale: float = 1.0
+    ) -> None:
+        if type(activation).__name__ != "SiluAndMul":
+            raise Unserved(f"an MLP with {type(activation).__name__}")
+        self.native.mlp(place, up, down, Activation.GATED_SILU, gate_scale)
+
     def wait(self) -> None:
         """Until copies into the pools that the layers read have arrived."""
         layers = [layer for layer, _ in self.recurrent]
@@ -157,7 +164,7 @@ def llama(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
         attend, block = layer.self_attn, layer.mlp
         found.attention(Place(layer.input_layernorm), attend, attend.rotary_emb)
         place = Place(layer.post_attention_layernorm)
-        found.native.mlp(place, block.gate_up_proj, block.down_proj, Activation.GATED_SILU)
+        found.gated_mlp(place, block.gate_up_proj, block.act_fn, block.down_proj)
     return found
 
 
@@ -173,7 +180,7 @@ def granite_hybrid(kernels: ctypes.CDLL, model: Any, backend: Any) -> Descriptio
         if layer.block_sparse_moe is not None or block is None:
             raise Unserved("experts")
         place = replace(place, norm=layer.post_attention_layernorm)
-        found.native.mlp(place, block.input_linear, block.output_linear, Activation.GATED_SILU)
+        found.gated_mlp(place, block.input_linear, block.act_fn, block.output_linear)
     return found
 
 
@@ -185,11 +192,11 @@ def falcon_h1(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
         found.attention(place, layer, layer.rotary_emb, layer.key_multiplier)
         place = Place(norm, layer.ssm_in_multiplier, layer.ssm_out_multiplier, beside=True)
         found.mamba2(place, layer.mamba, index, layer.mup_vector)
-        found.native.mlp(
+        found.gated_mlp(
             Place(layer.pre_ff_layernorm, out_scale=block.down_multiplier),
             block.gate_up_proj,
+            block.act_fn,
             block.down_proj,
-            Activation.GATED_SILU,
             block.gate_multiplier,
         )
     return found
@@ -300,6 +307,6 @@ def _describe(
     try:
         with torch.no_grad():
             return describe(kernels, model, backend)
-    except Unserved as error:
+    except (Unserved, AttributeError) as error:  # or a layer that lacks what its kind has
         logger.info("sglang_hybrid: decode steps are computed layer by layer: %s.", error)
         return None

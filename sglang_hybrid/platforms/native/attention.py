@@ -49,6 +49,16 @@ class Sequences:
         lengths = np.array([len(t) for t in kept], np.int64)
         return Sequences(addresses, lengths, np.array(counts, np.int64), max(counts), kept)
 
+    @staticmethod
+    def of_rows(table: Tensor, rows: Sequence[int], lengths: Sequence[int]) -> Sequences:
+        """Of sequences that have one new token each, whose slots are the first ``lengths`` of these
+        ``rows`` of a table (int32, contiguous).
+        """
+        size = table.stride(0) * table.element_size()
+        addresses = table.data_ptr() + np.array(rows, np.int64) * size
+        found = np.array(lengths, np.int64)
+        return Sequences(addresses, found, np.ones_like(found), 1, [table])
+
 
 def serves(q: Tensor, keys: Tensor, values: Tensor, most: int) -> bool:
     """Whether the kernel computes this; ``most`` new tokens of a sequence."""

@@ -55,14 +55,12 @@ class NativeModel:
         if dtype not in (torch.float32, torch.bfloat16):
             raise Unserved(f"weights in {dtype}")
         self._kernels, self._dtype = kernels, dtype
-        self._eps = norm.variance_epsilon
         self._kept: list[Tensor] = []
         self._places: list[tuple[dict[str, Any], str]] = []
         self._addresses: list[int] = []  # of the tensors in these places
-        width = norm.weight.numel()
-        found = kernels.hybrid_model(
-            width, self._eps, int(dtype == torch.bfloat16), self._norm(norm)
-        )
+        weight, self._eps = self._norm(norm), norm.variance_epsilon
+        half = int(dtype == torch.bfloat16)
+        found = kernels.hybrid_model(norm.weight.numel(), self._eps, half, weight)
         self._handle = ctypes.c_void_p(found)
         weakref.finalize(self, kernels.hybrid_model_free, self._handle)
 
@@ -209,12 +207,14 @@ class NativeModel:
         return out.to(x.dtype)
 
     def _place(self, place: Place) -> tuple[Any, ...]:
+        norm = self._norm(place.norm)
         if place.norm.variance_epsilon != self._eps:
             raise Unserved("norms that are not alike")
-        norm = self._norm(place.norm)
         return self._handle, norm, place.in_scale, place.out_scale, int(place.beside)
 
     def _norm(self, norm: Any) -> int | None:
+        if type(norm).__name__ != "RMSNorm":
+            raise Unserved(f"a {type(norm).__name__}")
         if norm.variance_size_override is not None or norm.override_orig_dtype is not None:
             raise Unserved("a norm of a part of a row")
         return self._parameter(norm, "weight")
