@@ -72,6 +72,9 @@ class Bench:
                 self.shadow_tree.arrived(None)
             self.insert(self.next)
             self.next += 1
+        if self.shadow_tree is not None:  # a server does this bit by bit, whenever something goes
+            for pool in self.shadow_tree.pools:
+                pool.candidates()
         if policy == "reuse":  # what requests would have taught it
             shadow_tree = self.shadow_tree
             for number in range(0, checkpoints, max(1, checkpoints // 500)):

@@ -17,6 +17,7 @@ import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_cache.components.base import LRURefreshPhase
 
 from sglang_hybrid.cache.releases import last_visited
 
@@ -189,6 +190,8 @@ class TreeMatcher:
     ) -> MatchResult:
         core = self._core
         states = core.components_by_type.get(ComponentType.MAMBA)
+        if states is not None:
+            states.refresh_lru(LRURefreshPhase.MATCH_END, best, core.root_node)
         adds = states is not None and states.adds_to_matches
         found = best if adds else best.id
         result = MatchResult(
