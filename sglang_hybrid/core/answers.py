@@ -290,9 +290,8 @@ class AnswerModel:
                 self._step(kept[self._random.randrange(len(kept))])
 
     def _step(self, answer: Answer) -> None:
-        at = answer.features.astype(
-            np.intp
-        )  # with 16 bits each of the four uses would convert them
+        # Numpy indexes by these: 16 bits would be converted at each of the four uses.
+        at = answer.features.astype(np.intp)
         weights = self._weights.take(at)
         error = self._probability(weights) - float(bool(answer.returned))
         gradient = error + DECAY * weights
