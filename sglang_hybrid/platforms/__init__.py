@@ -9,7 +9,7 @@ import os
 from collections.abc import MutableMapping
 from typing import Final
 
-SPINS: Final = 3_000
+SPINS: Final = 1_000
 """Turns of the loop in which a thread of GNU's OpenMP waits before it sleeps (docs/benchmarks.md).
 """
 
