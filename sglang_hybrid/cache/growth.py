@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.cache.sglang_cache import SglangCache
     from sglang_hybrid.cache.shadow_tree import ShadowTree
+    from sglang_hybrid.core.nodes import Node
 
 
 class PathGrowth:
@@ -118,12 +119,17 @@ class PathGrowth:
 
     def _held(self, req: Req, most: int) -> tuple[UnifiedTreeNode, int]:
         """The deepest node on the path of `req` that ends within `most` tokens, and where."""
+        record = self._record_within(req.last_node, most)
+        return record.payload, record.depth
+
+    def _record_within(self, node_id: int, most: int) -> Node:
+        """Of the deepest node that ends within `most` tokens, on the path to this one."""
         assert self._shadow_tree is not None
-        record = self._shadow_tree.record(self._cache.tree_core.node_by_id(req.last_node))
+        record = self._shadow_tree.record(self._cache.tree_core.node_by_id(node_id))
         while record.depth > most:
             assert record.parent is not None
             record = record.parent
-        return record.payload, record.depth
+        return record
 
     def _take_over_duplicates(
         self, req: Req, held: UnifiedTreeNode, depth: int, result: InsertResult
@@ -134,13 +140,8 @@ class PathGrowth:
         start, end = req.kv.cache_protected_len, result.prefix_len
         if start >= end:
             return
-        assert self._shadow_tree is not None
-        core = self._cache.tree_core
-        record = self._shadow_tree.record(core.node_by_id(result.last_device_node))
-        while record.depth > end:
-            assert record.parent is not None
-            record = record.parent
-        indices = core.collect_full_device_indices(record.key, held.id)
+        record = self._record_within(result.last_device_node, end)
+        indices = self._cache.tree_core.collect_full_device_indices(record.key, held.id)
         self._cache.req_to_token_pool.write(
             (req.kv.req_pool_idx, slice(start, end)), indices[start - depth :]
         )
