@@ -22,7 +22,6 @@ import math
 import re
 import shlex
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Awaitable, Iterator, Sequence
@@ -31,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from scripts.bench.report import ROOT, BenchFailed, Table, positive
+from scripts.bench.pairs import against_the_first
+from scripts.bench.report import ROOT, BenchFailed, Table, positive, times_of
 from scripts.bench.servers import flags_of, vocabulary_of
 from scripts.bench.traces import find, preset_of
 from scripts.bench.traffic import Outcome, drive, drive_in_pairs
@@ -44,8 +43,6 @@ from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.replay.slices import Slice, read_trace, reusable_tokens, to_vocabulary
 from sglang_hybrid.replay.traces import Request
 from sglang_hybrid.server_process import ServerFailed, ServerProcess
-
-FloatArray = npt.NDArray[np.float64]
 
 CANDIDATES = (
     "--mamba-max-states-per-path 2",
@@ -128,7 +125,7 @@ class Result:
 
     @property
     def prefilled(self) -> int:
-        return sum(map(prefilled, self.served))
+        return sum(outcome.prefilled for outcome in self.served)
 
     @property
     def ttft(self) -> tuple[float, float, float]:
@@ -246,85 +243,6 @@ def measure_in_pairs(
     return results
 
 
-GROUPS = (
-    ("at most half as many", 0.0, 0.5),
-    ("fewer", 0.5, 0.99),
-    ("as many", 0.99, 1.01),
-    ("more", 1.01, math.inf),
-)
-"""By how many tokens a request prefills, as a multiple of what the first configuration prefills
-for the same request: from more than the first bound, to the second."""
-
-
-def against_the_first(results: Sequence[Result]) -> None:
-    """Print whether times to first token follow prefilled tokens, request by request.
-
-    Requests are grouped by their prefilled tokens over those of the first configuration. Each row
-    has the sums of both, of tokens and of times, what the ratio of times is expected to be of the
-    tokens (`expected_seconds` of the first configuration), and the median of the requests' own.
-    """
-    table = Table(
-        *("against the first", "a request prefills", "requests"),
-        *("prefilled tokens", "time to first token", "expected of the tokens", "median request's"),
-        text=2,
-    )
-    costs = prefill_costs(results[0].served)
-    for result in results[1:]:
-        pairs = [
-            (mine, its)
-            for mine, its in zip(result.outcomes, results[0].outcomes, strict=True)
-            if not mine.error and not its.error
-        ]
-        for title, low, high in (*GROUPS, ("all", 0.0, math.inf)):
-            group = [pair for pair in pairs if low < prefilled_ratio(*pair) <= high]
-            if group:
-                table.row(result.configuration.name, title, *ratios(group, costs))
-
-
-def prefilled(outcome: Outcome) -> int:
-    """Tokens; one at least."""
-    return outcome.prompt_tokens - outcome.cached_tokens
-
-
-def prefilled_ratio(mine: Outcome, its: Outcome) -> float:
-    return prefilled(mine) / prefilled(its)
-
-
-def work(outcome: Outcome) -> tuple[float, float, float]:
-    """What a time to first token grows with: one request, its new tokens, and pairs of a new token
-    with one before it.
-    """
-    new = prefilled(outcome)
-    return 1.0, float(new), new * (outcome.cached_tokens + new / 2)
-
-
-def prefill_costs(outcomes: Sequence[Outcome]) -> FloatArray:
-    """Seconds per unit of each part of `work`, by least squares; shape [3]."""
-    parts = np.array([work(outcome) for outcome in outcomes])
-    costs, *_ = np.linalg.lstsq(parts, np.array([outcome.ttft for outcome in outcomes]))
-    return costs
-
-
-def expected_seconds(outcomes: Sequence[Outcome], costs: FloatArray) -> float:
-    """Sum of their times to first token as `costs` has it."""
-    return float((np.array([work(outcome) for outcome in outcomes]) @ costs).sum())
-
-
-def ratios(pairs: Sequence[tuple[Outcome, Outcome]], costs: FloatArray) -> list[str]:
-    """The last five cells of a row of `against_the_first`."""
-    mine, its = zip(*pairs, strict=True)
-    tokens = [sum(map(prefilled, side)) for side in (mine, its)]
-    seconds = [sum(outcome.ttft for outcome in side) for side in (mine, its)]
-    median = statistics.median(one.ttft / other.ttft for one, other in pairs)
-    return [
-        f"{len(pairs):,}",
-        f"{tokens[0]:,} / {tokens[1]:,} ({times_of(*tokens)})",
-        f"{seconds[0]:,.1f} / {seconds[1]:,.1f} s ({times_of(*seconds)})",
-        times_of(expected_seconds(mine, costs), expected_seconds(its, costs)),
-        f"{median:.2f}x",
-    ]
-
-
 def metrics(url: str) -> dict[str, float]:
     """The server's own metrics, summed over their labels."""
     totals: dict[str, float] = {}
@@ -368,11 +286,6 @@ def cells(result: Result, base: Result) -> list[str]:
         f"{len(result.served)} / {len(result.outcomes) - len(result.served)}",
         f"{result.kv_evicted:,}, {result.slots_free}",
     ]
-
-
-def times_of(value: float, base: float) -> str:
-    """`value` as a multiple of `base`."""
-    return f"{value / base:.2f}x" if base else "-"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -515,7 +428,7 @@ def report(results: Sequence[Result], paired: bool) -> list[str]:
         show(results)
     if paired and results:
         print()
-        against_the_first(results)
+        against_the_first([(r.configuration.name, r.outcomes) for r in results])
     print(flush=True)
     return errors + [result.error for result in results if result.error]
 

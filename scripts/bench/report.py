@@ -44,6 +44,11 @@ class Table:
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
+def times_of(value: float, base: float) -> str:
+    """`value` as a multiple of `base`."""
+    return f"{value / base:.2f}x" if base else "-"
+
+
 def positive(text: str) -> int:
     """A number of 1 or more, for an option."""
     number = int(text)

@@ -31,6 +31,11 @@ class Outcome:
     seconds: float = 0.0
     error: str = ""
 
+    @property
+    def prefilled(self) -> int:
+        """Tokens; one at least."""
+        return self.prompt_tokens - self.cached_tokens
+
 
 def next_ready(waiting: Sequence[int], busy: set[int], trace: Sequence[Request]) -> int | None:
     """The first waiting request whose session has none under way."""

@@ -10,6 +10,7 @@ import torch
 from scripts.bench import ab, traffic
 from scripts.bench.ab import Configuration, Result
 from scripts.bench.forced import ForcedAnswer
+from scripts.bench.pairs import against_the_first
 from scripts.bench.traffic import Outcome
 from sglang_hybrid.replay.traces import Request
 
@@ -113,13 +114,11 @@ def test_pairs_are_compared_by_what_each_request_prefills(
     """Requests that prefill half as many tokens, and one that prefills more, apart. The first
     configuration takes 0.1 s per request and 0.01 s per new token.
     """
-    first = Result(Configuration("SGLang", (), ours=False))
-    first.outcomes = [Outcome(90, 0, 1.0), Outcome(190, 0, 2.0), Outcome(50, 30, 0.3)]
-    first.outcomes += [Outcome(40, 0, 0.5), Outcome(9, 0, 0.19)]
-    ours = Result(Configuration("ours", (), ours=True))
-    ours.outcomes = [Outcome(90, 50, 0.5), Outcome(190, 100, 1.3), Outcome(50, 10, 0.6)]
-    ours.outcomes += [Outcome(error="timed out"), Outcome(9, 0, 0.19)]
-    ab.against_the_first([first, ours])
+    first = [Outcome(90, 0, 1.0), Outcome(190, 0, 2.0), Outcome(50, 30, 0.3)]
+    first += [Outcome(40, 0, 0.5), Outcome(9, 0, 0.19)]
+    ours = [Outcome(90, 50, 0.5), Outcome(190, 100, 1.3), Outcome(50, 10, 0.6)]
+    ours += [Outcome(error="timed out"), Outcome(9, 0, 0.19)]
+    against_the_first([("SGLang", first), ("ours", ours)])
     assert capsys.readouterr().out.splitlines()[2:] == [
         "| ours | at most half as many | 2 | 130 / 280 (0.46x) | 1.8 / 3.0 s (0.60x) | 0.50x "
         "| 0.57x |",
