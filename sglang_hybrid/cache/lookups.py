@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
+from sglang_hybrid.per_request import PerRequest
 from sglang_hybrid.requests.kv_hints import declared_positions, imported
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
 from sglang_hybrid.tiers.coded_rows import chosen
@@ -56,8 +56,8 @@ class LookUps:
         self._stats = stats
         self._shadow_tree = shadow_tree
         self._decision_log = decision_log
-        self._reports: WeakKeyDictionary[Req, RequestReport] = WeakKeyDictionary()
-        self._lens: WeakKeyDictionary[Req, tuple[int, int]] = WeakKeyDictionary()  # of KV, of hit
+        self._reports: PerRequest[RequestReport] = PerRequest()
+        self._lens: PerRequest[tuple[int, int]] = PerRequest()  # of KV, of hit
 
     @property
     def _ways(self) -> WayChooser | None:
