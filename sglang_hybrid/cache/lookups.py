@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
@@ -11,6 +10,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hybrid.cache.tree_match import is_plain, resumable_tokens
 from sglang_hybrid.checkpoints import batching_window
+from sglang_hybrid.per_request import PerRequest
 from sglang_hybrid.requests.kv_hints import declared_positions, imported
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
 from sglang_hybrid.tenants import stored_under
@@ -64,8 +64,8 @@ class LookUps:
         self._stats = stats
         self._shadow_tree = shadow_tree
         self._decision_log = decision_log
-        self._reports: WeakKeyDictionary[Req, RequestReport] = WeakKeyDictionary()
-        self._lens: WeakKeyDictionary[Req, tuple[int, int]] = WeakKeyDictionary()  # of KV, of hit
+        self._reports: PerRequest[RequestReport] = PerRequest()
+        self._lens: PerRequest[tuple[int, int]] = PerRequest()  # of KV, of hit
         batching_window.look_up_with(self.cached_tokens)
 
     def cached_tokens(self, request: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput) -> int:
