@@ -87,6 +87,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_pools,
         check_port,
         check_ranges,
+        check_ranks,
     )
     from sglang_hybrid.prompts import warm_file
     from sglang_hybrid.tenants import KEY_VARIABLE
@@ -120,6 +121,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         weights=flags.load_format != "dummy",
         tokenizer=flags.tokenizer_path is None and not flags.skip_tokenizer_init,
     )
+    check_ranks(flags.model_path, 1 if flags.enable_dp_attention else flags.tp_size)
     try:
         options, sglang_argv = HybridConfig.split(argv)
     except ValueError as error:

@@ -39,6 +39,13 @@ ABOVE_ZERO = {
 """Those that are numbers above 0: the largest, and what is accepted in words."""
 
 
+RECURRENT_HEADS = (
+    *("mamba_num_heads", "mamba_n_heads"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
+"""Fields of models' configs: heads that ranks share, of Mamba2 layers and of gated delta nets."""
+
+
 class StartupError(Exception):
     """The server cannot start; the message is one sentence for the person who started it."""
 
@@ -99,6 +106,27 @@ def check_pools(tokens: int | None, slots: int | None, counted: int) -> None:
         raise StartupError(
             f"--max-mamba-cache-size {slots} is too small for any request, which counts for "
             f"{counted} state slots; give {counted} at least, or leave it out."
+        )
+
+
+def check_ranks(model_path: str, ranks: int) -> None:
+    """Raise `StartupError` if so many ranks (`--tp-size`) cannot share the heads of the model's
+    recurrent layers. Heads of attention SGLang pads where it has to.
+    """
+    directory = Path(model_path).expanduser()
+    if ranks == 1 or not directory.is_dir():
+        return
+    config = read_config(directory)
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
+    names = (*RECURRENT_HEADS, "num_heads") if "state_size" in config else RECURRENT_HEADS
+    heads = [config[name] for name in names if isinstance(config.get(name), int)]
+    shared = math.gcd(*heads)
+    if shared % ranks:
+        sizes = [str(size) for size in range(1, shared + 1) if shared % size == 0]
+        raise StartupError(
+            f"--tp-size {ranks} cannot share the {shared} heads of the model's recurrent layers; "
+            f"give {', '.join(sizes)}."
         )
 
 

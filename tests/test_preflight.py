@@ -19,6 +19,7 @@ from sglang_hybrid.preflight import (
     check_pools,
     check_port,
     check_ranges,
+    check_ranks,
     read_config,
     weight_bytes,
 )
@@ -197,6 +198,30 @@ def test_numbers_that_a_server_can_have() -> None:
     check_ranges(argparse.Namespace())
     check_ranges(argparse.Namespace(page_size=1, hicache_size=0, mem_fraction_static=0.4))
     check_ranges(argparse.Namespace(page_size=None, hicache_ratio=0.5, context_length=None))
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        {"mamba_num_heads": 8},
+        {"num_heads": 8, "state_size": 16},
+        {"text_config": {"linear_num_key_heads": 8, "linear_num_value_heads": 16}},
+    ],
+)
+def test_ranks_that_cannot_share_the_heads_of_recurrent_layers(
+    tmp_path: Path, heads: dict[str, object]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(heads))
+    for ranks in (1, 2, 8):
+        check_ranks(str(tmp_path), ranks)
+    with pytest.raises(StartupError, match=r"^--tp-size 3 cannot share the 8 heads .* 1, 2, 4, 8"):
+        check_ranks(str(tmp_path), 3)
+
+
+def test_ranks_of_a_model_without_recurrent_layers_or_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_heads": 4}))
+    check_ranks(str(tmp_path), 3)
+    check_ranks("someone/some-model", 3)
 
 
 def test_adapters(tmp_path: Path) -> None:
