@@ -84,9 +84,9 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_adapters,
         check_device,
         check_model,
-        check_page,
         check_pools,
         check_port,
+        check_ranges,
     )
     from sglang_hybrid.prompts import warm_file
     from sglang_hybrid.tenants import KEY_VARIABLE
@@ -111,10 +111,10 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     flags = parser.parse_args(argv)
     if note:
         print(f"{PROGRAM}: {note}", flush=True)
+    check_ranges(flags)
     check_port(flags.host, flags.port)
     check_device(flags.device)
     check_adapters(flags.lora_paths)
-    check_page(flags.page_size)
     check_model(
         flags.model_path,
         weights=flags.load_format != "dummy",

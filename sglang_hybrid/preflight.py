@@ -1,6 +1,8 @@
 """What can be known to fail before a model is loaded, each said in one sentence."""
 
+import argparse
 import json
+import math
 import re
 import socket
 from collections.abc import Sequence
@@ -19,6 +21,22 @@ LEAST_TOKENS = 16
 SLOTS_PER_REQUEST = 3
 """State slots that a running request counts for with a prefix cache, unless that is set
 (--hybrid-slots-per-request); 1 without."""
+
+
+AT_LEAST = {
+    **dict.fromkeys(("tp_size", "pp_size", "dp_size", "port", "stream_interval"), 1),
+    **dict.fromkeys(("tokenizer_worker_num", "detokenizer_worker_num"), 1),
+    **dict.fromkeys(("context_length", "page_size", "max_prefill_tokens"), 1),
+    **{"max_running_requests": 1, "hicache_size": 0},
+}
+"""SGLang's flags that are whole numbers, and the smallest that each may be."""
+
+ABOVE_ZERO = {
+    "mem_fraction_static": (1.0, "a share of the memory between 0 and 1"),
+    "mamba_full_memory_ratio": (math.inf, "a number above 0"),
+    "hicache_ratio": (math.inf, "a number above 0"),
+}
+"""Those that are numbers above 0: the largest, and what is accepted in words."""
 
 
 class StartupError(Exception):
@@ -54,10 +72,16 @@ def check_device(device: str | None) -> None:
         )
 
 
-def check_page(tokens: int | None) -> None:
-    """Raise `StartupError` for pages (`--page-size`) of less than a token; None is SGLang's own."""
-    if tokens is not None and tokens < 1:
-        raise StartupError(f"--page-size {tokens} holds no token; give 1 or more, or leave it out.")
+def check_ranges(flags: argparse.Namespace) -> None:
+    """Raise `StartupError` for a number that no server can have; None is SGLang's own."""
+    for name, least in AT_LEAST.items():
+        value = getattr(flags, name, None)
+        if value is not None and value < least:
+            raise StartupError(f"{flag_name(name)} {value}: give {least} or more, or leave it out.")
+    for name, (most, what) in ABOVE_ZERO.items():
+        value = getattr(flags, name, None)
+        if value is not None and not 0 < value <= most:
+            raise StartupError(f"{flag_name(name)} {value:g}: give {what}, or leave it out.")
 
 
 def check_pools(tokens: int | None, slots: int | None, counted: int) -> None:
@@ -151,6 +175,11 @@ def weight_bytes(model_directory: Path) -> int:
         if found:
             return sum(file.stat().st_size for file in found)
     return 0
+
+
+def flag_name(field: str) -> str:
+    """The flag of a field of SGLang's arguments."""
+    return "--" + field.replace("_", "-")
 
 
 def _check_weights(path: Path) -> None:

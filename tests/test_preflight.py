@@ -1,6 +1,8 @@
 """What is wrong with a model directory or a port is said in one sentence, before anything loads."""
 
+import argparse
 import json
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -14,9 +16,9 @@ from sglang_hybrid.preflight import (
     check_adapters,
     check_device,
     check_model,
-    check_page,
     check_pools,
     check_port,
+    check_ranges,
     read_config,
     weight_bytes,
 )
@@ -171,12 +173,30 @@ def test_pools_that_hold_no_request() -> None:
         check_pools(None, 0, 3)
 
 
-def test_pages_without_a_token() -> None:
-    check_page(None)
-    check_page(1)
-    for tokens in (0, -1):
-        with pytest.raises(StartupError, match=rf"^--page-size {tokens} holds no token"):
-            check_page(tokens)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"page_size": 0}, "--page-size 0: give 1 or more, or leave it out."),
+        ({"tp_size": -2}, "--tp-size -2: give 1 or more, or leave it out."),
+        ({"context_length": 0}, "--context-length 0: give 1 or more, or leave it out."),
+        ({"port": 0}, "--port 0: give 1 or more, or leave it out."),
+        ({"hicache_size": -1}, "--hicache-size -1: give 0 or more, or leave it out."),
+        ({"hicache_ratio": 0.0}, "--hicache-ratio 0: give a number above 0, or leave it out."),
+        (
+            {"mem_fraction_static": 5.0},
+            "--mem-fraction-static 5: give a share of the memory between 0 and 1, or leave it out.",
+        ),
+    ],
+)
+def test_numbers_that_no_server_can_have(given: dict[str, float], said: str) -> None:
+    with pytest.raises(StartupError, match=f"^{re.escape(said)}$"):
+        check_ranges(argparse.Namespace(**given))
+
+
+def test_numbers_that_a_server_can_have() -> None:
+    check_ranges(argparse.Namespace())
+    check_ranges(argparse.Namespace(page_size=1, hicache_size=0, mem_fraction_static=0.4))
+    check_ranges(argparse.Namespace(page_size=None, hicache_ratio=0.5, context_length=None))
 
 
 def test_adapters(tmp_path: Path) -> None:
