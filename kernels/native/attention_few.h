@@ -37,7 +37,8 @@ INLINE Floats products_of(const float* q, long padded, const T* const* keys, lon
 }
 
 // acc[r, d...] += sum over keys of the scores of r and the key * values[key, d...], for T vectors
-// from d on, or for the `left` values of the last one if T is 0. Even and odd keys are summed apart.
+// from d on; if T is 0, for the `left` values that there are from d on, at most a vector. Even and
+// odd keys are summed apart.
 template <int R, int T, bool ASK, class V>
 INLINE void weigh(const V* values, const Next<V>& next, long count, long d, const float* scores,
                   float* acc, long padded, long left = 0) {
@@ -79,11 +80,8 @@ INLINE void weigh_all(const V* values, const Next<V>& next, long count, long wid
     for (; d + 2 * LANES <= width; d += 2 * LANES)
         if (ASK && d == 0) weigh<R, 2, true>(values, next, count, d, scores, acc, padded);
         else weigh<R, 2, false>(values, next, count, d, scores, acc, padded);
-    if (d + LANES <= width) {
-        weigh<R, 1, false>(values, next, count, d, scores, acc, padded);
-        d += LANES;
-    }
-    if (d < width) weigh<R, 0, false>(values, next, count, d, scores, acc, padded, width - d);
+    for (; d < width; d += LANES)
+        weigh<R, 0, false>(values, next, count, d, scores, acc, padded, width - d);
 }
 
 // The running softmax of a head's R rows, in the lanes of their scores.
