@@ -56,6 +56,7 @@ class HybridTreeCore(MarkedTreeCore):
 
     def reset(self) -> None:
         super().reset()
+        self._matcher.forget_all()
         self.due_copies.clear()
         self.shadow_tree.reset(self.root_node)
 
