@@ -79,6 +79,16 @@ def check_disk(flags: argparse.Namespace, options: HybridConfig) -> None:
                 "--enable-hierarchical-cache and --hicache-storage-backend file; give both, or "
                 "leave it out."
             )
+    backend = flags.hicache_storage_backend
+    if backend and not (
+        flags.enable_hierarchical_cache
+        or getattr(flags, "disaggregation_decode_enable_offload_kvcache", False)
+    ):
+        print(
+            f"sglang_hybrid: --hicache-storage-backend {backend} does nothing "
+            "without --enable-hierarchical-cache; give both, or leave it out.",
+            flush=True,
+        )
 
 
 def _choose(flags: argparse.Namespace, options: HybridConfig) -> list[str]:

@@ -84,10 +84,12 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_adapters,
         check_device,
         check_model,
+        check_overrides,
         check_pools,
         check_port,
         check_ranges,
         check_ranks,
+        check_tokenizer,
     )
     from sglang_hybrid.prompts import warm_file
     from sglang_hybrid.tenants import KEY_VARIABLE
@@ -113,9 +115,11 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     if note:
         print(f"{PROGRAM}: {note}", flush=True)
     check_ranges(flags)
+    check_overrides(flags.json_model_override_args)
     check_port(flags.host, flags.port)
     check_device(flags.device)
     check_adapters(flags.lora_paths)
+    check_tokenizer(flags.tokenizer_path)
     check_model(
         flags.model_path,
         weights=flags.load_format != "dummy",

@@ -151,6 +151,29 @@ def check_adapters(given: Sequence[object] | None) -> None:
             )
 
 
+def check_tokenizer(path: str | None) -> None:
+    """Raise `StartupError` for a --tokenizer-path that is nowhere; None is the model's."""
+    if path is None or Path(path).expanduser().exists():
+        return
+    if not _HUB_NAME.fullmatch(path) and "://" not in path:
+        raise StartupError(
+            f"--tokenizer-path {path!r} does not exist; give a directory, or a name on the Hugging "
+            "Face hub, or leave it out."
+        )
+
+
+def check_overrides(text: str) -> None:
+    """Raise `StartupError` if --json-model-override-args is no JSON object."""
+    try:
+        known = isinstance(json.loads(text), dict)
+    except ValueError:
+        known = False
+    if not known:
+        raise StartupError(
+            f"--json-model-override-args {text!r} is no JSON object; give one, or leave it out."
+        )
+
+
 def check_model(model_path: str, *, weights: bool = True, tokenizer: bool = True) -> None:
     """Raise `StartupError` if `model_path` is a directory that SGLang cannot load.
 

@@ -155,6 +155,18 @@ def test_flags_of_the_disk_need_a_disk(
         check_disk(flags("m", **(disk | lack)), HybridConfig())
 
 
+def test_a_storage_backend_below_no_host_is_said_to_do_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    alone = flags("m", hicache_storage_backend="file")
+    check_disk(alone, HybridConfig())
+    assert "file does nothing without --enable-hierarchical-cache" in capsys.readouterr().out
+    alone.disaggregation_decode_enable_offload_kvcache = True
+    check_disk(alone, HybridConfig())
+    check_disk(flags("m", hicache_storage_backend=None), HybridConfig())
+    assert capsys.readouterr().out == ""
+
+
 def test_the_disk_needs_a_release_that_tells_it_what_it_stores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,10 +16,12 @@ from sglang_hybrid.preflight import (
     check_adapters,
     check_device,
     check_model,
+    check_overrides,
     check_pools,
     check_port,
     check_ranges,
     check_ranks,
+    check_tokenizer,
     read_config,
     weight_bytes,
 )
@@ -222,6 +224,20 @@ def test_ranks_of_a_model_without_recurrent_layers_or_elsewhere(tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_heads": 4}))
     check_ranks(str(tmp_path), 3)
     check_ranks("someone/some-model", 3)
+
+
+def test_a_tokenizer_that_is_nowhere(tmp_path: Path) -> None:
+    for path in (None, str(tmp_path), "owner/name", "s3://bucket/tokenizer"):
+        check_tokenizer(path)
+    with pytest.raises(StartupError, match=r"^--tokenizer-path '/nowhere' does not exist; give a"):
+        check_tokenizer("/nowhere")
+
+
+@pytest.mark.parametrize("text", ["{bad", "[]", ""])
+def test_what_is_no_json_object(text: str) -> None:
+    check_overrides("{}")
+    with pytest.raises(StartupError, match=r"^--json-model-override-args .* is no JSON object"):
+        check_overrides(text)
 
 
 def test_adapters(tmp_path: Path) -> None:
