@@ -102,7 +102,7 @@ class HybridConfig:
     hybrid_record: str = ""
     hybrid_prewarm: str = ""
     hybrid_pin_share: float = DEFAULT_SHARE
-    hybrid_offload_watermark: float = 0.9
+    hybrid_offload_watermark: float = 0.6
     hybrid_simulate_bandwidth: str = ""
     hybrid_native_kernels: NativeKernels = NativeKernels.AUTO
     hybrid_disk_folder: str = ""

@@ -223,9 +223,9 @@ def _add_tiers(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> N
         type=share,
         metavar="SHARE",
         default=defaults["hybrid_offload_watermark"],
-        help="with --enable-hierarchical-cache: when more of the device's memory than this "
-        "share is in use and nothing waits, what would be evicted next is copied to the host; "
-        "1 turns that off (default: %(default)s)",
+        help="with --enable-hierarchical-cache: what would be evicted next, until no more than "
+        "this share of the device's memory were in use, is copied to the host beforehand; 1 turns "
+        "that off (default: %(default)s)",
     )
     group.add_argument(
         "--hybrid-simulate-bandwidth",

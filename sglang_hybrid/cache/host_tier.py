@@ -15,7 +15,6 @@ from sglang_hybrid.cache.one_memory import OneMemoryCache
 from sglang_hybrid.cache.served_tiers import disk_of
 from sglang_hybrid.cache.ways import WayChooser
 from sglang_hybrid.core.rates import Tier
-from sglang_hybrid.core.writing import was_forgotten
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -50,8 +49,18 @@ class HostTierCache(OneMemoryCache):
         if self.is_mamba_enabled:
             share_host_room(self)
         super().init_hicache(*args, **kwargs)
-        if self.ways is not None and self.is_write_back:
-            self.shadow_tree.write_back()
+
+    @property
+    def copies_at_once(self) -> bool:
+        """Whether what ended requests left is copied then: for a disk, or if nothing is copied
+        later in the background.
+        """
+        late = self.offload is not None and self.offload.is_on
+        return not self.is_write_back and bool(self.enable_storage or not late)
+
+    def _least_uses(self) -> int:
+        """Requests that must have passed what is copied."""
+        return 0 if self.is_write_back else int(self.write_through_threshold)
 
     def host_room(self, component: ComponentType) -> int:
         """Free tokens or states on the host."""
@@ -61,50 +70,47 @@ class HostTierCache(OneMemoryCache):
 
     # Backups.
 
-    def backup_node_for_write_back(self, node_id: int) -> bool:
-        """SGLang counts copied KV only; the copy of a state alone must be awaited, too, before the
-        device gives the state up (1647-1663).
+    def copy_before_eviction(self, node: UnifiedTreeNode) -> None:
+        """Copy what the host lacks of `node`, which the device is about to give up, and wait for
+        it, if that is worth it and SGLang's write policy says so.
         """
-        done: bool = super().backup_node_for_write_back(node_id)
-        if not done and self.ongoing_write_through:
+        if self.ways is None or not self.tree_core.wants_copies_now(node):
+            return
+        self._await_copies()
+        self._copy_down(self.tree_core.build_backup_kv_action(node.id).node_ids, write_back=True)
+        self._await_copies()
+
+    def _await_copies(self) -> None:
+        if self.ongoing_write_through:
             self.writing_check(write_back=True)
-            done = True
-        return done
 
     def _evict_device_leaf(self, node_id: int, tracker: dict[ComponentType, int]) -> Any:
-        """A leaf whose KV is on the host already, and whose state is not, is demoted with it."""
-        tree = self.tree_core
-        node = tree.node_by_id(node_id)
-        if self.ways is not None and node.backuped and tree.wants_copy_of_state(node):
-            if not self.host_pool_group.get_pool(PoolName.MAMBA).available_size():
-                self.evict_host(1, ComponentType.MAMBA)
-            self.backup_node_for_write_back(node_id)
+        self.copy_before_eviction(self.tree_core.node_by_id(node_id))
         return super()._evict_device_leaf(node_id, tracker)
 
     def _execute_and_commit_kv_backup(self, action: BackupKV, write_back: bool = False) -> int:
-        """What SGLang writes through as it is inserted is copied later (`take_due_copies`)."""
+        """What SGLang writes through as it is inserted is copied later (`take_due_copies`,
+        `Offload`).
+        """
         if self.ways is None:
             return int(super()._execute_and_commit_kv_backup(action, write_back))
-        if write_back:
-            return self._copy_down(action.node_ids, write_back=True)
-        self.tree_core.due_copies[action.node_ids[-1]] = None
+        if self.copies_at_once:
+            self.tree_core.due_copies[action.node_ids[-1]] = None
         return 0
 
     def copy_to_host(self, node: UnifiedTreeNode) -> bool:
-        """Begin a copy of `node` and of the KV that it needs above it. Returns whether it is worth
-        one.
+        """Begin a copy of `node` and of the KV that it needs above it, if the host lacks any and it
+        is worth one. Returns whether it is.
         """
         tree = self.tree_core
-        record = self.shadow_tree.record(node)
-        if was_forgotten(record) or not tree.writes.worth(node):
+        if not tree.wants_copies(node):
             return False
         self._copy_down(tree.build_backup_kv_action(node.id).node_ids)
         return True
 
-    def _copy_down(self, node_ids: list[int], write_back: bool = False) -> int:
+    def _copy_down(self, node_ids: list[int], write_back: bool = False) -> None:
         """Nodes that are being copied already are left out: SGLang asserts that there are none.
-        What the first of them continues stays on the host while room is made. Returns how many
-        tokens of the last one were copied.
+        What the first of them continues stays on the host while room is made.
         """
         tree = self.tree_core
         node_ids = [
@@ -113,18 +119,16 @@ class HostTierCache(OneMemoryCache):
             if tree.node_by_id(node_id).write_through_pending_id is None
         ]
         if not node_ids:
-            return 0
+            return
         before = self._host_copies(node_ids)
         above = tree.node_by_id(node_ids[0]).parent.id
         lock = self.inc_host_lock_ref(above).to_dec_params()
         try:
-            action = BackupKV(node_ids)
-            written: int = super()._execute_and_commit_kv_backup(action, write_back)
+            super()._execute_and_commit_kv_backup(BackupKV(node_ids), write_back)
         finally:
             self.dec_host_lock_ref(above, lock)
         after = self._host_copies(node_ids)
         self.tier_stats.written(after[0] - before[0], after[1] - before[1])
-        return written
 
     def _host_copies(self, node_ids: list[int]) -> tuple[int, int]:
         """Tokens and states of these nodes that the host has."""
@@ -137,10 +141,10 @@ class HostTierCache(OneMemoryCache):
         return tokens, states
 
     def flush_pending_backups(self) -> None:
-        """What was to be copied, and is held by no request any more, is copied now."""
+        """What was to be copied at once, and is held by no request any more, is copied now."""
         if self.ways is not None:
             for node in self.tree_core.take_due_copies():
-                self.tier_stats.not_written += not self.copy_to_host(node)
+                self.copy_to_host(node)
         super().flush_pending_backups()
 
     # Loads.

@@ -116,7 +116,9 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
         super().__init__(with_our_components(params, parts))
         if isinstance(self.shadow_tree, TieredShadowTree) and not self.disable:
             self.ways = self.tree_core.ways = WayChooser(self.shadow_tree)
-            self.tree_core.writes = WriteJudge(self.shadow_tree, self.tier_stats, self.host_room)
+            self.tree_core.writes = WriteJudge(
+                self.shadow_tree, self.tier_stats, self.host_room, self._least_uses
+            )
             self.offload = Offload(self, self.options.hybrid_offload_watermark)
             if self.schedule is not None and self.speeds is not None:
                 self.schedule.load_ahead(AheadLoads(self), self.speeds)

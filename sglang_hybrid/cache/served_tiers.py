@@ -29,6 +29,7 @@ def served_tiers(cache: Any) -> ServedTiers | None:
         Split(int(kv.size), int(states.size)),
         cache.speeds.speeds,
         disk,
+        at_once=bool(cache.copies_at_once),
         write_back=bool(cache.is_write_back),
         least_uses=1 if cache.is_write_back else int(cache.write_through_threshold),
         watermark=cache.options.hybrid_offload_watermark,

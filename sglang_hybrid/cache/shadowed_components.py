@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.base import (
     EvictLayer,
-    InternalStateBackup,
     TreeComponent,
 )
 
@@ -82,9 +81,9 @@ class ShadowedMamba(_HostByValue, RobustMamba):
         device_frees: Any,
         host_frees: Any,
         **more: Any,
-    ) -> int | InternalStateBackup | None:
+    ) -> int | None:
         """One victim: a leaf is returned for SGLang to delete or to demote, an inner node gives up
-        its state; if that should be copied to the host first, SGLang is told and comes back.
+        its state, of which the host may get a copy first.
 
         more: `cache_actions`, to which SGLang 0.5.23 adds, and which 0.5.22 does not have.
         """
@@ -97,8 +96,8 @@ class ShadowedMamba(_HostByValue, RobustMamba):
         if node in self.tree_core.evictable_device_leaves:
             leaf: int = node.id
             return leaf
-        if self.tree_core.demotes_states and self.tree_core.wants_copy_of_state(node):
-            return InternalStateBackup(node_id=node.id, num_tokens=1)
+        if self.tree_core.demotes_states:
+            self.cache.copy_before_eviction(node)
         self.tree_core._evict_component_and_detach_lru(
             node,
             self,
@@ -147,7 +146,7 @@ class ShadowedFull(_HostByValue, CountedFull):
                 core.component_evictable_size_[kind] -= tokens
                 core.component_protected_size_[kind] += tokens
             data.lock_ref += 1
-            core.evictable_device_leaves.discard(node)
+            core._update_evictable_leaf_sets(node)
             node = node.parent
 
     def release_component_lock(

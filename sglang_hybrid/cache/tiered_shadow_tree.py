@@ -7,6 +7,7 @@ the tree core and the components call it wherever a copy comes or goes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -52,7 +53,6 @@ class TieredShadowTree(ShadowTree):
         pins: Pins | None = None,
     ) -> None:
         self.speeds = speeds
-        self._written_back = False
         self._placement: Placement | None = None
         super().__init__(
             cost,
@@ -77,15 +77,7 @@ class TieredShadowTree(ShadowTree):
             self.tree.listen(pool)
 
     def _pool(self, tier: Tier, scarce: Scarce, policy: Policy) -> ServedTierPool:
-        pool = ServedTierPool(tier, scarce, self.cost, policy, self.clock, self.speeds)
-        if tier is Tier.DEVICE and self._written_back:
-            pool.demotes_to = Tier.HOST
-        return pool
-
-    def write_back(self) -> None:
-        """What the device gives up is copied to the host then, and not before."""
-        self._written_back = True
-        self.use(self._kv_policy, self._state_policy)
+        return ServedTierPool(tier, scarce, self.cost, policy, self.clock, self.speeds)
 
     @property
     def pools(self) -> list[Pool]:
@@ -149,13 +141,15 @@ class TieredShadowTree(ShadowTree):
         record = pool.victim(last_resort=True)
         return None if record is None else record.payload
 
-    def next_victims(self, most: int) -> list[UnifiedTreeNode]:
-        """Nodes that the device would give up first, at most so many of each pool."""
+    def next_victims(self, needed: Callable[[Scarce], int]) -> list[UnifiedTreeNode]:
+        """Nodes that the device would give up next, until each of its pools has given back as many
+        bytes as are needed of what is scarce there.
+        """
         found = [
             record
             for pool in super().pools
             if isinstance(pool, ServedTierPool)
-            for record in pool.next_victims(most)
+            for record in pool.next_victims(needed(pool.scarce))
         ]
         return [record.payload for record in dict.fromkeys(found)]
 

@@ -165,14 +165,25 @@ class HybridTreeCore(MarkedTreeCore):
         """Whether a state that the device gives up may be copied to the host first."""
         return bool(self.enable_hicache and not self.is_host_memory_buffer_only)
 
-    def wants_copy_of_state(self, node: UnifiedTreeNode) -> bool:
-        """Whether the state of an inner node should be copied before the device gives it up. Where
-        SGLang writes through, the KV below it has to be on the host already.
-        """
-        ready = node.backuped or self.is_write_back
-        if not (ready and _lacks_copy(node) and node.write_through_pending_id is None):
+    def wants_copies(self, node: UnifiedTreeNode) -> bool:
+        """Whether what the host lacks of `node` should be copied before the device gives it up."""
+        lacks = not node.backuped or self.lacks_state(node)
+        if not lacks or node.evicted or node.write_through_pending_id is not None:
             return False
-        return self.writes is None or self.writes.worth_resuming(node)
+        return self.writes is None or self.writes.takes(node)
+
+    def wants_copies_now(self, node: UnifiedTreeNode) -> bool:
+        """Whether the device, which gives `node` up, should wait for these copies. Where SGLang
+        writes through, nothing waits for a copy of KV, only for that of a state above KV that the
+        host has.
+        """
+        return (node.backuped or self.is_write_back) and self.wants_copies(node)
+
+    @staticmethod
+    def lacks_state(node: UnifiedTreeNode) -> bool:
+        """Whether the device has a state of `node`, and the host has not."""
+        states = node.component_data[ComponentType.MAMBA]
+        return states.value is not None and states.host_value is None
 
     def _build_backup_spec(self, node: UnifiedTreeNode) -> Any:
         """KV that is copied for what is below it takes its state along only if that is worth it."""
@@ -183,11 +194,10 @@ class HybridTreeCore(MarkedTreeCore):
         return value, transfers
 
     def evict_device_leaf(self, node_id: int, is_write_back: bool) -> Any:
-        """Where SGLang writes back, a leaf that is not worth its writing is forgotten."""
-        node = self.node_by_id(node_id)
-        if is_write_back and not node.backuped and self.writes is not None:
-            is_write_back = self.writes.worth(node)
-        return super().evict_device_leaf(node_id, is_write_back)
+        """A leaf that was worth its writing has been copied by now; another one is forgotten, where
+        SGLang writes back, too.
+        """
+        return super().evict_device_leaf(node_id, is_write_back and self.writes is None)
 
     def _should_backup_after_insert(self, state: _InsertWalkState) -> bool:
         """A state that comes to a node whose KV is just being copied is copied after that; SGLang
@@ -196,7 +206,7 @@ class HybridTreeCore(MarkedTreeCore):
         node = state.target_node
         assert node is not None
         pending = node.write_through_pending_id is not None
-        if self.enable_hicache and not self.is_write_back and pending and _lacks_copy(node):
+        if self.enable_hicache and not self.is_write_back and pending and self.lacks_state(node):
             self.due_copies[node.id] = None
         return bool(super()._should_backup_after_insert(state))
 
@@ -215,7 +225,7 @@ class HybridTreeCore(MarkedTreeCore):
                     continue
                 ready.append(node)
             del self.due_copies[node_id]
-        return [node for node in ready if not node.backuped or _lacks_copy(node)]
+        return [node for node in ready if not node.backuped or self.lacks_state(node)]
 
     def _reclaim_full_host_duplicates(self, *args: Any, **kwargs: Any) -> None:
         """SGLang frees these before others, in the order of their age (unified_tree_core.py); here
@@ -224,16 +234,32 @@ class HybridTreeCore(MarkedTreeCore):
 
     # Where copies come and go.
 
+    @property
+    def evictable_device_leaves(self) -> set[UnifiedTreeNode]:
+        """SGLang's set of the leaves that may be evicted."""
+        if self._changed_leaves:
+            for node in self._changed_leaves:
+                if self._is_device_leaf(node):
+                    self._device_leaves.add(node)
+                else:
+                    self._device_leaves.discard(node)
+            self._changed_leaves.clear()
+        return self._device_leaves
+
+    @evictable_device_leaves.setter
+    def evictable_device_leaves(self, leaves: set[UnifiedTreeNode]) -> None:
+        self._device_leaves = leaves
+        self._changed_leaves: set[UnifiedTreeNode] = set()
+
     def _update_evictable_leaf_sets(self, node: UnifiedTreeNode) -> None:
-        """Several times per request. Without copies below the device there are no leaves of theirs
-        (unified_tree_core.py, _update_evictable_leaf_sets).
+        """SGLang calls this several times per request, and asks for the set when something is
+        evicted or locked: only then are the nodes looked at. Without copies below the device there
+        are no leaves of theirs (unified_tree_core.py, _update_evictable_leaf_sets).
         """
         if self.enable_hicache or self.enable_external_cache_linker:
             super()._update_evictable_leaf_sets(node)
-        elif self._is_device_leaf(node):
-            self.evictable_device_leaves.add(node)
         else:
-            self.evictable_device_leaves.discard(node)
+            self._changed_leaves.add(node)
         if self.shadow_tree.follows_copies:
             self._sync(node)
 
@@ -290,12 +316,6 @@ class HybridTreeCore(MarkedTreeCore):
     def _remove_leaf_from_parent(self, node: UnifiedTreeNode) -> None:
         super()._remove_leaf_from_parent(node)
         self.shadow_tree.removed(node)
-
-
-def _lacks_copy(node: UnifiedTreeNode) -> bool:
-    """Whether the device has a state of `node`, and the host has not."""
-    states = node.component_data[ComponentType.MAMBA]
-    return states.value is not None and states.host_value is None
 
 
 def _build(

@@ -17,7 +17,7 @@ import torch
 
 from sglang_hybrid.checkpoints.tracks import StateTracks
 from sglang_hybrid.core import checkpoint_plan as plans
-from sglang_hybrid.core.admission import Prefill, Skip
+from sglang_hybrid.core.admission import Checkpoint, Prefill, Skip
 from sglang_hybrid.per_request import PerRequest
 from sglang_hybrid.tenants import tenant_of
 
@@ -69,7 +69,7 @@ class Planner:
         self._grid = grid
         self._plans: PerRequest[CheckpointPlan] = PerRequest()
         self._open: WeakKeyDictionary[Req, CheckpointPlan] = WeakKeyDictionary()  # a part of them
-        self._micro_branches: PerRequest[list[plans.CheckpointRequest]] = PerRequest()
+        self._micro_branches: PerRequest[list[Checkpoint]] = PerRequest()
 
     def plan_request(
         self,
@@ -106,16 +106,14 @@ class Planner:
         if plan.is_open:
             self._open[req] = plan
         if micro_branches:
-            self._micro_branches[req] = [
-                plans.CheckpointRequest(
-                    branch.position, branch.kind, plan.request_id, tenant=plan.tenant
-                )
-                for branch in micro_branches
-            ]
+            self._micro_branches[req] = micro_branches
 
     def admitted(self, req: Req) -> None:
         """`req` joined a batch: what it will not leave is counted, once."""
-        for request in self._micro_branches.pop(req) or ():
+        for branch in self._micro_branches.pop(req) or ():
+            request = plans.CheckpointRequest(
+                branch.position, branch.kind, req.rid, tenant=tenant_of(req)
+            )
             self._skip(req, request, Skip.MICRO_BRANCH)
 
     def in_flight(self) -> list[tuple[Req, CheckpointPlan]]:

@@ -28,17 +28,18 @@ class Copies:
 
     kv, state: tiers that hold the KV of its edge, and its state. pinned: tiers whose copies a
     transfer reads or writes now, so that they are no victims; on the device the node's own locks
-    say so besides. kv_children: number of children with KV, by tier. forgotten: the node's last use
-    (tick) when a tier below the device forgot the state, while a faster tier kept it.
+    say so besides. kv_children: number of children with KV, by tier. refused: the node's last use
+    (tick) when a tier below the device forgot the state, or was not given it, while a faster tier
+    kept it.
     """
 
-    __slots__ = ("forgotten", "kv", "kv_children", "pinned", "state")
+    __slots__ = ("kv", "kv_children", "pinned", "refused", "state")
 
     def __init__(self, kv: int = 0, state: int = 0) -> None:
         self.kv = kv
         self.state = state
         self.pinned = 0
-        self.forgotten = -1
+        self.refused = -1
         self.kv_children = [0] * len(TIERS)
 
     def __repr__(self) -> str:
@@ -146,7 +147,7 @@ class Placement:
             if not copies.state:
                 self.tree.drop_state(node)
             elif copies.state & (1 << tier) - 1:
-                copies.forgotten = node.last_used
+                copies.refused = node.last_used
 
     def pin(self, node: Node, tier: Tier, pinned: bool) -> None:
         """Say whether a transfer uses the copies of `node` in `tier`."""

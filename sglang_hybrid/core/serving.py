@@ -46,9 +46,11 @@ class ServedTiers:
     """What a server has below its device, as far as its hits depend on it.
 
     host: its pools. speeds: those that it decides with. disk: bytes of objects, 0 without a disk.
-    write_back: what the device gives up is copied then; otherwise what is used `least_uses` times
-    is copied when its request has ended. watermark: share of the device's memory above which more
-    is copied while nothing waits. least_read: tokens that a read from the disk must save.
+    write_back: what the device gives up without a copy is copied then. at_once: otherwise, what
+    ended requests left is copied when they end, not when the device is about to give it up.
+    least_uses: requests that must have passed what is copied. watermark: share of the device's
+    memory; what would go next until no more is used is copied beforehand. least_read: tokens that a
+    read from the disk must save.
     """
 
     host: Split
@@ -58,6 +60,7 @@ class ServedTiers:
     least_uses: int = 1
     watermark: float = 1.0
     least_read: int = 256
+    at_once: bool = True
 
 
 Budget = int | Split | None

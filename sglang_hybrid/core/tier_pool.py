@@ -59,15 +59,24 @@ class TierPool(Pool):
                 self.mark_dirty(node)
         return super().cheapest(last_resort=last_resort)
 
-    def next_victims(self, most: int) -> list[Node]:
-        """The candidates that would go first, at most so many; without those that save nothing."""
+    def next_victims(self, needed: int) -> list[Node]:
+        """The candidates that would go next, until `needed` bytes of what is scarce are given back;
+        without those that save nothing, though they count.
+        """
         self._describe()
-        table = self._candidates
-        if not len(table):
-            return []
-        scores = self.policy.scores(table, self.clock)
-        first = np.argsort(scores, kind="stable")[:most]
-        return [table.nodes[row] for row in first.tolist()]
+        for node in self._stateless.nodes:
+            needed -= self._weigh(node)[0]
+            if needed <= 0:
+                return []
+        table, found = self._candidates, list[Node]()
+        if needed <= 0 or not len(table):
+            return found
+        for row in np.argsort(self.policy.scores(table, self.clock), kind="stable").tolist():
+            found.append(table.nodes[row])
+            needed -= self._weigh(found[-1])[0]
+            if needed <= 0:
+                break
+        return found
 
     def unit(self, node: Node) -> Unit | None:
         """What evicting `node` takes from this tier now."""

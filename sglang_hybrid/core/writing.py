@@ -20,11 +20,16 @@ Replayed, a tenth halves the bytes that are written where most requests are cold
 the whole second costs up to 5 percent of the hits (docs/benchmarks.md)."""
 
 
-def was_forgotten(node: Node) -> bool:
-    """Whether a tier below the device forgot the state of `node`, which has not been resumed from
-    since: what it was worth less than then, it is worth less than now.
+def was_refused(node: Node) -> bool:
+    """Whether a tier below the device forgot the state of `node`, or was not given it, and `node`
+    has not been resumed from since: what it was worth less than then, it is worth less than now.
     """
-    return copies_of(node).forgotten == node.last_used
+    return copies_of(node).refused == node.last_used
+
+
+def refuse(node: Node) -> None:
+    """A copy of `node` in a tier below the device was not worth its writing."""
+    copies_of(node).refused = node.last_used
 
 
 def copy_saves(node: Node, tier: Tier, cost: CostModel, speeds: Speeds) -> float:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Final
 
 from sglang_hybrid.core.nodes import Node
 from sglang_hybrid.core.places import Unit, copies_of
 from sglang_hybrid.core.rates import Tier
 from sglang_hybrid.core.serving import ServedTiers
-from sglang_hybrid.core.writing import CopyJudge, was_forgotten
+from sglang_hybrid.core.writing import CopyJudge, refuse, was_refused
 from sglang_hybrid.replay.server_simulator import way_to
 from sglang_hybrid.replay.tier_simulator import TieredSimulator
-
-OFFLOADED: Final = 16
-"""Next victims of each pool that are copied after a request, above the watermark."""
 
 
 class ServedCopies(TieredSimulator):
@@ -22,21 +19,28 @@ class ServedCopies(TieredSimulator):
 
     below: ServedTiers
     judge: CopyJudge
+    uses: Counter[Node]  # requests that left a node or passed it
 
     def _copy_to_host(self, node: Node) -> list[Node]:
-        """Copy `node` and the KV that it needs above it, if that is worth it. Returns the nodes
-        that were copied.
+        """Copy `node` and the KV that it needs above it, if that is worth it; if not, it is judged
+        again only after its next use. Returns the nodes that were copied.
         """
         copies = copies_of(node)
         missing = not copies.has_kv(Tier.HOST) or lacks_copy(node)
-        if not missing or not copies.has_kv(Tier.DEVICE) or was_forgotten(node):
+        if not missing or not copies.has_kv(Tier.DEVICE) or was_refused(node):
             return []
-        return self._copy_down(node) if self._worth(node) else []
+        if not copies.has_kv(Tier.HOST) and self.uses[node] < self.below.least_uses:
+            return []
+        if self._worth(node):
+            return self._copy_down(node)
+        refuse(node)
+        return []
 
     def _worth(self, node: Node) -> bool:
-        if copies_of(node).kv_children[Tier.HOST]:
+        copies = copies_of(node)
+        if copies.kv_children[Tier.HOST] and not copies.has_kv(Tier.HOST):
             return True  # what the host has below it would be lost
-        return copies_of(node).has_state(Tier.DEVICE) and self.judge.worth_resuming(node)
+        return copies.has_state(Tier.DEVICE) and self.judge.worth_resuming(node)
 
     def _copy_down(self, node: Node) -> list[Node]:
         """From the first KV that the host has not, as far as room can be made. What that continues
@@ -45,16 +49,26 @@ class ServedCopies(TieredSimulator):
         path = path_to(node)
         first = next((i for i, n in enumerate(path) if not copies_of(n).has_kv(Tier.HOST)), -1)
         missing = path[first:]
-        stays = path[first - 1 : first] if first > 0 else []
-        for number, each in enumerate(missing):
+        held = self._hold_on(Tier.HOST, path[first - 1 : first] if first > 0 else [])
+        copied = 0
+        for each in missing:
             kv = not copies_of(each).has_kv(Tier.HOST)
             state = lacks_copy(each) and self.judge.worth_resuming(each)
-            if not self._make_room_in(Tier.HOST, kv * each.tokens, int(state), [*stays, each]):
-                return missing[:number]
+            if not self._make_room_in(Tier.HOST, kv * each.tokens, int(state), [each]):
+                break
             self._add(Tier.HOST, each, kv=kv, state=state)
             self._write_to_disk(each)
-            stays.append(each)
-        return missing
+            held += self._hold_on(Tier.HOST, [each])
+            copied += 1
+        self._let_go(held)
+        return missing[:copied]
+
+    def _hold_on(self, tier: Tier, path: Sequence[Node]) -> list[tuple[Node, Tier]]:
+        """Pin the copies of `path` in one tier; returns those that were not."""
+        free = [(node, tier) for node in path if not copies_of(node).is_pinned(tier)]
+        for node, _ in free:
+            self.placement.pin(node, tier, True)
+        return free
 
     def _write_to_disk(self, node: Node) -> None:
         copies = copies_of(node)
@@ -91,24 +105,12 @@ class ServedCopies(TieredSimulator):
                     self.placement.add_kv(node, Tier.HOST)
             self.placement.add_state(deepest, Tier.HOST)
 
-    def _offload(self) -> None:
-        """What the device would give up next is copied while nothing waits."""
-        pools = dict.fromkeys(self.pools[Tier.DEVICE])
-        for pool in pools:
-            for node in pool.next_victims(OFFLOADED):
-                if not copies_of(node).has_kv(Tier.HOST) or lacks_copy(node):
-                    self._copy_to_host(node)
-
     def _demote(self, node: Node, unit: Unit) -> None:
-        backed, write_back = copies_of(node).has_kv(Tier.HOST), self.below.write_back
-        if unit.kv and not backed:
-            wanted = write_back and self._worth(node)
-        else:
-            ready = (backed or write_back) and unit.state and lacks_copy(node)
-            wanted = ready and self.judge.worth_resuming(node)
-        if wanted:
+        """Of what leaves the device, the host may take a copy first."""
+        ready = copies_of(node).has_kv(Tier.HOST) or self.below.write_back
+        if ready and (unit.kv or unit.state):
             held = self._hold([node])
-            self._copy_down(node)
+            self._copy_to_host(node)
             self._let_go(held)
 
 

@@ -1,8 +1,9 @@
 """A served cache in tiers: the pools and checkpoints of `ServerSimulator`, and below the device
 what `HybridRadixCache` keeps with HiCache, by the same judgements of `core`.
 
-What an ended request left is copied to the host if it is worth it, and what the host gets is
-written to the disk. A request loads from the host; what only the disk has comes to the host first.
+What the device is about to give up is copied to the host if it is worth it, or at once what an
+ended request left, and what the host gets is written to the disk. A request loads from the host;
+what only the disk has comes to the host first.
 Transfers are done before the next request comes.
 """
 
@@ -50,8 +51,9 @@ class TieredServerSimulator(ServerSimulator, ServedCopies):
         self.below = below
         self.speeds = Rates(below.speeds)
         self.demoted = 0
-        self._uses: Counter[Node] = Counter()  # requests that left a node or passed it
+        self.uses = Counter()
         self._due: dict[Node, None] = {}  # to be copied when a request has ended
+        self._under_way: list[tuple[Node, Tier]] = []  # what loads read
         device, host = (_bytes_of(room, cost) for room in (memory, below.host))
         tiers = TierBudgets.of(max(1, device), max(1, host), below.disk)
         rooms: list[int | Split] = [memory, below.host, below.disk][: len(tiers.present)]
@@ -73,11 +75,10 @@ class TieredServerSimulator(ServerSimulator, ServedCopies):
         )
 
     def _tier_pool(self, tier: Tier, scarce: Scarce, policy: Policy) -> TierPool:
-        down = Tier.HOST if tier is Tier.DEVICE and self.below.write_back else None
         clock = self.tree.clock
         # The server's tree does not know what is on the disk.
         counted = ALL_TIERS if tier is Tier.DISK else 1 << Tier.DEVICE | 1 << Tier.HOST
-        pool = ServedTierPool(tier, scarce, self.cost, policy, clock, self.speeds, down, counted)
+        pool = ServedTierPool(tier, scarce, self.cost, policy, clock, self.speeds, None, counted)
         self.tree.listen(pool)
         return pool
 
@@ -132,10 +133,12 @@ class TieredServerSimulator(ServerSimulator, ServedCopies):
         if not missing and not state:
             return hit
         kv = sum(node.tokens for node in missing)
-        if self._make_room_in(Tier.DEVICE, kv, 1 + state, path):  # a slot of its own besides
+        if self._room_to_load(path, kv, 1 + state):  # a slot of its own besides
             for node in missing:
                 self.placement.add_kv(node, Tier.DEVICE)
             self.placement.add_state(hit, Tier.DEVICE)
+            if self.below.write_back:  # SGLang holds what is read until it has arrived
+                self._under_way += self._hold_on(Tier.HOST, [*missing, hit])
             return hit
         way = way_without_loads(path, request.input_len, self.cost, self.speeds.speeds)
         resident = next((node for node in path if node.depth == way.depth), None)
@@ -143,23 +146,50 @@ class TieredServerSimulator(ServerSimulator, ServedCopies):
             return self.tree.root
         return resident
 
+    def _grow(self, running: Running, length: int) -> bool:
+        if running.allocated > running.outcome.hit_len:  # its first forward waited for its load
+            self._loads_arrived()
+        return super()._grow(running, length)
+
+    def _loads_arrived(self) -> None:
+        self._let_go(self._under_way)
+        self._under_way = []
+
+    def _room_to_load(self, path: Sequence[Node], kv: int, states: int) -> bool:
+        """Make room to load the end of `path`; host copies of states above it may go."""
+        if not self._could_fit_in(Tier.DEVICE, kv, states, path):
+            return False
+        held = [*self._hold_on(Tier.DEVICE, path), *self._hold_on(Tier.HOST, path[-1:])]
+        had = self._make_room_in(Tier.DEVICE, kv, states, [])
+        self._let_go(held)
+        return had
+
     def finished(self, ticket: Ticket) -> None:
+        self._loads_arrived()
         super().finished(ticket)
         due, self._due = self._due, {}
-        under_way: list[tuple[Node, Tier]] = []  # they begin together, and stay until they are done
-        for node in due:
+        self._copy_together(due)
+        self._copy_together(self._next_victims())
+
+    def _copy_together(self, nodes: Iterable[Node]) -> None:
+        """Copies that begin together stay until all of them are done."""
+        under_way: list[tuple[Node, Tier]] = []
+        for node in nodes:
             under_way += self._hold(self._copy_to_host(node))
         self._let_go(under_way)
-        if self._used_share() > self.below.watermark:
-            self._offload()
+
+    def _next_victims(self) -> list[Node]:
+        """What the device would give up until no more than the watermark of it is used."""
+        pools = dict.fromkeys(self.pools[Tier.DEVICE])
+        found = [node for pool in pools for node in pool.next_victims(self._above_watermark(pool))]
+        return list(dict.fromkeys(found))
 
     def _take_kv(self, running: Running, deepest: Node, new: int) -> None:
         for node in path_to(deepest):
             self.placement.add_kv(node, Tier.DEVICE)
             if node.depth > running.inserted:
-                self._uses[node] += 1
-                often = self._uses[node] >= self.below.least_uses
-                if often and not copies_of(node).has_kv(Tier.HOST):
+                self.uses[node] += 1
+                if not copies_of(node).has_kv(Tier.HOST):
                     self._is_due(node)
 
     def _take_state(self, node: Node, kind: Kind) -> None:
@@ -170,17 +200,17 @@ class TieredServerSimulator(ServerSimulator, ServedCopies):
 
     def _is_due(self, node: Node) -> None:
         """`node` may be copied once the request has ended."""
-        if not self.below.write_back:
+        if self.below.at_once and not self.below.write_back:
             self._due[node] = None
 
     def _cut(self, node: Node, depth: int) -> Node:
         head = super()._cut(node, depth)
-        self._uses[head] = self._uses[node]
+        self.uses[head] = self.uses[node]
         return head
 
     def _remove(self, node: Node, last: Tier) -> None:
         super()._remove(node, last)
-        self._uses.pop(node, None)
+        self.uses.pop(node, None)
         self._due.pop(node, None)
 
     def _pin_below(self, node: Node, pinned: bool) -> None:
@@ -213,13 +243,19 @@ class TieredServerSimulator(ServerSimulator, ServedCopies):
             kv, states = kv + self.kv_in_use, states + self.slots_in_use
         return super()._could_fit_in(tier, kv, states, path)
 
-    def _used_share(self) -> float:
-        """The share of the device's memory that is in use, of the fuller pool if there are two."""
-        if isinstance(self.memory, Split):
-            kv = self.placement.kv_tokens[Tier.DEVICE] + self.kv_in_use
-            states = 1 - self.free_states / max(1, self.memory.slots)
-            return max(kv / max(1, self.memory.kv_tokens), states)
-        return self.used / max(1, self.memory)
+    def _above_watermark(self, pool: TierPool) -> int:
+        """Bytes in use of what is scarce in `pool` of the device, above the watermark."""
+        used, whole = self.used, self.memory
+        if isinstance(whole, Split):
+            kv, states = self.placement.kv_tokens[Tier.DEVICE], self.placement.states[Tier.DEVICE]
+            if pool.scarce is Scarce.STATES:
+                used, whole = (
+                    self._bytes(0, states + self.slots_in_use),
+                    self._bytes(0, whole.slots),
+                )
+            else:
+                used, whole = self._bytes(kv + self.kv_in_use, 0), self._bytes(whole.kv_tokens, 0)
+        return used - int(self.below.watermark * whole)
 
     # Victims.
 

@@ -16,7 +16,7 @@ class TierStats:
 
     token_bytes, state_bytes: of one KV token and of one state. written_*: copies made on the host.
     not_written: nodes that were not worth their writing. offloaded: nodes
-    that were copied in the background. loads: transfers from the host, their
+    that were copied before the device gave them up. loads: transfers from the host, their
     bytes, how long they took and how long they were expected to take, in seconds. loaded_requests:
     requests that resumed from the host. demoted: nodes that the device gave up and the host kept.
     failed_loads: requests that could not, and computed.
@@ -64,7 +64,7 @@ TOTALS = {
     "written_bytes": "Bytes copied to the host.",
     "written_states": "States copied to the host.",
     "not_written": "Nodes that were not worth their copy.",
-    "offloaded": "Nodes that were copied while nothing waited.",
+    "offloaded": "Nodes that were copied before the device gave them up.",
     "demoted": "Nodes that the device gave up and the host kept.",
     "loads": "Transfers from the host.",
     "loaded_bytes": "Bytes of these transfers.",

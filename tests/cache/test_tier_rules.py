@@ -34,8 +34,11 @@ SHARED = list(range(200, 240))
 
 
 def server(sizes: Sizes = ROOM, speeds: Speeds = SLOW, chunk: int = 0, **more: Any) -> TieredServer:
-    """A server whose next best way costs what `speeds` say."""
-    flags = options(more.pop("eviction", "reuse"), **more.pop("flags", {}))
+    """A server whose next best way costs what `speeds` say. Without a watermark what a request has
+    left is copied when it has ended.
+    """
+    flags = {"hybrid_offload_watermark": 1.0, **more.pop("flags", {})}
+    flags = options(more.pop("eviction", "reuse"), **flags)
     cache = build_tiered_cache(sizes, flags, **more)
     cache.speeds.speeds = speeds
     cache.speeds.poll = lambda: []
@@ -276,10 +279,56 @@ def test_a_victim_whose_copy_is_below_moves_no_bytes() -> None:
 
 
 def test_without_the_watermark_nothing_is_copied_in_the_background() -> None:
-    at = server(flags={"hybrid_offload_watermark": 1.0}, policy="write_back")
+    at = server(policy="write_back")
     for number in range(3):
         hit(at, [number + 10] * 50)
     assert tiers_of(at)["written_bytes"] == 0
+
+
+def test_under_write_through_what_would_go_next_is_copied_before() -> None:
+    at = server(flags={"hybrid_offload_watermark": 0.25}, eviction="lru")
+    for number in range(3):
+        hit(at, [number + 10] * 57)
+    for _ in range(5):
+        at.poll()
+    info = tiers_of(at)
+    assert info["offloaded"] > 0
+    at.cache.evict(EvictParams(num_tokens=100))
+    at.poll()
+    assert tiers_of(at)["written_bytes"] == info["written_bytes"]
+    assert [hit(at, [number + 10] * 57) for number in range(2)] == [56, 56]
+    assert at.loads == 2
+
+
+def test_a_session_that_returns_before_its_turn_is_not_copied() -> None:
+    """Each turn would be, if what a request has left were copied when it has ended."""
+    written = []
+    for watermark in (0.6, 1.0):
+        flags = {"hybrid_offload_watermark": watermark}
+        at = server(replace(ROOM, states=30), flags=flags, eviction="lru")
+        prompt = list(range(100, 130))
+        for turn in range(4):
+            hit(at, prompt)
+            prompt = [*prompt, 3, *(turn for _ in range(10))]
+        written.append(tiers_of(at)["written_bytes"])
+    assert written[0] == 0 < written[1]
+
+
+def test_what_was_not_worth_its_copy_is_judged_again_after_its_next_use() -> None:
+    at = server(speeds=FAST, flags={"hybrid_offload_watermark": 0.0})
+    prompt = list(range(100, 140))
+    hit(at, prompt)
+    for _ in range(5):
+        at.poll()
+    assert tiers_of(at)["not_written"] > 0
+    at.cache.speeds.speeds = SLOW
+    for _ in range(5):
+        at.poll()
+    assert tiers_of(at)["written_bytes"] == 0
+    hit(at, [*prompt, 3, 4])
+    for _ in range(5):
+        at.poll()
+    assert tiers_of(at)["written_bytes"] > 0
 
 
 def test_what_the_device_has_too_goes_before_what_must_be_computed() -> None:

@@ -67,6 +67,19 @@ def test_victims_that_are_all_written_down_differ_by_their_loads_only() -> None:
     assert per_byte[0] == pytest.approx(per_byte[1])
 
 
+def test_the_next_victims_give_back_what_is_needed_and_no_more() -> None:
+    """In the order in which they would go. What saves nothing goes first, and counts."""
+    cache = Cache(Lru())
+    leaves = [cache.leaf(1_000, DEVICE) for _ in range(3)]
+    each = 1_000 * COST.kv_bytes_per_token + COST.state_bytes
+    assert cache.device.next_victims(0) == []
+    assert cache.device.next_victims(each + 1) == leaves[:2]
+    assert cache.device.next_victims(100 * each) == leaves
+    worthless = cache.tree.add(cache.tree.root, 99, 10_000)
+    cache.placement.add_kv(worthless, DEVICE)
+    assert cache.device.next_victims(1_000 * COST.kv_bytes_per_token) == []
+
+
 def test_other_speeds_give_other_victims() -> None:
     cache = Cache(Marconi(EFFICIENCY))
     computed, backed = cache.leaf(300, DEVICE), cache.leaf(5_000, DEVICE, HOST)
