@@ -58,7 +58,7 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
         self.registered_pools: dict[str, Any] = {}
         self.store: ObjectStore | None = None
         if not hasattr(HiCacheStorage, "on_host_pools_registered"):
-            logger.warning(
+            logger.error(  # an engine prints nothing below that
                 "sglang_hybrid: the disk tier is off: --hicache-storage-backend file needs SGLang "
                 "%s, and %s is installed; nothing is kept on disk.",
                 SGLANG_VERSION,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -93,8 +94,8 @@ def test_what_device_and_host_forgot_is_read_from_the_disk(start: Start) -> None
 
 @dataclass
 class Chaos:
-    """What happens to `server` between two steps of its requests. held: requests that wait for what
-    they need from the disk.
+    """What happens to `server` between two steps of its requests. waiting: those that wait for what
+    they need from the disk. full: for how many more steps nothing can be written there.
     """
 
     server: DiskServer
@@ -102,9 +103,13 @@ class Chaos:
     monkeypatch: pytest.MonkeyPatch
     waiting: list[Req] = field(default_factory=list)
     happened: set[str] = field(default_factory=set)
-    full: bool = False
+    full: int = 0
 
     def happens(self) -> None:
+        if self.full:
+            self.full -= 1
+            if not self.full:
+                self._there_is_room_again()
         what = self.source.choice([*self.EVENTS, *["nothing"] * 30])
         if what != "nothing":
             getattr(self, what)()
@@ -143,11 +148,12 @@ class Chaos:
         def full(*_: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        self.full = not self.full
-        if self.full:
-            self.monkeypatch.setattr(object_store, "write_file", full)
-        else:
-            self.monkeypatch.undo()
+        self.monkeypatch.setattr(object_store, "write_file", full)
+        self.full = self.source.randrange(1, 12)
+        self.server.store._retry_at = 0.0
+
+    def _there_is_room_again(self) -> None:
+        self.monkeypatch.undo()
         self.server.store._retry_at = 0.0
 
     def a_client_goes_away(self) -> None:
@@ -164,6 +170,42 @@ class Chaos:
         return [self.source.choice(files).path] if files else []
 
 
+def step(chaos: Chaos, plain: PlainTiers, prompts: list[list[int]]) -> bool:
+    """A request arrives, begins, goes on or ends; False if none did: while requests wait for the
+    disk nothing else happens, or all of them would be given up where its threads are slow.
+    """
+    server, source = chaos.server, chaos.source
+    choice = source.random()
+    if prompts and choice < 0.25 and len(chaos.waiting) < 2:
+        req = server.arrive(prompts.pop(0))
+        server.fetch(req)
+        chaos.waiting.append(req)
+        return True
+    if chaos.waiting and choice < 0.6 and len(server.running) < 2:
+        req = source.choice(chaos.waiting)
+        if not server.fetched(req):
+            time.sleep(1e-3)
+            return False
+        if not server.admit(req):
+            return False
+        chaos.waiting.remove(req)
+        tokens = list(req.origin_input_ids)
+        assert int(req.prefix_len) in plain.depths(tokens, ("device", "host", "disk"))
+        return True
+    if not server.running:
+        return False
+    req = source.choice(server.running)
+    plain.computes(req.origin_input_ids)
+    if req.output_ids or server.prefill_step(req):
+        if source.random() < 0.85:
+            server.decode(req, [source.randrange(5, 90) for _ in range(3)])
+            plain.computes(server._tokens(req))
+            server.finish(req)
+        else:
+            server.abort(req)
+    return True
+
+
 def play(chaos: Chaos, plain: PlainTiers, stems: list[list[int]], requests: int) -> None:
     """Requests that continue one another's prompts, interleaved with everything else."""
     server, source = chaos.server, chaos.source
@@ -172,30 +214,11 @@ def play(chaos: Chaos, plain: PlainTiers, stems: list[list[int]], requests: int)
         stem = source.choice(stems)
         prompts.append(stem[: source.randrange(8, 50)] + [100 + number] * source.randrange(1, 9))
     while prompts or chaos.waiting or server.running:
-        choice = source.random()
-        if prompts and choice < 0.25 and len(chaos.waiting) < 2:
-            req = server.arrive(prompts.pop(0))
-            server.fetch(req)
-            chaos.waiting.append(req)
-        elif chaos.waiting and choice < 0.6 and len(server.running) < 2:
-            req = source.choice(chaos.waiting)
-            if server.fetched(req) and server.admit(req):
-                chaos.waiting.remove(req)
-                tokens = list(req.origin_input_ids)
-                assert int(req.prefix_len) in plain.depths(tokens, ("device", "host", "disk"))
-        elif server.running:
-            req = source.choice(server.running)
-            plain.computes(req.origin_input_ids)
-            if req.output_ids or server.prefill_step(req):
-                if source.random() < 0.85:
-                    server.decode(req, [source.randrange(5, 90) for _ in range(3)])
-                    plain.computes(server._tokens(req))
-                    server.finish(req)
-                else:
-                    server.abort(req)
+        moved = step(chaos, plain, prompts)
         if source.random() < 0.7:
             server.poll()
-        chaos.happens()
+        if moved:
+            chaos.happens()
         server.check()
         plain.look()
         server.check_contents()
