@@ -14,16 +14,15 @@ import numpy as np
 
 from sglang_hybrid.core.admission import Skip
 from sglang_hybrid.core.checkpoint_plan import CheckpointRequest
-from sglang_hybrid.core.nodes import Kind
-from sglang_hybrid.core.reuse import (
+from sglang_hybrid.core.hazards import (
     BINS,
-    CLASSES,
     FIRST_GUESS,
     PRIOR_WEIGHT,
+    ClassTree,
     best_rates,
-    hazards,
-    reuse_class_of,
 )
+from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.core.reuse_classes import CLASSES, reuse_class_of
 from sglang_hybrid.explain.decisions import (
     EMPTY_PREFIX_HASH,
     Decisions,
@@ -46,7 +45,8 @@ def reuse_index() -> Iterator[str]:
     ended[0, 1], ended[0, 3], unended[0, 4] = 4, 3, 3
     at_risk = (ended + unended)[:, ::-1].cumsum(axis=1)[:, ::-1]
     chat = reuse_class_of(children=0, depth=500, turn=1)
-    rows, row = hazards(np.array([chat]), ended, unended)
+    tree = ClassTree(np.array([chat]))
+    rows, row = tree.hazards(ended, unended), tree.row
     hazard = rows[row[chat]]
     rates = best_rates(rows, widths)[row[chat]]
     assert row.shape == (CLASSES,)

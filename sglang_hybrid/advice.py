@@ -46,6 +46,8 @@ class ServerSetup:
         all_admitted: because of `--hybrid-admission all`.
         no_buffer: SGLang's strategy keeps states at the ends of prompts and answers only.
         no_buffer_asked: it was asked for by name.
+        tuner_workers: processes of the tuner that were asked for.
+        pinned: the flag that pins a policy and so leaves them nothing to do, "" without one.
     """
 
     slots: int
@@ -63,6 +65,8 @@ class ServerSetup:
     all_admitted: bool
     no_buffer: bool
     no_buffer_asked: bool
+    tuner_workers: int = 0
+    pinned: str = ""
 
     @property
     def free(self) -> int:
@@ -73,7 +77,7 @@ class ServerSetup:
 def advise(it: ServerSetup) -> list[str]:
     """The lines for a setting, none if there is nothing to mend."""
     lines = [] if it.slots == 0 else [_running(it), _room(it), _balance(it), _branches(it)]
-    return [line for line in (*lines, _pages(it)) if line]
+    return [line for line in (*lines, _pages(it), _tuner(it)) if line]
 
 
 def _running(it: ServerSetup) -> str | None:
@@ -157,4 +161,14 @@ def _pages(it: ServerSetup) -> str | None:
     return (
         f"branches and hits are rounded down to pages of {it.page_size:,} tokens, up to "
         f"{it.page_size - 1:,} of which are computed again each time; use --page-size 1{also}."
+    )
+
+
+def _tuner(it: ServerSetup) -> str | None:
+    """Workers that try other policies, beside one that was asked for."""
+    if not (it.tuner_workers and it.pinned):
+        return None
+    return (
+        f"--hybrid-tuner-workers {it.tuner_workers} does nothing beside {it.pinned}, which pins "
+        "the policy; leave out one of the two."
     )

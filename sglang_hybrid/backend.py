@@ -25,6 +25,14 @@ REFUSED = {
 """SGLang's flags that the backend cannot honour, and why."""
 
 
+OF_OUR_CACHE = (
+    *("hybrid_admission", "hybrid_min_branch_tokens", "hybrid_history_mb", "hybrid_answers_mb"),
+    *("hybrid_tuner_workers", "hybrid_tuner_window", "hybrid_record", "hybrid_pin_share"),
+    "hybrid_offload_watermark",
+)
+"""Our settings that nothing but our cache reads."""
+
+
 def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
     """SGLang arguments that select our backend, or none where SGLang's own should serve.
 
@@ -33,6 +41,9 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
     """
     arguments = _choose(flags, options)
     ours = bool(arguments) or flags.radix_cache_backend == BACKEND
+    if not ours:
+        for line in _without_effect(options):
+            print(f"sglang_hybrid: {line}", flush=True)
     marked = ours and options.policy is not Eviction.SGLANG_LRU and flags.enable_hierarchical_cache
     if options.smaller_copies and not marked:
         raise StartupError(
@@ -68,6 +79,16 @@ def check_disk(flags: argparse.Namespace, options: HybridConfig) -> None:
                 "--enable-hierarchical-cache and --hicache-storage-backend file; give both, or "
                 "leave it out."
             )
+    backend = flags.hicache_storage_backend
+    if backend and not (
+        flags.enable_hierarchical_cache
+        or getattr(flags, "disaggregation_decode_enable_offload_kvcache", False)
+    ):
+        print(
+            f"sglang_hybrid: --hicache-storage-backend {backend} does nothing "
+            "without --enable-hierarchical-cache; give both, or leave it out.",
+            flush=True,
+        )
 
 
 def _choose(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
@@ -129,6 +150,17 @@ def choose_schedule(flags: argparse.Namespace, options: HybridConfig) -> list[st
             f"{flags.schedule_policy} contradict each other; leave out one of them."
         )
     return ["--schedule-policy", wanted]
+
+
+def _without_effect(options: HybridConfig) -> list[str]:
+    """A line for each setting that was given and that only our cache would read."""
+    given = options.given()
+    return [
+        f"--{name.replace('_', '-')} {given[name]} does nothing without the {BACKEND} cache; leave "
+        f"it out, or give --radix-cache-backend {BACKEND}."
+        for name in OF_OUR_CACHE
+        if name in given
+    ]
 
 
 def _refused(flags: argparse.Namespace) -> tuple[str, str]:

@@ -149,10 +149,17 @@ class HybridConfig:
         return self.hybrid_eviction is not Eviction.AUTO or self.hybrid_alpha is not None
 
     @property
+    def untunable(self) -> str:
+        """The flag that pins a policy so that no other is tried, with its value; "" without one."""
+        if self.hybrid_alpha is not None:
+            return f"--hybrid-alpha {self.hybrid_alpha:g}"
+        tunable = self.hybrid_eviction in (Eviction.AUTO, Eviction.MARCONI)
+        return "" if tunable else f"--hybrid-eviction {self.hybrid_eviction.value}"
+
+    @property
     def tuned(self) -> bool:
         """Whether other policies are tried on the traffic."""
-        tunable = self.hybrid_eviction in (Eviction.AUTO, Eviction.MARCONI)
-        return tunable and self.hybrid_alpha is None and self.hybrid_tuner_workers > 0
+        return not self.untunable and self.hybrid_tuner_workers > 0
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -192,13 +199,21 @@ class HybridConfig:
         ours = self._variables()
         return [name for name, text in ours.items() if environment.get(name, text) != text]
 
+    def given(self) -> dict[str, str]:
+        """The settings that are not the defaults, as text, by the names of their fields."""
+        ours, default = self._texts(), HybridConfig()._texts()
+        return {name: text for name, text in ours.items() if text != default[name]}
+
     def _variables(self) -> dict[str, str]:
-        variables = {}
+        return {_PREFIX + name.upper(): text for name, text in self._texts().items()}
+
+    def _texts(self) -> dict[str, str]:
+        texts = {}
         for field in fields(self):
             value = getattr(self, field.name)
             text = value.value if isinstance(value, Enum) else str(value)
-            variables[_PREFIX + field.name.upper()] = AUTO_ALPHA if value is None else text
-        return variables
+            texts[field.name] = AUTO_ALPHA if value is None else text
+        return texts
 
     @classmethod
     def _from(cls, values: dict[str, Any]) -> HybridConfig:

@@ -148,8 +148,9 @@ def _add_schedule(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -
         type=nonnegative,
         metavar="MS",
         default=defaults["hybrid_burst_ms"],
-        help="an idle server that gets a long prompt waits this long for requests sent at the "
-        "same time, so that they can share its prefix; 0 turns it off (default: %(default)s)",
+        help="an idle server that gets a prompt of which 512 tokens or more are not cached waits "
+        "this long for requests sent at the same time, so that they can share its prefix; 0 turns "
+        "it off (default: %(default)s)",
     )
     group.add_argument(
         "--hybrid-drain-seconds",

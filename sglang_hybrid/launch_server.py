@@ -84,9 +84,12 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_adapters,
         check_device,
         check_model,
-        check_page,
+        check_overrides,
         check_pools,
         check_port,
+        check_ranges,
+        check_ranks,
+        check_tokenizer,
     )
     from sglang_hybrid.prompts import warm_file
     from sglang_hybrid.tenants import KEY_VARIABLE
@@ -111,15 +114,18 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     flags = parser.parse_args(argv)
     if note:
         print(f"{PROGRAM}: {note}", flush=True)
+    check_ranges(flags)
+    check_overrides(flags.json_model_override_args)
     check_port(flags.host, flags.port)
     check_device(flags.device)
     check_adapters(flags.lora_paths)
-    check_page(flags.page_size)
+    check_tokenizer(flags.tokenizer_path)
     check_model(
         flags.model_path,
         weights=flags.load_format != "dummy",
         tokenizer=flags.tokenizer_path is None and not flags.skip_tokenizer_init,
     )
+    check_ranks(flags.model_path, 1 if flags.enable_dp_attention else flags.tp_size)
     try:
         options, sglang_argv = HybridConfig.split(argv)
     except ValueError as error:

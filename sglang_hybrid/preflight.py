@@ -1,6 +1,8 @@
 """What can be known to fail before a model is loaded, each said in one sentence."""
 
+import argparse
 import json
+import math
 import re
 import socket
 from collections.abc import Sequence
@@ -19,6 +21,29 @@ LEAST_TOKENS = 16
 SLOTS_PER_REQUEST = 3
 """State slots that a running request counts for with a prefix cache, unless that is set
 (--hybrid-slots-per-request); 1 without."""
+
+
+AT_LEAST = {
+    **dict.fromkeys(("tp_size", "pp_size", "dp_size", "port", "stream_interval"), 1),
+    **dict.fromkeys(("tokenizer_worker_num", "detokenizer_worker_num"), 1),
+    **dict.fromkeys(("context_length", "page_size", "max_prefill_tokens"), 1),
+    **{"max_running_requests": 1, "hicache_size": 0},
+}
+"""SGLang's flags that are whole numbers, and the smallest that each may be."""
+
+ABOVE_ZERO = {
+    "mem_fraction_static": (1.0, "a share of the memory between 0 and 1"),
+    "mamba_full_memory_ratio": (math.inf, "a number above 0"),
+    "hicache_ratio": (math.inf, "a number above 0"),
+}
+"""Those that are numbers above 0: the largest, and what is accepted in words."""
+
+
+RECURRENT_HEADS = (
+    *("mamba_num_heads", "mamba_n_heads"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
+"""Fields of models' configs: heads that ranks share, of Mamba2 layers and of gated delta nets."""
 
 
 class StartupError(Exception):
@@ -54,10 +79,16 @@ def check_device(device: str | None) -> None:
         )
 
 
-def check_page(tokens: int | None) -> None:
-    """Raise `StartupError` for pages (`--page-size`) of less than a token; None is SGLang's own."""
-    if tokens is not None and tokens < 1:
-        raise StartupError(f"--page-size {tokens} holds no token; give 1 or more, or leave it out.")
+def check_ranges(flags: argparse.Namespace) -> None:
+    """Raise `StartupError` for a number that no server can have; None is SGLang's own."""
+    for name, least in AT_LEAST.items():
+        value = getattr(flags, name, None)
+        if value is not None and value < least:
+            raise StartupError(f"{flag_name(name)} {value}: give {least} or more, or leave it out.")
+    for name, (most, what) in ABOVE_ZERO.items():
+        value = getattr(flags, name, None)
+        if value is not None and not 0 < value <= most:
+            raise StartupError(f"{flag_name(name)} {value:g}: give {what}, or leave it out.")
 
 
 def check_pools(tokens: int | None, slots: int | None, counted: int) -> None:
@@ -75,6 +106,27 @@ def check_pools(tokens: int | None, slots: int | None, counted: int) -> None:
         raise StartupError(
             f"--max-mamba-cache-size {slots} is too small for any request, which counts for "
             f"{counted} state slots; give {counted} at least, or leave it out."
+        )
+
+
+def check_ranks(model_path: str, ranks: int) -> None:
+    """Raise `StartupError` if so many ranks (`--tp-size`) cannot share the heads of the model's
+    recurrent layers. Heads of attention SGLang pads where it has to.
+    """
+    directory = Path(model_path).expanduser()
+    if ranks == 1 or not directory.is_dir():
+        return
+    config = read_config(directory)
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
+    names = (*RECURRENT_HEADS, "num_heads") if "state_size" in config else RECURRENT_HEADS
+    heads = [config[name] for name in names if isinstance(config.get(name), int)]
+    shared = math.gcd(*heads)
+    if shared % ranks:
+        sizes = [str(size) for size in range(1, shared + 1) if shared % size == 0]
+        raise StartupError(
+            f"--tp-size {ranks} cannot share the {shared} heads of the model's recurrent layers; "
+            f"give {', '.join(sizes)}."
         )
 
 
@@ -97,6 +149,29 @@ def check_adapters(given: Sequence[object] | None) -> None:
                 f"--lora-paths: {str(path)!r} does not exist; give an adapter's directory, or a "
                 "name on the Hugging Face hub."
             )
+
+
+def check_tokenizer(path: str | None) -> None:
+    """Raise `StartupError` for a --tokenizer-path that is nowhere; None is the model's."""
+    if path is None or Path(path).expanduser().exists():
+        return
+    if not _HUB_NAME.fullmatch(path) and "://" not in path:
+        raise StartupError(
+            f"--tokenizer-path {path!r} does not exist; give a directory, or a name on the Hugging "
+            "Face hub, or leave it out."
+        )
+
+
+def check_overrides(text: str) -> None:
+    """Raise `StartupError` if --json-model-override-args is no JSON object."""
+    try:
+        known = isinstance(json.loads(text), dict)
+    except ValueError:
+        known = False
+    if not known:
+        raise StartupError(
+            f"--json-model-override-args {text!r} is no JSON object; give one, or leave it out."
+        )
 
 
 def check_model(model_path: str, *, weights: bool = True, tokenizer: bool = True) -> None:
@@ -151,6 +226,11 @@ def weight_bytes(model_directory: Path) -> int:
         if found:
             return sum(file.stat().st_size for file in found)
     return 0
+
+
+def flag_name(field: str) -> str:
+    """The flag of a field of SGLang's arguments."""
+    return "--" + field.replace("_", "-")
 
 
 def _check_weights(path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,9 +84,18 @@ def one_line(error: BaseException) -> str:
         text = f"{text[:LONGEST]} ..."
     name = type(error).__name__
     if not text:
-        return name
+        return name + _place(error)
     plain = isinstance(error, ValueError | AssertionError | OSError | RuntimeError)
     return text if plain else f"{name}: {text}"
+
+
+def _place(error: BaseException) -> str:
+    """Where an error without a message was raised, and the line of source that did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f" in {last.name} ({Path(last.filename).name}, line {last.lineno}): {last.line}"
 
 
 def fail(message: str) -> int:

@@ -90,6 +90,10 @@ def test_an_accelerators_defaults_get_no_advice() -> None:
             ["pages of 16 tokens", "up to 15", "use --page-size 1."],
         ),
         ({"page_size": 64, "pages_needed": True}, ["--attention-backend without pages"]),
+        (
+            {"tuner_workers": 2, "pinned": "--hybrid-eviction lru"},
+            ["--hybrid-tuner-workers 2 does nothing beside --hybrid-eviction lru", "leave out one"],
+        ),
         # a transformer behind a policy that was asked for
         ({"slots": 0, "page_size": 16, "planned": False}, ["pages of 16 tokens"]),
     ],

@@ -61,6 +61,22 @@ def test_a_model_without_states_keeps_sglangs_unless_a_policy_was_asked_for(tmp_
     assert choose_backend(flags(path), asked("marconi")) == OURS
 
 
+def test_settings_that_only_our_cache_reads_are_said_to_do_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = HybridConfig(hybrid_record="trace.jsonl", hybrid_tuner_workers=2)
+    path = model(tmp_path, ATTENTION)
+    assert choose_backend(flags(path), options) == []
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" does nothing")[0] for line in lines] == [
+        "sglang_hybrid: --hybrid-tuner-workers 2",
+        "sglang_hybrid: --hybrid-record trace.jsonl",
+    ]
+    assert choose_backend(flags(path), HybridConfig()) == []
+    choose_backend(flags(path, radix_cache_backend="hybrid"), options)
+    assert capsys.readouterr().out == ""
+
+
 def test_a_model_that_is_not_at_hand_may_have_states() -> None:
     assert choose_backend(flags("someone/some-model"), HybridConfig()) == OURS
 
@@ -137,6 +153,18 @@ def test_flags_of_the_disk_need_a_disk(
         with pytest.raises(StartupError, match=said):
             check_disk(flags("m", **(disk | lack)), given)
         check_disk(flags("m", **(disk | lack)), HybridConfig())
+
+
+def test_a_storage_backend_below_no_host_is_said_to_do_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    alone = flags("m", hicache_storage_backend="file")
+    check_disk(alone, HybridConfig())
+    assert "file does nothing without --enable-hierarchical-cache" in capsys.readouterr().out
+    alone.disaggregation_decode_enable_offload_kvcache = True
+    check_disk(alone, HybridConfig())
+    check_disk(flags("m", hicache_storage_backend=None), HybridConfig())
+    assert capsys.readouterr().out == ""
 
 
 def test_the_disk_needs_a_release_that_tells_it_what_it_stores(

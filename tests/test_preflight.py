@@ -1,6 +1,8 @@
 """What is wrong with a model directory or a port is said in one sentence, before anything loads."""
 
+import argparse
 import json
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -14,9 +16,12 @@ from sglang_hybrid.preflight import (
     check_adapters,
     check_device,
     check_model,
-    check_page,
+    check_overrides,
     check_pools,
     check_port,
+    check_ranges,
+    check_ranks,
+    check_tokenizer,
     read_config,
     weight_bytes,
 )
@@ -171,12 +176,68 @@ def test_pools_that_hold_no_request() -> None:
         check_pools(None, 0, 3)
 
 
-def test_pages_without_a_token() -> None:
-    check_page(None)
-    check_page(1)
-    for tokens in (0, -1):
-        with pytest.raises(StartupError, match=rf"^--page-size {tokens} holds no token"):
-            check_page(tokens)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"page_size": 0}, "--page-size 0: give 1 or more, or leave it out."),
+        ({"tp_size": -2}, "--tp-size -2: give 1 or more, or leave it out."),
+        ({"context_length": 0}, "--context-length 0: give 1 or more, or leave it out."),
+        ({"port": 0}, "--port 0: give 1 or more, or leave it out."),
+        ({"hicache_size": -1}, "--hicache-size -1: give 0 or more, or leave it out."),
+        ({"hicache_ratio": 0.0}, "--hicache-ratio 0: give a number above 0, or leave it out."),
+        (
+            {"mem_fraction_static": 5.0},
+            "--mem-fraction-static 5: give a share of the memory between 0 and 1, or leave it out.",
+        ),
+    ],
+)
+def test_numbers_that_no_server_can_have(given: dict[str, float], said: str) -> None:
+    with pytest.raises(StartupError, match=f"^{re.escape(said)}$"):
+        check_ranges(argparse.Namespace(**given))
+
+
+def test_numbers_that_a_server_can_have() -> None:
+    check_ranges(argparse.Namespace())
+    check_ranges(argparse.Namespace(page_size=1, hicache_size=0, mem_fraction_static=0.4))
+    check_ranges(argparse.Namespace(page_size=None, hicache_ratio=0.5, context_length=None))
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        {"mamba_num_heads": 8},
+        {"num_heads": 8, "state_size": 16},
+        {"text_config": {"linear_num_key_heads": 8, "linear_num_value_heads": 16}},
+    ],
+)
+def test_ranks_that_cannot_share_the_heads_of_recurrent_layers(
+    tmp_path: Path, heads: dict[str, object]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(heads))
+    for ranks in (1, 2, 8):
+        check_ranks(str(tmp_path), ranks)
+    with pytest.raises(StartupError, match=r"^--tp-size 3 cannot share the 8 heads .* 1, 2, 4, 8"):
+        check_ranks(str(tmp_path), 3)
+
+
+def test_ranks_of_a_model_without_recurrent_layers_or_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_heads": 4}))
+    check_ranks(str(tmp_path), 3)
+    check_ranks("someone/some-model", 3)
+
+
+def test_a_tokenizer_that_is_nowhere(tmp_path: Path) -> None:
+    for path in (None, str(tmp_path), "owner/name", "s3://bucket/tokenizer"):
+        check_tokenizer(path)
+    with pytest.raises(StartupError, match=r"^--tokenizer-path '/nowhere' does not exist; give a"):
+        check_tokenizer("/nowhere")
+
+
+@pytest.mark.parametrize("text", ["{bad", "[]", ""])
+def test_what_is_no_json_object(text: str) -> None:
+    check_overrides("{}")
+    with pytest.raises(StartupError, match=r"^--json-model-override-args .* is no JSON object"):
+        check_overrides(text)
 
 
 def test_adapters(tmp_path: Path) -> None:

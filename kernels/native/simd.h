@@ -1,12 +1,29 @@
 // Vectors of 16 floats and what the kernels do with them, in GCC's and Clang's vector extension: the
 // compiler turns them into whatever registers the machine has.
 #pragma once
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #define INLINE static inline __attribute__((always_inline))
 
 namespace simd {
+
+template <class Function, int... I>
+INLINE void each_of(Function&& call, std::integer_sequence<int, I...>) {
+    (call(std::integral_constant<int, I>{}), ...);
+}
+// call(0), ..., call(N - 1), without a loop: an array of vectors whose indices are known stays in
+// registers. The function must be INLINED.
+template <int N, class Function>
+INLINE void each(Function&& call) {
+    each_of(call, std::make_integer_sequence<int, N>{});
+}
+#define INLINED __attribute__((always_inline))
 
 constexpr int LANES = 16;
 typedef float Floats __attribute__((vector_size(64)));
@@ -91,13 +108,30 @@ INLINE Floats paired(Floats a, Floats b) {
 }
 // The sum of every x[i], in lane i. Changes x.
 INLINE Floats sums(Floats x[LANES]) {
-    for (int i = 0; i < 8; i++) x[i] = paired<8>(x[i], x[i + 8]);
-    for (int i = 0; i < 4; i++) x[i] = paired<4>(x[i], x[i + 4]);
-    for (int i = 0; i < 2; i++) x[i] = paired<2>(x[i], x[i + 2]);
+    each<8>([&](auto i) INLINED { x[i] = paired<8>(x[i], x[i + 8]); });
+    each<4>([&](auto i) INLINED { x[i] = paired<4>(x[i], x[i + 4]); });
+    each<2>([&](auto i) INLINED { x[i] = paired<2>(x[i], x[i + 2]); });
     return paired<1>(x[0], x[1]);
 }
 
-INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+// b where one of them is not a number.
+INLINE Floats larger(Floats a, Floats b) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+INLINE bool any_larger(Floats a, Floats b) {
+#ifdef __AVX512F__
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
+#else
+    const Ints found = a > b;
+    int32_t any = 0;
+    for (int i = 0; i < LANES; i++) any |= found[i];
+    return any;
+#endif
+}
 INLINE float largest(Floats x) {
     float found = x[0];
     for (int i = 1; i < LANES; i++) found = x[i] > found ? x[i] : found;
@@ -123,6 +157,24 @@ INLINE Floats exp(Floats x) {
     Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
     Floats result = p * (Floats)power;
     return x < LOWEST ? Floats{} : result;
+}
+
+// 2^x for x <= 0 within two units in the last place; 0 from -127 on. x = n + f with |f| <= 1/2; 2^f by
+// the polynomial of degree 6 with the smallest relative error (2.6e-9) that is 1 for f = 0, 2^n by
+// adding n to the exponent's bits: those of n are the lowest of the rounded sum.
+INLINE Floats exp2_down(Floats x) {
+    const float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+    const Floats y = larger(all(-127.0f), x);
+    const Floats rounded = y + ROUND;
+    const Floats f = y - (rounded - ROUND);
+    Floats p = all(1.559467751e-4f);
+    p = p * f + 1.34066439e-3f;
+    p = p * f + 9.617692975e-3f;
+    p = p * f + 5.550310551e-2f;
+    p = p * f + 2.402265278e-1f;
+    p = p * f + 6.93147215e-1f;
+    p = p * f + 1.0f;
+    return (Floats)((Words)p + ((Words)rounded << 23));
 }
 
 INLINE Floats tanh(Floats x) { return 1.0f - 2.0f / (exp(x * 2.0f) + 1.0f); }

@@ -73,7 +73,7 @@ def _server(module: str) -> ServerProcess:
 def _conversation(url: str, number: int, turns: int, drift: bool = False) -> list[dict[str, Any]]:
     """The answers to one conversation."""
     source = random.Random(number)
-    tools = [
+    tools: list[dict[str, Any]] = [
         {
             "name": name,
             "description": _words(random.Random(name), 60),
@@ -87,7 +87,7 @@ def _conversation(url: str, number: int, turns: int, drift: bool = False) -> lis
     answers: list[dict[str, Any]] = []
     for turn in range(turns):
         head = f"x-request-line: {random.Random(turn).randbytes(8).hex()}\n" if drift else ""
-        body = {
+        body: dict[str, Any] = {
             "model": "default",
             "max_tokens": 16,
             "temperature": 0,

@@ -39,6 +39,7 @@ from sglang_hybrid.replay.generators import generate, traffic
 from sglang_hybrid.replay.hints import KINDS, with_hints
 from sglang_hybrid.replay.runner import Job, Runner, run_all
 from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.replay.traces import Request
 
 WITHOUT = Spec("reuse", (("answers", 0.0),))
 WITH = Spec("reuse")
@@ -104,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
 def closing(tokens: int, seeds: int) -> tuple[Runner, list[Row]]:
     """Agents and chats whose last answer ends with so many tokens of its own, and their rows."""
     sizes: dict[str, Sequence[float]] = {}
-    traces = {}
+    traces: dict[str, Sequence[Request]] = {}
     for kind in ("agent", "chat"):
         how = traffic(kind, sessions=60 if kind == "agent" else None, closing=tokens)
         for seed in range(seeds):

@@ -16,6 +16,7 @@ Without a GPU only the kernels' results are checked, in Triton's interpreter.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import secrets
 from collections.abc import Callable
@@ -104,7 +105,7 @@ class Layer:
 
     def __init__(self, shape: Shape, slots: int, device: str, dtype: torch.dtype) -> None:
         def normal(*size: int) -> Tensor:
-            return torch.randn(*size, device=device, dtype=dtype) * size[0] ** -0.5
+            return torch.randn(*size, device=device, dtype=dtype) / math.sqrt(size[0])
 
         self.shape = shape
         self.project_in = normal(shape.hidden, shape.inner + shape.channels + shape.heads)
@@ -122,9 +123,8 @@ class Layer:
         from sglang.kernels.ops.mamba.triton_ops.ssd_combined import _mamba_chunk_scan_combined_fwd
 
         shape = self.shape
-        gate, inputs, dt = (batch.hidden @ self.project_in).split(
-            [shape.inner, shape.channels, shape.heads], dim=1
-        )
+        parts = [shape.inner, shape.channels, shape.heads]
+        gate, inputs, dt = torch.split(batch.hidden @ self.project_in, parts, dim=1)
         has_prefix = torch.full_like(batch.slots, resumed, dtype=torch.bool)
         if leave:
             leave("inputs", batch, inputs=inputs, has_prefix=has_prefix)

@@ -20,7 +20,7 @@ import argparse
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -126,7 +126,7 @@ def queue(
 
 
 def models_of(names: Sequence[str]) -> dict[str, Path]:
-    made = {"tiny": ensure_default_model, "100m": large_model}
+    made: dict[str, Callable[[], Path]] = {"tiny": ensure_default_model, "100m": large_model}
     return {name: made[name]() for name in names}
 
 
@@ -154,7 +154,8 @@ def run(options: argparse.Namespace) -> None:
         for order in ("fcfs", "window"):
             low, high, moved = queue(model, options, bandwidth, order)
             share = "" if moved.complete is None else f"{moved.complete:.0%}"
-            ahead = (moved.no_time, moved.no_room, share, f"{moved.in_vain:.1%}")
-            cells = ahead if order == "window" else ("", "", share, "")
+            ahead = order == "window"
+            missed = (moved.no_time, moved.no_room) if ahead else ("", "")
+            in_vain = f"{moved.in_vain:.1%}" if ahead else ""
             times = (f"{low:.2f}", f"{high:.2f}")
-            table.row(name, f"{bandwidth:g}", order, *times, moved.loads, *cells)
+            table.row(name, f"{bandwidth:g}", order, *times, moved.loads, *missed, share, in_vain)

@@ -72,7 +72,7 @@ def _selection(url: str, at: int, names: tuple[str, ...]) -> tuple[int, float, f
     again = _ask(url, _prompt(names, at + 1_000, "modular"), asked)
     ((found, _, _),) = apart["output_token_ids_logprobs"][0]
     times = (each["e2e_latency"] for each in (exact, apart, again))
-    return (exact["prompt_tokens"], *times, abs(found - likeliest))  # type: ignore[return-value]
+    return (exact["prompt_tokens"], *times, abs(found - likeliest))
 
 
 def _until_composed(url: str, prompt: str) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import requests
@@ -33,7 +34,7 @@ def gaps_of(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> list[flo
     """
 
     def one(prompt: Sequence[int]) -> list[float]:
-        body = {
+        body: Any = {
             "input_ids": list(prompt),
             "stream": True,
             "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0},
@@ -64,7 +65,7 @@ def decoding_steps(flags: Sequence[str], high: int, tokens: int) -> None:
             full = turn % 2 == 0
             if full:
                 for _ in range(120):
-                    body = {"input_ids": prompt(40), "sampling_params": {"max_new_tokens": 2}}
+                    body: Any = {"input_ids": prompt(40), "sampling_params": {"max_new_tokens": 2}}
                     requests.post(server.url + "/generate", json=body, timeout=60)
             else:
                 requests.post(server.url + "/flush_cache", timeout=60).raise_for_status()

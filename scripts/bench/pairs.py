@@ -66,7 +66,7 @@ def work(outcome: Outcome) -> tuple[float, float, float]:
 def prefill_costs(outcomes: Sequence[Outcome]) -> FloatArray:
     """Seconds per unit of each part of `work`, by least squares; shape [3]."""
     parts = np.array([work(outcome) for outcome in outcomes])
-    costs, *_ = np.linalg.lstsq(parts, np.array([outcome.ttft for outcome in outcomes]))
+    costs: FloatArray = np.linalg.lstsq(parts, np.array([outcome.ttft for outcome in outcomes]))[0]
     return costs
 
 

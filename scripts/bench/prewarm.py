@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> None:
     unions = [part for part in schema.parts if isinstance(part, Union)]
     source = random.Random(options.seed)
     prompts = [choose(unions, source) for _ in range(2 * options.requests)]
-    counts = {
+    counts: dict[tuple[str, ...], int] = {
         (module.name,): sum(module.name in prompt for prompt in prompts[: options.requests])
         for module in schema.modules()
     }

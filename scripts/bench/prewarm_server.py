@@ -109,9 +109,10 @@ class Traffic:
             ]
             for prompt in prompts
         ]
-        return sum(meta["cached_tokens"] for meta in metas) / sum(
-            meta["prompt_tokens"] for meta in metas
+        cached, prompt_tokens = (
+            sum(int(meta[name]) for meta in metas) for name in ("cached_tokens", "prompt_tokens")
         )
+        return cached / prompt_tokens
 
     def ready(self, prompts: Sequence[tuple[str, ...]]) -> float:
         """The share that would come from the cache now."""

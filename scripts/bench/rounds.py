@@ -11,11 +11,12 @@ many nodes takes of the machine's memory, each cache in a process of its own.
 
 Microseconds of processor time: `first` and `again`, the first two look-ups of a request (medians);
 `rank`, ranking all that wait (median); `admit`, look-up and admission (median); `publish`, prompt
-and answer into the tree (median); `life`, all of these over all rounds, per request. As in a
-server KV that is freed goes back to the pool once per batch, which is not counted; but it copies
-the pool's list (18 MB at 16,384 tokens) through the processor's caches. `--keep-freed`: it goes
-back at the end. The least of five repetitions (`--repeat`): what else runs on the machine makes all
-of it slower.
+and answer into the tree (median); `life`, all of these over all rounds, per request. `free`, freed
+KV goes back to the pool, as in a server once per batch (median); `life` leaves it out. SGLang's own
+allocator copies its list of free slots there (18 MB at 16,384 tokens), through the processor's
+caches. So SGLang's cores are measured with it, and with what patch 0063 makes of it, which ours
+has. The least of five repetitions (`--repeat`): what else runs on the machine makes all of it
+slower.
 """
 
 from __future__ import annotations
@@ -35,18 +36,31 @@ import numpy as np
 import psutil
 import torch
 from sglang.srt.managers.schedule_policy import SchedulePolicy
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from scripts.bench.report import ROOT, Table
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes, build_cache
+from tests.cache.shipped import shipped
 
 CACHES: dict[str, tuple[str | None, str]] = {
     "SGLang, Python core": (None, "python"),
     "SGLang, Rust core": (None, "rust"),
     "ours, reuse": ("reuse", ""),
 }
+ALLOCATORS = {
+    "SGLang's": shipped("sglang.srt.mem_cache.allocator.token", "TokenToKVPoolAllocator"),
+    "patched": TokenToKVPoolAllocator,
+}
+RUNS = [
+    (name, kind)
+    for name, (policy, _) in CACHES.items()
+    for kind in ALLOCATORS
+    if policy is None or kind == "patched"
+]
+"""Caches and allocators; they are measured by turns."""
 GROUP = 16
 ANSWER = 8
 
@@ -54,7 +68,14 @@ ANSWER = 8
 class Rounds:
     """One cache, the prompts that wait for it, and how long each part took (seconds)."""
 
-    def __init__(self, policy: str | None, core: str, tokens: int, waiting: int) -> None:
+    def __init__(
+        self,
+        policy: str | None,
+        core: str,
+        tokens: int,
+        waiting: int,
+        allocator: type = TokenToKVPoolAllocator,
+    ) -> None:
         groups = -(-waiting // GROUP)
         self.sizes = Sizes(
             kv=(groups + waiting + 1) * (tokens + 2 * ANSWER),
@@ -63,7 +84,8 @@ class Rounds:
             context=tokens + 4 * ANSWER,
         )
         how = None if policy is None else options(policy)
-        self.server = Server(build_cache(self.sizes, how, tree_core=core), self.sizes)
+        cache = build_cache(self.sizes, how, tree_core=core, token_allocator=allocator)
+        self.server = Server(cache, self.sizes)
         self.rank = SchedulePolicy("lpm", self.server.cache, False, False, False)
         self.times: dict[str, list[float]] = defaultdict(list)
         half = tokens // 2
@@ -77,7 +99,7 @@ class Rounds:
             prompt = array("q", [*range(start, start + half), *range(mine, mine + half)])
             self.waiting.append(self.server.arrive(prompt))
 
-    def run(self, running: int, *, keep_freed: bool = False) -> dict[str, float]:
+    def run(self, running: int) -> dict[str, float]:
         """Microseconds by what was done."""
         count = len(self.waiting)
         self.server.allocator.free_group_begin()
@@ -94,9 +116,8 @@ class Rounds:
                 at_once.append(req)
             else:
                 self._timed("publish", lambda: self._serve(at_once.pop(0)))
-                if not keep_freed:
-                    self.server.allocator.free_group_end()
-                    self.server.allocator.free_group_begin()
+                self._timed("free", self.server.allocator.free_group_end)
+                self.server.allocator.free_group_begin()
         self.server.allocator.free_group_end()
         shown = {name: 1e6 * median(times) for name, times in self.times.items()}
         once = sum(sum(self.times[name]) for name in ("rank", "admit", "publish"))
@@ -127,9 +148,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--repeat", type=int, default=5, help="the least of so many repetitions is shown"
     )
     parser.add_argument(
-        "--keep-freed", action="store_true", help="freed KV goes back to the pool at the end only"
-    )
-    parser.add_argument(
         "--profile", action="store_true", help="where ours spends its time, instead"
     )
     parser.add_argument("--memory", type=int, metavar="NODES", help="memory of a tree, instead")
@@ -149,19 +167,29 @@ def run(args: argparse.Namespace) -> None:
         return
     print(f"Python {platform.python_version()}, torch {torch.__version__}; ", end="")
     print(f"{args.waiting} waiting, {args.running} running; microseconds of processor time.\n")
-    names = ("first", "again", "rank", "admit", "publish", "life")
-    table = Table("cache", "tokens", *names)
+    columns = ("first", "again", "rank", "admit", "publish", "life", "free")
+    table = Table("cache", "allocator", "tokens", *columns, text=2)
     for tokens in args.tokens:
-        for name, (policy, core) in CACHES.items():
-            found: dict[str, float] = {}
-            for _ in range(args.repeat):
-                gc.collect()
-                rounds = Rounds(policy, core, tokens, args.waiting)
-                gc.freeze()
-                again = rounds.run(args.running, keep_freed=args.keep_freed)
-                gc.unfreeze()
-                found = {part: min(found.get(part, us), us) for part, us in again.items()}
-            table.row(name, f"{tokens:,}", *(f"{found[column]:,.0f}" for column in names))
+        found: dict[tuple[str, str], dict[str, float]] = {}
+        for _ in range(args.repeat):
+            for name, kind in RUNS:
+                again = measure(name, kind, tokens, args.waiting, args.running)
+                least = found.setdefault((name, kind), again)
+                least.update({part: min(us, least[part]) for part, us in again.items()})
+        for run, least in found.items():
+            table.row(*run, f"{tokens:,}", *(f"{least[column]:,.0f}" for column in columns))
+
+
+def measure(name: str, kind: str, tokens: int, waiting: int, running: int) -> dict[str, float]:
+    """Microseconds by what was done, in one repetition."""
+    policy, core = CACHES[name]
+    gc.collect()
+    rounds = Rounds(policy, core, tokens, waiting, ALLOCATORS[kind])
+    gc.freeze()
+    try:
+        return rounds.run(running)
+    finally:
+        gc.unfreeze()
 
 
 def profile(tokens: int, waiting: int, running: int) -> None:

@@ -124,9 +124,11 @@ def cache_of(row: Row) -> Cache:
     if row.tiers:
         tiers = TierBudgets.of(row.memory // 10, row.memory, 8 * row.memory)
         speeds = tiers.speeds(COST, PAPER)
-        return Spec("reuse").build(Setting(COST, None, row.requests, tiers=tiers, speeds=speeds))
-    serving = Serving(one_memory=True)
-    return Spec("reuse").build(Setting(COST, row.memory, row.requests, serving=serving))
+        setting = Setting(COST, None, row.requests, tiers=tiers, speeds=speeds)
+    else:
+        setting = Setting(COST, row.memory, row.requests, serving=Serving(one_memory=True))
+    cache: Cache = Spec("reuse").build(setting)
+    return cache
 
 
 def serve(row: Row, order: Order, bound: Bound) -> Served:

@@ -18,7 +18,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from scripts.bench.ab import PRESETS, warm_up
+from scripts.bench.ab import PRESETS
+from scripts.bench.measured import warm_up
 from scripts.bench.phases import Steps, probe
 from scripts.bench.report import ROOT, Table, positive
 from scripts.bench.servers import flags_of, hybrid_cache, vocabulary_of

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.bench.ab import PRESETS, metrics, warm_up
+from scripts.bench.ab import PRESETS
+from scripts.bench.measured import metrics, warm_up
 from scripts.bench.report import ROOT, BenchFailed, Table, positive
 from scripts.bench.servers import flags_of, vocabulary_of
 from scripts.bench.traces import find, preset_of

@@ -108,6 +108,8 @@ def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Se
         all_admitted=not cache.options.judicious,
         no_buffer=not mamba.enable_mamba_extra_buffer,
         no_buffer_asked=context.server_args.mamba_radix_cache_strategy == "no_buffer",
+        tuner_workers=cache.options.hybrid_tuner_workers,
+        pinned=cache.options.untunable,
     )
 
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_hybrid.cache.tree_match import is_plain, resumable_tokens
+from sglang_hybrid.checkpoints import batching_window
+from sglang_hybrid.per_request import PerRequest
 from sglang_hybrid.requests.kv_hints import declared_positions, imported
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
+from sglang_hybrid.tenants import stored_under
 from sglang_hybrid.tiers.coded_rows import chosen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sglang.srt.managers.io_struct import (
+        TokenizedEmbeddingReqInput,
+        TokenizedGenerateReqInput,
+    )
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
@@ -56,8 +64,21 @@ class LookUps:
         self._stats = stats
         self._shadow_tree = shadow_tree
         self._decision_log = decision_log
-        self._reports: WeakKeyDictionary[Req, RequestReport] = WeakKeyDictionary()
-        self._lens: WeakKeyDictionary[Req, tuple[int, int]] = WeakKeyDictionary()  # of KV, of hit
+        self._reports: PerRequest[RequestReport] = PerRequest()
+        self._lens: PerRequest[tuple[int, int]] = PerRequest()  # of KV, of hit
+        batching_window.look_up_with(self.cached_tokens)
+
+    def cached_tokens(self, request: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput) -> int:
+        """Tokens that a request which has just been received would hit on the device; 0 where only
+        SGLang can tell. No access.
+        """
+        cache = self._cache
+        if cache.disable or not is_plain(cache.tree_core):
+            return 0
+        extra_key = stored_under(getattr(request, "extra_key", None), request.lora_id)
+        salt = getattr(request, "cache_salt", None)
+        key = RadixKey(request.input_ids, extra_key, cache_salt=salt)
+        return resumable_tokens(cache.tree_core, key)
 
     @property
     def _ways(self) -> WayChooser | None:

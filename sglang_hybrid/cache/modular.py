@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_hybrid.per_request import PerRequest
 from sglang_hybrid.requests.kv_hints import Imported, imported, segment_key
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class ModularPrompts:
     def __init__(self, cache: Any, match: Callable[[MatchPrefixParams], MatchResult]) -> None:
         self._cache = cache
         self._match = match
-        self._known: WeakKeyDictionary[Req, Composition] = WeakKeyDictionary()
+        self._known: PerRequest[Composition] = PerRequest()
 
     def prepare(self, params: MatchPrefixParams) -> MatchPrefixParams:
         """What to look up for a request: its prompt, or nothing if that must be computed whole."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
@@ -35,6 +34,7 @@ from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.core.answers import Calibration
 from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.explain.explainer import Explainer
+from sglang_hybrid.per_request import PerRequest
 from sglang_hybrid.requests.kv_hints import declared_positions, session_hint
 from sglang_hybrid.schedule.adder import ScheduledPrefillAdder
 from sglang_hybrid.schedule.clock import StepClock
@@ -94,8 +94,8 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
     ) -> None:
         self.options = options or HybridConfig.from_environment()
         self.message_boundaries = message_boundaries or MessageBoundaries()
-        self._messages: WeakKeyDictionary[Req, list[int]] = WeakKeyDictionary()
-        self._history_matches: WeakKeyDictionary[Req, HistoryMatch] = WeakKeyDictionary()
+        self._messages: PerRequest[list[int]] = PerRequest()
+        self._history_matches: PerRequest[HistoryMatch] = PerRequest()
         self.advice: list[str] = []  # what its flags should rather be, for the report
         parts = build_parts(
             self, params, self.options, cost, one_pass=one_pass, plans=plans, tiers=tiers

@@ -146,7 +146,7 @@ class ShadowedFull(_HostByValue, CountedFull):
                 core.component_evictable_size_[kind] -= tokens
                 core.component_protected_size_[kind] += tokens
             data.lock_ref += 1
-            core.evictable_device_leaves.discard(node)
+            core._update_evictable_leaf_sets(node)
             node = node.parent
 
     def release_component_lock(

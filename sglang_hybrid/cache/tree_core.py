@@ -56,6 +56,7 @@ class HybridTreeCore(MarkedTreeCore):
 
     def reset(self) -> None:
         super().reset()
+        self._matcher.forget_all()
         self.due_copies.clear()
         self.shadow_tree.reset(self.root_node)
 
@@ -233,16 +234,32 @@ class HybridTreeCore(MarkedTreeCore):
 
     # Where copies come and go.
 
+    @property
+    def evictable_device_leaves(self) -> set[UnifiedTreeNode]:
+        """SGLang's set of the leaves that may be evicted."""
+        if self._changed_leaves:
+            for node in self._changed_leaves:
+                if self._is_device_leaf(node):
+                    self._device_leaves.add(node)
+                else:
+                    self._device_leaves.discard(node)
+            self._changed_leaves.clear()
+        return self._device_leaves
+
+    @evictable_device_leaves.setter
+    def evictable_device_leaves(self, leaves: set[UnifiedTreeNode]) -> None:
+        self._device_leaves = leaves
+        self._changed_leaves: set[UnifiedTreeNode] = set()
+
     def _update_evictable_leaf_sets(self, node: UnifiedTreeNode) -> None:
-        """Several times per request. Without copies below the device there are no leaves of theirs
-        (unified_tree_core.py, _update_evictable_leaf_sets).
+        """SGLang calls this several times per request, and asks for the set when something is
+        evicted or locked: only then are the nodes looked at. Without copies below the device there
+        are no leaves of theirs (unified_tree_core.py, _update_evictable_leaf_sets).
         """
         if self.enable_hicache or self.enable_external_cache_linker:
             super()._update_evictable_leaf_sets(node)
-        elif self._is_device_leaf(node):
-            self.evictable_device_leaves.add(node)
         else:
-            self.evictable_device_leaves.discard(node)
+            self._changed_leaves.add(node)
         if self.shadow_tree.follows_copies:
             self._sync(node)
 

@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
@@ -20,6 +19,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.base import LRURefreshPhase
 
 from sglang_hybrid.cache.releases import last_visited
+from sglang_hybrid.per_request import PerRequest
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
 
     from sglang_hybrid.cache.shadow_tree import ShadowTree
+    from sglang_hybrid.core.nodes import Node
 
 ON_DEVICE = {ComponentType.FULL, ComponentType.MAMBA}
 TOKEN_BYTES = array("q").itemsize
@@ -39,7 +40,8 @@ TOKEN_BYTES = array("q").itemsize
 class LastMatch:
     """Where the last look-up of a request ended: `depth` tokens of `prompt`, at the end of `node`;
     `best`: the node that it resumes from. next_key: the child of `node` that would continue the
-    prompt, whatever part of it was looked up; None at its end.
+    prompt, whatever part of it was looked up; None at its end. record: of `node`. changes: when all
+    this was last seen to hold, as `TreeMatcher._changes` counts.
 
     prompt: the request's own token ids, which nobody changes; another prompt is another object.
     """
@@ -52,6 +54,8 @@ class LastMatch:
     best: UnifiedTreeNode
     next_key: Any
     result: MatchResult
+    record: Node
+    changes: int
 
 
 class TreeMatcher:
@@ -66,7 +70,11 @@ class TreeMatcher:
     def __init__(self, core: UnifiedTreeCore, shadow_tree: ShadowTree) -> None:
         self._core = core
         self._shadow_tree = shadow_tree
-        self._last: WeakKeyDictionary[Req, LastMatch] = WeakKeyDictionary()
+        self._last: PerRequest[LastMatch] = PerRequest()
+
+    def forget_all(self) -> None:
+        """The tree was emptied."""
+        self._last.clear()
 
     def match(self, params: MatchPrefixParams) -> MatchResult | None:
         """What SGLang's `match_prefix` returns; None if only SGLang can tell: nothing to match, or
@@ -85,6 +93,7 @@ class TreeMatcher:
         best, resumed = self._deepest_state(node, depth)
         result = self._result(params, node, depth, best, resumed)
         if req is not None:
+            record = self._shadow_tree.record(node)
             self._last[req] = LastMatch(
                 req.origin_input_ids,
                 key.extra_key,
@@ -94,6 +103,8 @@ class TreeMatcher:
                 best,
                 self._next_key(req, key, depth),
                 result,
+                record,
+                self._changes(record),
             )
         return result._replace(cache_actions=actions) if actions else result
 
@@ -113,21 +124,40 @@ class TreeMatcher:
         """Those of `waiting` whose whole prompt might match otherwise than it did at their last
         look-up, and those that hit at most `least_hit` tokens.
         """
-        return [req for req in waiting if req.prefix_len <= least_hit or not self._holds(req)]
+        last = self._last.get
+        return [
+            req for req in waiting if req.prefix_len <= least_hit or not self._holds(req, last(req))
+        ]
 
-    def _holds(self, req: Req) -> bool:
-        """Whether the prompt of `req` would match as it did, and `req` says so."""
-        last = self._last.get(req)
+    def _holds(self, req: Req, last: LastMatch | None) -> bool:
+        """Whether the prompt of `req` would match as it did at its `last` look-up, and `req` says
+        so.
+        """
         return (
             last is not None
             and last.prompt is req.origin_input_ids
             and not req.output_ids
             and req.prefix_len == last.result.device_prefix_len
             and req.last_node == last.result.last_device_node
-            and last.node in self._shadow_tree
-            and last.next_key not in last.node.children
-            and self._resumes_as_before(last)
+            and (last.changes == self._changes(last.record) or self._still_holds(last))
         )
+
+    def _changes(self, record: Node) -> int:
+        """Grows with every change of the tree after which a prompt whose path ends at the node of
+        `record` may match otherwise.
+        """
+        return record.changes + self._shadow_tree.tree.inner_changes
+
+    def _still_holds(self, last: LastMatch) -> bool:
+        """Whether the tree is such that the whole prompt would match as it did."""
+        if (
+            last.node not in self._shadow_tree
+            or last.next_key in last.node.children
+            or not self._resumes_as_before(last)
+        ):
+            return False
+        last.changes = self._changes(last.record)
+        return True
 
     def _resumes_as_before(self, last: LastMatch) -> bool:
         """Whether the node that was resumed from is still the nearest one that can be."""
@@ -244,6 +274,18 @@ def deepest_within(core: UnifiedTreeCore, key: RadixKey, most: int) -> tuple[Uni
             break
         node, depth = child, depth + tokens
     return node, depth
+
+
+def resumable_tokens(core: UnifiedTreeCore, key: RadixKey) -> int:
+    """Tokens of `key` behind which a request can resume on the device. Changes nothing, so a node
+    that `key` matches in part counts as not matched.
+    """
+    node, depth = deepest_within(core, key, len(key))
+    if ComponentType.MAMBA in core.components_by_type:
+        while depth and node.component_data[ComponentType.MAMBA].value is None:
+            depth -= len(node.key)
+            node = node.parent
+    return depth
 
 
 def common_tokens(edge: array[int], prompt: array[int], start: int, end: int) -> int:

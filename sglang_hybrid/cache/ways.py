@@ -5,12 +5,13 @@ compute the rest, or compute.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.core.places import Way, copies_of, way_without_loads, ways
 from sglang_hybrid.core.rates import Tier
+from sglang_hybrid.per_request import PerRequest
 from sglang_hybrid.telemetry.stats import Found
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class WayChooser:
         self._shadow_tree = shadow_tree
         self.without_loads: WeakSet[Req] = WeakSet()
         self.backlog = 0.0
-        self._found: WeakKeyDictionary[Req, Found] = WeakKeyDictionary()
+        self._found: PerRequest[Found] = PerRequest()
 
     def choose(self, core: Any, params: MatchPrefixParams, result: MatchResult) -> MatchResult:
         """`result` of SGLang's look-up in `core`, with the point to resume from that is reached

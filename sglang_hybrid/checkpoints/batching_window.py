@@ -2,15 +2,18 @@
 
 Requests that a client sends at once arrive some milliseconds apart. Without the wait the first one
 would be prefilled alone, before it is known where the others branch off. Only the rank that
-receives requests waits; the others get what it got, as always.
+receives requests waits; the others get what it got, as always. A prompt of which little is left to
+prefill, because the cache has the rest, is not waited for.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cache
 from math import ceil
 from typing import Any
+from weakref import WeakMethod
 
 import zmq
 from sglang.srt.managers.io_struct import sock_recv
@@ -18,15 +21,25 @@ from sglang.srt.managers.io_struct import sock_recv
 from sglang_hybrid.config import HybridConfig
 
 LONG_PROMPT = 512
-"""Tokens from which on a prefill takes much longer than the wait."""
+"""New tokens from which on a prefill takes much longer than the wait."""
 
 MOST_WAITS = 4
 """The window is at most so many quiet periods long."""
 
+LookUp = Callable[[Any], int]
+"""How many tokens of a tokenized request's prompt are cached."""
+
+_look_ups: list[WeakMethod[LookUp]] = []  # of the newest cache
+
+
+def look_up_with(cached_tokens: LookUp) -> None:
+    """Ask this method of a cache how much of a prompt it has, as long as the cache is there."""
+    _look_ups[:] = [WeakMethod(cached_tokens)]
+
 
 def requests_in_window(receiver: Any, received: list[Any]) -> list[Any]:
     """What follows `received` with less than `--hybrid-burst-ms` in between; nothing at once if the
-    server is busy or no prompt is long.
+    server is busy or no prompt has many tokens that are not cached.
 
     receiver: SGLang's SchedulerRequestReceiver, on the rank that reads the socket.
     """
@@ -48,7 +61,10 @@ def requests_in_window(receiver: Any, received: list[Any]) -> list[Any]:
 
 def _is_long(request: Any) -> bool:
     prompt = getattr(request, "input_ids", None)
-    return prompt is not None and len(prompt) >= LONG_PROMPT
+    if prompt is None or len(prompt) < LONG_PROMPT:
+        return False
+    look_up = next((found() for found in _look_ups), None)
+    return look_up is None or len(prompt) - look_up(request) >= LONG_PROMPT
 
 
 @cache

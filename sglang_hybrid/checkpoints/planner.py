@@ -17,7 +17,8 @@ import torch
 
 from sglang_hybrid.checkpoints.tracks import StateTracks
 from sglang_hybrid.core import checkpoint_plan as plans
-from sglang_hybrid.core.admission import Prefill, Skip
+from sglang_hybrid.core.admission import Checkpoint, Prefill, Skip
+from sglang_hybrid.per_request import PerRequest
 from sglang_hybrid.tenants import tenant_of
 
 if TYPE_CHECKING:
@@ -66,11 +67,9 @@ class Planner:
         self._page_size = page_size
         self._min_branch_tokens = min_branch_tokens
         self._grid = grid
-        self._plans: WeakKeyDictionary[Req, CheckpointPlan] = WeakKeyDictionary()
+        self._plans: PerRequest[CheckpointPlan] = PerRequest()
         self._open: WeakKeyDictionary[Req, CheckpointPlan] = WeakKeyDictionary()  # a part of them
-        self._micro_branches: WeakKeyDictionary[Req, list[plans.CheckpointRequest]] = (
-            WeakKeyDictionary()
-        )
+        self._micro_branches: PerRequest[list[Checkpoint]] = PerRequest()
 
     def plan_request(
         self,
@@ -104,18 +103,17 @@ class Planner:
         plan.request_id, plan.tenant = req.rid, tenant_of(req)
         self.drop(req)
         self._plans[req] = plan
-        self._note_whether_open(req, plan)
+        if plan.is_open:
+            self._open[req] = plan
         if micro_branches:
-            self._micro_branches[req] = [
-                plans.CheckpointRequest(
-                    branch.position, branch.kind, plan.request_id, tenant=plan.tenant
-                )
-                for branch in micro_branches
-            ]
+            self._micro_branches[req] = micro_branches
 
     def admitted(self, req: Req) -> None:
         """`req` joined a batch: what it will not leave is counted, once."""
-        for request in self._micro_branches.pop(req, ()):
+        for branch in self._micro_branches.pop(req) or ():
+            request = plans.CheckpointRequest(
+                branch.position, branch.kind, req.rid, tenant=tenant_of(req)
+            )
             self._skip(req, request, Skip.MICRO_BRANCH)
 
     def in_flight(self) -> list[tuple[Req, CheckpointPlan]]:
@@ -137,11 +135,12 @@ class Planner:
             plan = self._plans.get(req)
             if plan is None:
                 continue
+            was_open = plan.is_open
             if self.one_pass:
                 tracked += [(row, checkpoint) for checkpoint in self._pass(req, plan)]
             else:
                 copied += [(req, checkpoint) for checkpoint in self._stop(req, plan)]
-            self._note_whether_open(req, plan)
+            self._note_whether_open(req, plan, was_open)
         batch.state_tracks = _tracks(tracked)
         if copied:
             _copy_at_the_start(batch, copied)
@@ -151,28 +150,32 @@ class Planner:
         plan = self._plans.get(req)
         if plan is None:
             return []
+        was_open = plan.is_open
         ready = plan.take_ready(up_to)
-        self._note_whether_open(req, plan)
+        self._note_whether_open(req, plan, was_open)
         return ready
 
     def drop(self, req: Req) -> None:
         """`req` goes away: what is under way for it will not be published."""
-        self._micro_branches.pop(req, None)
-        self._open.pop(req, None)
-        plan = self._plans.pop(req, None)
-        if plan is not None:
-            for checkpoint in plan.pending_checkpoints:
-                self._slots.give_back(checkpoint.slot)
+        plan = self._plans.pop(req)
+        if plan is None:
+            return
+        self._micro_branches.pop(req)
+        if plan.is_open:
+            self._open.pop(req, None)
+        for checkpoint in plan.pending_checkpoints:
+            self._slots.give_back(checkpoint.slot)
 
     def forget_all(self) -> None:
         """The pools were emptied: nothing is under way, and no slot needs to be given back."""
         self._plans.clear()
         self._open.clear()
+        self._micro_branches.clear()
 
-    def _note_whether_open(self, req: Req, plan: CheckpointPlan) -> None:
-        if plan.is_open:
+    def _note_whether_open(self, req: Req, plan: CheckpointPlan, was_open: bool) -> None:
+        if plan.is_open and not was_open:
             self._open[req] = plan
-        else:
+        elif was_open and not plan.is_open:
             self._open.pop(req, None)
 
     def _pass(self, req: Req, plan: CheckpointPlan) -> list[PendingCheckpoint]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 from sglang_hybrid.checkpoints.planner import Planner
 from sglang_hybrid.core.prefix_overlap import TOKEN_BYTES, PrefixOverlap, as_key
+from sglang_hybrid.per_request import PerRequest
 from sglang_hybrid.tenants import tenant_of
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class PrefixWait:
         self._stats = stats
         self._min_branch_tokens = max(1, min_branch_tokens)
         self._overlap = PrefixOverlap()
-        self._waited: WeakKeyDictionary[Req, int] = WeakKeyDictionary()
-        self._keys: WeakKeyDictionary[Req, bytes] = WeakKeyDictionary()
+        self._waited: PerRequest[int] = PerRequest()
+        self._keys: PerRequest[bytes] = PerRequest()
 
     def now_waiting(self, queue: Iterable[Req]) -> None:
         """The queue as it is before a batch is filled."""
@@ -66,7 +66,7 @@ class PrefixWait:
         """It is in a batch now."""
         if req in self._overlap:
             self._overlap.remove(req)
-        self._waited.pop(req, None)
+        self._waited.pop(req)
 
     def waits_for_prefix(self, req: Req) -> bool:
         """Whether a prefill under way will leave a state that is worth waiting for. Counts as one
@@ -74,7 +74,7 @@ class PrefixWait:
         """
         if self._planner is None:
             return False
-        waited = self._waited.get(req, 0)
+        waited = self._waited.get(req) or 0
         if waited >= LONGEST_WAIT or not self._state_is_coming_for(req):
             return False
         self._stats.waited += not waited

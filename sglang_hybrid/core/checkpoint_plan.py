@@ -173,21 +173,22 @@ class CheckpointPlan(Generic[Slot]):
 def plan_checkpoints(
     prefill: Prefill, history_match: HistoryMatch | None, min_branch_tokens: int
 ) -> tuple[CheckpointPlan[Slot], list[Checkpoint]]:
-    """What a prefill should leave, and those of its branch points that gain too few tokens.
-    history_match: what its prompt has in common with the history, None without a history.
+    """What a prefill should leave, and those of its branch points that gain too few tokens, each
+    once: stored KV and requests that wait may end at one position. history_match: what its prompt
+    has in common with the history, None without a history.
     """
     wanted: dict[int, Kind] = {}
-    micro_branches: list[Checkpoint] = []
+    micro_branches: dict[Checkpoint, None] = {}
     for checkpoint in screen(judicious(prefill), prefill, min_branch_tokens):
         if checkpoint.admitted:
             wanted[checkpoint.position] = checkpoint.kind
         elif checkpoint.skip is Skip.MICRO_BRANCH and checkpoint.kind is Kind.BRANCH:
-            micro_branches.append(checkpoint)
+            micro_branches[checkpoint] = None
     knows_messages = bool(prefill.message_starts)
     plan: CheckpointPlan[Slot] = CheckpointPlan(
         prefill.prompt_len, prefill.hit_len, wanted, knows_messages, history_match
     )
-    return plan, micro_branches
+    return plan, list(micro_branches)
 
 
 def slot_budget_for(plan: CheckpointPlan[Slot], free_slots: int, pool: Pool) -> SlotBudget:

@@ -20,7 +20,7 @@ from sglang_hybrid.core.cost import FloatArray
 from sglang_hybrid.core.history import History
 from sglang_hybrid.core.history_tree import NO_INTERVAL, HistoryNode
 from sglang_hybrid.core.nodes import NEVER, Clock, Node, anchor
-from sglang_hybrid.core.reuse import NEVER_REUSED, reuse_class_of
+from sglang_hybrid.core.reuse_classes import NEVER_REUSED, reuse_class_of
 from sglang_hybrid.core.table import Table
 
 FEW = 3

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from sglang_hybrid.core.answers import Answer
 from sglang_hybrid.core.edges import common_bytes
-from sglang_hybrid.core.reuse import ReuseIndex, reuse_class_of
+from sglang_hybrid.core.reuse import ReuseIndex
+from sglang_hybrid.core.reuse_classes import reuse_class_of
 
 HISTORY_NODE_BYTES = 600
 ANSWER_BYTES = 500

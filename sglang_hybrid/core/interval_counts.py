@@ -1,4 +1,7 @@
-"""How many intervals of each class ended, or were last seen, in each bin of age; old ones fade."""
+"""How many intervals of each class ended, or were last seen, in each bin of age; old ones fade.
+
+Classes are numbered from 0 on as they are added.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,27 @@ FADED = 1_024
 
 
 class IntervalCounts:
-    """Counts of intervals by class and bin of age [classes, bins]: those that ended, and others.
+    """Counts of intervals by class and bin of age: those that ended, and others.
 
     An interval weighs half as much as one of its class that began `half_life` intervals later. So
     it does not matter how many there ever were: a class weighs about 1.44 half-lives at the most.
     """
 
-    def __init__(self, half_life: float, classes: int, bins: int) -> None:
+    def __init__(self, half_life: float, bins: int) -> None:
         self._half_life = half_life
         # Arrays whose items are read and written one by one are not numpy's, where each access
         # takes three times as long.
-        self._begun = array("q", bytes(8 * classes))  # intervals of a class so far
-        self._counts = np.zeros((classes, 2, bins))  # ENDED and UNENDED
-        self._as_of = array("q", bytes(8 * classes))  # the counts above: when so many had begun
+        self._begun = array("q")  # intervals of a class so far
+        self._counts = np.zeros((0, 2, bins))  # ENDED and UNENDED
+        self._as_of = array("q")  # the counts above: when so many had begun
         self._number = array("q", bytes(8 * 64))  # by interval id: how many began before it
         self._faded_by: list[float] = self._faded(np.arange(FADED)).tolist()
+
+    def add_class(self) -> None:
+        """One more, without intervals."""
+        self._counts = with_room(self._counts, len(self._begun))
+        self._begun.append(0)
+        self._as_of.append(0)
 
     def begins(self, interval_id: int, reuse_class: int) -> None:
         """An interval of `reuse_class` begins under this id."""
@@ -112,6 +121,15 @@ class IntervalCounts:
         """What an interval weighs of whose class so many began after it."""
         faded: FloatArray = np.exp2(-younger / self._half_life)
         return faded
+
+
+def with_room(values: FloatArray, used: int) -> FloatArray:
+    """`values` [n, ...], of which `used` are in use, or a larger copy with room for one more."""
+    if used < len(values):
+        return values
+    larger = np.zeros((2 * used + 16, *values.shape[1:]))
+    larger[:used] = values
+    return larger
 
 
 def as_ints(values: array[int]) -> IntArray:

@@ -67,11 +67,13 @@ class Node:
     down to its end, None until it is asked for. standing: requests of the window that would resume
     from it count 1 each, running ones that did 2. pin: that clients keep it by, None without one.
     payload: what the cache attaches to the record: SGLang's tree node, or the tokens of the edge.
-    copies: where its KV and its state have copies (places.Copies), None without tiers.
+    copies: where its KV and its state have copies (places.Copies), None without tiers. changes: how
+    often a child was added to it, its state came or went while it had none, or it was removed.
     """
 
     __slots__ = (
         "anchor_depth",
+        "changes",
         "children",
         "copies",
         "depth",
@@ -117,6 +119,7 @@ class Node:
         self.pin: Pin | None = None
         self.payload: Any = None
         self.copies: Any = None
+        self.changes = 0
         if parent is None:
             self.depth = self.anchor_depth = self.turn = 0
         else:
@@ -165,10 +168,12 @@ class NodeTree:
     dirty at the listeners. Anchors are right too, unless a state was added or removed above more
     than SETTLED_AT_ONCE nodes: then the next calls of `settle` do the rest.
 
-    pins: those of its nodes; by default nothing can be pinned.
+    pins: those of its nodes; by default nothing can be pinned. inner_changes: how often a state
+    came to a node with children, or went: what is below may be resumed from another node.
     """
 
     def __init__(self, clock: Clock | None = None, pins: Pins | None = None) -> None:
+        self.inner_changes = 0
         self.clock = clock or Clock()
         self.pins = Pins() if pins is None else pins
         self.pins.follow(self)
@@ -191,6 +196,7 @@ class NodeTree:
     def add(self, parent: Node, key: Hashable, tokens: int) -> Node:
         """A new leaf of `tokens` tokens under `parent`, whose children it joins as `key`."""
         node = self._new(parent, tokens)
+        parent.changes += 1
         self._mark_chain_dirty(parent)
         self._attach(parent, key, node)
         self.mark_dirty(parent)
@@ -226,6 +232,7 @@ class NodeTree:
         if node.children or node.parent is None:
             raise ValueError(f"only a leaf can be removed, not {node!r}")
         self.pins.lost(node)
+        node.changes += 1
         if node.has_state:
             self._mark_anchor_dirty(node)
         parent = node.parent
@@ -324,9 +331,12 @@ class NodeTree:
         """A state came to `node` or went: what is below it, down to the next states, has another
         anchor.
         """
-        if node.children:
-            self._unsettled.append(list(node.children.values()))
-            self.settle()
+        if not node.children:
+            node.changes += 1
+            return
+        self.inner_changes += 1
+        self._unsettled.append(list(node.children.values()))
+        self.settle()
 
     def _mark_chain_dirty(self, node: Node) -> None:
         """Mark the leaf, if any, that `node` is absorbed into: evicting that leaf now frees another

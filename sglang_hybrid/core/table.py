@@ -107,9 +107,12 @@ class Table:
         equal = scores == score
         if np.count_nonzero(equal) > 1:
             rows = equal.nonzero()[0]
-            times = self._columns[0][rows]
-            rows = rows[times == times.min()]
-            row = min(rows.tolist(), key=lambda s: self.nodes[s].id)
+            times = self._columns[0].take(rows)
+            oldest = times.argmin()
+            row = rows.item(oldest)
+            if np.count_nonzero(times == times[oldest]) > 1:
+                rows = rows[times == times[oldest]]
+                row = min(rows.tolist(), key=lambda s: self.nodes[s].id)
         return self.nodes[row], score
 
     def _leave_range(self, row: int) -> None:

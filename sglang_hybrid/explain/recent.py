@@ -71,7 +71,9 @@ class RecentRequests:
     def put(self, tenant: Hashable, request_id: str, seen: RecentRequest) -> None:
         """Remember a request, or what it found at a later look-up."""
         self._drop(tenant, request_id)
-        self._seen.setdefault(tenant, OrderedDict())[request_id] = seen
+        if tenant not in self._seen:
+            self._seen[tenant] = OrderedDict()
+        self._seen[tenant][request_id] = seen
         self._counts.change(tenant, 1)
         self._bytes.change(tenant, _bytes(request_id, seen))
         while self._counts.total > self.requests:
@@ -80,7 +82,8 @@ class RecentRequests:
             self._drop_oldest(self._bytes.largest())
 
     def get(self, tenant: Hashable, request_id: str) -> RecentRequest | None:
-        return self._seen.get(tenant, OrderedDict()).get(request_id)
+        seen = self._seen.get(tenant)
+        return None if seen is None else seen.get(request_id)
 
     def of(self, tenant: Hashable) -> int:
         """How many requests of `tenant` are remembered."""
@@ -99,8 +102,9 @@ class RecentRequests:
         self._drop(tenant, next(iter(self._seen[tenant])))
 
     def _drop(self, tenant: Hashable, request_id: str) -> None:
-        seen = self._seen.get(tenant, OrderedDict()).pop(request_id, None)
+        seen = self.get(tenant, request_id)
         if seen is not None:
+            del self._seen[tenant][request_id]
             self._counts.change(tenant, -1)
             self._bytes.change(tenant, -_bytes(request_id, seen))
             if not self._seen[tenant]:

@@ -153,7 +153,7 @@ class OneMemoryTokens(OneMemoryKV, TokenToKVPoolAllocator):  # type: ignore[misc
 
     def clear(self) -> None:
         self.pool.clear()
-        self.free_pages = self.release_pages = torch.empty(0, dtype=torch.int64)
+        self.free_pages = torch.empty(0, dtype=torch.int64)
         self.free_group = None
 
     def alloc(self, need_size: int) -> torch.Tensor | None:

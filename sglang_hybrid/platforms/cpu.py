@@ -26,7 +26,7 @@ from sglang_hybrid.platforms.sizing import (
     MEMORY_FRACTION,
     model_sizes,
 )
-from sglang_hybrid.preflight import StartupError
+from sglang_hybrid.preflight import StartupError, flag_name
 from sglang_hybrid.tiers.links import parse_links
 
 if TYPE_CHECKING:
@@ -39,13 +39,38 @@ NOT_ON_CPU = {
 }
 """SGLang's flags that do not work without an accelerator, and why."""
 
+ON_CPU = {
+    "attention_backend": (CPU_ATTENTION, "torch_native"),
+    "prefill_attention_backend": (CPU_ATTENTION, "torch_native"),
+    "decode_attention_backend": (CPU_ATTENTION, "torch_native"),
+    "sampling_backend": ("pytorch",),
+}
+"""Those that name a backend, and what they may name here; the first is taken without the flag."""
+
+ADAPTERS_OF_SGLANG = "csgmv"
+"""SGLang's default for --lora-backend, in Triton."""
+
+ADAPTERS_ON_CPU = "torch_native"
+"""The only --lora-backend in plain torch."""
+
 
 def check_flags(flags: argparse.Namespace) -> None:
     """Raise `StartupError` for a flag that cannot work on this platform."""
     for name, why in NOT_ON_CPU.items():
         if getattr(flags, name, None):
-            flag = "--" + name.replace("_", "-")
-            raise StartupError(f"{flag} does not work on the CPU: {why}; leave it out.")
+            raise StartupError(f"{flag_name(name)} does not work on the CPU: {why}; leave it out.")
+    for name, known in ON_CPU.items():
+        given = getattr(flags, name, None)
+        if given not in (None, *known):
+            raise StartupError(
+                f"{flag_name(name)} {given} does not work on the CPU; leave it out, and {known[0]} "
+                "is taken."
+            )
+    if flags.lora_backend not in (ADAPTERS_OF_SGLANG, ADAPTERS_ON_CPU):
+        raise StartupError(
+            f"--lora-backend {flags.lora_backend} does not work on the CPU; leave it out, and "
+            f"{ADAPTERS_ON_CPU} is taken."
+        )
 
 
 class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -104,6 +129,8 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
         for field, value in defaults.items():
             if getattr(server_args, field) is None:
                 setattr(server_args, field, value)
+        if server_args.lora_backend == ADAPTERS_OF_SGLANG:
+            server_args.lora_backend = ADAPTERS_ON_CPU
         server_args.sleep_on_idle = True  # an idle scheduler would spin on one of the cores
         server_args.dtype = DTYPES[server_args.dtype]
         # SGLang keeps convolution windows in bfloat16 whatever the model computes in.

@@ -9,7 +9,7 @@ import numpy as np
 from sglang_hybrid.core.cost import FloatArray
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.nodes import NEVER, Clock, Node
-from sglang_hybrid.core.reuse import DEPTHS, depth_bucket
+from sglang_hybrid.core.reuse_classes import DEPTHS, depth_bucket
 from sglang_hybrid.core.table import Table
 
 

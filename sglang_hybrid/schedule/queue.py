@@ -18,6 +18,7 @@ from sglang_hybrid.core.orders import Car, Order, Window
 from sglang_hybrid.core.queue_order import QueueOrder
 from sglang_hybrid.core.standings import Standings
 from sglang_hybrid.core.waiting import Bound, Prospect, Reuse
+from sglang_hybrid.per_request import PerRequest
 from sglang_hybrid.schedule.clock import StepClock
 from sglang_hybrid.schedule.loads import LoadingCache, TimedLoads
 from sglang_hybrid.telemetry.schedule import ScheduleStats
@@ -63,7 +64,7 @@ class QueueSchedule:
         self._order: QueueOrder[Req] = QueueOrder(order, bound, WeakKeyDictionary())
         self._standings: Standings[Req] = Standings(self._move)
         self._arranged: tuple[Any, ...] = ()  # the queue that was arranged last
-        self._prospects: WeakKeyDictionary[Req, tuple[int, Prospect]] = WeakKeyDictionary()
+        self._prospects: PerRequest[tuple[int, Prospect]] = PerRequest()
         self.loads: TimedLoads | None = None
         self._priority: Callable[[Req], int] | None = None
         if priority_sign is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.tiers import weights
 from sglang_hybrid.tiers.folder import FolderError, RankFolder, disk_folder
 from sglang_hybrid.tiers.object_file import MOST_OBJECTS, Bytes
@@ -55,6 +57,13 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
         self.config = storage_config
         self.registered_pools: dict[str, Any] = {}
         self.store: ObjectStore | None = None
+        if not hasattr(HiCacheStorage, "on_host_pools_registered"):
+            logger.warning(
+                "sglang_hybrid: the disk tier is off: --hicache-storage-backend file needs SGLang "
+                "%s, and %s is installed; nothing is kept on disk.",
+                SGLANG_VERSION,
+                version("sglang"),
+            )
 
     def on_host_pools_registered(self) -> None:
         """All pools are known now, and with them what an object of each looks like."""

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_hybrid.core.reuse import ReuseIndex, reuse_class_of
+from sglang_hybrid.core.reuse import ReuseIndex
+from sglang_hybrid.core.reuse_classes import reuse_class_of
 
 if TYPE_CHECKING:
     from sglang_hybrid.core.cost import FloatArray

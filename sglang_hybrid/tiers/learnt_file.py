@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 
 from sglang_hybrid.core.answers import FIRST_SQUARES, INTERVALS, WEIGHT_BITS, AnswerModel
+from sglang_hybrid.core.hazards import BINS
 from sglang_hybrid.core.hints import HintRecord
 from sglang_hybrid.core.learnt import Learnt, LearntAnswers, LearntClasses, LearntCounts
-from sglang_hybrid.core.reuse import BINS, CLASSES, SHAPE
+from sglang_hybrid.core.reuse_classes import CLASSES, SHAPE
 from sglang_hybrid.tiers.object_file import BadFile, read_single, write_single
 
 KIND = "learnt"

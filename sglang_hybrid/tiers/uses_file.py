@@ -15,7 +15,7 @@ import numpy as np
 
 from sglang_hybrid.core.cost import IntArray
 from sglang_hybrid.core.learnt import Learnt, LearntClasses
-from sglang_hybrid.core.reuse import INTERVAL_BUCKETS
+from sglang_hybrid.core.reuse_classes import INTERVAL_BUCKETS
 from sglang_hybrid.tiers.learnt_file import pack, unpack
 from sglang_hybrid.tiers.object_file import NAME_BYTES, BadFile, read_single, write_single
 

@@ -145,11 +145,36 @@ class DiskServer(TieredServer):
             if state.host_value is not None:
                 page = state_pool.get_data_page(int(state.host_value[0]))
                 assert page.view(self._states.temporal.dtype).unique().tolist() == marks[-1:]
-        for kind, pool in ((FULL, kv_pool), (MAMBA, state_pool)):
-            assert len(set(held[kind])) == len(held[kind]), "two nodes have one slot of the host"
-            if not self._under_way():
-                assert pool.available_size() + len(held[kind]) == pool.size, kind
+        for slots in held.values():
+            assert len(set(slots)) == len(slots), "two nodes have one slot of the host"
+        self._check_slots()
         self._check_files()
+
+    def _check_slots(self) -> None:
+        """No slot of the host's pools is lost. A read that was given up is not under way any more
+        when its thread gives back what it did not fill, a moment later.
+        """
+        ends = time.monotonic() + PATIENCE
+        while lost := self._lost():
+            assert time.monotonic() < ends, f"lost slots of the host: {lost}"
+            time.sleep(1e-3)
+            self.poll()
+
+    def _lost(self) -> dict[PoolName, int]:
+        """How many slots of each of the host's pools are neither free nor some node's; none are
+        while something is under way.
+        """
+        if self._under_way():
+            return {}
+        nodes = [node.component_data for node, _ in self.nodes()]
+        lost = {}
+        for name, kind in ((PoolName.KV, FULL), (PoolName.MAMBA, MAMBA)):
+            pool = self.cache.host_pool_group.get_pool(name)
+            copies = [data[kind].host_value for data in nodes]
+            held = sum(len(copy) for copy in copies if copy is not None)
+            if pool.available_size() + held != pool.size:
+                lost[name] = pool.size - pool.available_size() - held
+        return lost
 
     def _check_files(self) -> None:
         store = self.store

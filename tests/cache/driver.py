@@ -98,9 +98,12 @@ def build_cache(
     tiers: bool = False,
     rank: int | None = None,
     priority_sign: int | None = None,
+    token_allocator: type = TokenToKVPoolAllocator,
     **more: Any,
 ) -> UnifiedRadixCache:
-    """Our cache under `options`, or SGLang's own for None, on pools of their own."""
+    """Our cache under `options`, or SGLang's own for None, on pools of their own. token_allocator:
+    of KV slots where a page is one token.
+    """
     server_args = ServerArgs(model_path="dummy", page_size=sizes.page)
     server_args._mamba_cache_chunk_size = max(sizes.grid, sizes.page)
     set_global_server_args_for_scheduler(server_args)
@@ -165,7 +168,7 @@ def build_cache(
     if sizes.one_memory:
         allocator = one_memory(pools, pool, kv)
     elif sizes.page == 1:
-        allocator = TokenToKVPoolAllocator(size=sizes.kv, **where)
+        allocator = token_allocator(size=sizes.kv, **where)
     else:
         allocator = PagedTokenToKVPoolAllocator(size=sizes.kv, page_size=sizes.page, **where)
     params = CacheInitParams(

@@ -23,6 +23,7 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[zmq.Socket, zmq.S
     push.connect(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")
     monkeypatch.setattr(batching_window, "sock_recv", lambda socket, flags: socket.recv(flags))
     monkeypatch.setattr(batching_window, "_quiet_ms", lambda: 200.0)
+    monkeypatch.setattr(batching_window, "_look_ups", [])
     yield pull, push
     context.destroy(linger=0)
 
@@ -71,6 +72,36 @@ def test_nobody_waits_for_nothing(
     push.send(b"another")
     time.sleep(0.05)
     assert batching_window.requests_in_window(receiver(pull, last_batch), received) == []
+
+
+class CacheOf:
+    """A cache that has so many tokens of every prompt."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def cached_tokens(self, request: Any) -> int:
+        return self.tokens
+
+
+def test_a_prompt_that_is_cached_is_not_waited_for(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
+    pull, push = sockets
+    push.send(b"another")
+    time.sleep(0.05)
+    request = SimpleNamespace(input_ids=[1] * (batching_window.LONG_PROMPT + 300))
+    cache = CacheOf(301)
+    batching_window.look_up_with(cache.cached_tokens)
+    assert batching_window.requests_in_window(receiver(pull), [request]) == []
+    cache.tokens = 300
+    assert batching_window.requests_in_window(receiver(pull), [request]) == [b"another"]
+
+
+def test_a_cache_that_is_gone_is_not_asked(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
+    pull, push = sockets
+    batching_window.look_up_with(CacheOf(10_000).cached_tokens)
+    push.send(b"another")
+    time.sleep(0.05)
+    assert batching_window.requests_in_window(receiver(pull), [LONG]) == [b"another"]
 
 
 def test_zero_turns_it_off(

@@ -8,7 +8,7 @@ from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.eviction import Lru, Marconi, Policy, Reuse, SegLen
 from sglang_hybrid.core.nodes import Node, NodeTree
 from sglang_hybrid.core.pool import Scarce
-from sglang_hybrid.core.reuse import reuse_class_of
+from sglang_hybrid.core.reuse_classes import reuse_class_of
 
 
 @dataclass

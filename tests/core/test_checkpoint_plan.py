@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.admission import Skip, SlotBudget
+from sglang_hybrid.core.admission import Checkpoint, Prefill, Skip, SlotBudget
 from sglang_hybrid.core.checkpoint_plan import (
     CheckpointPlan,
     CheckpointRequest,
     PendingCheckpoint,
+    plan_checkpoints,
     slot_budget_for,
 )
 from sglang_hybrid.core.cost import CostModel
@@ -81,3 +82,15 @@ def test_a_wish_tells_what_it_is_for_and_how_it_compared() -> None:
     assert refused.comparison is not None  # from the state at 400 on, it would save 100 tokens
     assert (refused.comparison.new, refused.comparison.beats_victim) == (100.0, False)
     assert (never_weighed.position, never_weighed.comparison) == (1_000, None)
+
+
+def test_a_micro_branch_is_told_once() -> None:
+    """The stored KV and two prompts that wait all leave this one right behind its hit."""
+    prefill = Prefill(100, hit_len=63, kv_len=64, shared=[64, 66])
+    plan: CheckpointPlan[int]
+    plan, micro_branches = plan_checkpoints(prefill, None, 16)
+    assert micro_branches == [
+        Checkpoint(64, Kind.BRANCH, Skip.MICRO_BRANCH),
+        Checkpoint(66, Kind.BRANCH, Skip.MICRO_BRANCH),
+    ]
+    assert plan.wanted == {99: Kind.PROMPT_END}

@@ -27,7 +27,7 @@ from sglang_hybrid.core.history_tree import HistoryPath, fingerprint_tokens
 from sglang_hybrid.core.nodes import Clock, Kind, Node, NodeTree
 from sglang_hybrid.core.pins import Pin, Priority
 from sglang_hybrid.core.pool import Pool, Scarce
-from sglang_hybrid.core.reuse import CLASSES, reuse_class_of
+from sglang_hybrid.core.reuse_classes import CLASSES, reuse_class_of
 from tests.core.plain import (
     PaperLru,
     PlainGdsf,

@@ -146,7 +146,7 @@ def test_a_meeting_saves_the_way_and_changes_nothing(seed: int) -> None:
         ]
         assert shapes[0] == shapes[1]
     one, other = (history.index for history in histories)
-    for name in ("_class", "_since"):
+    for name in ("_number", "_since"):
         assert np.array_equal(getattr(one, name), getattr(other, name))
     for name in ("_counts", "_number"):
         assert np.array_equal(getattr(one._long, name), getattr(other._long, name))

@@ -15,6 +15,13 @@ from sglang_hybrid.core.interval_counts import IntervalCounts
 CLASSES, BINS = 3, 4
 
 
+def counting(half_life: float, classes: int = CLASSES, bins: int = BINS) -> IntervalCounts:
+    counts = IntervalCounts(half_life, bins)
+    for _ in range(classes):
+        counts.add_class()
+    return counts
+
+
 @dataclass
 class Interval:
     """younger: how many of its class began after it. how: "ended", "lost" or "open"."""
@@ -86,7 +93,7 @@ def test_every_interval_counts_by_what_began_after_it(
     seed: int, half_life: float, asked: list[bool]
 ) -> None:
     world = World(seed, half_life)
-    counts = IntervalCounts(half_life, CLASSES, BINS)
+    counts = counting(half_life)
     for ask in [*asked, True]:
         for _ in range(25):
             world.step(counts)
@@ -96,7 +103,7 @@ def test_every_interval_counts_by_what_began_after_it(
 
 
 def test_a_class_weighs_no_more_than_its_memory_however_long_it_goes_on() -> None:
-    counts = IntervalCounts(10.0, 1, 1)
+    counts = counting(10.0, classes=1, bins=1)
     for _ in range(100_000):
         counts.begins(0, 0)
         counts.ends(0, 0, 0)
@@ -108,7 +115,7 @@ def test_a_class_weighs_no_more_than_its_memory_however_long_it_goes_on() -> Non
 @pytest.mark.parametrize("reuse_class", range(CLASSES))
 def test_starting_over_counts_a_class_as_the_other_does(reuse_class: int) -> None:
     world = World(3, 0.0)
-    long, short = IntervalCounts(1_000.0, CLASSES, BINS), IntervalCounts(10.0, CLASSES, BINS)
+    long, short = counting(1_000.0), counting(10.0)
     for _ in range(400):
         world.step(long, short)
     before = world.asked(long)

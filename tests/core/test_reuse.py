@@ -12,21 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.reuse import (
-    ANSWERS,
-    BINS,
+from sglang_hybrid.core.answers import BUCKETS as ANSWERS
+from sglang_hybrid.core.hazards import BINS, FIRST_GUESS, PRIOR_WEIGHT, ClassTree, best_rates
+from sglang_hybrid.core.reuse import REBUILD_EVERY, SEARCHED, ReuseIndex
+from sglang_hybrid.core.reuse_classes import (
     CLASSES,
     DEPTHS,
-    FIRST_GUESS,
     INTERVAL_BUCKETS,
     NEVER_REUSED,
-    PRIOR_WEIGHT,
-    REBUILD_EVERY,
-    SEARCHED,
     TURNS,
-    ReuseIndex,
-    best_rates,
-    hazards,
     reuse_class_of,
 )
 
@@ -74,7 +68,8 @@ def test_hazards_are_kaplan_meier_with_shrinkage(seed: int, classes: set[int], o
     rng = np.random.default_rng(seed)
     order = sorted(classes)
     counts = rng.integers(0, 3, (2, 2, len(order), BINS)).astype(float)
-    estimates, row = hazards(np.array(order, dtype=np.int64), counts[:, 0], counts[:, 1])
+    tree = ClassTree(np.array(order, dtype=np.int64))
+    estimates, row = tree.hazards(counts[:, 0], counts[:, 1]), tree.row
     for rows, (ended, unended) in zip(estimates, counts, strict=True):
         known = dict(zip(order, zip(ended, unended, strict=True), strict=True))
         for reuse_class in (other, *order):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.bench import ab, traffic
-from scripts.bench.ab import Configuration, Result
+from scripts.bench import ab, measured, traffic
 from scripts.bench.forced import ForcedAnswer
+from scripts.bench.measured import Configuration, Result
 from scripts.bench.pairs import against_the_first
 from scripts.bench.traffic import Outcome
 from sglang_hybrid.replay.traces import Request
@@ -69,7 +69,7 @@ def test_the_table_compares_with_the_default_and_names_sglangs_best(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     failed = Result(Configuration("SGLang, `--x`", ("--x",), ours=False), error="no\nmemory")
-    ab.show(
+    measured.show(
         [
             result("SGLang, default", cached=25, ttft=0.2),
             result("SGLang, `--y`", cached=40, ttft=0.2),
@@ -102,7 +102,7 @@ def test_pools_are_read_from_the_servers_log() -> None:
         "[2026] Mamba Cache is allocated. max_mamba_cache_size: 48, ssm_state size: 0.10GB \n"
         "[2026] KV Cache is allocated. dtype: torch.float32, #tokens: 16384, K size: 0.02 GB\n"
     )
-    assert ab.pools(log) == (
+    assert measured.pools(log) == (
         "max_mamba_cache_size: 48, ssm_state size: 0.10GB",
         "dtype: torch.float32, #tokens: 16384, K size: 0.02 GB",
     )

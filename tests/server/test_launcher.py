@@ -133,6 +133,16 @@ def test_a_mistake_ends_in_one_sentence(
         ("--hybrid-alpha 0.7 --hybrid-eviction sglang-lru", "--hybrid-alpha 0.7 belongs to"),
         ("--device mtia", "sees no such device here; leave out --device"),
         ("--hybrid-record /nowhere/trace.jsonl", "--hybrid-record: there is no directory /nowhere"),
+        ("--context-length 0", "--context-length 0: give 1 or more"),
+        ("--mem-fraction-static 5", "--mem-fraction-static 5: give a share of the memory"),
+        ("--tp-size 3", "--tp-size 3 cannot share the 8 heads of the model's recurrent layers"),
+        ("--tokenizer-path /nowhere", "--tokenizer-path '/nowhere' does not exist"),
+        ("--json-model-override-args {bad", "--json-model-override-args '{bad' is no JSON object"),
+        (
+            "--device cpu --attention-backend flashinfer",
+            "--attention-backend flashinfer does not work on the CPU",
+        ),
+        ("--page-size 1000000", "the server cannot start: AssertionError in "),
         ("--lora-paths /no/such/adapter", "'/no/such/adapter' does not exist"),
         (
             "--device cpu --speculative-algorithm NGRAM",

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_hybrid.core.reuse import INTERVAL_BUCKETS
+from sglang_hybrid.core.reuse_classes import INTERVAL_BUCKETS
 from sglang_hybrid.tiers import store_start
 from sglang_hybrid.tiers.folder import RankFolder
 from sglang_hybrid.tiers.object_file import NAME_BYTES, BadFile

@@ -3,7 +3,7 @@
 The file's name has a hash of all that the machine code depends on: the sources, the flags, torch's
 release (whose OpenMP library it is linked to), the C library and this CPU. So machines may share a
 folder. The file ends with a hash of what is before it: a damaged one is compiled again. Nothing of
-torch is included, which keeps compiling below ten seconds and the interface plain C.
+torch is included, which keeps compiling at about ten seconds and the interface plain C.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
@@ -139,10 +140,15 @@ def _compile(library: Path, openmp: Path) -> None:
     if compiler is None:
         raise NotBuilt(f"there is no C++ compiler ({', '.join(COMPILERS)})")
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        objects = []
-        for source in sorted(SOURCES.glob("*.cpp")):
-            objects.append(Path(scratch) / f"{source.stem}.o")
-            _run([compiler, *FLAGS, "-c", str(source), "-o", str(objects[-1])])
+        sources = sorted(SOURCES.glob("*.cpp"))
+
+        def compiled(source: Path) -> Path:
+            made = Path(scratch) / f"{source.stem}.o"
+            _run([compiler, *FLAGS, "-c", str(source), "-o", str(made)])
+            return made
+
+        with ThreadPoolExecutor(len(sources)) as threads:
+            objects = list(threads.map(compiled, sources))
         built = Path(scratch) / library.name
         _run([compiler, "-shared", *map(str, objects), str(openmp), "-o", str(built)])
         with open(built, "ab") as file:

@@ -1,0 +1,47 @@
+"""Flags of SGLang on the CPU platform: what is refused, and what another default stands for."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang.srt.platforms  # noqa: F401 (finds our platform; that cannot be imported before it)
+
+from sglang_hybrid.platforms.cpu import HybridCpuPlatform, check_flags
+from sglang_hybrid.preflight import StartupError
+
+
+def flags(**given: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"speculative_algorithm": None, "lora_backend": "csgmv", **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm does not work on the CPU"),
+        (
+            {"attention_backend": "flashinfer"},
+            "--attention-backend flashinfer does not work on the CPU; leave it out, and hybrid_cpu",
+        ),
+        ({"sampling_backend": "flashinfer"}, "--sampling-backend flashinfer does not work"),
+        ({"lora_backend": "triton"}, "--lora-backend triton does not work on the CPU"),
+    ],
+)
+def test_what_needs_an_accelerator_is_refused(given: dict[str, str], said: str) -> None:
+    with pytest.raises(StartupError, match=said):
+        check_flags(flags(**given))
+    check_flags(flags())
+    check_flags(flags(lora_backend="torch_native", attention_backend="torch_native"))
+
+
+def test_adapters_are_computed_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")  # it is set otherwise
+    fields = ("sampling_backend", "mem_fraction_static", "max_total_tokens")
+    unset = dict.fromkeys((*fields, "max_mamba_cache_size", "max_running_requests"))
+    given = dict(model_path="someone/some-model", dtype="auto", tp_size=1, pp_size=1, dp_size=1)
+    for asked in ("csgmv", "torch_native"):
+        args: Any = SimpleNamespace(**unset, **given, enable_dp_attention=False, lora_backend=asked)
+        HybridCpuPlatform().apply_server_args_defaults(args)
+        assert args.lora_backend == "torch_native"

@@ -1,0 +1,101 @@
+"""LoRA adapters on the CPU: answers are those of merged weights, and prefixes are apart."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+from safetensors.numpy import load_file, save_file
+
+from sglang_hybrid.server_process import ServerProcess
+from tests.reference import Reference
+from tests.server.client import TOLERANCE, random_prompt
+
+RANK, ALPHA = 4, 8
+TARGETS = {
+    "nemotron-h": ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj"),
+    "transformer": ("q_proj", "v_proj", "o_proj", "down_proj"),
+}
+NAMES = {"first": 1, "second": 2}
+"""Adapters, and the seeds of their weights."""
+
+pytestmark = pytest.mark.slow
+
+
+def write_adapter(model: Path, directory: Path, targets: tuple[str, ...], seed: int) -> None:
+    """An adapter of random weights, and beside it `merged`: the model with these added."""
+    source = np.random.default_rng(seed)
+    merged = load_file(str(model / "model.safetensors"))
+    weights = {}
+    for name, value in merged.items():
+        layer = name.removesuffix(".weight")
+        if layer.split(".")[-1] not in targets:
+            continue
+        down = source.normal(0, 0.1, (RANK, value.shape[1])).astype(np.float32)
+        up = source.normal(0, 0.1, (value.shape[0], RANK)).astype(np.float32)
+        merged[name] = value + ALPHA / RANK * up @ down
+        weights[f"base_model.model.{layer}.lora_A.weight"] = down
+        weights[f"base_model.model.{layer}.lora_B.weight"] = up
+    directory.mkdir()
+    save_file(weights, str(directory / "adapter_model.safetensors"))
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": targets}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    shutil.copytree(model, directory / "merged")
+    save_file(merged, str(directory / "merged" / "model.safetensors"), {"format": "pt"})
+
+
+@pytest.fixture(scope="module", params=list(TARGETS))
+def served(
+    request: pytest.FixtureRequest,
+    model_directory: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[str, dict[str | None, Reference]]]:
+    """A server with two adapters, and what each should answer; None is no adapter."""
+    model, root = model_directory(request.param), tmp_path_factory.mktemp("adapters")
+    right: dict[str | None, Reference] = {None: Reference(model)}
+    for name, seed in NAMES.items():
+        write_adapter(model, root / name, TARGETS[request.param], seed)
+        right[name] = Reference(root / name / "merged")
+    adapters = [f"{name}={root / name}" for name in NAMES]
+    flags = ["--model-path", str(model), "--lora-paths", *adapters, "--enable-cache-report"]
+    with ServerProcess([*flags, "--radix-cache-backend", "hybrid"]) as server:
+        yield server.url, right
+
+
+def send(url: str, prompt: list[int], adapters: list[str | None]) -> list[dict]:
+    """The same prompt once with each adapter, as one batch; greedy answers with logprobs."""
+    body = {
+        "input_ids": [prompt] * len(adapters),
+        "lora_path": adapters,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": -1,
+    }
+    response = requests.post(url + "/generate", json=body, timeout=300)
+    response.raise_for_status()
+    answers: list[dict] = response.json()
+    return answers
+
+
+def test_each_adapter_answers_as_merged_weights_and_hits_its_own_prefixes(
+    served: tuple[str, dict[str | None, Reference]],
+) -> None:
+    """In one batch, cold and from the cache; the base model's prefix is no adapter's."""
+    url, right = served
+    prompt = random_prompt(200, seed=7)
+    names = list(right)
+    scores = {name: model.greedy(prompt, 16)[1] for name, model in right.items()}
+    assert scores["first"] != pytest.approx(scores["second"], abs=10 * TOLERANCE)
+    assert scores["first"] != pytest.approx(scores[None], abs=10 * TOLERANCE)
+    hits = []
+    for wanted in ([None], ["first", "second"], names):
+        for name, answer in zip(wanted, send(url, prompt, wanted), strict=True):
+            told = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+            assert told == pytest.approx(scores[name], abs=TOLERANCE), name
+            hits.append(answer["meta_info"]["cached_tokens"])
+    assert hits == [0, 0, 0, *[len(prompt) - 1] * 3]

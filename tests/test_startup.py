@@ -1,0 +1,35 @@
+"""What the first process says of a start that failed."""
+
+from __future__ import annotations
+
+import json
+
+from sglang_hybrid.startup import cannot_start, one_line
+
+
+def failed(work: object) -> str:
+    """What is said of the error that `work` ends with."""
+    try:
+        assert callable(work)
+        work()
+    except Exception as error:
+        return one_line(error)
+    raise RuntimeError("it did not fail")
+
+
+def without_words() -> None:
+    raise AssertionError
+
+
+def test_an_error_without_words_says_where_it_was_raised() -> None:
+    said = failed(without_words)
+    assert said.startswith("AssertionError in without_words (test_startup.py, line ")
+    assert said.endswith("): raise AssertionError")
+    assert one_line(KeyError()) == "KeyError"  # never raised
+
+
+def test_an_error_with_words_is_one_line_of_them() -> None:
+    assert one_line(ValueError("first\n  second")) == "first second"
+    assert failed(lambda: json.loads("{}")["a"]) == "KeyError: 'a'"
+    assert one_line(OSError("x" * 600)).endswith("x ...")
+    assert cannot_start("the port is in use") == "the server cannot start: the port is in use"
