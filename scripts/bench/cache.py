@@ -67,16 +67,16 @@ class Bench:
         self.shadow_tree: Any = getattr(self.cache, "shadow_tree", None)  # SGLang's own has none
         self.random = random.Random(1)
         self.next = 0
+        shadow_tree = self.shadow_tree
         while self.next < checkpoints:
-            if self.shadow_tree is not None:
-                self.shadow_tree.arrived(None)
+            if shadow_tree is not None:
+                shadow_tree.arrived(None)
             self.insert(self.next)
             self.next += 1
-        if self.shadow_tree is not None:  # a server does this bit by bit, whenever something goes
-            for pool in self.shadow_tree.pools:
+        if shadow_tree is not None:  # a server does this bit by bit, whenever something goes
+            for pool in shadow_tree.pools:
                 pool.candidates()
-        if policy == "reuse":  # what requests would have taught it
-            shadow_tree = self.shadow_tree
+        if shadow_tree is not None and policy == "reuse":  # what requests would have taught it
             for number in range(0, checkpoints, max(1, checkpoints // 500)):
                 shadow_tree.arrived(None)
                 shadow_tree.history.observe(prompt(number), SHARED + OWN, shadow_tree.clock)

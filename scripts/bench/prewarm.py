@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from scripts.bench.report import Table, positive
 from sglang_hybrid.prompts.budget import all_prefixes, best_prefixes
 from sglang_hybrid.prompts.schema import Union, read_schema
-from sglang_hybrid.prompts.tree import Node, prefix_tree
+from sglang_hybrid.prompts.tree import PrefixNode, prefix_tree
 
 SIZES = (6, 4, 6, 5, 5, 4)
 WORDS = 60
@@ -82,7 +82,7 @@ def choose(unions: Sequence[Union], source: random.Random) -> tuple[str, ...]:
     )
 
 
-def _hit(nodes: Sequence[Node], prompts: Sequence[tuple[str, ...]]) -> float:
+def _hit(nodes: Sequence[PrefixNode], prompts: Sequence[tuple[str, ...]]) -> float:
     """Mean tokens from the cache if exactly these prefixes are held."""
     held = {tuple(path[-1] for path in node.imports) for node in nodes}
     return sum(_deepest(held, prompt) for prompt in prompts) * WORDS / len(prompts)

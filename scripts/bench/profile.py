@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from array import array
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +76,7 @@ class Clock:
     """Seconds of each part, without the parts that it called."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._parts = ["rest"]
         self._since = perf_counter()
 
@@ -88,10 +88,10 @@ class Clock:
         self._charge()
         self._parts.pop()
 
-    def read(self) -> Counter[str]:
+    def read(self) -> defaultdict[str, float]:
         """What was measured since the last reading."""
         self._charge()
-        seconds, self.seconds = self.seconds, Counter()
+        seconds, self.seconds = self.seconds, defaultdict(float)
         return seconds
 
     def _charge(self) -> None:
@@ -123,9 +123,10 @@ def timed_layer(part: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
 def time_kernels() -> None:
     """Measure the functions that the platform gives SGLang; before SGLang's models are imported."""
     from sglang_hybrid.platforms import binder
+    from sglang_hybrid.platforms.cpu_ops.bindings import BINDINGS
 
     found = []
-    for binding in binder.BINDINGS:
+    for binding in BINDINGS:
         file = getattr(binding.function, "__module__", "").rpartition(".")[2]  # a module has none
         name = getattr(binding.function, "__name__", "")
         part = "convolutions" if "conv1d" in name else OF_MODULES.get(file)
@@ -135,7 +136,7 @@ def time_kernels() -> None:
         elif part is not None and "weights" not in binding.attribute:
             binding = replace(binding, function=timed(part, binding.function))
         found.append(binding)
-    binder.BINDINGS = tuple(found)
+    vars(binder)["BINDINGS"] = tuple(found)
 
 
 def time_modules(runner: Any) -> None:
@@ -213,7 +214,7 @@ def measured(run: Callable[[], object], trace: Path | None) -> dict[str, float]:
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             run()
         profiler.export_chrome_trace(str(trace))
-    return dict(sorted(seen, key=lambda parts: parts.total())[len(seen) // 2])
+    return dict(sorted(seen, key=lambda parts: sum(parts.values()))[len(seen) // 2])
 
 
 def profile_one(name: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -231,7 +232,8 @@ def profile_one(name: str, options: argparse.Namespace) -> dict[str, dict[str, f
     time_modules(runner.torch_runner)
 
     def trace(what: str) -> Path | None:
-        return options.trace and options.trace / f"{name}-{what}.json"
+        folder: Path | None = options.trace
+        return folder and folder / f"{name}-{what}.json"
 
     def prefill() -> None:
         runner.clear()

@@ -43,7 +43,8 @@ def rows(folder: Path, ratio: float, disk: float, policy: str) -> Iterator[list[
     for trace, devices in DEVICES.items():
         runner = Runner({trace: read_named(folder, trace)})
         for device in devices:
-            tiers = TierBudgets.of(*(int(device * n * 1e9) for n in (1, ratio, disk)))
+            own, host, below = (int(device * n * 1e9) for n in (1, ratio, disk))
+            tiers = TierBudgets.of(own, host, below)
             specs = {name: Spec.parse(policy if name == "reuse" else name) for name in AT_ONCE}
             jobs = {n: Job(specs[n], trace, COST, None, tiers=tiers) for n in AT_ONCE}
             at_once = {name: runner.run(job) for name, job in jobs.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from sglang_hybrid.core.waiting import Prospect, Reuse, Waiting
+from sglang_hybrid.core.waiting import Prospect, ReuseKind, Waiting
 
 LPM_MOST_WAITING: Final = 128
 """Waiting requests beyond which SGLang's `lpm` and `hrrn` are first-come
@@ -139,5 +139,5 @@ class Window:
         return min(self.window, waiting)
 
     def key(self, waiting: Waiting[Any], prospect: Prospect, now: float) -> Key:
-        waits = prospect.reuse is Reuse.TO_LOAD or prospect.share >= MOST_SHARE
+        waits = prospect.reuse is ReuseKind.TO_LOAD or prospect.share >= MOST_SHARE
         return (1.0 if waits else prospect.share,)

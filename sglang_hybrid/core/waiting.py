@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 Name = TypeVar("Name")
 
 
-class Reuse(IntEnum):
+class ReuseKind(IntEnum):
     """What a waiting request can reuse, in the order in which CaR runs such requests (CaR III B
     1). KV without a state at its end cannot be reused and does not count.
     """
@@ -32,7 +32,7 @@ class Prospect:
     hit_len: int
     cost: float
     whole_cost: float
-    reuse: Reuse
+    reuse: ReuseKind
 
     @property
     def share(self) -> float:

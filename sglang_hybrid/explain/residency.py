@@ -22,7 +22,7 @@ Place = tuple[str, str | None]
 """Where the KV of a prefix is, and the state at its end; None for a model without states."""
 
 
-class Tier(IntEnum):
+class StoredIn(IntEnum):
     """The fastest first."""
 
     DEVICE = 0
@@ -60,12 +60,12 @@ class Residency:
 
     def _place(self, number: int, key: RadixKey, on_disk: DiskPrefixes) -> Place:
         tree, page = self._cache.tree_core, self._cache.page_size
-        kv, state, depth, node = Tier.DEVICE, Tier.NOWHERE, 0, tree.root_node
+        kv, state, depth, node = StoredIn.DEVICE, StoredIn.NOWHERE, 0, tree.root_node
         while depth + page <= len(key):
             child = node.children.get(key.child_key_at(depth, page))
-            tier = Tier.NOWHERE if child is None else _tier(child, ComponentType.FULL)
+            tier = StoredIn.NOWHERE if child is None else _tier(child, ComponentType.FULL)
             same = 0 if child is None else child.key.match_at(key, depth, page_size=page)
-            if tier is Tier.NOWHERE or not same:
+            if tier is StoredIn.NOWHERE or not same:
                 break
             kv, depth, node = max(kv, tier), depth + same, child
             if same < len(child.key):
@@ -73,10 +73,10 @@ class Residency:
             if depth == len(key) and self._cache.is_mamba_enabled:
                 state = _tier(child, ComponentType.MAMBA)
         stored = 0 < depth == len(key)
-        if not stored or (self._cache.is_mamba_enabled and state is Tier.NOWHERE):
+        if not stored or (self._cache.is_mamba_enabled and state is StoredIn.NOWHERE):
             kv_on_disk, state_on_disk = on_disk.holds(number)
-            kv = kv if stored else Tier.DISK if kv_on_disk else Tier.NOWHERE
-            state = Tier.DISK if state_on_disk and kv is not Tier.NOWHERE else state
+            kv = kv if stored else StoredIn.DISK if kv_on_disk else StoredIn.NOWHERE
+            state = StoredIn.DISK if state_on_disk and kv is not StoredIn.NOWHERE else state
         has_states = self._cache.is_mamba_enabled
         return kv.name.lower(), state.name.lower() if has_states else None
 
@@ -136,19 +136,19 @@ class DiskPrefixes:
         return kind is PoolName.KV and self._backend.batch_exists(pages) == len(pages)
 
 
-def _tier(node: Any, component: ComponentType) -> Tier:
+def _tier(node: Any, component: ComponentType) -> StoredIn:
     """The fastest tier of SGLang's tree that holds this component of `node`."""
     data = node.component_data[component]
     if data.value is not None:
-        return Tier.DEVICE
-    return Tier.NOWHERE if data.host_value is None else Tier.HOST
+        return StoredIn.DEVICE
+    return StoredIn.NOWHERE if data.host_value is None else StoredIn.HOST
 
 
 def fastest(answers: Sequence[Sequence[Sequence[str | None]]]) -> list[Place]:
     """Of the answers of several data-parallel ranks, the fastest tier for each prefix. answers
     [ranks, prefixes]; ranks without a cache have none.
     """
-    order = [tier.name.lower() for tier in Tier]
+    order = [tier.name.lower() for tier in StoredIn]
     told = [answer for answer in answers if answer]
     found: list[Place] = []
     for places in zip(*told, strict=True):

@@ -33,7 +33,7 @@ _INVERSE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 1 << 64))
 
 
 @dataclass(frozen=True)
-class Block:
+class EqualBlock:
     """Equal tokens: from `here` on in a prompt, from `there` on in an earlier one. anchor: the hash
     of its first anchor, which is the same wherever the block stands.
     """
@@ -55,7 +55,7 @@ class Alignment:
     """
 
     shared: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[EqualBlock, ...]
 
 
 class Aligner:
@@ -110,7 +110,7 @@ class Aligner:
             return Alignment(shared, ())
         ((number, _),) = Counter(number for _, _, number, _ in known).most_common(1)
         earlier = self._sequences[number]
-        blocks: list[Block] = []
+        blocks: list[EqualBlock] = []
         end = shared
         for here, anchor, where, there in known:
             if where != number or here < end:
@@ -120,7 +120,7 @@ class Aligner:
                 prompt[here - back : here][::-1], earlier[there - back : there][::-1]
             )
             length = same + common_prefix(prompt[here:], earlier[there:])
-            blocks.append(Block(here - same, there - same, length, anchor))
+            blocks.append(EqualBlock(here - same, there - same, length, anchor))
             end = here - same + length
         return Alignment(shared, tuple(blocks))
 

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from sglang_hybrid.prompts.breakpoints import MARK
 from sglang_hybrid.prompts.diagnostics import (
-    Kind,
-    Part,
+    PartKind,
+    RequestPart,
     SentPrompt,
     compare,
     parts_of,
@@ -141,13 +141,13 @@ def diagnose(request: Any, prompt: SentPrompt | None, message_id: str) -> dict[s
     return {"cache_miss_reason": reason, "hybrid": found.as_dict()}
 
 
-def _parts(request: Any) -> Iterator[Part]:
-    yield Part(Kind.MODEL, "model", request.model)
-    yield from parts_of(Kind.TOOLS, "tools", request.tools)
-    yield from parts_of(Kind.SYSTEM, "system", request.system)
+def _parts(request: Any) -> Iterator[RequestPart]:
+    yield RequestPart(PartKind.MODEL, "model", request.model)
+    yield from parts_of(PartKind.TOOLS, "tools", request.tools)
+    yield from parts_of(PartKind.SYSTEM, "system", request.system)
     for index, message in enumerate(request.messages):
-        yield Part(Kind.MESSAGES, f"messages.{index}.role", message.role)
-        yield from parts_of(Kind.MESSAGES, f"messages.{index}.content", message.content)
+        yield RequestPart(PartKind.MESSAGES, f"messages.{index}.role", message.role)
+        yield from parts_of(PartKind.MESSAGES, f"messages.{index}.content", message.content)
 
 
 def _marked(request: Any) -> list[tuple[Path, CacheControl]]:

@@ -34,7 +34,7 @@ AGREED = 8
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockEnd:
     """The end of a block.
 
     variants: the prompt as rendered with other things behind that end. open_ended: another block's
@@ -62,7 +62,7 @@ def token_positions(
     encode_kwargs: Mapping[str, Any],
     text: str,
     ids: Sequence[int],
-    places: Sequence[Place],
+    places: Sequence[BlockEnd],
 ) -> list[int | None]:
     """Where each place lies in `ids` [n], the tokens of `text`: tokens before it; None where that
     is not known.
@@ -92,7 +92,7 @@ def token_positions(
     return found
 
 
-def _end(text: str, place: Place) -> int | None:
+def _end(text: str, place: BlockEnd) -> int | None:
     """Characters before a place; None if no variant differs from the prompt."""
     shared = min((common_prefix(text, variant) for variant in place.variants), default=len(text))
     return shared if shared < len(text) else None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hybrid.prompts.tree import Edge, Node, Shape
+from sglang_hybrid.prompts.tree import Edge, PrefixNode, Shape
 
 Values = npt.NDArray[np.float64]
 
@@ -28,21 +28,21 @@ MOST_UNITS = 1_000
 class Plan:
     """nodes: to hold, parents first. saved: expected tokens per prompt. cost: bytes."""
 
-    nodes: list[Node]
+    nodes: list[PrefixNode]
     saved: float
     cost: int
 
 
-def best_prefixes(root: Node, budget: int, state_bytes: int, kv_bytes_per_token: int) -> Plan:
+def best_prefixes(root: PrefixNode, budget: int, state_bytes: int, kv_bytes_per_token: int) -> Plan:
     """What to hold of the tree within `budget` bytes."""
     unit = max(1, -(-budget // MOST_UNITS))
     chosen = _Chooser(budget // unit, unit, state_bytes, kv_bytes_per_token).choose(root)
     return Plan(chosen, saved(chosen), cost(chosen, state_bytes, kv_bytes_per_token))
 
 
-def all_prefixes(root: Node, budget: int, state_bytes: int, kv_bytes_per_token: int) -> Plan:
+def all_prefixes(root: PrefixNode, budget: int, state_bytes: int, kv_bytes_per_token: int) -> Plan:
     """What is held if prefixes are prepared level by level until one does not fit."""
-    chosen: list[Node] = []
+    chosen: list[PrefixNode] = []
     left = budget
     for node in root.walk():
         if node.parent is None:
@@ -55,18 +55,18 @@ def all_prefixes(root: Node, budget: int, state_bytes: int, kv_bytes_per_token: 
     return Plan(chosen, saved(chosen), budget - left)
 
 
-def saved(chosen: Sequence[Node]) -> float:
+def saved(chosen: Sequence[PrefixNode]) -> float:
     """Expected tokens that a prompt need not compute if these nodes are held."""
     held = set(chosen)
     return sum(node.probability * (node.depth - _held_above(node, held)) for node in chosen)
 
 
-def cost(chosen: Sequence[Node], state_bytes: int, kv_bytes_per_token: int) -> int:
+def cost(chosen: Sequence[PrefixNode], state_bytes: int, kv_bytes_per_token: int) -> int:
     """Bytes of the states and of the KV before them."""
-    needed: set[Node] = set()
+    needed: set[PrefixNode] = set()
     tokens = 0
     for node in chosen:
-        above: Node | None = node
+        above: PrefixNode | None = node
         while above is not None and above not in needed:
             needed.add(above)
             tokens += above.depth - (above.parent.depth if above.parent else 0)
@@ -74,7 +74,7 @@ def cost(chosen: Sequence[Node], state_bytes: int, kv_bytes_per_token: int) -> i
     return len(chosen) * state_bytes + tokens * kv_bytes_per_token
 
 
-def _held_above(node: Node, held: set[Node]) -> int:
+def _held_above(node: PrefixNode, held: set[PrefixNode]) -> int:
     return next((above.depth for above in node.above() if above in held), 0)
 
 
@@ -91,8 +91,8 @@ class _Chooser:
         self._below: dict[tuple[int, int], list[Values]] = {}
         self._ends: dict[tuple[int, int, int], tuple[Values, Values]] = {}
 
-    def choose(self, root: Node) -> list[Node]:
-        chosen: list[Node] = []
+    def choose(self, root: PrefixNode) -> list[PrefixNode]:
+        chosen: list[PrefixNode] = []
         waiting = [(root, 0, int(np.argmax(self._merged(root.shape, 0)[-1])))]
         while waiting:
             node, distance, left = waiting.pop()

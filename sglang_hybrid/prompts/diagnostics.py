@@ -34,7 +34,7 @@ AROUND = 40
 """Characters that are shown where two texts begin to differ, half of them before that place."""
 
 
-class Kind(Enum):
+class PartKind(Enum):
     """What a part of a request is, in the order in which prompts depend on it."""
 
     MODEL = "model"
@@ -44,10 +44,10 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Part:
+class RequestPart:
     """A piece of a request. path: where it is, as "system.0". text: what the prompt depends on."""
 
-    kind: Kind
+    kind: PartKind
     path: str
     text: str
 
@@ -57,11 +57,11 @@ class SentPrompt:
     """A request as it was sent. ids: token ids [n] of its prompt."""
 
     sender: Tenant
-    parts: Sequence[Part]
+    parts: Sequence[RequestPart]
     ids: npt.NDArray[np.int32]
 
     @classmethod
-    def of(cls, adapted: Any, parts: Iterator[Part]) -> SentPrompt | None:
+    def of(cls, adapted: Any, parts: Iterator[RequestPart]) -> SentPrompt | None:
         """adapted: SGLang's GenerateReqInput of the request; None if it has no token ids."""
         ids = adapted.input_ids
         if not ids or not isinstance(ids[0], int):
@@ -85,7 +85,7 @@ class Divergence:
     of the earlier prompt behind those.
     """
 
-    kind: Kind
+    kind: PartKind
     path: str
     before: str
     now: str
@@ -104,11 +104,11 @@ class Divergence:
 
 def compare(before: SentPrompt, now: SentPrompt) -> Divergence | None:
     """What of `now` first differs from `before`; None if one only goes on where the other ends."""
-    for kind in Kind:
+    for kind in PartKind:
         earlier, later = (
             [part for part in prompt.parts if part.kind is kind] for prompt in (before, now)
         )
-        found = _first_difference(earlier, later, whole=kind is not Kind.MESSAGES)
+        found = _first_difference(earlier, later, whole=kind is not PartKind.MESSAGES)
         if found is not None:
             path, one, other = found
             at = common_prefix(one, other)
@@ -179,15 +179,15 @@ def _unmarked(value: Any) -> Any:
     return [_unmarked(inner) for inner in value] if isinstance(value, list) else value
 
 
-def parts_of(kind: Kind, path: str, content: Any) -> Iterator[Part]:
+def parts_of(kind: PartKind, path: str, content: Any) -> Iterator[RequestPart]:
     """A part for each block of a list, one for a string, none for None."""
     blocks = content if isinstance(content, list) else [] if content is None else [content]
     for index, block in enumerate(blocks):
-        yield Part(kind, f"{path}.{index}", text_of(block))
+        yield RequestPart(kind, f"{path}.{index}", text_of(block))
 
 
 def _first_difference(
-    before: Sequence[Part], now: Sequence[Part], *, whole: bool
+    before: Sequence[RequestPart], now: Sequence[RequestPart], *, whole: bool
 ) -> tuple[str, str, str] | None:
     """Path and both texts; whole: a part that only one of them has is a difference."""
     for earlier, later in zip(before, now, strict=False):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sglang_hybrid.core.pins import PinRequest
-from sglang_hybrid.prompts.breakpoints import Place, token_positions
+from sglang_hybrid.prompts.breakpoints import BlockEnd, token_positions
 from sglang_hybrid.prompts.rendering import Rendering, rendered
 from sglang_hybrid.requests.kv_hints import MOST_POSITIONS, pin_hint
 
@@ -95,7 +95,7 @@ def _positions(
     for block in blocks:
         renderings = (_rendered(process, variant) for variant in block.variants)
         texts = [rendering.text for rendering in renderings if rendering is not None]
-        places.append(Place(texts, block.open_ended))
+        places.append(BlockEnd(texts, block.open_ended))
     return token_positions(tokenizer, whole.encode_kwargs, whole.text, ids, places)
 
 

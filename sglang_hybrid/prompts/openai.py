@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from sglang_hybrid.prompts.breakpoints import MARK
 from sglang_hybrid.prompts.diagnostics import (
-    Kind,
-    Part,
+    PartKind,
+    RequestPart,
     SentPrompt,
     compare,
     parts_of,
@@ -48,7 +48,7 @@ class PromptCacheOptions(BaseModel):
     comparison_response_id: str | None = None
 
 
-REASONS: Final = {Kind.MODEL: "model", Kind.TOOLS: "tools", Kind.MESSAGES: "input"}
+REASONS: Final = {PartKind.MODEL: "model", PartKind.TOOLS: "tools", PartKind.MESSAGES: "input"}
 """What a changed part is called in `prompt_cache_diagnostics`."""
 
 
@@ -149,15 +149,15 @@ def _diagnosis(
     }
 
 
-def _parts(chat: Any) -> Iterator[Part]:
-    yield Part(Kind.MODEL, "model", str(chat.model))
-    yield from parts_of(Kind.TOOLS, "tools", chat.tools)
+def _parts(chat: Any) -> Iterator[RequestPart]:
+    yield RequestPart(PartKind.MODEL, "model", str(chat.model))
+    yield from parts_of(PartKind.TOOLS, "tools", chat.tools)
     for index, message in enumerate(chat.messages):
         path = f"input.{index}"
-        yield Part(Kind.MESSAGES, f"{path}.role", message.role)
-        yield from parts_of(Kind.MESSAGES, f"{path}.content", message.content)
+        yield RequestPart(PartKind.MESSAGES, f"{path}.role", message.role)
+        yield from parts_of(PartKind.MESSAGES, f"{path}.content", message.content)
         for call in getattr(message, "tool_calls", None) or ():
-            yield Part(Kind.MESSAGES, f"{path}.tool_calls", text_of(call.function))
+            yield RequestPart(PartKind.MESSAGES, f"{path}.tool_calls", text_of(call.function))
 
 
 def _marks(content: Any) -> list[PromptCacheBreakpoint | None]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_hybrid.core.pins import PinRequest, Priority
 from sglang_hybrid.prompts.budget import Plan, best_prefixes
 from sglang_hybrid.prompts.registry import Registered, Registry
-from sglang_hybrid.prompts.tree import Node, as_imports, prefix_tree
+from sglang_hybrid.prompts.tree import PrefixNode, as_imports, prefix_tree
 from sglang_hybrid.requests.kv_hints import MOST_POSITIONS, checkpoint_hint, pin_hint
 from sglang_hybrid.tenants import Tenant
 
@@ -50,7 +50,7 @@ def plan_for(
 
 
 def prompts_for(
-    registry: Registry, registered: Registered, nodes: Sequence[Node]
+    registry: Registry, registered: Registered, nodes: Sequence[PrefixNode]
 ) -> list[Prepared]:
     """Prompts that pass all `nodes`, each of them once; the longest cover those before them."""
     chosen = set(nodes)

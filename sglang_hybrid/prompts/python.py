@@ -58,7 +58,7 @@ class PythonSchema:
         if not names:
             raise ValueError(f"{tree.name}() needs an argument that adds text, as in add('...').")
         self.name = tree.name
-        self._reader = _Reader(tree.name, names[0], set(names[1:]))
+        self._reader = _FunctionReader(tree.name, names[0], set(names[1:]))
         parts, self._choices = self._reader.parts(tree.body)
         if role is not None:
             parts = f"<{role}>{parts}</{role}>"
@@ -134,7 +134,7 @@ class _Choice:
     inner: Sequence[_Choice]
 
 
-class _Reader:
+class _FunctionReader:
     """Markup and choices from the statements of a function."""
 
     def __init__(self, name: str, add: str, arguments: set[str]) -> None:

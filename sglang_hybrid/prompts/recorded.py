@@ -15,7 +15,7 @@ from statistics import median
 
 import numpy as np
 
-from sglang_hybrid.prompts.alignment import RUN, Aligner, Alignment, Block
+from sglang_hybrid.prompts.alignment import RUN, Aligner, Alignment, EqualBlock
 from sglang_hybrid.prompts.lint import DATES
 from sglang_hybrid.replay.formats import common_prefix
 from sglang_hybrid.replay.timing import PrefillTime
@@ -230,7 +230,7 @@ class _Tenant:
         return "early-parameter" if median(lengths) <= LONGEST_VALUE else "early-choice"
 
 
-def _moved(blocks: Sequence[Block]) -> list[Block]:
+def _moved(blocks: Sequence[EqualBlock]) -> list[EqualBlock]:
     """The first blocks, up to the last one that stands before another block of the earlier prompt
     that it stood behind there, and the block that follows directly; none if all are in the same
     order.

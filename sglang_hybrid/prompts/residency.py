@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sglang_hybrid.config import BACKEND
 from sglang_hybrid.prompts.registry import Registered, Registry
-from sglang_hybrid.prompts.tree import Node, as_imports, prefix_tree
+from sglang_hybrid.prompts.tree import PrefixNode, as_imports, prefix_tree
 from sglang_hybrid.tenants import Tenant, stored_under
 
 if TYPE_CHECKING:
@@ -26,12 +26,12 @@ MOST_TOKENS: Final = 1 << 20
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedPrefix:
     """A prefix that is asked for. parent: the index of the one above it, -1 for none. edge: its
     tokens behind that. position: tokens from the start.
     """
 
-    node: Node
+    node: PrefixNode
     parent: int
     edge: list[int]
     position: int
@@ -65,16 +65,16 @@ async def residency(
     return {"prefixes": told, "more": more}
 
 
-def _likeliest(registry: Registry, registered: Registered) -> tuple[list[Asked], bool]:
+def _likeliest(registry: Registry, registered: Registered) -> tuple[list[AskedPrefix], bool]:
     """Parents first. Raises ValueError if the schema has too many prefixes to weigh."""
     root = prefix_tree(
         registered.schema, registry.tokenizer.length, registered.imports, registered.requests
     )
-    found: list[Asked] = []
+    found: list[AskedPrefix] = []
     tokens = came = 0
-    waiting: list[tuple[float, int, Node, int, int]] = []
+    waiting: list[tuple[float, int, PrefixNode, int, int]] = []
 
-    def add(node: Node, parent: int, level: int) -> None:
+    def add(node: PrefixNode, parent: int, level: int) -> None:
         nonlocal came
         for child in node.children:
             came += 1
@@ -86,14 +86,14 @@ def _likeliest(registry: Registry, registered: Registered) -> tuple[list[Asked],
         tokenized = registry.expand_path(registered, as_imports(node.imports))
         position = tokenized.piece_ends[level - 1]
         start = found[parent].position if parent >= 0 else 0
-        found.append(Asked(node, parent, tokenized.ids[start:position], position))
+        found.append(AskedPrefix(node, parent, tokenized.ids[start:position], position))
         tokens += position - start
         add(node, len(found) - 1, level + 1)
     return found, bool(waiting)
 
 
 async def _places(
-    manager: TokenizerManager, own: Tenant, prefixes: Sequence[Asked]
+    manager: TokenizerManager, own: Tenant, prefixes: Sequence[AskedPrefix]
 ) -> list[tuple[str, str | None]]:
     from sglang_hybrid.explain.messages import ResidencyReq
     from sglang_hybrid.explain.residency import fastest

@@ -86,7 +86,7 @@ def read_schema(text: str, folder: Path | None = None) -> Schema:
     root = parse(text)
     if root.tag != "schema":
         raise root.error(f"the document is a <{root.tag}>; it must be a <schema>.")
-    return _Reader(folder, len(text)).schema(root)
+    return _SchemaReader(folder, len(text)).schema(root)
 
 
 def module_names(part: Module | Union) -> list[str]:
@@ -107,7 +107,7 @@ def tidy(text: str) -> str:
     return ("\n" if "\n" in head else head) + text.strip() + ("\n" if "\n" in tail else tail)
 
 
-class _Reader:
+class _SchemaReader:
     def __init__(self, folder: Path | None, size: int) -> None:
         self._folder = None if folder is None else folder.resolve()
         self._size = size

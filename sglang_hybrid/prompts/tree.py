@@ -45,21 +45,21 @@ class Edge:
 
 
 @dataclass(eq=False)
-class Node:
+class PrefixNode:
     """A position: tokens from the start, and the probability that a prompt passes it. imports: the
     modules that a prompt imports to come here.
     """
 
     shape: Shape
-    parent: Node | None = None
+    parent: PrefixNode | None = None
     depth: int = 0
     probability: float = 1.0
     imports: tuple[Path, ...] = ()
 
     @cached_property
-    def children(self) -> list[Node]:
+    def children(self) -> list[PrefixNode]:
         return [
-            Node(
+            PrefixNode(
                 edge.target,
                 self,
                 self.depth + edge.tokens,
@@ -69,14 +69,14 @@ class Node:
             for edge in self.shape.edges
         ]
 
-    def above(self) -> Iterator[Node]:
+    def above(self) -> Iterator[PrefixNode]:
         """Nodes above this one, the nearest first, without the root."""
         node = self.parent
         while node is not None and node.parent is not None:
             yield node
             node = node.parent
 
-    def walk(self) -> Iterator[Node]:
+    def walk(self) -> Iterator[PrefixNode]:
         """This node and all below it, level by level."""
         level = [self]
         while level:
@@ -86,7 +86,7 @@ class Node:
 
 def prefix_tree(
     schema: Schema, length: Callable[[str], int], counts: Mapping[Path, int], requests: int
-) -> Node:
+) -> PrefixNode:
     """The root of the tree of a schema's prefixes. Raises ValueError if it is too large.
 
     length: tokens of a text. counts: how often each module was imported in so many `requests`; at
@@ -99,7 +99,7 @@ def prefix_tree(
             f"{LONGEST_CHAIN} can be weighed."
         )
     steps = tuple((part, ()) for part in schema.parts)
-    return Node(_Shapes(length, counts, requests).after(steps))
+    return PrefixNode(_Shapes(length, counts, requests).after(steps))
 
 
 def _chain(parts: tuple[Part, ...]) -> int:

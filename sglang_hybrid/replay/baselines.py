@@ -299,7 +299,7 @@ class SglangRules(Simulator):
             self.pool.mark_dirty(node)
 
 
-class SglangCache(SglangRules):
+class SglangSimulator(SglangRules):
     """SGLang 0.5.23 as it is: `SglangRules` in two pools, for states and for KV. States go by least
     recent use, however many children they have; KV by least recently used leaf.
     """

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sglang_hybrid.core.queue_order import QueueOrder
 from sglang_hybrid.core.standings import Standings
-from sglang_hybrid.core.waiting import Prospect, Reuse
+from sglang_hybrid.core.waiting import Prospect, ReuseKind
 from sglang_hybrid.replay.simulator import Cache, Simulator
 from sglang_hybrid.replay.traces import Request
 
@@ -85,9 +85,9 @@ class WaitingQueue:
             hit,
             load + self._time.seconds(hit, request.input_len - hit),
             self._time.seconds(0, request.input_len),
-            Reuse.TO_LOAD
+            ReuseKind.TO_LOAD
             if load or index in self.loading
-            else Reuse.ON_DEVICE
+            else ReuseKind.ON_DEVICE
             if hit
-            else Reuse.NOTHING,
+            else ReuseKind.NOTHING,
         )

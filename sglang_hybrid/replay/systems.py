@@ -25,8 +25,8 @@ from sglang_hybrid.replay.baselines import (
     ClairvoyantCache,
     NoCache,
     ServedClairvoyant,
-    SglangCache,
     SglangPlus,
+    SglangSimulator,
 )
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.hicache import HiCache
@@ -112,7 +112,7 @@ def _sglang_plus(setting: Setting) -> Cache:
 def _sglang(setting: Setting, grid: int = 64, chunk: int = 8_192, interval: int = 256) -> Cache:
     if not setting.cost.state_bytes:  # then it is a plain radix cache
         return _sglang_plus(setting)
-    return SglangCache(
+    return SglangSimulator(
         setting.cost,
         setting.budget,
         int(grid),

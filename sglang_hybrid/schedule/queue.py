@@ -17,7 +17,7 @@ from sglang_hybrid.config import HybridConfig, Schedule
 from sglang_hybrid.core.orders import Car, Order, Window
 from sglang_hybrid.core.queue_order import QueueOrder
 from sglang_hybrid.core.standings import Standings
-from sglang_hybrid.core.waiting import Bound, Prospect, Reuse
+from sglang_hybrid.core.waiting import Bound, Prospect, ReuseKind
 from sglang_hybrid.per_request import PerRequest
 from sglang_hybrid.schedule.clock import StepClock
 from sglang_hybrid.schedule.loads import LoadingCache, TimedLoads
@@ -185,7 +185,7 @@ class QueueSchedule:
         known = self._prospects.get(req)
         loads = req.host_hit_length > 0 or getattr(req, "mamba_host_hit_length", 0) > 0
         loads = loads or (self.loads is not None and self.loads.waits_for_load(req))
-        reuse = Reuse.TO_LOAD if loads else Reuse.ON_DEVICE if hit else Reuse.NOTHING
+        reuse = ReuseKind.TO_LOAD if loads else ReuseKind.ON_DEVICE if hit else ReuseKind.NOTHING
         if known is not None and known[0] == length:
             before = known[1]
             if (before.hit_len, before.reuse) == (hit, reuse) and not load:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.core.prefetch import PrefetchCounts
-from sglang_hybrid.core.waiting import Bound, Reuse, Waiting
+from sglang_hybrid.core.waiting import Bound, ReuseKind, Waiting
 
 if TYPE_CHECKING:
     from prometheus_client import Counter as Metric
@@ -38,7 +38,7 @@ class ScheduleStats:
 
     def runs(self, waiting: Waiting[Any], bound: Bound, now: float) -> None:
         """A request was taken from the front."""
-        reuse = Reuse.NOTHING if waiting.prospect is None else waiting.prospect.reuse
+        reuse = ReuseKind.NOTHING if waiting.prospect is None else waiting.prospect.reuse
         self.started[reuse.name.lower()] += 1
         self.overtaken += waiting.overtaken
         self.most_overtaken = max(self.most_overtaken, waiting.overtaken)

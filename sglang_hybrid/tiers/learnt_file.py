@@ -37,7 +37,7 @@ class _Answers(msgspec.Struct, array_like=True):
     hints: list[float]
 
 
-class _Content(msgspec.Struct):
+class _LearntContent(msgspec.Struct):
     """shape: of the classes, and bins of age; other ones mean something else."""
 
     shape: list[int]
@@ -61,14 +61,14 @@ def pack(learnt: Learnt) -> bytes:
         _Counts(one.begun.tobytes(), one.ended.tobytes(), one.unended.tobytes())
         for one in (classes.long, classes.short)
     )
-    content = _Content([*SHAPE, BINS], classes.classes.tobytes(), long, short, answers)
+    content = _LearntContent([*SHAPE, BINS], classes.classes.tobytes(), long, short, answers)
     return msgspec.msgpack.encode(content)
 
 
 def unpack(content: bytes) -> Learnt:
     """What `pack` was given. Nothing of it is believed that can be checked. Raises BadFile."""
     try:
-        it = msgspec.msgpack.decode(content, type=_Content)
+        it = msgspec.msgpack.decode(content, type=_LearntContent)
     except msgspec.DecodeError as error:
         raise BadFile("its content cannot be read") from error
     if it.shape != [*SHAPE, BINS]:

@@ -19,7 +19,7 @@ _LINK: Final = re.compile(
 
 
 @dataclass(frozen=True)
-class Link:
+class TierLink:
     """The way between the device and a tier; both directions have this speed of their own."""
 
     bytes_per_second: float
@@ -30,12 +30,12 @@ class Link:
         return self.latency_seconds + size / self.bytes_per_second
 
 
-def parse_links(text: str) -> Mapping[str, Link]:
+def parse_links(text: str) -> Mapping[str, TierLink]:
     """`host=25GB/s+20us,disk=3GB/s` as a link per tier; nothing for an empty text.
 
     Raises ValueError for an unknown tier, a bandwidth of 0, or another form.
     """
-    links: dict[str, Link] = {}
+    links: dict[str, TierLink] = {}
     for part in filter(None, text.split(",")):
         tier, _, speed = part.partition("=")
         found = _LINK.fullmatch(speed)
@@ -48,5 +48,5 @@ def parse_links(text: str) -> Mapping[str, Link]:
         if not rate:
             raise ValueError(f"{part!r} is a bandwidth of 0; give more, or leave the tier out")
         wait = float(found["wait"] or 0) * _SECONDS[found["time"] or "s"]
-        links[tier] = Link(rate, wait)
+        links[tier] = TierLink(rate, wait)
     return links

@@ -42,7 +42,7 @@ class Uses:
         )
 
 
-class _Content(msgspec.Struct, array_like=True):
+class _UsesContent(msgspec.Struct, array_like=True):
     classes: bytes
     names: bytes
     uses: bytes
@@ -51,7 +51,7 @@ class _Content(msgspec.Struct, array_like=True):
 
 def save_uses(path: Path, identity: str, uses: Uses, written: float) -> None:
     """Raises OSError."""
-    packed = _Content(
+    packed = _UsesContent(
         pack(Learnt(uses.classes)),
         uses.names,
         uses.uses.astype(np.int64).tobytes(),
@@ -68,7 +68,7 @@ def load_uses(path: Path, identity: str) -> Uses | None:
     if packed is None:
         return None
     try:
-        content = msgspec.msgpack.decode(packed, type=_Content)
+        content = msgspec.msgpack.decode(packed, type=_UsesContent)
         uses, buckets = (
             np.frombuffer(one, dtype=np.int64) for one in (content.uses, content.buckets)
         )

@@ -6,7 +6,7 @@ from sglang_hybrid.core.systems import HINDSIGHT, Spec, make_policies
 from sglang_hybrid.replay.server_simulator import ServerSimulator
 from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator
 from sglang_hybrid.replay.tiered_server import TieredServerSimulator
-from sglang_hybrid.tuner.window import Window
+from sglang_hybrid.tuner.window import RequestWindow
 
 MARCONI_ALONE = tuple(Spec(HINDSIGHT).candidates())
 """What the paper chooses from; it starts with the first one, whose alpha is 0: LRU."""
@@ -26,7 +26,7 @@ def as_text(spec: Spec) -> str:
     return f"{spec.name}:{','.join(f'{name}={value!r}' for name, value in spec.options)}"
 
 
-def replay(window: Window, spec: Spec) -> list[Outcome]:
+def replay(window: RequestWindow, spec: Spec) -> list[Outcome]:
     """What each request of `window` [n] would have found under `spec`, from an empty cache on."""
     kv_policy, state_policy = make_policies(spec)
     cost, least = window.cost, window.min_branch_tokens

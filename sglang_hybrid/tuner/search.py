@@ -19,7 +19,7 @@ import sglang_hybrid
 from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.tuner.candidates import as_text
 from sglang_hybrid.tuner.regret import Ints
-from sglang_hybrid.tuner.window import Window, packed
+from sglang_hybrid.tuner.window import RequestWindow, packed
 from sglang_hybrid.tuner.worker import Score
 
 WORKER = ("-m", "sglang_hybrid.tuner.worker")
@@ -35,7 +35,7 @@ class Limits:
 
 
 @dataclass
-class Found:
+class TokensFound:
     """Tokens found in each request that counts [n], by candidate, of `counted_tokens` prompt tokens
     in all; and what went wrong.
     """
@@ -47,16 +47,16 @@ class Found:
 
 
 def search(
-    window: Window,
+    window: RequestWindow,
     candidates: Sequence[Spec],
     limits: Limits,
     command: Sequence[str] = (sys.executable, *WORKER),
-) -> Found:
+) -> TokensFound:
     """Try all candidates. A worker that dies, hangs or takes too much memory is one failure; what
     it had found by then counts.
     """
     begin = time.monotonic()
-    found = Found(window.counted_tokens)
+    found = TokensFound(window.counted_tokens)
     shares = [share for k in range(limits.workers) if (share := candidates[k :: limits.workers])]
     with packed(window) as content, ThreadPoolExecutor(limits.workers) as threads:
         ran = threads.map(lambda share: _run(command, content, share, limits), shares)

@@ -21,9 +21,9 @@ from sglang_hybrid.replay.simulator import Outcome, Simulator, Ticket
 from sglang_hybrid.replay.traces import Request
 from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE, replay
 from sglang_hybrid.tuner.recorder import Finished
-from sglang_hybrid.tuner.search import Found, Limits
+from sglang_hybrid.tuner.search import Limits, TokensFound
 from sglang_hybrid.tuner.tuner import Rules, Tuner
-from sglang_hybrid.tuner.window import Window
+from sglang_hybrid.tuner.window import RequestWindow
 
 DELAY = 32
 """Requests that end while a search runs."""
@@ -180,10 +180,10 @@ class TunedCache:
             self.tuner.adopted(switch)
         self.decided.append((self._ended, self.tuner.current))
 
-    def _search(self, window: Window, candidates: Sequence[Spec], _: Limits) -> Found:
+    def _search(self, window: RequestWindow, candidates: Sequence[Spec], _: Limits) -> TokensFound:
         if not self._setting.as_served:
             window = replace(window, budget=self._setting.budget)
-        found = Found(window.counted_tokens)
+        found = TokensFound(window.counted_tokens)
         for spec in candidates:
             outcomes = replay(window, spec)[window.counted_from :]
             found.hits[spec] = np.array([outcome.hit_len for outcome in outcomes])

@@ -21,15 +21,15 @@ from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.tuner.candidates import CANDIDATES
 from sglang_hybrid.tuner.recorder import Finished, Recorder
 from sglang_hybrid.tuner.regret import Advantages, Ints, Regrets
-from sglang_hybrid.tuner.search import Found, Limits, search
-from sglang_hybrid.tuner.window import Window, make_window
+from sglang_hybrid.tuner.search import Limits, TokensFound, search
+from sglang_hybrid.tuner.window import RequestWindow, make_window
 
 logger = logging.getLogger(__name__)
 
 MOST_DOUBLINGS = 10
 """Of the time between two searches that fail."""
 
-Search = Callable[[Window, Sequence[Spec], Limits], Found]
+Search = Callable[[RequestWindow, Sequence[Spec], Limits], TokensFound]
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Tuner:
         self._failed = 0  # searches in a row
         self._rests_until = 0  # requests
         self._thread: threading.Thread | None = None
-        self._found: Found | None = None
+        self._found: TokensFound | None = None
         self._seen_then = 0.0
         self._offer: PolicySwitch | None = None
 
@@ -288,10 +288,13 @@ class Tuner:
             self._found = self._search(window, self._compared, self.rules.limits)
         except Exception as error:
             logger.debug("the search failed", exc_info=True)
-            self._found = Found(0, failures=[f"{type(error).__name__}: {error}"])
+            self._found = TokensFound(0, failures=[f"{type(error).__name__}: {error}"])
 
     def _conclude(self) -> None:
-        found, self._found = self._found or Found(0, failures=["it ended without a word"]), None
+        found, self._found = (
+            self._found or TokensFound(0, failures=["it ended without a word"]),
+            None,
+        )
         self.counts.runs += 1
         self.counts.seconds += found.seconds
         self.counts.failures += len(found.failures)

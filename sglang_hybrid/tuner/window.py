@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Window:
+class RequestWindow:
     """Requests in order of arrival, and the cache that they are replayed on.
 
     counted: how many of them count, the last ones; those before fill the cache and what policies
@@ -62,7 +62,7 @@ def make_window(
     *,
     has_states: bool,
     tiers: ServedTiers | None = None,
-) -> Window:
+) -> RequestWindow:
     """`records` [n > 0] in as much memory as running requests usually leave of the server's, and in
     its `tiers` below.
     """
@@ -75,7 +75,7 @@ def make_window(
         for number, r in enumerate(records)
     ]
     room = _usual_room([r.room for r in records], has_states=has_states)
-    return Window(requests, cost, room, counted, min_branch_tokens, serving, tiers)
+    return RequestWindow(requests, cost, room, counted, min_branch_tokens, serving, tiers)
 
 
 def _usual_room(rooms: Sequence[Split | int], *, has_states: bool) -> Split | int:
@@ -88,7 +88,7 @@ def _usual_room(rooms: Sequence[Split | int], *, has_states: bool) -> Split | in
 
 
 @contextmanager
-def packed(window: Window) -> Iterator[int]:
+def packed(window: RequestWindow) -> Iterator[int]:
     """`window` as a file descriptor that lives in memory and leaves nothing behind.
 
     Written piece by piece, so that other threads of this process are not held up.
@@ -117,7 +117,7 @@ def packed(window: Window) -> Iterator[int]:
         os.close(descriptor)
 
 
-def unpack(descriptor: int) -> Window:
+def unpack(descriptor: int) -> RequestWindow:
     """The window that `packed` wrote; its tokens are not copied."""
     content = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     start = 8 + int.from_bytes(content[:8], "little")
@@ -127,4 +127,4 @@ def unpack(descriptor: int) -> Window:
         tokens = np.frombuffer(content, np.int32, length, start)
         start += tokens.nbytes
         requests.append(Request(session, turn, arrival, tokens, *rest))
-    return Window(requests, *cache)
+    return RequestWindow(requests, *cache)

@@ -17,11 +17,11 @@ import pytest
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_hybrid.core.rates import Link as HostLink
 from sglang_hybrid.core.rates import Speeds
+from sglang_hybrid.core.rates import TierLink as HostLink
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
 from sglang_hybrid.tiers import file_backend, object_store, weights
-from sglang_hybrid.tiers.links import Link
+from sglang_hybrid.tiers.links import TierLink
 from tests.cache.backends import options
 from tests.cache.disk import FULL, MAMBA, DiskServer, PlainTiers, disk_server
 from tests.cache.driver import Sizes
@@ -234,7 +234,7 @@ RUNS = [
         pytest.param(sizes, writes, link, 40, id=f"{name}-{writes}-{kind}", marks=pytest.mark.slow)
         for name, sizes in SIZES.items()
         for writes in ("write_through", "write_back")
-        for kind, link in (("prompt copies", None), ("copies that take time", Link(1e9, 2e-3)))
+        for kind, link in (("prompt copies", None), ("copies that take time", TierLink(1e9, 2e-3)))
     ),
 ]
 
@@ -245,7 +245,7 @@ def test_every_request_resumes_from_its_own_prefix(
     monkeypatch: pytest.MonkeyPatch,
     sizes: Sizes,
     writes: str,
-    link: Link | None,
+    link: TierLink | None,
     requests: int,
 ) -> None:
     """Two servers, one after another, on a disk that holds a part of what they write."""

@@ -16,13 +16,13 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.core.pins import PinRequest, Priority
 from sglang_hybrid.core.places import copies_of
-from sglang_hybrid.core.rates import Link as HostLink
 from sglang_hybrid.core.rates import Speeds, Tier
+from sglang_hybrid.core.rates import TierLink as HostLink
 from sglang_hybrid.explain.messages import ExplainReq
 from sglang_hybrid.explain.miss_report import MissReport
 from sglang_hybrid.explain.render import render
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
-from sglang_hybrid.tiers.links import Link
+from sglang_hybrid.tiers.links import TierLink
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
 from tests.cache.tiers import TieredServer, build_tiered_cache
@@ -132,7 +132,7 @@ def test_the_host_has_room_for_states_by_their_number() -> None:
 @pytest.fixture
 def stuck_link() -> Iterator[None]:
     """Nothing that is copied arrives."""
-    transfer_streams.simulate(Link(1e-3))
+    transfer_streams.simulate(TierLink(1e-3))
     yield
     transfer_streams.simulate(None)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
-from sglang_hybrid.tiers.links import Link
+from sglang_hybrid.tiers.links import TierLink
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
 from tests.cache.tiers import TieredServer, build_tiered_cache
@@ -61,7 +61,7 @@ def serve_at_random(server: TieredServer, seed: int, requests: int) -> None:
 SLOW = pytest.mark.slow
 LINKS = [
     pytest.param(None, id="prompt copies", marks=SLOW),
-    pytest.param(Link(1e9, 2e-3), id="copies that take time"),
+    pytest.param(TierLink(1e9, 2e-3), id="copies that take time"),
 ]
 
 

@@ -20,7 +20,7 @@ from sglang_hybrid.core.orders import (
     Window,
 )
 from sglang_hybrid.core.queue_order import QueueOrder
-from sglang_hybrid.core.waiting import Bound, Prospect, Reuse
+from sglang_hybrid.core.waiting import Bound, Prospect, ReuseKind
 from tests.core.plain_queue import PlainQueue
 
 WHOLE = 100.0
@@ -29,11 +29,11 @@ FREE = Bound()
 
 def hit(share: float) -> Prospect:
     """A prefill of which `share` is reused."""
-    reuse = Reuse.ON_DEVICE if share else Reuse.NOTHING
+    reuse = ReuseKind.ON_DEVICE if share else ReuseKind.NOTHING
     return Prospect(int(1_000 * share), WHOLE * (1 - share), WHOLE, reuse)
 
 
-LOADED = Prospect(900, 20.0, WHOLE, Reuse.TO_LOAD)
+LOADED = Prospect(900, 20.0, WHOLE, ReuseKind.TO_LOAD)
 
 
 @dataclass
@@ -95,8 +95,8 @@ def test_cars_classes() -> None:
 
 def test_the_window_goes_by_the_part_that_remains() -> None:
     waiting = line(Window(8), load=LOADED, cold=hit(0), little=hit(0.2), third=hit(0.3))
-    waiting.add("long", Prospect(9_000, 9.0, 100.0, Reuse.ON_DEVICE))
-    waiting.add("short", Prospect(85, 1.5, 10.0, Reuse.ON_DEVICE))
+    waiting.add("long", Prospect(9_000, 9.0, 100.0, ReuseKind.ON_DEVICE))
+    waiting.add("short", Prospect(85, 1.5, 10.0, ReuseKind.ON_DEVICE))
     assert waiting.arrange() == ["long", "short", "third", "load", "cold", "little"]
 
 

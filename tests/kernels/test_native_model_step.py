@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 from sglang_hybrid.kernels.attention import Rule
 from sglang_hybrid.platforms.native.attention import Sequences
 from sglang_hybrid.platforms.native.library import library
-from sglang_hybrid.platforms.native.model_step import Activation, NativeModel, Place, Unserved
+from sglang_hybrid.platforms.native.model_step import Activation, LayerWiring, NativeModel, Unserved
 from tests.kernels.naive_layers import (
     Cache,
     Layer,
@@ -62,7 +62,7 @@ def test_mlps(rows: int, activation: Activation, dtype: torch.dtype) -> None:
     gated = activation is Activation.GATED_SILU
     up = Layer(WIDTH, 2 * inner if gated else inner, True, dtype)
     down = Layer(inner, WIDTH, False, dtype)
-    native.mlp(Place(norm, 0.5, 2.0), up, down, activation, 1.5)
+    native.mlp(LayerWiring(norm, 0.5, 2.0), up, down, activation, 1.5)
     x = torch.randn(rows, WIDTH).to(dtype)
     hidden = up.by_torch(norm.by_torch(x.float()) * 0.5)
     if gated:
@@ -85,8 +85,8 @@ def test_mamba2_beside_another(slots: list[int], dtype: torch.dtype) -> None:
     caches = [Cache(SLOTS, mixer, dtype) for mixer in mixers]
     twins = [cache.clone() for cache in caches]
     scale = torch.rand(mixers[1].in_proj.output_size) + 0.5
-    native.mamba2(Place(norms[0]), mixers[0], caches[0])
-    native.mamba2(Place(norms[1], out_scale=0.5, beside=True), mixers[1], caches[1], scale)
+    native.mamba2(LayerWiring(norms[0]), mixers[0], caches[0])
+    native.mamba2(LayerWiring(norms[1], out_scale=0.5, beside=True), mixers[1], caches[1], scale)
     where = torch.tensor(slots, dtype=torch.int32)
     for _ in range(3):
         x = torch.randn(len(slots), WIDTH).to(dtype)
@@ -108,7 +108,7 @@ def test_mamba1(normed: bool, slots: list[int], dtype: torch.dtype) -> None:
     norm, mixer = Norm(WIDTH, dtype), Mixer1(72, 20, 7, WIDTH, dtype, normed)
     cache = Cache(SLOTS, mixer, dtype)
     twin = cache.clone()
-    native.mamba1(Place(norm), mixer, cache)
+    native.mamba1(LayerWiring(norm), mixer, cache)
     where = torch.tensor(slots, dtype=torch.int32)
     for _ in range(3):
         x = torch.randn(len(slots), WIDTH).to(dtype)
@@ -131,7 +131,7 @@ def test_attention(turned: bool, window: int | None, pool_dtype: torch.dtype) ->
     pools = torch.randn(2, 900, key_heads, width).to(pool_dtype)
     rule = Rule(scale=0.3, causal=True, window=window, cap=20.0, sinks=None)
     native.attention(
-        Place(norm), qkv, out, (heads, key_heads), pools[0], pools[1], rule, rotary, 0.7
+        LayerWiring(norm), qkv, out, (heads, key_heads), pools[0], pools[1], rule, rotary, 0.7
     )
     lengths = [1, 9, 600]
     slots = list(torch.randperm(900)[: sum(lengths)].split(lengths))
@@ -166,7 +166,7 @@ def test_attention(turned: bool, window: int | None, pool_dtype: torch.dtype) ->
 def test_weights_are_read_where_they_lie() -> None:
     native, last = model()
     norm, up, down = Norm(WIDTH), Layer(WIDTH, 64, False), Layer(64, WIDTH, False)
-    native.mlp(Place(norm), up, down, Activation.SQUARED_RELU)
+    native.mlp(LayerWiring(norm), up, down, Activation.SQUARED_RELU)
     x = torch.randn(2, WIDTH)
     up.weight.data.mul_(2)
     norm.weight.data.mul_(3)
@@ -191,14 +191,14 @@ def test_what_is_not_served() -> None:
     native, _ = model()
     up.input_size *= 2  # a rank of two
     with pytest.raises(Unserved, match="more than a product"):
-        native.mlp(Place(norm), up, down, Activation.SQUARED_RELU)
+        native.mlp(LayerWiring(norm), up, down, Activation.SQUARED_RELU)
     with pytest.raises(Unserved, match="more than a product"):
-        native.mlp(Place(norm), nn.Identity(), down, Activation.SQUARED_RELU)
+        native.mlp(LayerWiring(norm), nn.Identity(), down, Activation.SQUARED_RELU)
     norm.variance_epsilon = 1e-3
     with pytest.raises(Unserved, match="alike"):
-        native.mlp(Place(norm), up, down, Activation.SQUARED_RELU)
+        native.mlp(LayerWiring(norm), up, down, Activation.SQUARED_RELU)
     mixer = Mixer(4, 16, 2, 20, WIDTH)
     cache = Cache(SLOTS, mixer)
     mixer.tp_size = 2
     with pytest.raises(Unserved, match="ranks"):
-        native.mamba2(Place(Norm(WIDTH)), mixer, cache)
+        native.mamba2(LayerWiring(Norm(WIDTH)), mixer, cache)

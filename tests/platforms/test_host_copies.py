@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_hybrid.platforms.cpu_ops import host_copies, transfer_streams
-from sglang_hybrid.tiers.links import Link
+from sglang_hybrid.tiers.links import TierLink
 
 LAYERS, SLOTS, HEADS, DIM = 3, 12, 2, 4
 ON_DEVICE = torch.tensor([4, 5, 6, 7, 0, 1, 2, 3])
@@ -138,7 +138,7 @@ def test_states() -> None:
 @pytest.fixture
 def slow_link() -> Iterator[None]:
     """An hour for a byte."""
-    transfer_streams.simulate(Link(1 / 3600))
+    transfer_streams.simulate(TierLink(1 / 3600))
     yield
     transfer_streams.simulate(None)
 

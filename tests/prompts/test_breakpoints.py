@@ -7,13 +7,13 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.prompts.breakpoints import MARK, Place, common_prefix, token_positions
+from sglang_hybrid.prompts.breakpoints import MARK, BlockEnd, common_prefix, token_positions
 from sglang_hybrid.prompts.rendering import Rendering, encoded, rendered
 
 
 def position(tokenizer: Any, before: str, after: str, *, open_ended: bool = True) -> int | None:
     """Of a block that ends between the two texts."""
-    place = Place([before + MARK + after], open_ended)
+    place = BlockEnd([before + MARK + after], open_ended)
     (found,) = token_positions(
         tokenizer, {}, before + after, tokenizer(before + after)["input_ids"], [place]
     )
@@ -49,14 +49,16 @@ def test_a_token_across_the_end_is_left_out(tokenizer: Any) -> None:
 
 def test_a_block_that_no_variant_continues_has_no_position(tokenizer: Any) -> None:
     ids = tokenizer.encode("some text")
-    assert token_positions(tokenizer, {}, "some text", ids, [Place(["some text"], True)]) == [None]
-    assert token_positions(tokenizer, {}, "some text", ids, [Place([], True)]) == [None]
+    assert token_positions(tokenizer, {}, "some text", ids, [BlockEnd(["some text"], True)]) == [
+        None
+    ]
+    assert token_positions(tokenizer, {}, "some text", ids, [BlockEnd([], True)]) == [None]
 
 
 def test_tokens_that_are_not_the_prompts_have_no_position(tokenizer: Any) -> None:
     """As when a reply's beginning was appended, or the text was tokenized another way."""
     ids = tokenizer.encode("other words here")
-    place = Place(["some text" + MARK], True)
+    place = BlockEnd(["some text" + MARK], True)
     assert token_positions(tokenizer, {}, "some text follows", ids, [place]) == [None]
 
 
@@ -64,7 +66,7 @@ def test_a_slow_tokenizer_tells_no_offsets() -> None:
     class Slow:
         is_fast = False
 
-    assert token_positions(Slow(), {}, "text", [1, 2], [Place(["text a"], True)]) == [None]
+    assert token_positions(Slow(), {}, "text", [1, 2], [BlockEnd(["text a"], True)]) == [None]
 
 
 PIECES = st.lists(

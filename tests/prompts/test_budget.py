@@ -10,18 +10,18 @@ import pytest
 from sglang_hybrid.prompts.budget import all_prefixes, best_prefixes, cost, saved
 from sglang_hybrid.prompts.resolve import Import, Prompt, resolve
 from sglang_hybrid.prompts.schema import read_schema
-from sglang_hybrid.prompts.tree import Edge, Node, Shape, as_imports, prefix_tree
+from sglang_hybrid.prompts.tree import Edge, PrefixNode, Shape, as_imports, prefix_tree
 from tests.prompts import schemas
 
 
-def random_tree(source: random.Random, nodes: int) -> Node:
+def random_tree(source: random.Random, nodes: int) -> PrefixNode:
     shapes = [Shape()]
     for _ in range(nodes):
         parent = source.choice(shapes)
         left = 1 - sum(edge.share for edge in parent.edges)
         shapes.append(Shape())
         parent.edges.append(Edge(left * source.random(), source.randint(1, 9), (), shapes[-1]))
-    return Node(shapes[0])
+    return PrefixNode(shapes[0])
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -70,7 +70,7 @@ def test_what_is_too_large_to_weigh_is_refused() -> None:
     def modules(count: int) -> str:
         return "".join(f'<module name="m{n}">text</module>' for n in range(count))
 
-    def tree(parts: str) -> Node:
+    def tree(parts: str) -> PrefixNode:
         return prefix_tree(read_schema(f'<schema name="s">{parts}</schema>'), len, {}, 0)
 
     assert len(tree(modules(70)).children) == 70

@@ -10,19 +10,28 @@ import pytest
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 
 from sglang_hybrid.prompts import anthropic, diagnostics
-from sglang_hybrid.prompts.diagnostics import Kind, Part, SentPrompt, SentPrompts, compare
+from sglang_hybrid.prompts.diagnostics import (
+    PartKind,
+    RequestPart,
+    SentPrompt,
+    SentPrompts,
+    compare,
+)
 
 MARKED = {"type": "ephemeral"}
 
 
 def prompt(*texts: str, ids: list[int] | None = None, sender: Any = None) -> SentPrompt:
     """Texts of a system prompt, by their index."""
-    parts = [Part(Kind.SYSTEM, f"system.{at}", text) for at, text in enumerate(texts)]
+    parts = [RequestPart(PartKind.SYSTEM, f"system.{at}", text) for at, text in enumerate(texts)]
     return SentPrompt(sender, parts, np.array(ids or [], np.int32))
 
 
 def chat(*texts: str) -> SentPrompt:
-    parts = [Part(Kind.MESSAGES, f"messages.{at}.content.0", text) for at, text in enumerate(texts)]
+    parts = [
+        RequestPart(PartKind.MESSAGES, f"messages.{at}.content.0", text)
+        for at, text in enumerate(texts)
+    ]
     return SentPrompt(None, parts, np.array([], np.int32))
 
 
@@ -31,7 +40,7 @@ def test_the_first_text_that_differs_is_shown_with_what_is_around_it() -> None:
     now = prompt("Rules.", "x" * 50 + "Tuesday" + "y" * 50, ids=[1, 2, 9, 4])
     found = compare(before, now)
     assert found is not None
-    assert (found.kind, found.path) == (Kind.SYSTEM, "system.1")
+    assert (found.kind, found.path) == (PartKind.SYSTEM, "system.1")
     assert found.before == "x" * 20 + "Monday" + "y" * 14
     assert found.now == "x" * 20 + "Tuesday" + "y" * 13
     assert (found.shared_tokens, found.missed_tokens) == (2, 3)
@@ -56,16 +65,18 @@ def test_a_part_too_many_differs(
 
 def test_what_prompts_depend_on_first_is_named_first() -> None:
     def asked(model: str, tools: str, system: str) -> SentPrompt:
-        parts = zip((Kind.MODEL, Kind.TOOLS, Kind.SYSTEM), (model, tools, system), strict=True)
+        parts = zip(
+            (PartKind.MODEL, PartKind.TOOLS, PartKind.SYSTEM), (model, tools, system), strict=True
+        )
         return SentPrompt(
-            None, [Part(kind, kind.value, text) for kind, text in parts], np.array([])
+            None, [RequestPart(kind, kind.value, text) for kind, text in parts], np.array([])
         )
 
     before = asked("m", "t", "s")
     for now, kind in (
-        (asked("n", "u", "v"), Kind.MODEL),
-        (asked("m", "u", "v"), Kind.TOOLS),
-        (asked("m", "t", "v"), Kind.SYSTEM),
+        (asked("n", "u", "v"), PartKind.MODEL),
+        (asked("m", "u", "v"), PartKind.TOOLS),
+        (asked("m", "t", "v"), PartKind.SYSTEM),
     ):
         found = compare(before, now)
         assert found is not None and found.kind is kind

@@ -17,13 +17,13 @@ from sglang_hybrid.replay.avmp.compare import (
     compare_queues,
 )
 from sglang_hybrid.replay.avmp.harness import Counts, run
-from sglang_hybrid.replay.avmp.memory import MODELS, Ids, Memory, Model
+from sglang_hybrid.replay.avmp.memory import MODELS, Ids, ModelBytes, SimulatedMemory
 from sglang_hybrid.replay.avmp.paged import Padded, TwoPools
 from sglang_hybrid.replay.avmp.queueing import Capacity, queue
 from sglang_hybrid.replay.avmp.requests import IN_TOTALS, WORKLOADS, LiveRequest, pages_of
-from sglang_hybrid.replay.avmp.shared import OneMemory, OneWayDonor, PlainShared
+from sglang_hybrid.replay.avmp.shared import OneWayDonor, PlainShared, SharedByValue
 
-SMALL = Model("small", page=10, state=40, kv_layers=1, state_layers=1)
+SMALL = ModelBytes("small", page=10, state=40, kv_layers=1, state_layers=1)
 OURS = "one memory (ours)"
 PLAIN = "plain shared pool"
 
@@ -143,7 +143,7 @@ def test_a_donor_gives_kv_to_states_and_never_back() -> None:
 
 
 def test_one_memory_evicts_what_is_worth_least_until_it_suffices() -> None:
-    ours = OneMemory(SMALL, 200)
+    ours = SharedByValue(SMALL, 200)
     assert ours.take(MemoryKind.KV, 0, 6)
     assert ours.take(MemoryKind.KV, 1, 8)
     assert ours.take(MemoryKind.STATES, 2, 1)
@@ -159,7 +159,7 @@ def test_one_memory_evicts_what_is_worth_least_until_it_suffices() -> None:
 
 
 def test_a_lost_request_takes_nothing_from_others() -> None:
-    ours = OneMemory(SMALL, 100)
+    ours = SharedByValue(SMALL, 100)
     assert ours.take(MemoryKind.KV, 0, 10)
     assert ours.take(MemoryKind.KV, 1, 10)
     assert ours.evicted == {0}
@@ -168,7 +168,7 @@ def test_a_lost_request_takes_nothing_from_others() -> None:
 
 
 @pytest.mark.parametrize("make", ALLOCATORS.values(), ids=ALLOCATORS)
-def test_nothing_is_left_when_all_have_ended(make: type[Memory]) -> None:
+def test_nothing_is_left_when_all_have_ended(make: type[SimulatedMemory]) -> None:
     """Random programs: in the end everything can be had, but for what a move lost by rounding."""
     rng = random.Random(3)
     memory = make(SMALL, 2_000)
@@ -191,7 +191,7 @@ def test_nothing_is_left_when_all_have_ended(make: type[Memory]) -> None:
 
 def test_calls_and_requests_are_counted() -> None:
     """A request of one page and then three, in two layers, and a state of 40 bytes."""
-    model = Model("two layers", page=10, state=40, kv_layers=2, state_layers=1)
+    model = ModelBytes("two layers", page=10, state=40, kv_layers=2, state_layers=1)
     requests = [LiveRequest(0, 16, 32, 0)]
     expected = {
         100: Counts(1, out_of_memory=0, completed=1, evicted=0, unharmed=1),

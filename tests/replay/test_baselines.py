@@ -22,8 +22,8 @@ from sglang_hybrid.replay.baselines import (
     BlockCache,
     ClairvoyantCache,
     NoCache,
-    SglangCache,
     SglangPlus,
+    SglangSimulator,
 )
 from sglang_hybrid.replay.future import Oracle
 from sglang_hybrid.replay.policies import TailLru
@@ -148,14 +148,14 @@ def test_sglang_needs_three_requests_and_a_grid() -> None:
     """marconi-notes: the third request with a shared prefix hits, at the grid below the branch."""
     shared = numbers(0, 200)
     asked = [request(shared + numbers(1000 * i, 100), [1, 2]) for i in (1, 2, 3)]
-    assert hits(SglangCache(PAPER, None), *asked) == [0, 0, 192]
+    assert hits(SglangSimulator(PAPER, None), *asked) == [0, 0, 192]
 
 
 def test_sglang_loses_a_short_answer_and_keeps_a_long_one() -> None:
     prompt = numbers(0, 200)
     for answer, hit in ((40, 192), (400, 512)):
         first = prompt + numbers(5000, answer)
-        cache = SglangCache(PAPER, None)
+        cache = SglangSimulator(PAPER, None)
         assert hits(cache, request(prompt, first[200:]), request([*first, 1, 2], [])) == [0, hit]
 
 
@@ -173,23 +173,23 @@ def test_sglang_is_sglang(kv: int, states: int) -> None:
     sizes = Sizes(kv, states, page=16, extra_buffer=True, grid=64, rows=4, context=context)
     sizes = replace(sizes, kv=sizes.kv // 16 * 16)
     theirs = Server(build_cache(sizes, None), sizes, 2_048).play(requests)
-    ours = SglangCache(COST, Split(sizes.kv, states - 3), chunk=2_048, interval=0, page=16)
+    ours = SglangSimulator(COST, Split(sizes.kv, states - 3), chunk=2_048, interval=0, page=16)
     assert [ours.serve(one).hit_len for one in requests] == theirs
     assert sum(theirs) > 0
     slots = Split(sizes.kv, states)
-    with_running = SglangCache(COST, slots, 64, 2_048, 0, page=16, running_states=3)
+    with_running = SglangSimulator(COST, slots, 64, 2_048, 0, page=16, running_states=3)
     assert [with_running.serve(one).hit_len for one in requests] == theirs
 
 
 # Budgets that running requests share.
 
 
-def with_running(budget: int) -> list[BlockCache | SglangPlus | SglangCache]:
+def with_running(budget: int) -> list[BlockCache | SglangPlus | SglangSimulator]:
     split = Split.of(budget, PAPER, 0.9)
     return [
         BlockCache(PAPER, budget, with_running=True),
         SglangPlus(PAPER, budget, running_states=1),
-        SglangCache(PAPER, split, running_states=SGLANG_RUNNING_STATES),
+        SglangSimulator(PAPER, split, running_states=SGLANG_RUNNING_STATES),
     ]
 
 

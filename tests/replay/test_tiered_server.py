@@ -21,9 +21,9 @@ from sglang_hybrid.replay.tiered_server import TieredServerSimulator
 from sglang_hybrid.replay.traces import Request, make_request
 from sglang_hybrid.tuner.candidates import replay
 from sglang_hybrid.tuner.recorder import Finished
-from sglang_hybrid.tuner.search import Found
+from sglang_hybrid.tuner.search import TokensFound
 from sglang_hybrid.tuner.tuner import Rules, Tuner
-from sglang_hybrid.tuner.window import Window, packed, unpack
+from sglang_hybrid.tuner.window import RequestWindow, packed, unpack
 from tests.tuner.traffic import conversations, fashions, records, requests, templates
 
 REQUESTS = requests(templates(60) + fashions(60) + conversations(60) + templates(60, seed=1))
@@ -294,7 +294,7 @@ def test_a_short_find_on_the_disk_is_not_read() -> None:
 
 def test_a_window_in_tiers_is_packed_and_replayed_in_them() -> None:
     below = ServedTiers(Split(100_000, 500), SPEEDS)
-    window = Window(REQUESTS, COST, POOLS, 120, 16, Serving(64, 64), below)
+    window = RequestWindow(REQUESTS, COST, POOLS, 120, 16, Serving(64, 64), below)
     with packed(window) as descriptor:
         read = unpack(descriptor)
     assert read.tiers == below
@@ -305,11 +305,11 @@ def test_a_window_in_tiers_is_packed_and_replayed_in_them() -> None:
 
 def test_the_tuner_compares_in_the_tiers_there_are_when_it_searches() -> None:
     tiers = [ServedTiers(Split(1_000, 5), SPEEDS), ServedTiers(Split(1_000, 5), SPEEDS, disk=77)]
-    windows: list[Window] = []
+    windows: list[RequestWindow] = []
 
-    def search(window: Window, *_: object) -> Found:
+    def search(window: RequestWindow, *_: object) -> TokensFound:
         windows.append(window)
-        return Found(window.counted_tokens)
+        return TokensFound(window.counted_tokens)
 
     tuner = Tuner(
         COST,

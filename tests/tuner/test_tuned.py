@@ -12,10 +12,10 @@ from sglang_hybrid.core.systems import HINDSIGHT, Setting, Spec
 from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.timing import PAPER
 from sglang_hybrid.tuner.candidates import CANDIDATES
-from sglang_hybrid.tuner.search import Found, Limits
+from sglang_hybrid.tuner.search import Limits, TokensFound
 from sglang_hybrid.tuner.tuned import CHOICES, TunedCache, build_tuned, switching
 from sglang_hybrid.tuner.tuner import Rules
-from sglang_hybrid.tuner.window import Window
+from sglang_hybrid.tuner.window import RequestWindow
 from tests.tuner.traffic import COST, POOLS, fashions, requests, templates
 
 REUSE, LRU = CANDIDATES[:2]
@@ -47,8 +47,8 @@ def test_while_nothing_is_chosen_it_is_the_cache_it_starts_with(setting: Setting
     assert {spec for _, spec in cache.decided} == {REUSE}
 
 
-def prefer_reuse(window: Window, candidates: Sequence[Spec], limits: Limits) -> Found:
-    return Found(1_000, {spec: np.full(10, 50 * (spec == REUSE)) for spec in candidates})
+def prefer_reuse(window: RequestWindow, candidates: Sequence[Spec], limits: Limits) -> TokensFound:
+    return TokensFound(1_000, {spec: np.full(10, 50 * (spec == REUSE)) for spec in candidates})
 
 
 @everywhere

@@ -12,9 +12,9 @@ from sglang_hybrid.core.serving import Serving
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.tuner.candidates import CANDIDATES
 from sglang_hybrid.tuner.regret import Advantages, Ints, Regrets
-from sglang_hybrid.tuner.search import Found, Limits, search
+from sglang_hybrid.tuner.search import Limits, TokensFound, search
 from sglang_hybrid.tuner.tuner import PolicySwitch, Rules, Tuner
-from sglang_hybrid.tuner.window import Window
+from sglang_hybrid.tuner.window import RequestWindow
 from tests.tuner.traffic import COST, fashions, records, templates
 
 REUSE, LRU, MARCONI = CANDIDATES[0], CANDIDATES[1], CANDIDATES[4]
@@ -33,14 +33,16 @@ class Script:
 
     def __init__(self, *found: dict[Spec, int] | Exception) -> None:
         self.found = list(found)
-        self.windows: list[Window] = []
+        self.windows: list[RequestWindow] = []
 
-    def __call__(self, window: Window, candidates: Sequence[Spec], limits: Limits) -> Found:
+    def __call__(
+        self, window: RequestWindow, candidates: Sequence[Spec], limits: Limits
+    ) -> TokensFound:
         self.windows.append(window)
         found = self.found.pop(0) if len(self.found) > 1 else self.found[0]
         if isinstance(found, Exception):
             raise found
-        return Found(1_000, {spec: even(hits) for spec, hits in found.items()}, [], 0.5)
+        return TokensFound(1_000, {spec: even(hits) for spec, hits in found.items()}, [], 0.5)
 
 
 def tuner(script: Script, rules: Rules = RULES) -> Tuner:
@@ -151,12 +153,14 @@ class Costs:
         self.compared: list[list[Spec]] = []
         self.counted: list[int] = []
 
-    def __call__(self, window: Window, candidates: Sequence[Spec], limits: Limits) -> Found:
+    def __call__(
+        self, window: RequestWindow, candidates: Sequence[Spec], limits: Limits
+    ) -> TokensFound:
         self.compared.append(list(candidates))
         self.counted.append(window.counted)
         found = self.found.pop(0) if len(self.found) > 1 else self.found[0]
         tokens = {spec: np.full(window.counted, hits) for spec, hits in found.items()}
-        return Found(100 * window.counted, tokens, [], 0.5)
+        return TokensFound(100 * window.counted, tokens, [], 0.5)
 
 
 def test_a_switch_that_lost_since_is_taken_back() -> None:
@@ -268,7 +272,7 @@ def test_a_failed_search_is_told_and_the_next_one_counts(
     assert switch is not None and switch.spec == LRU
 
 
-def few(window: Window, _: Sequence[Spec], limits: Limits) -> Found:
+def few(window: RequestWindow, _: Sequence[Spec], limits: Limits) -> TokensFound:
     return search(window, CANDIDATES[:3], limits)
 
 
@@ -308,11 +312,11 @@ def test_searches_that_fail_come_ever_less_often_and_are_said_once(
     caplog.set_level(logging.INFO)
     asked = []
 
-    def killed(window: Window, candidates: Sequence[Spec], limits: Limits) -> Found:
+    def killed(window: RequestWindow, candidates: Sequence[Spec], limits: Limits) -> TokensFound:
         asked.append(it.info()["recorded"])
         if len(asked) > 4:
-            return Found(1_000, {REUSE: even(500), LRU: even(500)}, [], 0.5)
-        return Found(1_000, failures=["a worker ended with status -9: it said nothing"] * 2)
+            return TokensFound(1_000, {REUSE: even(500), LRU: even(500)}, [], 0.5)
+        return TokensFound(1_000, failures=["a worker ended with status -9: it said nothing"] * 2)
 
     it = Tuner(COST, RULES, search=killed)
     feed(it, 40 + 40 + 80 + 160)

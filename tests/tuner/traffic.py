@@ -13,7 +13,7 @@ from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.serving import Serving, Split
 from sglang_hybrid.replay.traces import Request, make_request
 from sglang_hybrid.tuner.recorder import Finished
-from sglang_hybrid.tuner.window import Window
+from sglang_hybrid.tuner.window import RequestWindow
 
 COST = CostModel(linear=1_000, quadratic=3, windows=(), kv_bytes_per_token=8, state_bytes=4_096)
 POOLS = Split(kv_tokens=3_200, slots=6)
@@ -67,8 +67,8 @@ def requests(prompts: Sequence[list[int]]) -> list[Request]:
     ]
 
 
-def window(prompts: Sequence[list[int]]) -> Window:
-    return Window(requests(prompts), COST, POOLS, len(prompts) // 2, 16, Serving())
+def window(prompts: Sequence[list[int]]) -> RequestWindow:
+    return RequestWindow(requests(prompts), COST, POOLS, len(prompts) // 2, 16, Serving())
 
 
 def records(prompts: Sequence[list[int]], hit_rate: float = 0.0) -> list[Finished]:

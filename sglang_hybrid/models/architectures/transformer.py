@@ -9,16 +9,16 @@ from sglang_hybrid.models.weights import AttentionShape, Weights
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class _TransformerSizes:
     layers: int
     hidden: int
     mlp: int
     attention: AttentionShape
 
 
-SIZES: dict[Scale, _Sizes] = {
-    "tiny": _Sizes(4, 128, 384, AttentionShape(heads=4, kv_heads=2, head_dim=32)),
-    "100m": _Sizes(12, 768, 2048, AttentionShape(heads=12, kv_heads=4, head_dim=64)),
+SIZES: dict[Scale, _TransformerSizes] = {
+    "tiny": _TransformerSizes(4, 128, 384, AttentionShape(heads=4, kv_heads=2, head_dim=32)),
+    "100m": _TransformerSizes(12, 768, 2048, AttentionShape(heads=12, kv_heads=4, head_dim=64)),
 }
 
 
@@ -39,7 +39,7 @@ def transformer(seed: int, scale: Scale) -> Model:
     return Model(_config(sizes), weights)
 
 
-def _config(sizes: _Sizes) -> dict[str, object]:
+def _config(sizes: _TransformerSizes) -> dict[str, object]:
     return BASE_CONFIG | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -22,8 +22,8 @@ from sglang_hybrid.platforms.native.library import library
 from sglang_hybrid.platforms.native.model_step import (
     MOST_ROWS,
     Activation,
+    LayerWiring,
     NativeModel,
-    Place,
     Unserved,
 )
 
@@ -45,10 +45,12 @@ class Description:
         self._full = getattr(backend, "full_attn_backend", backend)
         self._linear = getattr(backend, "linear_attn_backend", backend)
 
-    def mamba2(self, place: Place, mixer: Any, layer: int, scale: Tensor | None = None) -> None:
+    def mamba2(
+        self, place: LayerWiring, mixer: Any, layer: int, scale: Tensor | None = None
+    ) -> None:
         self.native.mamba2(place, mixer, self._states(layer), scale)
 
-    def mamba1(self, place: Place, mixer: Any, layer: int) -> None:
+    def mamba1(self, place: LayerWiring, mixer: Any, layer: int) -> None:
         self.native.mamba1(place, mixer, self._states(layer))
 
     def _states(self, layer: int) -> Any:
@@ -59,7 +61,7 @@ class Description:
         return cache
 
     def attention(
-        self, place: Place, block: Any, rotary: Any = None, key_scale: float = 1.0
+        self, place: LayerWiring, block: Any, rotary: Any = None, key_scale: float = 1.0
     ) -> None:
         """For a ``block`` with `qkv_proj`, `attn` and `o_proj`."""
         from sglang_hybrid.platforms.attention import HybridCpuAttnBackend, rule_of
@@ -77,7 +79,7 @@ class Description:
         self.attending.append(layer.layer_id)
 
     def gated_mlp(
-        self, place: Place, up: Any, activation: Any, down: Any, gate_scale: float = 1.0
+        self, place: LayerWiring, up: Any, activation: Any, down: Any, gate_scale: float = 1.0
     ) -> None:
         if type(activation).__name__ != "SiluAndMul":
             raise Unserved(f"an MLP with {type(activation).__name__}")
@@ -127,7 +129,7 @@ Describe = Callable[[ctypes.CDLL, Any, Any], Description]
 def nemotron_h(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
     found = Description(kernels, model, model.norm_f, backend)
     for index, layer in enumerate(model.layers):
-        kind, place = type(layer).__name__, Place(layer.norm)
+        kind, place = type(layer).__name__, LayerWiring(layer.norm)
         if kind == "NemotronHMambaDecoderLayer":
             found.mamba2(place, layer.mixer, index)
         elif kind == "NemotronHAttentionDecoderLayer":
@@ -143,14 +145,14 @@ def nemotron_h(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
 def mamba2(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
     found = Description(kernels, model, model.norm, backend)
     for index, layer in enumerate(model.layers):
-        found.mamba2(Place(layer.norm), layer.mixer, index)
+        found.mamba2(LayerWiring(layer.norm), layer.mixer, index)
     return found
 
 
 def mamba1(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
     found = Description(kernels, model, model.norm, backend)
     for index, layer in enumerate(model.layers):
-        found.mamba1(Place(layer.norm), layer.mixer, index)
+        found.mamba1(LayerWiring(layer.norm), layer.mixer, index)
     return found
 
 
@@ -162,8 +164,8 @@ def llama(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
         if type(layer).__name__ != "LlamaDecoderLayer":
             raise Unserved(f"a {type(layer).__name__}")
         attend, block = layer.self_attn, layer.mlp
-        found.attention(Place(layer.input_layernorm), attend, attend.rotary_emb)
-        place = Place(layer.post_attention_layernorm)
+        found.attention(LayerWiring(layer.input_layernorm), attend, attend.rotary_emb)
+        place = LayerWiring(layer.post_attention_layernorm)
         found.gated_mlp(place, block.gate_up_proj, block.act_fn, block.down_proj)
     return found
 
@@ -171,7 +173,7 @@ def llama(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
 def granite_hybrid(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
     found = Description(kernels, model, model.norm, backend)
     for index, layer in enumerate(model.layers):
-        place = Place(layer.input_layernorm, out_scale=layer.residual_multiplier)
+        place = LayerWiring(layer.input_layernorm, out_scale=layer.residual_multiplier)
         if hasattr(layer, "mamba"):
             found.mamba2(place, layer.mamba, index)
         else:
@@ -188,12 +190,12 @@ def falcon_h1(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
     found = Description(kernels, model, model.final_layernorm, backend)
     for index, layer in enumerate(model.layers):
         norm, block = layer.input_layernorm, layer.feed_forward
-        place = Place(norm, layer.attention_in_multiplier, layer.attn_out_multiplier)
+        place = LayerWiring(norm, layer.attention_in_multiplier, layer.attn_out_multiplier)
         found.attention(place, layer, layer.rotary_emb, layer.key_multiplier)
-        place = Place(norm, layer.ssm_in_multiplier, layer.ssm_out_multiplier, beside=True)
+        place = LayerWiring(norm, layer.ssm_in_multiplier, layer.ssm_out_multiplier, beside=True)
         found.mamba2(place, layer.mamba, index, layer.mup_vector)
         found.gated_mlp(
-            Place(layer.pre_ff_layernorm, out_scale=block.down_multiplier),
+            LayerWiring(layer.pre_ff_layernorm, out_scale=block.down_multiplier),
             block.gate_up_proj,
             block.act_fn,
             block.down_proj,

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from sglang_hybrid.tiers.links import Link
+from sglang_hybrid.tiers.links import TierLink
 
-host_link: Link | None = None
+host_link: TierLink | None = None
 """The simulated link to host memory; None: copies take as long as they take."""
 
 
@@ -92,7 +92,7 @@ def stream(chosen: Stream) -> Iterator[None]:
         _current.pop()
 
 
-def simulate(link: Link | None) -> None:
+def simulate(link: TierLink | None) -> None:
     """Let copies in this process take the time of `link` from now on, or their own."""
     global host_link
     host_link = link

@@ -36,7 +36,7 @@ class Activation(IntEnum):
 
 
 @dataclass(frozen=True)
-class Place:
+class LayerWiring:
     """How a layer stands in its model: it reads ``norm(residual) * in_scale`` and adds its result
     times ``out_scale`` to the residual. A layer ``beside`` another reads what that one read.
     """
@@ -65,7 +65,12 @@ class NativeModel:
         weakref.finalize(self, kernels.hybrid_model_free, self._handle)
 
     def mlp(
-        self, place: Place, up: Any, down: Any, activation: Activation, gate_scale: float = 1.0
+        self,
+        place: LayerWiring,
+        up: Any,
+        down: Any,
+        activation: Activation,
+        gate_scale: float = 1.0,
     ) -> None:
         """``down(activation(up(x)))``; ``gate_scale`` multiplies gates before their activation."""
         self._kernels.hybrid_model_mlp(
@@ -77,7 +82,9 @@ class NativeModel:
             gate_scale,
         )
 
-    def mamba2(self, place: Place, mixer: Any, cache: Any, scale: Tensor | None = None) -> None:
+    def mamba2(
+        self, place: LayerWiring, mixer: Any, cache: Any, scale: Tensor | None = None
+    ) -> None:
         """SGLang's `MambaMixer2` on one layer's windows and states of all slots. ``scale``
         [projections] multiplies the projected inputs.
         """
@@ -105,7 +112,7 @@ class NativeModel:
             norm.variance_epsilon,
         )
 
-    def mamba1(self, place: Place, mixer: Any, cache: Any) -> None:
+    def mamba1(self, place: LayerWiring, mixer: Any, cache: Any) -> None:
         """SGLang's `MambaMixer1` on one layer's windows and states of all slots."""
         size = mixer.ssm_state_size
         _check_states(mixer, cache, (size, size, 1))
@@ -131,7 +138,7 @@ class NativeModel:
 
     def attention(
         self,
-        place: Place,
+        place: LayerWiring,
         qkv: Any,
         out: Any,
         heads: tuple[int, int],
@@ -206,7 +213,7 @@ class NativeModel:
         )
         return out.to(x.dtype)
 
-    def _place(self, place: Place) -> tuple[Any, ...]:
+    def _place(self, place: LayerWiring) -> tuple[Any, ...]:
         norm = self._norm(place.norm)
         if place.norm.variance_epsilon != self._eps:
             raise Unserved("norms that are not alike")

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from sglang_hybrid.replay.avmp.compare import (
     ALLOCATORS,
+    QueueResult,
     Row,
-    Waiting,
     compare,
     compare_queues,
 )
@@ -53,7 +53,7 @@ def show(rows: Mapping[tuple[str, str], Row]) -> None:
         print(f"| {allocator} | {shown} | {total:.1f} | {100 * unharmed:.1f} % |")
 
 
-def show_queues(found: Mapping[str, Mapping[str, Waiting]]) -> None:
+def show_queues(found: Mapping[str, Mapping[str, QueueResult]]) -> None:
     """Calls that got nothing, requests evicted, refused; makespan and mean wait in ticks."""
     print("| memory | workload | OOM | evicted | never fit | makespan | waited |")
     print("|---|---|---:|---:|---:|---:|---:|")

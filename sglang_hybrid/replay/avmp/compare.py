@@ -9,18 +9,18 @@ from functools import partial
 from statistics import fmean
 
 from sglang_hybrid.replay.avmp.harness import Counts, run
-from sglang_hybrid.replay.avmp.memory import MODELS, POOLS, Memory, Model
+from sglang_hybrid.replay.avmp.memory import MODELS, POOLS, ModelBytes, SimulatedMemory
 from sglang_hybrid.replay.avmp.paged import Padded, TwoPools
 from sglang_hybrid.replay.avmp.queueing import Capacity, queue
 from sglang_hybrid.replay.avmp.requests import WORKLOADS
-from sglang_hybrid.replay.avmp.shared import OneMemory, OneWayDonor, PlainShared
+from sglang_hybrid.replay.avmp.shared import OneWayDonor, PlainShared, SharedByValue
 
 SGLANGS_SHARE = 0.474
 """Of the memory, 0.9 / 1.9: what SGLang's --mamba-full-memory-ratio gives to states by default."""
 
 STATIC = (0.05, 0.1, 0.2, 0.3, 0.4, SGLANGS_SHARE, 0.5, 0.9)
 
-ALLOCATORS: dict[str, Callable[[Model, int], Memory]] = {
+ALLOCATORS: dict[str, Callable[[ModelBytes, int], SimulatedMemory]] = {
     "padded unified": Padded,
     **{f"two pools, {share:.3g} for states": partial(TwoPools, share=share) for share in STATIC},
     **{
@@ -29,7 +29,7 @@ ALLOCATORS: dict[str, Callable[[Model, int], Memory]] = {
     },
     "SGLang's one-way donor": OneWayDonor,
     "plain shared pool": PlainShared,
-    "one memory (ours)": OneMemory,
+    "one memory (ours)": SharedByValue,
 }
 """Two pools are the paper's `fixed_dual` and `avmp_static`, which count alike."""
 
@@ -40,7 +40,7 @@ class Cell:
 
     allocator: str
     workload: str
-    model: Model
+    model: ModelBytes
     total: int
     replicate: int
 
@@ -98,7 +98,7 @@ def compare(
 
 
 @dataclass(frozen=True)
-class Waiting:
+class QueueResult:
     """Where requests wait for room. makespan: ticks, summed over models and sizes, as the mean of
     the seeds. waited: ticks, per request. refused: requests that never fit, of those that all came.
     """
@@ -110,14 +110,14 @@ class Waiting:
     refused: int
 
 
-QUEUES: dict[str, tuple[float | None, Callable[[Model, int], Memory]]] = {
+QUEUES: dict[str, tuple[float | None, Callable[[ModelBytes, int], SimulatedMemory]]] = {
     f"two pools, {share:.3g} for states": (share, partial(TwoPools, share=share))
     for share in (0.1, SGLANGS_SHARE, 0.5)
 }
-QUEUES["one memory (ours)"] = (None, OneMemory)
+QUEUES["one memory (ours)"] = (None, SharedByValue)
 
 
-def compare_queues(workload: str, seeds: int) -> dict[str, Waiting]:
+def compare_queues(workload: str, seeds: int) -> dict[str, QueueResult]:
     """All of them on the requests that fit into SGLang's split: others would make it wait less."""
     rows = {}
     for name, (share, make) in QUEUES.items():
@@ -136,5 +136,5 @@ def compare_queues(workload: str, seeds: int) -> dict[str, Waiting]:
             waited += queued.waited
             served += len(queued.started)
             refused += sum(not own.holds(cell.model.peak(request)) for request in everyone)
-        rows[name] = Waiting(failed, evicted, makespan, waited / served, refused)
+        rows[name] = QueueResult(failed, evicted, makespan, waited / served, refused)
     return rows

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from sglang_hybrid.memory.account import MemoryKind
-from sglang_hybrid.replay.avmp.memory import Memory, Model
+from sglang_hybrid.replay.avmp.memory import ModelBytes, SimulatedMemory
 from sglang_hybrid.replay.avmp.requests import LiveRequest
 
 
-class Event(IntEnum):
+class RequestEvent(IntEnum):
     """What happens to a request, in the order of one tick."""
 
     END = 0
@@ -36,28 +36,28 @@ class Counts:
     unharmed: int
 
 
-def events_of(requests: Sequence[LiveRequest]) -> list[tuple[int, Event, int]]:
+def events_of(requests: Sequence[LiveRequest]) -> list[tuple[int, RequestEvent, int]]:
     """Tick, what happens, and the request's number, in order."""
     events = []
     for request in requests:
-        events.append((request.arrival, Event.ARRIVAL, request.number))
-        events.append((request.end, Event.END, request.number))
-        events += [(tick, Event.GROWTH, request.number) for tick in request.page_ticks()]
+        events.append((request.arrival, RequestEvent.ARRIVAL, request.number))
+        events.append((request.end, RequestEvent.END, request.number))
+        events += [(tick, RequestEvent.GROWTH, request.number) for tick in request.page_ticks()]
     return sorted(events)
 
 
-def run(memory: Memory, model: Model, requests: Sequence[LiveRequest]) -> Counts:
+def run(memory: SimulatedMemory, model: ModelBytes, requests: Sequence[LiveRequest]) -> Counts:
     """Play all `requests` on an empty `memory`."""
     by_number = {request.number: request for request in requests}
     failed: dict[int, int] = dict.fromkeys(by_number, 0)
     running: set[int] = set()
     for _, what, number in events_of(requests):
-        if what is Event.END:
+        if what is RequestEvent.END:
             running.discard(number)
             memory.end(number)
             continue
         takes = [(MemoryKind.KV, 1, model.kv_layers)]
-        if what is Event.ARRIVAL:
+        if what is RequestEvent.ARRIVAL:
             running.add(number)
             takes = [
                 (MemoryKind.KV, by_number[number].pages, model.kv_layers),

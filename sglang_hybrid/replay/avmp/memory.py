@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelBytes:
     """Bytes of a KV page (16 tokens) and of a state, of one layer, and layers of each kind."""
 
     name: str
@@ -35,13 +35,16 @@ class Model:
         }
 
 
-MODELS = (Model("jamba_1_5_mini", 64 << 10, 256 << 10), Model("mamba2_1b3", 64 << 10, 2 << 20))
+MODELS = (
+    ModelBytes("jamba_1_5_mini", 64 << 10, 256 << 10),
+    ModelBytes("mamba2_1b3", 64 << 10, 2 << 20),
+)
 """Jamba 1.5 Mini, and the same with states of Mamba-2 1.3B."""
 
 POOLS = (1 * GIB, 4 * GIB)
 
 
-class Memory(Protocol):
+class SimulatedMemory(Protocol):
     """An allocator of one model and size.
 
     evicted: requests of which memory was taken while they ran.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 
 from sglang_hybrid.memory.account import MemoryKind
-from sglang_hybrid.replay.avmp.memory import Ids, Model, Recency
+from sglang_hybrid.replay.avmp.memory import Ids, ModelBytes, Recency
 
 
 class Padded:
@@ -16,7 +16,7 @@ class Padded:
     simulator: also those that were evicted and belong to another request by now.
     """
 
-    def __init__(self, model: Model, total: int) -> None:
+    def __init__(self, model: ModelBytes, total: int) -> None:
         self.evicted: set[int] = set()
         self._ids = Ids(total // max(model.page, model.state))
         self._held: OrderedDict[int, dict[int, None]] = OrderedDict()
@@ -68,7 +68,7 @@ class TwoPools:
         batch: pages or states of a move; 0: never.
     """
 
-    def __init__(self, model: Model, total: int, share: float, batch: int = 0) -> None:
+    def __init__(self, model: ModelBytes, total: int, share: float, batch: int = 0) -> None:
         self.evicted: set[int] = set()
         self.moves = 0
         self._batch = batch

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sglang_hybrid.memory.account import MemoryKind
-from sglang_hybrid.replay.avmp.memory import Model
+from sglang_hybrid.replay.avmp.memory import ModelBytes
 from sglang_hybrid.replay.avmp.requests import LiveRequest
 
 Room = dict[MemoryKind, int]
@@ -21,7 +21,7 @@ class Capacity:
     share: of `total` bytes, what the states have; None: KV and states share all.
     """
 
-    model: Model
+    model: ModelBytes
     total: int
     share: float | None = None
 

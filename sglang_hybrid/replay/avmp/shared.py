@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from sglang_hybrid.memory.account import MemoryKind
-from sglang_hybrid.replay.avmp.memory import Model
+from sglang_hybrid.replay.avmp.memory import ModelBytes
 
 
 class SharedBytes:
     """Bytes of running requests, by kind. Nothing is padded, and there are no pools."""
 
-    def __init__(self, model: Model, total: int) -> None:
+    def __init__(self, model: ModelBytes, total: int) -> None:
         self.evicted: set[int] = set()
         self.free = total
         self.total = total
@@ -42,7 +42,7 @@ class SharedBytes:
 class PlainShared(SharedBytes):
     """Short of bytes, the request that took something longest ago is evicted, once."""
 
-    def __init__(self, model: Model, total: int) -> None:
+    def __init__(self, model: ModelBytes, total: int) -> None:
         super().__init__(model, total)
         self._order: OrderedDict[int, None] = OrderedDict()
 
@@ -85,7 +85,7 @@ class OneWayDonor(SharedBytes):
         return True
 
 
-class OneMemory(SharedBytes):
+class SharedByValue(SharedBytes):
     """Ours: whichever kind is short, what is worth least per byte makes room until it suffices.
 
     A request of which something was evicted, or which did not get something, has to be computed
@@ -94,7 +94,7 @@ class OneMemory(SharedBytes):
     worth least per byte. A request that is lost already takes nothing from one that is not.
     """
 
-    def __init__(self, model: Model, total: int) -> None:
+    def __init__(self, model: ModelBytes, total: int) -> None:
         super().__init__(model, total)
         self._lost: set[int] = set()
 
