@@ -110,8 +110,9 @@ class Chaos:
             self.full -= 1
             if not self.full:
                 self._there_is_room_again()
-        what = self.source.choice([*self.EVENTS, *["nothing"] * 30])
-        if what != "nothing":
+        if self.source.random() < 0.2:  # first what has not happened yet
+            new = [event for event in self.EVENTS if event not in self.happened]
+            what = self.source.choice(new or self.EVENTS)
             getattr(self, what)()
             self.happened.add(what)
 
