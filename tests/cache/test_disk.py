@@ -17,8 +17,7 @@ import pytest
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_hybrid.core.rates import Speeds
-from sglang_hybrid.core.rates import TierLink as HostLink
+from sglang_hybrid.core.rates import Link, Speeds
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
 from sglang_hybrid.tiers import file_backend, object_store, weights
 from sglang_hybrid.tiers.links import TierLink
@@ -29,7 +28,7 @@ from tests.releases import needs_disk
 
 pytestmark = needs_disk
 
-SLOW_PREFILL = Speeds.of(1e3, HostLink(1e12), HostLink(1e12))
+SLOW_PREFILL = Speeds.of(1e3, Link(1e12), Link(1e12))
 TWO_POOLS = Sizes(states=7, kv=160, rows=6, context=128)
 SIZES = {
     "two pools": TWO_POOLS,

@@ -16,8 +16,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.core.pins import PinRequest, Priority
 from sglang_hybrid.core.places import copies_of
-from sglang_hybrid.core.rates import Speeds, Tier
-from sglang_hybrid.core.rates import TierLink as HostLink
+from sglang_hybrid.core.rates import Link, Speeds, Tier
 from sglang_hybrid.explain.messages import ExplainReq
 from sglang_hybrid.explain.miss_report import MissReport
 from sglang_hybrid.explain.render import render
@@ -28,8 +27,8 @@ from tests.cache.driver import Sizes
 from tests.cache.tiers import TieredServer, build_tiered_cache
 
 ROOM = Sizes(states=8, kv=256, rows=6, context=256)
-SLOW = Speeds.of(1e3, HostLink(1e12), HostLink(1e12))  # computing takes for ever
-FAST = Speeds.of(1e30, HostLink(1e12), HostLink(1e12))  # nothing is worth a load
+SLOW = Speeds.of(1e3, Link(1e12), Link(1e12))  # computing takes for ever
+FAST = Speeds.of(1e30, Link(1e12), Link(1e12))  # nothing is worth a load
 SHARED = list(range(200, 240))
 
 
@@ -220,7 +219,7 @@ def copied_states(at: TieredServer, tokens: list[int]) -> dict[int, bool]:
 def test_states_of_a_class_that_never_returns_are_not_copied(policy: str) -> None:
     """The KV of a prompt is copied for the answer's end, without the state of the prompt's."""
     at = server(replace(ROOM, states=30, kv=1_024, context=512), policy=policy)
-    speeds = Speeds.of(1e9, HostLink(1e12), HostLink(1e12), host_write=HostLink(1e8))
+    speeds = Speeds.of(1e9, Link(1e12), Link(1e12), host_write=Link(1e8))
     at.cache.speeds.speeds = speeds
     serve_conversations(at, 30)
     prompt = list(range(9_000, 9_040))
