@@ -72,6 +72,7 @@ def test_every_rank_counts(
                     "max_total_tokens",
                     "max_mamba_cache_size",
                     "max_running_requests",
+                    "lora_backend",
                 )
             ),
             **flags,

@@ -164,11 +164,11 @@ shown.update()
 
 def test_the_queue_is_shown() -> None:
     found = read("""
-from sglang_hybrid.core.waiting import Bound, Prospect, Reuse, Waiting
+from sglang_hybrid.core.waiting import Bound, Prospect, ReuseKind, Waiting
 from sglang_hybrid.telemetry.schedule import ScheduleMetrics, ScheduleStats
 stats = ScheduleStats(front=7)
 shown = ScheduleMetrics(stats, "sglang_hybrid:")
-hit = Prospect(90, 1.0, 10.0, Reuse.ON_DEVICE)
+hit = Prospect(90, 1.0, 10.0, ReuseKind.ON_DEVICE)
 stats.runs(Waiting("a", 1, 10.0, prospect=hit), Bound(3, 60.0), 12.0)
 shown.update()
 stats.runs(Waiting("b", 2, 10.0, overtaken=3), Bound(3, 60.0), 14.0)
