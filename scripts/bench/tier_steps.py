@@ -3,9 +3,9 @@
     python scripts/bench.py tier-steps [--requests 150] [--rounds 2]
 
 A slice of sharegpt_55 on a device that holds all of it, so that hits are the same on both servers
-and nothing is loaded: first without tiers, then with --hicache-write-policy write_through, which
-copies what every request leaves, and again. Meanwhile one long answer is streamed; the time between
-its tokens is a step as a client sees it.
+and nothing is loaded: first without tiers, then with --hicache-write-policy write_through and a
+watermark of 0, so that what every request leaves is copied in the background, and again. Meanwhile
+one long answer is streamed; the time between its tokens is a step as a client sees it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ KV_TOKENS, STATE_SLOTS = 60_000, 500
 RUNNING = 3
 """The streamed answer, and two requests of the trace."""
 
-TIERS = ("--enable-hierarchical-cache", "--hicache-ratio", "2")
+TIERS = (
+    *("--enable-hierarchical-cache", "--hicache-ratio", "2"),
+    *("--hybrid-offload-watermark", "0"),  # all is copied, though nothing is evicted
+)
 SERVERS = {"without tiers": (), "with copies": TIERS}
 
 
