@@ -123,7 +123,9 @@ class PathGrowth:
         return record.payload, record.depth
 
     def _record_within(self, node_id: int, most: int) -> Node:
-        """Of the deepest node that ends within `most` tokens, on the path to this one."""
+        """The record of the deepest node that ends within `most` tokens, on the path to the node
+        `node_id`.
+        """
         assert self._shadow_tree is not None
         record = self._shadow_tree.record(self._cache.tree_core.node_by_id(node_id))
         while record.depth > most:

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.host_tier import HostTierCache
 
 OFTEN = 8
-"""Looks while as much is taken as lies above the watermark."""
+"""How many times the next victims are looked for while requests fill the memory above the
+watermark."""
 
 
 class Offload:

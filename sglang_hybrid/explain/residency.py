@@ -23,7 +23,7 @@ Place = tuple[str, str | None]
 
 
 class StoredIn(IntEnum):
-    """The fastest first."""
+    """The tier in which a prefix is stored, the fastest first."""
 
     DEVICE = 0
     HOST = 1
