@@ -3,6 +3,8 @@
 // keys in pieces: each piece yields partial results, which are merged in the order of the keys. How
 // keys are cut depends on the sequence alone, so a result depends neither on the rest of the batch
 // nor on the number of threads.
+#include <omp.h>
+
 #include "attention_few.h"
 #include "attention_many.h"
 #include "scratch.h"
@@ -10,8 +12,9 @@
 namespace attention {
 namespace {
 
-constexpr int ROWS = 64;    // query rows of a block: queries times the heads that share a key head
-constexpr int PIECE = 512;  // keys of a piece
+constexpr int ROWS = 64;     // query rows of a block: queries times the heads that share a key head
+constexpr int PIECE = 1024;  // keys of a piece
+constexpr int MOST_AT_ONCE = 4;  // pieces that a thread takes, one after the other
 
 template <class T>
 void run(const Call& c, const Task& task, float* scratch, float* partials) {
@@ -67,6 +70,7 @@ Plan plan(const Call& c) {
             long begin = c.causal && c.window >= 0 ? before + first - c.window : 0;
             begin = begin < 0 ? 0 : begin;
             const bool few = count <= per_block;
+            found.blocks |= !few;
             const long piece = few ? PIECE : end - begin;
             if (!few || end - begin <= piece) {
                 const int step = few ? c.heads : 1;
@@ -75,14 +79,13 @@ Plan plan(const Call& c) {
                         {s, first, queries, row + first, begin, end, h, h + step, -1});
                 continue;
             }
-            Merge merge = {row + first, queries, partial, 0};
-            for (long at = begin; at < end; at += piece) {
-                const long stop = at + piece < end ? at + piece : end;
-                found.tasks.push_back(
-                    {s, first, queries, row + first, at, stop, 0, c.heads, partial});
-                partial += queries * c.query_heads;
-                merge.pieces++;
+            const Merge merge = {row + first, queries, partial, (end - begin + piece - 1) / piece};
+            for (long i = merge.pieces - 1; i >= 0; i--) {
+                const long at = begin + i * piece, stop = at + piece < end ? at + piece : end;
+                found.tasks.push_back({s, first, queries, row + first, at, stop, 0, c.heads,
+                                       partial + i * queries * c.query_heads});
             }
+            partial += merge.pieces * queries * c.query_heads;
             found.merges.push_back(merge);
         }
         row += count;
@@ -99,9 +102,11 @@ void attend(const Call& c, const Plan& plan, float* partials) {
     const long per_block = ROWS / c.group() > 0 ? ROWS / c.group() : 1;
     static thread_local Scratch own;
     float* scratch = own.of(needed + per_block * c.query_heads * row_size(c));
+    const long tasks = plan.tasks.size(), share = tasks / (8 * omp_get_num_threads());
+    const int turn = plan.blocks || share < 1 ? 1 : share < MOST_AT_ONCE ? share : MOST_AT_ONCE;
     // The longest come first: the last of a causal prefill.
-#pragma omp for schedule(dynamic, 1)
-    for (long i = (long)plan.tasks.size() - 1; i >= 0; i--) {
+#pragma omp for schedule(dynamic, turn)
+    for (long i = tasks - 1; i >= 0; i--) {
         Task task = plan.tasks[i];
         const bool whole = task.partial < 0;
         if (whole) task.partial = 0;

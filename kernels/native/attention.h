@@ -36,9 +36,10 @@ struct Merge {
 };
 
 struct Plan {
-    std::vector<Task> tasks;
+    std::vector<Task> tasks;  // the last are done first; of a sequence's pieces the first
     std::vector<Merge> merges;
     long partials = 0;  // floats of partial results
+    bool blocks = false;  // whether a sequence has more queries than one block
 };
 
 Plan plan(const Call& call);

@@ -6,6 +6,7 @@
 namespace attention {
 
 constexpr int FEW = 4;
+constexpr int FEW_KEYS = 128;        // keys that are compared at once
 constexpr long BYTES_AHEAD = 4096;  // by which a pool is asked for before it is needed
 
 // How the scores of R rows lie in vectors: row r with key i of N is lane r * N + i.
@@ -124,13 +125,13 @@ struct Running {
 
 // Floats of scratch for some key heads.
 INLINE long few_scratch(const Call& c, long heads) {
-    return heads * (FEW * (up(c.width, LANES) + up(c.value_width, LANES) + KEYS) + 2 * LANES);
+    return heads * (FEW * (up(c.width, LANES) + up(c.value_width, LANES) + FEW_KEYS) + 2 * LANES);
 }
 
 template <int R, class T>
 void over_few(const Call& c, const Task& task, float* scratch, float* partials) {
     constexpr int N = Lanes<R>::N;
-    constexpr long VECTORS = KEYS / N;  // of a head's scores of a block
+    constexpr long VECTORS = FEW_KEYS / N;  // of a head's scores of a block
     const int32_t* slots = (const int32_t*)c.slots[task.sequence];
     const T* keys = (const T*)c.keys + (long)task.head_begin * c.width;
     const T* values = (const T*)c.values + (long)task.head_begin * c.value_head;
@@ -159,14 +160,14 @@ void over_few(const Call& c, const Task& task, float* scratch, float* partials) 
     memset(acc, 0, rows * value_padded * sizeof(float));
     const long row_bytes = heads * c.width * (long)sizeof(T);
     const long ahead = BYTES_AHEAD / row_bytes > 2 ? BYTES_AHEAD / row_bytes : 2;
-    for (long block = task.begin; block < task.end; block += KEYS) {
-        const long count = task.end - block < KEYS ? task.end - block : KEYS;
-        const long last = task.end - 1 - block;
+    for (long block = task.begin; block < task.end; block += FEW_KEYS) {
+        const long count = task.end - block < FEW_KEYS ? task.end - block : FEW_KEYS;
+        const long last = c.lengths[task.sequence] - 1 - block;  // behind this piece, too
         const Next<T> next_keys = {keys, slots + block, c.key_stride, (long)heads * c.width, ahead,
                                    last};
         const Next<T> next_values = {values, slots + block, c.value_stride,
                                      (long)heads * c.value_head, ahead, last};
-        const bool hides = count < KEYS || block + count > first_high || block < last_low;
+        const bool hides = count < FEW_KEYS || block + count > first_high || block < last_low;
         for (long v = 0; v < VECTORS; v++) {
             const T* k[N];
             for (long i = 0; i < N; i++) {

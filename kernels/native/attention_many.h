@@ -16,14 +16,19 @@ INLINE const float* row_of(const Bfloat16* pool, long at, long width, float* cop
     return copy;
 }
 
-// s[i, z] += sum over n of rows[n, z] * pool[i][n * step], for N rows i.
+// s[i, z] = sum over n of rows[n, z] * pool[i][n], for N rows i.
 template <int N, int Z>
-INLINE void sum_up(Floats s[N][Z], const float* rows, const float* const* pool, long count) {
+INLINE void products_of(Floats s[N][Z], const float* rows, const float* const* pool, long count) {
+    const float* of[N];
+    each<N>([&](auto i) INLINED { of[i] = pool[i]; });
+    each<N>([&](auto i) INLINED { each<Z>([&](auto z) INLINED { s[i][z] = Floats{}; }); });
     for (long n = 0; n < count; n++) {
         Floats x[Z];
-        for (int z = 0; z < Z; z++) keep(x[z] = *(Floats*)(rows + n * Z * LANES + z * LANES));
-        for (int i = 0; i < N; i++)
-            for (int z = 0; z < Z; z++) s[i][z] += x[z] * pool[i][n];
+        each<Z>([&](auto z) INLINED { keep(x[z] = *(Floats*)(rows + n * Z * LANES + z * LANES)); });
+        each<N>([&](auto i) INLINED {
+            const Floats k = all(of[i][n]);
+            each<Z>([&](auto z) INLINED { s[i][z] += x[z] * k; });
+        });
     }
 }
 
@@ -72,26 +77,33 @@ void over_many(const Call& c, const Task& task, int head, float* scratch, float*
                                 : pool[0];
         Floats now[Z];
         for (int z = 0; z < Z; z++) now[z] = most[z];
-        const bool hides = block + count > first_high || block < last_low;
+        const bool hides = count < KEYS || block + count > first_high || block < last_low;
+        const bool plain = !hides && !(c.cap > 0);
         for (long j = 0; j < count; j += TILE) {
             for (int i = 0; i < TILE; i++) next_keys.ask(j + i);
             Floats s[TILE][Z];
-            for (int i = 0; i < TILE; i++)
-                for (int z = 0; z < Z; z++) s[i][z] = Floats{};
-            sum_up<TILE, Z>(s, q, pool + j, c.width);
-            for (int i = 0; i < TILE; i++)
-                for (int z = 0; z < Z; z++) {
-                    Floats x = s[i][z];
-                    if (c.cap > 0) x = capped(c, x);
-                    if (hides || j + i >= count) {
-                        const int32_t at = (int32_t)(block + j + i);
-                        Ints seen = (at < high[z]) & (at >= low[z]);
-                        x = seen & (j + i < count ? -1 : 0) ? x : all(-__builtin_inff());
-                    }
-                    now[z] = larger(now[z], x);
-                    *(Floats*)(scores + (j + i) * WIDE + z * LANES) = x;
-                }
+            products_of<TILE, Z>(s, q, pool + j, c.width);
+            each<TILE>([&](auto i) INLINED {
+                each<Z>([&](auto z) INLINED {
+                    *(Floats*)(scores + (j + i) * WIDE + z * LANES) = s[i][z];
+                });
+            });
+            if (plain)
+                each<TILE>([&](auto i) INLINED {
+                    each<Z>([&](auto z) INLINED { now[z] = larger(now[z], s[i][z]); });
+                });
         }
+        if (!plain)
+            for (long j = 0; j < count; j++)
+                for (int z = 0; z < Z; z++) {
+                    Floats x = *(Floats*)(scores + j * WIDE + z * LANES);
+                    if (c.cap > 0) x = capped(c, x);
+                    const int32_t at = (int32_t)(block + j);
+                    const Ints seen = (at < high[z]) & (at >= low[z]);
+                    x = seen ? x : all(-__builtin_inff());
+                    now[z] = larger(now[z], x);
+                    *(Floats*)(scores + j * WIDE + z * LANES) = x;
+                }
         Floats kept[Z], added[Z];
         for (int z = 0; z < Z; z++) {
             kept[z] = exp2_down(most[z] - now[z]);
