@@ -110,7 +110,8 @@ class HostTierCache(OneMemoryCache):
 
     def _copy_down(self, node_ids: list[int], write_back: bool = False) -> None:
         """Nodes that are being copied already are left out: SGLang asserts that there are none.
-        What the first of them continues stays on the host while room is made.
+        While room is made, the host keeps what the first of them continues, or its own KV if only
+        its state is copied.
         """
         tree = self.tree_core
         node_ids = [
@@ -121,12 +122,13 @@ class HostTierCache(OneMemoryCache):
         if not node_ids:
             return
         before = self._host_copies(node_ids)
-        above = tree.node_by_id(node_ids[0]).parent.id
-        lock = self.inc_host_lock_ref(above).to_dec_params()
+        first = tree.node_by_id(node_ids[0])
+        kept = first.id if first.backuped else first.parent.id
+        lock = self.inc_host_lock_ref(kept).to_dec_params()
         try:
             super()._execute_and_commit_kv_backup(BackupKV(node_ids), write_back)
         finally:
-            self.dec_host_lock_ref(above, lock)
+            self.dec_host_lock_ref(kept, lock)
         after = self._host_copies(node_ids)
         self.tier_stats.written(after[0] - before[0], after[1] - before[1])
 

@@ -7,7 +7,7 @@ The value of a copy is what it saves over the next best way to the same point (d
 
 G, the rate at which requests return, is the policy's (core/eviction.py). Here are the seconds and
 the bytes. The tree holds every node that has KV in some tier; a node has a state (`has_state`) if
-that has a copy in some tier.
+that has a copy in some tier that counts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.nodes import Node, NodeTree
 from sglang_hybrid.core.rates import TIERS, Speeds, Tier
+
+ALL_TIERS = (1 << len(TIERS)) - 1
+"""The mask of all tiers."""
 
 FASTEST = (None, *(Tier((mask & -mask).bit_length() - 1) for mask in range(1, 1 << len(TIERS))))
 """The fastest tier of each mask of tiers; None for no tier."""
@@ -92,10 +95,14 @@ class Placement:
     The caller repeats each change of its memory here, after that of the tree: `add_kv` after a node
     was added, `add_state` after `NodeTree.give_state`. Nodes whose value this may change are marked
     dirty: the node, and its parent.
+
+    counted: a mask of tiers. Where victims are chosen, a node whose state has copies in other tiers
+    only has no state (`has_state`).
     """
 
-    def __init__(self, tree: NodeTree) -> None:
+    def __init__(self, tree: NodeTree, counted: int = ALL_TIERS) -> None:
         self.tree = tree
+        self.counted = counted
         self.kv_tokens = [0] * len(TIERS)
         self.states = [0] * len(TIERS)
         tree.root.copies = Copies()
@@ -136,7 +143,7 @@ class Placement:
             self.tree.mark_dirty(node)
 
     def drop_state(self, node: Node, tier: Tier) -> None:
-        """`tier` has it no more. With its last copy the tree's node loses its state too."""
+        """`tier` has it no more. With its last copy that counts the tree's node loses its state."""
         copies = copies_of(node)
         if copies.has_state(tier):
             copies.state &= ~(1 << tier)
@@ -144,7 +151,7 @@ class Placement:
             self.tree.mark_dirty(node)
             if node.parent is not None:  # it may have inherited demand (core/eviction.py)
                 self.tree.mark_dirty(node.parent)
-            if not copies.state:
+            if not copies.state & self.counted:
                 self.tree.drop_state(node)
             elif copies.state & (1 << tier) - 1:
                 copies.refused = node.last_used
@@ -248,10 +255,6 @@ class Unit:
     saves: float
 
 
-ALL_TIERS = (1 << len(TIERS)) - 1
-"""The mask of all tiers."""
-
-
 def unit_of(
     node: Node,
     tier: Tier,
@@ -312,8 +315,8 @@ def seconds_saved(
     kv_now = _from(copies.kv & counted, tier)
     kv_left = without_up_to(kv_now, tier) | written if kv else kv_now
     edge, place = node.tokens * cost.kv_bytes_per_token, FASTEST[kv_now]
-    if not node.has_state:
-        if not node.children:
+    if not copies.state & counted:
+        if not counted_children(node, counted):
             return 0.0  # nothing is resumed at it or below it
         computed = speeds.compute(cost.savings(node.depth, node.depth - node.tokens))
         return _best(computed, [(FASTEST[kv_left], edge)], speeds) - _best(
@@ -326,6 +329,13 @@ def seconds_saved(
     after = [(place, gap), (FASTEST[kv_left], edge), (FASTEST[state_left], cost.state_bytes)]
     now = [(place, gap), (place, edge), (FASTEST[state_now], cost.state_bytes)]
     return _best(computed, after, speeds) - _best(computed, now, speeds)
+
+
+def counted_children(node: Node, counted: int) -> int:
+    """How many children of `node` have KV in the tiers of a mask."""
+    if counted == ALL_TIERS:
+        return len(node.children)
+    return sum(copies_of(child).kv & counted > 0 for child in node.children.values())
 
 
 def _from(mask: int, tier: Tier) -> int:

@@ -271,9 +271,13 @@ class Pool:
             return self._wanted, freed, saved
         if self._is_worthless(node, saved) and self.policy.stateless_first:
             return self._stateless, freed, saved
-        if len(node.children) > 1 and self.policy.spares_forks:
+        if self.policy.spares_forks and self._is_fork(node):
             return self._forks, freed, saved
         return self._candidates, freed, saved
+
+    def _is_fork(self, node: Node) -> bool:
+        """Whether several nodes continue `node`."""
+        return len(node.children) > 1
 
     def _is_worthless(self, node: Node, saved: int) -> bool:
         """Whether `node` goes before all that has a score."""

@@ -30,7 +30,7 @@ class ServedTierPool(TierPool):
     def victim(self, *, last_resort: bool = False) -> Node | None:
         node = super().victim(last_resort=last_resort)
         if node is not None:
-            others = copies_of(node).state & ~(1 << self.tier)
+            others = copies_of(node).state & self.counted & ~(1 << self.tier)
             self.leaves(node, lost=not others and self.demotes_to is None)
         return node
 

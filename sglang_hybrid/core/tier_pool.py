@@ -11,7 +11,7 @@ import numpy as np
 from sglang_hybrid.core.cost import CostModel, FloatArray
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.nodes import Clock, Node
-from sglang_hybrid.core.places import ALL_TIERS, Unit, copies_of, unit_of
+from sglang_hybrid.core.places import ALL_TIERS, Unit, copies_of, counted_children, unit_of
 from sglang_hybrid.core.pool import Pool, Scarce, VictimComparison
 from sglang_hybrid.core.rates import Speeds, Tier
 
@@ -31,7 +31,7 @@ class TierPool(Pool):
     says which by `leaves`, and drops it here.
 
     demotes_to: the tier that victims are written to, None if they are lost. counted: a mask of
-    tiers; copies in others do not make one here worth less.
+    tiers; copies in others change nothing here.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class TierPool(Pool):
         before = copies.kv, copies.state, copies.pinned
         copies.pinned = 0
         copies.kv |= 1 << self.tier
-        copies.state |= (1 << self.tier) * node.has_state
+        copies.state |= (1 << self.tier) * bool(copies.state & self.counted)
         freed, saved = self._weigh(node)
         copies.kv, copies.state, copies.pinned = before
         if not freed:
@@ -155,6 +155,9 @@ class TierPool(Pool):
 
     def _is_worthless(self, node: Node, saved: int) -> bool:
         return saved <= 0
+
+    def _is_fork(self, node: Node) -> bool:
+        return super()._is_fork(node) and counted_children(node, self.counted) > 1
 
     def _tell_policy(self, node: Node, score: float) -> None:
         """`leaves` does, when it is known whether the victim is written down."""

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.core.nodes import Clock, Node
-from sglang_hybrid.core.places import copies_of, without_up_to
+from sglang_hybrid.core.places import ALL_TIERS, copies_of, without_up_to
 from sglang_hybrid.core.pool import Scarce
 from sglang_hybrid.core.rates import Speeds, Tier
 from sglang_hybrid.core.served_pool import ServedTierPool
@@ -32,15 +32,18 @@ def refuse(node: Node) -> None:
     copies_of(node).refused = node.last_used
 
 
-def copy_saves(node: Node, tier: Tier, cost: CostModel, speeds: Speeds) -> float:
+def copy_saves(
+    node: Node, tier: Tier, cost: CostModel, speeds: Speeds, counted: int = ALL_TIERS
+) -> float:
     """Seconds that copies of `node` in `tier`, of its state and of the KV that leads to it, save a
     request that returns to it when faster tiers have forgotten both: over resuming from the next
     state above that `tier` or a slower one has. Below 0 where computing takes less than loading.
+    counted: a mask of tiers; states in others are left out.
     """
     anchor = 0
     above = node.parent
     while above is not None and above.parent is not None:
-        if without_up_to(copies_of(above).state, Tier(tier - 1)):
+        if without_up_to(copies_of(above).state & counted, Tier(tier - 1)):
             anchor = above.depth
             break
         above = above.parent
@@ -107,7 +110,8 @@ class CopyJudge:
         returns = pools.host_state_pool.policy.return_probability(node, pools.clock)
         if returns is None:
             returns = self._average_returns()
-        saves = copy_saves(node, Tier.HOST, pools.cost, speeds)
+        counted = pools.host_state_pool.counted
+        saves = copy_saves(node, Tier.HOST, pools.cost, speeds, counted)
         return write_pays(self._missing(node), saves, returns, Tier.HOST, speeds)
 
     def _beats_the_host(self, node: Node) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from sglang_hybrid.core.nodes import Node
+from sglang_hybrid.core.nodes import Kind, Node
 from sglang_hybrid.core.places import Unit, copies_of
 from sglang_hybrid.core.rates import Tier
 from sglang_hybrid.core.serving import ServedTiers
@@ -86,7 +86,7 @@ class ServedCopies(TieredSimulator):
         saves enough tokens and the host has room. KV behind the deepest state above the disk is
         read anew, as SGLang does it.
         """
-        deepest = next((node for node in reversed(path) if node.has_state), None)
+        deepest = next((node for node in reversed(path) if copies_of(node).state), None)
         if deepest is None:
             return
         passed = [node for node in path if node.depth <= deepest.depth]
@@ -103,6 +103,7 @@ class ServedCopies(TieredSimulator):
             for node in passed:
                 if not held_above_disk(node, copies_of(node).kv):
                     self.placement.add_kv(node, Tier.HOST)
+            self.tree.give_state(deepest, Kind.UNKNOWN)
             self.placement.add_state(deepest, Tier.HOST)
 
     def _demote(self, node: Node, unit: Unit) -> None:

@@ -15,7 +15,15 @@ from sglang_hybrid.core.cost import UNBOUNDED, CostModel
 from sglang_hybrid.core.eviction import Policy
 from sglang_hybrid.core.history import History, HistoryMatch
 from sglang_hybrid.core.nodes import Kind, Node
-from sglang_hybrid.core.places import Placement, Unit, Way, copies_of, ways, without_up_to
+from sglang_hybrid.core.places import (
+    ALL_TIERS,
+    Placement,
+    Unit,
+    Way,
+    copies_of,
+    ways,
+    without_up_to,
+)
 from sglang_hybrid.core.pool import Pool, Scarce
 from sglang_hybrid.core.rates import Rates, Speeds, Tier
 from sglang_hybrid.core.serving import Split
@@ -40,6 +48,8 @@ class TieredSimulator(Simulator):
     """
 
     losses: Losses | None = None
+    counted = ALL_TIERS
+    """Tiers whose copies tell what a position is worth."""
 
     def __init__(
         self,
@@ -67,7 +77,7 @@ class TieredSimulator(Simulator):
             min_branch_tokens,
             state_policies[0] if state_policies else None,
         )
-        self.placement = Placement(self.tree)
+        self.placement = Placement(self.tree, self.counted)
         self.pools: dict[Tier, tuple[TierPool, TierPool]] = {}
         for index, tier in enumerate(present):
             states = state_policies[index] if state_policies else None
@@ -319,7 +329,7 @@ class TieredSimulator(Simulator):
             return
         if unit.state:
             self.placement.drop_state(node, tier)
-            if not node.has_state:
+            if not copies_of(node).state:
                 self._lost(node, tier)
         if unit.kv:
             self.placement.drop_kv(node, tier)

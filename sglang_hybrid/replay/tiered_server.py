@@ -37,6 +37,7 @@ class TieredServerSimulator(ServerSimulator, ServedCopies):
     """
 
     has_states = True
+    counted = 1 << Tier.DEVICE | 1 << Tier.HOST  # the server's tree does not know what is on disk
 
     def __init__(
         self,
@@ -76,8 +77,7 @@ class TieredServerSimulator(ServerSimulator, ServedCopies):
 
     def _tier_pool(self, tier: Tier, scarce: Scarce, policy: Policy) -> TierPool:
         clock = self.tree.clock
-        # The server's tree does not know what is on the disk.
-        counted = ALL_TIERS if tier is Tier.DISK else 1 << Tier.DEVICE | 1 << Tier.HOST
+        counted = ALL_TIERS if tier is Tier.DISK else self.counted
         pool = ServedTierPool(tier, scarce, self.cost, policy, clock, self.speeds, None, counted)
         self.tree.listen(pool)
         return pool
@@ -156,10 +156,16 @@ class TieredServerSimulator(ServerSimulator, ServedCopies):
         self._under_way = []
 
     def _room_to_load(self, path: Sequence[Node], kv: int, states: int) -> bool:
-        """Make room to load the end of `path`; host copies of states above it may go."""
+        """Make room to load the end of `path`. Host copies of states above what is loaded may go
+        meanwhile.
+        """
         if not self._could_fit_in(Tier.DEVICE, kv, states, path):
             return False
-        held = [*self._hold_on(Tier.DEVICE, path), *self._hold_on(Tier.HOST, path[-1:])]
+        loaded = [node for node in path[:-1] if not copies_of(node).has_kv(Tier.DEVICE)]
+        held = [
+            *self._hold_on(Tier.DEVICE, path),
+            *self._hold_on(Tier.HOST, [*loaded, path[-1]]),
+        ]
         had = self._make_room_in(Tier.DEVICE, kv, states, [])
         self._let_go(held)
         return had

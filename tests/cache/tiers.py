@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.pool_host import base
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from sglang_hybrid.config import HybridConfig
@@ -62,6 +63,33 @@ def mark(tokens: Sequence[int]) -> int:
     return zlib.crc32(repr(list(tokens)).encode()) % 250 + 1
 
 
+def keep_what_is_copied(cache: Any) -> None:
+    """Fail when the host, to make room for copies, forgets KV that one of them is about to
+    continue: that of the path above, or of a node whose state is copied.
+    """
+    tree, shadow_tree = cache.tree_core, cache.shadow_tree
+    copy_down, host_victim = cache._copy_down, shadow_tree.host_victim
+    needed: set[int] = set()
+
+    def copy_and_note(node_ids: list[int], write_back: bool = False) -> None:
+        node = tree.node_by_id(node_ids[-1])
+        while node is not tree.root_node:
+            needed.add(node.id)
+            node = node.parent
+        copy_down(node_ids, write_back)
+        needed.clear()
+
+    def checked_victim(component: Any) -> Any:
+        node = host_victim(component)
+        if node is not None and node.id in needed:
+            below = [child for child in node.children.values() if child.backuped]
+            forgets_kv = component is ComponentType.FULL or not below
+            assert not forgets_kv, f"the host forgets KV that a copy below {node.id} needs"
+        return node
+
+    cache._copy_down, shadow_tree.host_victim = copy_and_note, checked_victim
+
+
 class TieredServer(Server):
     """Fills what requests compute with marks, and looks at the marks of what they resume from."""
 
@@ -72,6 +100,8 @@ class TieredServer(Server):
         self._rows = [*kv.k_buffer, *kv.v_buffer]
         self._states = self.pool.mamba_pool.mamba_cache if sizes.states else None
         self.loads = 0
+        if cache.ways is not None:
+            keep_what_is_copied(cache)
         if self._plans:
             planned = cache.plan_forward
 

@@ -63,7 +63,7 @@ def check(cache: TieredServerSimulator) -> None:
         assert copies.kv
         assert not copies.pinned
         assert not node.kv_locked
-        assert node.has_state == bool(copies.state)
+        assert node.has_state == bool(copies.state & cache.counted)
         if above is not None and above is not cache.tree.root:
             for tier in (Tier.DEVICE, Tier.HOST):
                 assert copies_of(above).has_kv(tier) or not copies.has_kv(tier)
@@ -79,9 +79,7 @@ PARITY = [
         for name in ("reuse", "lru", "marconi:1")
         for writes in ("write_through", "write_through_selective", "write_back")
         for one_memory in (False, True)
-        if (name, writes, one_memory) not in {("reuse", "write_through", False)}
-        # While a load is under way there, other copies on the host are candidates in the server.
-        and (name, writes, one_memory) != ("marconi:1", "write_back", True)
+        if (name, writes, one_memory) != ("reuse", "write_through", False)
     ),
 ]
 
@@ -123,7 +121,7 @@ def test_the_simulator_is_the_server(name: str, writes: str, *, one_memory: bool
 
 
 @SLOW
-@pytest.mark.parametrize("name", ["reuse", "lru"])
+@pytest.mark.parametrize("name", ["reuse", "lru", "marconi:1"])
 @pytest.mark.parametrize("one_memory", [False, True])
 def test_above_a_disk_the_simulator_hits_about_what_the_server_hits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, one_memory: bool
@@ -166,7 +164,8 @@ def test_above_a_disk_the_simulator_hits_about_what_the_server_hits(
     without_disk = sum(alone.serve(request).hit_len for request in REQUESTS)
     assert sum(theirs) > without_disk
     assert sum(found) == pytest.approx(sum(theirs), rel=0.05)
-    assert sum(one != other for one, other in zip(found, theirs, strict=True)) < 20
+    if not name.startswith("marconi"):  # whose scores change with every candidate there is
+        assert sum(one != other for one, other in zip(found, theirs, strict=True)) < 20
 
 
 def serve_from_disk(server: Any, request: Request) -> int:
