@@ -61,11 +61,13 @@ class TierPool(Pool):
 
     def next_victims(self, needed: int) -> list[Node]:
         """The candidates that would go next, until `needed` bytes of what is scarce are given back;
-        without those that save nothing, though they count.
+        without those that save nothing, though they count. The KV above a leaf that nothing else
+        keeps goes after it, and counts with it.
         """
         self._describe()
+        gone: set[Node] = set()
         for node in self._stateless.nodes:
-            needed -= self._weigh(node)[0]
+            needed -= self._gives_back(node, gone)
             if needed <= 0:
                 return []
         table, found = self._candidates, list[Node]()
@@ -73,10 +75,33 @@ class TierPool(Pool):
             return found
         for row in np.argsort(self.policy.scores(table, self.clock), kind="stable").tolist():
             found.append(table.nodes[row])
-            needed -= self._weigh(found[-1])[0]
+            needed -= self._gives_back(found[-1], gone)
             if needed <= 0:
                 break
         return found
+
+    def _gives_back(self, node: Node, gone: set[Node]) -> int:
+        """Bytes of what is scarce that go with `node`, after the KV of all in `gone`, to which what
+        goes now is added.
+        """
+        unit, freed = self.unit(node), self._weigh(node)[0]
+        if self.scarce is Scarce.STATES or unit is None or not unit.kv or node in gone:
+            return freed
+        gone.add(node)
+        above = node.parent
+        while above is not None and self._only_leads_to(above, gone):
+            gone.add(above)
+            freed += above.tokens * self.cost.kv_bytes_per_token
+            above = above.parent
+        return freed
+
+    def _only_leads_to(self, node: Node, gone: set[Node]) -> bool:
+        """Whether this tier keeps the KV of `node` for what is in `gone` alone."""
+        copies = copies_of(node)
+        if node.parent is None or node.has_state or node.kv_locked or copies.is_pinned(self.tier):
+            return False
+        kept = (child for child in node.children.values() if copies_of(child).has_kv(self.tier))
+        return all(child in gone for child in kept)
 
     def unit(self, node: Node) -> Unit | None:
         """What evicting `node` takes from this tier now."""

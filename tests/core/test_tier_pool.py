@@ -191,3 +191,23 @@ def test_a_copy_that_is_worth_more_outranks_what_it_pushes_out_on_one_scale() ->
     assert not pool.outranks_pushed_out(better, 4 * each)
     assert not pool.outranks_pushed_out(worse, each)
     assert not pool.check(cache.tree.walk())
+
+
+@pytest.mark.parametrize("scarce", [Scarce.SHARED, Scarce.KV])
+def test_the_kv_that_only_a_leaf_keeps_counts_among_what_goes_with_it(scarce: Scarce) -> None:
+    """A shared prompt with two answers, then another prompt: for half of the memory both answers
+    go, and with them the prompt above; for a little more the other prompt, too.
+    """
+    cache = Cache(Lru())
+    pool = TierPool(DEVICE, scarce, COST, Lru(), cache.tree.clock, cache.rates)
+    cache.tree.listen(pool)
+    shared = cache.tree.add(cache.tree.root, "shared", 1_000)
+    cache.placement.add_kv(shared, DEVICE)
+    answers = [cache.leaf(100, DEVICE, parent=shared) for _ in range(2)]
+    other = cache.leaf(1_200, DEVICE)
+    kv, states = 1_200 * COST.kv_bytes_per_token, 2 * COST.state_bytes * (scarce is Scarce.SHARED)
+    assert pool.next_victims(1) == answers[:1]
+    assert pool.next_victims(kv + states) == answers
+    assert pool.next_victims(kv + states + 1) == [*answers, other]
+    cache.tree.lock(shared, kv=True, state=False)
+    assert pool.next_victims(kv + states) == [*answers, other]
