@@ -31,7 +31,7 @@ COMMANDS = (
     *("docs", "kernels"),
     *("cache", "rounds", "schedule-round", "victim", "admission"),
     *("policies", "answers", "pools", "tuner", "replay", "tiers-replay"),
-    "tiers-ladder",
+    *("tiers-ladder", "tier-codecs"),
     *("prewarm", "pins", "schedule-replay", "prefetch"),
     *("server", "split", "contexts", "native", "peak", "roofline", "profile", "peer"),
     *("ab", "phases", "one-memory", "moves", "tiers", "tier-steps"),

@@ -8,6 +8,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from sglang_hybrid.core.cost import UNBOUNDED
 from sglang_hybrid.core.serving import ServedTiers, Split
+from sglang_hybrid.tiers.coded_rows import chosen
 
 if TYPE_CHECKING:
     from sglang_hybrid.tiers.object_store import ObjectStore
@@ -34,6 +35,7 @@ def served_tiers(cache: Any) -> ServedTiers | None:
         least_uses=1 if cache.is_write_back else int(cache.write_through_threshold),
         watermark=cache.options.hybrid_offload_watermark,
         least_read=int(cache.prefetch_threshold),
+        exact=chosen().exact,
     )
 
 

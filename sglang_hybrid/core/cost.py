@@ -39,7 +39,9 @@ class CostModel:
     linear, quadratic: coefficients of L and L^2. windows: (window, FLOPs per pair) of
     sliding-window attention. kv_bytes_per_token, state_bytes: over all layers of the model;
     `with_sizes` puts measured ones in their place. assumed: what had to be guessed because the
-    config does not say it; empty for a known architecture.
+    config does not say it; empty for a known architecture. state_value_bytes: of one number of a
+    state. copies: KV bytes per token and state bytes in each tier (`core.rates.Tier`), where copies
+    below the device are smaller; empty where they are as large.
     """
 
     linear: int
@@ -48,6 +50,8 @@ class CostModel:
     kv_bytes_per_token: int
     state_bytes: int
     assumed: str = ""
+    state_value_bytes: int = 4
+    copies: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def from_layers(
@@ -75,6 +79,7 @@ class CostModel:
             state_bytes=ssm_value_bytes * sum(layer.ssm_values for layer in layers)
             + conv_value_bytes * sum(layer.conv_values for layer in layers),
             assumed=assumed,
+            state_value_bytes=ssm_value_bytes,
         )
 
     @classmethod
@@ -109,6 +114,7 @@ class CostModel:
             windows=(),
             kv_bytes_per_token=attention_layers * 4 * d,
             state_bytes=ssm_layers * (2 * d * n + 2 * 4 * (2 * d + 2 * n)),
+            state_value_bytes=2,
         )
 
     @classmethod
@@ -119,6 +125,18 @@ class CostModel:
     def with_sizes(self, *, kv_bytes_per_token: int, state_bytes: int) -> CostModel:
         """The same FLOPs with the bytes that the pools really allocated."""
         return replace(self, kv_bytes_per_token=kv_bytes_per_token, state_bytes=state_bytes)
+
+    def kv_bytes_in(self, tier: int) -> int:
+        """Bytes of a token's KV in a tier."""
+        return self.copies[tier][0] if self.copies else self.kv_bytes_per_token
+
+    def state_bytes_in(self, tier: int) -> int:
+        """Bytes of a state in a tier."""
+        return self.copies[tier][1] if self.copies else self.state_bytes
+
+    def bytes_in(self, tier: int, kv_tokens: int, states: int) -> int:
+        """Bytes that so many tokens of KV and states take in a tier."""
+        return kv_tokens * self.kv_bytes_in(tier) + states * self.state_bytes_in(tier)
 
     @property
     def states_to_kv(self) -> float:

@@ -33,16 +33,17 @@ class Copies:
     transfer reads or writes now, so that they are no victims; on the device the node's own locks
     say so besides. kv_children: number of children with KV, by tier. refused: the node's last use
     (tick) when a tier below the device forgot the state, or was not given it, while a faster tier
-    kept it.
+    kept it. inexact: what the device has was loaded from a smaller copy that is not exact.
     """
 
-    __slots__ = ("kv", "kv_children", "pinned", "refused", "state")
+    __slots__ = ("inexact", "kv", "kv_children", "pinned", "refused", "state")
 
     def __init__(self, kv: int = 0, state: int = 0) -> None:
         self.kv = kv
         self.state = state
         self.pinned = 0
         self.refused = -1
+        self.inexact = False
         self.kv_children = [0] * len(TIERS)
 
     def __repr__(self) -> str:
@@ -63,7 +64,7 @@ class Copies:
     def of_head(self) -> Copies:
         """Those of the new node above, when the edge of this node is cut: the same KV, no state."""
         head = Copies(self.kv)
-        head.pinned = self.pinned
+        head.pinned, head.inexact = self.pinned, self.inexact
         head.kv_children = [self.kv >> tier & 1 for tier in TIERS]
         return head
 
@@ -109,8 +110,7 @@ class Placement:
 
     def used(self, tier: Tier, cost: CostModel) -> int:
         """Bytes of KV and states in `tier`."""
-        kv = self.kv_tokens[tier] * cost.kv_bytes_per_token
-        return kv + self.states[tier] * cost.state_bytes
+        return cost.bytes_in(tier, self.kv_tokens[tier], self.states[tier])
 
     def add_kv(self, node: Node, tier: Tier) -> None:
         """`tier` has the KV of the edge to `node` now."""
@@ -204,12 +204,12 @@ def ways(path: Sequence[Node], prompt_len: int, cost: CostModel, speeds: Speeds)
         copies = copies_of(node)
         if node.depth >= prompt_len or copies.kv_tier is None:
             return
-        kv_bytes[copies.kv_tier] += node.tokens * cost.kv_bytes_per_token
+        kv_bytes[copies.kv_tier] += node.tokens * cost.kv_bytes_in(copies.kv_tier)
         resumes = copies.state_tier if cost.state_bytes else copies.kv_tier
         if resumes is None:
             continue
         loaded = list(kv_bytes)
-        loaded[resumes] += cost.state_bytes
+        loaded[resumes] += cost.state_bytes_in(resumes)
         loaded[Tier.DEVICE] = 0
         seconds = load_seconds(loaded, speeds)
         rest = speeds.compute(whole - cost.flops(node.depth))
@@ -281,7 +281,7 @@ def unit_of(
     kv = kv and (demotes_to is not None or copies.kv != 1 << tier or not node.children)
     kv = kv and not (on_device and (node.kv_locked or node.state_locked))
     state = copies.has_state(tier) and not (on_device and node.state_locked)
-    freed = kv * node.tokens * cost.kv_bytes_per_token + state * cost.state_bytes
+    freed = cost.bytes_in(tier, kv * node.tokens, int(state))
     if not freed:
         return None
     saves = seconds_saved(
@@ -314,21 +314,20 @@ def seconds_saved(
     written = 0 if demotes_to is None else 1 << demotes_to
     kv_now = _from(copies.kv & counted, tier)
     kv_left = without_up_to(kv_now, tier) | written if kv else kv_now
-    edge, place = node.tokens * cost.kv_bytes_per_token, FASTEST[kv_now]
+    edge, place = (node.tokens, 0), FASTEST[kv_now]
     if not copies.state & counted:
         if not counted_children(node, counted):
             return 0.0  # nothing is resumed at it or below it
         computed = speeds.compute(cost.savings(node.depth, node.depth - node.tokens))
-        return _best(computed, [(FASTEST[kv_left], edge)], speeds) - _best(
-            computed, [(place, edge)], speeds
-        )
+        left, now = [(FASTEST[kv_left], edge)], [(place, edge)]
+        return _best(computed, left, cost, speeds) - _best(computed, now, cost, speeds)
     state_now = _from(copies.state & counted, tier)
     state_left = without_up_to(state_now, tier) | written if state else state_now
     computed = speeds.compute(cost.savings(node.depth, node.anchor_depth))
-    gap = (node.depth - node.anchor_depth) * cost.kv_bytes_per_token - edge
-    after = [(place, gap), (FASTEST[kv_left], edge), (FASTEST[state_left], cost.state_bytes)]
-    now = [(place, gap), (place, edge), (FASTEST[state_now], cost.state_bytes)]
-    return _best(computed, after, speeds) - _best(computed, now, speeds)
+    gap, one_state = (node.depth - node.anchor_depth - node.tokens, 0), (0, 1)
+    after = [(place, gap), (FASTEST[kv_left], edge), (FASTEST[state_left], one_state)]
+    now = [(place, gap), (place, edge), (FASTEST[state_now], one_state)]
+    return _best(computed, after, cost, speeds) - _best(computed, now, cost, speeds)
 
 
 def counted_children(node: Node, counted: int) -> int:
@@ -343,13 +342,18 @@ def _from(mask: int, tier: Tier) -> int:
     return mask >> tier << tier or mask
 
 
-def _best(computed: float, pieces: Sequence[tuple[Tier | None, int]], speeds: Speeds) -> float:
-    """Seconds to load all pieces (tier, bytes), or to compute what they save if that is faster or a
-    piece is nowhere.
+def _best(
+    computed: float,
+    pieces: Sequence[tuple[Tier | None, tuple[int, int]]],
+    cost: CostModel,
+    speeds: Speeds,
+) -> float:
+    """Seconds to load all pieces (tier, KV tokens and states), or to compute what they save if that
+    is faster or a piece is nowhere.
     """
     sizes = [0] * len(TIERS)
-    for tier, size in pieces:
+    for tier, (tokens, states) in pieces:
         if tier is None:
             return computed
-        sizes[tier] += size
+        sizes[tier] += cost.bytes_in(tier, tokens, states)
     return min(computed, load_seconds(sizes, speeds))

@@ -259,9 +259,12 @@ class Pool:
         """`saved`, at most as many FLOPs per byte as the whole prefix of `node` saves, which must
         stay as long as `node` does.
         """
-        prefix = node.depth * self.cost.kv_bytes_per_token
-        prefix += self.cost.state_bytes * (self.scarce is Scarce.SHARED)
+        prefix = self._bytes_of(node.depth, int(self.scarce is Scarce.SHARED))
         return min(saved, self.cost.flops(node.depth) * freed // prefix)
+
+    def _bytes_of(self, kv_tokens: int, states: int) -> int:
+        """Bytes that so many tokens of KV and states take in this pool."""
+        return kv_tokens * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
 
     def _table_of(self, node: Node) -> tuple[Table | None, int, int]:
         freed, saved = self._weigh(node)

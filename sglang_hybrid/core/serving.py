@@ -50,7 +50,7 @@ class ServedTiers:
     ended requests left is copied when they end, not when the device is about to give it up.
     least_uses: requests that must have passed what is copied. watermark: share of the device's
     memory; what would go next until no more is used is copied beforehand. least_read: tokens that a
-    read from the disk must save.
+    read from the disk must save. exact: copies are what was on the device (`--hybrid-tier-codec`).
     """
 
     host: Split
@@ -61,6 +61,7 @@ class ServedTiers:
     watermark: float = 1.0
     least_read: int = 256
     at_once: bool = True
+    exact: bool = True
 
 
 Budget = int | Split | None

@@ -91,7 +91,7 @@ class TierPool(Pool):
         above = node.parent
         while above is not None and self._only_leads_to(above, gone):
             gone.add(above)
-            freed += above.tokens * self.cost.kv_bytes_per_token
+            freed += self._bytes_of(above.tokens, 0)
             above = above.parent
         return freed
 
@@ -169,14 +169,17 @@ class TierPool(Pool):
             return 0, 0
         freed = unit.freed
         if self.scarce is Scarce.STATES:
-            freed = unit.state * self.cost.state_bytes
+            freed = self._bytes_of(0, int(unit.state))
         elif self.scarce is Scarce.KV:
-            freed = unit.kv * node.tokens * self.cost.kv_bytes_per_token
+            freed = self._bytes_of(unit.kv * node.tokens, 0)
         saved = int(unit.saves * self._speeds.prefill)
         leaf = unit.kv and self.scarce is not Scarce.STATES
         if leaf and freed and self.policy.bounded_by_prefix:
             saved = self._share_of_prefix(node, freed, saved)
         return freed, saved
+
+    def _bytes_of(self, kv_tokens: int, states: int) -> int:
+        return self.cost.bytes_in(self.tier, kv_tokens, states)
 
     def _is_worthless(self, node: Node, saved: int) -> bool:
         return saved <= 0

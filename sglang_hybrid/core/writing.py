@@ -48,7 +48,7 @@ def copy_saves(
             break
         above = above.parent
     computed = speeds.compute(cost.savings(node.depth, anchor))
-    loaded = (node.depth - anchor) * cost.kv_bytes_per_token + cost.state_bytes
+    loaded = cost.bytes_in(tier, node.depth - anchor, 1)
     return computed - speeds.loads[tier].seconds(loaded)
 
 

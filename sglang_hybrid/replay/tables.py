@@ -60,7 +60,9 @@ def _show_tiers(results: Sequence[Result], console: Console) -> None:
     present = results[0].job.tiers.present
     below = present[1:]
     where = " + ".join(tier.name.lower() for tier in below)
-    for title in [f"hit %: device + {where}", "loads", "GB written", "bytes per\nhit token"]:
+    inexact = any(result.job.tiers and not result.job.tiers.exact for result in results)
+    titles = [f"hit %: device + {where}", "loads", "GB written", "bytes per\nhit token"]
+    for title in titles + ["not exact,\nhit %"] * inexact:
         table.add_column(title, justify="right", no_wrap=True)
     for result in results:
         counts, tokens = result.tiers, int(result.input_len.sum())
@@ -72,9 +74,12 @@ def _show_tiers(results: Sequence[Result], console: Console) -> None:
             " + ".join(f"{counts.loads[tier]:,}" for tier in below),
             " + ".join(f"{counts.written[tier] / 1e9:.1f}" for tier in below),
             f"{counts.written_per_hit_token:,.0f}",
+            *[f"{100 * counts.inexact_tokens / tokens:.1f}"] * inexact,
         )
     console.print(table)
     about = f"loads, GB written: {where}; bytes written per hit token."
+    if inexact:
+        about += " not exact: resumed from smaller copies, or computed behind them."
     _show_lost({str(result.job.spec): result for result in results}, console)
     console.print(about, highlight=False, soft_wrap=True)
 

@@ -63,7 +63,9 @@ class TieredSimulator(Simulator):
     ) -> None:
         if not cost.state_bytes:
             raise ValueError("tiers are replayed for models with states only")
+        cost = tiers.with_copies(cost)
         self.tiers = tiers
+        self._inexact_in = tiers.inexact_in(cost)
         self.rates = Rates(speeds)
         self.counts = TierCounts()
         present = tiers.present
@@ -133,6 +135,7 @@ class TieredSimulator(Simulator):
             return self.tree.root, 0.0
         passed = [node for node in path if node.depth <= way.depth]
         self._bring(passed, passed[-1], touched)
+        self.counts.resumed(way.depth, exact=is_exact(passed))
         return passed[-1], way.load_seconds
 
     def resumes_from(self, request: Request) -> tuple[Node | None, int]:
@@ -197,14 +200,24 @@ class TieredSimulator(Simulator):
 
     def _bring(self, path: list[Node], hit: Node, touched: list[Node]) -> None:
         """Have the KV of `path` and the state of `hit` on the device, if there is room beside
-        `touched`; otherwise only the request has them.
+        `touched`; otherwise only the request has them. Either way they are marked if they come from
+        copies that are not exact.
         """
         missing = [node for node in path if not copies_of(node).has_kv(Tier.DEVICE)]
         state = not copies_of(hit).has_state(Tier.DEVICE)
+        for node in missing:
+            self._mark(node, copies_of(node).kv_tier, state=False)
+        if state:
+            self._mark(hit, copies_of(hit).state_tier, state=True)
         if self._make_room(sum(node.tokens for node in missing), int(state), touched):
             for node in missing:
                 self.placement.add_kv(node, Tier.DEVICE)
             self.placement.add_state(hit, Tier.DEVICE)
+
+    def _mark(self, node: Node, tier: Tier | None, *, state: bool) -> None:
+        """The KV or the state of `node` is read from a copy in `tier`."""
+        if tier is not None and self._inexact_in[tier][state]:
+            copies_of(node).inexact = True
 
     def _insert(
         self,
@@ -230,7 +243,7 @@ class TieredSimulator(Simulator):
                 if self.losses is not None:
                     self.losses.refused(prefix_hashes(tokens, tenant), new)
                 return path
-            self.counts.written[tier] += self._bytes(kv, len(new))
+            self.counts.written[tier] += self.cost.bytes_in(tier, kv, len(new))
             kept = self._grow_path(tokens, path, path, matched, ends, tenant)
         for node in kept:
             if tier is Tier.DEVICE or node.copies is None:
@@ -290,7 +303,7 @@ class TieredSimulator(Simulator):
             if placement.states[tier] + states > room.slots:
                 return state_pool
             return pool if placement.kv_tokens[tier] + kv > room.kv_tokens else None
-        needed = placement.used(tier, self.cost) + self._bytes(kv, states)
+        needed = placement.used(tier, self.cost) + self.cost.bytes_in(tier, kv, states)
         return pool if needed > room else None
 
     def _could_fit_in(self, tier: Tier, kv: int, states: int, path: Sequence[Node]) -> bool:
@@ -301,7 +314,7 @@ class TieredSimulator(Simulator):
         room = self.room[tier]
         if isinstance(room, Split):
             return kv <= room.kv_tokens and states <= room.slots
-        return self._bytes(kv, states) <= room
+        return self.cost.bytes_in(tier, kv, states) <= room
 
     def _bytes(self, kv: int, states: int) -> int:
         return kv * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
@@ -356,7 +369,7 @@ class TieredSimulator(Simulator):
         """
         policy, speeds = self.pools[tier][1].policy, self.rates.speeds
         returns = policy.return_probability(node, self.tree.clock)
-        size = self._bytes(kv * node.tokens, int(state))
+        size = self.cost.bytes_in(tier, kv * node.tokens, int(state))
         saves = copy_saves(node, tier, self.cost, speeds)
         return returns is None or write_pays(size, saves, returns, tier, speeds)
 
@@ -365,7 +378,7 @@ class TieredSimulator(Simulator):
             self.placement.add_kv(node, tier)
         if state:
             self.placement.add_state(node, tier)
-        self.counts.written[tier] += self._bytes(kv * node.tokens, int(state))
+        self.counts.written[tier] += self.cost.bytes_in(tier, kv * node.tokens, int(state))
 
     def _take(self, tier: Tier, node: Node, *, kv: bool, state: bool, needed: bool) -> bool:
         """Make room in `tier` for copies of `node`; False if they are worth less than what would
@@ -415,6 +428,13 @@ class TieredSimulator(Simulator):
     def _is_worth(self, history_match: HistoryMatch, prefill: Prefill) -> bool:
         """Always: what it pushes out finds room in another tier."""
         return True
+
+
+def is_exact(path: Sequence[Node]) -> bool:
+    """Whether nothing on the way from the root to the end of `path` is marked: what is computed
+    behind a mark is as inexact.
+    """
+    return not any(copies_of(node).inexact for node in path)
 
 
 class TieredClairvoyant(KnowsFuture, TieredSimulator):

@@ -27,7 +27,7 @@ from sglang_hybrid.replay.served_copies import ServedCopies, held_above_disk, la
 from sglang_hybrid.replay.server_simulator import Running, ServerSimulator
 from sglang_hybrid.replay.simulator import Ticket
 from sglang_hybrid.replay.tier_budgets import TierBudgets
-from sglang_hybrid.replay.tier_simulator import TieredSimulator
+from sglang_hybrid.replay.tier_simulator import TieredSimulator, is_exact
 from sglang_hybrid.replay.traces import Request
 
 
@@ -127,6 +127,12 @@ class TieredServerSimulator(ServerSimulator, ServedCopies):
         super()._count_hit(way, [one for one in known if one.state_tier is not Tier.DISK])
 
     def _load(self, request: Request, hit: Node) -> Node:
+        node = self._resume_at(request, hit)
+        self.counts.resumed(node.depth, exact=is_exact(path_to(node)))
+        return node
+
+    def _resume_at(self, request: Request, hit: Node) -> Node:
+        """Load what `hit` lacks on the device; where that cannot be, the next best node."""
         path = path_to(hit)
         missing = [node for node in path if not copies_of(node).has_kv(Tier.DEVICE)]
         state = hit is not self.tree.root and not copies_of(hit).has_state(Tier.DEVICE)
@@ -137,6 +143,8 @@ class TieredServerSimulator(ServerSimulator, ServedCopies):
             for node in missing:
                 self.placement.add_kv(node, Tier.DEVICE)
             self.placement.add_state(hit, Tier.DEVICE)
+            for node in [*missing, hit]:
+                copies_of(node).inexact |= not self.below.exact
             if self.below.write_back:  # SGLang holds what is read until it has arrived
                 self._under_way += self._hold_on(Tier.HOST, [*missing, hit])
             return hit

@@ -5,7 +5,9 @@ host memory, and no tier ever holds more than it has room for.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,71 @@ def test_the_simulator_is_the_server(name: str, writes: str, *, one_memory: bool
     )
     assert [alone.serve(request).hit_len for request in REQUESTS] != theirs
     assert server.loads == ours.counts.loads[Tier.HOST] > 0
+
+
+@pytest.fixture
+def coded() -> Iterator[None]:
+    """Copies below the device are bf16."""
+    pytest.importorskip("sglang")
+    if version("sglang") == "0.5.22":
+        pytest.skip("smaller copies need SGLang 0.5.23")
+    from sglang_hybrid.tiers import coded_rows
+    from sglang_hybrid.tiers.codecs import Codec
+
+    coded_rows.use(coded_rows.CodecPlan.uniform(Codec.BF16))
+    yield
+    coded_rows.use(coded_rows.CodecPlan())
+
+
+@pytest.mark.usefixtures("coded")
+@pytest.mark.parametrize("writes", ["write_through", pytest.param("write_back", marks=SLOW)])
+@pytest.mark.parametrize("one_memory", [False, pytest.param(True, marks=SLOW)])
+def test_with_a_codec_the_simulator_hits_and_marks_what_the_server_does(
+    writes: str, *, one_memory: bool
+) -> None:
+    """More of the smaller copies fit, and the same requests resume from what is not exact."""
+    from sglang_hybrid.cache.served_tiers import served_tiers
+    from sglang_hybrid.config import HybridConfig
+    from sglang_hybrid.tuner.tuner import PolicySwitch
+    from tests.cache.driver import Sizes
+    from tests.cache.tiers import PollingServer, build_tiered_cache
+
+    class MarkingServer(PollingServer):
+        def admit(self, req: Any) -> bool:
+            joined = super().admit(req)
+            if joined and req.prefix_len:
+                core = self.cache.tree_core
+                inexact.append(not core.is_exact(core.node_by_id(req.last_node)))
+            elif joined:
+                inexact.append(False)
+            return joined
+
+    inexact: list[bool] = []
+    longest = max(len(request.tokens) for request in REQUESTS) + 64
+    sizes = Sizes(POOLS.kv_tokens, POOLS.slots, grid=64, context=longest)
+    if one_memory:
+        sizes = replace(sizes, one_memory=True, state_bytes=ONE_STATE)
+    options = HybridConfig(hybrid_offload_watermark=1.0)
+    cache: Any = build_tiered_cache(sizes, options, policy=writes, ratio=2.0)
+    below = served_tiers(cache)
+    assert below is not None
+    assert not below.exact
+    cache.speeds.speeds, cache.speeds.poll = SPEEDS, lambda: []
+    cache.tuning.switch(PolicySwitch(1, Spec("reuse"), "a test"))
+    memory = sizes.budget if one_memory else POOLS
+    ours = simulator("reuse", replace(below, speeds=SPEEDS), memory, cache.cost)
+    server = MarkingServer(cache, sizes, 64)
+    hits, marks = [], []
+    for request in REQUESTS:
+        before = ours.counts.inexact_hits
+        hits.append((server.play([request])[0], ours.serve(request).hit_len))
+        server.poll()
+        marks.append(ours.counts.inexact_hits > before)
+        check(ours)
+    assert [theirs for theirs, _ in hits] == [found for _, found in hits]
+    assert marks == inexact
+    assert any(marks)
+    assert any(hit and not mark for (hit, _), mark in zip(hits, marks, strict=True))
 
 
 @SLOW

@@ -21,6 +21,7 @@ from sglang_hybrid.core.table import Table
 from sglang_hybrid.core.tier_pool import TierPool
 from sglang_hybrid.core.waiting import Bound
 from sglang_hybrid.replay import generators, tier_simulator
+from sglang_hybrid.replay.copy_codecs import ROW, CopyCodec
 from sglang_hybrid.replay.losses import Loss, Losses, prefix_hashes
 from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.systems import Setting, Spec, systems
@@ -403,6 +404,7 @@ def test_tiers_are_read_from_the_command_line() -> None:
     assert tiers.below(HOST) is DISK
     assert tiers.below(DISK) is None
     assert str(tiers) == "20 + 200 + 2000 GB"
+    assert tiers.exact
     without_host = TierBudgets.parse("device=20GB,disk=2TB")
     assert without_host.below(DEVICE) is DISK
 
@@ -417,11 +419,112 @@ def test_tiers_are_read_from_the_command_line() -> None:
         ("device=20GB,host=1TB@25GB", "'25GB' is no bandwidth"),
         ("device=20GB@1GB/s,host=1TB", "the device needs no bandwidth"),
         ("device=20GB,host=much", "'much' is no size"),
+        ("device=20GB,host=1TB:int4", "'int4' is no codec; there are exact, bf16, int8"),
+        ("device=20GB:int8,host=1TB", "the device has no codec"),
     ],
 )
 def test_what_is_no_tier_is_one_sentence(text: str, wrong: str) -> None:
     with pytest.raises(ValueError, match=wrong):
         TierBudgets.parse(text)
+
+
+def test_each_tier_below_the_device_has_a_codec_of_its_own() -> None:
+    tiers = TierBudgets.parse("device=20GB,host=200GB@25GB/s:bf16,disk=2TB:int8")
+    assert [codec.value for codec in tiers.codecs] == ["exact", "bf16", "int8"]
+    assert tiers.links[HOST].bandwidth == 25e9
+    assert str(tiers) == "20 + 200 (bf16) + 2000 (int8) GB"
+    served = CostModel(1, 1, (), kv_bytes_per_token=16_384, state_bytes=102_400)  # float32 states
+    sized = tiers.with_copies(served)
+    assert sized.copies == ((16_384, 102_400), (16_384, 51_200), (8_448, 26_400))
+    assert tiers.inexact_in(served) == [(False, False), (False, True), (True, True)]
+    half = tiers.with_copies(CostModel.paper_7b())  # states in FP16
+    assert half.copies[HOST] == half.copies[DEVICE]
+    assert tiers.inexact_in(CostModel.paper_7b())[HOST] == (False, False)
+
+
+def in_codec(codec: str, requests: list[Request], disk: str = "") -> TieredSimulator:
+    """A cache whose device holds one sequence, and whose host two as they are."""
+    cost = COST.with_sizes(kv_bytes_per_token=256, state_bytes=256 * 30)
+    below = f",disk=1GB@1GB/s:{disk}" if disk else ""
+    tiers = TierBudgets.parse(f"device=45000,host=70000@1GB/s:{codec}{below}")
+    speeds = Speeds.of(COST.flops(1) * 1e3, host=Link(1e9), disk=Link(1e9))
+    setting = Setting(cost, None, requests, 16, tiers=tiers, speeds=speeds)
+    cache = Spec("lru").build(setting)
+    assert isinstance(cache, TieredSimulator)
+    return cache
+
+
+def in_turn(sessions: int, turns: int) -> list[Request]:
+    """Prompts of 80 tokens and their answers, each asked again after all others."""
+    return [
+        request(
+            [*numbers(1_000 * session, 80), *[turn] * 5], [7, 8], float(turn * sessions + session)
+        )
+        for turn in range(turns)
+        for session in range(sessions)
+    ]
+
+
+def test_smaller_copies_make_room_for_more_and_hits_on_them_are_counted_apart() -> None:
+    """Three sessions in turn: the host holds two of them as they are, and all in int8."""
+    requests = in_turn(3, 4)
+    exact, small = in_codec("exact", requests), in_codec("int8", requests)
+    hits = [sum(cache.serve(one).hit_len for one in requests) for cache in (exact, small)]
+    assert hits[1] > hits[0]
+    assert exact.counts.inexact_hits == exact.counts.inexact_tokens == 0
+    assert small.counts.inexact_tokens == hits[1]
+    assert small.counts.inexact_hits == small.counts.loads[HOST] == 6
+    assert small.counts.as_dict()["inexact_hits"] == 6
+    for tier in small.tiers.present:
+        assert small.placement.used(tier, small.cost) <= small.room[tier]
+
+
+def test_a_loaded_copy_takes_its_smaller_size_over_the_link() -> None:
+    requests = in_turn(3, 2)
+    loads = []
+    for codec in ("exact", "int8"):
+        cache = in_codec(codec, requests, disk=codec)
+        for one in requests[:4]:
+            cache.serve(one)
+        loads.append(sum(cache.counts.loaded.values()))
+    assert loads[1] * 256 == loads[0] * 132
+
+
+def test_what_is_computed_behind_a_smaller_copy_is_not_exact() -> None:
+    """On the device again, and continued there: nothing is loaded, but nothing is exact."""
+    first, *others = in_turn(3, 1)
+    cache = in_codec("int8", [])
+    for one in (first, *others):
+        cache.serve(one)
+    again = request([*first.tokens[:87].tolist(), 9, 9], [5], 4.0)
+    cache.serve(again)
+    assert (cache.counts.inexact_hits, cache.counts.loads[HOST]) == (1, 1)
+    later = request([*again.tokens.tolist(), 6, 6], [5], 5.0)
+    assert cache.serve(later).hit_len == len(again.tokens)
+    assert (cache.counts.inexact_hits, cache.counts.loads[HOST]) == (2, 1)
+
+
+def test_what_never_left_the_device_is_exact() -> None:
+    first, *_ = in_turn(1, 1)
+    cache = in_codec("int8", [])
+    cache.serve(first)
+    again = request([*first.tokens.tolist(), 9, 9], [5], 4.0)
+    assert cache.serve(again).hit_len == len(first.tokens)
+    assert cache.counts.inexact_hits == 0
+
+
+@pytest.mark.parametrize("codec", list(CopyCodec))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_replayed_codec_is_as_large_as_the_server_s(codec: CopyCodec, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    from sglang_hybrid.tiers.codecs import Codec
+
+    kind = getattr(torch, dtype)
+    fitting = Codec(codec.value).fitting(ROW, kind)
+    assert codec.bytes_of(10 * ROW * kind.itemsize, kind.itemsize) == 10 * fitting.row_bytes(
+        ROW, kind
+    )
+    assert codec.is_exact(kind.itemsize) == (fitting is Codec.EXACT)
 
 
 def test_a_policy_without_tiers_says_which_have_them() -> None:
