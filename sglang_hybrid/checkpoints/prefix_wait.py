@@ -92,8 +92,8 @@ class PrefixWait:
             if other is req or plan.tenant != tenant:
                 continue
             nearest = plan.first_open(best)
-            if nearest is None or nearest > usable:
-                continue
+            if nearest is None or nearest > min(usable, len(other.origin_input_ids)):
+                continue  # a retracted request prefills tokens that it has decoded, too
             if prompt[nearest - 1] != other.origin_input_ids[nearest - 1]:
                 continue  # one token tells most prompts apart
             shared = memoryview(self._key(other))[: nearest * TOKEN_BYTES]

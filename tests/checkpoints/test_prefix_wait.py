@@ -166,6 +166,16 @@ def test_the_same_prompt_waits_for_its_twins_end() -> None:
     assert house.prefix_wait.waits_for_prefix(twin)
 
 
+def test_nobody_waits_for_a_state_in_what_a_retracted_request_has_decoded() -> None:
+    """Its prefill covers its prompt and its output, and its plan wants states behind the prompt."""
+    house, (first, _) = House(), siblings(2)
+    longer = Waiting("longer", [*first.origin_input_ids, *range(500)])
+    house.planner.plan_request(first, len(first.origin_input_ids) + 100, 0, 0)
+    (plan,) = (plan for _, plan in house.planner.in_flight())
+    assert plan.first_open(0) == len(first.origin_input_ids) + 100 - 1
+    assert not house.prefix_wait.waits_for_prefix(longer)
+
+
 def test_other_salts_share_nothing() -> None:
     house, (first, other) = House(), siblings(2)
     other.cache_salt = "theirs"
