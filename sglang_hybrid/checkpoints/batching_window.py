@@ -12,11 +12,15 @@ import time
 from collections.abc import Callable
 from functools import cache
 from math import ceil
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakMethod
 
 import zmq
-from sglang.srt.managers.io_struct import sock_recv
+from sglang.srt.managers.io_struct import (
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+    sock_recv,
+)
 
 from sglang_hybrid.config import HybridConfig
 
@@ -26,7 +30,10 @@ LONG_PROMPT = 512
 MOST_WAITS = 4
 """The window is at most so many quiet periods long."""
 
-LookUp = Callable[[Any], int]
+Prefilled: TypeAlias = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
+"""Of all messages that schedulers receive, those whose `input_ids` are prefilled."""
+
+LookUp = Callable[[Prefilled], int]
 """How many tokens of a tokenized request's prompt are cached."""
 
 _look_ups: list[WeakMethod[LookUp]] = []  # of the newest cache
@@ -59,12 +66,14 @@ def requests_in_window(receiver: Any, received: list[Any]) -> list[Any]:
     return rest
 
 
-def _is_long(request: Any) -> bool:
-    prompt = getattr(request, "input_ids", None)
+def _is_long(received: Any) -> bool:
+    if not isinstance(received, Prefilled):
+        return False
+    prompt = received.input_ids
     if prompt is None or len(prompt) < LONG_PROMPT:
         return False
     look_up = next((found() for found in _look_ups), None)
-    return look_up is None or len(prompt) - look_up(request) >= LONG_PROMPT
+    return look_up is None or len(prompt) - look_up(received) >= LONG_PROMPT
 
 
 @cache

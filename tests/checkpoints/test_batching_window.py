@@ -4,16 +4,50 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
+from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_hybrid.checkpoints import batching_window
+from sglang_hybrid.explain.messages import ExplainReq
 
-LONG = SimpleNamespace(input_ids=[1] * batching_window.LONG_PROMPT)
+LONG_PROMPT = batching_window.LONG_PROMPT
+
+
+def generation(tokens: int | None) -> TokenizedGenerateReqInput:
+    """A request with a prompt of so many tokens; None for one without token ids."""
+    return TokenizedGenerateReqInput(
+        input_text=None,
+        input_ids=None if tokens is None else array("q", [1] * tokens),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=SamplingParams(),
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=False,
+    )
+
+
+def embedding(tokens: int) -> TokenizedEmbeddingReqInput:
+    return TokenizedEmbeddingReqInput(
+        input_text=None,
+        input_ids=array("q", [1] * tokens),
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=SamplingParams(),
+    )
+
+
+LONG = generation(LONG_PROMPT)
 
 
 @pytest.fixture
@@ -54,6 +88,26 @@ def test_what_follows_shortly_is_read_too(sockets: tuple[zmq.Socket, zmq.Socket]
     thread.join()
 
 
+def test_an_embedding_request_is_long_too(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
+    pull, push = sockets
+    push.send(b"another")
+    received = [embedding(LONG_PROMPT)]
+    assert batching_window.requests_in_window(receiver(pull), received) == [b"another"]
+
+
+def test_a_question_about_a_long_prompt_is_not_looked_up(
+    sockets: tuple[zmq.Socket, zmq.Socket],
+) -> None:
+    """It carries a prompt, and it is no request: it has no adapter, say."""
+    pull, push = sockets
+    cache = CacheOf(0)
+    batching_window.look_up_with(cache.cached_tokens)
+    push.send(b"another")
+    question = ExplainReq(input_ids=[1] * LONG_PROMPT)
+    assert batching_window.requests_in_window(receiver(pull), [question, LONG]) == [b"another"]
+    assert cache.asked == [LONG]
+
+
 def test_no_more_than_the_receiver_takes(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
     pull, push = sockets
     thread = send_later(push, 5)
@@ -63,7 +117,14 @@ def test_no_more_than_the_receiver_takes(sockets: tuple[zmq.Socket, zmq.Socket])
 
 @pytest.mark.parametrize(
     ("received", "last_batch"),
-    [([], None), ([SimpleNamespace(input_ids=[1])], None), ([LONG], "a batch"), (["rpc"], None)],
+    [
+        ([], None),
+        ([generation(LONG_PROMPT - 1)], None),
+        ([generation(None)], None),
+        ([LONG], "a batch"),
+        (["rpc"], None),
+        ([ExplainReq(input_ids=[1] * LONG_PROMPT)], None),
+    ],
 )
 def test_nobody_waits_for_nothing(
     sockets: tuple[zmq.Socket, zmq.Socket], received: list[Any], last_batch: Any
@@ -79,8 +140,10 @@ class CacheOf:
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
+        self.asked: list[Any] = []
 
     def cached_tokens(self, request: Any) -> int:
+        self.asked.append(request)
         return self.tokens
 
 
@@ -88,7 +151,7 @@ def test_a_prompt_that_is_cached_is_not_waited_for(sockets: tuple[zmq.Socket, zm
     pull, push = sockets
     push.send(b"another")
     time.sleep(0.05)
-    request = SimpleNamespace(input_ids=[1] * (batching_window.LONG_PROMPT + 300))
+    request = generation(LONG_PROMPT + 300)
     cache = CacheOf(301)
     batching_window.look_up_with(cache.cached_tokens)
     assert batching_window.requests_in_window(receiver(pull), [request]) == []

@@ -72,6 +72,14 @@ def test_a_hit_a_partial_hit_and_a_request(url: str) -> None:
     assert account(url, "--request-id", first_id)["hit"] == 0
 
 
+def test_a_long_prompt_is_explained(url: str) -> None:
+    """An idle server waits for requests that follow a long prompt; a question is none."""
+    prompt = random_prompt(700, seed=35)
+    assert account(url, "--input-ids", ids(prompt))["hit"] == 0
+    ask(url, prompt)
+    assert account(url, "--input-ids", ids(prompt))["hit"] == 699
+
+
 def test_text_and_messages_are_tokenized_as_for_a_request(url: str, tmp_path: Path) -> None:
     text = "The keeper of the archive shall record every entry in the register. " * 9
     body = {"text": text, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
