@@ -29,6 +29,7 @@ def url(request: Any) -> Iterator[str]:
     flags += ["--hybrid-memory", "split"]  # so that one prompt can push out all others
     flags += ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--enable-metrics"]
     flags += ["--hybrid-simulate-bandwidth", SLOW_LINK]
+    flags += ["--hybrid-offload-watermark", "1"]  # copied at once: that prompt leaves no time later
     with ServerProcess(flags, environment=CHECKED) as server:
         yield server.url
 
