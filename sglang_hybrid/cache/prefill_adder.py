@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sglang.srt.managers.schedule_policy import AddReqResult, _PrefillAdmission
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.cache.slots import free_slots
+from sglang_hybrid.cache.slots import free_slots, send_back
 from sglang_hybrid.core.cost import ENDLESS
 from sglang_hybrid.memory.allocators import OneMemoryBudget
 from sglang_hybrid.schedule.adder import ScheduledPrefillAdder
@@ -81,7 +81,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         if self._promised + needed and not self._slots_fit(req, needed):
             return AddReqResult.NO_TOKEN
         if self.tree_cache.prefix_wait.waits_for_prefix(req):
-            self._send_back(req)
+            send_back(req, self.tree_cache.req_to_token_pool)
             return AddReqResult.CONTINUE
         self.tree_cache.plan_request(req)
         admitted = len(self.can_run_list)
@@ -146,16 +146,6 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         """
         new = len(req.full_untruncated_fill_ids) - req.prefix_len - req.host_hit_length
         return bool(self.can_run_list) and self.ceil_paged_tokens(new) >= self.rem_input_tokens
-
-    def _send_back(self, req: Req) -> None:
-        """Undo the look-up of a request that stays in the queue (scheduler.py:4283-4300)."""
-        req.kv.mamba_cow_src_index = None
-        req.kv.mamba_needs_clear = False
-        if req.kv.holds_mamba and not req.session:
-            self.tree_cache.req_to_token_pool.mamba_allocator.free(
-                req.kv.mamba_pool_idx.unsqueeze(-1)
-            )
-            req.kv.mamba_pool_idx = None
 
     def _source(self, req: Req) -> int:
         """1 if the state this request is copied from counts as evictable until it is admitted."""

@@ -22,7 +22,7 @@ from sglang_hybrid.cache.parts import build_parts
 from sglang_hybrid.cache.pinning import pin_published
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from sglang_hybrid.cache.publication import Publication
-from sglang_hybrid.cache.slots import free_slots
+from sglang_hybrid.cache.slots import free_slots, send_back_if_waiting
 from sglang_hybrid.cache.tiered_shadow_tree import TieredShadowTree
 from sglang_hybrid.cache.tuning import make_tuning
 from sglang_hybrid.cache.ways import WayChooser
@@ -188,6 +188,7 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
     # What requests find.
 
     def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
+        send_back_if_waiting(params, self.req_to_token_pool)
         params = self.modular.prepare(params)
         result = self._just_ranked(params) or super()._match_tree(params)
         self.lookups.looked_up(params, result)

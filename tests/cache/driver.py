@@ -304,19 +304,23 @@ class Server:
 
     def admit(self, req: Req) -> bool:
         """Look up, and what the cache's PrefillAdder does; False, and nothing is held, if it does
-        not join a batch now (scheduler.py, get_new_batch_prefill).
+        not join a batch now. The adder is there, and has arranged the queue, before anything is
+        looked up to be admitted (scheduler.py, get_new_batch_prefill).
         """
+        adder = self._adder([req])
         self.look_up(req)
         if not self._fits(req):
             self.send_back(req)
             return False
-        return self.try_to_add(req)
+        return self._add(req, adder)
 
     def try_to_add(self, req: Req, waiting: Sequence[Req] = ()) -> bool:
         """What the PrefillAdder says of a request that was looked up; `waiting`: the queue, if it
         has more.
         """
-        adder = self._adder(waiting or [req])
+        return self._add(req, self._adder(waiting or [req]))
+
+    def _add(self, req: Req, adder: Any) -> bool:
         unfinished = any(other.extend_end < _length(other) for other in self.running)
         verdict = adder.add_one_req(req, has_chunked_req=unfinished, truncation_align_size=None)
         if req in adder.can_run_list:

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, _PrefillAdmission
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from tests.cache.backends import options
@@ -136,3 +138,31 @@ def test_a_request_that_ends_reserves_nothing() -> None:
     assert it.cache.slots.decoding == 1
     it.retract(second)
     assert it.cache.slots.decoding == 0
+
+
+def test_a_request_that_is_looked_up_again_while_it_waits_holds_no_slot() -> None:
+    """SGLang looks up a prompt to admit it, and once more to ask the disk for the rest of it."""
+    it = server(states=4)
+    document = run(100)
+    it.serve(document, [7])
+    free = it.pool.mamba_allocator.available_size()
+    req = it.arrive([*document, 1, 2])
+    assert it.look_up(req) > 0
+    assert req.kv.mamba_cow_src_index is not None and req.kv.holds_mamba
+    req.init_next_round_input(it.cache, cow_mamba=False)
+    assert req.kv.mamba_cow_src_index is None and not req.kv.holds_mamba
+    assert it.pool.mamba_allocator.available_size() == free
+    assert it.admit(req)
+
+
+def test_a_request_that_runs_keeps_its_slot() -> None:
+    it = server(states=4)
+    document = run(100)
+    it.serve(document, [7])
+    req = it.arrive([*document, 1, 2])
+    assert it.admit(req) and it.prefill_step(req)
+    slot = int(req.kv.mamba_pool_idx)
+    it.cache.match_prefix(
+        MatchPrefixParams(key=RadixKey(req.origin_input_ids), req=req, cow_mamba=False)
+    )
+    assert int(req.kv.mamba_pool_idx) == slot
