@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_hybrid.config import HybridConfig, Schedule
@@ -97,7 +98,7 @@ class QueueSchedule:
         self._standings.runs(req)
         if self.loads is not None:
             self.loads.admitted(req, self.clock.now - self._arrived(req))
-        if waiting is not None:
+        if waiting is not None and not req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
             self.stats.runs(waiting, self.bound, self.clock.now)
 
     # What the cache calls.

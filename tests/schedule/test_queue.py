@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
@@ -114,6 +115,14 @@ def test_siblings_run_behind_the_one_that_leaves_their_checkpoint() -> None:
     it.finish(siblings[0])
     assert it.round(most=3) == siblings[1:]
     assert [req.prefix_len for req in siblings[1:]] == [200, 200]
+
+
+def test_health_probes_are_not_counted() -> None:
+    it = Scheduler()
+    it.arrive(run(10), rid=f"{HEALTH_CHECK_RID_PREFIX}_1")
+    it.arrive(run(20, 1))
+    assert len(it.round(2)) == 2
+    assert it.cache.schedule.stats.started == {"nothing": 1}
 
 
 def test_a_stream_of_hits_does_not_starve_a_cold_request() -> None:
