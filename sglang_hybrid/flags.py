@@ -48,8 +48,9 @@ def _add_policy(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> 
         "fewest FLOPs per byte, weighed by recency (marconi) or by how likely it is used again "
         "(reuse), the node whose own last hit is longest ago (lru), what SGLang itself would "
         "evict (sglang-lru; no decisions are recorded), the node that is cheapest to replay "
-        "(seglen), greedy-dual size frequency (gdsf); auto starts with reuse and switches to "
-        "what finds more in a replay of the server's own traffic (default: %(default)s)",
+        "(seglen), greedy-dual size frequency (gdsf); auto is reuse, and with "
+        "--hybrid-tuner-workers switches to what finds more in a replay of the server's own "
+        "traffic (default: %(default)s)",
     )
     group.add_argument(
         "--hybrid-alpha",

@@ -77,12 +77,15 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     )
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform, check_flags
+    from sglang_hybrid.platforms.memory import memory_available
     from sglang_hybrid.platforms.sizing import check_memory
     from sglang_hybrid.preflight import (
+        HOST_RESERVE,
         SLOTS_PER_REQUEST,
         StartupError,
         check_adapters,
         check_device,
+        check_host_room,
         check_model,
         check_overrides,
         check_pools,
@@ -139,6 +142,10 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_memory(
             flags.model_path, flags.dtype, flags.max_total_tokens, flags.max_mamba_cache_size
         )
+    if flags.enable_hierarchical_cache and flags.hicache_size > 0:
+        ranks = max(1, flags.tp_size * flags.pp_size // flags.nnodes)
+        free = (memory_available() - HOST_RESERVE) / ranks
+        check_host_room(f"--hicache-size {flags.hicache_size}", flags.hicache_size * 1e9, free)
     check_disk(flags, options)
     for name in options.overrides(os.environ):
         print(
@@ -195,7 +202,7 @@ def run(server_args: "ServerArgs") -> int:
 
 def _with_default_model(argv: list[str]) -> tuple[list[str], str]:
     """Add the embedded model to a command line that names none; and the sentence that says so."""
-    asked = argparse.ArgumentParser(add_help=False)
+    asked = _Parser(add_help=False)
     asked.add_argument("--model-path", "--model")
     asked.add_argument("-h", "--help", action="store_true")
     known, _ = asked.parse_known_args(argv)
@@ -224,7 +231,7 @@ def _with_default_model(argv: list[str]) -> tuple[list[str], str]:
 
 def _choose_device(argv: Sequence[str]) -> None:
     """Hide the GPUs from torch if `--device cpu` is asked for and SGLang's own engine is not."""
-    asked = argparse.ArgumentParser(add_help=False)
+    asked = _Parser(add_help=False)
     asked.add_argument("--device")
     device = asked.parse_known_args(list(argv))[0].device
     if device == "cpu" and os.environ.get("SGLANG_USE_CPU_ENGINE", "0") != "1":

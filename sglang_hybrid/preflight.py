@@ -1,6 +1,7 @@
 """What can be known to fail before a model is loaded, each said in one sentence."""
 
 import argparse
+import errno
 import json
 import math
 import re
@@ -14,6 +15,11 @@ from safetensors import SafetensorError, safe_open
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+LAST_PORT = 65_535
+
+HOST_RESERVE = 10 << 30
+"""Bytes of the machine's memory that SGLang leaves free beside copies below the device."""
 
 LEAST_TOKENS = 16
 """KV tokens: with fewer, the request that SGLang sends to itself at the start never runs."""
@@ -46,23 +52,32 @@ RECURRENT_HEADS = (
 """Fields of models' configs: heads that ranks share, of Mamba2 layers and of gated delta nets."""
 
 
-class StartupError(Exception):
+class StartupError(RuntimeError):
     """The server cannot start; the message is one sentence for the person who started it."""
 
 
 def check_port(host: str, port: int) -> None:
     """Raise `StartupError` if nothing can listen on `host:port`."""
+    if port > LAST_PORT:
+        raise StartupError(f"--port {port}: give {LAST_PORT} at most, or leave it out.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
+        except OSError as error:
             raise StartupError(
-                f"cannot listen on {host}:{port} ({reason}); stop the program that uses it or "
-                "choose another --port."
+                f"cannot listen on {host}:{port} ({error.strerror}); {_other_address(error)}."
             ) from None
+
+
+def _other_address(error: OSError) -> str:
+    """What helps where a server cannot listen."""
+    if error.errno == errno.EADDRINUSE:
+        return "stop the program that uses it or choose another --port"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "choose a --port of 1024 or more"
+    return "give a --host that is an address of this machine, or leave it out"
 
 
 def check_device(device: str | None) -> None:
@@ -106,6 +121,18 @@ def check_pools(tokens: int | None, slots: int | None, counted: int) -> None:
         raise StartupError(
             f"--max-mamba-cache-size {slots} is too small for any request, which counts for "
             f"{counted} state slots; give {counted} at least, or leave it out."
+        )
+
+
+def check_host_room(given: str, asked: float, free: float) -> None:
+    """Raise `StartupError` if copies below the device, which take `asked` bytes of the machine's
+    memory for what was `given`, do not fit into the `free` ones.
+    """
+    if asked > free:
+        raise StartupError(
+            f"{given} asks for {asked / 1e9:,.1f} GB of the machine's memory, and "
+            f"{max(0.0, free) / 1e9:,.1f} GB can be had beside the 10 GiB that SGLang leaves free; "
+            "give less."
         )
 
 

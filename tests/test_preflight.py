@@ -15,6 +15,7 @@ from sglang_hybrid.preflight import (
     StartupError,
     check_adapters,
     check_device,
+    check_host_room,
     check_model,
     check_overrides,
     check_pools,
@@ -152,10 +153,25 @@ def test_a_port_in_use() -> None:
     check_port("127.0.0.1", port)
 
 
-@pytest.mark.parametrize("port", [-1, 65_536])
-def test_a_port_that_is_none(port: int) -> None:
-    with pytest.raises(StartupError, match=f"cannot listen on 127.0.0.1:{port}"):
-        check_port("127.0.0.1", port)
+def test_a_port_that_is_none() -> None:
+    with pytest.raises(StartupError, match=r"^--port 65536: give 65535 at most, or leave it out.$"):
+        check_port("127.0.0.1", 65_536)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_a_host_that_is_not_this_machine(host: str) -> None:
+    with pytest.raises(
+        StartupError, match=rf"^cannot listen on {host}:30001 \(.*\); give a --host"
+    ):
+        check_port(host, 30_001)
+
+
+def test_copies_for_which_the_machine_has_no_memory() -> None:
+    check_host_room("--hicache-size 3", 3e9, 3e9)
+    with pytest.raises(StartupError, match=r"^--hicache-size 3 asks for 3\.0 GB .* 2\.5 GB can be"):
+        check_host_room("--hicache-size 3", 3e9, 2.5e9)
+    with pytest.raises(StartupError, match=r"0\.0 GB can be had"):
+        check_host_room("--hicache-size 3", 3e9, -1e9)
 
 
 def test_a_device_that_is_not_there() -> None:

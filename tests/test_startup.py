@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from sglang_hybrid.preflight import StartupError
 from sglang_hybrid.startup import cannot_start, one_line
 
 
@@ -33,3 +34,9 @@ def test_an_error_with_words_is_one_line_of_them() -> None:
     assert failed(lambda: json.loads("{}")["a"]) == "KeyError: 'a'"
     assert one_line(OSError("x" * 600)).endswith("x ...")
     assert cannot_start("the port is in use") == "the server cannot start: the port is in use"
+
+
+def test_a_sentence_of_ours_is_told_as_it_is() -> None:
+    assert (
+        one_line(StartupError("--hybrid-memory one cannot be")) == "--hybrid-memory one cannot be"
+    )

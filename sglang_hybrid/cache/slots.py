@@ -5,7 +5,10 @@ from __future__ import annotations
 from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.runtime_context import get_schedule
+
 from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.preflight import StartupError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -29,9 +32,15 @@ def slots_per_request(needed: int) -> int | None:
     """What `--hybrid-slots-per-request` says, but never less than the `needed` ones; None if unset.
 
     SGLang divides the state pool by it to cap the running requests. Whatever a request counts for
-    beyond what it needs is left for checkpoints.
+    beyond what it needs is left for checkpoints. Raises `StartupError` for more than the pool has.
     """
     asked = HybridConfig.from_environment().hybrid_slots_per_request
+    there = get_schedule().max_mamba_cache_size  # None until it is known
+    if asked and there is not None and there < asked:
+        raise StartupError(
+            f"--hybrid-slots-per-request {asked} is more than the {there} state slots that there "
+            "are, so that no request could run; give less, or raise --max-mamba-cache-size."
+        )
     return max(needed, asked) if asked else None
 
 

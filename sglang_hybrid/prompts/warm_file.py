@@ -37,7 +37,8 @@ def read_lines(path: Path) -> list[Line]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}.") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path} cannot be read: {why}.") from None
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():

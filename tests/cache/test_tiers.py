@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
+from sglang_hybrid.cache.host_room import share_host_room
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
+from sglang_hybrid.preflight import StartupError
 from sglang_hybrid.tiers.links import TierLink
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
@@ -90,3 +93,18 @@ def test_every_request_resumes_from_its_own_prefix(sizes: Sizes, writes: str) ->
         loads += server.loads
     if sizes.states or writes != "write_through_selective":  # few KV nodes are used twice there
         assert loads > 0, "nothing was loaded"
+
+
+def test_a_host_that_the_machine_has_no_memory_for() -> None:
+    with pytest.raises(StartupError, match=r"^--hicache-ratio 1e\+12 asks for .* can be had"):
+        build_tiered_cache(Sizes(), options("reuse"), ratio=1e12)
+
+
+def test_a_host_whose_size_sglang_chooses() -> None:
+    """Without --hicache-ratio and --hicache-size."""
+    cache = build_tiered_cache(Sizes(), options("reuse"))
+    arguments = ServerArgs(model_path="dummy")
+    assert arguments.hicache_ratio is None
+    set_global_server_args_for_scheduler(arguments)
+    share_host_room(cache)
+    assert cache.req_to_token_pool.mamba_pool.host_capacity_tokens > 0

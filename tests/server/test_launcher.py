@@ -144,6 +144,24 @@ def test_a_mistake_ends_in_one_sentence(
         ),
         ("--page-size 1000000", "the server cannot start: AssertionError in "),
         ("--lora-paths /no/such/adapter", "'/no/such/adapter' does not exist"),
+        ("--model-path", "argument --model-path/--model: expected one argument"),
+        ("--port 99999", "--port 99999: give 65535 at most"),
+        (
+            "--hybrid-slots-per-request 1000",
+            "--hybrid-slots-per-request 1000 is more than the 512 state slots that there are",
+        ),
+        (
+            "--enable-hierarchical-cache --hicache-size 1000000",
+            "--hicache-size 1000000 asks for 1,000,000.0 GB of the machine's memory",
+        ),
+        (
+            "--enable-hierarchical-cache --hicache-ratio 1e9",
+            "the server cannot start: --hicache-ratio 1e+09 asks for",
+        ),
+        (
+            "--hybrid-memory one --hybrid-eviction sglang-lru",
+            "the server cannot start: --hybrid-memory one cannot be: --hybrid-eviction sglang-lru",
+        ),
         (
             "--device cpu --speculative-algorithm NGRAM",
             "--speculative-algorithm does not work on the CPU",
