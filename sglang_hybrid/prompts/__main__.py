@@ -28,14 +28,18 @@ from sglang_hybrid.replay.timing import PAPER, PrefillTime
 
 def main() -> int:
     options = _parser().parse_args()
-    return _recorded(options) if options.recorded else _schema(options)
+    try:
+        model = _model(options.model)
+    except Exception as error:  # tokenizers has no class of its own
+        print(f"--model {options.model}: it cannot be read: {error}.", file=sys.stderr)
+        return 2
+    return _recorded(options, *model) if options.recorded else _schema(options, *model)
 
 
-def _schema(options: argparse.Namespace) -> int:
+def _schema(options: argparse.Namespace, tokenizer: Tokenizer, state_tokens: int) -> int:
     path: Path = options.file
     try:
         schema = read_schema(path.read_text(encoding="utf-8"), path.parent)
-        tokenizer, state_tokens = _model(options.model)
     except MarkupError as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 2
@@ -54,11 +58,10 @@ def _schema(options: argparse.Namespace) -> int:
     return 1 if findings else 0
 
 
-def _recorded(options: argparse.Namespace) -> int:
+def _recorded(options: argparse.Namespace, tokenizer: Tokenizer, state_tokens: int) -> int:
     path: Path = options.recorded
     model = "" if options.model is None else str(options.model)
     try:
-        tokenizer, state_tokens = _model(options.model)
         prefill = PAPER if options.prefill is None else PrefillTime.read(options.prefill)
         reading = Reading(limit=options.limit, tokenizer=model or None)
         requests = read_trace(path, reading, options.format)

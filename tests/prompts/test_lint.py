@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hybrid.prompts.__main__ import main
 from sglang_hybrid.prompts.lint import lint
 from sglang_hybrid.prompts.schema import read_schema
 
@@ -70,3 +71,16 @@ def test_the_command_writes_lines_as_compilers_do(tmp_path: Path) -> None:
     assert (fine.returncode, fine.stdout) == (0, f"{file}: nothing to change.\n")
     broken = run("<schema")
     assert broken.returncode == 2 and "line 1, column" in broken.stderr
+
+
+def test_the_command_says_if_the_model_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, model = tmp_path / "schema.xml", tmp_path / "model"
+    file.write_text(f'<schema name="s">{LONG}</schema>')
+    monkeypatch.setattr(sys, "argv", ["lint", "lint", str(file), "--model", str(model)])
+    assert main() == 2
+    model.mkdir()
+    (model / "config.json").write_text("{")
+    assert main() == 2
+    assert capsys.readouterr().err.count(f"--model {model}: it cannot be read: ") == 2
