@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         server_args = prepare(arguments)
     except (StartupError, UnsupportedSGLang, patching.PatchError) as error:
         return fail(str(error))
+    except OSError as error:  # a path in a folder that this user may not enter, for example
+        return fail(cannot_start(error))
     return run(server_args)
 
 

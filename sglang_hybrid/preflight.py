@@ -179,8 +179,18 @@ def check_adapters(given: Sequence[object] | None) -> None:
 
 
 def check_tokenizer(path: str | None) -> None:
-    """Raise `StartupError` for a --tokenizer-path that is nowhere; None is the model's."""
-    if path is None or Path(path).expanduser().exists():
+    """Raise `StartupError` for a --tokenizer-path that is nowhere, or a directory without one; None
+    is the model's.
+    """
+    if path is None:
+        return
+    there = Path(path).expanduser()
+    if there.is_dir() and not _has_tokenizer(there):
+        raise StartupError(
+            f"--tokenizer-path {path!r} has no tokenizer (tokenizer.json or tokenizer.model); give "
+            "another directory, or leave it out."
+        )
+    if there.exists():
         return
     if not _HUB_NAME.fullmatch(path) and "://" not in path:
         raise StartupError(
@@ -223,11 +233,15 @@ def check_model(model_path: str, *, weights: bool = True, tokenizer: bool = True
         raise StartupError(f"{path / 'config.json'} names no `architectures`; is it a model's?")
     if weights:
         _check_weights(path)
-    if tokenizer and not any((path / name).exists() for name in _TOKENIZERS):
+    if tokenizer and not _has_tokenizer(path):
         raise StartupError(
             f"model directory {model_path!r} has no tokenizer (tokenizer.json or tokenizer.model); "
             "copy it there or give --tokenizer-path."
         )
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).exists() for name in _TOKENIZERS)
 
 
 def read_config(model_directory: Path) -> dict[str, Any]:
@@ -238,6 +252,10 @@ def read_config(model_directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise StartupError(
             f"model directory {str(model_directory)!r} has no config.json; is it a model's?"
+        ) from None
+    except PermissionError:
+        raise StartupError(
+            f"{file} cannot be read by this user; give it the right to, or another --model-path."
         ) from None
     except (OSError, ValueError) as error:
         raise StartupError(f"{file} cannot be read: {error}; copy the model again.") from None

@@ -243,6 +243,9 @@ def test_ranks_of_a_model_without_recurrent_layers_or_elsewhere(tmp_path: Path) 
 
 
 def test_a_tokenizer_that_is_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"^--tokenizer-path '.*' has no tokenizer"):
+        check_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").touch()
     for path in (None, str(tmp_path), "owner/name", "s3://bucket/tokenizer"):
         check_tokenizer(path)
     with pytest.raises(StartupError, match=r"^--tokenizer-path '/nowhere' does not exist; give a"):

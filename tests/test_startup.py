@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
+import pytest
+
+from sglang_hybrid import launch_server
 from sglang_hybrid.preflight import StartupError
-from sglang_hybrid.startup import cannot_start, one_line
+from sglang_hybrid.startup import STARTUP_ERROR, cannot_start, one_line
 
 
 def failed(work: object) -> str:
@@ -40,3 +44,16 @@ def test_a_sentence_of_ours_is_told_as_it_is() -> None:
     assert (
         one_line(StartupError("--hybrid-memory one cannot be")) == "--hybrid-memory one cannot be"
     )
+
+
+def test_a_path_that_this_user_may_not_read_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prepare(argv: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/srv/models/config.json")
+
+    monkeypatch.setattr(launch_server, "prepare", prepare)
+    assert launch_server.main([]) == STARTUP_ERROR
+    said = capsys.readouterr().err
+    assert said.startswith("sglang_hybrid: the server cannot start: ") and said.count("\n") == 1
+    assert "/srv/models/config.json" in said
