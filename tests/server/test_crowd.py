@@ -1,0 +1,146 @@
+"""Thirty-two clients of five tenants on small pools above a host and a disk: all stays in order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import requests
+
+from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.server_process import ServerProcess
+from tests.releases import needs_disk
+from tests.server.client import TOLERANCE, hybrid_cache
+from tests.server.crowd import Crowd, Kept
+from tests.server.one_memory import all_is_free
+from tests.server.soak import LOGPROBS
+from tests.server.test_soak import CHECKED, emptied
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), needs_disk]
+
+SECONDS = 45
+SLOTS = 24
+DISK_MB = 100
+ASKED_AGAIN = 40
+"""Kept answers that are asked for again, cold and after the restart."""
+
+LIMIT = 15
+"""Seconds within which a server that is asked to end has ended."""
+
+FLAGS = (
+    *("--max-total-tokens", "4000", "--max-mamba-cache-size", str(SLOTS)),
+    *("--max-running-requests", "8", "--hybrid-slots-per-request", "2"),
+    *("--chunked-prefill-size", "256", "--enable-metrics", "--enable-cache-report"),
+    *("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-storage-backend", "file"),
+    *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 64}'),
+    *("--hybrid-disk-mb", str(DISK_MB)),
+)
+CONFIGURATIONS = {
+    "two pools": ("--hybrid-memory", "split"),
+    "one memory, window": ("--hybrid-memory", "one", "--hybrid-schedule", "window"),
+}
+WITHOUT_RETRACTIONS = {name: on for name, on in CHECKED.items() if "RETRACT" not in name}
+COUNTS = ("requests", "prompt_tokens", "hit_tokens", "kv_only_tokens")
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_a_crowd(
+    configuration: str, model_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    disk = tmp_path / "disk"
+    command = [
+        *("--model-path", str(model_directory(DEFAULT_ARCHITECTURE))),
+        *("--hybrid-disk-folder", str(disk)),
+        *FLAGS,
+        *CONFIGURATIONS[configuration],
+    ]
+
+    def serve() -> ServerProcess:
+        return ServerProcess(
+            command, module="tests.server.checked", environment=WITHOUT_RETRACTIONS
+        )
+
+    with serve() as server:
+        crowd = Crowd(server.url, seed)
+        asyncio.run(crowd.stay(SECONDS))
+        asked = random.Random(seed).sample(crowd.kept, ASKED_AGAIN)
+        print(crowd.outcomes, len(crowd.kept))
+        everything_happened(crowd)
+        assert all(is_same(server.url, kept, extra_key=f"cold-{n}") for n, kept in enumerate(asked))
+        seen = emptied(server)
+        numbers_agree(server.url, seen)
+        assert all_is_free(seen, SLOTS)
+        assert seen["tiers"]["disk"]["files_evicted"] > 0
+        assert seen["tiers"]["loaded_bytes"] > 0 and seen["tiers"]["failed_loads"] == 0
+        ends_in_the_middle(server, seed)
+    assert sum(file.stat().st_size for file in disk.rglob("*.safetensors")) <= DISK_MB << 20
+    with serve() as server:
+        assert hybrid_cache(server.url)["tiers"]["disk"]["found_at_start"] > 0
+        assert all(is_same(server.url, kept) for kept in asked)
+        assert hybrid_cache(server.url)["tiers"]["disk"]["read"] > 0
+        assert "Traceback" not in server.log.read_text(errors="replace")
+
+
+def everything_happened(crowd: Crowd) -> None:
+    """The crowd did all that it can."""
+    did = {"streamed", "talked", "samples", "hung up", "refused", "explained"}
+    assert did <= crowd.outcomes.keys()
+    assert sum(kept.cached_tokens > 0 for kept in crowd.kept) > len(crowd.kept) / 10
+
+
+def is_same(url: str, kept: Kept, **tenant: str) -> bool:
+    """Whether the server says the same again, to the same tenant if no other is given."""
+    length = len(kept.tokens)
+    body = {
+        "input_ids": kept.prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": length, "ignore_eos": True},
+        **LOGPROBS,
+        **(tenant or kept.tenant),
+    }
+    response = requests.post(url + "/generate", json=body, timeout=300)
+    response.raise_for_status()
+    meta = response.json()["meta_info"]
+    assert not tenant or meta["cached_tokens"] == 0
+    again = meta["output_token_logprobs"]
+    assert [entry[1] for entry in again] == kept.tokens
+    assert [entry[0] for entry in again] == pytest.approx(kept.logprobs, abs=TOLERANCE)
+    return True
+
+
+def numbers_agree(url: str, seen: dict) -> None:
+    """/metrics counts what /server_info counts, and hits are of one tier or another."""
+    text = requests.get(url + "/metrics", timeout=30).text
+    metrics = {
+        name: float(value)
+        for name, value in re.findall(r"^sglang_hybrid:(\S+) (\S+)$", text, re.MULTILINE)
+    }
+    assert [metrics[f"{name}_total"] for name in COUNTS] == [seen[name] for name in COUNTS]
+    by_tier = seen["tiers"]["hit_tokens"]
+    assert {tier: metrics[f'tier_hit_tokens_total{{tier="{tier}"}}'] for tier in by_tier} == by_tier
+    assert sum(by_tier.values()) == seen["hit_tokens"]
+
+
+def ends_in_the_middle(server: ServerProcess, seed: int) -> None:
+    """SIGTERM while the crowd is there: each client gets its answer, or status 503."""
+    assert server.process is not None
+    crowd = Crowd(server.url, seed + 1)
+
+    async def use() -> None:
+        stay = asyncio.create_task(crowd.stay(60))
+        await asyncio.sleep(3)
+        assert server.process is not None
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(BaseExceptionGroup):
+            await stay
+
+    asyncio.run(use())
+    assert crowd.outcomes["answered"]
+    assert server.process.wait(LIMIT) == 0
+    assert "Traceback" not in server.log.read_text(errors="replace")
