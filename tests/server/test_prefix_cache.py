@@ -2,6 +2,7 @@
 
 import openai
 import pytest
+import requests
 import sglang as sgl
 
 from tests.server.client import generate, random_prompt
@@ -59,6 +60,20 @@ def test_a_streamed_chat_says_the_same(client: openai.OpenAI) -> None:
     assert len([text for text in texts if text]) > 1
     assert "".join(texts) == whole.choices[0].message.content
     assert cached(chunks[-1].usage) >= SHARED
+
+
+def test_a_chat_says_why_if_asked(client: openai.OpenAI, url: str) -> None:
+    """README: in its `meta_info`, and by its id."""
+    asked = {"extra_body": {"return_meta_info": True}}
+    first, again = (chat(client, QUESTIONS[0], **asked) for _ in range(2))
+    reports = [answer.choices[0].meta_info["hybrid_cache"] for answer in (first, again)]
+    assert [report["missed"] for report in reports] == ["not_stored", "nothing"]
+    assert reports[1]["hit_tokens"] == cached(again.usage)
+    for answer in (first, again):
+        found = requests.post(
+            url + "/hybrid_cache/explain", json={"request_id": answer.id}, timeout=60
+        )
+        assert found.status_code == 200 and found.json()["hit"] == cached(answer.usage)
 
 
 @sgl.function
