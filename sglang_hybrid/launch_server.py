@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Never
 from sglang_hybrid import patching
 from sglang_hybrid.startup import STARTUP_ERROR, cannot_start, fail, failure, private_files
 
+if __name__ == "__mp_main__":  # a process of the server; it ends with the first one, at Ctrl-C, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
 # At import, not in main(): SGLang's processes are spawned, import this file again and must have
 # the hook before they import SGLang.
 patching.install()
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "sglang_hybrid"
 USAGE_ERROR = 2
+INTERRUPTED = 128 + signal.SIGINT
 
 logger = logging.getLogger(PROGRAM)
 
@@ -60,9 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command() -> Never:
     """`main` as a program."""
+    try:
+        status = main()
+    except KeyboardInterrupt:  # before there are other processes, maybe within an import
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)
     from sglang_hybrid.shutdown import leave
 
-    leave(main())
+    leave(status)
 
 
 def prepare(argv: Sequence[str]) -> "ServerArgs":
@@ -144,7 +153,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_memory(
             flags.model_path, flags.dtype, flags.max_total_tokens, flags.max_mamba_cache_size
         )
-    if flags.enable_hierarchical_cache and flags.hicache_size > 0:
+    if flags.enable_hierarchical_cache and flags.hicache_size:
         ranks = max(1, flags.tp_size * flags.pp_size // flags.nnodes)
         free = (memory_available() - HOST_RESERVE) / ranks
         check_host_room(f"--hicache-size {flags.hicache_size}", flags.hicache_size * 1e9, free)
@@ -191,7 +200,7 @@ def run(server_args: "ServerArgs") -> int:
         try:
             run_server(server_args)
         except KeyboardInterrupt:
-            return 130
+            return INTERRUPTED
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else STARTUP_ERROR
         except Exception as error:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from sglang_hybrid.server_process import free_port
 
 SHM = "/dev/shm/"
 
@@ -183,6 +186,30 @@ def test_what_a_child_process_dies_of_is_one_sentence_too(tmp_path: Path) -> Non
     (tmp_path / "adapter_config.json").write_text("{}")
     said = launch("--lora-paths", str(tmp_path), "--device", "cpu")
     assert "the server cannot start: Failed to load LoRA adapter" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [1, 2])
+def test_ctrl_c_while_it_starts(seconds: int, tmp_path: Path) -> None:
+    """While modules are imported. A terminal sends it to the whole group."""
+    log, own = tmp_path / "log", tmp_path / "own"
+    own.mkdir()
+    with log.open("w") as said:
+        starting = subprocess.Popen(
+            [sys.executable, "-m", "sglang_hybrid.launch_server", "--port", str(free_port())],
+            stdout=said,
+            stderr=said,
+            env={**os.environ, "TMPDIR": str(own)},
+            start_new_session=True,
+        )
+        time.sleep(seconds)
+        mapped = shared_memory(starting.pid)
+        os.killpg(starting.pid, signal.SIGINT)
+        assert starting.wait(20) == 130
+    assert "Traceback" not in log.read_text(errors="replace")
+    assert not [p for p in psutil.process_iter() if alive(p) and in_session(p, starting.pid)]
+    assert not mapped & set(os.listdir(SHM))
+    assert not list(own.iterdir())
 
 
 def test_help_shows_our_flags_in_a_group_of_their_own() -> None:
