@@ -46,6 +46,15 @@ def simulator(
     return TieredServerSimulator(cost, memory, *policies, below, 16, serving)
 
 
+def sizes_of_pools(*, one_memory: bool) -> Any:
+    """The `Sizes` of a `HybridRadixCache` that holds what POOLS says."""
+    from tests.cache.driver import Sizes
+
+    longest = max(len(request.tokens) for request in REQUESTS) + 64
+    sizes = Sizes(POOLS.kv_tokens, POOLS.slots, grid=64, context=longest)
+    return replace(sizes, one_memory=True, state_bytes=ONE_STATE) if one_memory else sizes
+
+
 def check(cache: TieredServerSimulator) -> None:
     """Each tier holds what a walk counts, within its room; KV has no gap on the device or on the
     host, and nothing is left pinned or locked.
@@ -92,13 +101,9 @@ def test_the_simulator_is_the_server(name: str, writes: str, *, one_memory: bool
     from sglang_hybrid.cache.served_tiers import served_tiers
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.tuner.tuner import PolicySwitch
-    from tests.cache.driver import Sizes
     from tests.cache.tiers import PollingServer, build_tiered_cache
 
-    longest = max(len(request.tokens) for request in REQUESTS) + 64
-    sizes = Sizes(POOLS.kv_tokens, POOLS.slots, grid=64, context=longest)
-    if one_memory:
-        sizes = replace(sizes, one_memory=True, state_bytes=ONE_STATE)
+    sizes = sizes_of_pools(one_memory=one_memory)
     options = HybridConfig(hybrid_offload_watermark=1.0)
     cache: Any = build_tiered_cache(sizes, options, policy=writes, ratio=2.0)
     cache.speeds.speeds, cache.speeds.poll = SPEEDS, lambda: []
@@ -146,7 +151,6 @@ def test_with_a_codec_the_simulator_hits_and_marks_what_the_server_does(
     from sglang_hybrid.cache.served_tiers import served_tiers
     from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.tuner.tuner import PolicySwitch
-    from tests.cache.driver import Sizes
     from tests.cache.tiers import PollingServer, build_tiered_cache
 
     class MarkingServer(PollingServer):
@@ -160,10 +164,7 @@ def test_with_a_codec_the_simulator_hits_and_marks_what_the_server_does(
             return joined
 
     inexact: list[bool] = []
-    longest = max(len(request.tokens) for request in REQUESTS) + 64
-    sizes = Sizes(POOLS.kv_tokens, POOLS.slots, grid=64, context=longest)
-    if one_memory:
-        sizes = replace(sizes, one_memory=True, state_bytes=ONE_STATE)
+    sizes = sizes_of_pools(one_memory=one_memory)
     options = HybridConfig(hybrid_offload_watermark=1.0)
     cache: Any = build_tiered_cache(sizes, options, policy=writes, ratio=2.0)
     below = served_tiers(cache)
@@ -200,17 +201,13 @@ def test_above_a_disk_the_simulator_hits_about_what_the_server_hits(
     from sglang_hybrid.tiers import file_backend, weights
     from sglang_hybrid.tuner.tuner import PolicySwitch
     from tests.cache.disk import disk_server
-    from tests.cache.driver import Sizes
 
     monkeypatch.setattr(file_backend, "served_model", lambda: {"weights": "some"})
     monkeypatch.setattr(weights, "_changed", False)
     for known in ("disk_folder", "budget", "warm_bytes"):
         value = getattr(file_backend.FileBackend, known)
         monkeypatch.setattr(file_backend.FileBackend, known, value)
-    longest = max(len(request.tokens) for request in REQUESTS) + 64
-    sizes = Sizes(POOLS.kv_tokens, POOLS.slots, grid=64, context=longest)
-    if one_memory:
-        sizes = replace(sizes, one_memory=True, state_bytes=ONE_STATE)
+    sizes = sizes_of_pools(one_memory=one_memory)
     options = HybridConfig(hybrid_offload_watermark=1.0)
     with disk_server(tmp_path / "disk", sizes, options, ratio=1.5) as server:
         cache: Any = server.cache
