@@ -20,7 +20,7 @@ class Offload:
     were in use: one node at a time, while no copy is under way; under write-back only while no
     request waits, and nothing is loaded.
 
-    watermark: 0 to 1; at 1 nothing is copied in the background.
+    watermark: 0 to 1; at 1 nothing is copied here, and the write policy alone says when.
     """
 
     def __init__(self, cache: HostTierCache, watermark: float) -> None:

@@ -11,30 +11,14 @@ from typing import Any
 
 import pytest
 import zmq
-from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_hybrid.checkpoints import batching_window
 from sglang_hybrid.explain.messages import ExplainReq
+from tests.messages import generation
 
 LONG_PROMPT = batching_window.LONG_PROMPT
-
-
-def generation(tokens: int | None) -> TokenizedGenerateReqInput:
-    """A request with a prompt of so many tokens; None for one without token ids."""
-    return TokenizedGenerateReqInput(
-        input_text=None,
-        input_ids=None if tokens is None else array("q", [1] * tokens),
-        input_embeds=None,
-        mm_inputs=None,
-        token_type_ids=None,
-        sampling_params=SamplingParams(),
-        return_logprob=False,
-        logprob_start_len=-1,
-        top_logprobs_num=0,
-        token_ids_logprob=None,
-        stream=False,
-    )
 
 
 def embedding(tokens: int) -> TokenizedEmbeddingReqInput:

@@ -20,28 +20,15 @@ from sglang.srt.managers.io_struct import (
     msgpack_decode,
     msgpack_encode,
 )
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_hybrid.requests.control import dispatch, handlers
 from sglang_hybrid.requests.control_messages import ControlFailed
 from sglang_hybrid.requests.errors import Refused
+from tests.messages import generation
 
 
 def prompt(rid: str) -> TokenizedGenerateReqInput:
-    return TokenizedGenerateReqInput(
-        rid=rid,
-        input_text=None,
-        input_ids=None,
-        input_embeds=None,
-        mm_inputs=None,
-        token_type_ids=None,
-        sampling_params=SamplingParams(),
-        return_logprob=False,
-        logprob_start_len=-1,
-        top_logprobs_num=0,
-        token_ids_logprob=None,
-        stream=False,
-    )
+    return generation(None, rid)
 
 
 class Scheduler:
