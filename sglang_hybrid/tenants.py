@@ -1,7 +1,16 @@
-"""Which requests may share what was computed, learnt or noted: those of one tenant.
+"""The tenant of a request: who may share what was computed, learnt, stored or noted.
 
-A tenant is an `extra_key`, a `cache_salt` and an adapter. SGLang keeps its tree apart for each of
-them; everything that this package adds does the same, by the name that `tenant_of` gives.
+A tenant is an `extra_key`, a `cache_salt` and an adapter. An empty key or salt is none. Requests
+with none of the three are one tenant together. Whatever keeps something of a request keeps it under
+the name that `tenant` gives, and nothing else makes such a name:
+
+    a prompt in a scheduler     `tenant_of(req)`
+    a prompt before that        `tenant_of_prompt(request)`
+    any HTTP request            `asking()`
+
+An HTTP request says its tenant in the fields `extra_key` and `cache_salt` of its body (JSON or a
+form) or in query parameters of these names, on every route: `put_tenant` refuses what a route could
+not honour.
 """
 
 from __future__ import annotations
@@ -9,30 +18,141 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextvars import ContextVar
 from hashlib import blake2b
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
+    from fastapi import Request
     from sglang.srt.managers.schedule_batch import Req
+
+Value = TypeVar("Value")
+Http = TypeVar("Http", bound="Request")
 
 Tenant: TypeAlias = tuple[str | None, str | None] | None
 """Extra key, with an adapter's id at its end, and cache salt; None where there is neither."""
+
+FIELDS = ("extra_key", "cache_salt")
+"""What a request says of its tenant, beside its adapter."""
 
 LIKE_AN_ADAPTER = re.compile(r"[0-9a-f]{32}\.*\Z")
 KEY_VARIABLE = "SGLANG_HYBRID_RECORD_KEY"
 NAME_BYTES = 8
 
-
-def tenant_of(req: Req) -> Tenant:
-    """The tenant of a request."""
-    return tenant(req.extra_key, req.cache_salt)
+_served: ContextVar[Request | None] = ContextVar("served", default=None)
 
 
 def tenant(extra_key: str | None, cache_salt: str | None) -> Tenant:
-    """The tenant of requests with this extra key and salt; an empty salt is none."""
-    if extra_key is None and not cache_salt:
+    """The tenant of requests with this extra key and salt; an empty one is none."""
+    if not extra_key and not cache_salt:
         return None
-    return (extra_key, cache_salt or None)
+    return (extra_key or None, cache_salt or None)
+
+
+def tenant_of(req: Req) -> Tenant:
+    """The tenant of a request in a scheduler."""
+    return tenant(req.extra_key, req.cache_salt)
+
+
+def tenant_of_prompt(request: Any) -> Tenant:
+    """The tenant of a prompt that is not in a scheduler yet: SGLang's GenerateReqInput, not of a
+    batch. An adapter counts by its name.
+    """
+    name = request.lora_path
+    adapter = None if name is None else blake2b(str(name).encode(), digest_size=16).hexdigest()
+    return tenant(stored_under(request.extra_key, adapter), request.cache_salt)
+
+
+def asking() -> Tenant:
+    """The tenant of the HTTP request that is served now, whatever its adapter. Raises ValueError if
+    it names several, as a batch may.
+    """
+    http = _served.get()
+    said = {} if http is None else said_by(http)
+    for name, value in said.items():
+        if isinstance(value, list):
+            raise ValueError(f"{name} is a list; this request has one tenant.")
+    return tenant(*(said.get(name) for name in FIELDS))  # type: ignore[arg-type]
+
+
+def serving(http: Http) -> Http:
+    """Let `asking` know the HTTP request that this task serves; returns it."""
+    _served.set(http)
+    return http
+
+
+def said_by(http: Request) -> dict[str, str | list[str]]:
+    """What an HTTP request says of its tenant: of `FIELDS`, those that it names. Its body must have
+    been read, as FastAPI does before it calls an endpoint. Raises ValueError.
+    """
+    sources = [getattr(http, place, None) for place in ("query_params", "_form", "_json")]
+    said: dict[str, str | list[str]] = {}
+    for name in FIELDS:
+        for source in sources:
+            value = source.get(name) if isinstance(source, Mapping) else None
+            if not value and not isinstance(value, int | float):
+                continue
+            texts = value if isinstance(value, list) else [value]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"{name} is {str(value)[:80]}; it must be a text.")
+            if said.setdefault(name, value) != value:
+                raise ValueError(f"the request has two values of {name}; give one.")
+    return said
+
+
+def put_tenant(request: Any, http: Request | None) -> None:
+    """Put what `http` says of its tenant into `request`, which an endpoint made of it; an empty key
+    or salt becomes none. Raises ValueError where `request` has no place for it.
+    """
+    said = {} if http is None else said_by(http)
+    for name in FIELDS:
+        wanted = said.get(name)
+        if not hasattr(request, name):
+            if wanted is not None:
+                raise ValueError(
+                    f"the request has {name}, and this endpoint keeps the prompts of all its "
+                    "clients together; leave it out, or use a server for each tenant."
+                )
+            continue
+        own = getattr(request, name) or wanted
+        if wanted is not None and own not in (wanted, [wanted] * len(own)):  # of a batch
+            raise ValueError(f"the request has two values of {name}; give one.")
+        setattr(request, name, own)
+
+
+def refuse_tenants(instances: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError if one of the prompts of a body names a tenant of its own."""
+    for name in FIELDS:
+        if any(instance.get(name) for instance in instances):
+            raise ValueError(f"an instance has {name}; give it in parameters, for all of them.")
+
+
+class PerTenant(MutableMapping[str, Value]):
+    """A dictionary that each tenant has for itself: a key means that of the HTTP request which is
+    served now, and so does a length or an iteration.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[Tenant, dict[str, Value]] = {}
+
+    def __getitem__(self, key: str) -> Value:
+        return self._values.get(asking(), {})[key]
+
+    def __setitem__(self, key: str, value: Value) -> None:
+        self._values.setdefault(asking(), {})[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        own = asking()
+        del self._values.get(own, {})[key]
+        if not self._values[own]:
+            del self._values[own]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values.get(asking(), {}))
+
+    def __len__(self) -> int:
+        return len(self._values.get(asking(), {}))
 
 
 def apart_from_adapters(extra_key: str) -> str:

@@ -24,7 +24,15 @@ SETUPS = {
     "admin key": (None, ADMIN),
     "both keys": (API, ADMIN),
 }
-SENT = {"none": None, "api": API, "admin": ADMIN, "wrong": "x"}
+SENT = {
+    "none": [],
+    "api": [(b"authorization", f"Bearer {API}".encode())],
+    "admin": [(b"authorization", f"Bearer {ADMIN}".encode())],
+    "wrong": [(b"authorization", b"Bearer x")],
+    "x-api": [(b"x-api-key", API.encode())],  # as Anthropic's clients send it
+    "x-admin": [(b"x-api-key", ADMIN.encode())],
+    "x-wrong": [(b"x-api-key", b"x")],
+}
 
 
 def import_server(*, patched: bool) -> Any:
@@ -59,8 +67,7 @@ class Gate:
     async def _inside(self, scope: Any, receive: Any, send: Any) -> None:
         self._let_in = True
 
-    def lets_in(self, path: str, method: str, key: str | None) -> bool:
-        headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+    def lets_in(self, path: str, method: str, headers: list[tuple[bytes, bytes]]) -> bool:
         scope = {
             "type": "http",
             "method": method,
@@ -84,8 +91,9 @@ def routes(app: Any) -> Iterator[tuple[str, str, str | None]]:
     from sglang_hybrid.routes import all_routes
 
     for route in all_routes(app.router.routes):
-        methods = getattr(route, "methods", None)
-        for method in sorted(methods or ()):
+        if not hasattr(route, "path"):
+            continue
+        for method in sorted(getattr(route, "methods", None) or ("WEBSOCKET",)):
             level = getattr(getattr(route, "endpoint", None), "_auth_level", None)
             yield route.path, method, None if level is None else level.value
 
@@ -100,8 +108,8 @@ def main() -> None:
     rows = []
     for path, method, level in routes(app):
         lets_in: dict[str, dict[str, bool]] = {name: {} for name in SETUPS}
-        for setup, (name, key) in itertools.product(SETUPS, SENT.items()):
-            lets_in[setup][name] = gates[setup].lets_in(path, method, key)
+        for setup, (name, headers) in itertools.product(SETUPS, SENT.items()):
+            lets_in[setup][name] = gates[setup].lets_in(path, method, headers)
         rows.append((path, method, level, lets_in))
     print(json.dumps(rows))
 

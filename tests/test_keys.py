@@ -7,26 +7,28 @@ from typing import Any, NamedTuple
 
 import pytest
 
-EVERYBODY = {"none", "api", "admin", "wrong"}
+from tests import tenant_routes
+
+EVERYBODY = {"none", "api", "admin", "wrong", "x-api", "x-admin", "x-wrong"}
 OPEN_TO = {
     # level of a route: {setup of keys: what lets a request in}
     "normal": {
         "no keys": EVERYBODY,
-        "api key": {"api"},
+        "api key": {"api", "x-api"},
         "admin key": EVERYBODY,
-        "both keys": {"api"},
+        "both keys": {"api", "x-api"},
     },
     "admin_optional": {
         "no keys": EVERYBODY,
-        "api key": {"api"},
-        "admin key": {"admin"},
-        "both keys": {"admin"},
+        "api key": {"api", "x-api"},
+        "admin key": {"admin", "x-admin"},
+        "both keys": {"admin", "x-admin"},
     },
     "admin_force": {
         "no keys": set(),
         "api key": set(),
-        "admin key": {"admin"},
-        "both keys": {"admin"},
+        "admin key": {"admin", "x-admin"},
+        "both keys": {"admin", "x-admin"},
     },
 }
 
@@ -76,3 +78,12 @@ def test_a_route_is_open_to_the_keys_of_its_level(routes: list[Route], ours: lis
         for setup, keys in OPEN_TO[route.level].items():
             let_in = {key for key, came_in in route.lets_in[setup].items() if came_in}
             assert let_in == keys, f"{route.method} {route.path} ({route.level}) with {setup}"
+
+
+def test_every_route_is_known_to_treat_tenants_in_some_way(routes: list[Route]) -> None:
+    assert {route.path for route in routes} == tenant_routes.KNOWN
+
+
+def test_only_operators_routes_want_the_admin_key(routes: list[Route]) -> None:
+    level = {route.path: route.level for route in routes}
+    assert {path for path in tenant_routes.OPERATORS if level[path] is None} == set()

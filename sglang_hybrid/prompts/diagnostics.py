@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from sglang_hybrid.core.shares import Shares
 from sglang_hybrid.prompts.breakpoints import common_prefix
-from sglang_hybrid.tenants import Tenant, stored_under, tenant
+from sglang_hybrid.tenants import Tenant, tenant_of_prompt
 
 MOST_BYTES = 64 << 20
 """Of all requests that are kept; the tenant that holds most loses its oldest one first."""
@@ -66,9 +66,7 @@ class SentPrompt:
         ids = adapted.input_ids
         if not ids or not isinstance(ids[0], int):
             return None
-        adapter = None if adapted.lora_path is None else str(adapted.lora_path)
-        sender = tenant(stored_under(adapted.extra_key, adapter), adapted.cache_salt)
-        return cls(sender, tuple(parts), np.asarray(ids, np.int32))
+        return cls(tenant_of_prompt(adapted), tuple(parts), np.asarray(ids, np.int32))
 
     @property
     def size(self) -> int:

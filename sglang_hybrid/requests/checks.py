@@ -72,7 +72,7 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
 
     http: the HTTP request that it came with, if it did.
     """
-    path = "" if http is None else getattr(http.scope.get("route"), "path", "")
+    path = getattr(getattr(http, "scope", {}).get("route"), "path", "")
     if path in NATIVE:
         _only_what_clients_set(request)
     if not path.startswith("/health"):

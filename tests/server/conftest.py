@@ -24,8 +24,8 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
 @pytest.fixture(scope="session")
 def default_server() -> Iterator[str]:
-    """The address of a server at its defaults that reports cached tokens."""
-    with ServerProcess(["--enable-cache-report"]) as running:
+    """The address of a server at its defaults that reports cached tokens and stores responses."""
+    with ServerProcess(["--enable-cache-report", "--enable-response-store"]) as running:
         yield running.url
 
 

@@ -1,0 +1,200 @@
+"""Two tenants on every route, and on every feature that keeps something: nothing of one is told to
+the other. Which routes there are is in tests/tenant_routes.py.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import requests
+
+from sglang_hybrid.server_process import ServerProcess
+from tests import tenant_routes
+from tests.server.client import hybrid_cache, random_prompt
+
+IN_QUERY = ("/v1/decisions",)
+"""Routes whose bodies may hold no other fields than their own."""
+
+
+def words(seed: object, count: int = 120) -> str:
+    source = random.Random(str(seed))
+    return " ".join(f"word{source.randrange(10**6)}" for _ in range(count))
+
+
+def post(url: str, path: str, body: dict[str, Any], **query: str) -> requests.Response:
+    return requests.post(url + path, json=body, params=query, timeout=60)
+
+
+def hits(url: str, path: str, body: dict[str, Any], **query: str) -> int:
+    """Prompt tokens that a request did not have to compute."""
+    before: int = hybrid_cache(url)["hit_tokens"]
+    answer = post(url, path, body, **query)
+    assert answer.status_code == 200, answer.text
+    return int(hybrid_cache(url)["hit_tokens"]) - before
+
+
+@pytest.mark.parametrize("field", ["cache_salt", "extra_key"])
+@pytest.mark.parametrize("path", sorted(tenant_routes.PROMPTS))
+def test_prompts_of_a_route_are_apart(url: str, path: str, field: str) -> None:
+    """In the body, where the protocol has no such field either, and in the query."""
+    for where in ("query",) if path in IN_QUERY else ("body", "query"):
+        made = tenant_routes.PROMPTS[path](words((path, field, where)))
+        bodies = [made, *({**made, field: whose} for whose in "ab")]
+        queries: list[dict[str, str]] = [{}, {}, {}]
+        if where == "query":
+            bodies, queries = [made] * 3, [{}, {field: "a"}, {field: "b"}]
+        first = [
+            hits(url, path, body, **query) for body, query in zip(bodies, queries, strict=True)
+        ]
+        again = [
+            hits(url, path, body, **query) for body, query in zip(bodies, queries, strict=True)
+        ]
+        assert max(first) < 40, where  # what a template begins with, at most
+        assert min(again) > 300, where
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/api/generate", "/api/chat", "/generate"])
+@pytest.mark.parametrize("whose", [5, {"a": "b"}])
+def test_a_tenant_that_is_no_text_is_refused(url: str, path: str, whose: Any) -> None:
+    body = {**tenant_routes.PROMPTS[path]("Hello."), "cache_salt": whose}
+    answer = post(url, path, body)
+    assert answer.status_code == 400
+    assert "cache_salt" in answer.text
+
+
+def test_instances_of_a_body_name_no_tenant(url: str) -> None:
+    body = {"instances": [{"text": "x", "cache_salt": "a"}], "parameters": {}}
+    answer = post(url, "/vertex_generate", body)
+    assert answer.status_code == 400
+    assert "an instance has cache_salt; give it in parameters" in answer.text
+
+
+def test_a_session_belongs_to_the_tenant_that_opened_it(url: str) -> None:
+    prompt = random_prompt(300, seed=71)
+
+    def turn(ids: list[int], rid: str | None, salt: str | None) -> requests.Response:
+        body = {
+            "input_ids": ids,
+            "session_params": {"id": "shared", "rid": rid},
+            "cache_salt": salt,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
+        }
+        return post(url, "/generate", body)
+
+    def session(what: str, salt: str | None) -> requests.Response:
+        body = {"session_id": "shared", "capacity_of_str_len": 100_000, "cache_salt": salt}
+        return post(url, f"/{what}_session", body)
+
+    assert session("open", "a").json() == "shared"
+    first = turn(prompt, None, "a").json()["meta_info"]
+    for other in ("b", None):
+        foreign = turn([301], first["id"], other)
+        assert foreign.status_code == 400
+        assert "session id shared does not exist" in foreign.text
+        session("close", other)
+    assert session("open", "a").status_code == 400  # it is still there
+    assert session("open", "b").json() == "shared"
+    unknown = turn([301], first["id"], "b")
+    assert unknown.status_code == 400
+    assert "Invalid request session id" in unknown.text
+    assert session("close", "b").status_code == 200
+    assert turn([301], first["id"], "a").json()["meta_info"]["prompt_tokens"] == 305
+    assert session("close", "a").status_code == 200
+    assert "session id shared does not exist" in turn([301], first["id"], "a").text
+
+
+def respond(url: str, salt: str | None, **fields: Any) -> requests.Response:
+    body = {"model": "default", "max_output_tokens": 4, "cache_salt": salt, **fields}
+    return post(url, "/v1/responses", body)
+
+
+def stored(url: str, response_id: str, salt: str | None, *, cancel: bool = False) -> Any:
+    query = {} if salt is None else {"cache_salt": salt}
+    path = f"{url}/v1/responses/{response_id}"
+    if cancel:
+        return requests.post(path + "/cancel", params=query, timeout=60)
+    return requests.get(path, params=query, timeout=60)
+
+
+def test_a_stored_response_is_its_tenants(url: str) -> None:
+    """Read, continued, cancelled, compared, and stored again under an id that a client chose."""
+    name = f"resp_{uuid4().hex}"
+    secret = words("secret")
+    mine = respond(url, "a", input=secret, request_id=name)
+    assert mine.json()["id"] == name
+    assert stored(url, name, "a").json()["id"] == name
+    for other in ("b", None):
+        assert stored(url, name, other).status_code == 404
+        assert stored(url, name, other, cancel=True).status_code == 404
+        continued = respond(url, other, input="And then?", previous_response_id=name)
+        assert continued.status_code == 404
+        options = {"comparison_response_id": name}
+        compared = respond(url, other, input=secret + "!", prompt_cache_options=options)
+        missing = {"type": "comparison_response_not_found"}
+        assert compared.json()["prompt_cache_diagnostics"] == missing
+        overwritten = respond(url, other, input="Hello.", request_id=name)
+        assert overwritten.status_code == 200
+    assert stored(url, name, "a").json() == mine.json()
+    assert stored(url, name, "b").json()["usage"] != mine.json()["usage"]
+    continued = respond(url, "a", input="And then?", previous_response_id=name)
+    used = continued.json()["usage"]["input_tokens"]
+    assert used > mine.json()["usage"]["input_tokens"]
+    compared = respond(
+        url, "a", input=secret[:-6], prompt_cache_options={"comparison_response_id": name}
+    )
+    assert secret[-20:] in compared.json()["prompt_cache_diagnostics"]["hybrid"]["before"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_is_compared_with_its_tenants_own(url: str, stream: bool) -> None:
+    def message(previous: str | None, salt: str | None) -> str:
+        body = {
+            **tenant_routes.PROMPTS["/v1/messages"](f"for {salt}: {uuid4()}"),
+            "diagnostics": {"previous_message_id": previous},
+            "cache_salt": salt,
+            "stream": stream,
+        }
+        return post(url, "/v1/messages", body).text
+
+    first = message(None, "a")
+    name = first[first.index("msg_") :].partition('"')[0]
+    for other in ("b", None):
+        assert "previous_message_not_found" in message(name, other)
+        assert "for a" not in message(name, other)
+    assert "messages_changed" in message(name, "a")
+
+
+def test_an_empty_key_is_none_everywhere(url: str) -> None:
+    prompt = random_prompt(200, seed=72)
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}}
+    post(url, "/generate", {**body, "extra_key": "", "rid": "of nobody"})
+    report = post(url, "/hybrid_cache/explain", {"request_id": "of nobody"}).json()
+    assert report["prompt"] == 200
+    asked = {"input_ids": prompt, "extra_key": "", "cache_salt": ""}
+    assert post(url, "/hybrid_cache/explain", asked).json()["hit"] == 199
+    pml = '<schema name="empty-key"><module name="m">Text.</module></schema>'
+    post(url, "/v1/prompt_schemas", {"pml": pml, "extra_key": ""})
+    names = [one["name"] for one in requests.get(url + "/v1/prompt_schemas", timeout=60).json()]
+    assert "empty-key" in names
+    deleted = requests.delete(url + "/v1/prompt_schemas/empty-key?extra_key=", timeout=60)
+    assert deleted.status_code == 200
+
+
+@pytest.mark.slow
+def test_an_embedding_server_refuses_a_tenant() -> None:
+    """It keeps the prompts of all its clients in one tree."""
+    with ServerProcess(["--is-embedding"]) as server:
+        for path, body in {
+            "/v1/embeddings": {"model": "default", "input": "Hello."},
+            "/encode": {"text": "Hello."},
+            "/v1/classify": {"model": "default", "input": "Hello."},
+        }.items():
+            assert "keeps the prompts of all its" not in post(server.url, path, body).text
+            refused = post(server.url, path, {**body, "cache_salt": "a"})
+            assert refused.status_code == 400
+            assert "keeps the prompts of all its clients together" in refused.text
