@@ -115,7 +115,7 @@ def put_tenant(request: Any, http: Request | None) -> None:
                     "clients together; leave it out, or use a server for each tenant."
                 )
             continue
-        own = getattr(request, name) or wanted
+        own: Any = getattr(request, name) or wanted
         if wanted is not None and own not in (wanted, [wanted] * len(own)):  # of a batch
             raise ValueError(f"the request has two values of {name}; give one.")
         setattr(request, name, own)
