@@ -1,5 +1,8 @@
-"""The keys that a server was started with are not told (patch 0014)."""
+"""What a server does not tell: the keys that it was started with (patch 0014), and in its log the
+tenants that requests name in their addresses (patch 0066).
+"""
 
+import logging
 import shlex
 from typing import Any
 
@@ -36,3 +39,21 @@ def _hide_word(word: str, secrets: set[str]) -> str:
     if value in secrets:
         return f"{flag}={HIDDEN}"
     return HIDDEN if word in secrets else word
+
+
+def hide_queries() -> None:
+    """Let the HTTP server's access log leave out what stands behind a path: a request may name its
+    tenant there.
+    """
+    log = logging.getLogger("uvicorn.access")
+    if _without_query not in log.filters:
+        log.addFilter(_without_query)
+
+
+def _without_query(record: logging.LogRecord) -> bool:
+    if isinstance(record.args, tuple):
+        record.args = tuple(
+            part.partition("?")[0] if isinstance(part, str) and part.startswith("/") else part
+            for part in record.args
+        )
+    return True
