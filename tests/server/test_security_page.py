@@ -196,8 +196,10 @@ def disk(world: World) -> None:
 
 
 def saved_schemas(world: World) -> None:
-    kept = [path for path in below(world, "") if SECRET.encode() in path.read_bytes()]
+    files = [path for path in world.disk.rglob("*") if path.is_file()]
+    kept = [path for path in files if SECRET.encode() in path.read_bytes()]
     assert len(kept) == 1  # in plain, as the page says, in the folder of one tenant
+    assert stat.S_IMODE(kept[0].stat().st_mode) == 0o600
 
 
 def uses(world: World) -> None:
