@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from starlette.requests import Request
 
+import sglang_hybrid
 from sglang_hybrid.requests.sessions import (
     MOST_SESSIONS,
     has_too_many,
@@ -46,6 +49,33 @@ def http(body: Any = None, query: str = "", form: Any = None) -> Request:
 
 def prompt(**fields: Any) -> GenerateReqInput:
     return GenerateReqInput(text="x", **fields)
+
+
+def tuples_with_a_salt(code: str) -> list[ast.Tuple]:
+    """But for two values that are given to two names at once."""
+    nodes = list(ast.walk(ast.parse(code)))
+    unpacked = [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)
+    ]
+    return [
+        node
+        for node in nodes
+        if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load) and node not in unpacked
+        if any(
+            "cache_salt" in (getattr(one, "attr", ""), getattr(one, "id", "")) for one in node.elts
+        )
+    ]
+
+
+def test_nothing_else_makes_a_tenant() -> None:
+    """A tuple with a salt in it is a name of a tenant; one file makes them."""
+    package = Path(sglang_hybrid.__file__).parent
+    assert tuples_with_a_salt("seen[(req.extra_key, req.cache_salt)] = 1")
+    assert not tuples_with_a_salt("key, salt = req.extra_key, req.cache_salt")
+    for path in package.rglob("*.py"):
+        assert not tuples_with_a_salt(path.read_text()), path.name
 
 
 def test_an_empty_key_or_salt_is_none() -> None:
