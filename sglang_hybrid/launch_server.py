@@ -170,8 +170,8 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
             trace_file.check(Path(options.hybrid_record))
         except trace_file.RecordingError as error:
             raise StartupError(f"--hybrid-record: {error}") from None
-        # All ranks give a tenant the same name.
-        os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
+    # All ranks and HTTP processes give a tenant the same name.
+    os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
     if options.hybrid_prewarm:
         try:
             warm_file.read_lines(Path(options.hybrid_prewarm))
