@@ -78,7 +78,7 @@ def stored(answer: dict) -> int:
 
 
 def files(disk: Path) -> list[Path]:
-    return list(disk.glob("*/rank-*/*/*.safetensors"))
+    return list(disk.glob("*/*/rank-*/*/*.safetensors"))
 
 
 def written(disk: Path) -> None:
@@ -115,7 +115,7 @@ def test_what_was_learnt_outlives_a_server_that_is_killed(model: Path, tmp_path:
                 time.sleep(0.5)
             for process in psutil.Process(server.process.pid).children(recursive=True):
                 process.kill()
-    (path,) = disk.glob("*/rank-0-0-0-0.learnt")
+    (path,) = disk.glob("*/*/rank-0-0-0-0.learnt")
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_bytes(path.read_bytes()[:-1])
     with serve(model, disk, "--tp-size", "2") as server:
@@ -174,7 +174,7 @@ def test_ranks_find_their_own(model: Path, tmp_path: Path, cold: Cold) -> None:
             assert all(map(right, answers, map(cold, PROMPTS)))
             assert all((stored(answer) >= 640) is not first for answer in answers)
             written(tmp_path / "disk")
-    assert len(list((tmp_path / "disk").glob("*/rank-*"))) == 2
+    assert len(list((tmp_path / "disk").glob("*/*/rank-*"))) == 2
 
 
 class Conversations:
