@@ -322,7 +322,7 @@ def test_a_server_may_start_while_another_removes_what_it_left(start: Open, fold
 
 
 MOUNTS = f"""
-import shutil, subprocess, sys
+import subprocess, sys
 from pathlib import Path
 from tests.tiers.foreign import checksum, outside, put
 from sglang_hybrid.tiers.folder import RankFolder
@@ -346,10 +346,11 @@ first, second, third, *_ = (each for each in other.folder.path.iterdir() if each
 (folder / "mounted").mkdir()
 mount("-t", "tmpfs", "none", folder / "mounted")
 (folder / "mounted" / "file").write_text("on another file system")
-copies = sorted(second.iterdir())
+copies = {{each.name: each.read_bytes() for each in second.iterdir()}}
 mount("-t", "tmpfs", "none", second)
-for copy in copies or sys.exit("nothing is to be copied"):
-    (second / copy.name).write_text("not ours")
+for name, whole in copies.items():
+    (second / name).write_bytes(whole)
+assert copies
 mount("--bind", elsewhere, first)
 (a_file,) = list(third.iterdir())[:1]
 mount("--bind", elsewhere / "photo", a_file)
