@@ -241,8 +241,9 @@ def _add_tiers(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> N
         "--hybrid-disk-folder",
         metavar="DIR",
         default=defaults["hybrid_disk_folder"],
-        help="where --hicache-storage-backend file keeps KV and states; by default what "
-        "SGLang's own settings name, or sglang_hybrid/tiers in the user's folder of caches",
+        help="where --hicache-storage-backend file keeps KV and states, in a folder "
+        "sglang_hybrid-tier of its own; by default what SGLang's own settings name, or "
+        "sglang_hybrid/tiers in the user's folder of caches",
     )
     group.add_argument(
         "--hybrid-disk-mb",

@@ -27,13 +27,16 @@ REPORT = "SGLANG_HYBRID_FAILURE"
 LONGEST = 500
 """Characters of a sentence."""
 
+_private: Path | None = None
+
 
 @contextmanager
 def private_files() -> Iterator[None]:
     """A directory for this process's temporary files, among them the sockets of all its processes,
     and for the report of a failure. It is removed at the end.
     """
-    directory = Path(tempfile.mkdtemp(prefix="sglang-hybrid-"))
+    global _private
+    _private = directory = Path(tempfile.mkdtemp(prefix="sglang-hybrid-"))
     before, tempfile.tempdir = tempfile.tempdir, str(directory)
     os.environ[REPORT] = str(directory / "failure")
     try:
@@ -44,10 +47,14 @@ def private_files() -> Iterator[None]:
 
 
 def remove_private_files() -> None:
-    """Also at an end that unwinds nothing."""
-    report = os.environ.pop(REPORT, None)
-    if report is not None:
-        shutil.rmtree(Path(report).parent, ignore_errors=True)
+    """Also at an end that unwinds nothing. Only what this process has made is removed, wherever the
+    environment says that the report is.
+    """
+    global _private
+    if _private is not None:
+        os.environ.pop(REPORT, None)
+        shutil.rmtree(_private, ignore_errors=True)
+        _private = None
 
 
 def tell_failure(error: BaseException) -> bool:

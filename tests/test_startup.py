@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 
 from sglang_hybrid import launch_server
 from sglang_hybrid.preflight import StartupError
-from sglang_hybrid.startup import STARTUP_ERROR, cannot_start, one_line
+from sglang_hybrid.startup import (
+    REPORT,
+    STARTUP_ERROR,
+    cannot_start,
+    one_line,
+    private_files,
+    remove_private_files,
+)
 
 
 def failed(work: object) -> str:
@@ -57,3 +66,17 @@ def test_a_path_that_this_user_may_not_read_is_named(
     said = capsys.readouterr().err
     assert said.startswith("sglang_hybrid: the server cannot start: ") and said.count("\n") == 1
     assert "/srv/models/config.json" in said
+
+
+def test_only_a_directory_of_its_own_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine may find the variable in its environment: a server's child has it."""
+    monkeypatch.setenv(REPORT, str(tmp_path / "failure"))
+    (tmp_path / "notes").write_text("notes")
+    remove_private_files()
+    assert (tmp_path / "notes").exists() and os.environ[REPORT]
+    with private_files():
+        made = Path(os.environ[REPORT]).parent
+        assert made.is_dir()
+    assert not made.exists() and REPORT not in os.environ

@@ -1,8 +1,8 @@
 """Schemas on disk, so that they are there again after a restart (with the disk tier).
 
-    FOLDER/IDENTITY/schemas/    a folder of the disk tier (tiers/folder.py), mode 0700
-      3fa0.../                  of one tenant; the name is a keyed hash of its extra key and salt
-        91bc....json            one schema; the name is a keyed hash of the schema's
+    FOLDER/sglang_hybrid-tier/IDENTITY/schemas/    of the disk tier (tiers/folder.py), mode 0700
+      3fa0.../          of one tenant; the name is a keyed hash of its extra key and salt
+        91bc....json    one schema; the name is a keyed hash of the schema's
 
 A file says neither whose it is nor needs to: a schema is found when its tenant asks for it. Nothing
 that goes wrong with the disk reaches a client; the schema is then in memory alone.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,15 @@ import msgspec
 from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.prompts.xml import MOST_BYTES
 from sglang_hybrid.tenants import Tenant
-from sglang_hybrid.tiers.folder import SCHEMAS, FolderError, RankFolder, disk_folder
-from sglang_hybrid.tiers.object_file import remove, write_file
+from sglang_hybrid.tiers.folder import SCHEMAS, RankFolder, disk_folder
+from sglang_hybrid.tiers.own_files import finished_name, read_file, remove, write_file
+from sglang_hybrid.tiers.tier_folder import FolderError
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".json"
+
+_PATH = re.compile(r"[0-9a-f]{32}/[0-9a-f]{32}" + re.escape(SUFFIX))
 
 MOST_FILE_BYTES = 6 * MOST_BYTES + 1_024
 """Of one file: JSON may write a character of a schema as six."""
@@ -44,14 +48,14 @@ class SavedFile(msgspec.Struct, forbid_unknown_fields=True):
 class SavedSchemas:
     """The schemas of one server. folder: held by this process.
 
-    files_ignored: those found at the start that are no schemas, or damaged; they are removed.
+    What is found at the start and is no schema, or damaged, stays there and is ignored.
     waiting_bytes: of schemas whose tenants have not come yet.
     """
 
     def __init__(self, folder: RankFolder) -> None:
         self._folder = folder
         self._waiting: dict[str, dict[str, str]] = {}
-        self.files_ignored = self.waiting_bytes = 0
+        self.waiting_bytes = 0
         self._read_all()
 
     def take(self, tenant: Tenant) -> dict[str, str]:
@@ -66,7 +70,8 @@ class SavedSchemas:
         path = self._path(owner, name)
         file = SavedFile(name, pml, self._mark(owner, name, pml))
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                path.parent.mkdir(mode=0o700)
             write_file(path, msgspec.json.encode(file))
         except OSError as error:
             remove(path)  # the earlier one must not come back
@@ -93,24 +98,24 @@ class SavedSchemas:
         ignored: list[str] = []
         for entry in self._folder.files():
             path = Path(entry.path)
+            owner, finished = path.parent.name, finished_name(path.name)
+            if _PATH.fullmatch(f"{owner}/{finished}") and finished != path.name:
+                remove(path)  # it is half written
+                continue
             try:
-                if entry.stat(follow_symlinks=False).st_size > MOST_FILE_BYTES:
-                    raise ValueError("it is too large")
-                file = msgspec.json.decode(path.read_bytes(), type=SavedFile)
-                owner = path.parent.name
+                file = msgspec.json.decode(read_file(path, MOST_FILE_BYTES), type=SavedFile)
                 if path != self._path(owner, file.name):
-                    raise ValueError("it is not where it was written")
+                    raise ValueError("it is not where it was written, or was with another key")
                 if file.mark != self._mark(owner, file.name, file.pml):
-                    raise ValueError("it is damaged, or was written with another key")
+                    raise ValueError("it is damaged")
                 self._waiting.setdefault(owner, {})[file.name] = file.pml
-            except (OSError, ValueError) as error:
-                ignored.append(f"{path.name}: {error}")
-                remove(path)
+            except (OSError, ValueError, RecursionError) as error:
+                why = error.strerror if isinstance(error, OSError) else error
+                ignored.append(f"{path.name}: {why}")
         self.waiting_bytes = sum(_bytes(own.values()) for own in self._waiting.values())
-        self.files_ignored = len(ignored)
         if ignored:
             logger.warning(
-                "sglang_hybrid: %d files in %s are no whole schemas of this server and are removed "
+                "sglang_hybrid: %d files in %s are no whole schemas of this server and are ignored "
                 "(the first: %s).",
                 len(ignored),
                 self._folder.path,

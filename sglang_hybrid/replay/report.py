@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -42,8 +43,7 @@ class Report:
     def __enter__(self) -> Self:
         """Raises ValueError, in one sentence, for a place where a report cannot be."""
         where = self.directory
-        if where.exists() and not self._replaceable():
-            raise ValueError(f"{where} exists and holds no report; give a new directory")
+        self._demand_replaceable()
         try:
             where.absolute().parent.mkdir(parents=True, exist_ok=True)
             prefix = f".{where.name}."
@@ -63,8 +63,10 @@ class Report:
         for plot in drawn:
             plots.save(plot.figure, self._part / f"{plot.name}.png", "png")
         (self._part / "index.html").write_text(self._page(study, drawn))
+        self._demand_replaceable()
         if self.directory.exists():
-            shutil.rmtree(self.directory)
+            for path in self.directory.iterdir():
+                path.unlink()
         os.replace(self._part, self.directory)
 
     def _page(self, study: Study, drawn: Sequence[Plot]) -> str:
@@ -99,15 +101,24 @@ class Report:
             seed=self.seed,
         )
 
-    def _replaceable(self) -> bool:
-        """Whether what is there is empty, or an earlier report."""
-        if not self.directory.is_dir():
-            return False
-        if not any(self.directory.iterdir()):
-            return True
-        with suppress(OSError):
-            return MARK in (self.directory / "index.html").read_text()[:500]
-        return False
+    def _demand_replaceable(self) -> None:
+        """Raises ValueError if anything is there but an empty directory or an earlier report: its
+        page, and the plots that the page names.
+        """
+        where = self.directory
+        if not os.path.lexists(where):
+            return
+        holds_report = False
+        with suppress(OSError, UnicodeDecodeError):
+            files = {path.name: path.lstat().st_mode for path in where.iterdir()}
+            plain = not where.is_symlink() and all(map(stat.S_ISREG, files.values()))
+            page = (where / "index.html").read_text() if files and plain else ""
+            named = all(f'"{name}"' in page for name in files.keys() - {"index.html"})
+            holds_report = plain and named and (not files or MARK in page[:500])
+        if not holds_report:
+            raise ValueError(
+                f"{where} exists and holds something else than a report; give a new directory"
+            )
 
 
 def _size(result: Result) -> str:

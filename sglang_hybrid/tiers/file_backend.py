@@ -26,10 +26,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.tiers import weights
-from sglang_hybrid.tiers.folder import FolderError, RankFolder, disk_folder
+from sglang_hybrid.tiers.folder import RankFolder, disk_folder
 from sglang_hybrid.tiers.object_file import MOST_OBJECTS, Bytes
 from sglang_hybrid.tiers.object_store import ObjectStore
 from sglang_hybrid.tiers.served_model import Unidentified, served_model
+from sglang_hybrid.tiers.tier_folder import FolderError
 
 logger = logging.getLogger(__name__)
 
@@ -93,11 +94,13 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
         top = disk_folder(self.disk_folder, config.extra_config or {})
         folder = RankFolder(top, facts, _rank(config))
         disk = os.statvfs(folder.path)
+        ranks = _ranks(config)
         return ObjectStore(
             folder,
-            self.budget // _ranks(config),
+            self.budget // ranks,
             int(FREE_SHARE * disk.f_blocks * disk.f_frsize),
             self.warm_bytes,
+            ranks,
         )
 
     def batch_get(

@@ -7,10 +7,9 @@ process truncates ends the reader with SIGBUS.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 from safetensors.numpy import save
+
+from sglang_hybrid.tiers.own_files import finished_name, open_regular, write_file
 
 Bytes = NDArray[np.uint8]
 
@@ -32,10 +33,8 @@ MOST_OBJECTS = 1_024
 MOST_SINGLE_BYTES = 1 << 30
 """Bytes of a file with one object, as far as it is read."""
 
-UNFINISHED = f".{secrets.token_hex(4)}.tmp"
-"""End of the names under which this process writes files."""
-
 _LONGEST_HEADER = 1 << 20
+_OBJECT_NAME = re.compile(r"[0-9a-f]{32}-[0-9]{1,4}" + re.escape(SUFFIX))
 _TENSOR = "objects"
 
 
@@ -62,6 +61,20 @@ class Header:
     @property
     def file_bytes(self) -> int:
         return self.start + len(self.names) * self.size
+
+
+def object_path(rank: Path, names: Sequence[bytes]) -> Path:
+    """Where a rank's folder has the file of these objects."""
+    first = names[0].hex()
+    return rank / first[:2] / f"{first}-{len(names)}{SUFFIX}"
+
+
+def is_object_path(folder: str, name: str) -> bool:
+    """Whether `object_path` may give a file of this name in a folder of this name; also of one that
+    is not finished.
+    """
+    finished = finished_name(name)
+    return finished[:2] == folder and _OBJECT_NAME.fullmatch(finished) is not None
 
 
 def checksum(identity: str, kind: str, name: bytes, content: Bytes) -> bytes:
@@ -97,18 +110,34 @@ def read_header(path: Path, identity: str) -> Header:
 
     Raises BadFile for a file of another format, model or length; OSError.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    header, total = _read_header(path, identity)
+    if header.file_bytes != total:
+        raise BadFile(f"it has {total:,} bytes instead of {header.file_bytes:,}")
+    return header
+
+
+def has_identity(path: Path | str, identity: str, folder: int | None = None) -> bool:
+    """Whether a file is one of this identity by its header, be it whole or not; `folder` is one
+    that the path begins in.
+    """
+    try:
+        _read_header(path, identity, folder)
+    except (BadFile, OSError):
+        return False
+    return True
+
+
+def _read_header(path: Path | str, identity: str, folder: int | None = None) -> tuple[Header, int]:
+    """The header, and the bytes of the file."""
+    descriptor = open_regular(path, folder=folder)
     try:
         total = os.fstat(descriptor).st_size
         length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
         if not 0 < length <= min(_LONGEST_HEADER, total - 8):
             raise BadFile("it has no header")
-        header = _parse(os.pread(descriptor, length, 8), 8 + length, identity)
+        return _parse(os.pread(descriptor, length, 8), 8 + length, identity), total
     finally:
         os.close(descriptor)
-    if header.file_bytes != total:
-        raise BadFile(f"it has {total:,} bytes instead of {header.file_bytes:,}")
-    return header
 
 
 def _parse(text: bytes, start: int, identity: str) -> Header:
@@ -122,7 +151,7 @@ def _parse(text: bytes, start: int, identity: str) -> Header:
         sums = _split(metadata["sums"], count)
         kind, written = metadata["kind"], float(metadata["written"])
         sound = tensor["dtype"] == "U8" and tensor["data_offsets"] == [0, count * size]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, BadFile):
             raise
         raise BadFile("its header cannot be read") from error
@@ -150,7 +179,7 @@ def read_objects(
     Raises OSError.
     """
     found = []
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = open_regular(path)
     try:
         for number, buffer in wanted:
             at = header.start + number * header.size
@@ -172,26 +201,6 @@ def _read(descriptor: int, buffer: Bytes, at: int) -> bool:
             return False
         done += count
     return True
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all: under a temporary name first.
-
-    Not synchronised with the disk: what a power failure leaves is found by its checksums. Raises
-    OSError; the temporary file is then removed.
-    """
-    temporary = path.with_name(f".{path.name}{UNFINISHED}")
-    try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(temporary, flags, 0o600)
-        with os.fdopen(descriptor, "wb", buffering=0) as file:
-            rest = memoryview(content)
-            while rest:
-                rest = rest[file.write(rest) :]
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def write_single(path: Path, identity: str, kind: str, content: bytes, written: float) -> int:
@@ -216,9 +225,3 @@ def read_single(path: Path, identity: str, kind: str) -> bytes | None:
     if not all(read_objects(path, header, identity, [(0, buffer)])):
         raise BadFile("it does not have its checksum")
     return buffer.tobytes()
-
-
-def remove(path: Path) -> None:
-    """Remove a file, if that can be done."""
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)

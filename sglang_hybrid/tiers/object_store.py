@@ -19,19 +19,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from sglang_hybrid.tiers.folder import RankFolder, bytes_below
+from sglang_hybrid.tiers.folder import RankFolder
 from sglang_hybrid.tiers.object_file import (
-    SUFFIX,
     BadFile,
     Bytes,
     Header,
     encode,
+    object_path,
     read_header,
     read_objects,
-    remove,
-    write_file,
 )
 from sglang_hybrid.tiers.object_index import ObjectIndex, StoredFile
+from sglang_hybrid.tiers.own_files import ForeignFile, remove, write_file
+from sglang_hybrid.tiers.room import make_room
 from sglang_hybrid.tiers.store_start import learn_files
 from sglang_hybrid.tiers.uses_file import Uses, save_uses
 
@@ -70,9 +70,11 @@ class ObjectStore:
 
     Args:
         folder: whose objects these are; the store closes it.
-        budget: bytes that all files may take; 0 is no bound but the disk's own.
+        budget: bytes that the rank's files may take, with its part of what other models left
+            that no server uses; 0 is no bound but the disk's own.
         least_free: bytes of the file system that are left free.
         warm_bytes: of what is there at the start, read ahead into memory.
+        ranks: among which what other models left is divided.
         now: seconds, as files' times are.
     """
 
@@ -82,6 +84,7 @@ class ObjectStore:
         budget: int = 0,
         least_free: int = 0,
         warm_bytes: int = 0,
+        ranks: int = 1,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.folder, self.budget, self.least_free = folder, budget, least_free
@@ -89,6 +92,8 @@ class ObjectStore:
         self.off = ""  # why the store is not used any more
         self.refused = ""  # why nothing is written now
         self.ready = threading.Event()  # all files that were there at the start are known
+        self.ranks = ranks
+        self.other_bytes = 0  # of other models that no server uses, as far as they are counted
         self._now = now
         self._retry_at = 0.0
         self._uses_saved = now()
@@ -187,6 +192,22 @@ class ObjectStore:
         with self._lock:
             self._index.restore(uses)
 
+    def evict(self, least: int) -> bool:
+        """Remove what is expected to be used least often, so many bytes or some more. Returns False
+        if there is not as much; then nothing is removed.
+        """
+        with self._lock:
+            if least > self.used_bytes:
+                return False
+            missing = min(least + int(_ROOM_AT_ONCE * self.used_bytes), self.used_bytes)
+            for file in self._index.files_by_value(self._now()):
+                if missing <= 0:
+                    break
+                missing -= file.header.file_bytes
+                self._forget(file)
+                self.counts.files_evicted += 1
+        return True
+
     def turn_off(self, why: str) -> None:
         """Use the folder no more, and let the log say why. What is in it stays."""
         with self._lock:
@@ -227,7 +248,7 @@ class ObjectStore:
             if now - file.touched > _TOUCH_SECONDS:
                 file.touched = now
                 with contextlib.suppress(OSError):
-                    os.utime(file.path, (now, now))
+                    os.utime(file.path, (now, now), follow_symlinks=False)
         if files and now - self._uses_saved > _SAVE_SECONDS:
             self._uses_saved = now
             self._saver = threading.Thread(target=self._save_uses, name="hybrid-uses", daemon=True)
@@ -286,13 +307,18 @@ class ObjectStore:
 
     def _write(self, kind: str, names: list[bytes], contents: list[Bytes]) -> bool:
         content = encode(self.folder.identity, kind, names, contents, self._now())
-        path = self.folder.path / names[0].hex()[:2] / f"{names[0].hex()}-{len(names)}{SUFFIX}"
+        path = object_path(self.folder.path, names)
         try:
-            if not self._make_room(len(content)):
+            if not make_room(self, len(content)):
                 raise OSError(errno.ENOSPC, "there is no room for it")
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                path.parent.mkdir(mode=0o700)
             write_file(path, content)
             header = read_header(path, self.folder.identity)
+        except ForeignFile as error:
+            self._warn_if_first("something else has the name of an object (%s)", error.filename)
+            self.counts.not_written += len(names)
+            return False
         except (OSError, BadFile) as error:
             self._refuse(str(getattr(error, "strerror", None) or error))
             self.counts.not_written += len(names)
@@ -320,35 +346,4 @@ class ObjectStore:
 
     def _forget(self, file: StoredFile) -> None:
         self._index.drop(file)
-        remove(file.path)
-
-    def _make_room(self, more: int) -> bool:
-        """Whether a file of this size fits, after what others left, and then what is expected to be
-        used least often, was removed.
-        """
-        missing = self._missing(more)
-        if missing <= 0:
-            return True
-        for other in self.folder.others():
-            missing -= bytes_below(other)
-            self.folder.remove_other(other)
-            if missing <= 0:
-                return True
-        with self._lock:
-            if missing > self.used_bytes:
-                return False  # not even without all others
-            missing = min(missing + int(_ROOM_AT_ONCE * self.used_bytes), self.used_bytes)
-            for file in self._index.files_by_value(self._now()):
-                if missing <= 0:
-                    break
-                missing -= file.header.file_bytes
-                self._forget(file)
-                self.counts.files_evicted += 1
-        return True
-
-    def _missing(self, more: int) -> int:
-        over = self.used_bytes + more - self.budget if self.budget else 0
-        if self.least_free:
-            disk = os.statvfs(self.folder.path)
-            over = max(over, more + self.least_free - disk.f_bavail * disk.f_frsize)
-        return over
+        remove(file.path, file.header.file_bytes)

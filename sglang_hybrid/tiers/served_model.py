@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,19 @@ _SETTINGS = (
     "kv_cache_dtype",
     "mamba_ssm_dtype",
     "json_model_override_args",
-    "torchao_config",
+    "model_config_parser",
     "model_impl",
+    "model_loader_extra_config",
+    "modelopt_quant",
+    "quantize_and_serve",
+    "rl_quant_profile",
     "weight_version",
     "load_format",
 )
 """Server arguments that change what KV and states of the same tokens are."""
+
+_FILES = ("quantization_param_path", "decrypted_config_file")
+"""Server arguments that name a file whose content does."""
 
 _PACKAGES = ("sglang", "torch")
 
@@ -33,7 +41,7 @@ class Unidentified(Exception):
 def served_model() -> dict[str, Any]:
     """Facts about weights, settings and versions, as JSON.
 
-    Raises Unidentified where weights are random, or their files are not found.
+    Raises Unidentified where weights are random, or files are not found.
     """
     from sglang.srt.runtime_context import get_server_args
 
@@ -47,7 +55,18 @@ def served_model() -> dict[str, Any]:
         "weights": _fingerprint(arguments.model_path, arguments.revision),
         "adapters": sorted(adapters),
         **{name: str(getattr(arguments, name, None)) for name in _SETTINGS},
+        **{name: _content(getattr(arguments, name, None)) for name in _FILES},
     }
+
+
+def _content(path: str | None) -> str | None:
+    """A hash of a file."""
+    if not path:
+        return None
+    try:
+        return blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
+    except OSError as error:
+        raise Unidentified(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _adapter(adapter: Any) -> list[str]:

@@ -10,7 +10,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_hybrid.tiers.object_file import SUFFIX, UNFINISHED, BadFile, read_header, remove
+from sglang_hybrid.tiers.object_file import BadFile, has_identity, is_object_path, read_header
+from sglang_hybrid.tiers.own_files import UNFINISHED, finished_name, open_regular, remove
+from sglang_hybrid.tiers.room import measure_others
 from sglang_hybrid.tiers.uses_file import load_uses
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ def learn_files(store: ObjectStore, warm_bytes: int) -> None:
     try:
         _learn_uses(store)
         _learn_all(store)
+        measure_others(store)
     except Exception:
         logger.exception("sglang_hybrid: the disk tier's files could not be listed.")
     finally:
@@ -74,18 +77,19 @@ def _learn_uses(store: ObjectStore) -> None:
 
 
 def _learn(store: ObjectStore, path: Path, last_use: float) -> str:
-    """Add a file. Returns why it is ignored, or "". Bad files of ours are removed."""
+    """Add a file. Returns why it is ignored, or "". What is ours and not whole is removed."""
     if path.name.endswith(UNFINISHED):
         return ""
-    if path.suffix == ".tmp":
+    if not is_object_path(path.parent.name, path.name):
+        return "it is somebody else's"
+    if finished_name(path.name) != path.name:
         remove(path)
         return "it is half written"
-    if path.suffix != SUFFIX:
-        return "it is somebody else's"
     try:
         header = read_header(path, store.folder.identity)
     except BadFile as error:
-        remove(path)
+        if has_identity(path, store.folder.identity):
+            remove(path)
         return str(error)
     except OSError as error:
         return error.strerror or "it cannot be read"
@@ -108,7 +112,7 @@ def _read_ahead(store: ObjectStore, warm_bytes: int) -> None:
 
 
 def _advise(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = open_regular(path)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
     finally:

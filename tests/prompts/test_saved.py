@@ -15,6 +15,7 @@ from sglang_hybrid.prompts import registry as registry_module
 from sglang_hybrid.prompts.registry import Registry
 from sglang_hybrid.prompts.saved import SavedSchemas, saved_schemas
 from sglang_hybrid.tiers.folder import SCHEMAS, RankFolder
+from sglang_hybrid.tiers.tier_folder import TIER
 
 A, B = ("a", "secret salt"), ("b", None)
 FACTS = {"model": "one"}
@@ -47,7 +48,7 @@ def start(folder: Path) -> Iterator[Start]:
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"*/{SCHEMAS}/*/*.json"))
+    return sorted(folder.glob(f"{TIER}/*/{SCHEMAS}/*/*.json"))
 
 
 def test_schemas_are_there_after_a_restart(start: Start) -> None:
@@ -83,7 +84,7 @@ def test_a_deleted_schema_stays_away(start: Start, folder: Path) -> None:
     first.register(A, schema("one"))
     first.delete(A, "one")
     assert files(folder) == [] and start().of(A) == []
-    assert not list(folder.glob(f"*/{SCHEMAS}/*/"))
+    assert not list(folder.glob(f"{TIER}/*/{SCHEMAS}/*/"))
 
 
 def damaged(path: Path) -> None:
@@ -121,9 +122,53 @@ def test_a_file_that_is_not_whole_is_ignored_with_one_line(
     assert again.of(A) == []
     assert [one.schema.name for one in again.of(B)] == ["three"]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "2 files in " in line and "are removed" in line
-    assert len(files(folder)) == 1
+    assert "2 files in " in line and "are ignored" in line
+    assert len(files(folder)) == 3
     again.register(A, schema("one"))
+    assert [one.schema.name for one in start().of(A)] == ["one"]
+
+
+@pytest.mark.parametrize("where", ["of a tenant", "of all"])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("elsewhere")])
+def test_what_is_no_file_is_ignored_and_stays(
+    start: Start, folder: Path, where: str, make: Callable[[Path], None]
+) -> None:
+    """Nobody writes into the pipe: a start that opened it would wait for ever."""
+    start().register(A, schema("one"))
+    (file,) = files(folder)
+    owner = file.parent if where == "of a tenant" else file.parents[1]
+    odd = [owner / "notes", owner / f"{'0' * 32}.json", owner / "x.tmp"]
+    for path in odd:
+        make(path)
+    again = start()
+    assert [one.schema.name for one in again.of(A)] == ["one"]
+    again.delete(A, "one")
+    assert all(os.path.lexists(path) for path in odd)
+
+
+def test_a_schema_is_not_written_where_something_else_is(start: Start, folder: Path) -> None:
+    first = start()
+    first.register(A, schema("one"))
+    (file,) = files(folder)
+    file.unlink()
+    file.symlink_to("elsewhere")
+    assert not first.register(A, schema("one")).saved
+    file.unlink()
+    file.parent.rmdir()
+    (folder / "elsewhere").mkdir()
+    file.parent.symlink_to(folder / "elsewhere")
+    assert not first.register(A, schema("one")).saved
+    assert os.listdir(folder / "elsewhere") == []
+    assert first.get(A, "one") is not None
+
+
+def test_what_was_half_written_is_removed(start: Start, folder: Path) -> None:
+    start().register(A, schema("one"))
+    (file,) = files(folder)
+    half = file.with_name(f".{file.name}.0123abcd.tmp")
+    half.write_text("half")
+    assert [one.schema.name for one in start().of(A)] == ["one"]
+    assert not half.exists()
 
 
 def test_another_key_finds_nothing(
@@ -132,7 +177,8 @@ def test_another_key_finds_nothing(
     start().register(A, schema("one"))
     monkeypatch.setenv("SGLANG_HYBRID_TIER_KEY", "another")
     assert start().of(A) == []
-    assert files(folder) == []
+    monkeypatch.delenv("SGLANG_HYBRID_TIER_KEY")
+    assert [one.schema.name for one in start().of(A)] == ["one"], "a wrong key removes nothing"
 
 
 def test_a_disk_that_refuses_costs_the_restart_only(

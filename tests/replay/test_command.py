@@ -222,7 +222,7 @@ def test_a_report_of_one_size_looks_at_others(trace: Path, tmp_path: Path) -> No
     directory = tmp_path / "report"
     arguments = [str(trace), "--cache", "400MB", "--policy", "lru,reuse", "--instant"]
     directory.mkdir()
-    (directory / "index.html").write_text(f"<!-- {MARK} -->")
+    (directory / "index.html").write_text(f'<!-- {MARK} --> <a href="old.png">')
     (directory / "old.png").write_text("")
     assert main([*arguments, "--report", str(directory)]) == 0
     assert not (directory / "old.png").exists()
@@ -330,16 +330,29 @@ def test_bad_lines_stop_it_or_are_counted(
     assert "bad lines skipped: 1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("where", ["file", "full", "below"])
+@pytest.mark.parametrize(
+    "where", ["file", "full", "below", "noted", "pictured", "folder", "link", "pipe"]
+)
 def test_a_report_that_cannot_be_leaves_everything_as_it_was(
     where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "there"
-    if where == "full":
-        target.mkdir()
-        (target / "thesis.txt").write_text("mine")
-    else:
+    if where in ("file", "below"):
         target.write_text("mine")
+    elif where == "link":
+        (tmp_path / "elsewhere").mkdir()
+        target.symlink_to("elsewhere")
+    elif where == "pipe":
+        target.mkdir()
+        os.mkfifo(target / "index.html")
+    else:
+        target.mkdir()
+        names = {"full": "thesis.txt", "noted": "notes", "pictured": "me.png", "folder": "x/y"}
+        mine = target / names[where]
+        mine.parent.mkdir(exist_ok=True)
+        mine.write_text("mine")
+        if where != "full":  # beside an earlier report
+            (target / "index.html").write_text(f'<!-- {MARK} --> <a href="old.png">')
     directory = target / "report" if where == "below" else target
     before = sorted(tmp_path.rglob("*"))
     assert main([*CHAT, "--cache", "1GB", "--policy", "lru", "--report", str(directory)]) != 0

@@ -19,8 +19,11 @@ import requests
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.tiers.folder import RankFolder
+from sglang_hybrid.tiers.object_store import ObjectStore
 from tests.releases import needs_disk, smaller_copies
 from tests.server.client import TOLERANCE, ask, hybrid_cache, logprobs, random_prompt
+from tests.tiers.foreign import checksum, home, outside, put
 
 FLAGS = (
     *("--max-total-tokens", "4000", "--max-mamba-cache-size", "16", "--enable-cache-report"),
@@ -78,7 +81,7 @@ def stored(answer: dict) -> int:
 
 
 def files(disk: Path) -> list[Path]:
-    return list(disk.glob("*/rank-*/*/*.safetensors"))
+    return list(disk.glob("*/*/rank-*/*/*.safetensors"))
 
 
 def written(disk: Path) -> None:
@@ -115,7 +118,7 @@ def test_what_was_learnt_outlives_a_server_that_is_killed(model: Path, tmp_path:
                 time.sleep(0.5)
             for process in psutil.Process(server.process.pid).children(recursive=True):
                 process.kill()
-    (path,) = disk.glob("*/rank-0-0-0-0.learnt")
+    (path,) = disk.glob("*/*/rank-0-0-0-0.learnt")
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_bytes(path.read_bytes()[:-1])
     with serve(model, disk, "--tp-size", "2") as server:
@@ -174,7 +177,7 @@ def test_ranks_find_their_own(model: Path, tmp_path: Path, cold: Cold) -> None:
             assert all(map(right, answers, map(cold, PROMPTS)))
             assert all((stored(answer) >= 640) is not first for answer in answers)
             written(tmp_path / "disk")
-    assert len(list((tmp_path / "disk").glob("*/rank-*"))) == 2
+    assert len(list((tmp_path / "disk").glob("*/*/rank-*"))) == 2
 
 
 class Conversations:
@@ -274,6 +277,30 @@ def test_a_full_disk(model: Path, tmp_path: Path, cold: Cold) -> None:
         assert all(path.stat().st_size < 100_000 for path in new) and not list(disk.rglob("*.tmp"))
     (line,) = lines(server)
     assert "nothing is written to the disk tier (File too large)" in line
+
+
+def test_a_folder_in_use_stays_as_it_is(model: Path, tmp_path: Path, cold: Cold) -> None:
+    """Somebody's home is the folder, and another model has left as much as the budget is."""
+    elsewhere = outside(tmp_path / "elsewhere")
+    disk = home(tmp_path / "home", elsewhere)
+    left = ObjectStore(RankFolder(disk, {"weights": "old"}, "rank-0-0-0-0"))
+    for number in range(8):
+        assert put(left, number, size=1 << 20)
+    left.close()
+    tier = left.folder.tier
+    before = checksum(disk, but=[tier]), checksum(elsewhere)
+    for first in (True, False):
+        with serve(model, disk, "--hybrid-disk-mb", "8") as server:
+            for prompt in PROMPTS[:2]:
+                answer = ask(server.url, prompt, 4)
+                assert right(answer, cold(prompt)) and (stored(answer) >= 640) is not first
+            written(disk)
+            kept = hybrid_cache(server.url)["tiers"]["disk"]
+            assert 0 < kept["bytes"] <= kept["budget"] == 8 << 20
+        said = [line for line in lines(server) if "removed from" in line]
+        assert len(said) == first and all(str(left.folder.path.parent) in one for one in said)
+        assert not left.folder.path.parent.exists()
+    assert (checksum(disk, but=[tier]), checksum(elsewhere)) == before
 
 
 def test_a_folder_that_is_removed(model: Path, tmp_path: Path, cold: Cold) -> None:

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 from sglang_hybrid.tiers import file_backend, weights
 from sglang_hybrid.tiers.file_backend import FileBackend
+from sglang_hybrid.tiers.other_models import identity_of
 from sglang_hybrid.tiers.served_model import Unidentified
 
 PAGE = 4
@@ -109,6 +110,37 @@ def test_ranks_share_the_budget() -> None:
     made = backend(tp_rank=1, tp_size=2)
     assert made.store is not None and made.store.budget == 1 << 19
     made.close()
+
+
+@pytest.mark.parametrize(
+    "change", ["tp_size", "pp_size", "attn_cp_size", "tp_rank", "pp_rank", "attn_cp_rank"]
+)
+def test_other_ranks_have_other_folders(change: str) -> None:
+    one = backend()
+    two = backend(**{change: 2 if change.endswith("size") else 1})
+    assert one.store is not None and two.store is not None
+    same = one.store.folder.identity == two.store.folder.identity
+    assert same == change.endswith("rank") and one.store.folder.path != two.store.folder.path
+    one.close(), two.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("layout", "page_size", "dtype", "storage_format_tag", "layer_num", "head_num"),
+        *("head_dim", "start_layer", "end_layer", "temporal_dtype", "temporal_state_shape"),
+        "conv_state_shapes",
+    ],
+)
+def test_what_a_page_looks_like_counts(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Also where it has as many bytes."""
+    before = file_backend._pool_facts(Pool(PAGE, 8))
+    pool = Pool(2 * PAGE, 4) if name == "page_size" else Pool(PAGE, 8)
+    if name != "page_size":
+        value = torch.float16 if name == "dtype" else "another"
+        monkeypatch.setattr(pool, name, value, raising=False)
+    after = file_backend._pool_facts(pool)
+    assert after["page_bytes"] == before["page_bytes"] and identity_of(after) != identity_of(before)
 
 
 def test_pages_come_back_as_they_were() -> None:

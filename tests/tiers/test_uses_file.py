@@ -96,7 +96,7 @@ def test_without_what_was_known_it_is_recency(
 ) -> None:
     clock = Clock()
     taught(tmp_path / "disk", clock)
-    for path in (tmp_path / "disk").glob("*/*.uses"):
+    for path in (tmp_path / "disk").glob("*/*/*.uses"):
         path.unlink()
     clock.now += 5
     assert read_ahead(tmp_path / "disk", clock, monkeypatch, 1 << 20)[0] == "last"
@@ -111,7 +111,7 @@ def test_a_damaged_or_foreign_file_is_ignored_with_one_line(
 ) -> None:
     clock = Clock()
     taught(tmp_path / "disk", clock)
-    (path,) = (tmp_path / "disk").glob("*/*.uses")
+    (path,) = (tmp_path / "disk").glob("*/*/*.uses")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     content = bytearray(path.read_bytes())
     if damage == "flip":
@@ -188,7 +188,7 @@ def wrong(change: Callable[[Uses], Uses], uses: Uses, path: Path) -> None:
 def test_what_contradicts_itself_is_not_believed(tmp_path: Path) -> None:
     clock = Clock()
     taught(tmp_path / "disk", clock)
-    (path,) = (tmp_path / "disk").glob("*/*.uses")
+    (path,) = (tmp_path / "disk").glob("*/*/*.uses")
     uses = load_uses(path, path.parent.name)
     assert uses is not None
     classes, names, counts, buckets = uses.classes, uses.names, uses.uses, uses.buckets

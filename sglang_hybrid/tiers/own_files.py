@@ -1,0 +1,125 @@
+"""Files of ours in folders where something else may lie, too.
+
+Only regular files are opened, replaced and removed; what is a link, a pipe, a device or a folder is
+somebody else's. Folders are entered one at a time, by descriptor: no link is followed, and no mount
+is crossed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+UNFINISHED = f".{secrets.token_hex(4)}.tmp"
+"""End of the names under which this process writes files."""
+
+_UNFINISHED_NAME = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
+
+
+class ForeignFile(OSError):
+    """Something that is not ours has the name of a file or folder of ours; `strerror` says what."""
+
+
+def finished_name(name: str) -> str:
+    """The name that a file which `write_file` writes has at the end; other names are their own."""
+    found = _UNFINISHED_NAME.fullmatch(name)
+    return found[1] if found else name
+
+
+def open_regular(path: Path | str, flags: int = os.O_RDONLY, folder: int | None = None) -> int:
+    """The descriptor of a regular file; `folder` is one that the path begins in. Raises ForeignFile
+    for a link, a pipe, a device and all else, without waiting for anybody; OSError.
+    """
+    with contextlib.suppress(FileNotFoundError):  # opening a device may already do something
+        _demand_regular(os.lstat(path, dir_fd=folder), path)
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600, dir_fd=folder)
+    try:
+        _demand_regular(os.fstat(descriptor), path)
+    except ForeignFile:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _demand_regular(found: os.stat_result, path: Path | str) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise ForeignFile(errno.EINVAL, "it is no regular file", str(path))
+
+
+@contextlib.contextmanager
+def opened_folder(path: Path | str, within: int | None = None) -> Iterator[int]:
+    """The descriptor of a folder; `within` is one that the path begins in. Raises ForeignFile for a
+    link, a mount, and what is no folder; OSError.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, dir_fd=within)
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP):
+            raise ForeignFile(error.errno, "it is no folder", str(path)) from None
+        raise
+    try:
+        if os.fstat(descriptor).st_dev != os.stat("..", dir_fd=descriptor).st_dev:
+            raise ForeignFile(errno.EXDEV, "another file system is mounted there", str(path))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_file(path: Path | str, most: int, folder: int | None = None) -> bytes:
+    """The content of a regular file. Raises OSError, also if it has more than `most` bytes."""
+    with os.fdopen(open_regular(path, folder=folder), "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return content
+
+
+def write_file(path: Path, content: bytes, synchronize: bool = False) -> None:
+    """Write a file that is there whole or not at all: under a temporary name first.
+
+    Without `synchronize` a power failure may leave a file that is not whole. Raises ForeignFile if
+    its name is taken by something else than a regular file, or its folder is none of ours; OSError.
+    The temporary file is then removed.
+    """
+    temporary = f".{path.name}{UNFINISHED}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with opened_folder(path.parent) as folder:
+        with contextlib.suppress(FileNotFoundError):
+            _demand_regular(os.lstat(path.name, dir_fd=folder), path)
+        try:
+            descriptor = os.open(temporary, flags, 0o600, dir_fd=folder)
+            with os.fdopen(descriptor, "wb", buffering=0) as file:
+                rest = memoryview(content)
+                while rest:
+                    rest = rest[file.write(rest) :]
+                if synchronize:
+                    os.fsync(descriptor)
+            os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=folder)
+            raise
+
+
+def remove(path: Path, size: int | None = None) -> None:
+    """Remove a regular file, if that can be done, and if it has this size, where one is given."""
+    with contextlib.suppress(OSError), opened_folder(path.parent) as folder:
+        found = os.lstat(path.name, dir_fd=folder)
+        if size is None or found.st_size == size:
+            remove_regular(path.name, folder)
+
+
+def remove_regular(name: str, folder: int) -> int:
+    """Remove a regular file of a folder that is open. Returns its bytes. Raises OSError."""
+    found = os.lstat(name, dir_fd=folder)
+    _demand_regular(found, name)
+    os.unlink(name, dir_fd=folder)
+    return found.st_size
