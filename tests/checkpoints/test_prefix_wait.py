@@ -33,6 +33,7 @@ class Batch:
     reqs: list[Waiting]
     state_tracks: Any = None
     mamba_cow_src_indices: Any = None
+    mamba_cow_dst_indices: Any = None
 
 
 @dataclass
