@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from array import array
@@ -103,6 +104,21 @@ def test_no_more_than_the_receiver_takes(sockets: tuple[zmq.Socket, zmq.Socket])
     thread = send_later(push, 5)
     assert len(batching_window.requests_in_window(receiver(pull), [LONG])) == 3
     thread.join()
+
+
+def test_the_window_is_at_most_so_many_quiet_periods_long(
+    sockets: tuple[zmq.Socket, zmq.Socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four periods of 0.2 s, by a clock on which each message takes 0.15 s."""
+    pull, push = sockets
+    for _ in range(10):
+        send(push, pull)
+    now = itertools.count(0.0, 0.15)
+    clock = SimpleNamespace(monotonic=lambda: next(now))
+    monkeypatch.setattr(batching_window, "time", clock)
+    endless = receiver(pull)
+    endless.recv_limit_reached = lambda count: False
+    assert len(batching_window.requests_in_window(endless, [LONG])) == 5
 
 
 @pytest.mark.parametrize(
