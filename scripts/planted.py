@@ -7,10 +7,11 @@
 A defect is *caught* if a test fails that passes without it, and *lives* if all pass. The checkout
 is never changed. Exit status 1 if a defect lives, 2 if nothing can be said.
 
-The table of defects is written by hand. Tools that make mutants (mutmut, cosmic-ray) change
-operators and constants within functions: thousands of mutants, half a minute each, of decisions
-that are tested anyway. What tests missed here was wiring between tested parts: a call left out, the
-wrong one of two similar objects handed on, a tenant that is not passed.
+The table of defects is written by hand. Tools that make mutants (mutmut, cosmic-ray) change an
+operator, a constant or an argument at every place: thousands of mutants, a start of pytest for
+each, most of them in decisions, which are tested anyway. What tests missed here was wiring between
+tested parts: a call left out, the wrong one of two similar objects handed on, a tenant that is not
+passed.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ def _plant_all(defects: list[Defect], wide: bool, seconds: float) -> int:
         ("of the others", [defect for defect in defects if not defect.reported]),
     ):
         caught = sum(verdicts[defect] is Verdict.CAUGHT for defect in some)
-        print(f"{caught} of {len(some)} caught {what}")
+        if some:
+            print(f"{caught} of {len(some)} caught {what}")
     return int(any(verdict is not Verdict.CAUGHT for verdict in verdicts.values()))
 
 
