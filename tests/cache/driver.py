@@ -332,7 +332,17 @@ class Server:
 
     def prefill_step(self, req: Req) -> bool:
         """One forward; True if the prompt is done."""
-        total = _length(req)
+        self.begin_forward(req)
+        done = req.extend_end == _length(req)
+        if done:
+            req.output_ids.append(0)  # `decode` says what it was
+        checkpoint_kv_cache(req, self.cache)
+        if not done:
+            req.init_next_round_input()
+        return done
+
+    def begin_forward(self, req: Req) -> None:
+        """All of a forward that comes before its results: its states are under way."""
         first = not req.kv.holds_kv
         if not first and req.extend_end == req.prefix_len:
             self.look_ahead(req)
@@ -349,13 +359,6 @@ class Server:
             self.cache.plan_forward(SimpleNamespace(reqs=[req], mamba_cow_src_indices=None))
         req.kv.mamba_cow_src_index = None
         req.kv.mamba_needs_clear = False
-        done = req.extend_end == total
-        if done:
-            req.output_ids.append(0)  # `decode` says what it was
-        checkpoint_kv_cache(req, self.cache)
-        if not done:
-            req.init_next_round_input()
-        return done
 
     def look_ahead(self, req: Req) -> None:
         """Say where the next forward of a prefill that was begun ends."""

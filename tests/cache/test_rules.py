@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.runtime_context import get_serving
 
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.core.nodes import Kind
@@ -368,6 +369,27 @@ def test_without_recurrent_state_every_declared_position_is_kept() -> None:
     }
 
 
+@pytest.mark.parametrize("extra_buffer", [False, True])
+@pytest.mark.parametrize("why", ["thoughts are not kept", "a verification passed the stop"])
+def test_a_live_state_behind_the_kept_tokens_is_not_kept(why: str, extra_buffer: bool) -> None:
+    """It has consumed 9 tokens of an answer of which fewer are kept: it is the state of none of the
+    kept prefixes.
+    """
+    it = server(admission="judicious", extra_buffer=extra_buffer)
+    req = it.arrive(run(50))
+    assert it.admit(req)
+    it.prefill_step(req)
+    it.decode(req, run(10, 1))
+    req.reasoning_tokens = 5
+    thoughts_go = why == "thoughts are not kept"
+    req.finished_len = None if thoughts_go else 3
+    with get_serving().override(strip_thinking_cache=thoughts_go):
+        assert req.owned_kv_len() == (50 if thoughts_go else 53)
+        it.finish(req)
+    it.check()
+    assert states(it) == [49]
+
+
 # When slots run out.
 
 
@@ -428,6 +450,30 @@ def test_every_slot_comes_back(policy: str, extra_buffer: bool, how: str) -> Non
     else:
         it.flush()
     it.check()
+    assert it.free() == start
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("how", ["abort", "retract"])
+def test_states_under_way_come_back_when_their_request_leaves(how: str, one_pass: bool) -> None:
+    """It leaves between the start of a forward and its results."""
+    sizes = Sizes(grid=16)
+    it = Server(build_cache(sizes, options("reuse"), one_pass=one_pass), sizes)
+    start = it.free()
+    req = it.arrive(run(60), declared=[20, 40])
+    assert it.admit(req)
+    if not one_pass:  # the state at 20 is copied when the forward that follows it begins
+        it.prefill_step(req)
+    it.begin_forward(req)
+    ((_, plan),) = it.cache.planner.in_flight()
+    assert plan.pending_checkpoints
+    if how == "abort":
+        it.abort(req)
+    else:
+        it.retract(req)
+    assert it.cache.planner.in_flight() == []
+    it.check()
+    it.cache.evict(EvictParams(num_tokens=10**6, mamba_num=10**6))
     assert it.free() == start
 
 

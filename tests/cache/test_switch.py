@@ -122,6 +122,17 @@ def test_only_the_rank_that_receives_requests_tunes() -> None:
     assert build_cache(sizes, HybridConfig(), rank=0).tuning.tuner is None
 
 
+def test_the_tuner_begins_with_the_first_eviction() -> None:
+    sizes = Sizes(kv=200, states=8)
+    server = Server(build_cache(sizes, HybridConfig(hybrid_tuner_workers=1), rank=0), sizes)
+    begun = []
+    for number in range(8):
+        server.serve(run(number, 40), [7], float(number + 1))
+        begun.append(server.cache.tuning.info()["window"] > 0)
+        assert begun[-1] == bool(server.cache.stats.evicted)
+    assert begun[-1] and not begun[0]
+
+
 def test_the_pool_that_chose_last_is_forgotten_with_its_policy() -> None:
     """An explanation must not name a pool of before."""
     sizes = SIZES["states"]

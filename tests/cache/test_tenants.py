@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.explain.explanation import Explanation
 from sglang_hybrid.explain.messages import ExplainReq
+from sglang_hybrid.replay.formats import RecordedLine
 from sglang_hybrid.tenants import TenantNames, apart_from_adapters, tenant, tenant_of
 from tests.cache.backends import POLICIES, options
 from tests.cache.driver import Server, Sizes, build_cache
@@ -146,6 +148,22 @@ def test_siblings_of_different_tenants_do_not_lay_checkpoints_for_one_another() 
     twin = it.arrive([*document, *run(30, 7)], rid="0", cache_salt="a")
     it.cache.prefix_wait.now_waiting([*waiting, twin])
     assert [it.cache.prefix_wait.shared(req) for req in (*waiting, twin)] == [[200], [], [200]]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_recording_names_no_tenant(way: str, tmp_path: Path) -> None:
+    """It tells tenants apart, and has neither their salts nor their keys."""
+    a, b = ({name: f"secret-{value}" for name, value in who.items()} for who in WAYS[way])
+    path = tmp_path / "trace.jsonl"
+    where = Sizes()
+    it = Server(build_cache(where, options("reuse", hybrid_record=str(path)), rank=0), where)
+    for at, whose in enumerate((a, b, a)):
+        serve(it, run(20), [7], float(at), **whose)
+    it.cache.tuning.file.close()
+    assert "secret" not in path.read_text()
+    lines = path.read_text().splitlines()
+    first, other, again = (msgspec.json.decode(line, type=RecordedLine).tenant for line in lines)
+    assert first == again != other
 
 
 # Names.

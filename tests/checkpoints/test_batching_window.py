@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from array import array
@@ -46,6 +47,12 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[zmq.Socket, zmq.S
     context.destroy(linger=0)
 
 
+def send(push: zmq.Socket, pull: zmq.Socket) -> None:
+    """Send a message, and wait until it can be read."""
+    push.send(b"another")
+    assert pull.poll(10_000)
+
+
 def receiver(socket: zmq.Socket, last_batch: Any = None) -> SimpleNamespace:
     return SimpleNamespace(
         recv_from_tokenizer=socket,
@@ -74,7 +81,7 @@ def test_what_follows_shortly_is_read_too(sockets: tuple[zmq.Socket, zmq.Socket]
 
 def test_an_embedding_request_is_long_too(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
     pull, push = sockets
-    push.send(b"another")
+    send(push, pull)
     received = [embedding(LONG_PROMPT)]
     assert batching_window.requests_in_window(receiver(pull), received) == [b"another"]
 
@@ -86,7 +93,7 @@ def test_a_question_about_a_long_prompt_is_not_looked_up(
     pull, push = sockets
     cache = CacheOf(0)
     batching_window.look_up_with(cache.cached_tokens)
-    push.send(b"another")
+    send(push, pull)
     question = ExplainReq(input_ids=[1] * LONG_PROMPT)
     assert batching_window.requests_in_window(receiver(pull), [question, LONG]) == [b"another"]
     assert cache.asked == [LONG]
@@ -97,6 +104,21 @@ def test_no_more_than_the_receiver_takes(sockets: tuple[zmq.Socket, zmq.Socket])
     thread = send_later(push, 5)
     assert len(batching_window.requests_in_window(receiver(pull), [LONG])) == 3
     thread.join()
+
+
+def test_the_window_is_at_most_so_many_quiet_periods_long(
+    sockets: tuple[zmq.Socket, zmq.Socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four periods of 0.2 s, by a clock on which each message takes 0.15 s."""
+    pull, push = sockets
+    for _ in range(10):
+        send(push, pull)
+    now = itertools.count(0.0, 0.15)
+    clock = SimpleNamespace(monotonic=lambda: next(now))
+    monkeypatch.setattr(batching_window, "time", clock)
+    endless = receiver(pull)
+    endless.recv_limit_reached = lambda count: False
+    assert len(batching_window.requests_in_window(endless, [LONG])) == 5
 
 
 @pytest.mark.parametrize(
@@ -114,8 +136,7 @@ def test_nobody_waits_for_nothing(
     sockets: tuple[zmq.Socket, zmq.Socket], received: list[Any], last_batch: Any
 ) -> None:
     pull, push = sockets
-    push.send(b"another")
-    time.sleep(0.05)
+    send(push, pull)
     assert batching_window.requests_in_window(receiver(pull, last_batch), received) == []
 
 
@@ -133,8 +154,7 @@ class CacheOf:
 
 def test_a_prompt_that_is_cached_is_not_waited_for(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
     pull, push = sockets
-    push.send(b"another")
-    time.sleep(0.05)
+    send(push, pull)
     request = generation(LONG_PROMPT + 300)
     cache = CacheOf(301)
     batching_window.look_up_with(cache.cached_tokens)
@@ -146,8 +166,7 @@ def test_a_prompt_that_is_cached_is_not_waited_for(sockets: tuple[zmq.Socket, zm
 def test_a_cache_that_is_gone_is_not_asked(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
     pull, push = sockets
     batching_window.look_up_with(CacheOf(10_000).cached_tokens)
-    push.send(b"another")
-    time.sleep(0.05)
+    send(push, pull)
     assert batching_window.requests_in_window(receiver(pull), [LONG]) == [b"another"]
 
 
@@ -156,6 +175,5 @@ def test_zero_turns_it_off(
 ) -> None:
     pull, push = sockets
     monkeypatch.setattr(batching_window, "_quiet_ms", lambda: 0.0)
-    push.send(b"another")
-    time.sleep(0.05)
+    send(push, pull)
     assert batching_window.requests_in_window(receiver(pull), [LONG]) == []

@@ -33,6 +33,7 @@ class Batch:
     reqs: list[Waiting]
     state_tracks: Any = None
     mamba_cow_src_indices: Any = None
+    mamba_cow_dst_indices: Any = None
 
 
 @dataclass
@@ -184,12 +185,34 @@ def test_other_salts_share_nothing() -> None:
     assert not house.prefix_wait.waits_for_prefix(other)
 
 
+@pytest.mark.parametrize("salts", [("a", "b"), ("a", None), (None, "b")])
+def test_the_same_prompt_of_another_tenant_is_not_waited_for(
+    salts: tuple[str | None, str | None],
+) -> None:
+    house, (first, _) = House(), siblings(2)
+    twin = Waiting("twin", first.origin_input_ids)
+    first.cache_salt, twin.cache_salt = salts
+    house.prefix_wait.now_waiting([first, twin])
+    house.admit(first)
+    assert not house.prefix_wait.waits_for_prefix(twin)
+
+
 def test_no_wait_is_for_ever() -> None:
     house, (first, other) = House(), siblings(2)
     house.prefix_wait.now_waiting([first, other])
     house.admit(first)
     waits = [house.prefix_wait.waits_for_prefix(other) for _ in range(LONGEST_WAIT + 2)]
     assert waits == [True] * LONGEST_WAIT + [False] * 2
+
+
+def test_who_joined_a_batch_is_no_sibling() -> None:
+    house, (first, other) = House(), siblings(2)
+    house.prefix_wait.now_waiting([first, other])
+    assert house.prefix_wait.shared(other) == [300]
+    house.admit(first)
+    assert house.prefix_wait.shared(other) == [] and house.prefix_wait.any_wait
+    house.admit(other)
+    assert not house.prefix_wait.any_wait
 
 
 def test_who_left_the_queue_is_no_sibling() -> None:

@@ -68,6 +68,16 @@ def test_one_kind_takes_from_what_the_other_can_have(page: int) -> None:
     assert sorted(slots.free_slots.tolist()) == list(range(1, 41))
 
 
+def test_tokens_that_decode_in_a_mixed_batch_are_no_room_for_a_prefill() -> None:
+    kv, _ = build()
+    tree: Any = SimpleNamespace(
+        supports_mamba=lambda: True, full_evictable_size=lambda: 0, mamba_evictable_size=lambda: 0
+    )
+    alone, mixed = (kv.create_prefill_budget(tree, num_mixed_decode_tokens=n) for n in (0, 7))
+    assert isinstance(alone, OneMemoryBudget)
+    assert alone.remaining_total - mixed.remaining_total == 7
+
+
 def test_requests_that_wait_set_nothing_aside() -> None:
     kv, slots = build()
     slots.alloc_group_begin(20)

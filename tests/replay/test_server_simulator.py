@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,6 +52,15 @@ def build(
 
 def states(cache: ServerSimulator) -> set[int]:
     return {node.depth for node in cache.tree.walk() if node.has_state}
+
+
+def test_what_a_request_teaches_is_its_tenants() -> None:
+    one = replace(request(numbers(0, 250), numbers(500, 40)), tenant="a")
+    cache = build("reuse", ROOMY, [one])
+    cache.serve(one)
+    history = cache.policy.history
+    assert history is not None
+    assert [history.match(one.tokens, tenant).known_len for tenant in ("a", "b", "")] == [289, 0, 0]
 
 
 def test_what_a_request_leaves() -> None:

@@ -63,6 +63,14 @@ def test_the_pins_that_we_write_are_those_that_we_read() -> None:
     assert kv_hints.pins(written) == wanted
 
 
+def test_only_the_server_pins_the_end_of_a_prompt() -> None:
+    """A client's prompt cannot be resumed from there: its last token is computed."""
+    asked = envelope(pin([8]))
+    kv_hints.check(asked, 8, own=True)
+    with pytest.raises(ValueError, match="in a prompt of 8 tokens a position is"):
+        kv_hints.check(asked, 8)
+
+
 def test_the_last_word_about_a_session_counts() -> None:
     said = envelope(session("end"), checkpoint([3]), session("return"))
     kv_hints.check(said, 8)

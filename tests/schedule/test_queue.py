@@ -197,6 +197,19 @@ def test_an_abort_gives_up_its_standing_without_a_round() -> None:
     assert it.cache.schedule.stats.aborted == 1
 
 
+def test_a_flush_forgets_what_waiting_requests_hold() -> None:
+    it = Scheduler()
+    it.warm(run(100))
+    req = it.arrive([*run(100), 7, 8])
+    it.cache.schedule.arrange(it.queue)
+    assert (it.standings(), it.cache.schedule.holds) == (1, 1)
+    it.server.flush()
+    assert (it.standings(), it.cache.schedule.holds) == (0, 0)
+    assert it.round() == [req] and req.prefix_len == 0
+    it.finish(req)
+    it.server.check()
+
+
 @pytest.mark.parametrize("one_memory", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_left_behind(seed: int, one_memory: bool) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import msgspec
 
 from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.core.rates import Link
 from sglang_hybrid.telemetry.stats import CacheStats, Missed, RequestReport
+from sglang_hybrid.telemetry.tiers import TierStats
 
 
 def test_a_report_says_what_was_hit_and_why_not_more() -> None:
@@ -51,3 +54,14 @@ def test_totals_of_years_can_be_sent() -> None:
     stats = CacheStats()
     stats.served(RequestReport(30, 10, 5, Missed.NO_STATE), flops_saved=2**70)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats.as_dict()))["flops_saved"] == 2.0**70
+
+
+def test_times_of_loads_are_seconds() -> None:
+    """SGLang's events tell milliseconds."""
+    events = {"start_event": SimpleNamespace(elapsed_time=lambda end: 1_500.0), "finish_event": 0}
+    stats = TierStats()
+    stats.loaded(SimpleNamespace(num_bytes=4_000, timing_enabled=True, **events), Link(1_000.0))
+    assert (stats.load_seconds, stats.expected_seconds) == (1.5, 4.0)
+    stats.loaded(SimpleNamespace(num_bytes=4_000, timing_enabled=False, **events), Link(1_000.0))
+    assert (stats.loads, stats.loaded_bytes) == (2, 8_000)
+    assert (stats.load_seconds, stats.expected_seconds) == (1.5, 4.0)

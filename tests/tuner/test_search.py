@@ -13,12 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sglang_hybrid.core.hints import Hint
 from sglang_hybrid.replay.hints import with_hints
 from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.replay.traces import Request
 from sglang_hybrid.tuner.candidates import CANDIDATES, as_text, replay
 from sglang_hybrid.tuner.search import Limits, search
-from sglang_hybrid.tuner.window import packed, unpack
-from tests.tuner.traffic import fashions, templates, window
+from sglang_hybrid.tuner.window import make_window, packed, unpack
+from tests.tuner.traffic import COST, fashions, records, templates, window
 
 FEW = CANDIDATES[:3]
 MIX = window(templates(40))
@@ -29,13 +31,29 @@ def test_texts_are_what_the_replay_parses() -> None:
     assert max(dict(spec.options).get("alpha", 0) for spec in CANDIDATES) == 100
 
 
+def test_a_window_has_what_was_recorded() -> None:
+    first, second = records(templates(2))
+    said = {"tenant": "a", "message_starts": (3, 9), "hint": Hint.ENDS}
+    second = dataclasses.replace(second, **said)
+    made = make_window([first, second], 1, COST, 16, None, has_states=True)
+    seconds = second.arrival - first.arrival
+    assert made.requests == [
+        Request(0, 0, 0.0, first.tokens, first.input_len),
+        Request(1, 0, seconds, second.tokens, second.input_len, **said),
+    ]
+
+
 def test_a_window_arrives_as_it_left() -> None:
-    hints = dataclasses.replace(MIX, requests=with_hints(MIX.requests, "both"))
-    with packed(hints) as descriptor:
+    requests = [
+        dataclasses.replace(request, tenant=("", "a")[number % 2])
+        for number, request in enumerate(with_hints(MIX.requests, "both"))
+    ]
+    left = dataclasses.replace(MIX, requests=requests)
+    with packed(left) as descriptor:
         there = unpack(descriptor)
     for field in ("cost", "budget", "counted", "min_branch_tokens", "serving"):
-        assert getattr(there, field) == getattr(hints, field)
-    for mine, its in zip(hints.requests, there.requests, strict=True):
+        assert getattr(there, field) == getattr(left, field)
+    for mine, its in zip(left.requests, there.requests, strict=True):
         assert its.tokens.tolist() == mine.tokens.tolist()
         assert dataclasses.replace(its, tokens=mine.tokens) == mine
 
