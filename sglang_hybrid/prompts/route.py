@@ -27,6 +27,7 @@ from sglang_hybrid.prompts.xml import MOST_BYTES, MarkupError
 from sglang_hybrid.requests import hint_payloads, kv_hints
 from sglang_hybrid.requests.bodies import read_json
 from sglang_hybrid.requests.long_requests import LONG, in_thread, in_thread_if_long
+from sglang_hybrid.requests.texts import check_text
 from sglang_hybrid.tenants import Tenant, tenant
 
 if TYPE_CHECKING:
@@ -226,6 +227,7 @@ async def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
             raise ValueError(f"{name} is a list; a request with {by} has one prompt.")
     own = tenant(request.extra_key, request.cache_salt)
     text, whole = request.text or "", apart.why_whole(manager)
+    check_text(manager, text)
     registry = registry_of(manager)
     prompt = read_prompt(asked) if isinstance(asked, str) else asked
     run = in_thread if registry.size(own, prompt.schema) > LONG else in_thread_if_long

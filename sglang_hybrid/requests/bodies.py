@@ -31,15 +31,15 @@ class JsonShape:
     containers: int
     depth: int
 
-    def check(self) -> None:
-        """Raises ValueError beyond `MOST_DEPTH` or `MOST_CONTAINERS`."""
+    def check(self, what: str = "the body") -> None:
+        """Raises ValueError beyond `MOST_DEPTH` or `MOST_CONTAINERS`; `what` names the JSON."""
         if self.depth > MOST_DEPTH:
             raise ValueError(
-                f"the body is nested {self.depth:,} deep; it may be {MOST_DEPTH} deep at most."
+                f"{what} is nested {self.depth:,} deep; it may be {MOST_DEPTH} deep at most."
             )
         if self.containers > MOST_CONTAINERS:
             raise ValueError(
-                f"the body has {self.containers:,} arrays and objects; it may have "
+                f"{what} has {self.containers:,} arrays and objects; it may have "
                 f"{MOST_CONTAINERS:,} at most. Send several requests."
             )
 

@@ -12,8 +12,7 @@ import requests
 from sglang_hybrid.requests.long_requests import UNBOUNDED
 from tests.server.client import ask, random_prompt
 
-DEPTH = 900
-DEEP = "[" * DEPTH + "]" * DEPTH
+DEEP = "[" * 2_000
 
 
 def routes(url: str) -> list[str]:
@@ -51,7 +50,7 @@ def test_a_body_that_is_nested_too_deep_is_status_400_on_every_route(url: str) -
     found = routes(url)
     assert {"/hybrid_cache/explain", "/generate", "/v1/messages", "/v1/prompt_schemas"} <= {*found}
     for path, status, text in everywhere(url, f'{{"input_ids": [1], "x": {DEEP}}}'):
-        assert (status, "nested 901 deep" in text) == (400, True), (path, status, text)
+        assert (status, "nested 2,001 deep" in text) == (400, True), (path, status, text)
 
 
 def test_a_body_that_is_too_long_is_status_413_on_every_route(url: str) -> None:
@@ -60,29 +59,36 @@ def test_a_body_that_is_too_long_is_status_413_on_every_route(url: str) -> None:
 
 
 def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "string"}
+    inner: dict[str, Any] = {"type": "string"}
     for _ in range(depth):
-        schema = {"type": "object", "properties": {"x": schema}}
-    return schema
+        inner = {"x": inner}
+    return {"type": "object", "properties": inner}
 
 
-def test_tools_that_are_nested_deep(url: str) -> None:
-    def answer(depth: int) -> requests.Response:
-        tool = {"name": "look", "input_schema": nested(depth)}
-        body = {
-            "model": "default",
-            "max_tokens": 1,
-            "messages": [{"role": "user", "content": "Look."}],
-            "tools": [tool],
-            "diagnostics": {"previous_message_id": None},
-        }
-        return requests.post(url + "/v1/messages", json=body, timeout=60)
+def look(**fields: Any) -> dict[str, Any]:
+    """A chat of one message."""
+    return {"model": "default", "messages": [{"role": "user", "content": "Look."}], **fields}
 
-    taken = answer(28)
-    assert taken.status_code == 200, taken.text
-    refused = answer(450)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["type"] == "invalid_request_error"
+
+@pytest.mark.parametrize(("depth", "status"), [(50, 200), (900, 400)])
+def test_tools_that_are_nested_deep(url: str, depth: int, status: int) -> None:
+    tool = {"name": "look", "input_schema": nested(depth)}
+    body = look(max_tokens=1, tools=[tool], diagnostics={"previous_message_id": None})
+    answer = requests.post(url + "/v1/messages", json=body, timeout=60)
+    assert answer.status_code == status, answer.text
+    if status != 200:
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("depth", "status"), [(50, 200), (900, 400)])
+def test_arguments_of_a_call_that_are_nested_deep(url: str, depth: int, status: int) -> None:
+    body = look(max_tokens=1)
+    function = {"name": "look", "arguments": json.dumps(nested(depth))}
+    call = {"id": "a", "type": "function", "function": function}
+    body["messages"].append({"role": "assistant", "content": "", "tool_calls": [call]})
+    body["messages"].append({"role": "tool", "tool_call_id": "a", "content": "Nothing."})
+    answer = requests.post(url + "/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == status, answer.text
 
 
 @pytest.mark.parametrize(
@@ -107,6 +113,7 @@ def test_tools_that_are_nested_deep(url: str) -> None:
         ("/tokenize", {"model": "default", "prompt": ""}),
         ("/v1/tokenize", {"model": "default", "messages": [{"role": "user", "content": ""}]}),
         ("/api/generate", {"model": "default", "prompt": "", "stream": False}),
+        ("/api/chat", {"model": "default", "messages": [{"role": "user", "content": ""}]}),
     ],
 )
 def test_a_text_that_cannot_fit_is_not_tokenized(url: str, path: str, body: dict[str, Any]) -> None:
