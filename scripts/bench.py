@@ -35,7 +35,7 @@ COMMANDS = (
     *("prewarm", "pins", "schedule-replay", "prefetch"),
     *("server", "split", "contexts", "native", "peak", "roofline", "profile", "peer"),
     *("ab", "phases", "one-memory", "moves", "tiers", "tier-steps"),
-    *("agent", "codecs", "modular", "schedule", "prewarm-server", "loads"),
+    *("agent", "codecs", "modular", "schedule", "prewarm-server", "loads", "beside"),
 )
 """In the order of `--help`: kernels; the cache in one process; replays; a server; servers."""
 

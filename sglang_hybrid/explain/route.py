@@ -16,7 +16,7 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_hybrid.config import BACKEND
 from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput
 from sglang_hybrid.requests import fields
-from sglang_hybrid.requests.bodies import read_body
+from sglang_hybrid.requests.bodies import read_json
 from sglang_hybrid.tenants import stored_under
 
 if TYPE_CHECKING:
@@ -100,13 +100,13 @@ async def _read(request: Request, manager: "TokenizerManager") -> Question:
     """The question in a request's body; raises ValueError."""
     longest = manager.context_len
     most = BYTES_BESIDE_TOKENS + BYTES_PER_TOKEN * longest
-    body = await read_body(
-        request, most, f"a prompt of {longest:,} tokens, this server's longest, takes"
+    question = await read_json(
+        request,
+        Question,
+        most,
+        f"a prompt of {longest:,} tokens, this server's longest, takes",
+        "question",
     )
-    try:
-        question = msgspec.json.decode(body, type=Question)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"the body is no question: {error}.") from None
     ids = question.input_ids
     if (ids is None) == (question.request_id is None):
         raise ValueError("give either input_ids or request_id.")

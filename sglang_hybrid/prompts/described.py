@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sglang_hybrid.prompts.schema import Module, Part, Role, Text, Union
-from sglang_hybrid.prompts.tokens import PromptTokenizer
 from sglang_hybrid.prompts.tree import Path
 
 
 def described(
-    part: Part, tokenizer: PromptTokenizer, imports: Mapping[Path, int], path: Path = ()
+    part: Part, length: Callable[[str], int], imports: Mapping[Path, int], path: Path = ()
 ) -> dict[str, Any]:
     """A part of a schema and all that it holds, as JSON.
 
-    imports: how often each module was imported, by its path. path: of the module around the part.
+    length: tokens of a text. imports: how often each module was imported, by its path. path: of the
+    module around the part.
     """
 
     def inner(parts: Sequence[Part], path: Path) -> list[dict[str, Any]]:
-        return [described(each, tokenizer, imports, path) for each in parts]
+        return [described(each, length, imports, path) for each in parts]
 
     if isinstance(part, Text):
-        return {"text": True, "tokens": tokenizer.length(part.text)}
+        return {"text": True, "tokens": length(part.text)}
     if isinstance(part, Module):
         own = (*path, part.name)
         return {

@@ -35,7 +35,8 @@ MOST_VALUES = 1_024
 class Registered:
     """A schema in use. imports: how often each module was imported, by its path. values: hashes of
     parameters' values, the latest last. cached_tokens: of all prompts, from the cache. layout: for
-    modular mode, once it was asked for. saved: whether it outlives the server.
+    modular mode, once it was asked for. saved: whether it outlives the server. lengths: tokens
+    of its texts, once they were asked for.
     """
 
     schema: Schema
@@ -47,9 +48,10 @@ class Registered:
     values: OrderedDict[int, None] = field(default_factory=OrderedDict)
     layout: Layout | None = None
     saved: bool = False
+    lengths: dict[str, int] = field(default_factory=dict)
 
-    def as_dict(self, tokenizer: PromptTokenizer) -> dict[str, Any]:
-        """For whoever asks for the schema."""
+    def summary(self) -> dict[str, Any]:
+        """For whoever lists schemas."""
         return {
             "name": self.schema.name,
             "bytes": self.size,
@@ -57,8 +59,23 @@ class Registered:
             "requests": self.requests,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
-            "parts": [described(part, tokenizer, self.imports) for part in self.schema.parts],
         }
+
+    def as_dict(self, tokenizer: PromptTokenizer) -> dict[str, Any]:
+        """For whoever asks for the schema. Takes long where its texts were not tokenized yet."""
+        length = self.length(tokenizer)
+        parts = [described(part, length, self.imports) for part in self.schema.parts]
+        return {**self.summary(), "parts": parts}
+
+    def length(self, tokenizer: PromptTokenizer) -> Callable[[str], int]:
+        """A function from a text of the schema to its tokens."""
+
+        def tokens(text: str) -> int:
+            if text not in self.lengths:
+                self.lengths[text] = tokenizer.length(text)
+            return self.lengths[text]
+
+        return tokens
 
     def seen(self, imports: Sequence[Import]) -> bool:
         """Whether the values of these imports came before; they are remembered from now on."""
@@ -159,6 +176,11 @@ class Registry:
                 f"there is no schema {shown(name)}; register it with POST /v1/prompt_schemas."
             )
         return found
+
+    def size(self, tenant: Tenant, name: str) -> int:
+        """Bytes of a schema of this tenant, 0 if there is none."""
+        found = self._own(tenant).get(name)
+        return 0 if found is None else found.size
 
     def of(self, tenant: Tenant) -> list[Registered]:
         """All schemas of this tenant, by name."""

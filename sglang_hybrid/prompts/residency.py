@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sglang_hybrid.config import BACKEND
 from sglang_hybrid.prompts.registry import Registered, Registry
 from sglang_hybrid.prompts.tree import PrefixNode, as_imports, prefix_tree
+from sglang_hybrid.requests.long_requests import in_thread
 from sglang_hybrid.tenants import Tenant, stored_under
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ async def residency(
     if resolving_view(manager.server_args).radix_cache_backend != BACKEND:
         return None
     try:
-        prefixes, more = await asyncio.to_thread(_likeliest, registry, registered)
+        prefixes, more = await in_thread(_likeliest, registry, registered)
     except ValueError:  # there are too many to weigh
         return None
     places = await _places(manager, own, prefixes)
@@ -67,9 +67,8 @@ async def residency(
 
 def _likeliest(registry: Registry, registered: Registered) -> tuple[list[AskedPrefix], bool]:
     """Parents first. Raises ValueError if the schema has too many prefixes to weigh."""
-    root = prefix_tree(
-        registered.schema, registry.tokenizer.length, registered.imports, registered.requests
-    )
+    length = registered.length(registry.tokenizer)
+    root = prefix_tree(registered.schema, length, registered.imports, registered.requests)
     found: list[AskedPrefix] = []
     tokens = came = 0
     waiting: list[tuple[float, int, PrefixNode, int, int]] = []

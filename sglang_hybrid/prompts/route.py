@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from dataclasses import asdict
 from functools import lru_cache
@@ -21,11 +20,14 @@ from sglang_hybrid.prompts.actions import imported_prompt
 from sglang_hybrid.prompts.lint import lint
 from sglang_hybrid.prompts.registry import Registered, Registry
 from sglang_hybrid.prompts.residency import residency
+from sglang_hybrid.prompts.resolve import read_prompt
 from sglang_hybrid.prompts.saved import saved_schemas
 from sglang_hybrid.prompts.tokens import PromptTokenizer
 from sglang_hybrid.prompts.xml import MOST_BYTES, MarkupError
 from sglang_hybrid.requests import hint_payloads, kv_hints
-from sglang_hybrid.requests.bodies import read_body
+from sglang_hybrid.requests.bodies import read_json
+from sglang_hybrid.requests.long_requests import LONG, in_thread, in_thread_if_long
+from sglang_hybrid.requests.texts import check_text
 from sglang_hybrid.tenants import Tenant, tenant
 
 if TYPE_CHECKING:
@@ -79,12 +81,9 @@ async def register(request: Request) -> JSONResponse:
     """Keep a schema, in place of an earlier one of its name."""
     try:
         registry = _registry()
-        body = await read_body(request, MOST_BODY, "that of a schema may have")
-        new = msgspec.json.decode(body, type=NewSchema)
+        new = await read_json(request, NewSchema, MOST_BODY, "that of a schema may have", "schema")
         registered = registry.register(tenant(new.extra_key, new.cache_salt), new.pml)
-        return JSONResponse(registered.as_dict(registry.tokenizer))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return _refused(f"the body is no schema: {error}.")
+        return JSONResponse(await in_thread_if_long(registered.as_dict, registry.tokenizer))
     except ValueError as error:
         return _refused(str(error), error)
 
@@ -92,9 +91,9 @@ async def register(request: Request) -> JSONResponse:
 @router.get("")
 @auth_level(AuthLevel.NORMAL)
 async def all_schemas(extra_key: str | None = None, cache_salt: str | None = None) -> JSONResponse:
-    """All schemas of a tenant."""
+    """All schemas of a tenant: their sizes and counts."""
     own = tenant(extra_key, cache_salt)
-    return JSONResponse([await _told(own, one) for one in _registry().of(own)])
+    return JSONResponse([one.summary() for one in _registry().of(own)])
 
 
 @router.get("/{name}")
@@ -114,7 +113,7 @@ async def one_schema(
 async def _told(own: Tenant, registered: Registered) -> dict[str, Any]:
     """A schema, and where its prefixes are stored."""
     registry = _registry()
-    told = registered.as_dict(registry.tokenizer)
+    told = await in_thread(registered.as_dict, registry.tokenizer)
     return {**told, "residency": await residency(_manager(), registry, own, registered)}
 
 
@@ -139,13 +138,14 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
     """
     try:
         registry, manager = _registry(), _manager()
-        body = await read_body(request, MOST_BODY, "that of a pre-warming may have")
-        asked = msgspec.json.decode(body, type=Prewarm)
+        asked = await read_json(
+            request, Prewarm, MOST_BODY, "that of a pre-warming may have", "request to pre-warm"
+        )
         own = tenant(asked.extra_key, asked.cache_salt)
         registered = registry.get(own, name)
         if asked.mode == "modular":
-            computed = await apart.compute_all(manager, own, registry.layout(registered))
-            return JSONResponse(computed)
+            layout = await in_thread(registry.layout, registered)
+            return JSONResponse(await apart.compute_all(manager, own, layout))
         if asked.budget_mb is None or not 0 < asked.budget_mb <= MOST_MEGABYTES:
             raise ValueError(
                 f"budget_mb is {asked.budget_mb}; it must be above 0 and at most "
@@ -160,7 +160,7 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
         sizes = (await manager.get_internal_state())[0].get("hybrid_cache")
         if not sizes:
             raise ValueError("this server does not run sglang_hybrid's cache.")
-        plan = await asyncio.to_thread(
+        plan = await in_thread(
             prewarming.plan_for,
             registry,
             registered,
@@ -168,12 +168,10 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
             sizes["state_bytes"],
             sizes["kv_bytes_per_token"],
         )
-        prompts = prewarming.prompts_for(registry, registered, plan.nodes)
+        prompts = await in_thread(prewarming.prompts_for, registry, registered, plan.nodes)
         await prewarming.prefill(manager, own, prompts, asked.tokens_per_second, pinned)
     except KeyError as error:
         return _refused(error.args[0], status=HTTPStatus.NOT_FOUND)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return _refused(f"the body is no request for pre-warming: {error}.")
     except ValueError as error:
         return _refused(str(error), error)
     return JSONResponse(
@@ -199,10 +197,10 @@ async def lint_schema(
         return _refused(error.args[0], status=HTTPStatus.NOT_FOUND)
     sizes = (await manager.get_internal_state())[0].get("hybrid_cache") or {}
     kv = sizes.get("kv_bytes_per_token") or 0
-    findings = await asyncio.to_thread(
+    findings = await in_thread(
         lint,
         found.schema,
-        registry.tokenizer.length,
+        found.length(registry.tokenizer),
         state_tokens=sizes["state_bytes"] // kv if kv else 0,
         counts=dict(found.imports),
         requests=found.requests,
@@ -210,7 +208,7 @@ async def lint_schema(
     return JSONResponse([asdict(finding) for finding in findings])
 
 
-def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
+async def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
     """Put the tokens of what a request imports, by `pml` or by `hybrid.import`, and of `text`
     behind that, into it. Raises ValueError.
     """
@@ -229,7 +227,11 @@ def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
             raise ValueError(f"{name} is a list; a request with {by} has one prompt.")
     own = tenant(request.extra_key, request.cache_salt)
     text, whole = request.text or "", apart.why_whole(manager)
-    expanded = registry_of(manager).expand(own, asked, text=text, whole=whole)
+    check_text(manager, text)
+    registry = registry_of(manager)
+    prompt = read_prompt(asked) if isinstance(asked, str) else asked
+    run = in_thread if registry.size(own, prompt.schema) > LONG else in_thread_if_long
+    expanded = await run(registry.expand, own, prompt, text=text, whole=whole)
     request.input_ids = expanded.tokenized.ids
     apart.ask(manager, request, expanded)
     request.text = request.pml = None

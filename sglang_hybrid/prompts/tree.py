@@ -19,7 +19,7 @@ from sglang_hybrid.prompts.schema import Module, Parameter, Part, Role, Schema, 
 LONGEST_CHAIN = 150
 """Texts and choices that may follow each other on one path."""
 
-MOST_EDGES = 200_000
+MOST_EDGES = 20_000
 
 Path: TypeAlias = tuple[str, ...]
 """Names of a module and of those around it, the outermost first."""

@@ -16,7 +16,7 @@ MOST_BYTES = 1 << 20
 """Of a schema or a prompt, with all files that it names."""
 
 MOST_DEPTH = 64
-MOST_ELEMENTS = 20_000
+MOST_ELEMENTS = 2_000
 
 
 class MarkupError(ValueError):

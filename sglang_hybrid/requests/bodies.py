@@ -1,17 +1,85 @@
-"""Bodies of HTTP requests, read up to a limit."""
+"""Bodies of HTTP requests, within bounds on bytes and on how deep their JSON is nested."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+import numpy as np
 
 if TYPE_CHECKING:
     from fastapi import Request
 
+Body = TypeVar("Body")
 
-async def read_body(request: Request, most: int, why: str) -> bytes:
-    """The body of `request`. Raises ValueError if it has more than `most` bytes; the sentence ends
-    with `why`.
+MOST_DEPTH = 64
+"""Arrays and objects around a value. Deeper ones end in Python's limit of recursion, somewhere
+between the first reader of a body and a chat template, which is a status of 500.
+"""
+
+MOST_CONTAINERS = 100_000
+"""Arrays and objects of one body. Each takes microseconds to read, in which nothing else runs."""
+
+QUOTE, OPENING, CLOSING = ord('"'), ord("{"), ord("}")
+
+
+@dataclass(frozen=True)
+class JsonShape:
+    """How JSON is built. containers: its arrays and objects. depth: the most that are nested."""
+
+    containers: int
+    depth: int
+
+    def check(self, what: str = "the body") -> None:
+        """Raises ValueError beyond `MOST_DEPTH` or `MOST_CONTAINERS`; `what` names the JSON."""
+        if self.depth > MOST_DEPTH:
+            raise ValueError(
+                f"{what} is nested {self.depth:,} deep; it may be {MOST_DEPTH} deep at most."
+            )
+        if self.containers > MOST_CONTAINERS:
+            raise ValueError(
+                f"{what} has {self.containers:,} arrays and objects; it may have "
+                f"{MOST_CONTAINERS:,} at most. Send several requests."
+            )
+
+
+def may_be_deep(body: bytes) -> bool:
+    """Whether `json_shape` has to look at `body`; this takes a small part of its time."""
+    return body.count(b"[") + body.count(b"{") > MOST_DEPTH
+
+
+def json_shape(body: bytes) -> JsonShape:
+    """The shape of JSON; any number of bytes is read without recursion. What is no JSON has some
+    shape, too.
     """
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    characters = np.frombuffer(plain, np.uint8)
+    in_text = np.bitwise_xor.accumulate(characters == QUOTE)
+    outside = np.asarray(characters | 0x20, np.uint8)[~in_text]  # brackets become braces
+    steps = outside[(outside == OPENING) | (outside == CLOSING)] == OPENING
+    if not steps.any():
+        return JsonShape(0, 0)
+    nested = np.cumsum(np.where(steps, 1, -1))
+    return JsonShape(int(steps.sum()), max(0, int(nested.max())))
+
+
+async def read_json(request: Request, kind: type[Body], most: int, why: str, what: str) -> Body:
+    """The body of `request` as a `kind`.
+
+    Raises ValueError with a sentence if it has more than `most` bytes (the sentence ends with
+    `why`), is nested too deep, or is no `kind`, which the sentence calls `what`.
+    """
+    body = await _read(request, most, why)
+    if may_be_deep(body):
+        json_shape(body).check()
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"the body is no {what}: {error}.") from None
+
+
+async def _read(request: Request, most: int, why: str) -> bytes:
     body, size = bytearray(), 0
     async for part in request.stream():
         size += len(part)

@@ -78,3 +78,24 @@ def test_places_of_modular_mode_are_laid_out_once() -> None:
     assert first.end == 40
     assert kept.layout(registered) is first
     assert kept.layout(kept.register(A, schema("one", 50))).end == 50
+
+
+def test_schemas_are_listed_without_their_texts_being_tokenized() -> None:
+    kept = schemas()  # which cannot tokenize
+    kept.register(A, schema("one"))
+    (told,) = (one.summary() for one in kept.of(A))
+    assert (told["name"], told["bytes"], told["requests"]) == ("one", len(schema("one")), 0)
+
+
+def test_a_text_of_a_schema_is_tokenized_once_however_many_others_come() -> None:
+    class Counts:
+        asked = 0
+
+        def length(self, text: str) -> int:
+            Counts.asked += 1
+            return len(text)
+
+    kept = schemas()
+    registered = kept.register(A, '<schema name="one"><module name="m">text</module></schema>')
+    first, again = registered.as_dict(Counts()), registered.as_dict(Counts())
+    assert first == again and Counts.asked == 1

@@ -1,0 +1,137 @@
+"""What is too long or nested too deep is refused before it is read, on every route."""
+
+import http.client
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import requests
+
+from sglang_hybrid.requests.long_requests import UNBOUNDED
+from tests.server.client import ask, random_prompt
+
+DEEP = "[" * 2_000
+
+
+def routes(url: str) -> list[str]:
+    """Of the server's own description: what takes a body."""
+    paths: dict[str, Any] = requests.get(url + "/openapi.json", timeout=60).json()["paths"]
+    return [
+        path
+        for path, operations in paths.items()
+        if "requestBody" in operations.get("post", {}) and path not in UNBOUNDED
+    ]
+
+
+def post(url: str, path: str, body: str, announced: int | None = None) -> tuple[int, str]:
+    """Status and text. announced: bytes that the request says it has; they are not sent."""
+    server = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+    head = {"Content-Type": "application/json"}
+    if announced is not None:
+        head["Content-Length"] = str(announced)
+    server.request("POST", path, body, head)
+    answer = server.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def everywhere(url: str, body: str, announced: int | None = None) -> list[tuple[str, int, str]]:
+    """Path, status and text of every route, which are asked at the same time."""
+
+    def answer(path: str) -> tuple[str, int, str]:
+        return path, *post(url, path, body, announced)
+
+    with ThreadPoolExecutor(16) as threads:
+        return list(threads.map(answer, routes(url)))
+
+
+def test_a_body_that_is_nested_too_deep_is_status_400_on_every_route(url: str) -> None:
+    found = routes(url)
+    assert {"/hybrid_cache/explain", "/generate", "/v1/messages", "/v1/prompt_schemas"} <= {*found}
+    for path, status, text in everywhere(url, f'{{"input_ids": [1], "x": {DEEP}}}'):
+        assert (status, "nested 2,001 deep" in text) == (400, True), (path, status, text)
+
+
+def test_a_body_that_is_too_long_is_status_413_on_every_route(url: str) -> None:
+    for path, status, text in everywhere(url, "{", announced=1 << 30):
+        assert (status, "1,073,741,824 bytes or more" in text) == (413, True), (path, status, text)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    inner: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        inner = {"x": inner}
+    return {"type": "object", "properties": inner}
+
+
+def look(**fields: Any) -> dict[str, Any]:
+    """A chat of one message."""
+    return {"model": "default", "messages": [{"role": "user", "content": "Look."}], **fields}
+
+
+@pytest.mark.parametrize(("depth", "status"), [(50, 200), (900, 400)])
+def test_tools_that_are_nested_deep(url: str, depth: int, status: int) -> None:
+    tool = {"name": "look", "input_schema": nested(depth)}
+    body = look(max_tokens=1, tools=[tool], diagnostics={"previous_message_id": None})
+    answer = requests.post(url + "/v1/messages", json=body, timeout=60)
+    assert answer.status_code == status, answer.text
+    if status != 200:
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("depth", "status"), [(50, 200), (900, 400)])
+def test_arguments_of_a_call_that_are_nested_deep(url: str, depth: int, status: int) -> None:
+    body = look(max_tokens=1)
+    function = {"name": "look", "arguments": json.dumps(nested(depth))}
+    call = {"id": "a", "type": "function", "function": function}
+    body["messages"].append({"role": "assistant", "content": "", "tool_calls": [call]})
+    body["messages"].append({"role": "tool", "tool_call_id": "a", "content": "Nothing."})
+    answer = requests.post(url + "/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": ""}),
+        ("/generate", {"text": ["a", ""]}),
+        ("/v1/completions", {"model": "default", "prompt": ""}),
+        (
+            "/v1/chat/completions",
+            {"model": "default", "messages": [{"role": "user", "content": ""}]},
+        ),
+        ("/v1/responses", {"model": "default", "input": ""}),
+        (
+            "/v1/messages",
+            {"model": "default", "max_tokens": 1, "messages": [{"role": "user", "content": ""}]},
+        ),
+        (
+            "/v1/messages/count_tokens",
+            {"model": "default", "messages": [{"role": "user", "content": ""}]},
+        ),
+        ("/tokenize", {"model": "default", "prompt": ""}),
+        ("/v1/tokenize", {"model": "default", "messages": [{"role": "user", "content": ""}]}),
+        ("/api/generate", {"model": "default", "prompt": "", "stream": False}),
+        ("/api/chat", {"model": "default", "messages": [{"role": "user", "content": ""}]}),
+    ],
+)
+def test_a_text_that_cannot_fit_is_not_tokenized(url: str, path: str, body: dict[str, Any]) -> None:
+    text = json.dumps(body).replace('""', json.dumps("the cache keeps " * 100_000))
+    status, said = post(url, path, text)
+    assert status == 400, said
+    assert "no text of more than 1,048,576 bytes fits" in said
+
+
+def test_a_long_text_that_fits_is_answered_like_a_short_one(url: str) -> None:
+    prompt = random_prompt(30_000, 5)
+    body = {"tokens": prompt}
+    text = requests.post(url + "/detokenize", json=body, timeout=60).json()["text"]
+    assert len(text) > 64 << 10
+    asked = {"model": "default", "prompt": text}
+    ids = requests.post(url + "/tokenize", json=asked, timeout=60).json()["tokens"]
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    asked = {"text": text, "sampling_params": sampling}
+    answer = requests.post(url + "/generate", json=asked, timeout=300).json()
+    assert answer["meta_info"]["prompt_tokens"] == len(ids)
+    assert answer["output_ids"] == ask(url, ids, 8)["output_ids"]
