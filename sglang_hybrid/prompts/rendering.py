@@ -12,6 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from sglang_hybrid.requests.texts import check_rendered
+
 Encode: TypeAlias = Callable[[str, Mapping[str, Any]], list[int]]
 """From a rendered chat and what SGLang passes to the tokenizer with it to token ids."""
 
@@ -43,6 +45,7 @@ def encoded(
     instead = _instead.get()
     if instead is not None:
         return instead(text, encode_kwargs)
+    check_rendered(text)
     return encode(tokenizer, text, encode_kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Requests with long bodies do not keep short ones waiting (patch 0015).
+"""Requests with long bodies do not keep short ones waiting (patch 0066).
 
 The event loop of the HTTP server reads bodies, and would tokenize texts, one after another, and all
 requests wait meanwhile. So a body beyond what a prompt of this server can take is refused before it
@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache, partial, wraps
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
@@ -178,6 +178,21 @@ async def in_thread_if_long(function: Callable[P, T], *args: P.args, **kwargs: P
     if not _long.get():
         return function(*args, **kwargs)
     return await in_thread(function, *args, **kwargs)
+
+
+def whole_in_thread_if_long(
+    function: Callable[P, Coroutine[Any, Any, T]],
+) -> Callable[P, Coroutine[Any, Any, T]]:
+    """A coroutine function that awaits nothing of its event loop, so that it may run in a thread as
+    a whole.
+    """
+
+    @wraps(function)
+    async def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        coroutine = function(*args, **kwargs)
+        return await (in_thread(asyncio.run, coroutine) if _long.get() else coroutine)
+
+    return run
 
 
 def threads() -> ThreadPoolExecutor | None:

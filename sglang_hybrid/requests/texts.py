@@ -19,6 +19,9 @@ UNKNOWN_BYTES = 1_024
 four bytes on average.
 """
 
+RENDERED = 1 << 14
+"""Characters from which a rendered chat is checked: shorter ones are tokenized in a moment."""
+
 NORMALIZED = 4
 """Bytes that a Unicode normalization or a lower case may make one of: a letter of mathematics has
 four, and becomes a plain letter.
@@ -45,6 +48,14 @@ def check_text(manager: Any, text: Any) -> None:
                 f"the text has {size:,} bytes, which are more than {manager.context_len:,} tokens, "
                 f"the model's context length; no text of more than {most:,} bytes fits."
             )
+
+
+def check_rendered(text: str) -> None:
+    """As `check_text`, for a chat that the HTTP server of this process has rendered."""
+    if len(text) >= RENDERED:
+        from sglang.srt.entrypoints.http_server import get_global_state
+
+        check_text(get_global_state().tokenizer_manager, text)
 
 
 @lru_cache(maxsize=4)
