@@ -38,6 +38,9 @@ QUICK = "not slow and not server"
 LEFT_OUT = ("tests/server", "tests/docker", "tests/scripts/test_planted.py")
 """Tests that need a server or a container, and the one that looks at the table."""
 
+BESIDE = "shared"
+"""The folder next to the checkout that has the traces, if it is there."""
+
 PASSED, FAILED, INTERRUPTED = 0, 1, 2
 """Exit statuses of pytest; it is interrupted where a test module cannot be imported."""
 
@@ -101,11 +104,14 @@ def read_defects(path: Path = TABLE) -> list[Defect]:
 
 @contextmanager
 def checkout() -> Iterator[Path]:
-    """A copy of the checkout without what git and tools keep in it."""
+    """A copy of the checkout without what git and tools keep in it. What tests read beside the
+    checkout, the traces, is beside the copy.
+    """
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         copy = Path(folder) / "checkout"
         hidden = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info")
         shutil.copytree(ROOT, copy, symlinks=True, ignore=hidden)
+        (Path(folder) / BESIDE).symlink_to(ROOT.parent / BESIDE)
         yield copy
 
 

@@ -62,6 +62,14 @@ def test_what_a_test_notices_is_caught_and_the_rest_lives(tmp_path: Path) -> Non
     assert (copy / PACKAGE / "room/file.py").read_text() == FILE
 
 
+def test_a_copy_has_the_package_and_what_lies_beside_it() -> None:
+    with planted.checkout() as copy:
+        for path in (PACKAGE, "tests", f"{PACKAGE}/kernels/kv_slots.py"):
+            assert (copy / path).exists()
+        assert not (copy / ".git").exists()
+        assert (copy.parent / "shared").exists() == (ROOT.parent / "shared").exists()
+
+
 def test_what_fails_anyway_is_no_catch(tmp_path: Path) -> None:
     copy = checkout(tmp_path)
     (copy / "tests/test_half.py").write_text(TESTS.replace("== 2", "== 3"))
