@@ -63,7 +63,7 @@ def _remove(store: ObjectStore, other: OtherModel, why: str) -> int:
     if files:
         logger.warning(
             "sglang_hybrid: %d files (%s bytes) of another model that no server uses were removed "
-            "from %s, because %s.",
+            "from the disk tier (%s), because %s.",
             files,
             f"{size:,}",
             store.folder.tier / other.identity,

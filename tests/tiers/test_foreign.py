@@ -431,7 +431,8 @@ def test_whatever_is_put_wherever(
         else:
             where, name, kind = how  # type: ignore[misc]
             rank = store.folder.path
-            prefix = next((each for each in rank.iterdir() if each.is_dir()), rank / "ab")
+            ours = (each for each in rank.iterdir() if len(each.name) == 2 and each != rank / "ab")
+            prefix = next(ours, rank / "gone")
             at = {"top": folder, "tier": tier, "identity": rank.parent, "rank": rank}
             place = at.get(where, prefix) / name
             regular = kind in ("file", "empty file")

@@ -325,6 +325,25 @@ def test_files_that_may_not_be_read_are_not_there(
     assert store.info()["off"] == ""
 
 
+def test_a_link_in_the_place_of_an_object_is_left_alone(
+    start: Open, folder: Path, tmp_path: Path
+) -> None:
+    """And so are the times of what it names."""
+    store = start()
+    put(store, 1)
+    (file,) = files(folder)
+    other = tmp_path / "other"
+    other.write_bytes(file.read_bytes())
+    os.utime(other, (1, 1))
+    file.unlink()
+    file.symlink_to(other)
+    store._now.now += 100  # type: ignore[attr-defined]
+    assert store.contains("kv", ["k1"]) == [True] and other.stat().st_mtime == 1
+    assert not held(store, 1) and not store.contains("kv", ["k1"])[0]
+    assert file.is_symlink() and other.exists()
+    assert not put(store, 1) and put(store, 2), "only this one has no place"
+
+
 def test_what_was_used_last_is_read_ahead_states_first(
     start: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
