@@ -17,7 +17,7 @@ from sglang_hybrid.config import BACKEND
 from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput
 from sglang_hybrid.requests import fields
 from sglang_hybrid.requests.bodies import read_json
-from sglang_hybrid.tenants import stored_under
+from sglang_hybrid.tenants import put_tenant, stored_under
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -107,6 +107,7 @@ async def _read(request: Request, manager: "TokenizerManager") -> Question:
         f"a prompt of {longest:,} tokens, this server's longest, takes",
         "question",
     )
+    put_tenant(question, request)
     ids = question.input_ids
     if (ids is None) == (question.request_id is None):
         raise ValueError("give either input_ids or request_id.")

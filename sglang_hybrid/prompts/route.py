@@ -28,7 +28,7 @@ from sglang_hybrid.requests import hint_payloads, kv_hints
 from sglang_hybrid.requests.bodies import read_json
 from sglang_hybrid.requests.long_requests import LONG, in_thread, in_thread_if_long
 from sglang_hybrid.requests.texts import check_text
-from sglang_hybrid.tenants import Tenant, tenant
+from sglang_hybrid.tenants import Tenant, put_tenant, tenant
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -82,6 +82,7 @@ async def register(request: Request) -> JSONResponse:
     try:
         registry = _registry()
         new = await read_json(request, NewSchema, MOST_BODY, "that of a schema may have", "schema")
+        put_tenant(new, request)
         registered = registry.register(tenant(new.extra_key, new.cache_salt), new.pml)
         return JSONResponse(await in_thread_if_long(registered.as_dict, registry.tokenizer))
     except ValueError as error:
@@ -141,6 +142,7 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
         asked = await read_json(
             request, Prewarm, MOST_BODY, "that of a pre-warming may have", "request to pre-warm"
         )
+        put_tenant(asked, request)
         own = tenant(asked.extra_key, asked.cache_salt)
         registered = registry.get(own, name)
         if asked.mode == "modular":

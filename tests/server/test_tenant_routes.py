@@ -185,6 +185,25 @@ def test_an_empty_key_is_none_everywhere(url: str) -> None:
     assert deleted.status_code == 200
 
 
+def test_what_is_kept_may_have_its_tenant_in_the_query(url: str) -> None:
+    pml = '<schema name="by-query"><module name="m">Text.</module></schema>'
+    prompt = random_prompt(200, seed=73)
+    sampling = {"max_new_tokens": 1}
+    assert post(url, "/v1/prompt_schemas", {"pml": pml}, cache_salt="q").status_code == 200
+    post(url, "/generate", {"input_ids": prompt, "sampling_params": sampling}, cache_salt="q")
+    asked = {"input_ids": prompt}
+    for query, status, hit in (({}, 404, 0), ({"cache_salt": "q"}, 200, 199)):
+        assert post(url, "/hybrid_cache/explain", asked, **query).json()["hit"] == hit
+        deleted = requests.delete(url + "/v1/prompt_schemas/by-query", params=query, timeout=60)
+        assert deleted.status_code == status
+    session = {"capacity_of_str_len": 1_000, "session_id": "by query"}
+    assert post(url, "/open_session", session, cache_salt="q").status_code == 200
+    assert post(url, "/open_session", {**session, "cache_salt": "q"}).status_code == 400
+    assert post(url, "/close_session", {"session_id": "by query"}, cache_salt="q").ok
+    assert post(url, "/open_session", {**session, "cache_salt": "q"}).status_code == 200
+    assert post(url, "/close_session", {"session_id": "by query"}, cache_salt="q").ok
+
+
 @pytest.mark.slow
 def test_an_embedding_server_refuses_a_tenant() -> None:
     """It keeps the prompts of all its clients in one tree."""
