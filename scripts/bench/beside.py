@@ -57,11 +57,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=positive, default=200, help="small ones of a row")
     parser.add_argument("--seconds", type=positive, default=60, help="of a row at most")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="of these rows")
+    parser.add_argument("--interval", help="--prefill-decode-interval of the server")
 
 
 def run(options: argparse.Namespace) -> None:
     table = Table("beside", "P50", "P99", "of idle", "answered")
-    with ServerProcess(["--model-path", str(ensure_default_model())]) as server:
+    flags = ["--model-path", str(ensure_default_model())]
+    if options.interval is not None:
+        flags += ["--prefill-decode-interval", options.interval]
+    with ServerProcess(flags) as server:
         small = Small(server.url)
         small.times(20, options.seconds)
         idle = small.times(options.requests, options.seconds)
