@@ -89,16 +89,22 @@ def said_by(http: Request) -> dict[str, str | list[str]]:
     sources = [getattr(http, place, None) for place in ("query_params", "_form", "_json")]
     said: dict[str, str | list[str]] = {}
     for name in FIELDS:
-        for source in sources:
-            value = source.get(name) if isinstance(source, Mapping) else None
-            if not value and not isinstance(value, int | float):
-                continue
+        for value in (value for source in sources for value in _values(source, name)):
             texts = value if isinstance(value, list) else [value]
             if not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"{name} is {str(value)[:80]}; it must be a text.")
             if said.setdefault(name, value) != value:
                 raise ValueError(f"the request has two values of {name}; give one.")
     return said
+
+
+def _values(source: Any, name: str) -> list[Any]:
+    """All that a body, a form or a query has under a name, but for what is empty."""
+    if hasattr(source, "getlist"):
+        values = source.getlist(name)
+    else:
+        values = [source.get(name)] if isinstance(source, Mapping) else []
+    return [value for value in values if value or isinstance(value, int | float)]
 
 
 def put_tenant(request: Any, http: Request | None) -> None:

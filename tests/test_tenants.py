@@ -139,6 +139,8 @@ def test_two_values_are_refused() -> None:
     with pytest.raises(ValueError, match="two values of cache_salt"):
         said_by(http({"cache_salt": "s"}, query="cache_salt=t"))
     with pytest.raises(ValueError, match="two values of cache_salt"):
+        said_by(http(query="cache_salt=s&cache_salt=t"))
+    with pytest.raises(ValueError, match="two values of cache_salt"):
         put_tenant(prompt(cache_salt="t"), http({"cache_salt": "s"}))
 
 

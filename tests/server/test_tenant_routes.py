@@ -5,6 +5,7 @@ the other. Which routes there are is in tests/tenant_routes.py.
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 from uuid import uuid4
 
@@ -148,6 +149,21 @@ def test_a_stored_response_is_its_tenants(url: str) -> None:
         url, "a", input=secret[:-6], prompt_cache_options={"comparison_response_id": name}
     )
     assert secret[-20:] in compared.json()["prompt_cache_diagnostics"]["hybrid"]["before"]
+
+
+@pytest.mark.parametrize("how", ["stream", "background"])
+def test_what_is_stored_later_is_its_tenants_too(url: str, how: str) -> None:
+    name = f"resp_{uuid4().hex}"
+    started = respond(url, "a", input="Hello.", request_id=name, **{how: True})
+    assert started.status_code == 200
+    for _ in range(200):
+        if stored(url, name, "a").json().get("status") == "incomplete":  # of its 4 tokens
+            break
+        time.sleep(0.05)
+    assert stored(url, name, "a").json()["status"] == "incomplete"
+    assert stored(url, name, "b").status_code == 404
+    assert stored(url, name, None, cancel=True).status_code == 404
+    assert stored(url, name, "a", cancel=True).json()["status"] == "incomplete"
 
 
 @pytest.mark.parametrize("stream", [False, True])
