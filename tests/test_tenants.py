@@ -270,6 +270,10 @@ def test_a_prompt_continues_its_own_tenants_session_only() -> None:
     assert foreign.session_params is not None and foreign.session_params["id"] != names["a"]
 
 
+def test_a_prompt_that_is_embedded_is_in_no_session() -> None:
+    put_owner(EmbeddingReqInput(text="x"), http())
+
+
 def test_a_session_of_an_engine_keeps_its_id() -> None:
     made = prompt(session_params={"id": "s"}, cache_salt="a")
     put_owner(made, None)

@@ -2,8 +2,8 @@
 
 The event loop of the HTTP server reads bodies, and would tokenize texts, one after another, and all
 requests wait meanwhile. So a body beyond what a prompt of this server can take is refused before it
-is read; of the long ones that remain one at a time is read, with as much time for others between
-them as it took; and what takes long for a long body is done in threads, of which there are few.
+is read; of the long ones that remain one at a time is read, with time for others between them; and
+what takes long for a long body is done in threads, of which there are few.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ batch, tools, schemas of answers, biases.
 
 MEDIA = 256 << 20
 """Bytes more for a model that reads images, sound or video."""
+
+FREE = 3.0
+"""How much longer than a step that takes long the event loop then does something else."""
 
 PAUSE = 1.0
 """Seconds before a body is refused, in which its client can send neither the rest nor another."""
@@ -137,8 +140,8 @@ async def _refuse(status: HTTPStatus, why: str) -> NoReturn:
 
 
 class Turns:
-    """Steps of the event loop that take long, one at a time; after each the loop is free for as
-    long as it took.
+    """Steps of the event loop that take long, one at a time; after each the loop is free for `FREE`
+    times as long as it took.
     """
 
     def __init__(self) -> None:
@@ -150,7 +153,7 @@ class Turns:
         loop = asyncio.get_running_loop()
         begin = loop.time()
         # The loop calls this once the caller's step has ended.
-        loop.call_soon(lambda: loop.call_later(loop.time() - begin, self._lock.release))
+        loop.call_soon(lambda: loop.call_later(FREE * (loop.time() - begin), self._lock.release))
 
 
 def most_body_bytes() -> int:

@@ -49,7 +49,7 @@ def put_owner(request: Any, http: object) -> None:
     """Let a prompt from HTTP continue its own tenant's sessions only. request: GenerateReqInput or
     EmbeddingReqInput with its tenant. http: what it came with. Raises ValueError.
     """
-    params, of_cache = getattr(request, "session_params", None), request.session_id
+    params, of_cache = (getattr(request, name, None) for name in ("session_params", "session_id"))
     if not isinstance(http, HTTPConnection) or (not params and of_cache is None):
         return
     key, salt = getattr(request, "extra_key", None), getattr(request, "cache_salt", None)

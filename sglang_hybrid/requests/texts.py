@@ -51,11 +51,12 @@ def check_text(manager: Any, text: Any) -> None:
 
 
 def check_rendered(text: str) -> None:
-    """As `check_text`, for a chat that the HTTP server of this process has rendered."""
+    """As `check_text`, for a chat that was rendered, if this process is an HTTP server."""
     if len(text) >= RENDERED:
         from sglang.srt.entrypoints.http_server import get_global_state
 
-        check_text(get_global_state().tokenizer_manager, text)
+        if (state := get_global_state()) is not None:
+            check_text(state.tokenizer_manager, text)
 
 
 @lru_cache(maxsize=4)

@@ -277,14 +277,14 @@ def test_explain_refuses_in_one_sentence_before_a_scheduler(default_server: str)
         sentence = refused(default_server, EXPLAIN, {"input_ids": ids})
         assert_says(sentence, said)
         assert len(sentence) < 200
-    for count in (10**6, 2 * 10**7):
+    for count, status in ((10**6, 400), (2 * 10**7, 413)):
         response = requests.post(
             default_server + EXPLAIN,
             data='{"input_ids":[' + "5," * count + "5]}",
             timeout=60,
         )
-        assert response.status_code == 400 and len(response.text) < 200
-        assert "bytes" in response.json()["error"]
+        assert response.status_code == status and len(response.text) < 300
+        assert "bytes" in response.text
     for body in ({}, {"input_ids": [1], "request_id": "a"}):
         assert "either" in refused(default_server, EXPLAIN, body)
 

@@ -59,13 +59,14 @@ def test_another_word_is_refused(url: str) -> None:
 
 
 def test_closing_a_session_ends_it(url: str) -> None:
-    body = {"capacity_of_str_len": 10_000}
+    tenant = "sessions 10"
+    body = {"capacity_of_str_len": 10_000, "extra_key": tenant}
     session = requests.post(url + "/open_session", json=body, timeout=60).json()
     prompt = random_prompt(200, seed=10)
-    tenant = "sessions 10"
     more = {"session_params": {"id": session, "rid": None}, "extra_key": tenant}
     answer = send(url, prompt, **more).json()["output_ids"]
     assert expected(url, prompt, answer, tenant) is None
-    closed = requests.post(url + "/close_session", json={"session_id": session}, timeout=60)
+    body = {"session_id": session, "extra_key": tenant}
+    closed = requests.post(url + "/close_session", json=body, timeout=60)
     assert closed.status_code == 200
     assert expected(url, prompt, answer, tenant) == pytest.approx(0.1, abs=0.05)
