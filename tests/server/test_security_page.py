@@ -3,7 +3,7 @@
 Most rows share one server with all of it switched on. What tenant `a` sends carries words, a key
 and a salt that stand nowhere else; they may be in nothing that `b` is told, and key and salt in no
 file.
-A row that needs another model names the tests that show it.
+A row that needs another model, or files that are written after minutes, names tests that show it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from sglang_hybrid.core.pins import PinRequest
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.requests.kv_hints import pin_hint
 from sglang_hybrid.server_process import ServerProcess
+from tests.cache import test_learning
 from tests.cache import test_tenants as on_the_tree
 from tests.replay import test_parity
 from tests.server import test_adapters, test_modular
 from tests.server import test_tenant_routes as routes
 from tests.server.client import hybrid_cache, random_prompt
+from tests.tiers import test_uses_file
 from tests.tuner import test_trace_file
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
@@ -202,14 +204,6 @@ def saved_schemas(world: World) -> None:
     assert stat.S_IMODE(kept[0].stat().st_mode) == 0o600
 
 
-def uses(world: World) -> None:
-    assert below(world, ".uses")
-
-
-def learnt(world: World) -> None:
-    assert below(world, ".learnt")
-
-
 Walk = Callable[[World], None]
 WALKS: dict[str, Walk] = {
     "`cached_tokens`": answers,
@@ -228,10 +222,10 @@ WALKS: dict[str, Walk] = {
 AFTER_THE_END: dict[str, Walk] = {
     "the disk tier": disk,
     "schemas on disk": saved_schemas,
-    "how often files were used": uses,
-    "what was learnt": learnt,
 }
 ELSEWHERE: dict[str, list[Callable[..., None]]] = {
+    "how often files were used": [test_uses_file.test_tenants_are_apart_and_are_not_named],
+    "what was learnt": [test_learning.test_names_of_tenants_are_not_in_the_file],
     "modules computed apart": [test_modular.test_a_tenant_has_segments_of_its_own],
     "an adapter's part of the tree": [
         test_adapters.test_each_adapter_answers_as_merged_weights_and_hits_its_own_prefixes,
