@@ -115,3 +115,15 @@ def home(path: Path, elsewhere: Path) -> Path:
     (earlier / "manifest.json").write_text(json.dumps({"weights": "1"}))
     (earlier / "rank-0-0-0-0" / "ab" / f"{'ab' * 16}-1.safetensors").write_bytes(bytes(1_000))
     return path
+
+
+def a_pipe(path: Path) -> None:
+    """A pipe in the place of a file."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_link(path: Path) -> None:
+    """A link to a file in its place."""
+    os.replace(path, path.with_name("there"))
+    path.symlink_to("there")

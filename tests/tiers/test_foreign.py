@@ -20,7 +20,17 @@ from hypothesis import strategies as st
 from sglang_hybrid.tiers import room
 from sglang_hybrid.tiers.folder import RankFolder
 from sglang_hybrid.tiers.object_store import ObjectStore
-from tests.tiers.foreign import checksum, checksum_of, held, home, makers, outside, put
+from tests.tiers.foreign import (
+    a_link,
+    a_pipe,
+    checksum,
+    checksum_of,
+    held,
+    home,
+    makers,
+    outside,
+    put,
+)
 
 FACTS, OTHER = {"weights": "1234"}, {"weights": "old"}
 RANK = "rank-0-0-0-0"
@@ -184,16 +194,6 @@ def changed(path: Path) -> None:
 
 def no_json(path: Path) -> None:
     path.write_text("[" * 100_000)
-
-
-def a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def a_link(path: Path) -> None:
-    os.replace(path, path.with_name("there"))
-    path.symlink_to("there")
 
 
 @pytest.mark.parametrize("happens", [without, changed, no_json, a_pipe, a_link])

@@ -14,7 +14,7 @@ import pytest
 from sglang_hybrid.tiers import folder as folder_module
 from sglang_hybrid.tiers.folder import RankFolder
 from sglang_hybrid.tiers.tier_folder import TIER, FolderError
-from tests.tiers.foreign import checksum
+from tests.tiers.foreign import a_link, a_pipe, checksum
 
 FACTS = {"weights": "1234"}
 
@@ -118,16 +118,6 @@ def short(path: Path) -> None:
 
 def long(path: Path) -> None:
     path.write_bytes(bytes(33))
-
-
-def a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def a_link(path: Path) -> None:
-    os.replace(path, path.with_name("there"))
-    path.symlink_to("there")
 
 
 def a_folder(path: Path) -> None:
