@@ -7,6 +7,7 @@ into the report of /server_info.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from sglang_hybrid.core.cost import TOKENS_PER_STATE
@@ -37,6 +38,7 @@ class ServerSetup:
         running: requests that may run at once.
         asked: requests that were asked to, None if nobody asked.
         kv_tokens: size of the KV pool.
+        state_bytes, kv_bytes: of a slot, and of a KV token.
         kv_costs: KV tokens take memory, which they do not without any attention layer.
         one_memory: KV and states share their bytes, so neither can run out before the other.
         context: tokens of the longest request.
@@ -48,6 +50,8 @@ class ServerSetup:
         no_buffer_asked: it was asked for by name.
         tuner_workers: processes of the tuner that were asked for.
         pinned: the flag that pins a policy and so leaves them nothing to do, "" without one.
+        shards: ranks of DP attention, among which SGLang divides --max-mamba-cache-size and
+            --max-running-requests; all numbers here are of one of them.
     """
 
     slots: int
@@ -56,6 +60,8 @@ class ServerSetup:
     running: int
     asked: int | None
     kv_tokens: int
+    state_bytes: int
+    kv_bytes: int
     kv_costs: bool
     one_memory: bool
     context: int
@@ -67,11 +73,28 @@ class ServerSetup:
     no_buffer_asked: bool
     tuner_workers: int = 0
     pinned: str = ""
+    shards: int = 1
 
     @property
     def free(self) -> int:
         """Slots for checkpoints when as many requests run as may."""
         return max(0, self.slots - self.running * self.held)
+
+    @property
+    def bytes(self) -> int:
+        """Of both pools. No advice needs more, since there may be no more."""
+        return self.slots * self.state_bytes + self.kv_tokens * self.kv_bytes
+
+    @property
+    def usual(self) -> int:
+        """KV tokens that one checkpoint usually stands for."""
+        return min(TOKENS_PER_STATE, self.context)
+
+    def tokens_beside(self, slots: int) -> int:
+        """KV tokens that fit into the memory of both pools beside so many slots; negative if the
+        slots do not fit.
+        """
+        return (self.bytes - slots * self.state_bytes) // self.kv_bytes
 
 
 def advise(it: ServerSetup) -> list[str]:
@@ -84,10 +107,11 @@ def _running(it: ServerSetup) -> str | None:
     """The state pool caps the running requests below what was asked for."""
     if it.asked is None or it.running >= it.asked or it.slots // it.counted >= it.asked:
         return None
+    fewer = f"lower --max-running-requests to {it.running * it.shards:,}"
+    mends = [*_more_slots(it, it.asked * it.counted), fewer]
     return (
         f"the {it.slots:,} state slots let {it.running:,} requests run at once instead of "
-        f"{it.asked:,}, since each counts for {it.counted}; raise --max-mamba-cache-size to "
-        f"{it.asked * it.counted:,}."
+        f"{it.asked:,}, since each counts for {it.counted}; {', or '.join(mends)}."
     )
 
 
@@ -97,13 +121,24 @@ def _room(it: ServerSetup) -> str | None:
     """
     if it.one_memory or it.free >= it.running:
         return None
+    mends = _more_slots(it, it.running * (it.held + 1))
     fewer = it.slots // (it.held + 1)
+    if fewer:
+        mends.append(f"lower --max-running-requests to {fewer * it.shards:,}")
     return (
         f"{it.running:,} running requests hold {it.slots - it.free:,} of the {it.slots:,} state "
-        f"slots and leave {it.free:,} for checkpoints, less than one for each; raise "
-        f"--max-mamba-cache-size to {it.running * (it.held + 1):,}"
-        + (f" or lower --max-running-requests to {fewer:,}." if fewer else ".")
+        f"slots and leave {it.free:,} for checkpoints, less than one for each; "
+        f"{', or '.join(mends) or 'the server needs more memory'}."
     )
+
+
+def _more_slots(it: ServerSetup, slots: int) -> list[str]:
+    """The flag for so many slots in the same memory, if the longest request still finds room."""
+    tokens = it.tokens_beside(slots)
+    if tokens < it.context:
+        return []
+    flag = f"raise --max-mamba-cache-size to {slots * it.shards:,}"
+    return [f"{flag}, which leaves room for {tokens:,} KV tokens"]
 
 
 def _balance(it: ServerSetup) -> str | None:
@@ -117,24 +152,37 @@ def _balance(it: ServerSetup) -> str | None:
     if it.one_memory or it.free < it.running:
         return None  # `_room` has said it
     each = it.kv_tokens / it.free
-    found = (
+    slots_run_out = it.kv_costs and each > min(LONGEST, it.context)
+    if not slots_run_out and each >= SHORTEST:
+        return None
+    slots, tokens = _balanced(it)
+    if slots_run_out and slots <= it.slots:
+        return None  # the longest request needs that much KV
+    unused = "the KV is" if slots_run_out else "the slots are"
+    return (
         f"{it.kv_tokens:,} KV tokens for {it.free:,} free state slots are {each:,.0f} for each, "
-        "so that"
+        f"so that {'slots run' if slots_run_out else 'KV runs'} out while most of {unused} unused; "
+        f"use --max-mamba-cache-size {slots * it.shards:,} with --max-total-tokens {tokens:,}, "
+        "which take the same memory."
     )
-    if it.kv_costs and each > min(LONGEST, it.context):
-        usual = min(TOKENS_PER_STATE, it.context)
-        return (
-            f"{found} slots run out while most of the KV is unused; raise --max-mamba-cache-size "
-            f"to {it.slots - it.free + it.kv_tokens // usual:,} or lower --max-total-tokens to "
-            f"{it.free * usual:,}."
-        )
-    if each < SHORTEST:
-        return (
-            f"{found} KV runs out while most of the slots are unused; raise --max-total-tokens to "
-            f"{it.free * TOKENS_PER_STATE:,} or lower --max-mamba-cache-size to "
-            f"{it.slots - it.free + max(it.running, it.kv_tokens // TOKENS_PER_STATE):,}."
-        )
-    return None
+
+
+def _balanced(it: ServerSetup) -> tuple[int, int]:
+    """Slots and KV tokens, in the memory that both pools have, with `usual` tokens for each slot
+    that checkpoints can have; the longest request finds room.
+    """
+
+    def free(slots: int) -> float:
+        return slots - it.held * min(it.asked or slots, slots / it.counted)
+
+    def taken(slots: int) -> int:
+        return slots * it.state_bytes + int(free(slots) * it.usual * it.kv_bytes)
+
+    most = it.bytes // it.state_bytes
+    slots = max(1, bisect_right(range(most + 1), it.bytes, key=taken) - 1)
+    if it.tokens_beside(slots) < it.context:
+        slots = max(1, (it.bytes - it.context * it.kv_bytes) // it.state_bytes)
+    return slots, min(it.tokens_beside(slots), max(it.context, int(free(slots) * it.usual)))
 
 
 def _branches(it: ServerSetup) -> str | None:
@@ -158,9 +206,15 @@ def _pages(it: ServerSetup) -> str | None:
     if it.page_size == 1:
         return None
     also = " and an --attention-backend without pages, such as triton" if it.pages_needed else ""
+    slots = (
+        f", and a running request holds {it.held} state slots instead of 1"
+        if it.slots and it.planned and it.held > 1
+        else ""
+    )
     return (
         f"branches and hits are rounded down to pages of {it.page_size:,} tokens, up to "
-        f"{it.page_size - 1:,} of which are computed again each time; use --page-size 1{also}."
+        f"{it.page_size - 1:,} of which are computed again each time{slots}; use --page-size "
+        f"1{also}."
     )
 
 

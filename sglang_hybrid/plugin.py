@@ -72,58 +72,14 @@ def _use_our_attention_on_cpu() -> None:
 
 
 def _settle_states() -> None:
-    """One step of SGLang's resolution settles how states are kept and what room they get."""
+    """A step of SGLang's resolution settles how states are kept and what room they get."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
     @register_resolution_hook("handle_mamba_backend")
     def handle_mamba_backend(
         server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
     ) -> None:
+        from sglang_hybrid.cache.resolution import settle_states
+
         previous(server_args)
-        _one_state_buffer_for_pure_state_space_models(server_args)
-        _pools_that_run_full_together(server_args)
-
-
-def _one_state_buffer_for_pure_state_space_models(server_args: "ServerArgs") -> None:
-    """Mamba and Mamba2 models keep one state per request.
-
-    SGLang resolves its strategy for the hybrid architectures only (arg_groups/overrides.py:453-487)
-    and leaves these with one buffer and the overlap scheduler. Where it keeps states by copying
-    that buffer, the next step changes a state while it is being stored, and hits answer wrongly:
-    there overlap is turned off. Planned checkpoints do not need that.
-    """
-    from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
-    from sglang.srt.configs.model_config import PURE_SSM_ARCHITECTURES
-
-    from sglang_hybrid.checkpoints.support import plans_checkpoints
-
-    view = resolving_view(server_args)
-    architectures = model_config_of(server_args).hf_config.architectures or ()
-    if view.disable_radix_cache or not set(architectures) & set(PURE_SSM_ARCHITECTURES):
-        return
-    if view.mamba_radix_cache_strategy == "auto":
-        overlap = {} if plans_checkpoints(view) else {"disable_overlap_schedule": True}
-        declare_resolution(
-            server_args, "sglang_hybrid", mamba_radix_cache_strategy="no_buffer", **overlap
-        )
-
-
-def _pools_that_run_full_together(server_args: "ServerArgs") -> None:
-    """The default of --mamba-full-memory-ratio where checkpoints are planned: SGLang's is meant for
-    a state per chunk of a prefill, and planned ones are fewer (`CostModel.states_to_kv`).
-    """
-    from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
-
-    from sglang_hybrid.cache.sizes import cost_of_model
-    from sglang_hybrid.checkpoints.support import plans_checkpoints
-
-    view = resolving_view(server_args)
-    if view.mamba_full_memory_ratio is not None or not plans_checkpoints(view):
-        return
-    cost = cost_of_model(model_config_of(server_args).hf_config)
-    if cost is not None and cost.state_bytes:
-        declare_resolution(
-            server_args, "sglang_hybrid", mamba_full_memory_ratio=round(cost.states_to_kv, 3)
-        )
+        settle_states(server_args)

@@ -86,7 +86,7 @@ def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Se
 
     runner: Any = context.tp_worker.model_runner
     schedule, mamba = get_schedule(), get_exec().mamba
-    asked = schedule.max_running_requests
+    asked, shards = schedule.max_running_requests, get_parallel().attn_dp_size
     return ServerSetup(
         slots=(schedule.max_mamba_cache_size or 0) if cache.is_mamba_enabled else 0,
         held=1
@@ -97,8 +97,10 @@ def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Se
         ),
         counted=runner.kv_cache_configurator._calculate_mamba_ratio(),
         running=runner.max_running_requests,
-        asked=asked and max(1, asked // get_parallel().attn_dp_size),
+        asked=asked and max(1, asked // shards),
         kv_tokens=cache.token_to_kv_pool_allocator.size,
+        state_bytes=cache.cost.state_bytes,
+        kv_bytes=max(1, cache.cost.kv_bytes_per_token),
         kv_costs=cache.cost.kv_bytes_per_token > 1,
         one_memory=cache.account is not None,
         context=context.model_config.context_len,
@@ -110,6 +112,7 @@ def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Se
         no_buffer_asked=context.server_args.mamba_radix_cache_strategy == "no_buffer",
         tuner_workers=cache.options.hybrid_tuner_workers,
         pinned=cache.options.untunable,
+        shards=shards,
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether checkpoints are planned, and how many slots a running request then needs (patch 0009).
+"""Whether checkpoints are planned, and how many slots a running request then needs.
 
 SGLang tracks states in buffers that belong to a request, so that the overlap scheduler's next step
 does not change a state while it is being kept: two slots beside the live one. A planned state has a
@@ -13,7 +13,13 @@ from typing import Any
 from sglang_hybrid.config import BACKEND, CPU_ATTENTION, HybridConfig
 
 WITHOUT_PAGES = ("triton", "flashinfer", "fa3", "torch_native", CPU_ATTENTION)
-"""Attention backends that do not ask for pages of several tokens later in SGLang's resolution."""
+"""Attention backends that have pages of one token unless somebody asks for more."""
+
+MIXERS_INSIDE_GRAPHS = ("FalconH1ForCausalLM",)
+"""Models with attention and a Mamba2 mixer in each layer: SGLang captures prefills of such a model
+in a CUDA graph, and of these the mixer with it (models/falcon_h1.py:345). Others have layers
+without attention, which keeps SGLang from a graph, or a break at each mixer.
+"""
 
 
 def why_unplanned(flags: Any) -> str | None:
@@ -43,10 +49,12 @@ def plans_checkpoints(flags: Any) -> bool:
 
 def one_slot_per_request(flags: Any) -> bool:
     """Whether a running request should hold its live state only (SGLang's `no_buffer`), which is
-    possible with pages of one token.
+    possible with pages of one token, in prefills and in decoding.
     """
+    backends = {
+        flags.prefill_attention_backend or flags.attention_backend,
+        flags.decode_attention_backend or flags.attention_backend,
+    }
     return (
-        plans_checkpoints(flags)
-        and flags.page_size in (None, 1)
-        and flags.attention_backend in WITHOUT_PAGES
+        plans_checkpoints(flags) and flags.page_size in (None, 1) and backends <= set(WITHOUT_PAGES)
     )

@@ -14,6 +14,8 @@ def flags(**changed: Any) -> SimpleNamespace:
         "disable_radix_cache": False,
         "page_size": None,
         "attention_backend": "hybrid_cpu",
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
         "speculative_algorithm": None,
         "pp_size": 1,
         "dcp_size": 1,
@@ -52,7 +54,14 @@ def test_admission_all_leaves_the_tracking_to_sglang(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "changed", [{"page_size": 16}, {"attention_backend": None}, {"attention_backend": "trtllm_mha"}]
+    "changed",
+    [
+        {"page_size": 16},
+        {"attention_backend": None},
+        {"attention_backend": "trtllm_mha"},
+        {"decode_attention_backend": "trtllm_mha"},
+        {"prefill_attention_backend": "fa4"},
+    ],
 )
 def test_pages_need_tracked_states(changed: dict[str, Any]) -> None:
     assert plans_checkpoints(flags(**changed))

@@ -1,0 +1,142 @@
+"""What SGLang's resolution of flags decides about recurrent states where our cache serves.
+
+SGLang settles how states are kept before it knows the attention backend and the page size
+(arg_groups/pipeline.py:225, 242), which one slot for a running request depends on. So this is
+settled at its step `handle_mamba_backend` (251), when both are known. What somebody asked for by a
+flag stays.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from sglang.srt.configs.model_config import PURE_SSM_ARCHITECTURES
+
+from sglang_hybrid.cache.sizes import cost_of_model
+from sglang_hybrid.checkpoints.support import (
+    MIXERS_INSIDE_GRAPHS,
+    one_slot_per_request,
+    plans_checkpoints,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+OURS = "sglang_hybrid"
+SGLANGS = "_mamba_radix_cache_resolution"
+"""Who declares a value: we, and SGLang's choice of a strategy (arg_groups/overrides.py:453)."""
+
+
+def settle_states(server_args: ServerArgs) -> None:
+    """Declare how states are kept, which kernels leave them, and what room they get.
+
+    Raises ValueError where one buffer per request was asked for beside pages of several tokens.
+    """
+    _one_slot_for_a_running_request(server_args)
+    _one_state_buffer_for_pure_state_space_models(server_args)
+    _no_single_buffer_with_pages(server_args)
+    _pools_that_run_full_together(server_args)
+    _kernels_that_leave_states(server_args)
+    _no_graph_over_mixers(server_args)
+
+
+def _one_slot_for_a_running_request(server_args: ServerArgs) -> None:
+    """SGLang's own choice, and only that, gives way to `no_buffer` with the overlap scheduler."""
+    view = resolving_view(server_args)
+    by_sglang = _declared_by(server_args, "mamba_radix_cache_strategy") == {SGLANGS}
+    if not by_sglang or not one_slot_per_request(view):
+        return
+    declared: dict[str, Any] = {"mamba_radix_cache_strategy": "no_buffer"}
+    stopped = _declared_by(server_args, "disable_overlap_schedule") == {SGLANGS}
+    if stopped and not server_args.disable_overlap_schedule:
+        declared["disable_overlap_schedule"] = False
+    declare_resolution(server_args, OURS, **declared)
+
+
+def _one_state_buffer_for_pure_state_space_models(server_args: ServerArgs) -> None:
+    """Mamba and Mamba2 models keep one state per request.
+
+    SGLang resolves its strategy for the hybrid architectures only (arg_groups/overrides.py:453-487)
+    and leaves these with one buffer and the overlap scheduler. Where it keeps states by copying
+    that buffer, the next step changes a state while it is being stored, and hits answer wrongly:
+    there overlap is turned off. Planned checkpoints do not need that.
+    """
+    view = resolving_view(server_args)
+    if view.disable_radix_cache or not _architectures(server_args) & set(PURE_SSM_ARCHITECTURES):
+        return
+    if view.mamba_radix_cache_strategy == "auto":
+        overlap = {} if plans_checkpoints(view) else {"disable_overlap_schedule": True}
+        declare_resolution(server_args, OURS, mamba_radix_cache_strategy="no_buffer", **overlap)
+
+
+def _no_single_buffer_with_pages(server_args: ServerArgs) -> None:
+    """SGLang refuses this as well, but before a default attention backend brings pages."""
+    view = resolving_view(server_args)
+    if not view.uses_mamba_radix_cache or view.mamba_radix_cache_strategy != "no_buffer":
+        return
+    if view.page_size not in (None, 1):
+        backends = " and ".join(dict.fromkeys(attention_backends_of(view)))
+        raise ValueError(
+            "--mamba-radix-cache-strategy no_buffer needs pages of one token, and the attention "
+            f"backend {backends} has pages of {view.page_size}; add --attention-backend triton, or "
+            "leave the strategy out."
+        )
+
+
+def _pools_that_run_full_together(server_args: ServerArgs) -> None:
+    """The default of --mamba-full-memory-ratio where checkpoints are planned: SGLang's is meant for
+    a state per chunk of a prefill, and planned ones are fewer (`CostModel.states_to_kv`).
+    """
+    view = resolving_view(server_args)
+    if view.mamba_full_memory_ratio is not None or not plans_checkpoints(view):
+        return
+    cost = cost_of_model(model_config_of(server_args).hf_config)
+    if cost is not None and cost.state_bytes:
+        ratio = round(cost.states_to_kv, 3)
+        declare_resolution(server_args, OURS, mamba_full_memory_ratio=ratio)
+
+
+def _kernels_that_leave_states(server_args: ServerArgs) -> None:
+    """Gated delta nets prefill with Triton, whose scan leaves states at any position.
+
+    Without a flag SGLang chooses FlashInfer's scan on some GPUs when the model is loaded
+    (linear/gdn_backend.py:191), which leaves them every 64 tokens only.
+    """
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+
+    view = resolving_view(server_args)
+    if (
+        plans_checkpoints(view)
+        and view.linear_attn_prefill_backend is None
+        and view.linear_attn_backend == "triton"
+        and hybrid_gdn_config(model_config_of(server_args)) is not None
+    ):
+        declare_resolution(server_args, OURS, linear_attn_prefill_backend="triton")
+
+
+def _no_graph_over_mixers(server_args: ServerArgs) -> None:
+    """No CUDA graph of prefills where recurrent layers would be captured with the rest: a replay
+    repeats what they did at the capture, and leaves no states.
+    """
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    view = resolving_view(server_args)
+    if (
+        plans_checkpoints(view)
+        and _architectures(server_args) & set(MIXERS_INSIDE_GRAPHS)
+        and (Phase.PREFILL, "backend") not in server_args._cuda_graph_config_locked
+        and view.cuda_graph_config.prefill.backend == Backend.BREAKABLE
+    ):
+        graphs = with_phase(view.cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED)
+        declare_resolution(server_args, OURS, cuda_graph_config=graphs)
+
+
+def _declared_by(server_args: ServerArgs, field: str) -> set[str]:
+    """Who has declared a value for a field so far."""
+    return {source for source, fields in server_args._resolved_overrides if field in fields}
+
+
+def _architectures(server_args: ServerArgs) -> set[str]:
+    return set(model_config_of(server_args).hf_config.architectures or ())
