@@ -28,6 +28,9 @@ OURS = "sglang_hybrid"
 SGLANGS = "_mamba_radix_cache_resolution"
 """Who declares a value: we, and SGLang's choice of a strategy (arg_groups/overrides.py:453)."""
 
+TOKENS_WITHOUT_KV = 1 << 22
+"""KV tokens of a model without attention. The list of free ones takes 32 MiB."""
+
 
 def settle_states(server_args: ServerArgs) -> None:
     """Declare how states are kept, which kernels leave them, and what room they get.
@@ -37,6 +40,7 @@ def settle_states(server_args: ServerArgs) -> None:
     _one_slot_for_a_running_request(server_args)
     _one_state_buffer_for_pure_state_space_models(server_args)
     _no_single_buffer_with_pages(server_args)
+    _room_for_tokens_without_kv(server_args)
     _pools_that_run_full_together(server_args)
     _kernels_that_leave_states(server_args)
     _no_graph_over_mixers(server_args)
@@ -61,28 +65,50 @@ def _one_state_buffer_for_pure_state_space_models(server_args: ServerArgs) -> No
     SGLang resolves its strategy for the hybrid architectures only (arg_groups/overrides.py:453-487)
     and leaves these with one buffer and the overlap scheduler. Where it keeps states by copying
     that buffer, the next step changes a state while it is being stored, and hits answer wrongly:
-    there overlap is turned off. Planned checkpoints do not need that.
+    there overlap is turned off. Planned checkpoints do not need that. Where its default for
+    attention, which these models have none of, brings pages, another one is taken.
     """
     view = resolving_view(server_args)
-    if view.disable_radix_cache or not _architectures(server_args) & set(PURE_SSM_ARCHITECTURES):
+    if view.disable_radix_cache or not _is_pure(server_args):
         return
-    if view.mamba_radix_cache_strategy == "auto":
-        overlap = {} if plans_checkpoints(view) else {"disable_overlap_schedule": True}
-        declare_resolution(server_args, OURS, mamba_radix_cache_strategy="no_buffer", **overlap)
+    if view.mamba_radix_cache_strategy != "auto":
+        return
+    declared: dict[str, Any] = {"mamba_radix_cache_strategy": "no_buffer"}
+    if not plans_checkpoints(view):
+        declared["disable_overlap_schedule"] = True
+    if view.page_size not in (None, 1) and not _asked(
+        server_args, "attention_backend", "page_size"
+    ):
+        declared |= {"attention_backend": "triton", "page_size": 1}
+    declare_resolution(server_args, OURS, **declared)
+
+
+def _room_for_tokens_without_kv(server_args: ServerArgs) -> None:
+    """Without attention a KV token takes no memory, and SGLang's default is as many as the longest
+    request has (pool_configurator.py:246), which keeps the states of a few prompts only.
+    """
+    view = resolving_view(server_args)
+    if _is_pure(server_args) and plans_checkpoints(view) and view.max_total_tokens is None:
+        tokens = max(TOKENS_WITHOUT_KV, model_config_of(server_args).context_len)
+        declare_resolution(server_args, OURS, max_total_tokens=tokens)
 
 
 def _no_single_buffer_with_pages(server_args: ServerArgs) -> None:
-    """SGLang refuses this as well, but before a default attention backend brings pages."""
+    """SGLang refuses this for hybrid models only, and before a default backend brings pages."""
     view = resolving_view(server_args)
-    if not view.uses_mamba_radix_cache or view.mamba_radix_cache_strategy != "no_buffer":
+    has_states = view.uses_mamba_radix_cache or _is_pure(server_args)
+    if view.disable_radix_cache or not has_states or view.page_size in (None, 1):
         return
-    if view.page_size not in (None, 1):
-        backends = " and ".join(dict.fromkeys(attention_backends_of(view)))
-        raise ValueError(
-            "--mamba-radix-cache-strategy no_buffer needs pages of one token, and the attention "
-            f"backend {backends} has pages of {view.page_size}; add --attention-backend triton, or "
-            "leave the strategy out."
-        )
+    if view.mamba_radix_cache_strategy != "no_buffer":
+        return
+    asked = _asked(server_args, "page_size")
+    backends = " and ".join(dict.fromkeys(attention_backends_of(view)))
+    why = "" if asked else f", and attention by {backends} has pages of {view.page_size}"
+    mend = f"leave out --page-size {view.page_size}" if asked else "add --attention-backend triton"
+    also = "" if _is_pure(server_args) else ", or leave --mamba-radix-cache-strategy out"
+    raise ValueError(
+        f"one state for each request (no_buffer) needs pages of one token{why}; {mend}{also}."
+    )
 
 
 def _pools_that_run_full_together(server_args: ServerArgs) -> None:
@@ -136,6 +162,16 @@ def _no_graph_over_mixers(server_args: ServerArgs) -> None:
 def _declared_by(server_args: ServerArgs, field: str) -> set[str]:
     """Who has declared a value for a field so far."""
     return {source for source, fields in server_args._resolved_overrides if field in fields}
+
+
+def _asked(server_args: ServerArgs, *flags: str) -> bool:
+    """Whether somebody gave one of these flags."""
+    return any(getattr(server_args, flag) is not None for flag in flags)
+
+
+def _is_pure(server_args: ServerArgs) -> bool:
+    """Whether the model has states and no attention."""
+    return bool(_architectures(server_args) & set(PURE_SSM_ARCHITECTURES))
 
 
 def _architectures(server_args: ServerArgs) -> set[str]:

@@ -1,0 +1,238 @@
+"""What servers become on an H100, A100 and B200, by default and with flags that people set."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+
+from sglang_hybrid.checkpoints.support import WITHOUT_PAGES
+from tests.rehearsal.models import MODELS
+from tests.rehearsal.run import Case, Rehearsed, rehearsed
+from tests.rehearsal.start import Start
+
+pytestmark = pytest.mark.timeout(300)
+
+SPLIT = {
+    "Kimi-Linear-48B": "KDAAttnBackend with TritonKDAKernel writes no states inside a prefill",
+    "LFM2-2.6B": "ShortConvAttnBackend writes no states inside a prefill",
+    "Falcon-Mamba-7B": "Mamba1 has no states inside its prefill",
+}
+"""Models whose prefills are split where they leave a state, and why."""
+
+REPLACED = {
+    *("cuda", "cutlass", "deep_gemm", "flash_attn", "flashinfer", "pynvml", "quack", "sgl_kernel"),
+    "torch_memory_saver",
+}
+"""Packages that a start imports and that are not here: what they would do was not rehearsed."""
+
+
+@cache
+def defaults(machine: str) -> Rehearsed:
+    return rehearsed(machine, [Case(model) for model in MODELS])
+
+
+def check_any(start: Start) -> None:
+    """What holds of every server, whatever its flags."""
+    assert start.stopped is None
+    assert start.cache == "hybrid"
+    assert start.strategy != "no_buffer" or start.page == 1
+    if start.planned and start.page == 1 and set(start.attention) <= set(WITHOUT_PAGES):
+        assert start.strategy == "no_buffer" and start.held == 1
+    assert start.why_split is not None or not start.captured or start.breaks
+    assert start.slots and start.tokens and start.running
+    assert start.pool_bytes <= start.free_bytes
+
+
+def advised(start: Start) -> list[tuple[int, int]]:
+    """Slots and KV tokens of each advice with numbers."""
+    lines = [line for line in start.lines if "--max-mamba-cache-size" in line]
+    found = [
+        re.search(r"--max-mamba-cache-size (?:to )?([\d,]+).*? ([\d,]+)(?: KV|, which)", line)
+        for line in lines
+    ]
+    assert all(found), lines
+    sizes = [[int(it.replace(",", "")) for it in match.groups()] for match in found if match]
+    return [(slots, tokens) for slots, tokens in sizes]
+
+
+MACHINES = [
+    "H100",
+    pytest.param("A100", marks=pytest.mark.slow),
+    pytest.param("B200", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_default_server(machine: str, model: str) -> None:
+    """One slot for a running request, overlap scheduling, and states that a prefill leaves in one
+    pass; where attention needs pages, the line that says what they cost and what mends it.
+    """
+    (start,) = (it for it in defaults(machine).starts if it.model == model)
+    check_any(start)
+    assert start.planned and start.overlap
+    assert start.why_split == SPLIT.get(model)
+    paged = not set(start.attention) <= set(WITHOUT_PAGES)
+    assert start.page == (64 if paged else 1)
+    lines = [line for line in start.lines if "pages of 64 tokens" in line]
+    assert len(lines) == paged
+    for line in lines:
+        assert "holds 3 state slots instead of 1" in line
+        assert "--page-size 1 and an --attention-backend without pages" in line
+    for slots, tokens in advised(start):
+        assert slots * start.state_bytes + tokens * start.kv_bytes <= start.pool_bytes
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_was_not_rehearsed(machine: str) -> None:
+    assert defaults(machine).replaced == REPLACED
+
+
+def test_machines_differ() -> None:
+    """The pretence tells of the machine that was asked for."""
+    (start,) = (it for it in defaults("H100").starts if it.model == "Nemotron-H-8B")
+    assert start.attention == ["fa3", "fa3"] and 60e9 < start.free_bytes < 80e9
+
+
+@dataclass(frozen=True)
+class Flagged:
+    """A case, what the start then is, and what a line of its log says; "" for no line at all."""
+
+    machine: str
+    case: Case
+    found: dict[str, Any]
+    line: str = ""
+
+
+ONE_SLOT = {"strategy": "no_buffer", "held": 1, "overlap": True, "why_split": None}
+TRACKED = {"planned": False, "strategy": "extra_buffer", "held": 3}
+NEMOTRON, QWEN = "Nemotron-H-8B", "Qwen3-Next-80B"
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def flagged(
+    machine: str, model: str, flags: str, found: dict[str, Any], line: str = "", **config: Any
+) -> Flagged:
+    return Flagged(machine, Case(model, tuple(flags.split()), config), found, line)
+
+
+FLAGGED = [
+    flagged("H100", NEMOTRON, "--tp-size 8", ONE_SLOT | {"state_bytes": 12_767_232}),
+    flagged("H100", QWEN, "--tp-size 8", ONE_SLOT | {"prefill_kernel": "TritonGDNKernel"}),
+    flagged("H100", QWEN, "--tp-size 8 --dp-size 8 --enable-dp-attention", ONE_SLOT),
+    flagged(
+        *("H100", NEMOTRON, "--kv-cache-dtype fp8_e4m3", ONE_SLOT | {"kv_bytes": 8_192}),
+        "slots run out while most of the KV is unused; use --max-mamba-cache-size",
+    ),
+    flagged("H100", NEMOTRON, "--quantization fp8", ONE_SLOT),
+    flagged("H100", QWEN, "", ONE_SLOT, quantization_config=FP8),
+    flagged(
+        *("H100", QWEN, "--speculative-algorithm NGRAM", TRACKED),
+        "with speculative decoding states are taken where SGLang tracks them.",
+    ),
+    flagged(
+        *("H100", NEMOTRON, "--disaggregation-mode prefill", TRACKED),
+        "with disaggregated prefill states are taken where SGLang tracks them.",
+    ),
+    flagged("H100", NEMOTRON, "--chunked-prefill-size 2048", ONE_SLOT),
+    flagged("H100", NEMOTRON, "--chunked-prefill-size -1", ONE_SLOT),
+    flagged("H100", NEMOTRON, "--mamba-ssm-dtype bfloat16", ONE_SLOT | {"state_dtype": "bfloat16"}),
+    flagged(
+        *("B200", QWEN, "--mamba-ssm-dtype bfloat16"),
+        ONE_SLOT | {"state_dtype": "bfloat16", "prefill_kernel": "TritonGDNKernel"},
+    ),
+    flagged(
+        *("H100", NEMOTRON, "--page-size 16"),
+        {"strategy": "extra_buffer", "held": 3, "page": 16, "why_split": None},
+        "up to 15 of which are computed again each time, and a running request holds 3 state "
+        "slots instead of 1; use --page-size 1.",
+    ),
+    flagged("B200", NEMOTRON, "--attention-backend triton", ONE_SLOT | {"page": 1}),
+    flagged(
+        *("B200", NEMOTRON, "--prefill-attention-backend triton"),
+        {"strategy": "extra_buffer", "held": 3, "page": 64},
+        "use --page-size 1 and an --attention-backend without pages",
+    ),
+    # What somebody asks for stays.
+    flagged(
+        *("H100", NEMOTRON, "--mamba-radix-cache-strategy extra_buffer"),
+        {"strategy": "extra_buffer", "held": 3, "planned": True},
+        "slots run out while most of the KV is unused; use --max-mamba-cache-size",
+    ),
+    flagged("H100", NEMOTRON, "--mamba-radix-cache-strategy no_buffer", ONE_SLOT),
+    flagged("H100", NEMOTRON, "--disable-overlap-schedule", ONE_SLOT | {"overlap": False}),
+    flagged(
+        *("H100", "LFM2-2.6B", "--disable-overlap-schedule", {"held": 1, "overlap": False}),
+        "prefills are split where they leave a state, since ShortConvAttnBackend",
+    ),
+    flagged(
+        *("H100", "Falcon-H1-7B", "--cuda-graph-backend-prefill breakable"),
+        {"captured": True, "breaks": False, "held": 1},
+        "inside a prefill's CUDA graph (--disable-prefill-cuda-graph leaves it out)",
+    ),
+    flagged(
+        *("H100", NEMOTRON, "--max-running-requests 256", {"running": 105}),
+        "let 105 requests run at once instead of 256, since each counts for 3; lower "
+        "--max-running-requests to 105.",
+    ),
+]
+
+
+@cache
+def with_flags(machine: str) -> list[Start]:
+    return rehearsed(machine, [it.case for it in FLAGGED if it.machine == machine]).starts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "expected", FLAGGED, ids=lambda it: f"{it.machine} {it.case.model} {' '.join(it.case.flags)}"
+)
+def test_flags_that_people_set(expected: Flagged) -> None:
+    index = [it for it in FLAGGED if it.machine == expected.machine].index(expected)
+    start = with_flags(expected.machine)[index]
+    check_asked = "extra_buffer" in expected.case.flags
+    if not check_asked:
+        check_any(start)
+    assert start.stopped is None
+    for name, value in expected.found.items():
+        assert getattr(start, name) == value, name
+    if expected.line:
+        assert any(expected.line in line for line in start.lines), start.lines
+    else:
+        assert start.lines == []
+    for slots, tokens in advised(start):
+        assert slots * start.state_bytes + tokens * start.kv_bytes <= start.pool_bytes
+
+
+REFUSED = {
+    Case("Qwen3.5-9B", ("--mamba-radix-cache-strategy", "no_buffer")): (
+        "attention by trtllm_mha has pages of 64; add --attention-backend triton, or leave --mamba"
+    ),
+    Case("Mamba-Codestral-7B", ("--page-size", "64")): (
+        "needs pages of one token; leave out --page-size 64."
+    ),
+}
+
+
+@pytest.mark.slow
+def test_one_buffer_with_pages_is_refused() -> None:
+    """SGLang starts such a server if a default brings the pages, and ends at an assertion later."""
+    starts = rehearsed("B200", list(REFUSED)).starts
+    for start, sentence in zip(starts, REFUSED.values(), strict=True):
+        assert sentence in (start.stopped or ""), start.stopped
+
+
+@pytest.mark.slow
+def test_what_is_advised_is_possible() -> None:
+    """A server with the advised flags has the advised pools, and no such advice."""
+    first = Case(NEMOTRON, ("--mamba-radix-cache-strategy", "extra_buffer"))
+    (before,) = rehearsed("H100", [first]).starts
+    ((slots, tokens),) = advised(before)
+    sizes = ("--max-mamba-cache-size", str(slots), "--max-total-tokens", str(tokens))
+    (after,) = rehearsed("H100", [Case(NEMOTRON, (*first.flags, *sizes))]).starts
+    assert (after.slots, after.tokens) == (slots, tokens)
+    assert after.pool_bytes <= after.free_bytes and after.lines == []
