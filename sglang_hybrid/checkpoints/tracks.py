@@ -7,7 +7,8 @@ and the layer's matrix:
 
 * Windows are written before the convolution runs, from its inputs.
 * Matrices of Mamba2 and of the gated delta net are written inside the scan, from its chunk states
-  (``kernels/checkpoint_states.py``); the scans of the CPU platform pick them out themselves.
+  (``kernels/checkpoint_states.py``); the scans of the CPU platform pick them out themselves, and
+  FlashInfer's leaves some from which the others follow (``tails.py``).
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_hybrid.checkpoints.tails import Tails, put
 from sglang_hybrid.kernels import checkpoint_states
 from sglang_hybrid.kernels.checkpoint_states import Targets
 from sglang_hybrid.kernels.chunks import Positions
@@ -52,10 +54,12 @@ class PrefillTracks:
         slots: Tensor,
         cache_indices: Tensor,
         cu_seqlens: Tensor,
+        sparse: bool = False,
     ) -> None:
         """Lengths are the batch's, per sequence. slots [n] are where the states go, and
         cache_indices [S] where the sequences start from and end in, all physical; cu_seqlens
-        [S + 1] are the bounds of the packed batch on the device.
+        [S + 1] are the bounds of the packed batch on the device. sparse: the scan leaves a state
+        every 64 tokens only.
 
         Nothing waits for the device. Raises ValueError for a position outside its prefill.
         """
@@ -72,7 +76,7 @@ class PrefillTracks:
         lengths = torch.tensor(extend_lens)
         starts = lengths.cumsum(0) - lengths
         rows = torch.tensor([row for row, _ in self.positions])
-        sequences, ends, places, resumed = _put(
+        sequences, ends, places, resumed = put(
             slots.device,
             rows,
             starts[rows] + torch.tensor([taken for _, taken in self.positions]),
@@ -84,7 +88,18 @@ class PrefillTracks:
         n = at_end.count(False)
         self.targets = Targets(sequences, ends, places)
         self.inside = Targets(sequences[:n], ends[:n], places[:n])
-        self._end_slots, self._end_state_indices = places[n:], cache_indices[sequences[n:]].long()
+        state_indices = cache_indices[sequences].long()
+        self._end_slots, self._end_state_indices = places[n:], state_indices[n:]
+        self._tails = (
+            Tails(self.positions[:n], places[:n], state_indices[:n], extend_lens)
+            if sparse and n
+            else None
+        )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Further fields of SGLang's ``ForwardMetadata``."""
+        return {} if self._tails is None else self._tails.arguments
 
     def save_windows(self, conv_states: Tensor, inputs: Tensor) -> None:
         """Write the window at every position; to be called before the convolution runs.
@@ -107,8 +122,19 @@ class PrefillTracks:
         """These states, written to a layer's pool [slots, ...] by its scan."""
         return StateWriter(self, ssm_states)
 
-    def copy_ends(self, ssm_states: Tensor) -> None:
-        """Copy the states at the ends of sequences from the slots that these ended in."""
+    def begin_delta(self, ssm_states: Tensor) -> None:
+        """Gated delta net, before its scan. ssm_states: the layer's pool [slots, Hv, Dv, Dk]."""
+        if self._tails is not None:
+            self._tails.begin(ssm_states)
+
+    def finish_delta(
+        self, ssm_states: Tensor, left: Tensor | None, kernel: Any, **inputs: Tensor
+    ) -> None:
+        """The same behind the scan: `Tails.finish`, and states at the ends of sequences are copied
+        from the slots that these ended in.
+        """
+        if self._tails is not None:
+            self._tails.finish(ssm_states, left, kernel, **inputs)
         ssm_states[self._end_slots] = ssm_states[self._end_state_indices]
 
 
@@ -127,8 +153,8 @@ class StateWriter:
     def save_delta_states(self, **scan: Any) -> None:
         """Gated delta net, after its chunk states: write the states inside the sequences.
 
-        Those at the ends are left to `PrefillTracks.copy_ends`: the scan carries them in float32,
-        while its chunk states are of the model's dtype.
+        Those at the ends are left to `PrefillTracks.finish_delta`: the scan carries them in
+        float32, while its chunk states are of the model's dtype.
         """
         checkpoint_states.save_delta_states(self.pool, self.tracks.inside, **scan)
 
@@ -159,15 +185,6 @@ def _save_windows(
         before = before.gather(2, step[:, None].expand_as(before))
         windows = torch.where(earlier[:, None], before, windows)
     pool[targets.slots] = windows
-
-
-def _put(device: torch.device, *values: Tensor) -> list[Tensor]:
-    """Flat lists of integers as int64 on the device, all in one copy."""
-    packed = torch.cat([value.long() for value in values])
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    moved = packed.to(device, non_blocking=True)
-    return list(torch.split(moved, [len(value) for value in values]))
 
 
 def check(tracks: StateTracks, prefix_lens: list[int], extend_lens: list[int]) -> None:
@@ -210,14 +227,15 @@ def prefill_tracks(
         backend._translate_mamba_indices(tracks.slots),
         cache_indices,
         cu_seqlens,
+        sparse=_is_sparse(backend),
     )
 
 
 def writes_tracks(backend: Any) -> bool:
     """Whether this SGLang linear-attention backend writes tracks (its layers permitting).
 
-    Mamba2 does; the gated delta net does on the kernel that returns its chunk states. Their
-    subclasses for other devices have prefills of their own.
+    Mamba2 does; the gated delta net does on the kernels that return chunk states, Triton's and
+    FlashInfer's. Their subclasses for other devices have prefills of their own.
     """
     from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
     from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
@@ -225,8 +243,19 @@ def writes_tracks(backend: Any) -> bool:
 
     if type(backend) is GDNAttnBackend:
         kernel = backend.kernel_dispatcher.extend_kernel
-        return type(kernel) is TritonGDNKernel and not backend.enable_mis
+        known = type(kernel) is TritonGDNKernel or _is_sparse(backend)
+        return known and not backend.enable_mis
     return type(backend) is Mamba2AttnBackend
+
+
+def _is_sparse(backend: Any) -> bool:
+    """Whether the scan of this backend is FlashInfer's gated delta net."""
+    from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+    from sglang.srt.layers.attention.linear.kernels.gdn_flashinfer import FlashInferGDNKernel
+
+    if type(backend) is not GDNAttnBackend:
+        return False
+    return type(backend.kernel_dispatcher.extend_kernel) is FlashInferGDNKernel
 
 
 def why_split(model_runner: Any) -> str | None:

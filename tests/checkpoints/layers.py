@@ -7,15 +7,18 @@ holds and what the definition says about every position.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend, GDNKernelDispatcher
+from sglang.srt.layers.attention.linear.kernels import gdn_flashinfer
 from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend
 from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -170,8 +173,8 @@ def run_mamba2(case: Case) -> Outcome:
     return Outcome(before, pools, *defined(case, before, inputs, weight, bias, define))
 
 
-def run_gdn(case: Case) -> Outcome:
-    """A prefill of one gated delta net, behind its projections."""
+def run_gdn(case: Case, kernel: Any = None) -> Outcome:
+    """A prefill of one gated delta net, behind its projections. kernel: its scan, if another."""
     keys, values = K_HEADS * K_DIM, V_HEADS * V_DIM
     channels, tokens = 2 * keys + values, case.bounds[-1]
     pools = case.pools(channels, V_HEADS, V_DIM, K_DIM)
@@ -198,6 +201,8 @@ def run_gdn(case: Case) -> Outcome:
     backend, batch = case.backend(GDNAttnBackend, pools), case.batch()
     triton = LinearAttnKernelBackend.TRITON
     backend.kernel_dispatcher = GDNKernelDispatcher(triton, triton)
+    if kernel is not None:
+        backend.kernel_dispatcher.extend_kernel = kernel
     backend._use_strided_target_verify_qkv = False
     backend.init_forward_metadata(batch)
     backend.forward_extend(layer, batch, inputs, a, b)
@@ -210,6 +215,54 @@ def run_gdn(case: Case) -> Outcome:
         return naive.gated_delta_rule(q, k, v, g[at], b[at].sigmoid(), None, True, start)[1]
 
     return Outcome(before, pools, *defined(case, before, inputs, weight, None, define))
+
+
+def run_flashinfer(case: Case) -> Outcome:
+    """The same with SGLang's class for FlashInfer, whose one function is plain torch here."""
+    kernel = object.__new__(gdn_flashinfer.FlashInferGDNKernel)
+    kernel.use_state_pool = kernel._prefill_needs_fp32_state = False
+    kernel._prefill_fn = flashinfers_scan
+    prepared = {"gdn_prefill_qkv_prepare_fwd": lambda q, k, v: (q, normalised(k), v)}
+    with mock.patch.dict(sys.modules, {L2NORM: SimpleNamespace(**prepared)}):
+        return run_gdn(case, kernel)
+
+
+L2NORM = "sglang.kernels.ops.attention.fla.l2norm"
+
+
+def normalised(keys: Tensor) -> Tensor:
+    return keys / keys.double().norm(dim=-1, keepdim=True).to(keys.dtype)
+
+
+def flashinfers_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor,
+    cu_seqlens: Tensor,
+    output_state: Tensor,
+    state_checkpoints: Tensor | None,
+    checkpoint_cu_starts: Tensor | None,
+    checkpoint_every_n_tokens: int,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """What `flashinfer.gdn_prefill.chunk_gated_delta_rule` promises of states: those at the ends,
+    and of sequence s those after each so many tokens, from row checkpoint_cu_starts[s] on. g is no
+    logarithm. Outputs are noise.
+    """
+    for s, (a, b) in enumerate(pairwise(cu_seqlens.tolist())):
+        inputs = (q[a:b], k[a:b], v[a:b], g[a:b].log(), beta[a:b])
+        states = naive.gated_delta_rule(*inputs, None, False, initial_state[s])[1]
+        output_state[s] = states[-1]
+        if state_checkpoints is not None and checkpoint_cu_starts is not None:
+            every = states[checkpoint_every_n_tokens::checkpoint_every_n_tokens]
+            first = int(checkpoint_cu_starts[s])
+            assert len(every) == int(checkpoint_cu_starts[s + 1]) - first
+            state_checkpoints[first : first + len(every)] = every
+    return torch.randn(v.shape, dtype=v.dtype), output_state
 
 
 def defined(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
+from sglang.srt.layers.attention.linear.kernels.gdn_flashinfer import FlashInferGDNKernel
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
 from sglang.srt.layers.attention.mamba.mamba1 import MambaMixer1
@@ -26,10 +27,20 @@ from sglang_hybrid.checkpoints.tracks import (
     prefill_tracks,
     why_split,
 )
-from tests.checkpoints.layers import CHUNK, KERNEL, Asked, Case, Outcome, run_gdn, run_mamba2
+from tests.checkpoints.layers import (
+    CHUNK,
+    KERNEL,
+    Asked,
+    Case,
+    Outcome,
+    run_flashinfer,
+    run_gdn,
+    run_mamba2,
+)
 
 Run = Callable[[Case], Outcome]
-both = pytest.mark.parametrize("run", [run_mamba2, run_gdn], ids=["mamba2", "gdn"])
+SCANS = {"mamba2": run_mamba2, "gdn": run_gdn, "gdn-flashinfer": run_flashinfer}
+each = pytest.mark.parametrize("run", SCANS.values(), ids=SCANS)
 
 BORDERS = [1, 2, KERNEL - 2, KERNEL - 1, KERNEL, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK]
 
@@ -68,7 +79,7 @@ def assert_states(case: Case, done: Outcome, tolerance: float = 2e-5) -> None:
     assert torch.equal(done.after.temporal[others], done.before.temporal[others])
 
 
-@both
+@each
 @pytest.mark.parametrize("prefixes", [[0, 0, 0, 0, 0], [9, 1, 5, 64, 200], [0, 7, 0, 0, 3]])
 def test_states_at_every_border_of_chunk_and_window(run: Run, prefixes: list[int]) -> None:
     lengths = [1, 2 * CHUNK + 9, KERNEL, CHUNK, 3]
@@ -76,14 +87,14 @@ def test_states_at_every_border_of_chunk_and_window(run: Run, prefixes: list[int
     assert_states(case, run(case))
 
 
-@both
+@each
 def test_some_sequences_are_tracked_and_some_are_not(run: Run) -> None:
     lengths = [70, 1, CHUNK + 30, 2, 5]
     case = Case(lengths, [0, 3, 8, 0, 0], everywhere(lengths, untracked=(0, 3)))
     assert_states(case, run(case))
 
 
-@both
+@each
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_states_at_any_positions(run: Run, data: st.DataObject) -> None:
@@ -95,27 +106,27 @@ def test_states_at_any_positions(run: Run, data: st.DataObject) -> None:
     assert_states(case, run(case))
 
 
-@both
+@each
 @pytest.mark.parametrize("taken", [1, KERNEL - 2, KERNEL - 1, CHUNK, CHUNK + 1])
 def test_one_state_alone(run: Run, taken: int) -> None:
     case = Case([CHUNK + 2], [3], [(0, taken)])
     assert_states(case, run(case))
 
 
-@both
+@each
 def test_only_ends(run: Run) -> None:
     case = Case([5, CHUNK], [0, 4], [(1, CHUNK), (0, 5)])
     assert_states(case, run(case))
 
 
-@both
+@each
 def test_a_state_is_written_in_the_dtype_of_its_pool(run: Run) -> None:
     lengths = [CHUNK + 1, 2]
     case = Case(lengths, [5, 0], everywhere(lengths), dtype=torch.bfloat16)
     assert_states(case, run(case), tolerance=2e-2)
 
 
-@both
+@each
 def test_a_batch_that_asks_for_nothing_leaves_only_final_states(run: Run) -> None:
     case = Case([CHUNK + 1, 2], [0, 9], [])
     assert_states(case, run(case))
@@ -202,6 +213,7 @@ MIXER, NEMOTRON = made(MambaMixer2), made(BrokenOut, mixer=made(MambaMixer2))
         (runner(Mamba2AttnBackend, made(MambaMixer1)), "Mamba1 has no states"),
         (runner(GDNAttnBackend), None),
         (runner(GDNAttnBackend, kernel=OtherKernel), "GDNAttnBackend with OtherKernel writes no"),
+        (runner(GDNAttnBackend, kernel=FlashInferGDNKernel), None),
         (runner(GDNAttnBackend, mis=True), "GDNAttnBackend with TritonGDNKernel writes no"),
         (runner(OtherDevice), "OtherDevice with"),
         (runner(KDAAttnBackend), "KDAAttnBackend with"),
@@ -217,6 +229,7 @@ MIXER, NEMOTRON = made(MambaMixer2), made(BrokenOut, mixer=made(MambaMixer2))
         "mamba1",
         "gdn",
         "gdn-other-kernel",
+        "gdn-flashinfer",
         "gdn-mis",
         "gdn-other-device",
         "kda",

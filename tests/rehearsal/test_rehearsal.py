@@ -111,6 +111,7 @@ class Flagged:
 ONE_SLOT = {"strategy": "no_buffer", "held": 1, "overlap": True, "why_split": None}
 TRACKED = {"planned": False, "strategy": "extra_buffer", "held": 3}
 NEMOTRON, QWEN = "Nemotron-H-8B", "Qwen3-Next-80B"
+FLASHINFER = {"prefill_kernel": "FlashInferGDNKernel"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
@@ -164,6 +165,7 @@ FLAGGED = [
         "slots run out while most of the KV is unused; use --max-mamba-cache-size",
     ),
     flagged("H100", NEMOTRON, "--mamba-radix-cache-strategy no_buffer", ONE_SLOT),
+    flagged("H100", QWEN, "--linear-attn-prefill-backend flashinfer", ONE_SLOT | FLASHINFER),
     flagged("H100", NEMOTRON, "--disable-overlap-schedule", ONE_SLOT | {"overlap": False}),
     flagged(
         *("H100", "LFM2-2.6B", "--disable-overlap-schedule", {"held": 1, "overlap": False}),
