@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks
+from sglang_hybrid.kernels.checkpoint_states import DELTA_CHUNK
 
 logger = logging.getLogger(__name__)
 
@@ -60,23 +61,31 @@ def warm_up(
     states, [slots, Hv, Dv, Dk] of the gated delta net if ``chunk`` is None. ``dtype`` is the
     model's.
     """
-    device = states.device
+    inputs = torch.zeros(TOKENS, windows.shape[1], dtype=dtype, device=states.device)
+    return prefill(_two_slots_like(windows), _two_slots_like(states), inputs, [1], chunk)
+
+
+def prefill(
+    windows: Tensor, states: Tensor, inputs: Tensor, positions: list[int], chunk: int | None
+) -> dict[str, Callable[[], None]]:
+    """What one layer launches in a prefill of one sequence to leave states, by kernel.
+
+    ``inputs`` [T, D] is what the layer's convolution reads; each of the ``positions``, tokens of
+    this prefill, goes to a slot of its own from 1 on. The sequence's own slot is 0, and it has a
+    prefix. See `warm_up`. All that the scan holds is zero.
+    """
+    device, tokens = states.device, len(inputs)
     owners = torch.zeros(1, dtype=torch.int32, device=device)
-    cu_seqlens = torch.tensor([0, TOKENS], dtype=torch.int32, device=device)
-    slots = torch.ones(1, dtype=torch.int64, device=device)
-    tracks = PrefillTracks(StateTracks([0], [2], slots), [1], [TOKENS], slots, owners, cu_seqlens)
-    inputs = torch.zeros(TOKENS, windows.shape[1], dtype=dtype, device=device)
-    writer = tracks.into(_two_slots_like(states))
-
-    def scan() -> None:
-        if chunk is None:
-            writer.save_delta_states(**_delta_scan(states, inputs, cu_seqlens))
-        else:
-            writer.save_ssd_states(**_mamba2_scan(states, inputs, cu_seqlens, chunk))
-
+    cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    slots = torch.arange(1, 1 + len(positions), device=device)
+    wanted = StateTracks([0] * len(positions), [1 + at for at in positions], slots)
+    tracks = PrefillTracks(wanted, [1], [tokens], slots, owners, cu_seqlens)
+    writer = tracks.into(states)
+    scan = _delta_scan(states, inputs) if chunk is None else _mamba2_scan(states, inputs, chunk)
+    save = writer.save_delta_states if chunk is None else writer.save_ssd_states
     return {
-        "windows of the convolution": lambda: tracks.save_windows(_two_slots_like(windows), inputs),
-        "states inside the scan": scan,
+        "windows of the convolution": lambda: tracks.save_windows(windows, inputs),
+        "states inside the scan": lambda: save(cu_seqlens=cu_seqlens, **scan),
     }
 
 
@@ -86,33 +95,33 @@ def _two_slots_like(pool: Tensor) -> Tensor:
     return torch.empty_strided(shape, pool.stride(), dtype=pool.dtype, device=pool.device)
 
 
-def _mamba2_scan(
-    states: Tensor, inputs: Tensor, cu_seqlens: Tensor, chunk: int
-) -> dict[str, Tensor]:
+def _mamba2_scan(states: Tensor, inputs: Tensor, chunk: int) -> dict[str, Tensor]:
     """What Mamba2's scan holds after its state passing; its convolution's channels are x, B, C."""
+    tokens, channels = inputs.shape
     _, heads, width, size = states.shape
-    groups = (inputs.shape[1] - heads * width) // (2 * size)
-    x, B = inputs[:, : heads * width], inputs[:, heads * width :][:, : groups * size]
+    inner, chunks = heads * width, -(-tokens // chunk)
+    groups = (channels - inner) // (2 * size)
+    mixed = torch.zeros_like(inputs, memory_format=torch.contiguous_format)
     return {
-        "x": x.view(TOKENS, heads, width),
-        "dt": torch.zeros(heads, 1, chunk, device=states.device),
+        "x": mixed[:, :inner].view(tokens, heads, width),
+        "dt": torch.zeros(heads, chunks, chunk, device=states.device),
         "A": torch.zeros(heads, device=states.device),
-        "B": B.view(TOKENS, groups, size),
-        "chunk_states": states.new_zeros(1, heads, width, size),
-        "cu_seqlens": cu_seqlens,
+        "B": mixed[:, inner:][:, : groups * size].view(tokens, groups, size),
+        "chunk_states": states.new_zeros(chunks, heads, width, size),
     }
 
 
-def _delta_scan(states: Tensor, inputs: Tensor, cu_seqlens: Tensor) -> dict[str, Tensor]:
+def _delta_scan(states: Tensor, inputs: Tensor) -> dict[str, Tensor]:
     """What the gated delta net's scan holds after its chunk states; its convolution's channels are
     queries, keys and values."""
+    tokens, channels = inputs.shape
     _, heads, value, key = states.shape
-    key_heads = (inputs.shape[1] - heads * value) // (2 * key)
+    key_heads = (channels - heads * value) // (2 * key)
+    chunks = -(-tokens // DELTA_CHUNK)
     return {
-        "keys": inputs.new_zeros(TOKENS, key_heads, key),
-        "corrections": inputs.new_zeros(TOKENS, heads, value),
-        "decays": torch.zeros(TOKENS, heads, device=states.device),
-        "chunk_states": inputs.new_zeros(1, heads, value, key),
-        "chunk_offsets": torch.zeros(2, dtype=torch.int64, device=states.device),
-        "cu_seqlens": cu_seqlens,
+        "keys": inputs.new_zeros(tokens, key_heads, key),
+        "corrections": inputs.new_zeros(tokens, heads, value),
+        "decays": torch.zeros(tokens, heads, device=states.device),
+        "chunk_states": inputs.new_zeros(chunks, heads, value, key),
+        "chunk_offsets": torch.tensor([0, chunks], device=states.device),
     }
