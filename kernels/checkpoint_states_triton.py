@@ -6,7 +6,7 @@ product of float32 tiles ("ieee": no tf32), 16-bit tiles multiply exactly into f
 
 Triton compiles a kernel again for integers that are 1 or multiples of 16 and for pointers that are
 not 16-byte aligned. What changes from prefill to prefill is excluded from that (``VARYING``,
-``LISTS``), so that a server runs one variant of each kernel, which its start has compiled.
+``ANYWHERE``), so that a server runs one variant of each kernel, which its start has compiled.
 """
 
 # Triton's decorator and its kernels' arguments have no types that mypy reads.
@@ -20,11 +20,14 @@ DOT = tl.constexpr("ieee")
 VARYING = ("chunks", "stride_dt_head", "stride_inputs_token")
 """Integers that depend on the number of tokens or on what a layer projects together."""
 
-LISTS = ("cu_seqlens", "sequences", "ends", "slots", "chunk_offsets", "state_indices", "resumed")
-"""Pointers to lists, which may begin anywhere inside a larger tensor."""
+ANYWHERE = (
+    *("cu_seqlens", "sequences", "ends", "slots", "chunk_offsets", "state_indices", "resumed"),
+    "inputs",
+)
+"""Pointers to lists and to a part of what a layer projects, which begin anywhere in a tensor."""
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=LISTS)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=ANYWHERE)
 def ssd_state(
     pool,
     x,
@@ -107,7 +110,7 @@ def ssd_state(
     tl.store(row + element, state.to(pool.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=LISTS)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=ANYWHERE)
 def delta_state(
     pool,
     keys,
@@ -190,7 +193,7 @@ def delta_state(
     tl.store(row + element, state.to(pool.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=LISTS)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=ANYWHERE)
 def conv_window(
     pool,
     inputs,

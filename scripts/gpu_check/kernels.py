@@ -182,7 +182,7 @@ def compilations(run: Callable[[], object]) -> int:
 
 
 def check_compilations(layer: Layer) -> None:
-    """The start compiles two kernels, and prefills of all lengths none."""
+    """The start compiles what no other layer has compiled before; prefills compile nothing."""
     windows, states = layer.pools(2, DEVICE)
 
     def start() -> None:
@@ -196,7 +196,7 @@ def check_compilations(layer: Layer) -> None:
 
     first, later = compilations(start), compilations(prefills)
     what = f"compiled for {layer.name}"
-    tell(what, f"{first} at the start, {later} in prefills", first == 2 and later == 0)
+    tell(what, f"{first} at the start, {later} in prefills", first > 0 and later == 0)
 
 
 def main() -> None:

@@ -2,12 +2,13 @@
 
 SGLang's kernels of the gated delta net use them. On a GPU they run with Triton 3.8, which SGLang's
 torch brings and which has block pointers; elsewhere a newer Triton may be installed. Importing this
-module changes `triton.language` in the process.
+module changes `triton.language` in the process, where that lacks them.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import triton
 import triton.language as tl
 from triton.language.core import builtin
 
@@ -75,6 +76,7 @@ def store(pointer, value, *arguments, boundary_check=(), _semantic=None, **more)
     return _store(pointers, value, mask=inside, _semantic=_semantic, **more)
 
 
-for language in (tl, tl.core):
-    for replaced in (make_block_ptr, load, store):
-        setattr(language, replaced.__name__, replaced)
+if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+    for language in (tl, tl.core):
+        for replaced in (make_block_ptr, load, store):
+            setattr(language, replaced.__name__, replaced)

@@ -83,7 +83,7 @@ def prefill(
         cu_seqlens,
     )
     inputs = torch.empty(tokens, layer.channels + layer.more, dtype=layer.dtype)
-    inputs = inputs[:, layer.more // 2 // 64 * 64 :][:, : layer.channels]
+    inputs = inputs[:, layer.more // 2 :][:, : layer.channels]
     tracks.save_windows(windows, inputs)
     writer = tracks.into(states)
     if layer.chunk is None:

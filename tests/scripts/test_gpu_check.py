@@ -201,6 +201,19 @@ def test_a_kernel_that_writes_nothing_is_found(kernel: str, wrong: str) -> None:
     assert {finding.what.split()[0].strip(",") for finding in found if not finding.ok} == {wrong}
 
 
+@pytest.mark.parametrize("specialised", [False, True])
+def test_prefills_that_compile_anything_are_found(specialised: bool) -> None:
+    """Counted as on a GPU, with a driver that is pretended."""
+    pytest.importorskip("triton")
+    program = ["-m", "tests.scripts.launched_compilations", *(["specialised"] * specialised)]
+    found = findings("-W", "ignore", *program, TRITON_INTERPRET="0")
+    assert len(found) == 4
+    wrong = {finding.what for finding in found if not finding.ok}
+    assert wrong == (
+        {"compiled for a small Mamba2", "compiled for Nemotron-H-8B"} if specialised else set()
+    )
+
+
 def test_the_layers_that_are_timed_run_with_sglangs_scans() -> None:
     pytest.importorskip("triton")
     findings("-W", "ignore", "-m", "tests.scripts.launched_timings", TRITON_INTERPRET="1")
