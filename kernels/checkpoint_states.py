@@ -98,11 +98,12 @@ def save_ssd_states(
     starts from its initial state, or from zero.
 
     Shapes: pool [slots, H, P, N] in any float dtype, its rows contiguous but any distance apart;
-    x [T, H, P] and B [T, G, N] with G dividing H, any strides; dt [H, C, L] float32, the final step
-    sizes; A [H] (negative); chunk_states [C, H, P, N]; cu_seqlens [S + 1]; initial_states
-    [S, H, P, N], where zeros stand for no prefix. Decays are summed from dt and A and not taken
-    from the running sum that the scan keeps: differences of that sum lose what the sum has grown
-    by. Products are of x's dtype. Raises ValueError where shapes or strides do not fit.
+    x [T, H, P] and B [T, G, N] with G dividing H, copied unless their last dimensions are dense;
+    dt [H, C, L] float32, the final step sizes, a head's in a row; A [H] (negative); chunk_states
+    [C, H, P, N]; cu_seqlens [S + 1]; initial_states [S, H, P, N], in the pool's dtype or the kernel
+    is compiled once more, where zeros stand for no prefix. Decays are summed from dt and A and not
+    taken from the running sum that the scan keeps: differences of that sum lose what the sum has
+    grown by. Products are of x's dtype. Raises ValueError where shapes or strides do not fit.
     """
     tokens, heads, width = x.shape
     size, (_, chunks, length) = B.shape[2], dt.shape
@@ -113,18 +114,19 @@ def save_ssd_states(
     if initial_states is not None:
         _check_rows("initial_states", initial_states, (len(cu_seqlens) - 1,), row)
         _check_contiguous("initial_states", initial_states)
-    if dt.shape[0] != heads or dt.stride(1) != length * dt.stride(2) or chunks * length < tokens:
+    if dt.shape[0] != heads or dt.stride()[1:] != (length, 1) or chunks * length < tokens:
         raise ValueError(
             f"dt {tuple(dt.shape)} with strides {dt.stride()} does not hold {tokens} tokens of "
             f"{heads} heads, chunk after chunk."
         )
     if not len(targets):
         return
+    x, B = (t if t.stride(2) == 1 else t.contiguous() for t in (x, B))
     tiles = ssd_tiles(width, size, x.dtype)
     grid = (
+        len(targets),
         heads,
         triton.cdiv(width, tiles["TILE_WIDTH"]) * triton.cdiv(size, tiles["TILE_SIZE"]),
-        len(targets),
     )
     kernels.ssd_state[grid](
         pool,
@@ -133,22 +135,21 @@ def save_ssd_states(
         A,
         B,
         chunk_states,
-        initial_states,
+        pool if initial_states is None else initial_states,
         cu_seqlens,
         targets.sequences,
         targets.ends,
         targets.slots,
         chunks,
+        initial_states is not None,
         pool.stride(0),
-        *x.stride(),
+        *x.stride()[:2],
         dt.stride(0),
-        dt.stride(2),
-        *B.stride(),
+        *B.stride()[:2],
         WIDTH=width,
         SIZE=size,
         CHUNK=length,
         HEADS_PER_GROUP=heads // B.shape[1],
-        RESUMED=initial_states is not None,
         **tiles,
         num_warps=4,
     )
@@ -195,9 +196,9 @@ def save_delta_states(
         return
     tiles = delta_tiles(value, key, corrections.dtype)
     grid = (
+        len(targets),
         heads,
         triton.cdiv(value, tiles["TILE_VALUE"]) * triton.cdiv(key, tiles["TILE_KEY"]),
-        len(targets),
     )
     kernels.delta_state[grid](
         pool,
@@ -251,7 +252,7 @@ def save_windows(
     if not len(targets) or not past:
         return
     tiles = window_tiles(past)
-    kernels.conv_window[(triton.cdiv(channels, tiles["TILE_CHANNELS"]), len(targets))](
+    kernels.conv_window[(len(targets), triton.cdiv(channels, tiles["TILE_CHANNELS"]))](
         pool,
         inputs,
         state_indices,

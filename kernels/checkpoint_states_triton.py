@@ -3,6 +3,10 @@
 Every program writes its tile of its slot whole, whatever the slot held before. Offsets that grow
 with the tokens or the slots are 64 bits wide. Sums are float32; ``DOT`` is the precision of a
 product of float32 tiles ("ieee": no tf32), 16-bit tiles multiply exactly into float32 anyway.
+
+Triton compiles a kernel again for integers that are 1 or multiples of 16 and for pointers that are
+not 16-byte aligned. What changes from prefill to prefill is excluded from that (``VARYING``,
+``ANYWHERE``), so that a server runs one variant of each kernel, which its start has compiled.
 """
 
 # Triton's decorator and its kernels' arguments have no types that mypy reads.
@@ -13,8 +17,17 @@ import triton.language as tl
 
 DOT = tl.constexpr("ieee")
 
+VARYING = ("chunks", "stride_dt_head", "stride_inputs_token")
+"""Integers that depend on the number of tokens or on what a layer projects together."""
 
-@triton.jit
+ANYWHERE = (
+    *("cu_seqlens", "sequences", "ends", "slots", "chunk_offsets", "state_indices", "resumed"),
+    "inputs",
+)
+"""Pointers to lists and to a part of what a layer projects, which begin anywhere in a tensor."""
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=ANYWHERE)
 def ssd_state(
     pool,
     x,
@@ -28,27 +41,24 @@ def ssd_state(
     ends,
     slots,
     chunks,
+    has_initial,
     stride_pool,
     stride_x_token,
     stride_x_head,
-    stride_x_width,
     stride_dt_head,
-    stride_dt_token,
     stride_B_token,
     stride_B_group,
-    stride_B_size,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
-    RESUMED: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
     TILE_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Mamba2; see ``checkpoint_states.save_ssd_states``. Grid: heads, tiles of [P, N], states."""
-    head, tile, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    heads = tl.num_programs(0)
+    """Mamba2; see ``checkpoint_states.save_ssd_states``. Grid: states, heads, tiles of [P, N]."""
+    i, head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    heads = tl.num_programs(1)
     sequence = tl.load(sequences + i)
     end = tl.load(ends + i).to(tl.int64)
     slot = tl.load(slots + i).to(tl.int64)
@@ -61,8 +71,8 @@ def ssd_state(
     p = tile // columns * TILE_WIDTH + tl.arange(0, TILE_WIDTH)
     n = tile % columns * TILE_SIZE + tl.arange(0, TILE_SIZE)
     rate = tl.load(A + head).to(tl.float32)
-    x += head * stride_x_head + p[:, None] * stride_x_width
-    B += head // HEADS_PER_GROUP * stride_B_group + n[None, :] * stride_B_size
+    x += head * stride_x_head + p[:, None]
+    B += head // HEADS_PER_GROUP * stride_B_group + n[None, :]
     dt += head * stride_dt_head
 
     # From the position back to the chunk's start: a token's decay is the sum of the steps behind
@@ -72,8 +82,8 @@ def ssd_state(
     total = 0.0
     for block in range(tl.cdiv(end - begin, TILE_TOKENS) - 1, -1, -1):
         t = begin + block * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-        step = tl.load(dt + t * stride_dt_token, mask=t < end, other=0.0)
-        next_step = tl.load(dt + (t + 1) * stride_dt_token, mask=t + 1 < end, other=0.0)
+        step = tl.load(dt + t, mask=t < end, other=0.0)
+        next_step = tl.load(dt + t + 1, mask=t + 1 < end, other=0.0)
         weight = step * tl.exp(rate * (behind + tl.cumsum(next_step, reverse=True)))
         inputs = tl.load(
             x + t[None, :] * stride_x_token, mask=(p[:, None] < WIDTH) & (t[None, :] < end), other=0
@@ -87,19 +97,20 @@ def ssd_state(
         total += tl.sum(step)
 
     inside = (p[:, None] < WIDTH) & (n[None, :] < SIZE)
-    element = head * WIDTH * SIZE + p[:, None] * SIZE + n[None, :]
+    element = p[:, None] * SIZE + n[None, :]
     state = tl.zeros((TILE_WIDTH, TILE_SIZE), dtype=tl.float32)
     if start < entered:
-        row = chunk_states + chunk * heads * WIDTH * SIZE
+        row = chunk_states + (chunk * heads + head) * WIDTH * SIZE
         state = tl.load(row + element, mask=inside, other=0).to(tl.float32)
-    elif RESUMED:
-        row = initial_states + sequence.to(tl.int64) * heads * WIDTH * SIZE
+    elif has_initial:
+        row = initial_states + (sequence.to(tl.int64) * heads + head) * WIDTH * SIZE
         state = tl.load(row + element, mask=inside, other=0).to(tl.float32)
     state = state * tl.exp(rate * total) + added
-    tl.store(pool + slot * stride_pool + element, state.to(pool.dtype.element_ty), mask=inside)
+    row = pool + slot * stride_pool + head * WIDTH * SIZE
+    tl.store(row + element, state.to(pool.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=ANYWHERE)
 def delta_state(
     pool,
     keys,
@@ -127,10 +138,10 @@ def delta_state(
     TILE_KEY: tl.constexpr,
     TILE_VALUE: tl.constexpr,
 ):
-    """Delta rule; see ``checkpoint_states.save_delta_states``. Grid: heads, tiles of [Dv, Dk],
-    states."""
-    head, tile, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    heads = tl.num_programs(0)
+    """Delta rule; see ``checkpoint_states.save_delta_states``. Grid: states, heads, tiles of
+    [Dv, Dk]."""
+    i, head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    heads = tl.num_programs(1)
     sequence = tl.load(sequences + i)
     end = tl.load(ends + i).to(tl.int64)
     slot = tl.load(slots + i).to(tl.int64)
@@ -173,14 +184,16 @@ def delta_state(
     added = tl.dot(correction, weighted.to(correction.dtype), input_precision=DOT)
 
     inside = (a[:, None] < VALUE) & (b[None, :] < KEY)
-    element = head * VALUE * KEY + a[:, None] * KEY + b[None, :]
-    row = tl.load(chunk_offsets + sequence).to(tl.int64) + nth
-    state = tl.load(chunk_states + row * heads * VALUE * KEY + element, mask=inside, other=0)
+    element = a[:, None] * KEY + b[None, :]
+    chunk = tl.load(chunk_offsets + sequence).to(tl.int64) + nth
+    row = chunk_states + (chunk * heads + head) * VALUE * KEY
+    state = tl.load(row + element, mask=inside, other=0)
     state = state.to(tl.float32) * tl.exp(unit * total) + added
-    tl.store(pool + slot * stride_pool + element, state.to(pool.dtype.element_ty), mask=inside)
+    row = pool + slot * stride_pool + head * VALUE * KEY
+    tl.store(row + element, state.to(pool.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=ANYWHERE)
 def conv_window(
     pool,
     inputs,
@@ -200,8 +213,8 @@ def conv_window(
     TILE_CHANNELS: tl.constexpr,
     TILE_PAST: tl.constexpr,
 ):
-    """See ``checkpoint_states.save_windows``. Grid: tiles of the channels, states."""
-    tile, i = tl.program_id(0), tl.program_id(1)
+    """See ``checkpoint_states.save_windows``. Grid: states, tiles of the channels."""
+    i, tile = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(sequences + i)
     end = tl.load(ends + i).to(tl.int64)
     slot = tl.load(slots + i).to(tl.int64)
@@ -209,7 +222,7 @@ def conv_window(
     has_prefix = tl.load(resumed + sequence) != 0
     start = tl.load(cu_seqlens + sequence).to(tl.int64)
 
-    d = (tile * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS))[:, None]
+    d = (tile * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)).to(tl.int64)[:, None]
     step = tl.arange(0, TILE_PAST)[None, :]
     inside = (d < channels) & (step < PAST)
     t = end - PAST + step

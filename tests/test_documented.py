@@ -35,6 +35,7 @@ TESTS = "python -m pytest"
 EXPLAIN = "python -m sglang_hybrid.explain"
 PROMPTS = "python -m sglang_hybrid.prompts"
 README = (ROOT / "README.md").read_text()
+GPU_PAGE = (ROOT / "docs" / "gpu.md").read_text()
 
 
 def words(command: str) -> list[str]:
@@ -105,6 +106,13 @@ def test_a_server_takes_its_flags(command: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(stop) as stopped:
         launch_server.prepare(flags)
     assert not getattr(stopped.value, "code", 0)
+
+
+@pytest.mark.parametrize("flags", re.findall(r"`(--[^`]+)` \|", GPU_PAGE))
+def test_a_server_takes_what_turns_something_off(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_a_server_takes_its_flags(f"{LAUNCHER} {flags}", monkeypatch)
 
 
 def replays() -> list[Any]:

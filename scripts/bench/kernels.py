@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -31,9 +30,9 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
 
-from scripts.bench.report import Table  # noqa: E402
+from scripts.bench.report import BenchFailed, Table  # noqa: E402
+from scripts.gpu_check.kernels import TOLERANCE, check_mamba2  # noqa: E402
 from sglang_hybrid.kernels import checkpoint_states as cs  # noqa: E402
-from sglang_hybrid.kernels import naive  # noqa: E402
 
 TAPS = 4
 
@@ -377,47 +376,13 @@ def bench(shapes: list[Shape], batches: dict[str, list[int]]) -> None:
     print("\n".join(notes))
 
 
-def check(device: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Our states of a small batch against the recurrence in float64. Raises AssertionError."""
-    seed = secrets.randbits(31)
-    torch.manual_seed(seed)
-    worst, heads, chunk, lengths = 0.0, 2, 128, [300, 1, 70]
-    cu = list(accumulate(lengths, initial=0))
+def check(dtype: torch.dtype) -> None:
+    """Our states of a small batch against the recurrence in float64. Raises BenchFailed."""
     for width, size in ((64, 128), (128, 256)):
-        x, B = torch.randn(cu[-1], heads, width), torch.randn(cu[-1], 1, size)
-        x, B = x.to(device, dtype), B.to(device, dtype)
-        A = (-torch.rand(heads) * 15 - 1).to(device)
-        step = torch.nn.functional.softplus(torch.randn(cu[-1], heads) - 3).to(device)
-        initial = torch.randn(len(lengths), heads, width, size).to(device)
-        chunks = -(-cu[-1] // chunk)
-        dt = torch.zeros(heads, chunks * chunk, device=device)
-        dt[:, : cu[-1]] = step.T
-        between = torch.zeros(chunks, heads, width, size, device=device)
-        states = []
-        for s, n in enumerate(lengths):
-            at = slice(cu[s], cu[s] + n)
-            states.append(naive.ssd(x[at], step[at], A, B[at], B[at], initial_state=initial[s])[1])
-            for c in range(chunks):
-                if cu[s] < c * chunk <= cu[s] + n:
-                    between[c] = states[s][c * chunk - cu[s]].float()
-        asked = [(0, 1), (0, 128), (0, 201), (0, 300), (1, 1), (2, 69)]
-        pool = torch.full((len(asked), heads, width, size), torch.nan, device=device)
-        cs.save_ssd_states(
-            pool,
-            target_list(cu, asked, 0, pool.device),
-            x=x,
-            dt=dt.view(heads, chunks, chunk),
-            A=A,
-            B=B,
-            chunk_states=between,
-            cu_seqlens=torch.tensor(cu, device=device),
-            initial_states=initial,
-        )
-        for found, (s, p) in zip(pool, asked, strict=True):
-            error = (found.double() - states[s][p]).abs().amax() / states[s][p].abs().amax()
-            worst = max(worst, error.item())
-    print(f"{dtype} on {device}: largest relative error {worst:.1e} (seed {seed})")
-    assert worst < tolerance, f"above {tolerance}"
+        worst = check_mamba2(width, size, dtype, resumed=True)
+        print(f"{dtype}, states [{width}, {size}]: largest relative error {worst:.1e}")
+        if worst > TOLERANCE[dtype]:
+            raise BenchFailed(f"the error is above {TOLERANCE[dtype]}")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -426,11 +391,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     quick = options.quick
-    check("cuda" if GPU else "cpu", torch.float32, 1e-5)
+    check(torch.float32)
     if not GPU:
         print("No GPU: the kernels ran in Triton's interpreter, and there are no timings.")
         return
-    check("cuda", torch.bfloat16, 1e-2)
+    check(torch.bfloat16)
     from sglang_hybrid import patching
 
     patching.install()

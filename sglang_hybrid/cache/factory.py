@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang_hybrid.advice import ServerSetup, advise
 from sglang_hybrid.cache.codec_choice import choose_codecs
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
+from sglang_hybrid.checkpoints.compile_kernels import compile_kernels
 from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
 from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, why_unplanned
 from sglang_hybrid.checkpoints.tracks import why_split
@@ -50,6 +51,8 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     split = why_split(context.tp_worker.model_runner) if context.is_hybrid_ssm else None
     if split and judicious and not unplanned and _rank() == 0:
         logger.info("sglang_hybrid: prefills are split where they leave a state, since %s.", split)
+    if context.is_hybrid_ssm and judicious and not (split or unplanned):
+        compile_kernels(context.tp_worker.model_runner, tell=_rank() == 0)
 
     def build(params: CacheInitParams) -> HybridRadixCache:
         return HybridRadixCache(

@@ -1,4 +1,4 @@
-"""Triton's interpreter, made to multiply and round bfloat16 as a device does.
+"""Triton's interpreter, made to compute with bfloat16 and to round to it as a device does.
 
 Importing this module changes the interpreter of the process.
 """
@@ -9,12 +9,22 @@ from triton import language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 _multiply, _cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+_compute = InterpreterBuilder.binary_op
 
 
 def _multiply_values(self, a, b, *more):
     """The interpreter holds bf16 as its bits, and would multiply those."""
     a, b = (_cast(self, t, tl.float32) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b))
     return _multiply(self, a, b, *more)
+
+
+def _compute_values(self, lhs, rhs, op):
+    """Sums, products and comparisons of bf16: in float32, rounded."""
+    if lhs.dtype.scalar != tl.bfloat16:
+        return _compute(self, lhs, rhs, op)
+    found = _compute(self, *(_cast(self, t, tl.float32) for t in (lhs, rhs)), op)
+    is_number = found.data.dtype == np.float32
+    return _cast_to_nearest(self, found, tl.bfloat16) if is_number else found
 
 
 def _cast_to_nearest(self, value, dtype):
@@ -26,4 +36,5 @@ def _cast_to_nearest(self, value, dtype):
 
 
 InterpreterBuilder.create_dot = _multiply_values
+InterpreterBuilder.binary_op = _compute_values
 InterpreterBuilder.cast_impl = _cast_to_nearest

@@ -43,6 +43,10 @@ def programs() -> list[str]:
     return ["launched_checkpoint_states.py", *with_sglang]
 
 
+def test_addresses_and_grids_at_the_largest_sizes() -> None:
+    run(["launched_addresses.py"], "not slow", 1, 250)
+
+
 def test_any_position_is_the_recurrence() -> None:
     run(programs(), "not slow", 8, 250)
 

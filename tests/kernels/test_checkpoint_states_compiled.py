@@ -1,72 +1,44 @@
 """The Triton kernels, compiled ahead of time for real models: no register is spilled.
 
-Needs no GPU: triton.compile takes a target, and brings the assembler and cuobjdump. What each
-kernel takes is printed; `pytest -rP` shows it.
+Needs no GPU: triton.compile takes a target, and brings the assembler and cuobjdump. Compiled are
+the variants that prefills launch. What each kernel takes is printed; `pytest -rP` shows it.
 """
 
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
-from sglang_hybrid.kernels import checkpoint_states as cs  # noqa: E402
-from sglang_hybrid.kernels import checkpoint_states_triton as kernels  # noqa: E402
+from tests.kernels.launches import Launch, noted  # noqa: E402
+from tests.kernels.model_layers import LAYERS, Layer, prefill  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled"
 )
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 TARGETS = [80, 90, 100]
-NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-INTEGERS = {"cu_seqlens": "*i32", "sequences": "*i64", "ends": "*i64", "slots": "*i64"}
-
-# Heads per group, P, N, chunk: the models' config.json on Hugging Face.
-MAMBA2 = {
-    "Nemotron-H-8B": (16, 64, 128, 128),
-    "Falcon-H1-7B": (24, 128, 256, 256),
-    "Granite-4.0-H": (128, 64, 128, 256),
-    "smallest": (4, 32, 16, 64),
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SERVED = ["Nemotron-H-8B", "Falcon-H1-7B", "Qwen3-Next-80B"]
+MORE = {
+    "smallest": Layer(8, 32, 2, 16, 64, 0),
+    "Kimi-Linear": Layer(32, 128, 32, 128, None, 0, per_channel=True),
 }
-# Value heads per key head, Dk, Dv, one decay per channel.
-DELTA = {"Qwen3-Next": (2, 128, 128, False), "Kimi-Linear": (1, 128, 128, True)}
 
 
-def compiled(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], target: int
-) -> tuple[bytes, int]:
-    """The cubin that a launch on contiguous tensors compiles, and its bytes of shared memory."""
-    signature, aligned = {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        kind = types.get(name, "i32")
-        signature[name] = "constexpr" if name in constants else kind
-        if signature[name].startswith("*") or (name.startswith("stride") and name not in constants):
-            aligned[(i,)] = [["tt.divisibility", 16]]
-    binary = triton.compile(
-        ASTSource(kernel, signature, constants, aligned),
-        target=GPUTarget("cuda", target, 32),
-        options={"num_warps": 4},
-    )
-    return binary.asm["cubin"], binary.metadata.shared
+def launches(layer: Layer) -> list[Launch]:
+    """What a prefill that resumes launches."""
+    return noted(lambda: prefill(layer, [100], [7], [(0, 70), (0, 100)]))
 
 
-def assert_no_spills(
-    kernel: Any,
-    types: dict[str, str],
-    constants: dict[str, Any],
-    target: int,
-    tmp_path: Path,
-) -> None:
-    cubin, shared = compiled(kernel, types, constants, target)
-    (tmp_path / "kernel.cubin").write_bytes(cubin)
+def assert_no_spills(launch: Launch, target: int, tmp_path: Path) -> None:
+    binary = launch.compiled(target)
+    (tmp_path / "kernel.cubin").write_bytes(binary.asm["cubin"])
     usage = subprocess.run(
         [CUOBJDUMP, "--dump-resource-usage", tmp_path / "kernel.cubin"],
         capture_output=True,
@@ -76,83 +48,23 @@ def assert_no_spills(
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     assert found, usage
     registers, stack, local = map(int, found.groups())
-    print(f"{kernel.__name__} sm_{target}: {registers} registers, {shared} bytes shared memory")
-    assert stack == local == 0, f"{kernel.__name__} spills on sm_{target}: {usage}"
+    shared = binary.metadata.shared
+    print(f"{launch.name} sm_{target}: {registers} registers, {shared} bytes shared memory")
+    assert stack == local == 0, f"{launch.name} spills on sm_{target}: {usage}"
 
 
-def ssd(name: str, dtype: torch.dtype, kept: torch.dtype, resumed: bool) -> tuple[Any, ...]:
-    share, width, size, chunk = MAMBA2[name]
-    types = {
-        **INTEGERS,
-        **dict.fromkeys(["x", "B"], NAMES[dtype]),
-        **dict.fromkeys(["pool", "chunk_states", "initial_states"], NAMES[kept]),
-        **dict.fromkeys(["dt", "A"], "*fp32"),
-        "stride_pool": "i64",
-    }
-    constants = {
-        "WIDTH": width,
-        "SIZE": size,
-        "CHUNK": chunk,
-        "HEADS_PER_GROUP": share,
-        "RESUMED": resumed,
-        **dict.fromkeys(["stride_x_width", "stride_dt_token", "stride_B_size"], 1),
-        **({} if resumed else {"initial_states": None}),
-        **cs.ssd_tiles(width, size, dtype),
-    }
-    return kernels.ssd_state, types, constants
-
-
-def delta(name: str, dtype: torch.dtype, kept: torch.dtype) -> tuple[Any, ...]:
-    share, key, value, per_channel = DELTA[name]
-    types = {
-        **INTEGERS,
-        **dict.fromkeys(["keys", "corrections", "chunk_states"], NAMES[dtype]),
-        "pool": NAMES[kept],
-        "decays": "*fp32",
-        "chunk_offsets": "*i64",
-        "unit": "fp32",
-        "stride_pool": "i64",
-    }
-    constants = {
-        "KEY": key,
-        "VALUE": value,
-        "CHUNK": cs.DELTA_CHUNK,
-        "HEADS_PER_KEY": share,
-        "PER_CHANNEL": per_channel,
-        **cs.delta_tiles(value, key, dtype),
-    }
-    return kernels.delta_state, types, constants
-
-
-def window(past: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    types = {
-        **INTEGERS,
-        **dict.fromkeys(["pool", "inputs"], NAMES[dtype]),
-        "state_indices": "*i32",
-        "resumed": "*i1",
-        "stride_pool": "i64",
-    }
-    constants = {"PAST": past, "stride_pool_step": 1, "stride_inputs_channel": 1}
-    return kernels.conv_window, types, {**constants, **cs.window_tiles(past)}
-
-
+@pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_servers_launch(target: int, tmp_path: Path) -> None:
-    assert_no_spills(*ssd("Nemotron-H-8B", torch.bfloat16, torch.float32, True), target, tmp_path)
-    assert_no_spills(*ssd("Falcon-H1-7B", torch.bfloat16, torch.float32, True), target, tmp_path)
-    assert_no_spills(*delta("Qwen3-Next", torch.bfloat16, torch.float32), target, tmp_path)
-    assert_no_spills(*window(3, torch.bfloat16), target, tmp_path)
+def test_what_servers_launch(target: int, name: str, tmp_path: Path) -> None:
+    for launch in launches(LAYERS[name]):
+        assert_no_spills(launch, target, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", NAMES)
-@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("states", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_type(target: int, dtype: torch.dtype, kept: torch.dtype, tmp_path: Path) -> None:
-    for name in MAMBA2:
-        for resumed in (False, True):
-            assert_no_spills(*ssd(name, dtype, kept, resumed), target, tmp_path)
-    for name in DELTA:
-        assert_no_spills(*delta(name, dtype, kept), target, tmp_path)
-    for past in (1, 2, 3):
-        assert_no_spills(*window(past, dtype), target, tmp_path)
+def test_every_type(target: int, dtype: torch.dtype, states: torch.dtype, tmp_path: Path) -> None:
+    for layer in (LAYERS | MORE).values():
+        for launch in launches(replace(layer, dtype=dtype, states=states)):
+            assert_no_spills(launch, target, tmp_path)

@@ -27,6 +27,8 @@ pytestmark = [
 
 SMALL = ("--mem-fraction-static", "0.1", "--max-total-tokens", "65536")
 FLOAT32 = ("--dtype", "float32", "--attention-backend", "triton")
+HALF = {"qwen3-next"}
+"""SGLang's Triton kernels of the gated delta net refuse float32: hits only, as by default."""
 CONFIGURATIONS = {
     "default": (),
     "float32": FLOAT32,
@@ -84,6 +86,8 @@ def test_hits_are_exact(
 ) -> None:
     model = model_directory(architecture)
     flags = ["--model-path", str(model), *SMALL, *CONFIGURATIONS[configuration]]
+    if architecture in HALF:
+        flags = ["bfloat16" if flag == "float32" else flag for flag in flags]
     page = 16 if "page 16" in configuration else 1
     chunk = 128 if configuration == "chunks of 128" else 0
     hits, colds, wrong = [0.0], [0.0], []
@@ -101,7 +105,7 @@ def test_hits_are_exact(
     print(f"largest difference: hits {max(hits):.4f}, cold {max(colds):.4f}")
     print("\n".join(line for line in log.splitlines() if "sglang_hybrid" in line or "WARN" in line))
     assert not wrong
-    if configuration != "default":
+    if "float32" in flags:
         assert max(hits) < ROUNDING
     assert "Traceback" not in log
 

@@ -1,0 +1,136 @@
+"""The steps of scripts/gpu_check.sh, and the table of what they found; see that file."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from scripts.gpu_check.findings import Finding
+from scripts.gpu_check.steps import Step, new_logs, run_all, table
+
+MINUTES = 8.8
+"""For all steps together; the rest of nine minutes is for the start of this process."""
+
+MODELS = ("nemotron-h", "qwen3-next", "falcon-h1", "granite-hybrid", "mamba2", "falcon-mamba")
+"""Tiny models, the more important ones first: time may end before they do."""
+
+UNCHECKED = 2
+"""Exit status where there is nothing to check on."""
+
+
+def gpu() -> str | None:
+    """The GPU that torch sees; None without torch or without a GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def sanitizer() -> str | None:
+    """compute-sanitizer on PATH or in the CUDA toolkit; None if there is none."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path=f"{home}/bin:{home}/compute-sanitizer"
+    )
+
+
+def module(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", f"scripts.gpu_check.{name}", *arguments]
+
+
+def serves() -> bool:
+    """Whether SGLang is installed with the packages that it needs on a GPU."""
+    kernels = ("sgl_kernel", "flashinfer")
+    return installed("sglang") is not None and all(map(importlib.util.find_spec, kernels))
+
+
+def steps_on_a_gpu() -> list[Step]:
+    """All steps that can run on this machine. Their limits may add up to more than there is."""
+    found = [Step("kernels", module("kernels"), 90)]
+    if tool := sanitizer():
+        # Without torch's cache of memory an address behind a tensor is nobody's.
+        plain = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        for kind in ("memcheck", "racecheck"):
+            check = [tool, "--tool", kind, "--error-exitcode", "9", *module("kernels", "--small")]
+            found.append(Step(kind, check, 75, plain))
+    found.append(Step("timings", module("timings"), 75))
+    if serves():
+        found.append(Step("nemotron-h, float32", module("models", "nemotron-h", "--float32"), 100))
+        found += [Step(name, module("models", name), 100) for name in MODELS]
+    return found
+
+
+def steps_in_rehearsal() -> list[Step]:
+    """The same without a GPU: kernels in Triton's interpreter, a server on the CPU."""
+    return [
+        Step("kernels", module("kernels"), 120),
+        Step("timings", module("timings"), 120),
+        Step("nemotron-h", module("models", "nemotron-h", "--cpu"), 240),
+    ]
+
+
+def environment(name: str | None) -> list[Finding]:
+    """What is installed, and what is left out for want of it; ``name`` is the GPU's."""
+    packages = ("torch", "triton", "sglang", "flashinfer-python")
+    versions = ", ".join(f"{package} {installed(package) or 'missing'}" for package in packages)
+    found = [Finding("machine", name or "a rehearsal on the CPU"), Finding("packages", versions)]
+    if name is None:
+        return found
+    triton = installed("triton") or "0.0"
+    if serves() and tuple(map(int, triton.split(".")[:2])) >= (3, 9):
+        text = f"Triton {triton} has no block pointers, which SGLang's gated delta net needs"
+        found.append(Finding("Triton", text, False))
+    if not sanitizer():
+        found.append(Finding("compute-sanitizer", "not installed; memory is not checked"))
+    if not serves():
+        found.append(Finding("servers", "SGLang's CUDA packages are missing; none is started"))
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="gpu_check.sh", description=__doc__)
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="some of the steps")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    name = gpu()
+    if name is None and not options.rehearse:
+        print(
+            f"gpu_check: torch ({installed('torch') or 'not installed'}) finds no NVIDIA GPU on "
+            "this machine, so nothing was checked; --rehearse runs the steps on the CPU.",
+            file=sys.stderr,
+        )
+        return UNCHECKED
+    steps = steps_in_rehearsal() if options.rehearse else steps_on_a_gpu()
+    unknown = {*(options.only or ())} - {step.name for step in steps}
+    if unknown:
+        known = "; ".join(step.name for step in steps)
+        print(f"gpu_check: no step {min(unknown)!r}; there are: {known}", file=sys.stderr)
+        return UNCHECKED
+    steps = [step for step in steps if not options.only or step.name in options.only]
+    logs: Path = new_logs()
+    print(f"Logs: {logs}", flush=True)
+    found = {"environment": environment(None if options.rehearse else name)}
+    found |= run_all(steps, options.minutes * 60, logs)
+    print(table(found))
+    wrong = sum(finding.ok is False for findings in found.values() for finding in findings)
+    print(f"\n{wrong} of {sum(map(len, found.values()))} findings are wrong." if wrong else "\nok")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,219 @@
+"""A server with a tiny model: what it has chosen by itself, and hits against cold prefills.
+
+    python -m scripts.gpu_check.models nemotron-h
+    python -m scripts.gpu_check.models nemotron-h --float32    # where a wrong state cannot hide
+    python -m scripts.gpu_check.models nemotron-h --cpu        # on a machine without a GPU
+
+A hit is compared by the log probabilities of its own answer: as the server said them, and as a
+prefill with an empty cache says them. Each kind of checkpoint is hit once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from scripts.gpu_check.findings import tell
+from sglang_hybrid.models import ARCHITECTURES, build_tiny_model
+from sglang_hybrid.requests.kv_hints import checkpoint_hint
+from sglang_hybrid.server_process import ServerFailed, ServerProcess
+
+SPLIT = {"falcon-mamba": "Mamba1 has no states inside its prefill"}
+"""Why prefills of a default server are split; those of the other models are not."""
+
+SMALL = ("--mem-fraction-static", "0.2", "--max-total-tokens", "65536")
+QUICK = ("--cuda-graph-max-bs-decode", "4")
+FLOAT32 = ("--dtype", "float32", "--attention-backend", "triton")
+NEW_TOKENS = 6
+CLOSE = {"float32": 0.01, "bfloat16": 0.15}
+"""Largest difference of a log probability; products of float32 are in tf32 on a GPU. A state that
+is one token too early makes 0.03 and more.
+"""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Prompts sent one after another, the last of which resumes from a checkpoint of this kind."""
+
+    kind: str
+    prompts: list[list[int]]
+    tokens: int
+    """How many of the last prompt should come from the cache."""
+    declared: tuple[int, ...] = ()
+    """Positions that the first request declares."""
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(300, 32_000) for _ in range(length)]
+
+
+def generate(url: str, tokens: list[int], declared: tuple[int, ...] = ()) -> dict[str, Any]:
+    """One greedy answer with its log probabilities."""
+    body: dict[str, Any] = {
+        "input_ids": tokens,
+        "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        **({"kv_hints": checkpoint_hint(list(declared))} if declared else {}),
+    }
+    response = requests.post(url + "/generate", json=body, timeout=60)
+    response.raise_for_status()
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def flush(url: str) -> None:
+    requests.post(url + "/flush_cache", params={"timeout": 30}, timeout=60).raise_for_status()
+
+
+def difference(url: str, record: dict[str, Any], tokens: list[int]) -> float:
+    """Between what a request said of its answer and what a prefill with an empty cache says."""
+    flush(url)
+    body: dict[str, Any] = {
+        "input_ids": tokens + record["output_ids"],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+        "return_logprob": True,
+        "logprob_start_len": len(tokens) - 1,
+    }
+    response = requests.post(url + "/generate", json=body, timeout=60)
+    response.raise_for_status()
+    cold = response.json()["meta_info"]["input_token_logprobs"][-NEW_TOKENS:]
+    said = record["meta_info"]["output_token_logprobs"]
+    return float(max(abs(a[0] - b[0]) for a, b in zip(said, cold, strict=True)))
+
+
+def hits(url: str, model: Path) -> Iterator[Hit]:
+    """A way to hit each kind of checkpoint that is planned, from an empty cache each."""
+    whole, shared = prompt(300, 1), prompt(500, 2)
+    yield Hit("prompt_end", [whole, whole], len(whole) - 1)
+    siblings = [shared + prompt(200, seed) for seed in (3, 4, 5)]
+    yield Hit("branch", siblings, len(shared))
+    yield Hit("declared", [whole, whole[:123] + prompt(90, 6)], 123, declared=(123,))
+    yield message(model)
+    flush(url)
+    first = prompt(200, 7)
+    turn = first + generate(url, first)["output_ids"]
+    # The last token of an answer is not part of any state.
+    yield Hit("tail", [first, turn + prompt(50, 8)], len(turn) - 1)
+
+
+def message(model: Path) -> Hit:
+    """Two chats that share all but their last message."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def chat(*texts: str) -> list[int]:
+        roles = ("system", "user")
+        messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=len(texts) == 2
+        )
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    rules = "Answer with the number of the entry. " * 20
+    questions = [f"Which entry is the {nth}?" for nth in ("first", "last")]
+    return Hit("message", [chat(rules, question) for question in questions], len(chat(rules)))
+
+
+def check_hit(url: str, hit: Hit, close: float, page: int) -> None:
+    """Report a hit: its length, the kind of checkpoint, and the difference to a cold prefill.
+
+    With pages of several tokens it may be shorter than with pages of one.
+    """
+    flush(url)
+    kinds: dict[tuple[int, ...], str] = {}
+    cold: dict[str, Any] = {}
+    for i, tokens in enumerate(hit.prompts):
+        record = generate(url, tokens, () if i else hit.declared)
+        found = record["meta_info"]["cached_tokens"]
+        kind = kinds.get(tuple(tokens[:found]), "none")
+        taken = record["meta_info"]["hybrid_cache"]["checkpoints"]
+        whole = tokens + record["output_ids"]
+        kinds |= {tuple(whole[: each["position"]]): each["kind"] for each in taken}
+        cold = cold or record
+    apart = difference(url, record, hit.prompts[-1])
+    noise = difference(url, cold, hit.prompts[0])
+    what = f"{found} of {hit.tokens} tokens hit ({kind})"
+    tell(
+        f"hit: {hit.kind}",
+        f"{what}; log probabilities differ by {apart:.4f}, without a hit by {noise:.4f}",
+        (found == hit.tokens or (page > 1 and 0 < found < hit.tokens))
+        and apart < max(close, 2 * noise),
+    )
+
+
+def check_choices(name: str, server: ServerProcess, *, gpu: bool) -> int:
+    """Report how states are kept, what computes, and whether prefills are split; returns the size
+    of a page in tokens.
+    """
+    info = requests.get(server.url + "/server_info", timeout=30).json()
+    log = server.log.read_text(errors="replace")
+    overlap = not info["disable_overlap_schedule"]
+    strategy, page = info["mamba_radix_cache_strategy"], int(info["page_size"])
+    one_slot = strategy == "no_buffer"
+    tell(
+        "strategy",
+        f"{strategy}, overlap {'on' if overlap else 'off'}, pages of {page}",
+        overlap and one_slot == (page == 1) if gpu else None,
+    )
+    linear = re.search(r"Linear attention kernel backend: (.*)", log)
+    graph = info["cuda_graph_config"]["prefill"]["backend"]
+    attention = [info[f"{phase}attention_backend"] for phase in ("", "prefill_", "decode_")]
+    tell(
+        "backends",
+        f"attention {' / '.join(str(each) for each in attention if each)}; linear "
+        f"{linear[1] if linear else 'unknown'}; prefill graphs {graph}",
+    )
+    why = re.search(r"prefills are split where they leave a state, since (.*)\.", log)
+    reason = why[1] if why else None
+    tell(
+        "prefills",
+        f"split, since {reason}" if reason else "leave states in one pass",
+        reason == SPLIT.get(name) if gpu else None,
+    )
+    if gpu and not reason:
+        compiled = log.count("sglang_hybrid: compiled in")
+        tell("kernels", f"{compiled} of 2 compiled at the start", compiled == 2)
+    for line in info["internal_states"][0]["hybrid_cache"]["advice"]:
+        tell("advice", line)
+    problems = [line for line in log.splitlines() if "Traceback" in line]
+    tell("log", f"{len(problems)} tracebacks; {server.log}", not problems)
+    return page
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("architecture", choices=sorted({*ARCHITECTURES} - {"transformer"}))
+    parser.add_argument("--float32", action="store_true")
+    parser.add_argument("--cpu", action="store_true")
+    options = parser.parse_args()
+    name: str = options.architecture
+    exact = options.float32 or options.cpu
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
+        model = build_tiny_model(name, Path(scratch) / name)
+        flags = ["--model-path", str(model), *SMALL, *QUICK]
+        flags += FLOAT32 if options.float32 else ()
+        flags += ("--device", "cpu") if options.cpu else ()
+        try:
+            with ServerProcess(flags) as server:
+                page = check_choices(name, server, gpu=not options.cpu)
+                for hit in hits(server.url, model):
+                    check_hit(server.url, hit, CLOSE["float32" if exact else "bfloat16"], page)
+        except ServerFailed as error:
+            tell("start", " ".join(str(error).split())[-400:], False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

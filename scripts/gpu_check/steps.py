@@ -1,0 +1,125 @@
+"""Runs steps one after another, each within its time, and all within theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.gpu_check.findings import Finding, told
+
+GRACE = 8.0
+"""Seconds that a step has to end its servers when its time is over."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command that reports findings; ``seconds`` is the most that it may take."""
+
+    name: str
+    command: Sequence[str]
+    seconds: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def run_all(steps: Sequence[Step], seconds: float, logs: Path) -> dict[str, list[Finding]]:
+    """The findings of each step; together the steps take at most so many seconds.
+
+    A step that fails, that does not end in time or that finds no time left gets a finding that says
+    so, and the next one begins. The output of step s is in ``logs / s.log``.
+    """
+    end = time.monotonic() + seconds
+    found: dict[str, list[Finding]] = {}
+    for step in steps:
+        left = end - time.monotonic() - GRACE
+        if left <= 0:
+            found[step.name] = [Finding("time", "none was left; not run", False)]
+            continue
+        print(f"{step.name} (at most {min(left, step.seconds):.0f} s) ...", flush=True)
+        begin = time.monotonic()
+        found[step.name] = run(step, min(left, step.seconds), logs / f"{step.name}.log")
+        print(f"  {time.monotonic() - begin:.0f} s", flush=True)
+    return found
+
+
+def run(step: Step, seconds: float, log: Path) -> list[Finding]:
+    """The findings of one step, whose command ends within seconds plus `GRACE`."""
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            step.command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **step.environment},
+            start_new_session=True,
+        )
+    try:
+        status: int | None = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        end(process)
+    lines = log.read_text(errors="replace").splitlines()
+    found = [finding for line in lines if (finding := told(line))]
+    if status is None:
+        found.append(Finding("time", f"not ended after {seconds:.0f} s; see {log}", False))
+    elif status:
+        last = next((line for line in reversed(lines) if line.strip()), "")
+        found.append(Finding("end", f"status {status}: {last.strip()[:160]}; see {log}", False))
+    elif not found:
+        found.append(Finding("end", f"nothing was reported; see {log}", False))
+    return found
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ctrl-C, so that a step can end its servers, then SIGKILL for what is left."""
+    if process.poll() is not None:
+        return
+    started = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE / 2)
+    process.kill()
+    for pid in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process and its children have started, as long as they are alive."""
+    children: dict[int, list[int]] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(status.parent.name))
+    found = list(children.get(pid, []))
+    for child in found:
+        found += children.get(child, [])
+    return found
+
+
+def table(found: Mapping[str, Sequence[Finding]]) -> str:
+    """All findings as a Markdown table."""
+    rows = [("step", "what", "found", "")] + [
+        (name, *(text.replace("|", "/") for text in (finding.what, finding.found, finding.verdict)))
+        for name, findings in found.items()
+        for finding in findings
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def new_logs() -> Path:
+    return Path(tempfile.mkdtemp(prefix="gpu-check-"))

@@ -1,0 +1,127 @@
+"""Triton compiles the kernels of checkpoint states (tracks.py) at the server's start.
+
+Otherwise the first prefill that leaves a state would wait for it, a second or more per kernel. Each
+kernel is launched once, for one state of a prefill of two tokens, on tensors of its own that have
+the shapes, types and strides of the model's layers. tests/kernels/test_kernel_variants.py compares
+what this compiles with what prefills launch.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks
+from sglang_hybrid.kernels.checkpoint_states import DELTA_CHUNK
+
+logger = logging.getLogger(__name__)
+
+TOKENS = 2
+
+
+def compile_kernels(model_runner: Any, *, tell: bool) -> None:
+    """Compile what prefills of this SGLang ``ModelRunner`` will launch to write states, which its
+    layers can (`why_split` is None). On other devices than CUDA nothing is compiled. ``tell``: log
+    the progress.
+    """
+    if model_runner.device != "cuda":
+        return
+    backend = model_runner.attn_backend
+    chunk = _chunk_of_mamba2(getattr(backend, "linear_attn_backend", backend))
+    cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache.at_layer_idx(0)
+    steps = warm_up(cache.conv[0], cache.temporal, model_runner.dtype, chunk)
+    for done, (what, run) in enumerate(steps.items(), 1):
+        if tell:
+            logger.info("sglang_hybrid: compiling kernel %d of %d: %s.", done, len(steps), what)
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        if tell:
+            logger.info("sglang_hybrid: compiled in %.1f s.", time.perf_counter() - start)
+
+
+def _chunk_of_mamba2(backend: Any) -> int | None:
+    """Tokens between the chunk states of this linear-attention backend; None if it is the gated
+    delta net's, which always has 64."""
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
+
+    return int(backend.mamba_chunk_size) if isinstance(backend, Mamba2AttnBackend) else None
+
+
+def warm_up(
+    windows: Tensor, states: Tensor, dtype: torch.dtype, chunk: int | None
+) -> dict[str, Callable[[], None]]:
+    """What launches each kernel once, by a name for people.
+
+    ``windows`` [slots, D, K-1] and ``states`` are the pools of one layer, of which only types,
+    shapes and strides are used: [slots, H, P, N] of Mamba2 with ``chunk`` tokens between its chunk
+    states, [slots, Hv, Dv, Dk] of the gated delta net if ``chunk`` is None. ``dtype`` is the
+    model's.
+    """
+    inputs = torch.zeros(TOKENS, windows.shape[1], dtype=dtype, device=states.device)
+    return prefill(_two_slots_like(windows), _two_slots_like(states), inputs, [1], chunk)
+
+
+def prefill(
+    windows: Tensor, states: Tensor, inputs: Tensor, positions: list[int], chunk: int | None
+) -> dict[str, Callable[[], None]]:
+    """What one layer launches in a prefill of one sequence to leave states, by kernel.
+
+    ``inputs`` [T, D] is what the layer's convolution reads; each of the ``positions``, tokens of
+    this prefill, goes to a slot of its own from 1 on. The sequence's own slot is 0, and it has a
+    prefix. See `warm_up`. All that the scan holds is zero.
+    """
+    device, tokens = states.device, len(inputs)
+    owners = torch.zeros(1, dtype=torch.int32, device=device)
+    cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    slots = torch.arange(1, 1 + len(positions), device=device)
+    wanted = StateTracks([0] * len(positions), [1 + at for at in positions], slots)
+    tracks = PrefillTracks(wanted, [1], [tokens], slots, owners, cu_seqlens)
+    writer = tracks.into(states)
+    scan = _delta_scan(states, inputs) if chunk is None else _mamba2_scan(states, inputs, chunk)
+    save = writer.save_delta_states if chunk is None else writer.save_ssd_states
+    return {
+        "windows of the convolution": lambda: tracks.save_windows(windows, inputs),
+        "states inside the scan": lambda: save(cu_seqlens=cu_seqlens, **scan),
+    }
+
+
+def _two_slots_like(pool: Tensor) -> Tensor:
+    """Two slots with the type and the strides of a pool."""
+    shape = (2, *pool.shape[1:])
+    return torch.empty_strided(shape, pool.stride(), dtype=pool.dtype, device=pool.device)
+
+
+def _mamba2_scan(states: Tensor, inputs: Tensor, chunk: int) -> dict[str, Tensor]:
+    """What Mamba2's scan holds after its state passing; its convolution's channels are x, B, C."""
+    tokens, channels = inputs.shape
+    _, heads, width, size = states.shape
+    inner, chunks = heads * width, -(-tokens // chunk)
+    groups = (channels - inner) // (2 * size)
+    mixed = torch.zeros_like(inputs, memory_format=torch.contiguous_format)
+    return {
+        "x": mixed[:, :inner].view(tokens, heads, width),
+        "dt": torch.zeros(heads, chunks, chunk, device=states.device),
+        "A": torch.zeros(heads, device=states.device),
+        "B": mixed[:, inner:][:, : groups * size].view(tokens, groups, size),
+        "chunk_states": states.new_zeros(chunks, heads, width, size),
+    }
+
+
+def _delta_scan(states: Tensor, inputs: Tensor) -> dict[str, Tensor]:
+    """What the gated delta net's scan holds after its chunk states; its convolution's channels are
+    queries, keys and values."""
+    tokens, channels = inputs.shape
+    _, heads, value, key = states.shape
+    key_heads = (channels - heads * value) // (2 * key)
+    chunks = -(-tokens // DELTA_CHUNK)
+    return {
+        "keys": inputs.new_zeros(tokens, key_heads, key),
+        "corrections": inputs.new_zeros(tokens, heads, value),
+        "decays": torch.zeros(tokens, heads, device=states.device),
+        "chunk_states": inputs.new_zeros(chunks, heads, value, key),
+        "chunk_offsets": torch.tensor([0, chunks], device=states.device),
+    }

@@ -1,0 +1,119 @@
+"""The kernels of checkpoint states are compiled at the start of a server with a GPU."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
+from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+from sglang.srt.mem_cache.memory_pool import MambaPool
+
+pytest.importorskip("triton")
+
+from sglang_hybrid.cache import factory
+from sglang_hybrid.checkpoints import compile_kernels
+from tests.kernels.launches import noted
+from tests.kernels.model_layers import LAYERS, Layer
+
+
+def model_runner(layer: Layer, device: str) -> Any:
+    """A model runner as far as `compile_kernels` looks at it, with pools on the CPU."""
+    windows, states = layer.pools()
+    kind = GDNAttnBackend if layer.chunk is None else Mamba2AttnBackend
+    backend = object.__new__(kind)
+    backend._mamba_chunk_size = layer.chunk
+    cache = MambaPool.State(conv=[windows[None]], temporal=states[None])
+    return SimpleNamespace(
+        device=device,
+        dtype=layer.dtype,
+        attn_backend=SimpleNamespace(linear_attn_backend=backend),
+        req_to_token_pool=SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache)),
+    )
+
+
+@pytest.mark.parametrize("name", ["Nemotron-H-8B", "Qwen3-Next-80B"])
+def test_every_kernel_is_launched_once_and_the_log_says_how_far_it_is(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    runner, layer = model_runner(LAYERS[name], "cuda"), LAYERS[name]
+    with caplog.at_level("INFO"):
+        launches = noted(lambda: compile_kernels.compile_kernels(runner, tell=True))
+    scan = "delta_state" if layer.chunk is None else "ssd_state"
+    assert [launch.name for launch in launches] == ["conv_window", scan]
+    assert launches[1].arguments["CHUNK"] == (layer.chunk or 64)
+    told = [record.getMessage() for record in caplog.records]
+    assert told[0] == "sglang_hybrid: compiling kernel 1 of 2: windows of the convolution."
+    assert told[2] == "sglang_hybrid: compiling kernel 2 of 2: states inside the scan."
+    assert all(line.startswith("sglang_hybrid: compiled in ") for line in told[1::2])
+
+
+def test_the_pools_of_the_server_are_not_written() -> None:
+    layer = LAYERS["Nemotron-H-8B"]
+    windows, states = layer.pools()
+    for run in compile_kernels.warm_up(windows, states, layer.dtype, layer.chunk).values():
+        (launch,) = noted(run)
+        written = launch.arguments["pool"]
+        assert written.dtype in (windows.dtype, states.dtype)
+        assert written.untyped_storage().data_ptr() not in (
+            windows.untyped_storage().data_ptr(),
+            states.untyped_storage().data_ptr(),
+        )
+
+
+def test_a_rank_that_does_not_log_compiles_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    runner = model_runner(LAYERS["Falcon-H1-7B"], "cuda")
+    with caplog.at_level("INFO"):
+        assert len(noted(lambda: compile_kernels.compile_kernels(runner, tell=False))) == 2
+    assert not caplog.records
+
+
+def test_nothing_is_compiled_without_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    runner = model_runner(LAYERS["Nemotron-H-8B"], "cpu")
+    with caplog.at_level("INFO"):
+        assert not noted(lambda: compile_kernels.compile_kernels(runner, tell=True))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("split", "unplanned", "compiled"),
+    [(None, None, True), ("a reason", None, False), (None, "a reason", False)],
+)
+def test_the_start_of_a_server_compiles_where_prefills_leave_states(
+    split: str | None, unplanned: str | None, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `--radix-cache-backend hybrid` calls, with the rest of it left out."""
+    answers = {
+        "choose_codecs": [],
+        "why_split": split,
+        "why_unplanned": unplanned,
+        "is_patched": True,
+        "learn_message_boundaries": None,
+        "_rank": 0,
+        "advise": [],
+        "_server_setup": None,
+        "create_unified_radix_cache": SimpleNamespace(slots=SimpleNamespace(), advice=[]),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(factory, name, lambda *given, a=answer, **named: a)
+    monkeypatch.setattr(factory.coded_rows, "use", lambda codecs: None)
+    schedule = SimpleNamespace(disable_overlap_schedule=True)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_schedule", lambda: schedule)
+    monkeypatch.setattr("sglang_hybrid.cache.sizes.cost_of_model", lambda config: None)
+    found: list[Any] = []
+    monkeypatch.setattr(factory, "compile_kernels", lambda runner, tell: found.append(runner))
+    runner = object()
+    factory._factory(
+        SimpleNamespace(
+            model_config=SimpleNamespace(hf_config=None),
+            server_args=SimpleNamespace(),
+            tp_worker=SimpleNamespace(model_runner=runner),
+            is_hybrid_ssm=True,
+            disable_radix_cache=False,
+        )
+    )
+    assert found == [runner] * compiled

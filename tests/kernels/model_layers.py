@@ -1,0 +1,120 @@
+"""Recurrent layers of real models, and a prefill of one as far as our Triton kernels see it.
+
+Its tensors have the shapes, types and strides that they have in SGLang's layers on a GPU.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks
+
+TAPS, SLOTS = 4, 20
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A recurrent layer on one rank: heads and groups (key heads) are that rank's.
+
+    ``chunk`` None: the gated delta net, with states [Dv, Dk] of width Dv and size Dk.
+    """
+
+    heads: int
+    width: int
+    groups: int
+    size: int
+    chunk: int | None
+    more: int
+    """Columns of the projection beside the convolution's."""
+    dtype: torch.dtype = torch.bfloat16
+    states: torch.dtype = torch.float32
+    per_channel: bool = False
+    """Whether each channel of a key has a decay of its own (KDA)."""
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.width
+
+    @property
+    def channels(self) -> int:
+        return self.inner + 2 * self.groups * self.size
+
+    def pools(self) -> tuple[Tensor, Tensor]:
+        """The second layer's slices of pools of three layers."""
+        windows = torch.empty(3, SLOTS, self.channels, TAPS - 1, dtype=self.dtype)
+        states = torch.empty(3, SLOTS, self.heads, self.width, self.size, dtype=self.states)
+        return windows[1], states[1]
+
+
+LAYERS = {
+    "Nemotron-H-8B": Layer(128, 64, 8, 128, 128, 8192 + 128),
+    "Nemotron-H-8B, one of 8 ranks": Layer(16, 64, 1, 128, 128, 1024 + 16),
+    "Falcon-H1-7B": Layer(24, 128, 1, 256, 256, 3072 + 24),
+    "Granite-4.0-H-Small": Layer(128, 64, 1, 128, 256, 8192 + 128),
+    "Granite-4.0-H-Small, bfloat16 states": Layer(
+        128, 64, 1, 128, 256, 8192 + 128, states=torch.bfloat16
+    ),
+    "Qwen3-Next-80B": Layer(32, 128, 16, 128, None, 0),
+    "Qwen3-Next-80B, one of 8 ranks": Layer(4, 128, 2, 128, None, 0),
+    "Qwen3.5-9B, one of 16 ranks": Layer(2, 128, 1, 128, None, 0),
+}
+
+
+def prefill(
+    layer: Layer, lengths: list[int], prefixes: list[int], asked: list[tuple[int, int]]
+) -> None:
+    """One forward of a layer, as far as our kernels see it."""
+    windows, states = layer.pools()
+    bounds = list(accumulate(lengths, initial=0))
+    tokens, n = bounds[-1], len(lengths)
+    # Where SGLang's list of bounds lies depends on what else the forward's metadata holds.
+    cu_seqlens = torch.tensor([0, *bounds], dtype=torch.int32)[1:]
+    owners = torch.arange(n + 1, dtype=torch.int32)[1:]
+    slots = torch.arange(n + 1, n + 1 + len(asked))
+    positions = [prefixes[s] + at for s, at in asked]
+    tracks = PrefillTracks(
+        StateTracks([s for s, _ in asked], positions, slots),
+        prefixes,
+        lengths,
+        slots,
+        owners,
+        cu_seqlens,
+    )
+    inputs = torch.empty(tokens, layer.channels + layer.more, dtype=layer.dtype)
+    inputs = inputs[:, layer.more // 2 :][:, : layer.channels]
+    tracks.save_windows(windows, inputs)
+    writer = tracks.into(states)
+    if layer.chunk is None:
+        writer.save_delta_states(
+            keys=torch.empty(1, tokens, layer.groups, layer.size, dtype=layer.dtype)[0],
+            corrections=torch.empty(1, tokens, layer.heads, layer.width, dtype=layer.dtype)[0],
+            decays=torch.empty(tokens, layer.heads, *[layer.size] * layer.per_channel),
+            chunk_states=torch.empty(
+                1,
+                sum(-(-length // 64) for length in lengths),
+                layer.heads,
+                layer.width,
+                layer.size,
+                dtype=layer.dtype,
+            )[0],
+            chunk_offsets=torch.tensor([0, *(-(-length // 64) for length in lengths)]).cumsum(-1),
+            cu_seqlens=cu_seqlens,
+        )
+        return
+    # SGLang's convolution returns what has the strides of its input, transposed.
+    mixed = torch.empty_like(inputs.T).T[:tokens]
+    shared = layer.groups * layer.size
+    x, B, _ = mixed.split([layer.inner, shared, shared], dim=1)
+    chunks = -(-tokens // layer.chunk)
+    state = (layer.heads, layer.width, layer.size)
+    writer.save_ssd_states(
+        x=x.view(1, tokens, layer.heads, layer.width)[0],
+        dt=torch.empty(1, layer.heads, chunks, layer.chunk)[0],
+        A=torch.empty(layer.heads),
+        B=B.view(1, tokens, layer.groups, -1)[0],
+        chunk_states=torch.empty(1, chunks, *state, dtype=layer.states)[0],
+        cu_seqlens=cu_seqlens,
+        initial_states=torch.empty(n, *state, dtype=layer.states) if any(prefixes) else None,
+    )

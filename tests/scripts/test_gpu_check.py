@@ -1,0 +1,318 @@
+"""scripts/gpu_check.sh: what it says without a GPU, its limits of time, its table and its steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import requests
+import torch
+
+from scripts.gpu_check import __main__ as gpu_check
+from scripts.gpu_check import models, steps
+from scripts.gpu_check.findings import Finding, told
+from scripts.gpu_check.steps import Step
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python(code: str) -> list[str]:
+    """A step's command: Python, which can `tell`."""
+    return [sys.executable, "-c", "from scripts.gpu_check.findings import tell\n" + code]
+
+
+def findings(*command: str, **environment: str) -> list[Finding]:
+    """What a step reports that ends as it should."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return [finding for line in done.stdout.splitlines() if (finding := told(line))]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu_check.sh"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd="/",
+        env={**os.environ, "PYTHON": sys.executable},
+    )
+    assert done.returncode == gpu_check.UNCHECKED
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "finds no NVIDIA GPU" in done.stderr and "nothing was checked" in done.stderr
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "GRACE", 2.0)
+
+
+def test_a_step_that_fails_or_hangs_keeps_no_other_from_running(soon: None, tmp_path: Path) -> None:
+    hangs = "tell('first', 'half', True)\nimport time; time.sleep(60)"
+    begin = time.monotonic()
+    found = steps.run_all(
+        [
+            Step("fails", python("tell('a', 'b', True)\nraise ValueError('too bad')"), 30),
+            Step("hangs", python(hangs), 4),
+            Step("silent", python(""), 30),
+            Step("missing", python("import no_such_module"), 30),
+            Step("well", python("tell('what', 'that', True)"), 30),
+        ],
+        120,
+        tmp_path,
+    )
+    assert time.monotonic() - begin < 50
+    assert [finding.ok for finding in found["fails"]] == [True, False]
+    assert "status 1: ValueError: too bad" in found["fails"][1].found
+    assert found["hangs"][0] == Finding("first", "half", True)
+    assert found["hangs"][1].found.startswith("not ended after 4 s") and not found["hangs"][1].ok
+    assert found["silent"][0].found.startswith("nothing was reported")
+    assert "No module named 'no_such_module'" in found["missing"][0].found
+    assert found["well"] == [Finding("what", "that", True)]
+
+
+def test_all_steps_together_end_in_time(soon: None, tmp_path: Path) -> None:
+    """The last one of them finds no time left."""
+    sleeps = python("import time; time.sleep(60)")
+    begin = time.monotonic()
+    found = steps.run_all([Step(name, sleeps, 5) for name in "abc"], 6, tmp_path)
+    assert time.monotonic() - begin < 6 + 1
+    assert [findings[-1].ok for findings in found.values()] == [False] * 3
+    assert found["c"] == [Finding("time", "none was left; not run", False)]
+
+
+def test_what_a_hanging_step_has_started_is_ended_with_it(soon: None, tmp_path: Path) -> None:
+    """Even in a session of its own, and although neither heeds Ctrl-C."""
+    pid_file = tmp_path / "pid"
+    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
+    code = (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {deaf!r}], start_new_session=True)\n"
+        f"open({str(pid_file)!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(60)"
+    )
+    steps.run(Step("deaf", python(code), 10), 10, tmp_path / "log")
+    child = Path("/proc", pid_file.read_text(), "stat")
+    until = time.monotonic() + 10
+    while child.exists() and "Z" not in child.read_text().rpartition(")")[2].split()[0]:
+        assert time.monotonic() < until, "what the step has started is alive"
+        time.sleep(0.1)
+
+
+def test_a_step_has_its_environment(tmp_path: Path) -> None:
+    code = "import os; tell('here', os.environ['OF_THE_STEP'], True)"
+    step = Step("step", python(code), 30, {"OF_THE_STEP": "yes"})
+    assert steps.run(step, 30, tmp_path / "log") == [Finding("here", "yes", True)]
+
+
+@pytest.mark.parametrize(("ok", "status", "word"), [(True, 0, "| ok "), (False, 1, "| WRONG |")])
+def test_the_table_and_the_status_say_what_was_wrong(
+    ok: bool,
+    status: int,
+    word: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    step = Step("one", python(f"tell('some|thing', 'found', {ok}); tell('more', 'known')"), 30)
+    monkeypatch.setattr(gpu_check, "steps_in_rehearsal", lambda: [step])
+    assert gpu_check.main(["--rehearse"]) == status
+    shown = capsys.readouterr().out
+    table = [line for line in shown.splitlines() if line.startswith("|")]
+    assert len({len(line) for line in table}) == 1
+    (row,) = [line for line in table if "some/thing" in line]
+    assert row.startswith("| one ") and word in row
+    (row,) = [line for line in table if "| more " in line]
+    assert row.rsplit("|", 2)[1].strip() == ""
+
+
+def test_an_unknown_step_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["--rehearse", "--only", "kernel"]) == gpu_check.UNCHECKED
+    assert "no step 'kernel'; there are: kernels; timings; nemotron-h" in capsys.readouterr().err
+
+
+def test_what_runs_depends_on_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "sanitizer", lambda: None)
+    monkeypatch.setattr(gpu_check, "serves", lambda: False)
+    assert [step.name for step in gpu_check.steps_on_a_gpu()] == ["kernels", "timings"]
+    monkeypatch.setattr(gpu_check, "sanitizer", lambda: "/cuda/bin/compute-sanitizer")
+    monkeypatch.setattr(gpu_check, "serves", lambda: True)
+    every = {step.name: step for step in gpu_check.steps_on_a_gpu()}
+    assert {"memcheck", "racecheck", "nemotron-h, float32", *gpu_check.MODELS} < {*every}
+    assert every["memcheck"].command[:3] == ["/cuda/bin/compute-sanitizer", "--tool", "memcheck"]
+    assert every["memcheck"].environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
+def test_a_triton_that_cannot_compile_sglangs_kernels_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_check, "serves", lambda: True)
+    for version, wrong in (("3.8.0", []), ("3.9.0", ["Triton"]), ("3.10.1", ["Triton"])):
+        monkeypatch.setattr(gpu_check, "installed", lambda package, v=version: v)
+        rows = gpu_check.environment("a GPU")
+        assert [row.what for row in rows if row.ok is False] == wrong
+
+
+WITHOUT_SGLANG = (
+    "import runpy, sys; sys.modules['sglang'] = None; "
+    "runpy.run_module('scripts.gpu_check.{}', run_name='__main__')"
+)
+
+
+@pytest.mark.parametrize("module", ["kernels", "timings"])
+def test_kernels_are_checked_without_sglang(module: str) -> None:
+    """In Triton's interpreter where there is no GPU."""
+    pytest.importorskip("triton")
+    found = findings("-c", WITHOUT_SGLANG.format(module), PYTHONPATH=str(ROOT))
+    assert len(found) >= 2
+    assert all(finding.ok is not False for finding in found), found
+    if module == "kernels":
+        assert all(finding.ok for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wrong"),
+    [("save_ssd_states", "Mamba2"), ("save_delta_states", "delta"), ("save_windows", "windows")],
+)
+def test_a_kernel_that_writes_nothing_is_found(kernel: str, wrong: str) -> None:
+    pytest.importorskip("triton")
+    code = (
+        "import os; os.environ['TRITON_INTERPRET'] = '1'\n"
+        "from scripts.gpu_check import kernels\n"
+        f"kernels.cs.{kernel} = lambda *given, **named: None\n"
+        "kernels.main()"
+    )
+    found = findings("-c", code, PYTHONPATH=str(ROOT))
+    assert {finding.what.split()[0].strip(",") for finding in found if not finding.ok} == {wrong}
+
+
+@pytest.mark.parametrize("specialised", [False, True])
+def test_prefills_that_compile_anything_are_found(specialised: bool) -> None:
+    """Counted as on a GPU, with a driver that is pretended."""
+    pytest.importorskip("triton")
+    program = ["-m", "tests.scripts.launched_compilations", *(["specialised"] * specialised)]
+    found = findings("-W", "ignore", *program, TRITON_INTERPRET="0")
+    assert len(found) == 4
+    wrong = {finding.what for finding in found if not finding.ok}
+    assert wrong == (
+        {"compiled for a small Mamba2", "compiled for Nemotron-H-8B"} if specialised else set()
+    )
+
+
+def test_the_layers_that_are_timed_run_with_sglangs_scans() -> None:
+    pytest.importorskip("triton")
+    findings("-W", "ignore", "-m", "tests.scripts.launched_timings", TRITON_INTERPRET="1")
+
+
+class Told:
+    """Findings that are noted instead of printed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.verdicts: dict[str, bool | None] = {}
+        monkeypatch.setattr(models, "tell", self.tell)
+
+    def tell(self, what: str, found: str, ok: bool | None = None) -> None:
+        self.verdicts[what] = ok
+
+
+@pytest.mark.parametrize(
+    ("cached", "apart", "page", "ok"),
+    [
+        (123, 0.001, 1, True),
+        (122, 0.001, 1, False),
+        (0, 0.0, 1, False),
+        (123, 0.5, 1, False),
+        (112, 0.001, 16, True),
+        (0, 0.001, 16, False),
+    ],
+)
+def test_a_hit_is_wrong_if_it_is_shorter_or_answers_otherwise(
+    cached: int, apart: float, page: int, ok: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = Told(monkeypatch)
+    whole = list(range(300))
+
+    def generate(url: str, tokens: list[int], declared: tuple[int, ...]) -> dict[str, Any]:
+        meta: dict[str, Any] = {"cached_tokens": 0 if tokens == whole else cached}
+        meta["hybrid_cache"] = {"checkpoints": [{"position": 123, "kind": "declared"}]}
+        return {"output_ids": [7], "meta_info": meta}
+
+    monkeypatch.setattr(models, "generate", generate)
+    monkeypatch.setattr(models, "flush", lambda url: None)
+    monkeypatch.setattr(
+        models, "difference", lambda url, record, tokens: 0.0 if tokens == whole else apart
+    )
+    hit = models.Hit("declared", [whole, [*whole[:123], 5]], 123, declared=(123,))
+    models.check_hit("", hit, 0.01, page)
+    assert noted.verdicts == {"hit: declared": ok}
+
+
+COMPILED = "sglang_hybrid: compiled in 1.0 s.\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "log", "wrong"),
+    [
+        ({}, COMPILED, set()),
+        ({"mamba_radix_cache_strategy": "extra_buffer"}, COMPILED, {"strategy"}),
+        ({"page_size": 64}, COMPILED, {"strategy"}),
+        ({"page_size": 64, "mamba_radix_cache_strategy": "extra_buffer"}, COMPILED, set()),
+        ({"disable_overlap_schedule": True}, COMPILED, {"strategy"}),
+        ({}, "prefills are split where they leave a state, since X writes none.", {"prefills"}),
+        ({}, "", {"kernels"}),
+        ({}, COMPILED + "Traceback (most recent call last):", {"log"}),
+    ],
+)
+def test_choices_of_a_default_server_that_are_wrong(
+    changed: dict[str, Any],
+    log: str,
+    wrong: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted = Told(monkeypatch)
+    info = {
+        "disable_overlap_schedule": False,
+        "mamba_radix_cache_strategy": "no_buffer",
+        "page_size": 1,
+        "attention_backend": "fa3",
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+        "cuda_graph_config": {"prefill": {"backend": "breakable"}},
+        "internal_states": [{"hybrid_cache": {"advice": []}}],
+        **changed,
+    }
+    monkeypatch.setattr(requests, "get", lambda url, timeout: SimpleNamespace(json=lambda: info))
+    (tmp_path / "log").write_text(log)
+    server: Any = SimpleNamespace(url="", log=tmp_path / "log")
+    models.check_choices("nemotron-h", server, gpu=True)
+    assert {what for what, ok in noted.verdicts.items() if ok is False} == wrong
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_a_server_is_checked_in_a_rehearsal() -> None:
+    found = findings("-m", "scripts.gpu_check.models", "nemotron-h", "--cpu")
+    hits = {finding.what for finding in found if finding.what.startswith("hit: ")}
+    kinds = ("prompt_end", "branch", "declared", "message", "tail")
+    assert hits == {f"hit: {kind}" for kind in kinds}
+    for finding in found:
+        assert finding.ok is not False, finding
+        if finding.what in hits:
+            kind = finding.what.removeprefix("hit: ")
+            assert finding.ok and f"({kind})" in finding.found
