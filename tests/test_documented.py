@@ -32,6 +32,7 @@ from tests.documented import ROOT, commands
 COMMANDS = sorted(commands())
 LAUNCHER, REPLAY = "python -m sglang_hybrid.launch_server", "python -m sglang_hybrid.replay"
 TESTS = "python -m pytest"
+REHEARSAL = "python -m tests.rehearsal"
 EXPLAIN = "python -m sglang_hybrid.explain"
 PROMPTS = "python -m sglang_hybrid.prompts"
 README = (ROOT / "README.md").read_text()
@@ -59,6 +60,7 @@ def is_known(command: str) -> bool:
         EXPLAIN,
         PROMPTS,
         TESTS,
+        REHEARSAL,
         "pip install -e ",
         "docker",
         "curl ",
@@ -130,7 +132,7 @@ def test_a_replay_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert replay(words(command.removeprefix(REPLAY))) == 0
 
 
-@pytest.mark.parametrize("command", [*of(EXPLAIN), *of(PROMPTS)])
+@pytest.mark.parametrize("command", [*of(EXPLAIN), *of(PROMPTS), *of(REHEARSAL)])
 def test_a_module_takes_its_arguments(
     command: str, stops_when_parsed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
