@@ -198,7 +198,7 @@ def check_gated_delta_net(dtype: torch.dtype, close: float) -> None:
 if __name__ == "__main__":
     if INTERPRETED:
         run_without_a_device()
-        from tests.kernels import block_pointers, interpreter  # noqa: F401
+        from tests.kernels import interpreter  # noqa: F401
     torch.set_default_device(DEVICE)
     seed = torch.seed() % 2**31
     print("seed", seed)

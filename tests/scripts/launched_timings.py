@@ -8,7 +8,7 @@ from torch import Tensor
 
 from scripts.gpu_check import timings
 from tests.checkpoints.launched_scans import run_without_a_device
-from tests.kernels import block_pointers, interpreter  # noqa: F401
+from tests.kernels import interpreter  # noqa: F401
 
 
 def convolution(
