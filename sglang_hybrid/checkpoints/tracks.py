@@ -19,6 +19,7 @@ from torch import Tensor
 from sglang_hybrid.kernels import checkpoint_states
 from sglang_hybrid.kernels.checkpoint_states import Targets
 from sglang_hybrid.kernels.chunks import Positions
+from sglang_hybrid.streams import to_device
 
 
 @dataclass(frozen=True)
@@ -163,10 +164,7 @@ def _save_windows(
 
 def _put(device: torch.device, *values: Tensor) -> list[Tensor]:
     """Flat lists of integers as int64 on the device, all in one copy."""
-    packed = torch.cat([value.long() for value in values])
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    moved = packed.to(device, non_blocking=True)
+    moved = to_device(torch.cat([value.long() for value in values]), device)
     return list(torch.split(moved, [len(value) for value in values]))
 
 

@@ -133,8 +133,9 @@ class TieredServer(Server):
     def admit(self, req: Req) -> bool:
         joined = super().admit(req)
         if joined:
-            if self.cache.ready_to_load_host_cache() >= 0:
-                self.loads += 1
+            under_way = len(self.cache.cache_controller.ack_load_queue)
+            self.cache.ready_to_load_host_cache()
+            self.loads += len(self.cache.cache_controller.ack_load_queue) > under_way
             self._check_resumed(req)
         return joined
 
