@@ -100,6 +100,7 @@ class TieredServer(Server):
         self._rows = [*kv.k_buffer, *kv.v_buffer]
         self._states = self.pool.mamba_pool.mamba_cache if sizes.states else None
         self.loads = 0
+        self.waits_for = -1  # the loads that the last batch waits for, as SGLang counts them
         if cache.ways is not None:
             keep_what_is_copied(cache)
         if self._plans:
@@ -134,7 +135,7 @@ class TieredServer(Server):
         joined = super().admit(req)
         if joined:
             under_way = len(self.cache.cache_controller.ack_load_queue)
-            self.cache.ready_to_load_host_cache()
+            self.waits_for = self.cache.ready_to_load_host_cache()
             self.loads += len(self.cache.cache_controller.ack_load_queue) > under_way
             self._check_resumed(req)
         return joined
