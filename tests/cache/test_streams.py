@@ -56,6 +56,13 @@ REMAINS = {
 }
 """What the scheduler's thread still does, and why it does not matter."""
 
+WITH_DIRECT_COPIES = {
+    f"a copy between host and device in move_indices ({_CONTROLLER})": (
+        "torch copies row by row and needs the rows' numbers on the host, which waits for what the "
+        "scheduler's stream was given: indices, and the forward's use of them"
+    ),
+}
+
 
 @pytest.fixture(autouse=True)
 def exact_again() -> Iterator[None]:
@@ -63,15 +70,13 @@ def exact_again() -> Iterator[None]:
     coded_rows.use(CodecPlan())
 
 
-def watched(
-    monkeypatch: pytest.MonkeyPatch, writes: str, seed: int = 0, sizes: Sizes = SIZES
-) -> PretendedServer:
+def watched(monkeypatch: pytest.MonkeyPatch, writes: str, **more: Any) -> PretendedServer:
     """Random requests are served while waits are noted."""
     gpu = pretend(monkeypatch, at_once=True)
     with gpu.watching():
-        at = pretended_server(gpu, sizes, options("reuse"), 16, policy=writes)
+        at = pretended_server(gpu, SIZES, options("reuse"), 16, policy=writes, **more)
         gpu.waits.clear()  # of the start
-        serve_at_random(at, seed, 25)
+        serve_at_random(at, 0, 25)
         settle(at)
     return at
 
@@ -94,6 +99,17 @@ def test_the_scheduler_waits_for_nothing_that_is_not_listed(
     info, stats = at.cache.tiers_info(), at.cache.stats
     assert at.loads > 5 and info["written_bytes"] > 0 and sum(stats.admitted.values()) > 20
     assert victims, "no victim was copied on its way out"
+
+
+@pytest.mark.parametrize("writes", ["write_through", "write_back"])
+def test_by_sglangs_direct_copies_it_waits_for_indices(
+    monkeypatch: pytest.MonkeyPatch, writes: str
+) -> None:
+    """That is `--hicache-io-backend direct`, which `kernel`, the default, is without."""
+    at = watched(monkeypatch, writes, layout="page_first_direct")
+    found = {str(wait) for wait in at.gpu.waits} - REMAINS.keys()
+    assert found == WITH_DIRECT_COPIES.keys()
+    assert at.gpu.schedule.waits == 0 and at.loads > 5
 
 
 @smaller_copies
