@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache.host_room import share_host_room
 from sglang_hybrid.cache.one_memory import OneMemoryCache
+from sglang_hybrid.cache.releases import copy_behind_forwards
 from sglang_hybrid.cache.served_tiers import disk_of
 from sglang_hybrid.cache.ways import WayChooser
 from sglang_hybrid.core.rates import Tier
@@ -149,6 +150,7 @@ class HostTierCache(OneMemoryCache):
         ]
         if not node_ids:
             return
+        copy_behind_forwards(self.cache_controller, self.forward_stream)
         before = self._host_copies(node_ids)
         first = tree.node_by_id(node_ids[0])
         kept = first.id if first.backuped else first.parent.id

@@ -89,17 +89,21 @@ def plainly() -> AbstractContextManager[Any]:
 
 
 class PretendedServer(TieredServer):
-    """Its cache is on `gpu`. loads_under_way: the most that a scheduler lets there be."""
+    """Its cache is on `gpu`. loads_under_way: the most that a scheduler lets there be. fenced:
+    SGLang lets copies begin after the forwards under way, as from 0.5.23 on.
+    """
 
     loads_under_way = 3
 
-    def __init__(self, gpu: Gpu, cache: Any, sizes: Sizes, chunk: int = 0) -> None:
+    def __init__(
+        self, gpu: Gpu, cache: Any, sizes: Sizes, chunk: int = 0, *, fenced: bool = True
+    ) -> None:
         self.gpu = gpu
         self._launched: dict[Req, int] = {}
         super().__init__(cache, sizes, chunk)
         cache.forward_stream = gpu.forwards
         cache.cache_controller.load_fence_stream = gpu.forwards
-        cache.cache_controller.write_fence_stream = gpu.forwards
+        cache.cache_controller.write_fence_stream = gpu.forwards if fenced else None
 
     def poll(self) -> None:
         self.gpu.poll()
@@ -215,11 +219,11 @@ class PretendedServer(TieredServer):
 
 
 def pretended_server(
-    gpu: Gpu, sizes: Sizes, options: Any, chunk: int = 0, **more: Any
+    gpu: Gpu, sizes: Sizes, options: Any, chunk: int = 0, *, fenced: bool = True, **more: Any
 ) -> PretendedServer:
     """A server whose pools are on `gpu`."""
     with envs.SGLANG_DISABLE_FUSED_MAMBA_SLOT_OPS.override(True):  # they are kernels of Triton
         cache = build_tiered_cache(sizes, options, device="cuda", **more)
     assert isinstance(cache.req_to_token_pool.req_to_token, OnDevice)
     cache.speeds.speeds, cache.speeds.poll = SLOW, lambda: []
-    return PretendedServer(gpu, cache, sizes, chunk)
+    return PretendedServer(gpu, cache, sizes, chunk, fenced=fenced)

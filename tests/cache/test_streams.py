@@ -240,14 +240,30 @@ def test_whatever_streams_do_late_requests_resume_from_their_own_prefix(
 
 
 def serve_late(
-    monkeypatch: pytest.MonkeyPatch, writes: str, seed: int, sizes: Sizes = SIZES
+    monkeypatch: pytest.MonkeyPatch,
+    writes: str,
+    seed: int,
+    sizes: Sizes = SIZES,
+    **more: Any,
 ) -> PretendedServer:
-    gpu = pretend(monkeypatch, seed=seed)
+    gpu, chunk = pretend(monkeypatch, seed=seed), 0 if seed % 2 else 16
     with gpu.watching():
-        at = pretended_server(gpu, sizes, options("reuse"), 0 if seed % 2 else 16, policy=writes)
+        at = pretended_server(gpu, sizes, options("reuse"), chunk, policy=writes, **more)
         serve_at_random(at, seed, 25)
         settle(at)
     return at
+
+
+def test_copies_of_sglang_0_5_22_begin_after_the_forwards_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By itself it would copy what the forward under way still writes."""
+    for seed in range(4):
+        serve_late(monkeypatch, "write_through", seed, fenced=False)
+    monkeypatch.setattr(host_tier, "copy_behind_forwards", lambda *which: None)
+    with pytest.raises(AssertionError, match=r"other tokens|another prefix"):
+        for seed in range(12):
+            serve_late(monkeypatch, "write_through", seed, fenced=False)
 
 
 def without_order_behind_copies(monkeypatch: pytest.MonkeyPatch) -> None:
