@@ -19,12 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import sglang
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-HERE = Path(__file__).resolve()
+import sglang_hybrid
+
+HERE = Path(__file__)
 TESTS = HERE.parents[1]
+PACKAGES = {each.__name__: Path(str(each.__file__)).parent for each in (sglang, sglang_hybrid)}
 WAITING = 2
 """Polls after which a copy has arrived that nobody needed, where streams run at once."""
 
@@ -194,16 +198,15 @@ class Gpu:
 
 
 def _caller() -> tuple[str, str] | None:
-    """File and function of the call under way, without torch's own frames; None in a test."""
+    """File and function of SGLang's or ours that make the call under way; None if a test does."""
     frame = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if file != str(HERE) and "/site-packages/torch/" not in file and file[0] != "<":
-            if Path(file).is_relative_to(TESTS) or "/sglang" not in file:
-                return None
-            name = file.rsplit("/sglang_hybrid/", 1)
-            short = f"sglang_hybrid/{name[1]}" if len(name) == 2 else file.rsplit("/sglang/", 1)[-1]
-            return short, frame.f_code.co_name
+        file = Path(frame.f_code.co_filename)
+        for name, folder in PACKAGES.items():
+            if file.is_relative_to(folder):
+                return f"{name}/{file.relative_to(folder)}", frame.f_code.co_name
+        if file != HERE and file.is_relative_to(TESTS):
+            return None
         frame = frame.f_back
     return None
 

@@ -90,18 +90,27 @@ def plainly() -> AbstractContextManager[Any]:
 
 class PretendedServer(TieredServer):
     """Its cache is on `gpu`. loads_under_way: the most that a scheduler lets there be. fenced:
-    SGLang lets copies begin after the forwards under way, as from 0.5.23 on.
+    SGLang lets copies begin after the forwards under way, as from 0.5.23 on. overlap: forwards have
+    a stream of their own, and not the scheduler's.
     """
 
     loads_under_way = 3
 
     def __init__(
-        self, gpu: Gpu, cache: Any, sizes: Sizes, chunk: int = 0, *, fenced: bool = True
+        self,
+        gpu: Gpu,
+        cache: Any,
+        sizes: Sizes,
+        chunk: int = 0,
+        *,
+        fenced: bool = True,
+        overlap: bool = True,
     ) -> None:
         self.gpu = gpu
+        self.forwards = gpu.forwards if overlap else gpu.schedule
         self._launched: dict[Req, int] = {}
         super().__init__(cache, sizes, chunk)
-        cache.forward_stream = gpu.forwards
+        cache.forward_stream = gpu.forwards if overlap else None
         cache.cache_controller.load_fence_stream = gpu.forwards
         cache.cache_controller.write_fence_stream = gpu.forwards if fenced else None
 
@@ -122,9 +131,9 @@ class PretendedServer(TieredServer):
         """
         if req not in self._launched:
             self.begin_forward(req)
-            self._launched[req] = len(self.gpu.forwards.work)
+            self._launched[req] = len(self.forwards.work)
             return False
-        self.gpu.forwards.run(self._launched.pop(req))
+        self.forwards.run(self._launched.pop(req))
         done = req.extend_end == _length(req)
         if done:
             req.output_ids.append(0)
@@ -139,11 +148,11 @@ class PretendedServer(TieredServer):
             super().decode(req, answer[:-1])
             req.output_ids.append(0)
             answer = answer[-1:]
-        self.gpu.forwards.run()
+        self.forwards.run()
         super().decode(req, answer)
 
     def abort(self, req: Req, *, keep: bool = False) -> None:
-        self.gpu.forwards.run(self._launched.pop(req, None))
+        self.forwards.run(self._launched.pop(req, None))
         super().abort(req, keep=keep)
 
     def check(self) -> None:
@@ -192,7 +201,7 @@ class PretendedServer(TieredServer):
         marks = [mark(tokens[: at + 1]) for at in range(prefix)]
         counter = self.cache.cache_controller.layer_done_counter
         counter.set_consumer(self.waits_for)
-        with self.gpu.stream(self.gpu.forwards):
+        with self.gpu.stream(self.forwards):
             for layer in range(counter.num_layers):
                 counter.wait_until(layer)
 
@@ -214,16 +223,23 @@ class PretendedServer(TieredServer):
             with plainly():
                 work()
 
-        self.gpu.forwards.wait_stream(self.gpu.schedule)
-        self.gpu.forwards.give(run)
+        self.forwards.wait_stream(self.gpu.schedule)
+        self.forwards.give(run)
 
 
 def pretended_server(
-    gpu: Gpu, sizes: Sizes, options: Any, chunk: int = 0, *, fenced: bool = True, **more: Any
+    gpu: Gpu,
+    sizes: Sizes,
+    options: Any,
+    chunk: int = 0,
+    *,
+    fenced: bool = True,
+    overlap: bool = True,
+    **more: Any,
 ) -> PretendedServer:
     """A server whose pools are on `gpu`."""
     with envs.SGLANG_DISABLE_FUSED_MAMBA_SLOT_OPS.override(True):  # they are kernels of Triton
         cache = build_tiered_cache(sizes, options, device="cuda", **more)
     assert isinstance(cache.req_to_token_pool.req_to_token, OnDevice)
     cache.speeds.speeds, cache.speeds.poll = SLOW, lambda: []
-    return PretendedServer(gpu, cache, sizes, chunk, fenced=fenced)
+    return PretendedServer(gpu, cache, sizes, chunk, fenced=fenced, overlap=overlap)

@@ -29,7 +29,7 @@ from sglang_hybrid.tiers.codecs import Codec
 from sglang_hybrid.tiers.coded_rows import CodecPlan, CodedRows
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes, build_cache
-from tests.cache.pretended_gpu import Gpu, OnDevice
+from tests.cache.pretended_gpu import PACKAGES, Gpu, OnDevice
 from tests.cache.pretended_server import PretendedServer, plainly, pretend, pretended_server
 from tests.cache.test_tiers import serve_at_random
 from tests.releases import smaller_copies
@@ -39,8 +39,9 @@ SIZES = Sizes(states=7, kv=160, rows=6, context=128)
 KV_ONLY = Sizes(states=0, kv=160, rows=6, context=128)
 SLOW = pytest.mark.slow
 
-_UNIFIED, _CONTROLLER = "srt/mem_cache/unified_radix_cache.py", "srt/managers/cache_controller.py"
-_STATES = "srt/mem_cache/pool_host/mamba.py"
+_UNIFIED = "sglang/srt/mem_cache/unified_radix_cache.py"
+_CONTROLLER = "sglang/srt/managers/cache_controller.py"
+_STATES = "sglang/srt/mem_cache/pool_host/mamba.py"
 UNPINNED = "a copy of memory that is not pinned"
 
 REMAINS = {
@@ -201,7 +202,7 @@ def test_a_wait_that_somebody_adds_is_found(monkeypatch: pytest.MonkeyPatch, wha
     """In the step that copies in the background, say."""
     code = f"def wait(cache):\n    {PLANTED[what]}\n"
     names: dict[str, Any] = {"torch": torch}
-    exec(compile(code, "/anywhere/sglang_hybrid/cache/planted.py", "exec"), names)
+    exec(compile(code, str(PACKAGES["sglang_hybrid"] / "cache/planted.py"), "exec"), names)
     step = Offload.step
 
     def step_and_wait(offload: Any) -> None:
@@ -252,6 +253,16 @@ def serve_late(
         serve_at_random(at, seed, 25)
         settle(at)
     return at
+
+
+def test_without_overlap_scheduling_the_order_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards and indices have one stream."""
+    found = [serve_late(monkeypatch, "write_back", seed, overlap=False) for seed in range(3)]
+    assert sum(at.loads for at in found) > 0
+    monkeypatch.setattr(host_tier, "order_behind", lambda *event: None)
+    with pytest.raises(AssertionError, match=r"other tokens|another prefix"):
+        for seed in range(12):
+            serve_late(monkeypatch, "write_back", seed, overlap=False)
 
 
 def test_copies_of_sglang_0_5_22_begin_after_the_forwards_too(
@@ -407,7 +418,7 @@ def test_what_makes_a_host_wait_is_known(
     gpu = pretend(monkeypatch, at_once=True)
     with gpu.watching():
         numbers = {"x": torch.arange(1, 5, device="cuda"), "h": torch.arange(4)}
-        code = compile(expression, "/anywhere/sglang_hybrid/expression.py", "eval")
+        code = compile(expression, str(PACKAGES["sglang_hybrid"] / "expression.py"), "eval")
         with contextlib.suppress(RuntimeError, TypeError):
             eval(code, {"torch": torch, "np": np, **numbers})
     assert bool(gpu.waits) is waits
