@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import sglang_hybrid
+from sglang_hybrid.patching import NOTE
 
 HERE = Path(__file__)
 TESTS = HERE.parents[1]
@@ -201,7 +202,7 @@ def _caller() -> tuple[str, str] | None:
     """File and function of SGLang's or ours that make the call under way; None if a test does."""
     frame = sys._getframe(1)
     while frame is not None:
-        file = Path(frame.f_code.co_filename)
+        file = Path(frame.f_code.co_filename.removesuffix(NOTE))
         for name, folder in PACKAGES.items():
             if file.is_relative_to(folder):
                 return f"{name}/{file.relative_to(folder)}", frame.f_code.co_name

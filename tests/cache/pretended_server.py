@@ -112,7 +112,8 @@ class PretendedServer(TieredServer):
         super().__init__(cache, sizes, chunk)
         cache.forward_stream = gpu.forwards if overlap else None
         cache.cache_controller.load_fence_stream = gpu.forwards
-        cache.cache_controller.write_fence_stream = gpu.forwards if fenced else None
+        if hasattr(cache.cache_controller, "write_fence_stream"):
+            cache.cache_controller.write_fence_stream = gpu.forwards if fenced else None
 
     def poll(self) -> None:
         self.gpu.poll()

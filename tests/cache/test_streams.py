@@ -32,7 +32,7 @@ from tests.cache.driver import Server, Sizes, build_cache
 from tests.cache.pretended_gpu import PACKAGES, Gpu, OnDevice
 from tests.cache.pretended_server import PretendedServer, plainly, pretend, pretended_server
 from tests.cache.test_tiers import serve_at_random
-from tests.releases import smaller_copies
+from tests.releases import smaller_copies, waits_listed
 from tests.tuner.traffic import conversations, requests, templates
 
 SIZES = Sizes(states=7, kv=160, rows=6, context=128)
@@ -89,6 +89,7 @@ def settle(at: PretendedServer) -> None:
         at.poll()
 
 
+@waits_listed
 @pytest.mark.parametrize("writes", ["write_through", "write_back"])
 def test_the_scheduler_waits_for_nothing_that_is_not_listed(
     monkeypatch: pytest.MonkeyPatch, writes: str
@@ -102,6 +103,7 @@ def test_the_scheduler_waits_for_nothing_that_is_not_listed(
     assert victims, "no victim was copied on its way out"
 
 
+@waits_listed
 @pytest.mark.parametrize("writes", ["write_through", "write_back"])
 def test_by_sglangs_direct_copies_it_waits_for_indices(
     monkeypatch: pytest.MonkeyPatch, writes: str
@@ -141,6 +143,7 @@ def test_rows_are_encoded_and_decoded_on_the_device(
     assert all(isinstance(one, OnDevice) for one in (content, *back))
 
 
+@waits_listed
 @pytest.mark.parametrize(
     "sizes",
     [
