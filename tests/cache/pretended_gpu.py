@@ -56,6 +56,13 @@ class OnDevice(Tensor):
         """Memory is never used again here."""
 
 
+def pinned(tensor: Tensor, device: Any = None) -> Any:
+    """`Tensor.pin_memory`."""
+    copy: Any = tensor.clone()
+    copy._is_pinned = True
+    return copy
+
+
 class Stream:
     """Work in an order. `at_once`: it is done when it is given."""
 
@@ -251,10 +258,6 @@ class _Pretending(TorchFunctionMode):
             self._gpu.note(f"{name} of numbers")
         elif name in ("cpu", "cuda", "to", "copy_", "type_as"):
             return self._copy(func, name, args, kwargs)
-        elif name == "pin_memory":
-            pinned = args[0].clone()
-            pinned._is_pinned = True
-            return pinned
         elif name in INDEXING:
             self._index(name, args)
         elif inside and _has_an_unknown_shape(name, args, kwargs):

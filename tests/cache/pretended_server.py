@@ -25,7 +25,7 @@ from sglang_hybrid.core.rates import Link, Speeds
 from sglang_hybrid.kernels import host_rows
 from sglang_hybrid.platforms.cpu_ops import host_copies
 from tests.cache.driver import Sizes, _length
-from tests.cache.pretended_gpu import Gpu, OnDevice
+from tests.cache.pretended_gpu import Gpu, OnDevice, pinned
 from tests.cache.tiers import TieredServer, build_tiered_cache, mark
 
 SLOW = Speeds.of(1e3, Link(1e12), Link(1e12))
@@ -53,6 +53,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, at_once: bool = False, seed: int
         monkeypatch.setattr(module, "device_module", gpu)
     for name in ("Stream", "Event", "current_stream", "stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
     monkeypatch.setattr(common, "is_pin_memory_available", lambda device=None: True)
     for (module, name), kernel in KERNELS.items():
         monkeypatch.setattr(module, name, launched(gpu, kernel))
