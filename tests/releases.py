@@ -8,6 +8,10 @@ needs_disk = pytest.mark.skipif(
     version("sglang") == "0.5.22", reason="the disk needs SGLang 0.5.23"
 )
 
+waits_listed = pytest.mark.skipif(
+    version("sglang") == "0.5.22", reason="SGLang 0.5.22 waits for a GPU in more places of its own"
+)
+
 smaller_copies = pytest.mark.skipif(
     version("sglang") == "0.5.22", reason="smaller copies need SGLang 0.5.23"
 )

@@ -38,10 +38,6 @@ class AheadLoads:
         controller = self._cache.cache_controller
         return bool(self._cache.ongoing_load_back or controller.load_queue)
 
-    def await_loads(self) -> None:
-        for ack in list(self._cache.cache_controller.ack_load_queue):
-            ack.finish_event.synchronize()
-
     def load_bytes(self, req: Req) -> int:
         states = int(getattr(req, "mamba_host_hit_length", 0) > 0)
         return self._bytes(int(req.host_hit_length), states)

@@ -22,6 +22,7 @@ from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, why_unplanned
 from sglang_hybrid.checkpoints.tracks import why_split
 from sglang_hybrid.config import BACKEND, HybridConfig
 from sglang_hybrid.patching import is_patched
+from sglang_hybrid.streams import host_is_device
 from sglang_hybrid.tiers import coded_rows
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     cache: HybridRadixCache = create_unified_radix_cache(context, cache_class=build)
     if not get_schedule().disable_overlap_schedule:
         cache.slots.steps_ahead = 1
+        if not host_is_device():
+            cache.forward_stream = context.tp_worker.model_runner.forward_stream
     if not context.disable_radix_cache:
         cache.advice = advise(_server_setup(context, cache))
     for line in cache.advice if _rank() == 0 else ():

@@ -1,5 +1,8 @@
 """SGLang's cache with host memory below the device (HiCache), without what ends a scheduler or
 answers wrongly there. Line references are to sglang 0.5.23, mem_cache/unified_radix_cache.py.
+
+The host thread never waits for a copy. What the device gives up is free for others as soon as its
+copy was begun: what uses the memory next is ordered behind the copy (`streams.py`).
 """
 
 from __future__ import annotations
@@ -12,12 +15,15 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache.host_room import share_host_room
 from sglang_hybrid.cache.one_memory import OneMemoryCache
+from sglang_hybrid.cache.releases import copy_behind_forwards
 from sglang_hybrid.cache.served_tiers import disk_of
 from sglang_hybrid.cache.ways import WayChooser
 from sglang_hybrid.core.rates import Tier
+from sglang_hybrid.streams import host_is_device, order_behind
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sglang_hybrid.cache.learning import Learning
@@ -42,8 +48,14 @@ class HostTierCache(OneMemoryCache):
     ways: WayChooser | None
     tier_stats: TierStats
     offload: Offload | None
+    forward_stream: Any = None  # that of the forwards on a GPU, if they have one of their own
     learning: Learning | None
     prefix_wait: Any  # a PrefixWait, None for a model without states
+    _held_on_host: dict[int, DecLockRefParams]  # locks of copies that arrive after an eviction
+
+    def _reset_full(self) -> None:
+        super()._reset_full()
+        self._held_on_host = {}
 
     def init_hicache(self, *args: Any, **kwargs: Any) -> None:
         if self.is_mamba_enabled:
@@ -71,18 +83,35 @@ class HostTierCache(OneMemoryCache):
     # Backups.
 
     def copy_before_eviction(self, node: UnifiedTreeNode) -> None:
-        """Copy what the host lacks of `node`, which the device is about to give up, and wait for
-        it, if that is worth it and SGLang's write policy says so.
+        """Begin to copy what the host lacks of `node`, which the device is about to give up, if
+        that is worth it and SGLang's write policy says so. What is computed or loaded from now on
+        comes after the copy, since it may use the device memory of `node`.
         """
         if self.ways is None or not self.tree_core.wants_copies_now(node):
             return
-        self._await_copies()
+        self.writing_check(write_back=True)
         self._copy_down(self.tree_core.build_backup_kv_action(node.id).node_ids, write_back=True)
-        self._await_copies()
+        self.cache_controller.start_writing()
+        acks = self.cache_controller.ack_write_queue
+        if acks:
+            order_behind(acks[-1].finish_event, self.forward_stream)
+        self.writing_check(write_back=True)
 
-    def _await_copies(self) -> None:
-        if self.ongoing_write_through:
-            self.writing_check(write_back=True)
+    def _track_write_through_node(
+        self, node_id: int, lock_params: DecLockRefParams | None, *args: Any, **kwargs: Any
+    ) -> None:
+        """A copy that is not locked on the device, because its node is a victim, is locked on the
+        host until it has arrived. SGLang waits for such copies, so it needs no lock (1681-1718).
+        """
+        super()._track_write_through_node(node_id, lock_params, *args, **kwargs)
+        if lock_params is None and self.ways is not None:
+            self._held_on_host[node_id] = self.inc_host_lock_ref(node_id).to_dec_params()
+
+    def _finish_write_through_ack(self, ack_id: int) -> None:
+        super()._finish_write_through_ack(ack_id)
+        held = self._held_on_host.pop(ack_id, None)
+        if held is not None:
+            self.dec_host_lock_ref(ack_id, held)
 
     def _evict_device_leaf(self, node_id: int, tracker: dict[ComponentType, int]) -> Any:
         self.copy_before_eviction(self.tree_core.node_by_id(node_id))
@@ -121,6 +150,7 @@ class HostTierCache(OneMemoryCache):
         ]
         if not node_ids:
             return
+        copy_behind_forwards(self.cache_controller, self.forward_stream)
         before = self._host_copies(node_ids)
         first = tree.node_by_id(node_ids[0])
         kept = first.id if first.backuped else first.parent.id
@@ -169,6 +199,22 @@ class HostTierCache(OneMemoryCache):
         self.tier_stats.loaded_requests += 1
         return loaded
 
+    def ready_to_load_host_cache(self) -> int:
+        """The number of the loads that the next batch waits for, on the device and layer by layer;
+        -1 for none. They are those that it begins now, or else the newest under way, which arrive
+        after all others: what it resumes from may be among them.
+        """
+        begun = int(super().ready_to_load_host_cache())
+        controller = self.cache_controller
+        if begun >= 0 or controller is None or not controller.ack_load_queue:
+            return begun
+        return int(controller.layer_done_counter.producer_index)
+
+    def order_behind_loads(self) -> None:
+        """Let what the current stream is given from now on begin after the loads under way."""
+        for ack in self._acks("ack_load_queue"):
+            order_behind(ack.finish_event)
+
     def _room_to_load(self, params: Any, req: Req) -> bool:
         """Whether the request can have a slot; SGLang asserts it (mamba.py, prepare_load_back)."""
         if not self.is_mamba_enabled or req.kv.holds_mamba:
@@ -181,6 +227,12 @@ class HostTierCache(OneMemoryCache):
     # What transfers tell.
 
     def writing_check(self, write_back: bool = False, finish_count: int | None = None) -> None:
+        """write_back: SGLang waits for all copies, before others use what it evicted. On a GPU the
+        streams are in order without that (`copy_before_eviction`); on the CPU platform the copies
+        have arrived already, but for a simulated link, and are acknowledged.
+        """
+        if write_back and self.ways is not None and not host_is_device():
+            return
         acks = self._acks("ack_write_queue")
         super().writing_check(write_back=write_back, finish_count=finish_count)
         if self.speeds is not None:

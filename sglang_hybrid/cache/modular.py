@@ -1,7 +1,8 @@
 """Prompts that are put together from segments: the KV of each is in the tree under a key of its own
 (`prompts/modular.py` says why, `requests/kv_hints.py` how a request names them).
 
-Before such a prompt is looked up, its segments' KV is copied to the beginning of a path of its own.
+Before such a prompt is looked up, its segments' KV is copied to the beginning of a path of its own;
+on a GPU by the stream of the forwards, after what they and loads still write.
 From there on it is a prompt like others, whose new tokens have positions behind the schema's end.
 Where a segment is missing, or for a model with recurrent state, the whole prompt is computed and
 nothing of it is kept.
@@ -19,6 +20,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hybrid.per_request import PerRequest
 from sglang_hybrid.requests.kv_hints import Imported, imported, segment_key
+from sglang_hybrid.streams import given_to
 
 if TYPE_CHECKING:
     from array import array
@@ -103,9 +105,11 @@ class ModularPrompts:
         if target is None:
             return 0
         pool = cache.token_to_kv_pool_allocator.get_kvcache()
-        for layer in range(pool.start_layer, pool.start_layer + pool.layer_num):
-            for rows in pool.get_kv_buffer(layer):
-                rows[target] = rows[source]
+        with given_to(cache.forward_stream, source, target):  # after the forward under way
+            cache.order_behind_loads()
+            for layer in range(pool.start_layer, pool.start_layer + pool.layer_num):
+                for rows in pool.get_kv_buffer(layer):
+                    rows[target] = rows[source]
         cache.insert(
             InsertParams(
                 key=self._key(key, key.token_ids[:length], key.extra_key),

@@ -30,3 +30,13 @@ def tracking_slots_used(kv: Any) -> list[bool]:
         return [not empty for empty in kv.mamba_ping_pong_empty or ()]
     slots = kv.mamba_ping_pong_track_buffer
     return [] if slots is None else [slot != -1 for slot in slots.tolist()]
+
+
+def copy_behind_forwards(controller: Any, forwards: Any) -> None:
+    """Let copies to the host begin after what the stream `forwards` has been given, which may still
+    write what is copied; None: they run in the scheduler's stream, behind which copies begin.
+
+    SGLang does so from 0.5.23 on (`write_fence_stream`).
+    """
+    if forwards is not None and getattr(controller, "write_fence_stream", None) is None:
+        controller.l2_transfer_engine.device_to_host_stream.wait_stream(forwards)

@@ -227,6 +227,19 @@ class HybridTreeCore(MarkedTreeCore):
             del self.due_copies[node_id]
         return [node for node in ready if not node.backuped or self.lacks_state(node)]
 
+    def sanity_check(
+        self, ongoing_write_through: list[tuple[int, int]], ongoing_load_back: list[tuple[int, int]]
+    ) -> None:
+        """SGLang's check, in which a node that is being copied may be locked on the host instead of
+        on the device, which has given it up. Raises AssertionError.
+        """
+        kept = [pair for pair in ongoing_write_through if not self._locked_on_host(pair[1])]
+        super().sanity_check(kept, ongoing_load_back)
+
+    def _locked_on_host(self, node_id: int) -> bool:
+        node = self._node_arena.get(node_id)
+        return node is not None and node.component_data[ComponentType.FULL].host_lock_ref > 0
+
     def _reclaim_full_host_duplicates(self, *args: Any, **kwargs: Any) -> None:
         """SGLang frees these before others, in the order of their age (unified_tree_core.py); here
         copies of either kind compete.

@@ -16,14 +16,12 @@ from torch import Tensor
 
 from sglang_hybrid.kernels.checkpoint_states import DELTA_CHUNK
 from sglang_hybrid.kernels.chunks import Positions
+from sglang_hybrid.streams import to_device
 
 
 def put(device: torch.device, *values: Tensor) -> list[Tensor]:
     """Flat lists of integers as int64 on the device, all in one copy."""
-    packed = torch.cat([value.long() for value in values])
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    moved = packed.to(device, non_blocking=True)
+    moved = to_device(torch.cat([value.long() for value in values]), device)
     return list(torch.split(moved, [len(value) for value in values]))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from sglang_hybrid.prompts.chat import PromptSchema, prompt_of
-from sglang_hybrid.prompts.prewarm import turns_of
+from sglang_hybrid.prompts.prewarm import gone_from, turns_of
 from sglang_hybrid.requests.fields import shown
 from sglang_hybrid.requests.hint_payloads import prewarm_rate
 from sglang_hybrid.requests.kv_hints import IMPORT, PREWARM, SEGMENTS, take
@@ -84,7 +84,7 @@ async def take_turn(manager: TokenizerManager, request: Any, http: fastapi.Reque
     if waits.rate is not None:
         ids = request.input_ids
         tokens = len(ids) if ids else len(manager.tokenizer(request.text or "")["input_ids"])
-    await turns_of(manager).take(tokens, waits.rate, None if http is None else http.is_disconnected)
+    await turns_of(manager).take(tokens, waits.rate, gone_from(http))
 
 
 def _one_prompt(request: Any, kind: str) -> None:

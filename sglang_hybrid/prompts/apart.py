@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_hybrid.config import BACKEND
 from sglang_hybrid.core.cost import CostModel
 from sglang_hybrid.prompts.modular import Layout, ModularPrompt, Segment, prepared_segments
-from sglang_hybrid.prompts.prewarm import Unasked
+from sglang_hybrid.prompts.prewarm import Unasked, gone_from
 from sglang_hybrid.prompts.registry import Expanded
 from sglang_hybrid.requests.kv_hints import (
     Imported,
@@ -24,6 +24,7 @@ from sglang_hybrid.requests.kv_hints import (
 from sglang_hybrid.tenants import Tenant
 
 if TYPE_CHECKING:
+    import fastapi
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
@@ -93,12 +94,21 @@ def _ask_apart(
 
 
 async def compute(
-    manager: TokenizerManager, key: str, cache_salt: str | None, segments: Iterable[Segment]
+    manager: TokenizerManager,
+    key: str,
+    cache_salt: str | None,
+    segments: Iterable[Segment],
+    http: fastapi.Request | None = None,
 ) -> None:
-    """Compute each of these segments apart. key: of a prompt made of segments."""
+    """Compute each of these segments apart. key: of a prompt made of segments. http: the request
+    that waits for them, if one does; raises ValueError when its client goes away.
+    """
     from sglang.srt.managers.io_struct import GenerateReqInput
 
+    gone = gone_from(http)
     for one in segments:
+        if gone is not None and await gone():
+            raise ValueError("the client went away before its modules were computed.")
         request: Any = GenerateReqInput(
             rid=f"segment-{uuid.uuid4().hex}",
             input_ids=list(one.ids),
@@ -108,18 +118,21 @@ async def compute(
             kv_hints=with_segments(None, Imported((), one.start)),
         )
         request.expanded = Unasked()
-        async for _ in manager.generate_request(request, None):
+        async for _ in manager.generate_request(request, http):
             pass
 
 
-async def compute_all(manager: TokenizerManager, own: Tenant, layout: Layout) -> dict[str, int]:
+async def compute_all(
+    manager: TokenizerManager, own: Tenant, layout: Layout, http: fastapi.Request
+) -> dict[str, int]:
     """Compute every module of a schema that holds no values, for one tenant; returns how many
-    segments and tokens that were. Raises ValueError where modules cannot be computed apart.
+    segments and tokens that were. Raises ValueError where modules cannot be computed apart, and
+    when the client of `http` goes away.
     """
     why = why_whole(manager)
     if why:
         raise ValueError(why.replace(", so the prompt was computed as a whole", ""))
     extra_key, cache_salt = own or (None, None)
     segments = prepared_segments(layout)
-    await compute(manager, composed_key(extra_key, ""), cache_salt, segments)
+    await compute(manager, composed_key(extra_key, ""), cache_salt, segments, http)
     return {"segments": len(segments), "tokens": sum(len(one.ids) for one in segments)}

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from sglang_hybrid.streams import to_device
+
 
 def shifted(forward: Any, batch: Any) -> torch.Tensor:
     """Positions [tokens] of a ForwardBatch, each moved by the offset of its request.
@@ -16,7 +18,9 @@ def shifted(forward: Any, batch: Any) -> torch.Tensor:
     offsets = [getattr(req, "position_offset", 0) for req in batch.reqs or ()]
     if positions is None or not any(offsets):
         return positions
-    moved = torch.tensor(offsets, dtype=positions.dtype, device=positions.device)
+    moved = to_device(torch.tensor(offsets, dtype=positions.dtype), positions.device)
     if len(positions) == len(offsets) and forward.forward_mode.is_decode():
         return positions + moved
-    return positions + torch.repeat_interleave(moved, forward.extend_seq_lens.to(torch.int64))
+    lengths = forward.extend_seq_lens.to(torch.int64)
+    # Without the size of the result the host would wait for the device to tell it.
+    return positions + torch.repeat_interleave(moved, lengths, output_size=len(positions))

@@ -18,6 +18,7 @@ from sglang_hybrid.requests.kv_hints import MOST_POSITIONS, checkpoint_hint, pin
 from sglang_hybrid.tenants import Tenant
 
 if TYPE_CHECKING:
+    import fastapi
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 IDLE_CHECK = 0.02
@@ -88,11 +89,13 @@ class Turns:
     ) -> None:
         """Return when a prompt of so many `tokens` may run: while no other request does, or at
         `rate` tokens per second even then. gone: whether its client waits no more; raises
-        ValueError if so.
+        ValueError if so, also where the prompt might run.
         """
-        while self._busy() and not (rate is not None and self._clock() >= self._due):
+        while True:
             if gone is not None and await gone():
                 raise ValueError("the client went away before its prompt was computed.")
+            if not self._busy() or (rate is not None and self._clock() >= self._due):
+                break
             await asyncio.sleep(IDLE_CHECK)
         if rate is not None:
             self._due = max(self._clock(), self._due) + tokens / rate
@@ -110,15 +113,18 @@ async def prefill(
     prepared: Sequence[Prepared],
     rate: float | None = None,
     pinned: tuple[float, Priority] | None = None,
+    http: fastapi.Request | None = None,
 ) -> None:
     """Compute these prompts, one after the other, as `Turns.take` lets them. pinned: the lifetime,
-    in seconds, and the priority with which they are pinned; None: they are not.
+    in seconds, and the priority with which they are pinned; None: they are not. http: the request
+    that asked for it, if one did. When its client goes away, the prompt that is being computed is
+    aborted (SGLang asks every few seconds), the others are left out, and ValueError is raised.
     """
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     extra_key, cache_salt = tenant or (None, None)
     for one in prepared:
-        await turns_of(manager).take(len(one.ids), rate)
+        await turns_of(manager).take(len(one.ids), rate, gone_from(http))
         positions = one.positions[-MOST_POSITIONS:]
         inside = [at for at in positions if at < len(one.ids)]
         hints = checkpoint_hint(inside) if inside else None
@@ -133,5 +139,10 @@ async def prefill(
             kv_hints=hints,
         )
         request.expanded = Unasked()
-        async for _ in manager.generate_request(request, None):
+        async for _ in manager.generate_request(request, http):
             pass
+
+
+def gone_from(http: fastapi.Request | None) -> Callable[[], Awaitable[bool]] | None:
+    """What tells whether the client of an HTTP request has gone; None without one."""
+    return None if http is None else http.is_disconnected

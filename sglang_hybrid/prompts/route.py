@@ -135,7 +135,8 @@ async def delete(
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def prewarm(name: str, request: Request) -> JSONResponse:
     """Compute the prefixes of a schema that are worth most within a budget of memory, each while
-    no other request runs; the answer comes when all are done.
+    no other request runs; the answer comes when all are done. Nothing more is computed once the
+    client has gone.
     """
     try:
         registry, manager = _registry(), _manager()
@@ -147,7 +148,7 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
         registered = registry.get(own, name)
         if asked.mode == "modular":
             layout = await in_thread(registry.layout, registered)
-            return JSONResponse(await apart.compute_all(manager, own, layout))
+            return JSONResponse(await apart.compute_all(manager, own, layout, request))
         if asked.budget_mb is None or not 0 < asked.budget_mb <= MOST_MEGABYTES:
             raise ValueError(
                 f"budget_mb is {asked.budget_mb}; it must be above 0 and at most "
@@ -171,7 +172,8 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
             sizes["kv_bytes_per_token"],
         )
         prompts = await in_thread(prewarming.prompts_for, registry, registered, plan.nodes)
-        await prewarming.prefill(manager, own, prompts, asked.tokens_per_second, pinned)
+        rate = asked.tokens_per_second
+        await prewarming.prefill(manager, own, prompts, rate, pinned, request)
     except KeyError as error:
         return _refused(error.args[0], status=HTTPStatus.NOT_FOUND)
     except ValueError as error:

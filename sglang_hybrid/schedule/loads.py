@@ -62,10 +62,6 @@ class LoadingCache(Protocol):
         """Whether a load is under way."""
         ...
 
-    def await_loads(self) -> None:
-        """Wait until all loads under way have arrived."""
-        ...
-
     def load_bytes(self, req: Req) -> int:
         """Bytes that `req` must load before it runs, by its last look-up."""
         ...
@@ -137,8 +133,8 @@ class TimedLoads:
     # What the queue tells.
 
     def admitted(self, req: Req, waited: float = 0.0) -> None:
-        """`req`, which waited for so many seconds, joined a batch. The batch must not begin before
-        the loads under way have arrived: what it resumes from may be among them.
+        """`req`, which waited for so many seconds, joined a batch. What it resumes from may be
+        loading still: the device waits for that (`HostTierCache.ready_to_load_host_cache`).
         """
         self.returns.forget(req.last_node)
         size = self._cache.load_bytes(req)
@@ -147,8 +143,6 @@ class TimedLoads:
             had_time = waited > speeds.loads[Tier.HOST].seconds(size) + MARGIN
             self.prefetcher.loads_on_turn(req, had_time=had_time)
         else:
-            if self._cache.is_loading():
-                self._cache.await_loads()
             self.prefetcher.runs(req)
         self._under_way.discard(req)
         allowed = int(req.sampling_params.max_new_tokens or 0)

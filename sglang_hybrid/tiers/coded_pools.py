@@ -1,8 +1,10 @@
 """SGLang's host pools with smaller copies (`--hybrid-tier-codec`): a slot is its encoded bytes.
 
 Copies are encoded and decoded on the device, so that only encoded bytes move, layer by layer when
-they are loaded. What the disk keeps is the host's bytes. Built by patch 0057 in place of SGLang's
-pools, which copy rows as they are.
+they are loaded. The device reads and writes them in the host's memory itself
+(`kernels/host_rows.py`), in the stream of the copies: the host thread neither gathers nor waits.
+What the disk keeps is the host's bytes. Built by patch 0057 in place of SGLang's pools, which copy
+rows as they are.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from torch import Tensor
 
+from sglang_hybrid.kernels.host_rows import read_rows, write_rows
+from sglang_hybrid.streams import to_device
 from sglang_hybrid.tiers.coded_rows import CodedRows, chosen
 
 
@@ -42,12 +46,15 @@ def coded_state_pool(sglangs: type) -> type:
 
 
 class _Coded:
-    """What both pools share: `rows` says where what is, and `kv_buffer` is uint8 [slots, bytes]."""
+    """What both pools share: `rows` says where what is, and `kv_buffer` is uint8 [slots, bytes].
+    _device: that of the device pool.
+    """
 
     rows: CodedRows
     kv_buffer: Tensor
     size: int
     page_size: int
+    _device: torch.device
 
     @property
     def storage_format_tag(self) -> str:
@@ -69,27 +76,39 @@ class _Coded:
             allocator=pool.allocator,
             registration_granularity_bytes=self.page_size * self.rows.bytes,
         )
+        self._device = device
+        self._compile(buffer)
         return buffer
+
+    def _compile(self, buffer: Tensor) -> None:
+        """Copy one row to and fro, so that no kernel is compiled while requests are served."""
+        first = torch.zeros(1, dtype=torch.int64, device=self._device)
+        for layer in range(len(self.rows.layers)):
+            span = self.rows.span(layer)
+            write_rows(buffer, first, span, read_rows(buffer, first, span))
+
+    def prepare_transfer_indices(
+        self, host_indices: Tensor, device_indices: Tensor, io_backend: str
+    ) -> tuple[Tensor, Tensor]:
+        """Both on the device, once for all layers of a transfer: SGLang's backend `direct` has them
+        on the host.
+        """
+        return to_device(host_indices, self._device), to_device(device_indices, self._device)
 
     def _load(
         self, layer: int, targets: list[Tensor], host_indices: Tensor, device_indices: Tensor
     ) -> None:
-        span, device = self.rows.span(layer), targets[0].device
-        content = self.kv_buffer[host_indices.cpu(), span]
+        content = read_rows(self.kv_buffer, host_indices, self.rows.span(layer))
         _carry(content.numel())
-        places = device_indices.to(device)
-        for target, values in zip(
-            targets, self.rows.decode(layer, content.to(device)), strict=True
-        ):
-            target[places] = values
+        for target, values in zip(targets, self.rows.decode(layer, content), strict=True):
+            target[device_indices] = values
 
     def _backup(
         self, layer: int, sources: list[Tensor], host_indices: Tensor, device_indices: Tensor
     ) -> None:
-        places = device_indices.to(sources[0].device)
-        content = self.rows.encode(layer, [source[places] for source in sources]).cpu()
+        content = self.rows.encode(layer, [source[device_indices] for source in sources])
         _carry(content.numel())
-        self.kv_buffer[host_indices.cpu(), self.rows.span(layer)] = content
+        write_rows(self.kv_buffer, host_indices, self.rows.span(layer), content)
 
     def get_data_page(self, index: int, flat: bool = True) -> Tensor:
         page = self.kv_buffer[index : index + self.page_size]

@@ -99,10 +99,11 @@ def build_cache(
     rank: int | None = None,
     priority_sign: int | None = None,
     token_allocator: type = TokenToKVPoolAllocator,
+    device: str = "cpu",
     **more: Any,
 ) -> UnifiedRadixCache:
-    """Our cache under `options`, or SGLang's own for None, on pools of their own. token_allocator:
-    of KV slots where a page is one token.
+    """Our cache under `options`, or SGLang's own for None, on pools of their own on `device`.
+    token_allocator: of KV slots where a page is one token.
     """
     server_args = ServerArgs(model_path="dummy", page_size=sizes.page)
     server_args._mamba_cache_chunk_size = max(sizes.grid, sizes.page)
@@ -133,7 +134,7 @@ def build_cache(
             mamba_size=sizes.states,
             mamba_spec_state_size=sizes.rows,
             max_context_len=sizes.context,
-            device="cpu",
+            device=device,
             enable_memory_saver=False,
             cache_params=state,
             mamba_layer_ids=[0],
@@ -143,7 +144,7 @@ def build_cache(
             size=sizes.kv,
             page_size=sizes.page,
             full_attention_layer_ids=[1],
-            device="cpu",
+            device=device,
             enable_memory_saver=False,
             mamba_pool=pool.mamba_pool,
             **shape,
@@ -152,18 +153,18 @@ def build_cache(
         pool = ReqToTokenPool(
             size=sizes.rows,
             max_context_len=sizes.context,
-            device="cpu",
+            device=device,
             enable_memory_saver=False,
         )
         kv = MHATokenToKVPool(
             size=sizes.kv,
             page_size=sizes.page,
             layer_num=1,
-            device="cpu",
+            device=device,
             enable_memory_saver=False,
             **shape,
         )
-    where = {"dtype": torch.bfloat16, "device": "cpu", "kvcache": kv, "need_sort": False}
+    where = {"dtype": torch.bfloat16, "device": device, "kvcache": kv, "need_sort": False}
     allocator: Any
     if sizes.one_memory:
         allocator = one_memory(pools, pool, kv)

@@ -100,6 +100,7 @@ class TieredServer(Server):
         self._rows = [*kv.k_buffer, *kv.v_buffer]
         self._states = self.pool.mamba_pool.mamba_cache if sizes.states else None
         self.loads = 0
+        self.waits_for = -1  # the loads that the last batch waits for, as SGLang counts them
         if cache.ways is not None:
             keep_what_is_copied(cache)
         if self._plans:
@@ -133,8 +134,9 @@ class TieredServer(Server):
     def admit(self, req: Req) -> bool:
         joined = super().admit(req)
         if joined:
-            if self.cache.ready_to_load_host_cache() >= 0:
-                self.loads += 1
+            under_way = len(self.cache.cache_controller.ack_load_queue)
+            self.waits_for = self.cache.ready_to_load_host_cache()
+            self.loads += len(self.cache.cache_controller.ack_load_queue) > under_way
             self._check_resumed(req)
         return joined
 

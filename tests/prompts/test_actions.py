@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from sglang_hybrid.prompts.actions import imported_prompt, prepare_prewarm, take_turn
-from sglang_hybrid.prompts.prewarm import Turns
+from sglang_hybrid.prompts.modular import Segment
+from sglang_hybrid.prompts.prewarm import Prepared, Turns, prefill
 from sglang_hybrid.prompts.resolve import read_prompt
-from sglang_hybrid.requests.kv_hints import Imported, with_checkpoints, with_segments
+from sglang_hybrid.requests.kv_hints import Imported, composed_key, with_checkpoints, with_segments
 
 
 def hints(kind: str, payload: Any = None) -> dict[str, Any]:
@@ -133,6 +135,63 @@ def test_a_client_that_goes_away_waits_no_more() -> None:
     it = Steps(busy=1_000)
     with pytest.raises(ValueError, match="the client went away"):
         asyncio.run(it.turns.take(100, None, gone))
+
+
+class Manager:
+    """A tokenizer manager that notes what it is given. busy: another request runs all the time."""
+
+    def __init__(self, *, busy: bool) -> None:
+        self.rid_to_state = {"other": 1} if busy else {}
+        self.given: list[tuple[list[int], Any]] = []
+
+    async def generate_request(self, asked: Any, http: Any) -> AsyncIterator[None]:
+        self.given.append((asked.input_ids, http))
+        yield
+
+
+class Client:
+    """An HTTP request whose client goes away after so many looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    async def is_disconnected(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+PROMPTS = [Prepared([number] * 4, [4]) for number in range(5)]
+
+
+@pytest.mark.parametrize(("busy", "computed"), [(False, 3), (True, 0)])
+def test_a_prewarming_ends_when_its_client_goes(*, busy: bool, computed: int) -> None:
+    """Between two prompts, and while it waits for its turn on a server that is never idle."""
+    pytest.importorskip("sglang")
+    manager, client = Manager(busy=busy), Client(looks=3)
+
+    async def run() -> None:
+        await asyncio.wait_for(
+            prefill(cast(Any, manager), None, PROMPTS, http=cast(Any, client)), 20
+        )
+
+    with pytest.raises(ValueError, match="the client went away"):
+        asyncio.run(run())
+    assert manager.given == [(one.ids, client) for one in PROMPTS[:computed]]
+
+
+def test_modules_are_computed_while_somebody_waits_for_them() -> None:
+    pytest.importorskip("sglang")
+    from sglang_hybrid.prompts.apart import compute
+
+    segments = [Segment((1, 2), start) for start in range(5)]
+    manager, client = Manager(busy=False), Client(looks=2)
+    with pytest.raises(ValueError, match="the client went away"):
+        asyncio.run(
+            compute(cast(Any, manager), composed_key(None, ""), None, segments, cast(Any, client))
+        )
+    assert len(manager.given) == 2
+    asyncio.run(compute(cast(Any, manager), composed_key(None, ""), None, segments))
+    assert len(manager.given) == 2 + len(segments)
 
 
 def test_other_requests_do_not_wait() -> None:

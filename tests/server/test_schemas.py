@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -315,6 +317,23 @@ def test_what_is_prewarmed_may_be_pinned(registered: str) -> None:
     flush(registered)
     found = requests.get(schema, timeout=60).json()["residency"]
     assert {(one["kv"], one["state"]) for one in found["prefixes"]} == {("nowhere", "nowhere")}
+
+
+def test_a_prewarming_ends_when_its_client_goes(registered: str) -> None:
+    """While it waits for its turn on a busy server: nothing is computed when that is idle again."""
+    flush(registered)
+    info = hybrid_cache(registered)
+    budget = 20 * info["state_bytes"] / (1 << 20)
+    url = registered + "/v1/prompt_schemas/education/prewarm"
+    long = {**SAMPLING, "max_new_tokens": 1_500}
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(send, registered, text="Tell me all.", sampling_params=long)
+        with pytest.raises(requests.Timeout):
+            requests.post(url, json={"budget_mb": budget}, timeout=2)
+        assert not other.done(), "the other request was to keep the server busy"
+        other.result().raise_for_status()
+    time.sleep(2)
+    assert send(registered, pml=pupil("high")).json()["meta_info"]["cached_tokens"] == 0
 
 
 def hints(*actions: dict[str, Any]) -> dict[str, Any]:

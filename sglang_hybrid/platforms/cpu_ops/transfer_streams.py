@@ -20,8 +20,11 @@ host_link: TierLink | None = None
 
 class Stream:
     """Copies one after the other. `arrived`: when those begun so far will all have arrived, in
-    seconds of the monotonic clock; it is in the past without a simulated link.
+    seconds of the monotonic clock; it is in the past without a simulated link. is_host: what the
+    stream waits for has happened when the call returns, since the host is the device.
     """
+
+    is_host: Final = True
 
     def __init__(self, priority: int = -1) -> None:
         self.arrived = 0.0

@@ -1,0 +1,42 @@
+"""Rows of host memory that the device reads and writes itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_hybrid.kernels import host_rows
+from tests.kernels.test_checkpoint_states import run
+from tests.kernels.test_checkpoint_states_compiled import TARGETS, compiled
+
+WORDS = {torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8"}
+
+
+def test_the_kernel_in_the_interpreter() -> None:
+    run(["launched_host_rows.py"], "not slow", 1, 120)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_kernel_on_a_gpu() -> None:
+    run(["launched_host_rows.py"], "not slow", 1, 120, gpu=True)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("word", host_rows.WORD_TYPES)
+@pytest.mark.parametrize("to_host", [False, True])
+def test_the_kernel_is_compiled_for(target: int, word: torch.dtype, *, to_host: bool) -> None:
+    """A GPU of this capability."""
+    types = {"host": WORDS[word], "content": WORDS[word], "rows": "*i64"}
+    constants = {"WORDS": host_rows.WORDS, "TO_HOST": to_host}
+    binary, _ = compiled(host_rows.copy_rows, types, constants, target)
+    assert binary
+
+
+def test_on_a_cpu_it_is_plain_torch() -> None:
+    host = torch.randint(0, 256, (12, 20), dtype=torch.uint8)
+    before, rows, span = host.clone(), torch.tensor([7, 2]), slice(3, 9)
+    content = torch.arange(12, dtype=torch.uint8).view(2, 6)
+    host_rows.write_rows(host, rows, span, content)
+    before[rows, span] = content
+    assert torch.equal(host, before)
+    assert torch.equal(host_rows.read_rows(host, rows, span), content)
