@@ -274,15 +274,11 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
         """The prefill of `batch` is about to start: give its states their slots."""
         if self.planner is not None:
             self.planner.assign_slots(batch)
-        if self.speeds is not None:
-            self.speeds.prefill_begins((req.prefix_len, req.extend_end) for req in batch.reqs)
 
     # What they leave.
 
     def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         self.lookups.began(req)
-        if self.speeds is not None:
-            self.speeds.prefill_done()
         ready = [] if self.planner is None else self.planner.take_ready(req, up_to)
         publication = Publication(req, self.slots, ready)
         self._insertions_belong_to(publication)

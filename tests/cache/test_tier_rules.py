@@ -234,19 +234,6 @@ def test_states_of_a_class_that_never_returns_are_not_copied(policy: str) -> Non
     assert copied_states(at, [*prompt, *ANSWER, 1]) == {39: False, 69: True}
 
 
-def test_the_speed_of_a_prefill_is_that_of_the_tokens_it_computed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    at = server(chunk=32)
-    computed: list[float] = []
-    rates = at.cache.speeds.rates
-    monkeypatch.setattr(rates, "observe_prefill", lambda flops, seconds: computed.append(flops))
-    at.serve(list(range(100, 140)), [3, 4])
-    assert at.serve([*range(100, 140), 3, 5, 6], [7]) == 41
-    flops = at.cache.cost.flops
-    assert computed == [flops(32), flops(40) - flops(32), flops(43) - flops(41)]
-
-
 def test_what_the_host_has_forgotten_is_copied_again_only_after_its_next_use() -> None:
     at = server(eviction="seglen")
     prompt = list(range(100, 140))
