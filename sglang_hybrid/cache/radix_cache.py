@@ -23,6 +23,7 @@ from sglang_hybrid.cache.pinning import pin_published
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from sglang_hybrid.cache.publication import Publication
 from sglang_hybrid.cache.slots import free_slots, send_back_if_waiting
+from sglang_hybrid.cache.step_messages import StepMessages
 from sglang_hybrid.cache.tiered_shadow_tree import TieredShadowTree
 from sglang_hybrid.cache.tuning import make_tuning
 from sglang_hybrid.cache.ways import WayChooser
@@ -128,6 +129,7 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
             self._admit_with_states()
         self.modular = ModularPrompts(self, super()._match_tree)
         self.tuning = make_tuning(self, parts, rank)
+        self.step_messages = StepMessages(self.tuning, self.step_clock)
         one_of_its_kind = params.enable_metrics and rank is not None  # ranks do the same
         self._metrics = CacheMetrics(self) if one_of_its_kind else None
         logger.info(
