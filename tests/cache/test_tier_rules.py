@@ -262,6 +262,25 @@ def test_a_load_that_cannot_be_is_computed(monkeypatch: pytest.MonkeyPatch) -> N
     at.check()
 
 
+def test_a_request_whose_load_failed_may_load_after_it_was_retracted() -> None:
+    at = server()
+    prompt = list(range(100, 140))
+    hit(at, prompt[:20])
+    hit(at, prompt)
+    empty_the_device(at)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(at.cache), "load_back", lambda *args, **kwargs: False)
+        req = at.arrive(prompt)
+        assert not at.admit(req)
+        assert at.admit(req) and req.prefix_len == 0
+    at.prefill_step(req)
+    waits = at.retract(req)
+    empty_the_device(at)
+    assert at.admit(waits) and waits.prefix_len == len(prompt)
+    at.abort(waits)
+    at.check()
+
+
 def test_a_victim_whose_copy_is_below_moves_no_bytes() -> None:
     at = server(flags={"hybrid_offload_watermark": 0.0}, policy="write_back")
     for number in range(3):
