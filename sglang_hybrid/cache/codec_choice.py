@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from sglang_hybrid.tiers.agreement import AnotherRankFailed, Ranks
+from sglang_hybrid.ranks import AnotherRankFailed, Ranks
 from sglang_hybrid.tiers.calibration import calibrate
 from sglang_hybrid.tiers.codecs import Codec
 from sglang_hybrid.tiers.coded_rows import CodecPlan

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_hybrid.tiers.agreement import Ranks
+from sglang_hybrid.ranks import Ranks
 from sglang_hybrid.tiers.coded_rows import CodecPlan, CodedRows
 
 PREFIX, SUFFIX = 192, 16

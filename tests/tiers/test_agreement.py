@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sglang_hybrid.cache import codec_choice
+from sglang_hybrid.ranks import Ranks
 from sglang_hybrid.tiers import probe
-from sglang_hybrid.tiers.agreement import Ranks
 from sglang_hybrid.tiers.coded_rows import CodecPlan, CodedRows
 
 LAYERS, TOKENS, WIDTH = 3, 256, 8
