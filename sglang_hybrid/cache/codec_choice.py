@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from sglang_hybrid.ranks import AnotherRankFailed, Ranks
 from sglang_hybrid.tiers.calibration import calibrate
 from sglang_hybrid.tiers.codecs import Codec
 from sglang_hybrid.tiers.coded_rows import CodecPlan
@@ -22,15 +23,24 @@ def choose_codecs(options: HybridConfig, context: TreeCacheBuildContext) -> Code
     """One codec for all, or what a measurement on the served model allows for each layer.
 
     A measurement that fails leaves copies as they are: smaller ones would have errors that nobody
-    has seen.
+    has seen. It fails on all ranks if it does on one, and all of them find the same plan: a copy
+    must be there on all ranks or on none, and smaller copies need less room. Raises RuntimeError if
+    a rank failed where the others wait for it.
     """
     if not options.hybrid_tier_error:
         return CodecPlan.uniform(Codec(options.hybrid_tier_codec))
+    ranks = Ranks(context.tp_group.cpu_group if context.tp_size > 1 else None)
     try:
-        probe = Probe(context.tp_worker)
+        probe = Probe(context.tp_worker, ranks)
         found = calibrate(*probe.layers, probe.error, options.hybrid_tier_error)
+    except AnotherRankFailed:
+        logger.error(
+            "sglang_hybrid: copies stay exact, because calibration failed on another rank."
+        )
+        return CodecPlan()
     except Exception:
         logger.exception("sglang_hybrid: copies stay exact, because calibration failed.")
+        ranks.give_up()
         return CodecPlan()
     logger.info(
         "sglang_hybrid: smaller copies: %s; log probabilities move by %.1e at most for one layer "

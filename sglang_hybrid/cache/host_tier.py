@@ -191,7 +191,7 @@ class HostTierCache(OneMemoryCache):
         room = self._room_to_load(params, req)
         loaded = super().init_load_back(params) if room else None
         if not loaded or not loaded[0]:
-            self.ways.without_loads.add(req)
+            self.ways.load_failed(req)
             self.tier_stats.failed_loads += 1
             return None
         req.kv.mamba_cow_src_index = None  # of an earlier look-up; the load brings the state
@@ -223,6 +223,11 @@ class HostTierCache(OneMemoryCache):
         had = self.slots.make_room()
         self.dec_lock_ref(params.best_match_node, lock.to_dec_params())
         return had
+
+    def on_release(self, req: Req, *args: Any, **kwargs: Any) -> None:
+        super().on_release(req, *args, **kwargs)
+        if self.ways is not None:
+            self.ways.released(req)
 
     # What transfers tell.
 

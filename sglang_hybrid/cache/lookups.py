@@ -126,7 +126,7 @@ class LookUps:
         node = self._cache.tree_core.node_by_id(result.best_match_node)
         report = self._reports[req] = self._report_of(req, params.key, result)
         if known is None and self._shadow_tree is not None:
-            self._shadow_tree.arrived(req.time_stats.created_time or None)
+            self._shadow_tree.arrived(self._cache.step_clock.arrival(req))
         self._decision_log.looked_up(req, report, result.full_kv_hit_length, node)
         if known is None and self._shadow_tree is not None:
             self._shadow_tree.hit(node)

@@ -4,14 +4,17 @@ in force on all ranks at the same step.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sglang_hybrid.cache.forward_timer import ForwardTimer, TimedForward
 from sglang_hybrid.core.rates import Link, Rates, Speeds, Tier
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+
     from sglang_hybrid.core.cost import CostModel
 
 ON_CPU = 3e10
@@ -43,19 +46,27 @@ class MeasuredSpeeds:
         self.rates = Rates(self.speeds)
         self._cost = cost
         self._sent = self.speeds
-        self._prefill: tuple[float, float] | None = None  # FLOPs, begun
+        self._forwards = ForwardTimer(self.rates.observe_prefill)
 
-    def prefill_begins(self, spans: Iterable[tuple[int, int]]) -> None:
-        """A forward of these spans [start, end) of tokens is about to run."""
-        flops = sum(self._cost.flops(end) - self._cost.flops(start) for start, end in spans)
-        self._prefill = (float(flops), time.perf_counter())
+    def forward_begins(self, scheduler: Scheduler, batch: ScheduleBatch) -> TimedForward | None:
+        """`scheduler` is about to compute `batch`, which takes time from now on. None if that tells
+        nothing of the prefill rate: where no prompt is in the batch, or where the forward waits for
+        what it loads from the host, layer by layer.
+        """
+        mode = batch.forward_mode
+        if not mode.is_extend_without_speculative() or mode.is_split_prefill():
+            return None
+        only_decodes = len(batch.decoding_reqs or ()) == len(batch.reqs)
+        if only_decodes or batch.hicache_consumer_index >= 0:
+            return None
+        of = self._cost.flops
+        rows = zip(batch.prefix_lens, batch.extend_lens, strict=True)
+        flops = sum(of(start + length) - of(start) for start, length in rows)
+        return self._forwards.begins(float(flops), scheduler)
 
-    def prefill_done(self) -> None:
-        """The first result of that forward is here."""
-        if self._prefill is not None:
-            flops, begun = self._prefill
-            self._prefill = None
-            self.rates.observe_prefill(flops, time.perf_counter() - begun)
+    def forward_launched(self, forward: TimedForward) -> None:
+        """All of `forward` has been given to the device."""
+        self._forwards.launched(forward)
 
     def loaded(self, ack: Any) -> None:
         """SGLang acknowledges a load from the host (`HiCacheAck`)."""
@@ -67,6 +78,7 @@ class MeasuredSpeeds:
 
     def poll(self) -> list[SpeedsMeasured]:
         """What the rank that receives requests sends to all of them with those of this step."""
+        self._forwards.collect()
         if self.rates.speeds is self._sent:
             return []
         self._sent = self.rates.speeds

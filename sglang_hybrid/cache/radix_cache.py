@@ -23,6 +23,7 @@ from sglang_hybrid.cache.pinning import pin_published
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from sglang_hybrid.cache.publication import Publication
 from sglang_hybrid.cache.slots import free_slots, send_back_if_waiting
+from sglang_hybrid.cache.step_messages import StepMessages
 from sglang_hybrid.cache.tiered_shadow_tree import TieredShadowTree
 from sglang_hybrid.cache.tuning import make_tuning
 from sglang_hybrid.cache.ways import WayChooser
@@ -128,6 +129,7 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
             self._admit_with_states()
         self.modular = ModularPrompts(self, super()._match_tree)
         self.tuning = make_tuning(self, parts, rank)
+        self.step_messages = StepMessages(self.tuning, self.step_clock)
         one_of_its_kind = params.enable_metrics and rank is not None  # ranks do the same
         self._metrics = CacheMetrics(self) if one_of_its_kind else None
         logger.info(
@@ -274,15 +276,11 @@ class HybridRadixCache(HostTierCache, ExactPartsCache):
         """The prefill of `batch` is about to start: give its states their slots."""
         if self.planner is not None:
             self.planner.assign_slots(batch)
-        if self.speeds is not None:
-            self.speeds.prefill_begins((req.prefix_len, req.extend_end) for req in batch.reqs)
 
     # What they leave.
 
     def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         self.lookups.began(req)
-        if self.speeds is not None:
-            self.speeds.prefill_done()
         ready = [] if self.planner is None else self.planner.take_ready(req, up_to)
         publication = Publication(req, self.slots, ready)
         self._insertions_belong_to(publication)

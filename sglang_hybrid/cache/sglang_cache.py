@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
     from sglang_hybrid.cache.ways import WayChooser
+    from sglang_hybrid.schedule.clock import StepClock
 
 
 class SglangCache(Protocol):
@@ -24,6 +25,7 @@ class SglangCache(Protocol):
 
     disable: bool
     ways: WayChooser | None
+    step_clock: StepClock
     is_mamba_enabled: bool
     components: Mapping[ComponentType, Any]
     tree_core: Any

@@ -72,7 +72,7 @@ class Tuning:
         record = Finished(
             compact(req.origin_input_ids, answer),
             input_len,
-            req.time_stats.created_time or float(self._ended),
+            self._cache.step_clock.arrival(req) or float(self._ended),
             self._parts.lookups.hit_tokens(req),
             self._room(),
             message_starts=tuple(message_starts),

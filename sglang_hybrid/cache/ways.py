@@ -5,7 +5,6 @@ compute the rest, or compute.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
@@ -26,14 +25,13 @@ if TYPE_CHECKING:
 class WayChooser:
     """Chooses for one cache; SGLang's look-up has found the deepest point over all tiers.
 
-    without_loads: requests whose load failed; they resume from what is on the device. backlog:
-    seconds until the loads that are under way have arrived.
+    backlog: seconds until the loads that are under way have arrived.
     """
 
     def __init__(self, shadow_tree: TieredShadowTree) -> None:
         self._shadow_tree = shadow_tree
-        self.without_loads: WeakSet[Req] = WeakSet()
         self.backlog = 0.0
+        self._without_loads: PerRequest[bool] = PerRequest()
         self._found: PerRequest[Found] = PerRequest()
 
     def choose(self, core: Any, params: MatchPrefixParams, result: MatchResult) -> MatchResult:
@@ -62,6 +60,14 @@ class WayChooser:
             host_hit_length=_host_tokens(chosen, device),
             mamba_host_hit_length=int(_state_on_host_only(chosen)),
         )
+
+    def load_failed(self, req: Req) -> None:
+        """From now on `req` resumes from what is on the device."""
+        self._without_loads[req] = True
+
+    def released(self, req: Req) -> None:
+        """`req` gave back all that it held. If it waits again, it may load again."""
+        self._without_loads.pop(req)
 
     def found(self, req: Req) -> Found | None:
         """What the last look-up of `req` found, by tier."""
@@ -108,7 +114,7 @@ class WayChooser:
         """
         tree = self._shadow_tree
         path = self._path(best)
-        if req is not None and req in self.without_loads:
+        if req is not None and req in self._without_loads:
             return way_without_loads(path, prompt_len, tree.cost, tree.speeds.speeds)
 
         def seconds(way: Way) -> float:

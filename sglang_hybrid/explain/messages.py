@@ -2,7 +2,7 @@
 kind of messages.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
@@ -13,6 +13,7 @@ class ExplainReq(BaseReq):
     extra key is the one that it is stored under (`tenants.stored_under`).
     """
 
+    only_reads: ClassVar[bool] = True  # failures.py
     input_ids: list[int] | None = None
     request_id: str | None = None
     extra_key: str | None = None
@@ -31,6 +32,7 @@ class ResidencyReq(BaseReq):
     -1 for none, and its tokens behind that.
     """
 
+    only_reads: ClassVar[bool] = True
     prefixes: list[tuple[int, list[int]]] = msgspec.field(default_factory=list)
     extra_key: str | None = None
     cache_salt: str | None = None

@@ -1,6 +1,7 @@
 """A scheduler outlives what it is asked: what it refuses and what fails is an answer (patch 0016).
 
-SGLang's scheduler ends when the handler of a request raises, and all requests with it.
+SGLang's scheduler ends when the handler of a request raises, and all requests with it. Here it ends
+only where it cannot go on: failures.py says when.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_hybrid.requests.control_messages import ControlFailed
 from sglang_hybrid.requests.errors import Refused
+from sglang_hybrid.requests.failures import Failure, RanksDiffer, failure, is_answered, ranks_of
 from sglang_hybrid.requests.refusals import REFUSALS, released
 
 if TYPE_CHECKING:
@@ -38,41 +40,78 @@ BATCHES = (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)
 
 
 def dispatch(scheduler: Scheduler, request: Any) -> Any:
-    """What the scheduler's handler of `request` returns; a `ControlFailed` if it cannot.
+    """What the scheduler's handler of `request` returns; a `ControlFailed` if it cannot. Raises
+    what ends the scheduler.
 
-    Prompts are handled one by one: one that fails ends with an error of status 500.
+    Prompts are handled one by one: one that fails ends with an error.
     """
     if isinstance(request, BATCHES):
         for one in request:
             dispatch(scheduler, one)
         return None
-    prompt = isinstance(request, SINGLE)
+    if isinstance(request, SINGLE):
+        _prompt(scheduler, request)
+        return None
+    if not is_answered(request):
+        return scheduler._request_dispatcher(request)
+    return _control(scheduler, request)
+
+
+def _control(scheduler: Scheduler, request: Any) -> Any:
+    """All ranks do it at the same step. What fails on some of them only has left others with
+    another state, or waiting.
+    """
+    ranks = ranks_of(scheduler)
+    answer, failed = None, None
     try:
-        if prompt and released(scheduler):
+        answer = _handle(scheduler, request)
+    except Exception as error:
+        failed = failure(request, error)
+    if not ranks.end_alike(failed=failed is not None):
+        raise RanksDiffer(type(request).__name__) from (None if failed is None else failed.error)
+    if failed is None:
+        return answer
+    _log(request, failed)
+    name = type(request).__name__
+    return ControlFailed(request=name, message=failed.message, status=int(failed.status))
+
+
+def _prompt(scheduler: Scheduler, request: Any) -> None:
+    try:
+        if released(scheduler):
             raise Refused(
                 "the memory of the model was released (/release_memory_occupation); call "
                 "/resume_memory_occupation first.",
                 HTTPStatus.SERVICE_UNAVAILABLE,
             )
-        for kind, check in REFUSALS:
-            if isinstance(request, kind):
-                check(scheduler, request)
-        return scheduler._request_dispatcher(request)
-    except Refused as refused:
-        status, message = refused.status_code, str(refused)
-    except (ValueError, AssertionError) as error:  # SGLang's own checks
-        logger.error("sglang_hybrid: %s is refused: %s", type(request).__name__, error)
-        status, message = HTTPStatus.BAD_REQUEST, str(error) or type(error).__name__
+        _handle(scheduler, request)
     except Exception as error:
-        logger.exception("sglang_hybrid: %s failed; the server goes on.", type(request).__name__)
-        status = HTTPStatus.INTERNAL_SERVER_ERROR
-        message = f"the server could not do that: {type(error).__name__}: {error}"
-    if not prompt:
-        return ControlFailed(request=type(request).__name__, message=message, status=int(status))
-    reason = {"type": "abort", "message": message, "status_code": int(status)}
-    abort = AbortReq(rid=request.rid, finished_reason=reason)
-    scheduler.ipc_channels.send_to_tokenizer.send_output(abort, request)
-    return None
+        failed = failure(request, error)
+        if any(req.rid == request.rid for req in getattr(scheduler, "waiting_queue", ())):
+            raise
+        _log(request, failed)
+        reason = {
+            "type": "abort",
+            "message": failed.message,
+            "status_code": int(failed.status),
+        }
+        abort = AbortReq(rid=request.rid, finished_reason=reason)
+        scheduler.ipc_channels.send_to_tokenizer.send_output(abort, request)
+
+
+def _handle(scheduler: Scheduler, request: Any) -> Any:
+    for kind, check in REFUSALS:
+        if isinstance(request, kind):
+            check(scheduler, request)
+    return scheduler._request_dispatcher(request)
+
+
+def _log(request: Any, failed: Failure) -> None:
+    name = type(request).__name__
+    if failed.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        logger.error("sglang_hybrid: %s is refused: %s", name, failed.message)
+    else:
+        logger.error("sglang_hybrid: %s failed; the server goes on.", name, exc_info=failed.error)
 
 
 def profile_step(profiler: Any, batch: Any) -> None:

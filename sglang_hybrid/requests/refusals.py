@@ -123,6 +123,8 @@ def _tags(given: list[str] | None) -> list[str]:
     tags = given or list(GPU_MEMORY_ALL_TYPES)
     for tag in tags:
         _one_of("tags", tag, GPU_MEMORY_ALL_TYPES)
+        if tags.count(tag) > 1:
+            raise Refused(f"tags has {fields.shown(tag)} more than once.")
     return tags
 
 

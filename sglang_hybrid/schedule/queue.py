@@ -81,7 +81,7 @@ class QueueSchedule:
     def arrange(self, queue: list[Req]) -> None:
         """The scheduler is about to try the requests of `queue`, from the front on."""
         for req in queue[: self._order.order.front(len(queue))]:
-            self.clock.advance(req.time_stats.created_time)
+            self.clock.arrival(req)
         self._order.arrange(queue, self.clock.now, self._prospect, self._arrived, self._priority)
         front = self._order.front
         self._standings.only(front)
@@ -166,7 +166,8 @@ class QueueSchedule:
     # What it asks of requests.
 
     def _arrived(self, req: Req) -> float:
-        return float(req.time_stats.created_time or self.clock.now)
+        arrival = self.clock.arrival(req)
+        return self.clock.now if arrival is None else arrival
 
     def _prospect(self, req: Req) -> Prospect:
         """What `req` could reuse now; FLOPs of the prefill that remains, with those for which there

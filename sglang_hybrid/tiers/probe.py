@@ -3,7 +3,7 @@ the served model, before there is a cache.
 
 A few prompts are computed, what they left in the pools is encoded and decoded, and the next tokens
 are computed from that, as for a hit on copies from the host. All ranks do the same; each changes
-the part of KV and states that it has.
+the part of KV and states that it has, and all find the same errors.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_hybrid.ranks import Ranks
 from sglang_hybrid.tiers.coded_rows import CodecPlan, CodedRows
 
 PREFIX, SUFFIX = 192, 16
@@ -37,9 +38,13 @@ to look at the sky, which had cleared after nine days of rain.
 
 
 class Probe:
-    """Runs prompts through a model runner whose pools are empty, and leaves them empty."""
+    """Runs prompts through a model runner whose pools are empty, and leaves them empty.
 
-    def __init__(self, tp_worker: Any) -> None:
+    ranks: those that compute the model together. Raises AnotherRankFailed if one of them failed.
+    """
+
+    def __init__(self, tp_worker: Any, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._runner = tp_worker.model_runner
         self._prompts = _prompts(getattr(tp_worker, "tokenizer", None), self._runner)
         self._kv = _kv_buffers(self._runner)
@@ -53,9 +58,9 @@ class Probe:
         return len(self._kv), len(self._states)
 
     def error(self, plan: CodecPlan) -> float:
-        """Largest difference of the likeliest token's log probability over all prompts."""
+        """Largest difference of the likeliest token's log probability, of all prompts and ranks."""
         moved = self._logprobs(plan) - self._exact
-        return float(moved.gather(-1, self._likeliest).abs().max())
+        return self._ranks.agree(float(moved.gather(-1, self._likeliest).abs().max()))
 
     @torch.no_grad()
     def _logprobs(self, plan: CodecPlan) -> Tensor:
@@ -68,8 +73,10 @@ class Probe:
     def _logits(self, prompt: list[int], plan: CodecPlan) -> Tensor:
         try:
             request = _request(prompt)
+            self._ranks.agree()
             _extend(self._runner, request, 0, PREFIX)
             self._change(request, plan)
+            self._ranks.agree()
             return _extend(self._runner, request, PREFIX, PREFIX + SUFFIX)
         finally:
             self._runner.req_to_token_pool.clear()

@@ -161,3 +161,28 @@ def test_sglangs_own_order_knows_no_pins() -> None:
     ask(it, PinRequest(60, 300))
     assert it.cache.pins is None and it.cache.server_info()["pins"] is None
     assert it.cache.step_clock.poll() == []
+
+
+@pytest.mark.parametrize("days", [30, -30])
+def test_pins_outlive_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch, days: int) -> None:
+    """That of the rank that receives requests, and then the stamps of requests; time passes on."""
+    it = server(states=8, kv=400)
+    clock, now = it.cache.step_clock, 1_000.0
+    monkeypatch.setattr(clock, "_read", lambda: now)
+
+    def tick() -> None:
+        for message in clock.poll():
+            clock.tick(message)
+
+    tick()
+    ask(it, PinRequest(60, 300), stamp=now)
+    assert pinned(it) == [60]
+    now += days * 86_400
+    tick()
+    it.serve(run(20, 77), run(3, 78), now)
+    tick()
+    assert pinned(it) == [60]
+    for _ in range(60):
+        now += 5.0
+        tick()
+    assert pinned(it) == []

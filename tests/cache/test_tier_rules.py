@@ -234,19 +234,6 @@ def test_states_of_a_class_that_never_returns_are_not_copied(policy: str) -> Non
     assert copied_states(at, [*prompt, *ANSWER, 1]) == {39: False, 69: True}
 
 
-def test_the_speed_of_a_prefill_is_that_of_the_tokens_it_computed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    at = server(chunk=32)
-    computed: list[float] = []
-    rates = at.cache.speeds.rates
-    monkeypatch.setattr(rates, "observe_prefill", lambda flops, seconds: computed.append(flops))
-    at.serve(list(range(100, 140)), [3, 4])
-    assert at.serve([*range(100, 140), 3, 5, 6], [7]) == 41
-    flops = at.cache.cost.flops
-    assert computed == [flops(32), flops(40) - flops(32), flops(43) - flops(41)]
-
-
 def test_what_the_host_has_forgotten_is_copied_again_only_after_its_next_use() -> None:
     at = server(eviction="seglen")
     prompt = list(range(100, 140))
@@ -272,6 +259,25 @@ def test_a_load_that_cannot_be_is_computed(monkeypatch: pytest.MonkeyPatch) -> N
     assert at.admit(req) and req.prefix_len == 0
     assert tiers_of(at)["failed_loads"] == 1
     at.abort(req)
+    at.check()
+
+
+def test_a_request_whose_load_failed_may_load_after_it_was_retracted() -> None:
+    at = server()
+    prompt = list(range(100, 140))
+    hit(at, prompt[:20])
+    hit(at, prompt)
+    empty_the_device(at)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(at.cache), "load_back", lambda *args, **kwargs: False)
+        req = at.arrive(prompt)
+        assert not at.admit(req)
+        assert at.admit(req) and req.prefix_len == 0
+    at.prefill_step(req)
+    waits = at.retract(req)
+    empty_the_device(at)
+    assert at.admit(waits) and waits.prefix_len == len(prompt)
+    at.abort(waits)
     at.check()
 
 

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import (
+    AbortReq,
     BatchTokenizedGenerateReqInput,
+    CloseSessionReqInput,
+    FlushCacheReqInput,
+    GetInternalStateReq,
+    PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     SlowDownReqInput,
     TokenizedGenerateReqInput,
+    UnloadLoRAAdapterReqInput,
+    UpdateWeightsFromTensorReqInput,
     UpdateWeightVersionReqInput,
     UpdateWeightVersionReqOutput,
     msgpack_decode,
     msgpack_encode,
 )
 
+from sglang_hybrid.cache.measured_speeds import SpeedsMeasured
+from sglang_hybrid.explain.messages import ExplainReq, ResidencyReq
 from sglang_hybrid.requests.control import dispatch, handlers
 from sglang_hybrid.requests.control_messages import ControlFailed
 from sglang_hybrid.requests.errors import Refused
+from sglang_hybrid.schedule.clock import ClockTick
 from tests.messages import generation
 
 
@@ -130,6 +141,101 @@ def test_what_sglang_checks_itself_is_a_refusal() -> None:
 
     failed = dispatch(Scheduler(checks), UpdateWeightVersionReqInput(new_version=""))
     assert (failed.status, failed.message) == (400, "the version must not be empty.")
+
+
+def raises(error: Exception) -> Any:
+    """A handler."""
+
+    def handle(request: Any) -> None:
+        raise type(error)(*error.args)
+
+    return handle
+
+
+BROKEN = AssertionError("a slot has two owners")
+TENSORS = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[])
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        FlushCacheReqInput(),
+        CloseSessionReqInput(session_id="a"),
+        PauseGenerationReqInput(mode="retract"),
+        ReleaseMemoryOccupationReqInput(),
+        UnloadLoRAAdapterReqInput(lora_name="a", lora_id="b"),
+        AbortReq(rid="a"),
+        ClockTick(1.0),
+        SpeedsMeasured(MagicMock()),
+    ],
+    ids=lambda request: type(request).__name__,
+)
+def test_a_broken_invariant_is_no_answer(request_: Any) -> None:
+    """The error ends the scheduler, and the server in order (shutdown.py)."""
+    with pytest.raises(AssertionError, match="two owners"):
+        dispatch(Scheduler(raises(BROKEN)), request_)
+
+
+@pytest.mark.parametrize("request_", [AbortReq(rid="a"), ClockTick(1.0)])
+def test_nobody_waits_for_an_answer(request_: Any) -> None:
+    with pytest.raises(KeyError):
+        dispatch(Scheduler(breaks), request_)
+
+
+def test_what_only_reads_breaks_nothing() -> None:
+    for request in (GetInternalStateReq(), ExplainReq(input_ids=[1]), ResidencyReq()):
+        failed = dispatch(Scheduler(raises(BROKEN)), request)
+        assert failed.status == 500 and "two owners" in failed.message
+
+
+def test_a_loader_of_weights_asserts_what_a_client_must_send() -> None:
+    failed = dispatch(Scheduler(raises(AssertionError("[3] is not [4]"))), TENSORS)
+    assert (failed.status, failed.message) == (400, "[3] is not [4]")
+
+
+def test_but_what_a_cache_asserts_while_it_is_emptied_is_an_invariant() -> None:
+    updated = Scheduler(lambda _: OfACache().check())
+    with pytest.raises(AssertionError):
+        dispatch(updated, TENSORS)
+
+
+class OfACache:
+    """Its module is one of a cache."""
+
+    check = FunctionType(
+        compile("def check(self): assert False", "cache", "exec").co_consts[0],
+        {"__name__": "sglang_hybrid.cache.anything"},
+    )
+
+
+def test_a_mistake_of_another_request_is_the_servers() -> None:
+    failed = dispatch(Scheduler(raises(ValueError("no such value"))), FlushCacheReqInput())
+    assert failed.status == 500 and "no such value" in failed.message
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError("no"), 400), (AssertionError("no"), 500), (KeyError(1), 500)]
+)
+def test_a_prompt_ends_alone_unless_it_waits_already(error: Exception, status: int) -> None:
+    scheduler: Any = Scheduler(raises(error))
+    dispatch(scheduler, prompt("a"))
+    assert scheduler.sent[0].finished_reason["status_code"] == status
+    scheduler.waiting_queue = [SimpleNamespace(rid="a")]
+    with pytest.raises(type(error)):
+        dispatch(scheduler, prompt("a"))
+    assert len(scheduler.sent) == 1
+
+
+def test_memory_is_released_and_resumed_once() -> None:
+    """SGLang would forget in the middle of it that the rest is released."""
+    scheduler = Scheduler(breaks)
+    scheduler.weight_updater.offload_tags.add("weights")
+    for request in (
+        ReleaseMemoryOccupationReqInput(tags=["kv_cache", "kv_cache"]),
+        ResumeMemoryOccupationReqInput(tags=["weights", "weights"]),
+    ):
+        refused = dispatch(scheduler, request)
+        assert refused.status == 400 and "more than once" in refused.message
 
 
 @pytest.mark.parametrize("field", ["tools", "messages", "response_format"])

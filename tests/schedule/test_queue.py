@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 
 from sglang_hybrid.config import HybridConfig, Schedule
-from sglang_hybrid.schedule.clock import SECONDS_BETWEEN_TICKS, ClockTick, StepClock
+from sglang_hybrid.schedule.clock import ClockTick
 from tests.cache.backends import COST
 from tests.cache.driver import Server, Sizes, build_cache
 from tests.cache.test_rules import run
@@ -277,16 +277,6 @@ def test_two_ranks_arrange_alike() -> None:
                 it.finish(req)
             orders.append([req.rid for req in it.queue])
         assert orders[0] == orders[1]
-
-
-def test_the_clock_never_goes_back_and_ticks_now_and_then() -> None:
-    readings = iter([0.5, 1.0, 1.0 + SECONDS_BETWEEN_TICKS / 2, 1.0 + 2 * SECONDS_BETWEEN_TICKS])
-    clock = StepClock(lambda: next(readings))
-    clock.join(lambda seconds: seconds > 0.5)
-    assert [len(clock.poll()) for _ in range(4)] == [0, 1, 0, 1]
-    clock.tick(ClockTick(5.0))
-    clock.advance(4.0)
-    assert clock.now == 5.0
 
 
 @pytest.mark.parametrize("seed", range(3))

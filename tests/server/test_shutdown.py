@@ -44,8 +44,8 @@ def alive(process: psutil.Process) -> bool:
 class Ending:
     """A server with requests under way that gets a signal."""
 
-    def __init__(self, *flags: str) -> None:
-        self.server = ServerProcess(flags)
+    def __init__(self, *flags: str, **more: Any) -> None:
+        self.server = ServerProcess(flags, **more)
         self.server.start()
 
     def begin(self, stream: str, tokens: int) -> Future[list[str]]:
@@ -82,6 +82,11 @@ class Ending:
         self._remember()
         (child,) = [one for one in self.processes if title in one.cmdline()[0]]
         child.kill()
+
+    def flush(self) -> None:
+        """Ask for an empty cache."""
+        self._remember()
+        self._threads.submit(requests.post, self.server.url + "/flush_cache", timeout=60)
 
     def _remember(self) -> None:
         self.processes = self.server.processes()
@@ -123,8 +128,8 @@ def shared_by(process: psutil.Process) -> list[int]:
 
 
 @contextmanager
-def ending(*flags: str) -> Iterator[Ending]:
-    it = Ending(*flags)
+def ending(*flags: str, **more: Any) -> Iterator[Ending]:
+    it = Ending(*flags, **more)
     try:
         with it.running():
             yield it
@@ -196,6 +201,26 @@ def test_a_process_that_dies_ends_requests_and_the_server() -> None:
     assert (error["message"], error["code"]) == (DIED, 503)
     assert "Traceback" not in log
     assert "sglang_hybrid: detokenizer (process" in log and "2 running requests" in log
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "AssertionError: a slot has two owners"),
+        (["--tp-size", "2"], "FlushCacheReqInput failed on some ranks and was done on others"),
+    ],
+    ids=["an invariant", "one of two ranks"],
+)
+def test_a_request_that_shows_what_is_broken_ends_the_server(flags: list[str], said: str) -> None:
+    with ending(*flags, module="tests.server.broken") as it:
+        generate = it.begin("/generate", ENDLESS)
+        it.flush()
+        assert it.wait() == PROCESS_DIED
+        assert it.left_in_shared_memory() == []
+        cut = error_of_generate(generate.result(5))
+        log = it.server.log.read_text(errors="replace")
+    assert (cut["type"], cut["message"], cut["status_code"]) == ("abort", DIED, 503)
+    assert said in log
 
 
 @pytest.mark.slow

@@ -1,0 +1,52 @@
+"""What the rank that receives requests tells all ranks: it goes with the requests of a step, so all
+know it at the same step (patch 0011).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+Handlers: TypeAlias = list[tuple[type, Callable[[Any], None]]]
+
+
+class Source(Protocol):
+    """Something that has to tell all ranks."""
+
+    def poll(self) -> Iterable[Any]:
+        """What is new, asked on the rank that receives requests, at every step."""
+
+    def handlers(self) -> Handlers:
+        """What is called with messages of each type, on every rank."""
+
+
+class StepMessages:
+    """Keeps each message until it has arrived: with `--scheduler-recv-interval` SGLang receives
+    nothing in most steps, and drops what was to go with the requests of such a step. Of several
+    messages of one type only the newest is kept.
+    """
+
+    def __init__(self, *sources: Source) -> None:
+        self._sources = sources
+        self._unsent: dict[type, Any] = {}
+
+    def poll(self) -> list[Any]:
+        """On the rank that receives requests, at every step: what goes with those of this step."""
+        for source in self._sources:
+            for message in source.poll():
+                self._unsent[type(message)] = message
+        return list(self._unsent.values())
+
+    def handlers(self) -> Handlers:
+        """What the scheduler's dispatcher must know."""
+        return [
+            (kind, partial(self._arrived, handle))
+            for source in self._sources
+            for kind, handle in source.handlers()
+        ]
+
+    def _arrived(self, handle: Callable[[Any], None], message: Any) -> None:
+        """Messages that are sent together arrive together, before the next `poll`."""
+        self._unsent.pop(type(message), None)
+        handle(message)
