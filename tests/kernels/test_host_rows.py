@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from sglang_hybrid.kernels import host_rows
 from tests.kernels.test_checkpoint_states import run
-from tests.kernels.test_checkpoint_states_compiled import TARGETS, compiled
+from tests.kernels.test_checkpoint_states_compiled import TARGETS
 
 WORDS = {torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8"}
 
@@ -26,10 +29,14 @@ def test_the_kernel_on_a_gpu() -> None:
 @pytest.mark.parametrize("to_host", [False, True])
 def test_the_kernel_is_compiled_for(target: int, word: torch.dtype, *, to_host: bool) -> None:
     """A GPU of this capability."""
-    types = {"host": WORDS[word], "content": WORDS[word], "rows": "*i64"}
     constants = {"WORDS": host_rows.WORDS, "TO_HOST": to_host}
-    binary, _ = compiled(host_rows.copy_rows, types, constants, target)
-    assert binary
+    signature = {
+        **{"host": WORDS[word], "content": WORDS[word], "rows": "*i64"},
+        **{"stride": "i32", "length": "i32"},
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    source = ASTSource(host_rows.copy_rows, signature, constants)
+    assert triton.compile(source, target=GPUTarget("cuda", target, 32)).asm["cubin"]
 
 
 def test_on_a_cpu_it_is_plain_torch() -> None:

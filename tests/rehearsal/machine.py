@@ -157,6 +157,7 @@ class Pretence:
             "max_memory_allocated": lambda device=None: 0,
             "mem_get_info": lambda device=None: (machine.free_bytes - self.loaded, total),
             "Stream": stream,
+            "current_stream": lambda device=None: stream(),
         }
         for name, value in told.items():
             setattr(torch.cuda, name, value)

@@ -341,6 +341,8 @@ class _Server:
         from sglang.srt.mem_cache.kv_cache_builder import build_kv_cache
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+        from sglang_hybrid.cache import factory
+
         runner = self.runner
         runner.mtp_draft_device_pools = runner.mtp_draft_mamba_pools = ()
         worker = SimpleNamespace(
@@ -351,7 +353,8 @@ class _Server:
             tokenizer=None,
             get_memory_pool=lambda: (runner.req_to_token_pool, runner.token_to_kv_pool_allocator),
         )
-        with made_on("cpu"):
+        compiled = mock.patch.object(factory, "compile_kernels", lambda *_, **__: None)
+        with compiled, made_on("cpu"):
             build_kv_cache(
                 server_args=self.args,
                 model_config=self.config,
