@@ -27,7 +27,7 @@ from scripts.gpu_check.findings import tell  # noqa: E402
 from scripts.gpu_check.layers import LAYERS, Layer, spread, state_launches  # noqa: E402
 from sglang_hybrid.checkpoints.compile_kernels import warm_up  # noqa: E402
 from sglang_hybrid.kernels import checkpoint_states as cs  # noqa: E402
-from sglang_hybrid.kernels import naive  # noqa: E402
+from sglang_hybrid.kernels import host_rows, naive  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 LENGTHS = [300, 1, 70]
@@ -164,6 +164,22 @@ def check_windows(dtype: torch.dtype, *, channels: int = 300, taps: int = 4) -> 
     return largest_error(pool[: len(ASKED)], states)
 
 
+def check_host_rows(span: slice, *, row_bytes: int = 8_240, rows: int = 40) -> float:
+    """What ``host_rows`` writes to pinned memory and reads again; infinite if it is wrong."""
+    host = torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8)
+    host = host.pin_memory() if GPU else host
+    expected, chosen = host.clone(), torch.randperm(rows)[:9]
+    content = torch.randint(0, 256, (len(chosen), span.stop - span.start), dtype=torch.uint8)
+    back = torch.zeros_like(content).to(DEVICE)
+    for part, to_host in ((content.to(DEVICE), True), (back, False)):
+        host_rows._launch(host[:, span], part, chosen.to(DEVICE), to_host=to_host)
+    if GPU:
+        torch.cuda.synchronize()
+    expected[chosen, span] = content
+    same = torch.equal(host, expected) and torch.equal(back.cpu(), content)
+    return 0.0 if same else float("inf")
+
+
 def compilations(run: Callable[[], object]) -> int:
     """How many kernels Triton compiles, or loads compiled, while ``run`` runs."""
     found: list[str] = []
@@ -222,6 +238,8 @@ def main() -> None:
         what = f"delta rule [{edge}, {edge}], {name}"
         report(what, check_delta(edge, dtype), DELTA_TOLERANCE[dtype])
         report(f"windows, {name}", check_windows(dtype), 0.0)
+    for span in (slice(16, 8_216), slice(3, 10)):
+        report(f"host rows, {span.stop - span.start} bytes", check_host_rows(span), 0.0)
     if GPU and not small:
         for layer in LAYERS:
             check_compilations(layer)
