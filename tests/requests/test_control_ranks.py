@@ -118,7 +118,10 @@ def test_what_fails_on_one_rank_ends_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("handler", "ends"),
-    [(one_fails_where_the_others_wait, "RuntimeError"), (one_breaks, "AssertionError")],
+    [
+        (one_fails_where_the_others_wait, "RuntimeError"),
+        pytest.param(one_breaks, "AssertionError", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_others_wait_for_ends(tmp_path: Path, handler: Any, ends: str) -> None:
     """And when its process has, so do they."""

@@ -214,6 +214,7 @@ def test_prefills_that_compile_anything_are_found(specialised: bool) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_layers_that_are_timed_run_with_sglangs_scans() -> None:
     pytest.importorskip("triton")
     findings("-W", "ignore", "-m", "tests.scripts.launched_timings", TRITON_INTERPRET="1")

@@ -83,6 +83,7 @@ def counts(usage: anthropic.types.Usage) -> tuple[int, int, int]:
     )
 
 
+@pytest.mark.slow
 def test_a_file_of_prompts_is_computed_at_the_start(
     server: str, tokens: Callable[[str], int]
 ) -> None:

@@ -181,6 +181,7 @@ def test_a_variable_that_says_no_policy_is_one_sentence_too() -> None:
     assert "'fifo'" in said and "(from the environment)" in said
 
 
+@pytest.mark.slow
 def test_what_a_child_process_dies_of_is_one_sentence_too(tmp_path: Path) -> None:
     """An adapter that looks like one until a scheduler loads it."""
     (tmp_path / "adapter_config.json").write_text("{}")

@@ -206,10 +206,14 @@ def test_a_process_that_dies_ends_requests_and_the_server() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "AssertionError: a slot has two owners"),
-        (["--tp-size", "2"], "FlushCacheReqInput failed on some ranks and was done on others"),
+        pytest.param([], "AssertionError: a slot has two owners", id="an invariant"),
+        pytest.param(
+            ["--tp-size", "2"],
+            "FlushCacheReqInput failed on some ranks and was done on others",
+            marks=pytest.mark.slow,
+            id="one of two ranks",
+        ),
     ],
-    ids=["an invariant", "one of two ranks"],
 )
 def test_a_request_that_shows_what_is_broken_ends_the_server(flags: list[str], said: str) -> None:
     with ending(*flags, module="tests.server.broken") as it:
