@@ -19,7 +19,6 @@ import argparse
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -32,37 +31,10 @@ if not GPU:
 
 from scripts.bench.report import BenchFailed, Table  # noqa: E402
 from scripts.gpu_check.kernels import TOLERANCE, check_mamba2  # noqa: E402
+from scripts.gpu_check.layers import LAYERS, TAPS, Shape  # noqa: E402
 from sglang_hybrid.kernels import checkpoint_states as cs  # noqa: E402
 
-TAPS = 4
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A Mamba2 layer as the model's config.json on Hugging Face has it."""
-
-    name: str
-    hidden: int
-    heads: int
-    width: int
-    size: int
-    groups: int
-    chunk: int
-
-    @property
-    def inner(self) -> int:
-        return self.heads * self.width
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution: x, B and C."""
-        return self.inner + 2 * self.groups * self.size
-
-
-SHAPES = [
-    Shape("Nemotron-H-8B", 4096, 128, 64, 128, 8, 128),
-    Shape("Falcon-H1-7B", 3072, 24, 128, 256, 1, 256),
-]
+SHAPES = [LAYERS[0], Shape("Falcon-H1-7B", 3072, 24, 128, 1, 256, 256, 3072 + 24)]
 BATCHES = {"1 x 8K": [8192], "8 x 1K": [1024] * 8, "1 x 64K": [65536]}
 COUNTS = [1, 2, 8]
 
@@ -107,14 +79,13 @@ class Layer:
             return torch.randn(*size, device=device, dtype=dtype) / math.sqrt(size[0])
 
         self.shape = shape
-        self.project_in = normal(shape.hidden, shape.inner + shape.channels + shape.heads)
+        self.project_in = normal(shape.hidden, shape.channels + shape.more)
         self.project_out = normal(shape.inner, shape.hidden)
         self.taps = torch.randn(shape.channels, TAPS, device=device, dtype=dtype)
         self.A = -torch.rand(shape.heads, device=device) * 15 - 1
         self.D = torch.ones(shape.heads, device=device)
         self.bias = torch.rand(shape.heads, device=device) * 6 - 6
-        self.windows = torch.zeros(slots, shape.channels, TAPS - 1, device=device, dtype=dtype)
-        self.states = torch.zeros(slots, shape.heads, shape.width, shape.size, device=device)
+        self.windows, self.states = shape.pools(slots, device)
 
     def prefill(self, batch: Batch, *, resumed: bool = False, leave: Leave | None = None) -> Tensor:
         """hidden [T, hidden] to the layer's output; every sequence's slot takes its end."""
@@ -260,6 +231,7 @@ def split(
 
 def bytes_moved(shape: Shape, batch: Batch, asked: list[tuple[int, int]]) -> tuple[int, int]:
     """What ours asks of memory and caches for these states, and the least there is to move."""
+    assert shape.chunk is not None, "a Mamba2 layer has chunks"
     tiles = cs.ssd_tiles(shape.width, shape.size, torch.bfloat16)
     across = -(-shape.size // tiles["TILE_SIZE"])
     down = -(-shape.width // tiles["TILE_WIDTH"])

@@ -24,7 +24,7 @@ import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from scripts.gpu_check.findings import tell  # noqa: E402
-from scripts.gpu_check.layers import LAYERS, Layer, spread, state_launches  # noqa: E402
+from scripts.gpu_check.layers import LAYERS, Shape, spread, state_launches  # noqa: E402
 from sglang_hybrid.checkpoints.compile_kernels import warm_up  # noqa: E402
 from sglang_hybrid.kernels import checkpoint_states as cs  # noqa: E402
 from sglang_hybrid.kernels import host_rows, naive  # noqa: E402
@@ -197,7 +197,7 @@ def compilations(run: Callable[[], object]) -> int:
     return len(found)
 
 
-def check_compilations(layer: Layer) -> None:
+def check_compilations(layer: Shape) -> None:
     """The start compiles what no other layer has compiled before; prefills compile nothing."""
     windows, states = layer.pools(2, DEVICE)
 

@@ -14,8 +14,8 @@ TAPS = 4
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Sizes as in the model's config.json on Hugging Face.
+class Shape:
+    """A recurrent layer: sizes as in the model's config.json on Hugging Face.
 
     Mamba2: heads of states [width, size], B and C in ``groups``, ``chunk`` tokens between its chunk
     states. Gated delta net (``chunk`` None): value heads of states [Dv, Dk], keys in ``groups``.
@@ -48,18 +48,18 @@ class Layer:
 
 
 LAYERS = (
-    Layer("Nemotron-H-8B", 4096, 128, 64, 8, 128, 128, 8192 + 128),
-    Layer("Qwen3-Next-80B", 2048, 32, 128, 16, 128, None, 4096 + 64),
+    Shape("Nemotron-H-8B", 4096, 128, 64, 8, 128, 128, 8192 + 128),
+    Shape("Qwen3-Next-80B", 2048, 32, 128, 16, 128, None, 4096 + 64),
 )
 SMALL = (
-    Layer("a small Mamba2", 64, 2, 32, 1, 16, 64, 64 + 2),
-    Layer("a small gated delta net", 64, 2, 16, 1, 16, None, 32 + 4),
+    Shape("a small Mamba2", 64, 2, 32, 1, 16, 64, 64 + 2),
+    Shape("a small gated delta net", 64, 2, 16, 1, 16, None, 32 + 4),
 )
 """For the interpreter."""
 
 
 def state_launches(
-    layer: Layer, tokens: int, positions: list[int], device: str
+    layer: Shape, tokens: int, positions: list[int], device: str
 ) -> Callable[[], None]:
     """What a prefill of so many tokens launches to leave states at these positions."""
     windows, states = layer.pools(len(positions) + 1, device)

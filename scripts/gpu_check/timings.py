@@ -30,7 +30,7 @@ from scripts.gpu_check.layers import (  # noqa: E402
     LAYERS,
     SMALL,
     TAPS,
-    Layer,
+    Shape,
     spread,
     state_launches,
 )
@@ -73,7 +73,7 @@ def normal(*shape: int) -> Tensor:
 class Prefill:
     """A layer's projections, and SGLang's convolution and scan between them if asked for."""
 
-    def __init__(self, layer: Layer, tokens: int, *, with_sglang: bool) -> None:
+    def __init__(self, layer: Shape, tokens: int, *, with_sglang: bool) -> None:
         self.layer, self.tokens = layer, tokens
         self.hidden = normal(tokens, layer.hidden)
         self.into = normal(layer.hidden, layer.channels + layer.more)
@@ -177,7 +177,7 @@ def main() -> None:
             measure(layer, tokens, with_sglang=with_sglang)
 
 
-def measure(layer: Layer, tokens: int, *, with_sglang: bool) -> None:
+def measure(layer: Shape, tokens: int, *, with_sglang: bool) -> None:
     """Report what the states take, and the layer."""
     states = milliseconds(state_launches(layer, tokens, spread(tokens, STATES), DEVICE))
     whole = milliseconds(Prefill(layer, tokens, with_sglang=with_sglang))

@@ -51,10 +51,10 @@ def one_slot_per_request(flags: Any) -> bool:
     """Whether a running request should hold its live state only (SGLang's `no_buffer`), which is
     possible with pages of one token, in prefills and in decoding.
     """
-    backends = {
-        flags.prefill_attention_backend or flags.attention_backend,
-        flags.decode_attention_backend or flags.attention_backend,
-    }
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of
+
     return (
-        plans_checkpoints(flags) and flags.page_size in (None, 1) and backends <= set(WITHOUT_PAGES)
+        plans_checkpoints(flags)
+        and flags.page_size in (None, 1)
+        and set(attention_backends_of(flags)) <= set(WITHOUT_PAGES)
     )

@@ -1,9 +1,9 @@
 """States at any positions from a scan that leaves one every 64 tokens only.
 
 FlashInfer's gated delta net returns the states after 64, 128 ... tokens of each sequence
-(linear/kernels/gdn_flashinfer.py:80, 555-590). What is wanted in between follows from the one in
-front of it by a scan of the at most 63 tokens behind that, with SGLang's Triton kernel, for all
-wanted states of a layer at once.
+(linear/kernels/gdn_flashinfer.py:80, 555-590), and SGLang's Triton kernel goes on from there: to
+have the state after 100 tokens, it starts with the one after 64 and scans 36 tokens. It does so for
+all wanted states of a layer at once.
 """
 
 from __future__ import annotations

@@ -15,14 +15,19 @@ from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenizedEmbeddingReqInput,
     BatchTokenizedGenerateReqInput,
-    TokenizedEmbeddingReqInput,
-    TokenizedGenerateReqInput,
 )
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_hybrid.requests.control_messages import ControlFailed
 from sglang_hybrid.requests.errors import Refused
-from sglang_hybrid.requests.failures import Failure, RanksDiffer, failure, is_answered, ranks_of
+from sglang_hybrid.requests.failures import (
+    PROMPTS,
+    Failure,
+    RanksDiffer,
+    failure,
+    is_answered,
+    ranks_of,
+)
 from sglang_hybrid.requests.refusals import REFUSALS, released
 
 if TYPE_CHECKING:
@@ -32,7 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SINGLE = (TokenizedGenerateReqInput, TokenizedEmbeddingReqInput)
 BATCHES = (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)
 
 
@@ -49,7 +53,7 @@ def dispatch(scheduler: Scheduler, request: Any) -> Any:
         for one in request:
             dispatch(scheduler, one)
         return None
-    if isinstance(request, SINGLE):
+    if isinstance(request, PROMPTS):
         _prompt(scheduler, request)
         return None
     if not is_answered(request):

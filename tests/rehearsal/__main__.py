@@ -3,7 +3,7 @@
     python -m tests.rehearsal                               a table: every machine and model
     python -m tests.rehearsal H100 Nemotron-H-8B -- --page-size 16
 
-With --json, a start on each line, on the standard output; the log goes to the standard error.
+What each server would log goes to the standard error.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from scripts.bench.report import Table
 from tests.rehearsal.machine import MACHINES
 from tests.rehearsal.models import MODELS
 from tests.rehearsal.run import Case, rehearsed
@@ -25,7 +26,8 @@ HEAD = (
 def row(start: Start) -> list[str]:
     """One start in the columns of `HEAD`."""
     if start.stopped:
-        return [start.machine, start.model, f"does not start: {start.stopped}"]
+        found = [start.machine, start.model, f"does not start: {start.stopped}"]
+        return found + [""] * (len(HEAD) - len(found))
     return [
         *(start.machine, start.model, str(start.held), "on" if start.overlap else "off"),
         *(str(start.page), " and ".join(dict.fromkeys(start.attention))),
@@ -46,12 +48,11 @@ def main() -> None:
         if name not in MACHINES and name not in MODELS:
             parser.error(f"{name} is neither of {', '.join((*MACHINES, *MODELS))}")
     models = [name for name in names if name in MODELS] or list(MODELS)
-    print("|", " | ".join(HEAD), "|")
-    print("|---" * len(HEAD) + "|")
+    table = Table(*HEAD, text=len(HEAD))
     for machine in [name for name in names if name in MACHINES] or MACHINES:
         found = rehearsed(machine, [Case(model, tuple(flags)) for model in models])
         for start in found.starts:
-            print("|", " | ".join(row(start)), "|")
+            table.row(*row(start))
             for line in start.lines:
                 print(f"    {line}", file=sys.stderr)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +16,7 @@ from sglang_hybrid.ranks import Ranks
 from sglang_hybrid.requests import failures
 from sglang_hybrid.requests.control import dispatch
 from sglang_hybrid.requests.control_messages import ControlFailed
+from tests.two_ranks import join, on_two_ranks
 
 SECONDS = 2.0
 
@@ -70,13 +69,7 @@ def one_breaks(rank: int) -> str:
 
 def serve(rank: int, folder: str, names: list[str]) -> None:
     """One rank. What becomes of its requests goes into a file, the error that ends it last."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
+    join(rank, folder)
     failures.Ranks.apart = classmethod(  # type: ignore[method-assign,assignment]
         lambda cls, ranks: Ranks(dist.new_group(ranks, backend="gloo"), SECONDS)
     )
@@ -99,16 +92,8 @@ VERSION = UpdateWeightVersionReqInput(new_version="x")
 
 def outcome(folder: Path, *handlers: Any) -> list[str]:
     """What became of these requests on two ranks; nothing of one that hangs."""
-    start = multiprocessing.get_context("spawn")
     names = [handler.__name__ for handler in handlers]
-    ranks = [start.Process(target=serve, args=(rank, str(folder), names)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-        process.kill()
-    files = [folder / str(rank) for rank in range(2)]
-    return [path.read_text() if path.exists() else "" for path in files]
+    return [found or "" for found in on_two_ranks(serve, folder, names)]
 
 
 def test_what_fails_on_one_rank_ends_all(tmp_path: Path) -> None:

@@ -4,10 +4,8 @@ and where one fails all do.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +19,7 @@ from sglang_hybrid.cache import codec_choice
 from sglang_hybrid.ranks import Ranks
 from sglang_hybrid.tiers import probe
 from sglang_hybrid.tiers.coded_rows import CodecPlan, CodedRows
+from tests.two_ranks import join, on_two_ranks
 
 LAYERS, TOKENS, WIDTH = 3, 256, 8
 SECONDS = 2.0
@@ -107,13 +106,7 @@ def _a_forward_fails(patch: pytest.MonkeyPatch, model: Model, rank: int) -> None
 
 def calibrate(rank: int, folder: str, cases: Sequence[str]) -> None:
     """One rank. What it chooses in each case, or its error, goes into a file."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
+    join(rank, folder)
     of_model, of_cpu = dist.new_group([0, 1]), dist.new_group([0, 1])
     found = [choice(case, rank, of_model, of_cpu) for case in cases]
     Path(folder, str(rank)).write_text("\n".join(found))
@@ -146,16 +139,9 @@ def choice(case: str, rank: int, of_model: Any, of_cpu: Any) -> str:
 
 def choices(folder: Path, *cases: Any) -> list[list[str]]:
     """What two ranks choose, each in all cases; nothing of one that hangs or ends."""
-    start = multiprocessing.get_context("spawn")
     names = [case.__name__ for case in cases]
-    ranks = [start.Process(target=calibrate, args=(rank, str(folder), names)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-        process.kill()
-    files = [folder / str(rank) for rank in range(2)]
-    return [path.read_text().split("\n") if path.exists() else [] for path in files]
+    found = on_two_ranks(calibrate, folder, names)
+    return [[] if each is None else each.split("\n") for each in found]
 
 
 EXACT = str(CodecPlan())
