@@ -237,8 +237,8 @@ def check_patches(folder: Path, release: Release) -> tuple[list[str], int]:
 
 
 def hashes(folder: Path, release: Release) -> Iterator[str]:
-    """A line with the sha256 of each file that patches change, as `sglang_hybrid.serving.patching` reads
-    them.
+    """A line with the sha256 of each file that patches change, as
+    `sglang_hybrid.serving.patching` reads them.
     """
     changed = {path for patch in folder.glob("*.patch") for path in hunks(patch.read_text())}
     for path in sorted(changed):

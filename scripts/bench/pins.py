@@ -16,7 +16,7 @@ from pathlib import Path
 from scripts.bench.report import Table
 from scripts.bench.traces import SIZES, TRACES, read_named
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.records.pins import PinRequest, Priority
+from sglang_hybrid.core.records.pin import PinRequest, Priority
 from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.simulation.simulator import hit_rate

@@ -106,7 +106,9 @@ def changed(constants: Constants) -> Iterator[None]:
 
 
 def place_of(constant: str) -> tuple[ModuleType, str]:
-    """The module and the name of NAME in `core.returns.reuse`, or of answers.NAME in `core.returns.answers`."""
+    """The module and the name of NAME in `core.returns.reuse`, or of answers.NAME in its
+    neighbour `answers`.
+    """
     module, _, name = constant.rpartition(".")
     return (answers if module == "answers" else reuse), name
 

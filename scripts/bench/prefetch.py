@@ -33,10 +33,10 @@ from sglang_hybrid.core.queue.prefetch import PrefetchCounts
 from sglang_hybrid.core.queue.queue_order import QueueOrder
 from sglang_hybrid.core.systems import Setting, Spec
 from sglang_hybrid.core.tiers.rates import Tier
+from sglang_hybrid.simulation.prefill_time import PAPER
 from sglang_hybrid.simulation.simulator import Simulator
 from sglang_hybrid.simulation.tiers.prefetching import Loading, LoadingServer
 from sglang_hybrid.simulation.tiers.tier_budgets import BANDWIDTH, TierBudgets
-from sglang_hybrid.simulation.timing import PAPER
 
 COST = CostModel.paper_7b()
 QUARTER = 4

@@ -22,8 +22,8 @@ from sglang_hybrid.core.victims.eviction import POLICIES
 from sglang_hybrid.replay.runner import Job, Runner, run_all
 from sglang_hybrid.replay.systems import Setting, Spec, systems
 from sglang_hybrid.simulation.future import Oracle
+from sglang_hybrid.simulation.prefill_time import PAPER
 from sglang_hybrid.simulation.simulator import Simulator
-from sglang_hybrid.simulation.timing import PAPER
 from sglang_hybrid.simulation.traces.formats import Reading, read_trace
 from sglang_hybrid.simulation.traces.generators import generate, traffic
 from sglang_hybrid.simulation.traces.requests import Request

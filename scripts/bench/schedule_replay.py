@@ -53,9 +53,10 @@ from sglang_hybrid.core.queue.waiting import Bound
 from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.simulation.prefill_time import PAPER
 from sglang_hybrid.simulation.simulator import Cache, Simulator, hit_rate
 from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets
-from sglang_hybrid.simulation.timing import PAPER, Timeline
+from sglang_hybrid.simulation.timing import Timeline
 from sglang_hybrid.simulation.traces.arrivals import Azure
 from sglang_hybrid.simulation.traces.requests import Request
 

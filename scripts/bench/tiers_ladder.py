@@ -6,8 +6,8 @@ has passed, and no other prompt will. ends: which positions no prompt passes any
 each position is passed next. device: the device's order knows that, too. writes: so does the
 choice of what is written at all. clairvoyant: nothing is learnt any more.
 
---weights asks instead what another weight of a coarser class is worth (`core/returns/hazards.py`), and how
-well each foretells when positions return: bits per interval that ended, fewer being better.
+--weights asks instead what another weight of a coarser class is worth (`core/returns/hazards.py`),
+and how well each foretells when positions return: bits per interval that ended, fewer being better.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ import numpy as np
 
 from scripts.bench.report import Table
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.records.nodes import Kind, NodeTree
+from sglang_hybrid.core.records.node_tree import NodeTree
+from sglang_hybrid.core.records.nodes import Kind
 from sglang_hybrid.core.victims.eviction import make_policy
 from sglang_hybrid.core.victims.pool import Pool, Scarce
 

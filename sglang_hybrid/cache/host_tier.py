@@ -59,7 +59,7 @@ class HostTierCache(OneMemoryCache):
 
     def init_hicache(self, *args: Any, **kwargs: Any) -> None:
         if self.is_mamba_enabled:
-            share_host_room(self)
+            share_host_room(self, self.cost)
         super().init_hicache(*args, **kwargs)
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import mamba_checkpoint_grid
@@ -16,7 +16,7 @@ from sglang_hybrid.cache.learning import Learning
 from sglang_hybrid.cache.memory.allocators import OneMemoryKV
 from sglang_hybrid.cache.records.shadow_tree import ShadowTree
 from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
-from sglang_hybrid.cache.request.lookups import LookUps
+from sglang_hybrid.cache.request.lookups import LookedUpCache, LookUps
 from sglang_hybrid.cache.request.pinning import make_pins
 from sglang_hybrid.cache.sizes import measured_cost
 from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
@@ -26,6 +26,7 @@ from sglang_hybrid.checkpoints.planner import Planner
 from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.core.systems import Spec, make_policies
+from sglang_hybrid.explain.cache_view import LoggedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.serving.config import Eviction
 from sglang_hybrid.serving.telemetry.stats import CacheStats
@@ -34,10 +35,13 @@ from sglang_hybrid.serving.telemetry.tiers import TierStats
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-    from sglang_hybrid.cache.sglang_cache import OurCache
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.core.memory.account import Account
     from sglang_hybrid.serving.config import HybridConfig
+
+
+class OurCache(LookedUpCache, LoggedCache, Protocol):
+    """SGLang's cache with our choice of victims, whose look-ups and decisions are recorded."""
 
 
 @dataclass(eq=False)

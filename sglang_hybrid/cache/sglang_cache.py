@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sglang_hybrid.explain.cache_view import LoggedCache
-
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import (
         EvictParams,
@@ -17,14 +15,12 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
     from sglang_hybrid.cache.queue.clock import StepClock
-    from sglang_hybrid.cache.tiers.request_loads import WayChooser
 
 
 class SglangCache(Protocol):
     """SGLang's `UnifiedRadixCache`, as far as it is used outside `radix_cache.py`."""
 
     disable: bool
-    ways: WayChooser | None
     step_clock: StepClock
     is_mamba_enabled: bool
     components: Mapping[ComponentType, Any]
@@ -48,7 +44,3 @@ class SglangCache(Protocol):
     def full_evictable_size(self) -> int: ...
 
     def mamba_evictable_size(self) -> int: ...
-
-
-class OurCache(SglangCache, LoggedCache, Protocol):
-    """The same with our choice of victims, whose decisions are recorded."""

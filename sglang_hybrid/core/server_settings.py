@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_hybrid.core.costs.cost import UNBOUNDED, CostModel
-from sglang_hybrid.core.records.pins import DEFAULT_SHARE
+from sglang_hybrid.core.records.pin import DEFAULT_SHARE
 from sglang_hybrid.core.tiers.rates import Speeds
 
 

@@ -1,7 +1,7 @@
 """What can be replayed, by name: `NAME` or `NAME:OPTION=VALUE,..`, as `marconi:alpha=0.3`.
 
-A system is a cache with its policy. `replay.systems` registers what it can build, and `tuner.tuned`
-the tuner. In the server a `Spec` names the policy in force.
+A system is a cache with its policy. `replay.systems` registers what it can build. In the server a
+`Spec` names the policy in force.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
-from sglang_hybrid.core.checkpoints.admission import MIN_BRANCH_TOKENS
-from sglang_hybrid.core.costs.cost import UNBOUNDED, CostModel
+from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, UNBOUNDED, CostModel
 from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.server_settings import Budget, Serving, Split
 from sglang_hybrid.core.tiers.rates import Speeds
@@ -29,8 +28,8 @@ class Setting:
     serving: policies run as they are served, where the model has states; None: with the paper's
     admission, request after request. requests: of the whole trace, for systems that know the
     future. oracles: what such systems computed, by the id of `requests`; settings may share it.
-    tiers, speeds: the tiers of memory (simulation.tiers.tier_budgets.TierBudgets) that there are instead of
-    `budget`, and how fast they are; None: the device alone.
+    tiers, speeds: the tiers of memory (simulation.tiers.tier_budgets.TierBudgets) that there are
+    instead of `budget`, and how fast they are; None: the device alone.
     """
 
     cost: CostModel

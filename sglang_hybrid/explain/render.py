@@ -25,7 +25,8 @@ KINDS = {
 """What a checkpoint of each kind stands at."""
 
 FREE_SLOTS_ONLY = ("chunk", "prompt_end")
-"""Kinds that push nothing out where nobody knows how often they come back (core/checkpoints/admission.py)."""
+"""Kinds that push nothing out where nobody knows how often they come back
+(core/checkpoints/admission.py)."""
 
 WORTH_MENDING = 16
 """Tokens that a checkpoint must have saved for a flag to be named."""

@@ -9,15 +9,14 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from sglang_hybrid.core.checkpoints.admission import MIN_BRANCH_TOKENS
-from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel
 from sglang_hybrid.core.server_settings import Budget, Serving, Split
 from sglang_hybrid.core.systems import HINDSIGHT, SYSTEMS, Spec
 from sglang_hybrid.replay.runner import Job
 from sglang_hybrid.replay.systems import smallest_budget
+from sglang_hybrid.simulation.prefill_time import PAPER, PrefillTime
 from sglang_hybrid.simulation.sizes import parse_bytes
 from sglang_hybrid.simulation.tiers.tier_budgets import EXAMPLE, TierBudgets
-from sglang_hybrid.simulation.timing import PAPER, PrefillTime
 from sglang_hybrid.simulation.traces.arrivals import Azure, Draw
 from sglang_hybrid.simulation.traces.declared_hints import KINDS as HINTS
 from sglang_hybrid.simulation.traces.declared_hints import with_hints

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 from sglang_hybrid.core.costs.cost import UNBOUNDED, CostModel
@@ -34,11 +33,9 @@ from sglang_hybrid.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.simulation.simulator import Cache, Simulator
 from sglang_hybrid.simulation.tiers.hicache import HiCache
 from sglang_hybrid.simulation.tiers.tier_simulator import TieredClairvoyant, TieredSimulator
+from sglang_hybrid.tuner.tuned import SYSTEMS as TUNED
 
 __all__ = ["SYSTEMS", "Setting", "Spec", "smallest_budget", "systems"]
-
-PLUG_INS = ("sglang_hybrid.tuner.tuned",)
-"""Modules that register further systems when they are imported. They build on the replay."""
 
 
 def _evicting(make: Callable[..., Policy]) -> System:
@@ -177,10 +174,8 @@ _OWN: dict[str, System] = {
     "clairvoyant": System(_clairvoyant, ("remember",), _tiered_clairvoyant),
     "unbounded": System(_unbounded, (), _unbounded),
 }
-for _name, _system in _OWN.items():
+for _name, _system in (_OWN | TUNED).items():
     register(_name, _system)
-for _module in PLUG_INS:
-    import_module(_module)
 
 
 def smallest_budget(cost: CostModel) -> int:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
-from sglang_hybrid.core.checkpoints.admission import MIN_BRANCH_TOKENS
-from sglang_hybrid.core.records.pins import DEFAULT_SHARE
+from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.records.pin import DEFAULT_SHARE
 from sglang_hybrid.serving.flag_values import AUTO_ALPHA, DEFAULT_ALPHA, TIER_CODECS
 from sglang_hybrid.serving.flags import add_flags
 

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_hybrid.core.records.pins import MOST_OF_ALL
+from sglang_hybrid.core.records.pin import MOST_OF_ALL
 from sglang_hybrid.models import ARCHITECTURES
 from sglang_hybrid.serving.flag_values import (
     AUTO_ALPHA,

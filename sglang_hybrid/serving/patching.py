@@ -231,8 +231,8 @@ def install() -> None:
     if late:
         raise PatchError(
             f"{', '.join(late)} was imported before sglang_hybrid could patch it; start with "
-            "`python -m sglang_hybrid.launch_server`, or import sglang_hybrid.serving.patching and call "
-            "install() before anything of sglang.srt."
+            "`python -m sglang_hybrid.launch_server`, or import sglang_hybrid.serving.patching and "
+            "call install() before anything of sglang.srt."
         )
     sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder), finder)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from sglang_hybrid.core.checkpoints.admission import MIN_BRANCH_TOKENS, Prefill
-from sglang_hybrid.core.costs.cost import UNBOUNDED, CostModel
+from sglang_hybrid.core.checkpoints.admission import Prefill
+from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, UNBOUNDED, CostModel
 from sglang_hybrid.core.records.nodes import Kind, Node
 from sglang_hybrid.core.returns.history import History, HistoryMatch
 from sglang_hybrid.core.returns.history_tree import HistoryPath

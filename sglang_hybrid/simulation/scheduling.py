@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sglang_hybrid.core.queue.queue_order import QueueOrder
 from sglang_hybrid.core.queue.standings import Standings
 from sglang_hybrid.core.queue.waiting import Prospect, ReuseKind
+from sglang_hybrid.simulation.prefill_time import PrefillTime
 from sglang_hybrid.simulation.simulator import Cache, Simulator
 from sglang_hybrid.simulation.traces.requests import Request
-
-if TYPE_CHECKING:
-    from sglang_hybrid.simulation.timing import PrefillTime
 
 
 class WaitingQueue:

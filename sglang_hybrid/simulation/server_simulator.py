@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sglang_hybrid.core.checkpoints.admission import MIN_BRANCH_TOKENS, Prefill, SlotBudget
+from sglang_hybrid.core.checkpoints.admission import Prefill, SlotBudget
 from sglang_hybrid.core.checkpoints.checkpoint_plan import (
     CheckpointPlan,
     CheckpointRequest,
@@ -17,7 +17,7 @@ from sglang_hybrid.core.checkpoints.checkpoint_plan import (
     plan_checkpoints,
     slot_budget_for,
 )
-from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel
 from sglang_hybrid.core.records.nodes import Kind, Node
 from sglang_hybrid.core.records.pins import PinRoom, Pins
 from sglang_hybrid.core.server_settings import Serving, Split
@@ -44,8 +44,8 @@ class Running(Ticket):
 
 
 class SimulatedStateSlots:
-    """The slots of a `ServerSimulator`, as `core.checkpoints.checkpoint_plan` sees them: numbers that nobody
-    reads.
+    """The slots of a `ServerSimulator`, as `core.checkpoints.checkpoint_plan` sees them: numbers
+    that nobody reads.
     """
 
     def __init__(self, cache: ServerSimulator) -> None:
@@ -104,7 +104,7 @@ class ServerSimulator(Simulator):
         self._slots = SimulatedStateSlots(self)
         room = PinRoom(memory) if isinstance(memory, int) else _room(memory, self.cost)
         self.tree.pins = Pins(self.cost, room, self.serving.pin_share)
-        self.tree.pins.follow(self.tree)
+        self.tree.pins.follow(self.tree.clock, self.tree.mark_dirty)
 
     def serve(self, request: Request) -> Outcome:
         return serve_in_steps(self, request)

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from sglang_hybrid.core.checkpoints.admission import MIN_BRANCH_TOKENS, Prefill, SlotBudget, decide
+from sglang_hybrid.core.checkpoints.admission import Prefill, SlotBudget, decide
 from sglang_hybrid.core.checkpoints.checkpoint_plan import hypothetical_node
-from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel
 from sglang_hybrid.core.records.nodes import Kind, Node
 from sglang_hybrid.core.returns.history import HistoryMatch
 from sglang_hybrid.core.server_settings import Budget, Split

@@ -7,7 +7,8 @@ from collections.abc import Hashable
 import numpy as np
 
 from sglang_hybrid.core.records.edges import common_bytes
-from sglang_hybrid.core.records.nodes import Clock, Node, NodeTree
+from sglang_hybrid.core.records.node_tree import NodeTree
+from sglang_hybrid.core.records.nodes import Clock, Node
 from sglang_hybrid.simulation.traces.requests import TokenArray
 
 TOKEN_BYTES = 4  # int32

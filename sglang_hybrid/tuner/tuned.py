@@ -13,7 +13,7 @@ from sglang_hybrid.core.costs.cost import UNBOUNDED
 from sglang_hybrid.core.records.nodes import Node
 from sglang_hybrid.core.returns.history import History, HistoryMatch
 from sglang_hybrid.core.server_settings import Split
-from sglang_hybrid.core.systems import Setting, Spec, System, make_policies, register
+from sglang_hybrid.core.systems import Setting, Spec, System, make_policies
 from sglang_hybrid.core.victims.eviction import Policy
 from sglang_hybrid.core.victims.pool import Pool
 from sglang_hybrid.simulation.server_simulator import ServerSimulator
@@ -197,5 +197,5 @@ def build_tuned(name: str, setting: Setting, delay: float = DELAY, window: float
     return TunedCache(setting, candidates, candidates[0], rules, int(delay))
 
 
-for _name in CHOICES:
-    register(_name, System(partial(build_tuned, _name), ("delay", "window")))
+SYSTEMS = {name: System(partial(build_tuned, name), ("delay", "window")) for name in CHOICES}
+"""What a replay builds by name (`replay/systems.py`)."""

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_hybrid.core.checkpoints.admission import MIN_BRANCH_TOKENS
-from sglang_hybrid.core.costs.cost import UNBOUNDED, CostModel
+from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, UNBOUNDED, CostModel
 from sglang_hybrid.core.server_settings import Budget, ServedTiers, Serving, Split
 from sglang_hybrid.simulation.traces.requests import Request
 

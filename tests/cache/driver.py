@@ -48,7 +48,7 @@ from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.cache.releases import tracking_slots_used
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.memory.account import Account, MemoryKind
-from sglang_hybrid.core.records.pins import PinRequest
+from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.requests.kv_hints import checkpoint_hint, pin_hint, with_session

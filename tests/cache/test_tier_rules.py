@@ -14,7 +14,7 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.core.records.pins import PinRequest, Priority
+from sglang_hybrid.core.records.pin import PinRequest, Priority
 from sglang_hybrid.core.tiers.links import TierLink
 from sglang_hybrid.core.tiers.places import copies_of
 from sglang_hybrid.core.tiers.rates import Link, Speeds, Tier

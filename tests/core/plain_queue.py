@@ -1,4 +1,4 @@
-"""The plain twin of `core.queue.queue_order`: who overtook whom is found in the list of who ran when."""
+"""The plain twin of `core.queue.queue_order`: a list of who ran when says who overtook whom."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from sglang_hybrid.core.checkpoints.checkpoint_plan import (
     slot_budget_for,
 )
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.records.nodes import Kind, NodeTree
+from sglang_hybrid.core.records.node_tree import NodeTree
+from sglang_hybrid.core.records.nodes import Kind
 from sglang_hybrid.core.victims.eviction import make_policy
 from sglang_hybrid.core.victims.pool import Pool, Scarce
 

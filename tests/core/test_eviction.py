@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.core.checkpoints.checkpoint_plan import hypothetical_node
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.records.nodes import Clock, Kind, Node, NodeTree
-from sglang_hybrid.core.records.pins import Pin, Priority
+from sglang_hybrid.core.records.node_tree import NodeTree
+from sglang_hybrid.core.records.nodes import Clock, Kind, Node
+from sglang_hybrid.core.records.pin import Pin, Priority
 from sglang_hybrid.core.returns.history import History, TimeUnit
 from sglang_hybrid.core.returns.history_tree import HistoryPath, fingerprint_tokens
 from sglang_hybrid.core.returns.reuse_classes import CLASSES, reuse_class_of
@@ -393,5 +394,5 @@ def test_the_return_of_what_is_pinned_is_certain() -> None:
         policy.history.index.open(reuse_class_of(0, 1_000, node.turn), float(tick))
     tree.clock.advance()
     assert policy.return_probability(node, tree.clock) < 0.5
-    node.pin = Pin(node, None, 1_000, 60.0, Priority.NORMAL, 60.0)
+    node.pin = Pin(None, 1_000, 60.0, Priority.NORMAL, 60.0)
     assert policy.return_probability(node, tree.clock) == 1.0

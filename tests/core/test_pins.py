@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.records.nodes import Kind, Node, NodeTree
-from sglang_hybrid.core.records.pins import MOST_OF_ALL, PinRequest, PinRoom, Pins, Priority
+from sglang_hybrid.core.records.node_tree import NodeTree
+from sglang_hybrid.core.records.nodes import Kind, Node
+from sglang_hybrid.core.records.pin import MOST_OF_ALL, PinRequest, Priority
+from sglang_hybrid.core.records.pins import PinRoom, Pins
 from sglang_hybrid.core.returns.history import History, TimeUnit
 from sglang_hybrid.core.returns.reuse_classes import reuse_class_of
 from sglang_hybrid.core.victims.eviction import Gdsf, Lru, Marconi, Policy, Reuse, SegLen
@@ -170,7 +172,7 @@ def test_states_of_two_pools_are_bounded_apart() -> None:
     """KV for many more pins is there, but a share of the state slots has room for two."""
     tree, nodes, _ = tree_of([10] * 4, Lru())
     tree.pins = Pins(COST, PinRoom(kv=1 << 30, states=8 * COST.state_bytes), share=0.25)
-    tree.pins.follow(tree)
+    tree.pins.follow(tree.clock, tree.mark_dirty)
     for node in nodes:
         assert tree.pins.pin(node, PinRequest(10, 60))
     assert [node.pin is not None for node in nodes] == [False, False, True, True]

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.records.nodes import Kind, Node, NodeTree
+from sglang_hybrid.core.records.node_tree import NodeTree
+from sglang_hybrid.core.records.nodes import Kind, Node
 from sglang_hybrid.core.tiers.places import (
     Copies,
     Placement,

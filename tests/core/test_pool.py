@@ -7,7 +7,8 @@ import random
 import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.records.nodes import SETTLED_AT_ONCE, Kind, Node, NodeTree, anchor
+from sglang_hybrid.core.records.node_tree import SETTLED_AT_ONCE, NodeTree
+from sglang_hybrid.core.records.nodes import Kind, Node, anchor
 from sglang_hybrid.core.victims.eviction import SegLen
 from sglang_hybrid.core.victims.pool import DESCRIBED_AT_ONCE, Pool, Scarce
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.records.nodes import Clock, Kind, Node, NodeTree
+from sglang_hybrid.core.records.node_tree import NodeTree
+from sglang_hybrid.core.records.nodes import Clock, Kind, Node
 from sglang_hybrid.core.victims.eviction import Lru, Marconi, SegLen
 from sglang_hybrid.core.victims.pool import Pool, Scarce, freed_bytes
 

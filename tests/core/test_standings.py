@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.queue.standings import Standings
-from sglang_hybrid.core.records.nodes import Kind, Node, NodeTree
+from sglang_hybrid.core.records.node_tree import NodeTree
+from sglang_hybrid.core.records.nodes import Kind, Node
 from sglang_hybrid.core.victims.eviction import Lru, Marconi
 from sglang_hybrid.core.victims.pool import Pool, Scarce
 

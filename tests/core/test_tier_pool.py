@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.records.nodes import Kind, Node, NodeTree
+from sglang_hybrid.core.records.node_tree import NodeTree
+from sglang_hybrid.core.records.nodes import Kind, Node
 from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.tiers.places import Placement, copies_of
 from sglang_hybrid.core.tiers.rates import Link, Rates, Speeds, Tier

@@ -20,7 +20,7 @@ from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
 from sglang_hybrid.storage.disk.folder import RankFolder
-from sglang_hybrid.storage.disk.object_store import ObjectStore
+from sglang_hybrid.storage.disk.store_start import open_store
 from tests.releases import needs_disk, smaller_copies
 from tests.server.client import TOLERANCE, ask, hybrid_cache, logprobs, random_prompt
 from tests.storage.foreign import checksum, home, outside, put
@@ -283,7 +283,7 @@ def test_a_folder_in_use_stays_as_it_is(model: Path, tmp_path: Path, cold: Cold)
     """Somebody's home is the folder, and another model has left as much as the budget is."""
     elsewhere = outside(tmp_path / "elsewhere")
     disk = home(tmp_path / "home", elsewhere)
-    left = ObjectStore(RankFolder(disk, {"weights": "old"}, "rank-0-0-0-0"))
+    left = open_store(RankFolder(disk, {"weights": "old"}, "rank-0-0-0-0"))
     for number in range(8):
         assert put(left, number, size=1 << 20)
     left.close()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_hybrid.core.records.pins import PinRequest
+from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.requests.kv_hints import pin_hint
 from sglang_hybrid.serving.server_process import ServerProcess

@@ -118,7 +118,7 @@ def test_each_release_has_a_hash_of_every_file_that_is_patched(release: str) -> 
     assert paths.keys() == patching.load_patches(SGLANG_VERSION).keys()
     assert {patch.release for patch in paths.values()} == {release}
     if release != SGLANG_VERSION:
-        file = Path(__file__).parents[1] / "patches" / f"sglang-{release}" / "SHA256"
+        file = Path(__file__).parents[2] / "patches" / f"sglang-{release}" / "SHA256"
         assert re.findall(r"^SHA256 \((.+)\) = ", file.read_text(), re.MULTILINE) == sorted(paths)
 
 
@@ -178,7 +178,7 @@ def test_the_same_patches_apply_to_a_checkout(tmp_path: Path) -> None:
         copy = tmp_path / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((installed / path).read_bytes())
-    script = Path(__file__).parents[1] / "scripts" / "apply_patches.sh"
+    script = Path(__file__).parents[2] / "scripts" / "apply_patches.sh"
     release = patching.importlib.metadata.version("sglang")
     subprocess.run([script, tmp_path, release], check=True, capture_output=True)
     for path, patch in patches.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.records.pins import PinRequest, Priority
+from sglang_hybrid.core.records.pin import PinRequest, Priority
 from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.simulation.server_simulator import ServerSimulator

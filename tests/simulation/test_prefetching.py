@@ -11,11 +11,11 @@ from sglang_hybrid.core.queue.queue_order import QueueOrder
 from sglang_hybrid.core.queue.waiting import Bound
 from sglang_hybrid.core.tiers.rates import INSTANT, Link, Speeds
 from sglang_hybrid.core.victims.eviction import Lru
+from sglang_hybrid.simulation.prefill_time import PAPER, PrefillTime
 from sglang_hybrid.simulation.simulator import Simulator
 from sglang_hybrid.simulation.tiers.prefetching import Loading, LoadingServer
 from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets
 from sglang_hybrid.simulation.tiers.tier_simulator import TieredSimulator
-from sglang_hybrid.simulation.timing import PAPER, PrefillTime
 from sglang_hybrid.simulation.traces.generators import generate, traffic
 from sglang_hybrid.simulation.traces.requests import Request
 

@@ -11,8 +11,9 @@ import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.victims.eviction import Lru
+from sglang_hybrid.simulation.prefill_time import PAPER, PrefillTime, pairs
 from sglang_hybrid.simulation.simulator import Outcome, Simulator
-from sglang_hybrid.simulation.timing import PAPER, PrefillTime, Served, Timeline, pairs, paper_ttft
+from sglang_hybrid.simulation.timing import Served, Timeline, paper_ttft
 from sglang_hybrid.simulation.traces.generators import generate, traffic
 from sglang_hybrid.simulation.traces.requests import Request
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from sglang_hybrid.storage.disk import room
 from sglang_hybrid.storage.disk.folder import RankFolder
 from sglang_hybrid.storage.disk.object_store import ObjectStore
+from sglang_hybrid.storage.disk.store_start import open_store
 from tests.storage.foreign import (
     a_link,
     a_pipe,
@@ -53,7 +54,7 @@ def start(folder: Path) -> Iterator[Open]:
     stores = []
 
     def started(facts: dict[str, str] = FACTS, rank: str = RANK, **more: int) -> ObjectStore:
-        store = ObjectStore(RankFolder(folder, facts, rank), **more)
+        store = open_store(RankFolder(folder, facts, rank), **more)
         assert store.ready.wait(20), "the start waits for something"
         stores.append(store)
         return store
@@ -312,7 +313,7 @@ def test_a_server_may_start_while_another_removes_what_it_left(start: Open, fold
     remover.start()
     try:
         for number in range(40):
-            other = ObjectStore(RankFolder(folder, OTHER, RANK))
+            other = open_store(RankFolder(folder, OTHER, RANK))
             assert put(other, number), other.refused
             assert other.folder.held and held(other, number) == [number]
             other.close()
@@ -326,10 +327,10 @@ import subprocess, sys
 from pathlib import Path
 from tests.storage.foreign import checksum, outside, put
 from sglang_hybrid.storage.disk.folder import RankFolder
-from sglang_hybrid.storage.disk.object_store import ObjectStore
+from sglang_hybrid.storage.disk.store_start import open_store
 
 def started(facts, **more):
-    store = ObjectStore(RankFolder(folder, facts, {RANK!r}), **more)
+    store = open_store(RankFolder(folder, facts, {RANK!r}), **more)
     assert store.ready.wait(20)
     return store
 
@@ -406,7 +407,7 @@ def test_whatever_is_put_wherever(
     base = tmp_path_factory.mktemp("disk")
     elsewhere = outside(base / "elsewhere")
     folder = home(base / "home", elsewhere)
-    store = ObjectStore(RankFolder(folder, FACTS, RANK), budget)
+    store = open_store(RankFolder(folder, FACTS, RANK), budget)
     tier = store.folder.path.parents[1]
     foreign = checksum(folder, but=[tier])
     everything = checksum(elsewhere)
@@ -423,7 +424,7 @@ def test_whatever_is_put_wherever(
         elif what == "restart":
             store.close()
             served = how  # type: ignore[assignment]
-            store = ObjectStore(RankFolder(folder, served, RANK), budget)
+            store = open_store(RankFolder(folder, served, RANK), budget)
             assert store.ready.wait(20)
         elif what == "clear":
             store.clear()

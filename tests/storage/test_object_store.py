@@ -16,6 +16,7 @@ from sglang_hybrid.storage.disk import object_store, store_start
 from sglang_hybrid.storage.disk.folder import KEY_VARIABLE, RankFolder
 from sglang_hybrid.storage.disk.object_file import Bytes
 from sglang_hybrid.storage.disk.object_store import RETRY_SECONDS, ObjectStore
+from sglang_hybrid.storage.disk.store_start import open_store
 from sglang_hybrid.storage.disk.tier_folder import TIER, FolderError
 
 FACTS = {"weights": "1234", "dtype": "float32"}
@@ -49,7 +50,7 @@ def start(folder: Path) -> Iterator[Open]:
     def start(facts: dict[str, str] = FACTS, rank: str = "rank-0", budget: int = 0) -> ObjectStore:
         for store in stores:
             store.close()
-        store = ObjectStore(RankFolder(folder, facts, rank), budget, now=Clock())
+        store = open_store(RankFolder(folder, facts, rank), budget, now=Clock())
         store.ready.wait()
         stores.append(store)
         return store
@@ -170,14 +171,14 @@ def test_any_changed_byte_is_noticed(
 ) -> None:
     folder = tmp_path_factory.mktemp("disk")
     os.chmod(folder, 0o700)
-    store = ObjectStore(RankFolder(folder, FACTS, "rank-0"))
+    store = open_store(RankFolder(folder, FACTS, "rank-0"))
     put(store, 1, 2, 3)
     store.close()
     path = files(folder)[0]
     whole = bytearray(path.read_bytes())
     whole[at % len(whole)] = value
     path.write_bytes(whole)
-    store = ObjectStore(RankFolder(folder, FACTS, "rank-0"))
+    store = open_store(RankFolder(folder, FACTS, "rank-0"))
     store.ready.wait()
     held(store, 1, 2, 3)  # asserts that what is found is right
     store.close()
@@ -361,7 +362,7 @@ def test_what_was_used_last_is_read_ahead_states_first(
     store.close()
     read: list[Path] = []
     monkeypatch.setattr(store_start, "_advise", read.append)
-    store = ObjectStore(RankFolder(folder, FACTS, "rank-0"), warm_bytes=budget)
+    store = open_store(RankFolder(folder, FACTS, "rank-0"), warm_bytes=budget)
     store._starter.join()
     store.close()
     names = [
@@ -396,7 +397,7 @@ def test_against_a_plain_dictionary(
 ) -> None:
     folder = tmp_path_factory.mktemp("disk") / "disk"
     plain: set[int] = set()
-    store = ObjectStore(RankFolder(folder, FACTS, "rank-0"))
+    store = open_store(RankFolder(folder, FACTS, "rank-0"))
     for what, numbers in steps:
         if what == "put":
             assert put(store, *numbers)
@@ -405,6 +406,6 @@ def test_against_a_plain_dictionary(
             assert held(store, *numbers) == [number for number in numbers if number in plain]
         else:
             store.close()
-            store = ObjectStore(RankFolder(folder, FACTS, "rank-0"))
+            store = open_store(RankFolder(folder, FACTS, "rank-0"))
             store.ready.wait()
     store.close()

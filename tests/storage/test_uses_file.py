@@ -16,6 +16,7 @@ from sglang_hybrid.storage.disk import store_start
 from sglang_hybrid.storage.disk.folder import RankFolder
 from sglang_hybrid.storage.disk.object_file import NAME_BYTES, BadFile
 from sglang_hybrid.storage.disk.object_store import ObjectStore
+from sglang_hybrid.storage.disk.store_start import open_store
 from sglang_hybrid.storage.disk.uses_file import Uses, load_uses, save_uses
 
 FACTS = {"weights": "1234"}
@@ -31,7 +32,7 @@ class Clock:
 
 
 def opened(folder: Path, clock: Clock, **more: int) -> ObjectStore:
-    store = ObjectStore(RankFolder(folder, FACTS, "rank-0"), now=clock, **more)
+    store = open_store(RankFolder(folder, FACTS, "rank-0"), now=clock, **more)
     store.ready.wait()
     return store
 

@@ -37,7 +37,7 @@ def _take(pool: GranulePool, count: int) -> Ids | None:
     return ids
 
 
-class OneMemoryBudget(PrefillBudget):  # type: ignore[misc]
+class OneMemoryBudget(PrefillBudget):
     """Room for the requests of one prefill batch, in tokens: what is free, and what may be evicted
     of either kind.
     """
@@ -75,7 +75,7 @@ class OneMemoryBudget(PrefillBudget):  # type: ignore[misc]
         return int(self.tree_cache.mamba_evictable_size()) * self.allocator.states.granule_bytes
 
 
-class OneMemoryKV(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
+class OneMemoryKV(BaseTokenToKVPoolAllocator):
     """What both allocators of KV share.
 
     pool: ids of pages. states: the pool of the other kind.
@@ -142,7 +142,7 @@ class OneMemoryKV(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
         return []
 
 
-class OneMemoryTokens(OneMemoryKV, TokenToKVPoolAllocator):  # type: ignore[misc]
+class OneMemoryTokens(OneMemoryKV, TokenToKVPoolAllocator):
     """KV ids where a page is one token."""
 
     def __init__(
@@ -167,7 +167,7 @@ class OneMemoryTokens(OneMemoryKV, TokenToKVPoolAllocator):  # type: ignore[misc
             self.pool.put(free_index.to(torch.int64).numpy())
 
 
-class OneMemoryPages(OneMemoryKV, PagedTokenToKVPoolAllocator):  # type: ignore[misc]
+class OneMemoryPages(OneMemoryKV, PagedTokenToKVPoolAllocator):
     """KV ids with pages of several tokens. SGLang's methods place a request's tokens on
     `free_pages`; here these are the pages that were taken for that call.
     """
@@ -243,7 +243,7 @@ class OneMemoryPages(OneMemoryKV, PagedTokenToKVPoolAllocator):  # type: ignore[
         self.pool.put(torch.cat(page_ids).to(torch.int64).numpy())
 
 
-class OneMemorySlots(MambaSlotAllocator):  # type: ignore[misc]
+class OneMemorySlots(MambaSlotAllocator):
     """Slots of states. `available_size` counts ids, which SGLang's checks add up to the pool's
     size; `schedulable_available_size` is what can be had (mamba.py).
     """

@@ -1,4 +1,4 @@
-"""Loads from the host that end when their request's turn comes (core/queue/prefetch.py), on a server.
+"""Loads from the host that end when their request's turn comes, on a server: `core.queue.prefetch`.
 
 SGLang begins a load when its request joins a batch, whose prefill then waits. Here a load begins
 when it would otherwise end late: when the next places become free follows from the lengths of

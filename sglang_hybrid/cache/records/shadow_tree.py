@@ -16,7 +16,8 @@ import numpy.typing as npt
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.records.nodes import Clock, Kind, Node, NodeTree
+from sglang_hybrid.core.records.node_tree import NodeTree
+from sglang_hybrid.core.records.nodes import Clock, Kind, Node
 from sglang_hybrid.core.records.pins import Pins
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.history import HistoryMatch

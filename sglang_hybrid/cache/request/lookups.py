@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hybrid.cache.request.tree_match import is_plain, resumable_tokens
+from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.checkpoints import batching_window
 from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.requests.kv_hints import declared_positions, imported
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
-    from sglang_hybrid.cache.sglang_cache import SglangCache
     from sglang_hybrid.cache.tiers.request_loads import WayChooser
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.core.records.nodes import Kind
@@ -41,6 +41,12 @@ class NoSlotForHit(MatchResult):
     __slots__ = ()
 
 
+class LookedUpCache(SglangCache, Protocol):
+    """A cache that chooses what a request loads; `ways` is None without tiers."""
+
+    ways: WayChooser | None
+
+
 class LookUps:
     """The look-ups of one cache's requests.
 
@@ -51,7 +57,7 @@ class LookUps:
 
     def __init__(
         self,
-        cache: SglangCache,
+        cache: LookedUpCache,
         cost: CostModel,
         stats: CacheStats,
         shadow_tree: ShadowTree | None,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.sglang_cache import SglangCache
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.core.records.nodes import Node
-    from sglang_hybrid.core.records.pins import PinRequest
+    from sglang_hybrid.core.records.pin import PinRequest
 
 
 def make_pins(cost: CostModel, params: CacheInitParams, share: float) -> Pins:

@@ -15,14 +15,15 @@ from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.preflight import check_host_room
 
 if TYPE_CHECKING:
-    from sglang_hybrid.cache.host_tier import HostTierCache
+    from sglang_hybrid.cache.sglang_cache import SglangCache
+    from sglang_hybrid.core.costs.cost import CostModel
 
 
 FEWEST_STATES = 8
 """State slots that even a small host has, as far as the device has so many."""
 
 
-def share_host_room(cache: HostTierCache) -> None:
+def share_host_room(cache: SglangCache, cost: CostModel) -> None:
     """Tell SGLang what its device pools count for when it sizes those of the host.
 
     By itself it makes both as large as their device pools times --hicache-ratio, or divides
@@ -34,7 +35,6 @@ def share_host_room(cache: HostTierCache) -> None:
     --hicache-size was checked before.
     """
     allocator, pool = cache.token_to_kv_pool_allocator, cache.req_to_token_pool.mamba_pool
-    cost = cache.cost
     if not cost.kv_bytes_per_token or not cost.state_bytes:
         return
     if isinstance(allocator, OneMemoryKV):

@@ -10,11 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.records.nodes import Kind
-
-MIN_BRANCH_TOKENS = 16
-"""Tokens that a branch point must gain over the hit to get a checkpoint, by default."""
-
 
 ALWAYS_EXACT = (Kind.DECLARED, Kind.PROMPT_END)
 """Kinds that are taken however few tokens they gain."""

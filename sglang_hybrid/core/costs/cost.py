@@ -24,6 +24,8 @@ IntArray = npt.NDArray[np.int64]
 TOKENS_PER_STATE = 1_000
 MOST_STATES_TO_KV = 1.5
 
+MIN_BRANCH_TOKENS = 16
+"""Tokens that a branch point must gain over the hit to get a checkpoint, by default."""
 
 UNBOUNDED: Final = 2**62
 """More tokens, slots or bytes than any pool has."""
@@ -40,8 +42,8 @@ class CostModel:
     sliding-window attention. kv_bytes_per_token, state_bytes: over all layers of the model;
     `with_sizes` puts measured ones in their place. assumed: what had to be guessed because the
     config does not say it; empty for a known architecture. state_value_bytes: of one number of a
-    state. copies: KV bytes per token and state bytes in each tier (`core.tiers.rates.Tier`), where copies
-    below the device are smaller; empty where they are as large.
+    state. copies: KV bytes per token and state bytes in each tier (`core.tiers.rates.Tier`), where
+    copies below the device are smaller; empty where they are as large.
     """
 
     linear: int

@@ -1,10 +1,4 @@
-"""Pins: what clients declare to come back, for a time.
-
-A pin is evidence of return (design.md 7), a rate of returns with a lifetime: a normal one says that
-somebody comes back before its lifetime is over. That adds to what is known of the position anyway.
-So a pin is a bias and no lock: what is worth more than all that is pinned still pushes it out, and
-the pins of a tenant may take a share of the memory and no more.
-"""
+"""The pins of one tree of records, within each tenant's share of the memory."""
 
 from __future__ import annotations
 
@@ -12,71 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.changing_queue import ChangingQueue
+from sglang_hybrid.core.records.nodes import Clock, Node
+from sglang_hybrid.core.records.pin import MOST_OF_ALL, Pin, PinRequest
 from sglang_hybrid.core.records.shares import Shares
-
-if TYPE_CHECKING:
-    from sglang_hybrid.core.records.nodes import Node, NodeTree
-
-DEFAULT_SHARE: Final = 0.25
-"""Of the memory, for the pins of one tenant."""
-
-MOST_OF_ALL: Final = 0.5
-"""Of the memory, for the pins of all tenants."""
-
-
-class Priority(Enum):
-    """How much a pin counts for, beside others."""
-
-    LOW = "low"
-    NORMAL = "normal"
-    HIGH = "high"
-
-    @property
-    def weight(self) -> float:
-        """How pins rank, and what they count where nothing estimates returns (core/victims/eviction.py)."""
-        return {Priority.LOW: 0.5, Priority.NORMAL: 1.0, Priority.HIGH: 4.0}[self]
-
-    def rate(self, ttl: float) -> float:
-        """Returns per second that a pin of `ttl` seconds adds. A normal one is a return that is
-        certain by then, at any moment before alike: after half of it on average. A low one is half
-        a return. A high one has no bound but that of all positions (`ReuseIndex.peak`).
-        """
-        return math.inf if self is Priority.HIGH else 2 * self.weight / ttl
-
-
-@dataclass(frozen=True, slots=True)
-class PinRequest:
-    """A client wants the prefix of `position` tokens kept for `ttl` seconds after its last use."""
-
-    position: int
-    ttl: float
-    priority: Priority = Priority.NORMAL
-
-
-@dataclass(slots=True, eq=False)
-class Pin:
-    """A pin in force. until: seconds of the cache's clock at which it ends."""
-
-    node: Node
-    tenant: Hashable
-    position: int
-    ttl: float
-    priority: Priority
-    until: float
-
-    @property
-    def weight(self) -> float:
-        return self.priority.weight
-
-    @property
-    def rate(self) -> float:
-        """Returns per second that it adds."""
-        return self.priority.rate(self.ttl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +47,21 @@ class Pins:
         self.counts: Counter[str] = Counter()
         self._cost = cost
         self._room = room
-        self._tree: NodeTree | None = None
+        self._clock = Clock()
+        self._mark_dirty: Callable[[Node], None] = lambda node: None
         self._forget()
 
-    def follow(self, tree: NodeTree) -> None:
-        """From now on these are the pins of `tree`, which has none yet."""
-        self._tree = tree
+    def follow(self, clock: Clock, mark_dirty: Callable[[Node], None]) -> None:
+        """From now on these are the pins of a tree that has none yet, with its clock and its
+        function for a node that changed.
+        """
+        self._clock, self._mark_dirty = clock, mark_dirty
         self._forget()
 
     def _forget(self) -> None:
         self._expiry = ChangingQueue[Pin](lambda pin: (pin.until,))
         self._of_tenant: dict[Hashable, ChangingQueue[Pin]] = {}
+        self._nodes: dict[Pin, Node] = {}
         self._below: dict[Node, int] = {}  # pins at a node or below it; absent: 0
         self._kv = Shares()
         self._states = self._kv if self._room is None or self._room.states is None else Shares()
@@ -151,18 +91,19 @@ class Pins:
         no shorter than it was.
         """
         until = self._now + asked.ttl
-        pin: Pin | None = node.pin
+        pin = node.pin
         if pin is not None:
             pin.ttl, pin.priority = asked.ttl, asked.priority
             pin.until = max(pin.until, until)
             self._note(pin)
             return True
-        pin = Pin(node, tenant, asked.position, asked.ttl, asked.priority, until)
-        if not self._make_room(pin):
+        pin = Pin(tenant, asked.position, asked.ttl, asked.priority, until)
+        if not self._make_room(node, pin):
             self.counts["refused"] += 1
             return False
         self.counts["pinned"] += 1
         node.pin = pin
+        self._nodes[pin] = node
         self._charge(pin)
         self._note(pin)
         return True
@@ -194,10 +135,11 @@ class Pins:
         if not below:
             return
         self._below[head] = below
-        pin: Pin | None = tail.pin
+        pin = tail.pin
         if pin is None or pin.position > head.depth:
             return
-        tail.pin, head.pin, pin.node = None, pin, head
+        tail.pin, head.pin = None, pin
+        self._nodes[pin] = head
         self._keep(tail, pin.tenant, -1)
         self._mark_dirty(tail)
         self._mark_dirty(head)
@@ -216,11 +158,7 @@ class Pins:
 
     @property
     def _now(self) -> float:
-        return 0.0 if self._tree is None else self._tree.clock.stamp
-
-    def _mark_dirty(self, node: Node) -> None:
-        if self._tree is not None:
-            self._tree.mark_dirty(node)
+        return self._clock.stamp
 
     def _note(self, pin: Pin) -> None:
         """A pin is new, or its time or its priority changed."""
@@ -229,11 +167,11 @@ class Pins:
         if own is None:
             own = self._of_tenant[pin.tenant] = ChangingQueue(lambda pin: (pin.weight, pin.until))
         own.put(pin)
-        self._mark_dirty(pin.node)
+        self._mark_dirty(self._nodes[pin])
 
     def _release(self, pin: Pin, why: str) -> None:
         self.counts[why] += 1
-        node = pin.node
+        node = self._nodes[pin]
         node.pin = None
         own = self._of_tenant[pin.tenant]
         own.drop(pin)
@@ -241,6 +179,7 @@ class Pins:
             del self._of_tenant[pin.tenant]
         self._expiry.drop(pin)
         self._charge(pin, -1)
+        del self._nodes[pin]
         self._mark_dirty(node)
 
     # Room.
@@ -249,7 +188,7 @@ class Pins:
         """`pin` is charged from now on, or no more."""
         assert self._cost is not None
         self._states.change(pin.tenant, sign * self._cost.state_bytes)
-        at = pin.node
+        at = self._nodes[pin]
         while at.parent is not None:
             self._keep(at, pin.tenant, sign)
             at = at.parent
@@ -266,17 +205,17 @@ class Pins:
         if not (before and after):
             self._kv.change(tenant, sign * node.tokens * self._cost.kv_bytes_per_token)
 
-    def _make_room(self, pin: Pin) -> bool:
-        """Whether `pin` fits, once others gave way."""
+    def _make_room(self, node: Node, pin: Pin) -> bool:
+        """Whether `pin` fits on `node`, once others gave way."""
         if self._cost is None or self._room is None:
             return False
-        if not self._fit(pin.node.depth, self.share, lambda held: 0):
+        if not self._fit(node.depth, self.share, lambda held: 0):
             return False
         tenant = pin.tenant
-        while not self._fit(self._new_tokens(pin.node), self.share, lambda held: held.of(tenant)):
+        while not self._fit(self._new_tokens(node), self.share, lambda held: held.of(tenant)):
             if not self._gives_way(tenant, pin.weight):
                 return False
-        while not self._fit(self._new_tokens(pin.node), MOST_OF_ALL, lambda held: held.total):
+        while not self._fit(self._new_tokens(node), MOST_OF_ALL, lambda held: held.total):
             held = self._kv if self._kv.total >= self._states.total else self._states
             if not held.total or not self._gives_way(held.largest(), math.inf):
                 return False

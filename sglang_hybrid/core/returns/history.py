@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hybrid.core.checkpoints.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.records.nodes import Clock, Node
 from sglang_hybrid.core.records.shares import Shares
 from sglang_hybrid.core.returns.answers import Answer, AnswerModels, Calibration

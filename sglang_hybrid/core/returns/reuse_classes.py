@@ -7,8 +7,8 @@ from typing import Final
 from sglang_hybrid.core.returns.answers import BUCKETS as ANSWERS
 
 # Features of a class: children none/one/many; depth to 64 tokens, 128, .. more than 64 Ki; what the
-# answer says (core/returns/answers.py); bucket of the interval that ended before: none, or in steps of
-# four; turn 0 .. 6 and more.
+# answer says (core/returns/answers.py); bucket of the interval that ended before: none, or in steps
+# of four; turn 0 .. 6 and more.
 SHAPE: Final = (3, 12, ANSWERS, 9, 7)
 CHILDREN, DEPTHS, _, INTERVAL_BUCKETS, TURNS = SHAPE
 CLASSES: Final = CHILDREN * DEPTHS * ANSWERS * INTERVAL_BUCKETS * TURNS

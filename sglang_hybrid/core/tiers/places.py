@@ -5,9 +5,9 @@ The value of a copy is what it saves over the next best way to the same point (d
 
     value per byte and second = G * (seconds of the next best way - seconds of this way) / bytes
 
-G, the rate at which requests return, is the policy's (core/victims/eviction.py). Here are the seconds and
-the bytes. The tree holds every node that has KV in some tier; a node has a state (`has_state`) if
-that has a copy in some tier that counts.
+G, the rate at which requests return, is the policy's (core/victims/eviction.py). Here are the
+seconds and the bytes. The tree holds every node that has KV in some tier; a node has a state
+(`has_state`) if that has a copy in some tier that counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.records.nodes import Node, NodeTree
+from sglang_hybrid.core.records.node_tree import NodeTree
+from sglang_hybrid.core.records.nodes import Node
 from sglang_hybrid.core.tiers.rates import TIERS, Speeds, Tier
 
 ALL_TIERS = (1 << len(TIERS)) - 1

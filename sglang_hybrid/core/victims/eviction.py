@@ -3,9 +3,10 @@
 A policy turns a node into a few numbers when it changes (`describe`), and those numbers, in arrays,
 into scores when a victim is wanted (`scores`). It knows neither the cache nor the simulator.
 
-A pin (core/records/pins.py) counts as more evidence of return. Where a policy estimates returns (`Reuse`),
-it adds the pin's rate. Where recency stands for them, the node counts as just used, or as used half
-as long ago for a low one. Where neither does, what it saves counts 1 + w times for a weight of w.
+A pin (core/records/pins.py) counts as more evidence of return. Where a policy estimates returns
+(`Reuse`), it adds the pin's rate. Where recency stands for them, the node counts as just used, or
+as used half as long ago for a low one. Where neither does, what it saves counts 1 + w times for a
+weight of w.
 """
 
 from __future__ import annotations

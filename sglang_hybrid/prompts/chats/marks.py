@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sglang_hybrid.core.records.pins import PinRequest
+from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.prompts.chats.breakpoints import BlockEnd, token_positions
 from sglang_hybrid.prompts.chats.rendering import Rendering, rendered
 from sglang_hybrid.serving.requests.kv_hints import MOST_POSITIONS, pin_hint

@@ -17,6 +17,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from sglang_hybrid.prompts.chats.rendering import Encode, encoding
+from sglang_hybrid.prompts.endpoints import apart
+from sglang_hybrid.prompts.endpoints.server_registry import registry_of
 from sglang_hybrid.prompts.schemas.registry import Draft, Registry
 from sglang_hybrid.prompts.schemas.resolve import Import, Piece, Prompt, read_prompt
 from sglang_hybrid.prompts.schemas.tokens import Frame, Frames, PromptTokenizer, Tokenized
@@ -73,8 +75,6 @@ def with_schemas(process: Callable[..., Any]) -> Callable[..., Any]:
     def processed(serving: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(request, "prompt_schema", None) is None:
             return process(serving, request, *args, **kwargs)
-        from sglang_hybrid.prompts.endpoints.route import registry_of
-
         writer = _Writer(registry_of(serving.tokenizer_manager), request)
         own = request.messages
         request.messages = [*writer.messages(), *own]
@@ -98,9 +98,6 @@ def begin_with_schema(manager: Any, adapted: Any, processed: Any) -> None:
 
     adapted: SGLang's GenerateReqInput of the chat. processed: what `with_schemas` returned for it.
     """
-    from sglang_hybrid.prompts.endpoints import apart
-    from sglang_hybrid.prompts.endpoints.route import registry_of
-
     beginning: Beginning | None = getattr(processed, "beginning", None)
     if beginning is None:
         return

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from sglang_hybrid.core.records.pins import PinRequest, Priority
+from sglang_hybrid.core.records.pin import PinRequest, Priority
 from sglang_hybrid.prompts.schemas.budget import Plan, best_prefixes
 from sglang_hybrid.prompts.schemas.registry import Registered, Registry
 from sglang_hybrid.prompts.schemas.tree import PrefixNode, as_imports, prefix_tree

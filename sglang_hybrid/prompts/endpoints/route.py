@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from functools import lru_cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,16 +12,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from sglang_hybrid.core.records.pins import Priority
+from sglang_hybrid.core.records.pin import Priority
 from sglang_hybrid.prompts.endpoints import apart
 from sglang_hybrid.prompts.endpoints import prewarm as prewarming
 from sglang_hybrid.prompts.endpoints.actions import imported_prompt
 from sglang_hybrid.prompts.endpoints.residency import residency
+from sglang_hybrid.prompts.endpoints.server_registry import registry_of
 from sglang_hybrid.prompts.linter.lint import lint
 from sglang_hybrid.prompts.schemas.registry import Registered, Registry
 from sglang_hybrid.prompts.schemas.resolve import read_prompt
-from sglang_hybrid.prompts.schemas.saved import saved_schemas
-from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer
 from sglang_hybrid.prompts.schemas.xml import MOST_BYTES, MarkupError
 from sglang_hybrid.serving.requests import hint_payloads, kv_hints
 from sglang_hybrid.serving.requests.bodies import read_json
@@ -239,19 +237,6 @@ async def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
     request.input_ids = expanded.tokenized.ids
     apart.ask(manager, request, expanded)
     request.text = request.pml = None
-
-
-@lru_cache(maxsize=1)
-def registry_of(manager: TokenizerManager) -> Registry:
-    """The schemas of this server; raises ValueError where there can be none."""
-    if manager.tokenizer is None:
-        raise ValueError("this server has no tokenizer (--skip-tokenizer-init).")
-    if manager.server_args.tokenizer_worker_num > 1:
-        raise ValueError(
-            "this server has several tokenizer processes, which share no schemas; start it with "
-            "--tokenizer-worker-num 1."
-        )
-    return Registry(PromptTokenizer(manager.tokenizer), saved_schemas(manager.server_args))
 
 
 def _registry() -> Registry:

@@ -17,7 +17,7 @@ import numpy as np
 
 from sglang_hybrid.prompts.linter.alignment import RUN, Aligner, Alignment, EqualBlock
 from sglang_hybrid.prompts.linter.lint import DATES
-from sglang_hybrid.simulation.timing import PrefillTime
+from sglang_hybrid.simulation.prefill_time import PrefillTime
 from sglang_hybrid.simulation.traces.formats import common_prefix
 from sglang_hybrid.simulation.traces.requests import Request, TokenArray
 

@@ -1,6 +1,6 @@
 """Schemas on disk, so that they are there again after a restart (with the disk tier).
 
-    FOLDER/sglang_hybrid-tier/IDENTITY/schemas/    of the disk tier (storage/disk/folder.py), mode 0700
+    FOLDER/sglang_hybrid-tier/IDENTITY/schemas/    of the disk tier (disk/folder.py), mode 0700
       3fa0.../          of one tenant; the name is a keyed hash of its extra key and salt
         91bc....json    one schema; the name is a keyed hash of the schema's
 

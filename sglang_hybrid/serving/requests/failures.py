@@ -88,7 +88,7 @@ TAKES_WHAT_CLIENTS_SEND = (
 )
 """Settings, groups of processes, and weights, which SGLang checks as it takes them."""
 
-CACHES = ("sglang.srt.mem_cache", "sglang_hybrid.cache", "sglang_hybrid.cache.memory")
+CACHES = ("sglang.srt.mem_cache", "sglang_hybrid.cache")
 
 RANKS = "_sglang_hybrid_ranks"
 

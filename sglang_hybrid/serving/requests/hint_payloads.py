@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from sglang_hybrid.core.records.pins import Priority
+from sglang_hybrid.core.records.pin import Priority
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.serving.requests.fields import shown
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from sglang_hybrid.core.records.pins import PinRequest, Priority
+from sglang_hybrid.core.records.pin import PinRequest, Priority
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.serving.requests.fields import shown
 from sglang_hybrid.serving.requests.hint_payloads import (

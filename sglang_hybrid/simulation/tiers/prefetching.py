@@ -15,10 +15,11 @@ from sglang_hybrid.core.queue.lengths import AnswerLengths, Decoding, free_place
 from sglang_hybrid.core.queue.prefetch import Prefetcher, turns
 from sglang_hybrid.core.queue.queue_order import QueueOrder
 from sglang_hybrid.core.tiers.rates import Link
+from sglang_hybrid.simulation.prefill_time import PrefillTime
 from sglang_hybrid.simulation.scheduling import WaitingQueue
 from sglang_hybrid.simulation.server_simulator import way_to
 from sglang_hybrid.simulation.simulator import Outcome, Simulator, Ticket
-from sglang_hybrid.simulation.timing import PrefillTime, Served
+from sglang_hybrid.simulation.timing import Served
 from sglang_hybrid.simulation.traces.requests import Request
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.tiers.rates import INSTANT, TIERS, TIERS_BELOW, Link, Speeds, Tier
+from sglang_hybrid.simulation.prefill_time import PAPER, PrefillTime
 from sglang_hybrid.simulation.sizes import parse_bytes, parse_rate
 from sglang_hybrid.simulation.tiers.copy_codecs import KV_VALUE_BYTES, CopyCodec
-from sglang_hybrid.simulation.timing import PAPER, PrefillTime
 
 LATENCY = {Tier.HOST: 20e-6, Tier.DISK: 100e-6}
 """Seconds that a transfer takes besides its bytes: a copy over PCIe, a read of an NVMe disk."""

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_hybrid.core.checkpoints.admission import MIN_BRANCH_TOKENS
-from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel
 from sglang_hybrid.core.records.nodes import Node
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.tiers.places import ALL_TIERS, Placement, Unit, copies_of, without_up_to

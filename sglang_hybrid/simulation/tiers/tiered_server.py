@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from sglang_hybrid.core.checkpoints.admission import MIN_BRANCH_TOKENS
-from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel
 from sglang_hybrid.core.records.nodes import Clock, Kind, Node
 from sglang_hybrid.core.server_settings import ServedTiers, Serving, Split
 from sglang_hybrid.core.tiers.places import ALL_TIERS, Way, copies_of, way_without_loads, ways

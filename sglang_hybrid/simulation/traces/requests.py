@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from sglang_hybrid.core.records.pins import PinRequest
+from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.core.returns.hints import Hint
 
 TokenArray = npt.NDArray[np.int32]

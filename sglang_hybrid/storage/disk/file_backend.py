@@ -30,6 +30,7 @@ from sglang_hybrid.storage.disk.folder import RankFolder, disk_folder
 from sglang_hybrid.storage.disk.object_file import MOST_OBJECTS, Bytes
 from sglang_hybrid.storage.disk.object_store import ObjectStore
 from sglang_hybrid.storage.disk.served_model import Unidentified, served_model
+from sglang_hybrid.storage.disk.store_start import open_store
 from sglang_hybrid.storage.disk.tier_folder import FolderError
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
         folder = RankFolder(top, facts, _rank(config))
         disk = os.statvfs(folder.path)
         ranks = _ranks(config)
-        return ObjectStore(
+        return open_store(
             folder,
             self.budget // ranks,
             int(FREE_SHARE * disk.f_blocks * disk.f_frsize),

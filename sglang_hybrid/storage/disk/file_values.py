@@ -1,28 +1,43 @@
 """How soon files on disk are expected to be used again, learnt from when they were used.
 
 A class of files is what they hold (states or KV), how often they were used, and the interval before
-their last use; the reuse index (core/returns/reuse.py) learns for each how long files wait. All files of a
-kind have the same worth per byte when they are used, so that their order of value is that of their
-rates of use.
+their last use; the reuse index (core/returns/reuse.py) learns for each how long files wait. All
+files of a kind have the same worth per byte when they are used, so that their order of value is
+that of their rates of use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from sglang_hybrid.core.costs.cost import FloatArray
+from sglang_hybrid.core.returns.learnt import LearntClasses
 from sglang_hybrid.core.returns.reuse import ReuseIndex
 from sglang_hybrid.core.returns.reuse_classes import reuse_class_of
-
-if TYPE_CHECKING:
-    from sglang_hybrid.core.costs.cost import FloatArray
-    from sglang_hybrid.core.returns.learnt import LearntClasses
-    from sglang_hybrid.storage.disk.object_index import StoredFile
+from sglang_hybrid.storage.disk.object_file import Header
 
 ONE_USE = 60.0
 """Seconds: uses within them belong together, as the look-ups and reads of one request do."""
+
+
+@dataclass(slots=True, eq=False)
+class StoredFile:
+    """A whole file. last_use: in seconds; touched: what of it the file system knows. uses: how
+    often it was used again; interval_bucket: of the interval before the last of them; interval_id:
+    what the values of files know it by.
+    """
+
+    path: Path
+    header: Header
+    last_use: float
+    touched: float
+    uses: int = 0
+    interval_bucket: int = 0
+    interval_id: int = -1
 
 
 class FileValues:

@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from sglang_hybrid.storage.disk.file_values import FileValues
+from sglang_hybrid.storage.disk.file_values import FileValues, StoredFile
 from sglang_hybrid.storage.disk.object_file import Header
 from sglang_hybrid.storage.disk.uses_file import Uses
-
-
-@dataclass(slots=True, eq=False)
-class StoredFile:
-    """A whole file. last_use: in seconds; touched: what of it the file system knows. uses: how
-    often it was used again; interval_bucket: of the interval before the last of them; interval_id:
-    what the values of files know it by.
-    """
-
-    path: Path
-    header: Header
-    last_use: float
-    touched: float
-    uses: int = 0
-    interval_bucket: int = 0
-    interval_id: int = -1
 
 
 class ObjectIndex:

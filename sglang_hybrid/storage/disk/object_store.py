@@ -14,11 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from sglang_hybrid.storage.disk.file_values import StoredFile
 from sglang_hybrid.storage.disk.folder import RankFolder
 from sglang_hybrid.storage.disk.object_file import (
     BadFile,
@@ -29,10 +29,9 @@ from sglang_hybrid.storage.disk.object_file import (
     read_header,
     read_objects,
 )
-from sglang_hybrid.storage.disk.object_index import ObjectIndex, StoredFile
+from sglang_hybrid.storage.disk.object_index import ObjectIndex
 from sglang_hybrid.storage.disk.own_files import ForeignFile, remove, write_file
 from sglang_hybrid.storage.disk.room import make_room
-from sglang_hybrid.storage.disk.store_start import learn_files
 from sglang_hybrid.storage.disk.uses_file import Uses, save_uses
 
 logger = logging.getLogger(__name__)
@@ -70,10 +69,11 @@ class ObjectStore:
 
     Args:
         folder: whose objects these are; the store closes it.
+        start: called with the store, in a thread of its own, to learn what is in the folder; it
+            sets `ready` (`store_start.open_store`).
         budget: bytes that the rank's files may take, with its part of what other models left
             that no server uses; 0 is no bound but the disk's own.
         least_free: bytes of the file system that are left free.
-        warm_bytes: of what is there at the start, read ahead into memory.
         ranks: among which what other models left is divided.
         now: seconds, as files' times are.
     """
@@ -81,9 +81,9 @@ class ObjectStore:
     def __init__(
         self,
         folder: RankFolder,
+        start: Callable[[ObjectStore], None],
         budget: int = 0,
         least_free: int = 0,
-        warm_bytes: int = 0,
         ranks: int = 1,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -102,8 +102,9 @@ class ObjectStore:
         self._index = ObjectIndex()
         self._lock = threading.RLock()
         self._closed = False
-        start = partial(learn_files, self, warm_bytes)
-        self._starter = threading.Thread(target=start, name="hybrid-disk-start", daemon=True)
+        self._starter = threading.Thread(
+            target=start, args=(self,), name="hybrid-disk-start", daemon=True
+        )
         self._starter.start()
 
     @property

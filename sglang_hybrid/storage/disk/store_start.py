@@ -7,23 +7,40 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from sglang_hybrid.storage.disk.folder import RankFolder
 from sglang_hybrid.storage.disk.object_file import (
     BadFile,
     has_identity,
     is_object_path,
     read_header,
 )
+from sglang_hybrid.storage.disk.object_store import ObjectStore
 from sglang_hybrid.storage.disk.own_files import UNFINISHED, finished_name, open_regular, remove
 from sglang_hybrid.storage.disk.room import measure_others
 from sglang_hybrid.storage.disk.uses_file import load_uses
 
-if TYPE_CHECKING:
-    from sglang_hybrid.storage.disk.object_store import ObjectStore
-
 logger = logging.getLogger(__name__)
+
+
+def open_store(
+    folder: RankFolder,
+    budget: int = 0,
+    least_free: int = 0,
+    warm_bytes: int = 0,
+    ranks: int = 1,
+    now: Callable[[], float] = time.time,
+) -> ObjectStore:
+    """A store that learns in the background what earlier servers left in `folder`.
+
+    warm_bytes: of what is there, read ahead into memory. The rest is `ObjectStore`'s.
+    """
+    start = partial(learn_files, warm_bytes=warm_bytes)
+    return ObjectStore(folder, start, budget, least_free, ranks, now)
 
 
 def learn_files(store: ObjectStore, warm_bytes: int) -> None:

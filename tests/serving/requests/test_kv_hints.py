@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 
-from sglang_hybrid.core.records.pins import PinRequest, Priority
+from sglang_hybrid.core.records.pin import PinRequest, Priority
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.serving.requests import hint_payloads, kv_hints
 

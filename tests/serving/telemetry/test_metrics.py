@@ -43,7 +43,7 @@ def read(
     tuner: dict[str, float] | None = None,
 ) -> dict[str, float]:
     code = READ.format(steps=steps, policy=policy, alpha=alpha, tuner=tuner or {})
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
     )
