@@ -74,8 +74,8 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
         if not host_is_device():
             cache.forward_stream = context.tp_worker.model_runner.forward_stream
     if not context.disable_radix_cache:
-        cache.advice = advise(_server_setup(context, cache))
-    for line in cache.advice if _rank() == 0 else ():
+        cache.report.advice = advise(_server_setup(context, cache))
+    for line in cache.report.advice if _rank() == 0 else ():
         logger.warning("sglang_hybrid: %s", line)
     return cache
 

@@ -14,8 +14,13 @@ from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache.memory.one_memory import OneMemoryCache
+from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
 from sglang_hybrid.cache.releases import copy_behind_forwards
+from sglang_hybrid.cache.tiers.ahead_loads import AheadLoads
+from sglang_hybrid.cache.tiers.background_copies import Offload
+from sglang_hybrid.cache.tiers.copy_worth import WriteJudge
 from sglang_hybrid.cache.tiers.host_room import share_host_room
+from sglang_hybrid.cache.tiers.inexact import ExactPartsCache
 from sglang_hybrid.cache.tiers.request_loads import WayChooser
 from sglang_hybrid.cache.tiers.served_tiers import disk_of
 from sglang_hybrid.core.tiers.rates import Tier
@@ -27,14 +32,15 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sglang_hybrid.cache.learning import Learning
+    from sglang_hybrid.cache.queue.waiting_queue import QueueSchedule
+    from sglang_hybrid.cache.request.planning import PrefillPlans
     from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
-    from sglang_hybrid.cache.tiers.background_copies import Offload
     from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.serving.telemetry.tiers import TierStats
 
 
-class HostTierCache(OneMemoryCache):
+class HostTierCache(OneMemoryCache, ExactPartsCache):
     """Copies on the host, by value. Without HiCache, or without a shadow tree, it is SGLang's own.
 
     ways: chooses what a request loads; None without tiers. speeds: those in force. offload: copies
@@ -45,17 +51,33 @@ class HostTierCache(OneMemoryCache):
     shadow_tree: Any  # a TieredShadowTree where there are tiers
     slots: PoolStateSlots
     speeds: MeasuredSpeeds | None
-    ways: WayChooser | None
+    ways: WayChooser | None = None
     tier_stats: TierStats
-    offload: Offload | None
+    offload: Offload | None = None
     forward_stream: Any = None  # that of the forwards on a GPU, if they have one of their own
     learning: Learning | None
-    prefix_wait: Any  # a PrefixWait, None for a model without states
+    plans: PrefillPlans
     _held_on_host: dict[int, DecLockRefParams]  # locks of copies that arrive after an eviction
 
     def _reset_full(self) -> None:
         super()._reset_full()
         self._held_on_host = {}
+
+    def start_tiers(self, schedule: QueueSchedule | None, watermark: float) -> None:
+        """Decide about copies and loads from now on, if there is memory below the device.
+
+        schedule: the queue whose loads begin ahead of their turn. watermark: up to which share of
+        the device's memory nothing is copied in the background.
+        """
+        if not isinstance(self.shadow_tree, TieredShadowTree) or self.disable:
+            return
+        self.ways = self.tree_core.ways = WayChooser(self.shadow_tree)
+        self.tree_core.writes = WriteJudge(
+            self.shadow_tree, self.tier_stats, self.host_room, self._least_uses
+        )
+        self.offload = Offload(self, watermark)
+        if schedule is not None and self.speeds is not None:
+            schedule.load_ahead(AheadLoads(self), self.speeds)
 
     def init_hicache(self, *args: Any, **kwargs: Any) -> None:
         if self.is_mamba_enabled:
@@ -269,7 +291,7 @@ class HostTierCache(OneMemoryCache):
     @property
     def requests_wait(self) -> bool:
         """Whether requests waited when a batch was last filled."""
-        return self.prefix_wait is not None and self.prefix_wait.any_wait
+        return self.plans.prefix_wait.any_wait
 
     # Reports.
 

@@ -5,7 +5,7 @@ Components, tuner and cache share them; none of their files imports `radix_cache
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import mamba_checkpoint_grid
 
 from sglang_hybrid.cache.learning import Learning
 from sglang_hybrid.cache.memory.allocators import OneMemoryKV
+from sglang_hybrid.cache.queue.clock import StepClock
 from sglang_hybrid.cache.records.shadow_tree import ShadowTree
 from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
 from sglang_hybrid.cache.request.lookups import LookedUpCache, LookUps
@@ -22,12 +23,14 @@ from sglang_hybrid.cache.sizes import measured_cost
 from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
 from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
 from sglang_hybrid.cache.tiers.served_tiers import disk_of
+from sglang_hybrid.checkpoints import decode
 from sglang_hybrid.checkpoints.planner import Planner
 from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.core.systems import Spec, make_policies
-from sglang_hybrid.explain.cache_view import LoggedCache
+from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
+from sglang_hybrid.explain.explainer import Explainer
 from sglang_hybrid.serving.config import Eviction
 from sglang_hybrid.serving.telemetry.stats import CacheStats
 from sglang_hybrid.serving.telemetry.tiers import TierStats
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.serving.config import HybridConfig
 
 
-class OurCache(LookedUpCache, LoggedCache, Protocol):
+class OurCache(LookedUpCache, ExplainedCache, Protocol):
     """SGLang's cache with our choice of victims, whose look-ups and decisions are recorded."""
 
 
@@ -52,7 +55,7 @@ class Parts:
     have a pool each. shadow_tree: None where SGLang's own order decides what is evicted. planner:
     None where states are taken where SGLang tracks them. serving: how the server runs, None there.
     speeds: what decisions about tiers are made with, None without tiers. learning: what is learnt
-    outlives the server; None without tiers.
+    outlives the server; None without tiers. step_clock: the time that all ranks agree on.
     """
 
     options: HybridConfig
@@ -62,6 +65,7 @@ class Parts:
     stats: CacheStats
     shadow_tree: ShadowTree | None
     decision_log: DecisionLog
+    explainer: Explainer
     slots: PoolStateSlots
     lookups: LookUps
     tier_stats: TierStats
@@ -69,6 +73,7 @@ class Parts:
     planner: Planner | None = None
     serving: Serving | None = None
     learning: Learning | None = None
+    step_clock: StepClock = field(default_factory=StepClock)
 
     def could_hold(self, kv_tokens: int, states: int) -> bool:
         """Whether one memory could hold so much if nothing else were there; of two pools, True."""
@@ -135,15 +140,20 @@ def build_parts(
         stats,
         shadow_tree,
         decision_log,
+        Explainer(cache, decision_log),
         slots,
         lookups,
         tier_stats,
         speeds,
     )
+    if shadow_tree is not None:
+        shadow_tree.follow(parts.step_clock)
     if tiers and shadow_tree is not None and shadow_tree.history is not None:
         parts.learning = Learning(shadow_tree.history, partial(disk_of, cache))
-    if has_states and plans and options.judicious and not params.disable:
-        _plan(parts, params, one_pass=one_pass)
+    if has_states and not params.disable:
+        if plans and options.judicious:
+            _plan(parts, params, one_pass=one_pass)
+        decode.plan_for_pages_of(None if parts.planner is None else params.page_size)
     return parts
 
 

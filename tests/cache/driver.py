@@ -476,7 +476,9 @@ class Server:
             own += req.kv.holds_mamba
             own += sum(tracking_slots_used(req.kv))
         if self._plans:
-            own += sum(len(plan.pending_checkpoints) for _, plan in self.cache.planner.in_flight())
+            own += sum(
+                len(plan.pending_checkpoints) for _, plan in self.cache.plans.planner.in_flight()
+            )
         return int(cached), int(own)
 
     def _check_account(self, kv_tokens: int) -> None:

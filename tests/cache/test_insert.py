@@ -30,7 +30,7 @@ class Pair:
         self.sizes = sizes
         self.servers = [Server(build_cache(sizes, options("reuse")), sizes, 16) for _ in "ab"]
         for server in self.servers[grows:]:
-            server.cache.growth.serves = lambda req: False
+            server.cache.publisher.growth.serves = lambda req: False
         self.servers[1].cache.tree_core._start_of = lambda params: None
         self.running: list[list[Req]] = []
 

@@ -63,7 +63,8 @@ def test_a_pin_ends_when_its_time_is_over() -> None:
     ask(it, PinRequest(60, 300))
     assert pinned(it) == [60]
     clock = it.cache.step_clock
-    assert not it.cache._pins_end(300.9) and it.cache._pins_end(301.0)
+    ends = it.cache.shadow_tree.a_pin_ends
+    assert not ends(300.9) and ends(301.0)
     clock.tick(ClockTick(300.9))
     assert pinned(it) == [60]
     clock.tick(ClockTick(301.0))
@@ -96,7 +97,7 @@ def test_whoever_resumes_from_a_pin_makes_it_last() -> None:
     it = server()
     ask(it, PinRequest(60, 300))
     it.serve([*PREFIX, *run(9, 5)], run(3, 6), 200.0)
-    assert it.cache.pins.next_expiry == 500.0
+    assert it.cache.shadow_tree.tree.pins.next_expiry == 500.0
 
 
 def test_a_share_is_not_exceeded_and_tenants_do_not_share_theirs() -> None:
@@ -106,8 +107,8 @@ def test_a_share_is_not_exceeded_and_tenants_do_not_share_theirs() -> None:
         it.serve(prompt, run(3, 90 + number), 1.0 + number, salt, pins=[PinRequest(30, 60)])
     info = it.cache.server_info()["pins"]
     assert (info["pins"], info["pinned"], info["gave_way"]) == (4, 6, 2)
-    assert it.cache.pins.of(None) == it.cache.pins.of((None, "a"))
-    assert info["bytes"] == 2 * it.cache.pins.of(None)
+    assert it.cache.shadow_tree.tree.pins.of(None) == it.cache.shadow_tree.tree.pins.of((None, "a"))
+    assert info["bytes"] == 2 * it.cache.shadow_tree.tree.pins.of(None)
     assert set(info) == {
         *("pins", "bytes", "share_of_a_tenant"),
         *("pinned", "refused", "gave_way", "expired", "evicted"),
@@ -119,7 +120,7 @@ def test_an_evicted_state_is_pinned_no_more() -> None:
     ask(it, PinRequest(60, 300, Priority.LOW))
     while states(it):
         evict_states(it)
-    assert pinned(it) == [] and it.cache.pins.held_bytes == 0
+    assert pinned(it) == [] and it.cache.shadow_tree.tree.pins.held_bytes == 0
     told = said(explain(it, [*PREFIX, *run(9, 5)]))
     assert "; it was pinned, but all else was worth more or in use" in told
 
@@ -137,7 +138,9 @@ def test_a_flush_forgets_pins() -> None:
     it = server()
     ask(it, PinRequest(60, 300))
     it.flush()
-    assert len(it.cache.pins) == 0 and it.cache.pins.held_bytes == 0
+    assert (
+        len(it.cache.shadow_tree.tree.pins) == 0 and it.cache.shadow_tree.tree.pins.held_bytes == 0
+    )
     ask(it, PinRequest(60, 300), stamp=2.0)
     assert pinned(it) == [60]
 
@@ -159,7 +162,7 @@ def test_pages_round_a_position_down() -> None:
 def test_sglangs_own_order_knows_no_pins() -> None:
     it = server("sglang-lru", states=8, kv=400)
     ask(it, PinRequest(60, 300))
-    assert it.cache.pins is None and it.cache.server_info()["pins"] is None
+    assert it.cache.shadow_tree is None and it.cache.server_info()["pins"] is None
     assert it.cache.step_clock.poll() == []
 
 

@@ -85,7 +85,7 @@ def test_without_chunked_prefill_a_prefill_is_split_where_kernels_need_that() ->
         it.look_ahead(req)
         ends.append(req.extend_end)
     assert ends == [100, 149, 150]  # and not all 150 at once
-    assert it.cache.planner.in_flight() == []
+    assert it.cache.plans.planner.in_flight() == []
     it.finish(req)
     assert it.probe([*document, *run(50, 3)]) == 100
 

@@ -465,13 +465,13 @@ def test_states_under_way_come_back_when_their_request_leaves(how: str, one_pass
     if not one_pass:  # the state at 20 is copied when the forward that follows it begins
         it.prefill_step(req)
     it.begin_forward(req)
-    ((_, plan),) = it.cache.planner.in_flight()
+    ((_, plan),) = it.cache.plans.planner.in_flight()
     assert plan.pending_checkpoints
     if how == "abort":
         it.abort(req)
     else:
         it.retract(req)
-    assert it.cache.planner.in_flight() == []
+    assert it.cache.plans.planner.in_flight() == []
     it.check()
     it.cache.evict(EvictParams(num_tokens=10**6, mamba_num=10**6))
     assert it.free() == start

@@ -59,14 +59,14 @@ def test_what_is_cached_stays_and_who_decides_changes() -> None:
     history = server.cache.shadow_tree.history
     assert server.cache.policy_name == "reuse"
     switch(server, Spec("marconi", (("alpha", 3.0),)))
-    assert (server.cache.policy_name, server.cache.alpha) == ("marconi", 3.0)
+    assert (server.cache.policy_name, server.cache.report.alpha) == ("marconi", 3.0)
     assert {(node.depth, node.has_state) for node in server.cache.shadow_tree.tree.walk()} == kept
     assert server.probe(run(1, 60)) == 49  # the prompt end
     assert server.cache.shadow_tree.state_pool.policy.name == "marconi"
     assert server.cache.shadow_tree.history is history
     switch(server, Spec("reuse"))
     assert server.cache.shadow_tree.state_pool.policy.history is history
-    assert server.cache.alpha is None
+    assert server.cache.report.alpha is None
 
 
 def test_the_history_goes_on_learning_under_a_policy_without_one() -> None:

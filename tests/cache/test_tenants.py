@@ -143,11 +143,16 @@ def test_siblings_of_different_tenants_do_not_lay_checkpoints_for_one_another() 
         it.arrive([*document, *run(30, k)], rid=str(k % 2), cache_salt=salt)
         for k, salt in enumerate("ab")
     ]
-    it.cache.prefix_wait.now_waiting(waiting)
-    assert [it.cache.prefix_wait.shared(req) for req in waiting] == [[], []]
+    wait = it.cache.plans.prefix_wait
+    wait.now_waiting(waiting)
+    assert [wait.shared(req) for req in waiting] == [[], []]
     twin = it.arrive([*document, *run(30, 7)], rid="0", cache_salt="a")
-    it.cache.prefix_wait.now_waiting([*waiting, twin])
-    assert [it.cache.prefix_wait.shared(req) for req in (*waiting, twin)] == [[200], [], [200]]
+    wait.now_waiting([*waiting, twin])
+    assert [wait.shared(req) for req in (*waiting, twin)] == [
+        [200],
+        [],
+        [200],
+    ]
 
 
 @pytest.mark.parametrize("way", WAYS)

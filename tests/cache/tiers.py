@@ -154,7 +154,7 @@ class TieredServer(Server):
     def _compute(self, req: Req) -> None:
         start, end = req.prefix_len, req.extend_end
         self._fill(req, start, end)
-        for other, plan in self.cache.planner.in_flight():
+        for other, plan in self.cache.plans.planner.in_flight():
             if other is req:
                 for checkpoint in plan.pending_checkpoints:
                     if start < checkpoint.position <= end:

@@ -41,10 +41,10 @@ def check_slots(checker: SchedulerInvariantChecker) -> None:
     cache, pool = checker.tree_cache, checker.req_to_token_pool
     owners = {"free": pool.mamba_allocator.free_slots.tolist()}
     owners["tree"] = cache.all_mamba_values_flatten().tolist()
-    if cache.planner is not None:
+    if cache.plans.planner is not None:
         owners["under way"] = [
             int(checkpoint.slot)
-            for _, plan in cache.planner.in_flight()
+            for _, plan in cache.plans.planner.in_flight()
             for checkpoint in plan.pending_checkpoints
         ]
     owners |= {req.rid: slots_of(req) for req in checker._requests_owning_rows()}

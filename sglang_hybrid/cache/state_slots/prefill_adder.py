@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sglang.srt.managers.schedule_policy import AddReqResult, _PrefillAdmission
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, _PrefillAdmission
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache.memory.allocators import OneMemoryBudget
@@ -18,29 +18,18 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_hybrid.cache.queue.waiting_queue import QueueSchedule
+    from sglang_hybrid.cache.request.planning import PrefillPlans
     from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
-    from sglang_hybrid.checkpoints.prefix_wait import PrefixWait
 
 
 class AdmittingCache(Protocol):
     """What the adder asks of its cache, beside what SGLang's adder asks."""
 
     slots: PoolStateSlots
-    prefix_wait: PrefixWait
+    plans: PrefillPlans
     tree_core: Any
     req_to_token_pool: Any
     schedule: QueueSchedule | None
-
-    @property
-    def splits_prefills(self) -> bool: ...
-
-    def plan_request(self, req: Req) -> None: ...
-
-    def admitted(self, req: Req) -> None: ...
-
-    def drop_plan(self, req: Req) -> None: ...
-
-    def next_cut(self, req: Req, start: int, end: int) -> int | None: ...
 
     def mamba_evictable_size(self) -> int: ...
 
@@ -69,10 +58,10 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         running = [] if self.running_batch is None else self.running_batch.reqs
         self._running = sum(not req.finished() for req in running)
         self.tree_cache.slots.reserve(self._running)
-        self._unlimited = self.rem_chunk_tokens is None and self.tree_cache.splits_prefills
+        self._unlimited = self.rem_chunk_tokens is None and self.tree_cache.plans.splits_prefills
         if self._unlimited:
             self.rem_chunk_tokens = ENDLESS
-        self.tree_cache.prefix_wait.now_waiting(waiting_queue)
+        self.tree_cache.plans.prefix_wait.now_waiting(waiting_queue)
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
         if not self.may_run(req):
@@ -80,19 +69,19 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         needed = self._slots_needed(req)
         if self._promised + needed and not self._slots_fit(req, needed):
             return AddReqResult.NO_TOKEN
-        if self.tree_cache.prefix_wait.waits_for_prefix(req):
+        if self.tree_cache.plans.prefix_wait.waits_for_prefix(req):
             send_back(req, self.tree_cache.req_to_token_pool)
             return AddReqResult.CONTINUE
-        self.tree_cache.plan_request(req)
+        self.tree_cache.plans.plan(req)
         admitted = len(self.can_run_list)
         self._promise(needed)
         result = super().add_one_req(req, *args, **kwargs)
         if len(self.can_run_list) > admitted:
             self.tree_cache.slots.reserve(self._running + len(self.can_run_list))
-            self.tree_cache.admitted(req)
+            self.tree_cache.plans.on_admitted(req)
         else:
             self._promise(-needed)
-            self.tree_cache.drop_plan(req)
+            self.tree_cache.plans.drop(req)
         return result
 
     def _slots_fit(self, req: Req, needed: int) -> bool:
@@ -112,7 +101,9 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
             self.memory_budget.current_offset += tokens
 
     def add_chunked_req(self, req: Req) -> Req | None:
-        cut = self.tree_cache.next_cut(req, req.prefix_len, len(req.full_untruncated_fill_ids))
+        cut = self.tree_cache.plans.next_cut(
+            req, req.prefix_len, len(req.full_untruncated_fill_ids)
+        )
         if cut is not None:
             left = cut - req.prefix_len
             self.chunked_req_limit = min(self.chunked_req_limit or left, left)
@@ -130,7 +121,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         if isinstance(admission, AddReqResult) or self.rem_chunk_tokens is None:
             return admission
         start = admission.prefix_len
-        cut = self.tree_cache.next_cut(req, start, start + admission.extend_len)
+        cut = self.tree_cache.plans.next_cut(req, start, start + admission.extend_len)
         unfinished = has_chunked_req or self.new_chunked_req is not None
         if unfinished and (admission.is_chunked or cut is not None):
             # SGLang tracks one unfinished prefill at a time. By itself it fills the chunk with it;
@@ -162,3 +153,10 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         if pool.enable_mamba_extra_buffer and req.kv.mamba_ping_pong_track_buffer is None:
             needed += pool.mamba_initial_tracking_slots
         return needed
+
+
+def adder_class(schedule: QueueSchedule | None, *, with_states: bool) -> type[PrefillAdder]:
+    """The adder that fills batches: ours for a model with states, or with a queue of ours."""
+    if with_states:
+        return HybridPrefillAdder
+    return PrefillAdder if schedule is None else ScheduledPrefillAdder

@@ -1,4 +1,4 @@
-"""How many state slots are free, how many a running request counts for, and what a look-up took."""
+"""How many state slots are free, how many a running request counts for, and how to give one back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from sglang_hybrid.serving.preflight import StartupError
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 
 def free_slots(allocator: MambaSlotAllocator) -> int:
@@ -53,17 +52,3 @@ def send_back(req: Req, pool: Any) -> None:
     if req.kv.holds_mamba and not req.session:
         pool.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(-1))
         req.kv.mamba_pool_idx = None
-
-
-def send_back_if_waiting(params: MatchPrefixParams, pool: Any) -> None:
-    """Before a look-up that takes no slot: give back the one that an earlier look-up of the request
-    took, if it still waits.
-
-    SGLang leaves it there when it asks the disk again for what the device has lost of a waiting
-    prompt (scheduler.py:4261-4264). The state to be copied might be evicted meanwhile.
-    """
-    req = params.req
-    if req is None or params.cow_mamba or req.kv.holds_kv:
-        return
-    if req.kv.mamba_cow_src_index is not None:
-        send_back(req, pool)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_hybrid.cache.memory.allocators import OneMemoryKV
-from sglang_hybrid.cache.state_slots.slots import free_slots
+from sglang_hybrid.cache.state_slots.slots import free_slots, send_back
 from sglang_hybrid.core.checkpoints.admission import SlotBudget
 from sglang_hybrid.core.checkpoints.checkpoint_plan import slot_budget_for
 
 if TYPE_CHECKING:
     import torch
     from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
     from sglang_hybrid.cache.sglang_cache import SglangCache
@@ -51,6 +52,19 @@ class PoolStateSlots:
     def decoding(self) -> int:
         """Requests that run, or will."""
         return self._decoding
+
+    def send_back_if_waiting(self, params: MatchPrefixParams) -> None:
+        """Before a look-up that takes no slot: give back the one that an earlier look-up of the
+        request took, if it still waits.
+
+        SGLang leaves it there when it asks the disk again for what the device has lost of a waiting
+        prompt (scheduler.py:4261-4264). The state to be copied might be evicted meanwhile.
+        """
+        req = params.req
+        if req is None or params.cow_mamba or req.kv.holds_kv:
+            return
+        if req.kv.mamba_cow_src_index is not None:
+            send_back(req, self._cache.req_to_token_pool)
 
     def free(self) -> int:
         """Slots that cost nothing."""

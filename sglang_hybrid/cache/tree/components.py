@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
+from sglang_hybrid.cache.tree import tree_core  # noqa: F401, it registers BACKEND with SGLang
 from sglang_hybrid.cache.tree.kv_components import CountedFull
 from sglang_hybrid.cache.tree.shadowed_components import ShadowedFull, ShadowedMamba
 from sglang_hybrid.cache.tree.state_components import RobustMamba

@@ -43,8 +43,7 @@ class HasStats(Protocol):
     def calibration(self) -> Calibration | None: ...
 
     account: Account | None  # of one memory
-    tier_stats: TierStats
-    ways: object  # None where there are no tiers
+    tier_stats: TierStats | None  # None where there are no tiers
 
     @property
     def schedule_stats(self) -> ScheduleStats | None: ...
@@ -104,7 +103,7 @@ class CacheMetrics:
         )
         self._answers = None if cache.calibration is None else AnswerMetrics(cache.calibration)
         self._memory = None if cache.account is None else MemoryMetrics(cache.account)
-        self._tiers = None if cache.ways is None else TierMetrics(cache.tier_stats)
+        self._tiers = None if cache.tier_stats is None else TierMetrics(cache.tier_stats)
         waiting = cache.schedule_stats
         self._schedule = None if waiting is None else ScheduleMetrics(waiting, PREFIX)
         self._shown = ""

@@ -22,7 +22,7 @@ class Cache:
     account = None
     schedule_stats = None
     calibration = None
-    ways = tier_stats = None
+    tier_stats = None
 
 cache = Cache()
 metrics = CacheMetrics(cache)

@@ -1,0 +1,96 @@
+"""What a cache tells of itself: the block of /server_info, and Prometheus metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sglang_hybrid.cache.state_slots.slots import free_slots
+from sglang_hybrid.serving.telemetry.metrics import CacheMetrics
+
+if TYPE_CHECKING:
+    from sglang_hybrid.cache.parts import Parts
+    from sglang_hybrid.cache.queue.waiting_queue import QueueSchedule
+    from sglang_hybrid.cache.tuning import Tuning
+    from sglang_hybrid.core.returns.answers import Calibration
+    from sglang_hybrid.serving.telemetry.schedule import ScheduleStats
+
+
+class ReportedCache(Protocol):
+    """What is asked of the cache that is reported of."""
+
+    tuning: Tuning
+    schedule: QueueSchedule | None
+    is_mamba_enabled: bool
+    req_to_token_pool: Any
+
+    def tiers_info(self) -> dict[str, Any] | None: ...
+
+
+class CacheReport:
+    """Reports of one cache.
+
+    advice: what its flags should rather be, one sentence each. metrics: whether Prometheus is told,
+    which needs one cache in this process that receives requests.
+    """
+
+    def __init__(self, cache: ReportedCache, parts: Parts, *, metrics: bool) -> None:
+        self.advice: list[str] = []
+        self.stats, self.account = parts.stats, parts.account
+        self.tier_stats = None if parts.speeds is None else parts.tier_stats
+        self._cache, self._parts = cache, parts
+        self._metrics = CacheMetrics(self) if metrics else None
+
+    @property
+    def policy_name(self) -> str:
+        """The eviction policy in force."""
+        return self._cache.tuning.in_force.name
+
+    @property
+    def alpha(self) -> float | None:
+        """Marconi's alpha in force, None under another policy."""
+        return dict(self._cache.tuning.in_force.options).get("alpha")
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """How true what was expected of answers has been; None where nothing is expected."""
+        shadow_tree = self._parts.shadow_tree
+        history = None if shadow_tree is None else shadow_tree.history
+        return None if history is None else history.calibration
+
+    @property
+    def schedule_stats(self) -> ScheduleStats | None:
+        """Counts of the waiting queue; None where SGLang orders it."""
+        return None if self._cache.schedule is None else self._cache.schedule.stats
+
+    @property
+    def tuner_counts(self) -> Mapping[str, float]:
+        """The tuner's totals, on the rank that has it."""
+        return self._cache.tuning.counts
+
+    def update_metrics(self) -> None:
+        """Bring the metrics, if there are any, up to the counts."""
+        if self._metrics is not None:
+            self._metrics.update()
+
+    def server_info(self) -> dict[str, Any]:
+        """The block `hybrid_cache` of /server_info."""
+        cache, parts = self._cache, self._parts
+        allocator = cache.req_to_token_pool.mamba_allocator if cache.is_mamba_enabled else None
+        pins = None if parts.shadow_tree is None else parts.shadow_tree.tree.pins
+        return {
+            "eviction": self.policy_name,
+            "alpha": self.alpha,
+            "admission": parts.options.hybrid_admission.value,
+            "state_bytes": parts.cost.state_bytes,
+            "kv_bytes_per_token": parts.cost.kv_bytes_per_token,
+            "state_slots_free": None if allocator is None else free_slots(allocator),
+            **self.stats.as_dict(),
+            "memory": None if self.account is None else self.account.as_dict(),
+            "tiers": cache.tiers_info(),
+            "schedule": None if cache.schedule is None else cache.schedule.info(),
+            "pins": None if pins is None else pins.as_dict(),
+            "tuner": cache.tuning.info(),
+            "recording": cache.tuning.recording(),
+            "advice": self.advice,
+        }

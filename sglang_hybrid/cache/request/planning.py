@@ -1,0 +1,112 @@
+"""Which states the prefills of a cache's requests leave: from the first try to admit a request to
+the states that its prefill has left.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
+from sglang_hybrid.checkpoints.prefix_wait import PrefixWait
+from sglang_hybrid.serving.per_request import PerRequest
+from sglang_hybrid.serving.requests.kv_hints import declared_positions
+from sglang_hybrid.serving.tenants import tenant_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    from sglang_hybrid.cache.parts import Parts
+    from sglang_hybrid.checkpoints.planner import PendingCheckpoint
+    from sglang_hybrid.core.returns.history import HistoryMatch
+
+
+class PrefillPlans:
+    """Plans for the prefills of one cache. Without a planner nothing is planned.
+
+    message_boundaries: finds where messages begin; none are found without it.
+    """
+
+    def __init__(self, parts: Parts, message_boundaries: MessageBoundaries | None = None) -> None:
+        self.planner = parts.planner
+        least = parts.options.hybrid_min_branch_tokens
+        self.prefix_wait = PrefixWait(self.planner, parts.stats, least)
+        self.message_boundaries = message_boundaries or MessageBoundaries()
+        self._lookups = parts.lookups
+        self._shadow_tree = parts.shadow_tree
+        self._decision_log = parts.decision_log
+        self._messages: PerRequest[list[int]] = PerRequest()
+        self._history_matches: PerRequest[HistoryMatch] = PerRequest()
+
+    def message_starts(self, req: Req) -> list[int]:
+        """Where the messages of a prompt begin, in tokens; looked for once per request."""
+        starts = self._messages.get(req)
+        if starts is None:
+            starts = self._messages[req] = self.message_boundaries.message_starts(
+                req.origin_input_ids
+            )
+        return starts
+
+    def history_match(self, req: Req) -> HistoryMatch | None:
+        """What was known of the prompt of ``req`` when it was planned last."""
+        return self._history_matches.get(req)
+
+    def plan(self, req: Req) -> None:
+        """Say which states the prefill of ``req`` should leave: it may join the next batch."""
+        if self.planner is None or req.skip_radix_cache_insert:
+            return
+        prompt = req.full_untruncated_fill_ids
+        history_match = None
+        if self._shadow_tree is not None:
+            last = self._history_matches.get(req)
+            history_match = self._shadow_tree.match_history(prompt, tenant_of(req), last)
+        if history_match is not None:
+            self._history_matches[req] = history_match
+            self._decision_log.history_matched(req, history_match.known_len)
+        self.planner.plan_request(
+            req,
+            len(prompt),
+            self._lookups.hit_len(req),
+            self._lookups.kv_len(req),
+            history_match=history_match,
+            shared=self.prefix_wait.shared(req),
+            message_starts=self.message_starts(req),
+            declared=declared_positions(req.kv_hints),
+        )
+
+    def on_admitted(self, req: Req) -> None:
+        """``req`` joined the batch."""
+        self.prefix_wait.admitted(req)
+        if self.planner is not None:
+            self.planner.admitted(req)
+
+    def drop(self, req: Req) -> None:
+        """Forget the plan for ``req``, which did not join the batch, or ended."""
+        if self.planner is not None:
+            self.planner.drop(req)
+
+    @property
+    def splits_prefills(self) -> bool:
+        """Whether a prefill must stop where a state is wanted."""
+        return self.planner is not None and not self.planner.one_pass
+
+    def next_cut(self, req: Req, start: int, end: int) -> int | None:
+        """Where a prefill of tokens [start, end) must stop so that a state can be copied; None if
+        it need not.
+        """
+        return None if self.planner is None else self.planner.next_cut(req, start, end)
+
+    def assign_slots(self, batch: ScheduleBatch) -> None:
+        """Give the states of a batch's prefill, which is about to start, their slots."""
+        if self.planner is not None:
+            self.planner.assign_slots(batch)
+
+    def take_ready(self, req: Req, up_to: int) -> list[PendingCheckpoint]:
+        """The states in the first ``up_to`` tokens that the prefill of ``req`` has left, the
+        deepest first. The caller owns their slots.
+        """
+        return [] if self.planner is None else self.planner.take_ready(req, up_to)
+
+    def forget_all(self) -> None:
+        """The tree was emptied: no plan is valid any more."""
+        if self.planner is not None:
+            self.planner.forget_all()
