@@ -40,7 +40,7 @@ def admit(
     """
     monkeypatch.setattr(PrefillAdder, "_select_prefill_admission", lambda *_, **__: sglangs)
     adder = object.__new__(HybridPrefillAdder)
-    adder.tree_cache = SimpleNamespace(next_cut=lambda *_: cut)
+    adder.tree_cache = SimpleNamespace(plans=SimpleNamespace(next_cut=lambda *_: cut))
     adder.rem_chunk_tokens = 60
     adder.new_chunked_req = SimpleNamespace() if in_this_batch else None
     adder._unlimited = False

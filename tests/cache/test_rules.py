@@ -239,7 +239,7 @@ def test_the_ends_of_chunks_are_kept_in_free_slots_only() -> None:
 
 def test_a_message_begins_where_the_next_prompt_will_differ() -> None:
     it = server(admission="judicious", states=24, grid=64, kv=2_048)
-    it.cache.message_boundaries = MessageBoundaries({"user": [(-7, -8)]})
+    it.cache.plans.message_boundaries = MessageBoundaries({"user": [(-7, -8)]})
     system = run(100)
     assert it.serve([*system, -7, -8, *run(30, 1)], [7]) == 0
     assert stats(it)["checkpoints_admitted"] == {"message": 1, "prompt_end": 1, "tail": 1}

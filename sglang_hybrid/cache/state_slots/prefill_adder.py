@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, _PrefillAdmission
+from sglang.srt.managers.schedule_policy import AddReqResult, _PrefillAdmission
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache.memory.allocators import OneMemoryBudget
@@ -155,8 +155,12 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         return needed
 
 
-def adder_class(schedule: QueueSchedule | None, *, with_states: bool) -> type[PrefillAdder]:
-    """The adder that fills batches: ours for a model with states, or with a queue of ours."""
+def adder_class(
+    schedule: QueueSchedule | None, *, with_states: bool
+) -> type[ScheduledPrefillAdder] | None:
+    """The adder that fills batches, for a model with states or with a queue of ours; None: SGLang
+    has its own.
+    """
     if with_states:
         return HybridPrefillAdder
-    return PrefillAdder if schedule is None else ScheduledPrefillAdder
+    return None if schedule is None else ScheduledPrefillAdder
