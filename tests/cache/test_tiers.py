@@ -106,5 +106,5 @@ def test_a_host_whose_size_sglang_chooses() -> None:
     arguments = ServerArgs(model_path="dummy")
     assert arguments.hicache_ratio is None
     set_global_server_args_for_scheduler(arguments)
-    share_host_room(cache)
+    share_host_room(cache, cache.cost)
     assert cache.req_to_token_pool.mamba_pool.host_capacity_tokens > 0
