@@ -212,7 +212,7 @@ def parse_grid(varied: Sequence[str]) -> list[Constants]:
     for text in varied:
         name, _, values = text.partition("=")
         if not isinstance(getattr(*place_of(name), None), int | float):
-            raise BenchFailed(f"neither core.reuse nor core.answers has a number {name!r}")
+            raise BenchFailed(f"neither reuse nor answers of core.returns has a number {name!r}")
         axes.append([(name, float(value)) for value in values.split(",")])
     return list(itertools.product(*axes))
 
@@ -227,7 +227,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="NAME=V,V",
         default=["PRIOR_WEIGHT=2,4,8,16,32", "FIRST_GUESS=0.02,0.05,0.1,0.2"],
-        help="constants of core.reuse, or as answers.NAME of core.answers, for --leave-one-out",
+        help="constants of core.returns.reuse, or answers.NAME, for --leave-one-out",
     )
     parser.add_argument("--leave-one-out", action="store_true")
     parser.add_argument("--changes", type=int, metavar="N", help="requests before a change of kind")

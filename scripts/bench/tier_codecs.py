@@ -17,8 +17,7 @@ from scripts.bench.report import Table
 from scripts.bench.traces import TRACES, read_named
 from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.simulation.tiers.copy_codecs import CopyCodec
-from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets
+from sglang_hybrid.simulation.tiers.tier_budgets import CopyCodec, TierBudgets
 from sglang_hybrid.simulation.traces.requests import Request
 
 NEMOTRON_H_8B = replace(

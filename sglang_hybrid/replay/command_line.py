@@ -15,8 +15,7 @@ from sglang_hybrid.core.systems import HINDSIGHT, SYSTEMS, Spec
 from sglang_hybrid.replay.runner import Job
 from sglang_hybrid.replay.systems import smallest_budget
 from sglang_hybrid.simulation.prefill_time import PAPER, PrefillTime
-from sglang_hybrid.simulation.sizes import parse_bytes
-from sglang_hybrid.simulation.tiers.tier_budgets import EXAMPLE, TierBudgets
+from sglang_hybrid.simulation.tiers.tier_budgets import EXAMPLE, TierBudgets, parse_bytes
 from sglang_hybrid.simulation.traces.arrivals import Azure, Draw
 from sglang_hybrid.simulation.traces.declared_hints import KINDS as HINTS
 from sglang_hybrid.simulation.traces.declared_hints import with_hints

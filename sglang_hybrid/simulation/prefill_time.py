@@ -11,10 +11,6 @@ import numpy as np
 
 from sglang_hybrid.simulation.traces.requests import whole_file, write_line
 
-# The artifact's fit to Jamba-1.5-Mini on four A100 (marconi-notes.md 1.6), in seconds.
-PAPER_BASE, PAPER_PER_TOKEN = 0.01781, 5.2964e-5
-PAPER_GRID, PAPER_LONGEST = 50, 31_950
-
 
 @dataclass(frozen=True)
 class PrefillTime:
@@ -72,9 +68,9 @@ class PrefillTime:
             write_line(file, asdict(self))
 
 
-PAPER = PrefillTime(
-    PAPER_BASE,
-    PAPER_PER_TOKEN,
+PAPER = PrefillTime(  # the artifact's fit to Jamba-1.5-Mini on four A100 (marconi-notes.md 1.6)
+    0.01781,
+    5.2964e-5,
     0.0,
     decode=0.02,
     about="the paper's fit (Jamba-1.5-Mini, 4 A100); 20 ms per decoded token is assumed",

@@ -13,18 +13,15 @@ import numpy.typing as npt
 from sglang_hybrid.core.queue.orders import FirstCome
 from sglang_hybrid.core.queue.queue_order import QueueOrder
 from sglang_hybrid.core.queue.waiting import Bound
-from sglang_hybrid.simulation.prefill_time import (
-    PAPER_BASE,
-    PAPER_GRID,
-    PAPER_LONGEST,
-    PAPER_PER_TOKEN,
-    PrefillTime,
-)
+from sglang_hybrid.simulation.prefill_time import PAPER, PrefillTime
 from sglang_hybrid.simulation.scheduling import WaitingQueue
 from sglang_hybrid.simulation.simulator import Cache, Outcome, Ticket
 from sglang_hybrid.simulation.traces.requests import Request
 
 Floats = npt.NDArray[np.float64]
+
+PAPER_GRID, PAPER_LONGEST = 50, 31_950
+"""Tokens: what the paper rounds prefills up to, and the longest that it knows."""
 
 
 def paper_ttft(outcomes: Iterable[Outcome]) -> Floats:
@@ -33,7 +30,7 @@ def paper_ttft(outcomes: Iterable[Outcome]) -> Floats:
     """
     new = np.array([o.input_len - o.hit_len for o in outcomes])
     grid = np.minimum((new // PAPER_GRID + 1) * PAPER_GRID, PAPER_LONGEST)
-    times: Floats = PAPER_BASE + PAPER_PER_TOKEN * grid
+    times: Floats = PAPER.base + PAPER.per_token * grid
     return times
 
 

@@ -1,1 +1,1 @@
-"""Copies of KV and states below the device: in host memory and on disk."""
+"""Bytes of the copies of KV and states below the device: files on disk, and smaller copies."""

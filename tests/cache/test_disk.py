@@ -17,7 +17,6 @@ import pytest
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_hybrid.core.tiers.links import TierLink
 from sglang_hybrid.core.tiers.rates import Link, Speeds
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
 from sglang_hybrid.storage.disk import file_backend, object_store, weights
@@ -234,7 +233,7 @@ RUNS = [
         pytest.param(sizes, writes, link, 40, id=f"{name}-{writes}-{kind}", marks=pytest.mark.slow)
         for name, sizes in SIZES.items()
         for writes in ("write_through", "write_back")
-        for kind, link in (("prompt copies", None), ("copies that take time", TierLink(1e9, 2e-3)))
+        for kind, link in (("prompt copies", None), ("copies that take time", Link(1e9, 2e-3)))
     ),
 ]
 
@@ -245,7 +244,7 @@ def test_every_request_resumes_from_its_own_prefix(
     monkeypatch: pytest.MonkeyPatch,
     sizes: Sizes,
     writes: str,
-    link: TierLink | None,
+    link: Link | None,
     requests: int,
 ) -> None:
     """Two servers, one after another, on a disk that holds a part of what they write."""

@@ -15,7 +15,6 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.core.records.pin import PinRequest, Priority
-from sglang_hybrid.core.tiers.links import TierLink
 from sglang_hybrid.core.tiers.places import copies_of
 from sglang_hybrid.core.tiers.rates import Link, Speeds, Tier
 from sglang_hybrid.explain.messages import ExplainReq
@@ -131,7 +130,7 @@ def test_the_host_has_room_for_states_by_their_number() -> None:
 @pytest.fixture
 def stuck_link() -> Iterator[None]:
     """Nothing that is copied arrives."""
-    transfer_streams.simulate(TierLink(1e-3))
+    transfer_streams.simulate(Link(1e-3))
     yield
     transfer_streams.simulate(None)
 

@@ -12,7 +12,7 @@ import pytest
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from sglang_hybrid.cache.tiers.host_room import share_host_room
-from sglang_hybrid.core.tiers.links import TierLink
+from sglang_hybrid.core.tiers.rates import Link
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
 from sglang_hybrid.serving.preflight import StartupError
 from tests.cache.backends import options
@@ -64,7 +64,7 @@ def serve_at_random(server: TieredServer, seed: int, requests: int) -> None:
 SLOW = pytest.mark.slow
 LINKS = [
     pytest.param(None, id="prompt copies", marks=SLOW),
-    pytest.param(TierLink(1e9, 2e-3), id="copies that take time"),
+    pytest.param(Link(1e9, 2e-3), id="copies that take time"),
 ]
 
 
@@ -106,5 +106,5 @@ def test_a_host_whose_size_sglang_chooses() -> None:
     arguments = ServerArgs(model_path="dummy")
     assert arguments.hicache_ratio is None
     set_global_server_args_for_scheduler(arguments)
-    share_host_room(cache)
+    share_host_room(cache, cache.cost)
     assert cache.req_to_token_pool.mamba_pool.host_capacity_tokens > 0

@@ -10,8 +10,7 @@ from sglang_hybrid.core.records.nodes import Kind, Node
 from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.tiers.places import Placement, copies_of
 from sglang_hybrid.core.tiers.rates import Link, Rates, Speeds, Tier
-from sglang_hybrid.core.tiers.served_pool import ServedTierPool
-from sglang_hybrid.core.tiers.tier_pool import TierPool
+from sglang_hybrid.core.tiers.tier_pool import ServedTierPool, TierPool
 from sglang_hybrid.core.victims.eviction import Lru, Marconi, Policy, Reuse
 from sglang_hybrid.core.victims.pool import Scarce
 

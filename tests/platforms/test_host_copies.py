@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sglang_hybrid.core.tiers.links import TierLink
+from sglang_hybrid.core.tiers.rates import Link
 from sglang_hybrid.platforms.cpu_ops import host_copies, transfer_streams
 
 LAYERS, SLOTS, HEADS, DIM = 3, 12, 2, 4
@@ -138,7 +138,7 @@ def test_states() -> None:
 @pytest.fixture
 def slow_link() -> Iterator[None]:
     """An hour for a byte."""
-    transfer_streams.simulate(TierLink(1 / 3600))
+    transfer_streams.simulate(Link(1 / 3600))
     yield
     transfer_streams.simulate(None)
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from sglang_hybrid.prompts.chats.rendering import encoded, rendered
-from sglang_hybrid.prompts.endpoints import route
+from sglang_hybrid.prompts.endpoints import chat as chat_completions
 from sglang_hybrid.prompts.endpoints.chat import Beginning, PromptSchema, with_schemas
 from sglang_hybrid.prompts.schemas.registry import Registry
 from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer
@@ -28,7 +28,7 @@ def registry(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
         found.register(None, text)
     found.register(None, '<schema name="plain">text <module name="a">more</module></schema>')
     found.register(("a", None), '<schema name="theirs"><system>text</system></schema>')
-    monkeypatch.setattr(route, "registry_of", lambda manager: found)
+    monkeypatch.setattr(chat_completions, "registry_of", lambda manager: found)
     return found
 
 

@@ -26,7 +26,7 @@ from sglang_hybrid.replay.reports.study import paper_model
 from sglang_hybrid.replay.runner import Job, Result, Runner, run_all
 from sglang_hybrid.simulation.prefill_time import PAPER
 from sglang_hybrid.simulation.simulator import Simulator, hit_rate
-from sglang_hybrid.simulation.sizes import parse_bytes
+from sglang_hybrid.simulation.tiers.tier_budgets import parse_bytes
 from sglang_hybrid.simulation.traces.formats import Reading, read_trace, recognise
 from sglang_hybrid.simulation.traces.generators import generate, traffic
 

@@ -24,9 +24,8 @@ from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.systems import Setting, Spec, systems
 from sglang_hybrid.simulation.prefill_time import PAPER
 from sglang_hybrid.simulation.tiers import tier_simulator
-from sglang_hybrid.simulation.tiers.copy_codecs import ROW, CopyCodec
 from sglang_hybrid.simulation.tiers.losses import Loss, Losses, prefix_hashes
-from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets, TierCounts
+from sglang_hybrid.simulation.tiers.tier_budgets import ROW, CopyCodec, TierBudgets, TierCounts
 from sglang_hybrid.simulation.tiers.tier_simulator import TieredSimulator
 from sglang_hybrid.simulation.timing import Timeline
 from sglang_hybrid.simulation.traces import generators

@@ -1,3 +1,1 @@
-"""One memory for KV and states: the account of its bytes, the pages behind them, and SGLang's
-allocators on top.
-"""
+"""One memory for KV and states: the pages behind it, and SGLang's allocators on top."""

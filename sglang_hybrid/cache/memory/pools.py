@@ -30,7 +30,7 @@ LEAST_SHARE = 16
 """A request and the states it needs must fit into the memory with this many tokens at least."""
 
 
-def why_split(configurator: KVCacheConfigurator) -> str | None:
+def why_two_pools(configurator: KVCacheConfigurator) -> str | None:
     """What keeps KV and states of this model runner from sharing a memory; None if nothing does.
     `server_args` has what was given, and not what SGLang resolved.
     """
@@ -200,7 +200,7 @@ def plan(configurator: KVCacheConfigurator, sizes: Any) -> OneMemory | None:
     asked = HybridConfig.from_environment().hybrid_memory
     if asked is Memory.SPLIT or configurator.is_draft_worker:
         return None
-    why = why_split(configurator)
+    why = why_two_pools(configurator)
     if why is None:
         try:
             return OneMemory(configurator, sizes, get_schedule().max_mamba_cache_size)

@@ -17,8 +17,7 @@ from sglang_hybrid.core.records.nodes import Kind
 from sglang_hybrid.core.records.pins import Pins
 from sglang_hybrid.core.tiers.places import Placement, copies_of
 from sglang_hybrid.core.tiers.rates import Tier
-from sglang_hybrid.core.tiers.served_pool import ServedTierPool
-from sglang_hybrid.core.tiers.tier_pool import SpeedsInForce
+from sglang_hybrid.core.tiers.tier_pool import ServedTierPool, SpeedsInForce
 from sglang_hybrid.core.victims.pool import Pool, Scarce
 
 if TYPE_CHECKING:

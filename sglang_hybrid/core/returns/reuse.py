@@ -22,12 +22,11 @@ from typing import Final
 import numpy as np
 
 from sglang_hybrid.core.costs.cost import FloatArray, IntArray
-from sglang_hybrid.core.returns.hazards import BINS, ClassTree, RateTable
+from sglang_hybrid.core.returns.hazards import BINS, ClassTree, RateTable, ReturnTimes
 from sglang_hybrid.core.returns.interval_counts import IntervalCounts, as_ints
 from sglang_hybrid.core.returns.interval_news import IntervalNews
 from sglang_hybrid.core.returns.learnt import LearntClasses
 from sglang_hybrid.core.returns.reuse_classes import CLASSES, INTERVAL_BUCKETS, NEVER_REUSED
-from sglang_hybrid.core.returns.survival import ReturnTimes
 
 REBUILD_EVERY: Final = 32  # requests
 SEARCHED: Final = 1_000  # ages that are searched for among the bins

@@ -1,11 +1,12 @@
-"""How fast a tier gives and takes bytes: a bandwidth and a latency, as text and as numbers."""
+"""How fast a tier gives and takes bytes, as text: a bandwidth and a latency."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
+
+from sglang_hybrid.core.tiers.rates import Link
 
 TIERS: Final = ("host", "disk")
 """The tiers below the device, the nearest first."""
@@ -18,24 +19,12 @@ _LINK: Final = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class TierLink:
-    """The way between the device and a tier; both directions have this speed of their own."""
-
-    bytes_per_second: float
-    latency_seconds: float = 0.0
-
-    def seconds(self, size: float) -> float:
-        """Seconds until `size` bytes have arrived on an idle link."""
-        return self.latency_seconds + size / self.bytes_per_second
-
-
-def parse_links(text: str) -> Mapping[str, TierLink]:
+def parse_links(text: str) -> Mapping[str, Link]:
     """`host=25GB/s+20us,disk=3GB/s` as a link per tier; nothing for an empty text.
 
     Raises ValueError for an unknown tier, a bandwidth of 0, or another form.
     """
-    links: dict[str, TierLink] = {}
+    links: dict[str, Link] = {}
     for part in filter(None, text.split(",")):
         tier, _, speed = part.partition("=")
         found = _LINK.fullmatch(speed)
@@ -48,5 +37,5 @@ def parse_links(text: str) -> Mapping[str, TierLink]:
         if not rate:
             raise ValueError(f"{part!r} is a bandwidth of 0; give more, or leave the tier out")
         wait = float(found["wait"] or 0) * _SECONDS[found["time"] or "s"]
-        links[tier] = TierLink(rate, wait)
+        links[tier] = Link(rate, wait)
     return links

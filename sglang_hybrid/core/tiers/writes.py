@@ -9,8 +9,7 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.nodes import Clock, Node
 from sglang_hybrid.core.tiers.places import ALL_TIERS, copies_of, without_up_to
 from sglang_hybrid.core.tiers.rates import Speeds, Tier
-from sglang_hybrid.core.tiers.served_pool import ServedTierPool
-from sglang_hybrid.core.tiers.tier_pool import SpeedsInForce
+from sglang_hybrid.core.tiers.tier_pool import ServedTierPool, SpeedsInForce
 from sglang_hybrid.core.victims.pool import Scarce
 
 WRITE_PRICE = 0.1

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from sglang_hybrid.core.tiers.links import TierLink
+from sglang_hybrid.core.tiers.rates import Link
 
-host_link: TierLink | None = None
+host_link: Link | None = None
 """The simulated link to host memory; None: copies take as long as they take."""
 
 
@@ -32,12 +32,12 @@ class Stream:
     def begin(self) -> None:
         """A submission of copies begins; the link's latency passes before the first byte."""
         if host_link is not None:
-            self.arrived = max(self.arrived, time.monotonic()) + host_link.latency_seconds
+            self.arrived = max(self.arrived, time.monotonic()) + host_link.latency
 
     def carry(self, size: int) -> None:
         """`size` bytes follow those already under way."""
         if host_link is not None:
-            self.arrived = max(self.arrived, time.monotonic()) + size / host_link.bytes_per_second
+            self.arrived = max(self.arrived, time.monotonic()) + size / host_link.bandwidth
 
     def wait_stream(self, stream: object) -> None:
         """Nothing to do: what other streams were given has been computed."""
@@ -95,7 +95,7 @@ def stream(chosen: Stream) -> Iterator[None]:
         _current.pop()
 
 
-def simulate(link: TierLink | None) -> None:
+def simulate(link: Link | None) -> None:
     """Let copies in this process take the time of `link` from now on, or their own."""
     global host_link
     host_link = link

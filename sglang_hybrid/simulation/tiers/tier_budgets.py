@@ -1,16 +1,17 @@
-"""The tiers of a replay: how many bytes each holds, and how fast it is."""
+"""The tiers of a replay: how many bytes each holds, how fast it is, and how much smaller its copies
+are under `--hybrid-tier-codec`, without making any.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any
+from enum import Enum
+from typing import Any, Final
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.tiers.rates import INSTANT, TIERS, TIERS_BELOW, Link, Speeds, Tier
 from sglang_hybrid.simulation.prefill_time import PAPER, PrefillTime
-from sglang_hybrid.simulation.sizes import parse_bytes, parse_rate
-from sglang_hybrid.simulation.tiers.copy_codecs import KV_VALUE_BYTES, CopyCodec
 
 LATENCY = {Tier.HOST: 20e-6, Tier.DISK: 100e-6}
 """Seconds that a transfer takes besides its bytes: a copy over PCIe, a read of an NVMe disk."""
@@ -22,6 +23,38 @@ EXAMPLE = "device=20GB,host=200GB@25GB/s,disk=2TB@3GB/s:int8"
 
 PREFILL_OF = 8_192
 """Tokens of the prefill that a model's FLOPs per second are taken from."""
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+ROW: Final = 128
+"""Numbers that share a scale: `head_dim` and the last dimension of a state in most models."""
+
+SCALE_BYTES: Final = 4
+KV_VALUE_BYTES: Final = 2
+
+
+class CopyCodec(Enum):
+    """As `sglang_hybrid.storage.codecs.codecs.Codec`, by the bytes of a row of ROW numbers."""
+
+    EXACT = "exact"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+    def bytes_of(self, size: int, value_bytes: int) -> int:
+        """Bytes of a copy of `size` bytes of numbers of `value_bytes` each; as many as before where
+        the codec saves nothing.
+        """
+        row = {
+            CopyCodec.EXACT: ROW * value_bytes,
+            CopyCodec.BF16: ROW * 2,
+            CopyCodec.INT8: ROW + SCALE_BYTES,
+        }[self]
+        return min(size, -(-size * row // (ROW * value_bytes)))
+
+    def is_exact(self, value_bytes: int) -> bool:
+        """Whether copies of numbers of `value_bytes` each are what was on the device."""
+        return self is CopyCodec.EXACT or (self is CopyCodec.BF16 and value_bytes <= 2)
 
 
 @dataclass(frozen=True)
@@ -182,3 +215,21 @@ class TierCounts:
         counted["inexact_tokens"] = self.inexact_tokens
         counted["written_per_hit_token"] = self.written_per_hit_token
         return counted
+
+
+def parse_bytes(text: str) -> int:
+    """`5GB`, `1.5GiB`, `500MB` or a number of bytes. Raises ValueError."""
+    number = text.strip().rstrip("bBkKmMgGtTiI")
+    unit = text.strip()[len(number) :].upper()
+    try:
+        return int(float(number) * UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ValueError(f"{text!r} is no size; write 5GB, 1.5GiB or a number of bytes") from None
+
+
+def parse_rate(text: str) -> float:
+    """`25GB/s`, in bytes per second. Raises ValueError."""
+    size, slash, per = text.strip().rpartition("/")
+    if not slash or per != "s" or not (rate := parse_bytes(size)) > 0:
+        raise ValueError(f"{text!r} is no bandwidth; write 25GB/s")
+    return float(rate)

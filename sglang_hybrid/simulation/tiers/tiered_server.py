@@ -17,8 +17,7 @@ from sglang_hybrid.core.records.nodes import Clock, Kind, Node
 from sglang_hybrid.core.server_settings import ServedTiers, Serving, Split
 from sglang_hybrid.core.tiers.places import ALL_TIERS, Way, copies_of, way_without_loads, ways
 from sglang_hybrid.core.tiers.rates import Rates, Tier
-from sglang_hybrid.core.tiers.served_pool import ServedTierPool
-from sglang_hybrid.core.tiers.tier_pool import TierPool
+from sglang_hybrid.core.tiers.tier_pool import ServedTierPool, TierPool
 from sglang_hybrid.core.tiers.writes import CopyJudge, average_returns
 from sglang_hybrid.core.victims.eviction import Policy
 from sglang_hybrid.core.victims.pool import Pool, Scarce
