@@ -50,6 +50,9 @@ def measured_cost(cost: CostModel | None, params: CacheInitParams) -> CostModel:
     if pool is not None:  # tensors are [layers, slots, ...]
         tensors = [*pool.mamba_cache.conv, pool.mamba_cache.temporal]
         state_bytes = sum(tensor.nbytes // tensor.shape[1] for tensor in tensors)
+        for beside in pool._slot_siblings:  # what a model keeps per slot: tensors are [slots, ...]
+            rows = [entry[1] for entry in beside.iter_transfer_state_entries()]
+            state_bytes += sum(tensor.nbytes // tensor.shape[0] for tensor in rows)
     return cost.with_sizes(
         kv_bytes_per_token=kv_bytes or cost.kv_bytes_per_token or 1,
         state_bytes=state_bytes or cost.state_bytes,

@@ -11,7 +11,7 @@ and the layer's matrix:
   FlashInfer's leaves some from which the others follow (``tails.py``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -263,8 +263,8 @@ def why_split(model_runner: Any) -> str | None:
     so that it is split at the positions instead; None if it can.
 
     Where it cannot: other recurrent layers (KDA, lightning attention, short convolution, Mamba1),
-    other kernels, two-batch overlap, and layers inside a CUDA graph. To be asked when the graphs
-    are captured.
+    other kernels, two-batch overlap, slots that hold more than we write, and layers inside a CUDA
+    graph. To be asked when the graphs are captured.
     """
     from sglang.srt.layers.attention.mamba.mamba1 import MambaMixer1
 
@@ -276,12 +276,31 @@ def why_split(model_runner: Any) -> str | None:
         kernel = getattr(getattr(linear, "kernel_dispatcher", None), "extend_kernel", None)
         name = type(linear).__name__ + (f" with {type(kernel).__name__}" if kernel else "")
         return f"{name} writes no states inside a prefill"
+    if unwritten := _unwritten(model_runner.req_to_token_pool.mamba_pool):
+        return f"a state has parts that are not written inside a prefill ({', '.join(unwritten)})"
     if _in_a_graph(model_runner):
         return (
             "its recurrent layers are inside a prefill's CUDA graph "
             "(--disable-prefill-cuda-graph leaves it out)"
         )
     return None
+
+
+WRITTEN = frozenset({"conv", "temporal"})
+EMPTY_AFTER_A_PREFILL = "replayssm_"
+"""Begin of the names of rings of decoded tokens (``--enable-linear-replayssm``)."""
+
+
+def _unwritten(pool: Any) -> list[str]:
+    """Names of what a slot of this SGLang ``MambaPool`` holds that tracks do not write.
+
+    SGLang's own copies of a slot take all of it along: what a model registers beside its recurrent
+    layers (Qwen4-Exp: a window of a short convolution and the last tokens of the context), too.
+    """
+    states = pool.mamba_cache
+    held = [f.name for f in fields(type(pool).State) if getattr(states, f.name, None) is not None]
+    unknown = [n for n in held if n not in WRITTEN and not n.startswith(EMPTY_AFTER_A_PREFILL)]
+    return [*unknown, *(type(state).__name__ for state in pool._slot_siblings)]
 
 
 def _in_a_graph(model_runner: Any) -> bool:

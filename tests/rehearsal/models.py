@@ -198,7 +198,14 @@ MODELS: dict[str, Config] = {
     "Qwen4-Exp": _with_vision(
         "Qwen4ExpForConditionalGeneration",
         "qwen4_exp",
-        QWEN35 | {"model_type": "qwen4_exp_text", "hc_count": 4, "hc_lowrank": 320},
+        QWEN35
+        | {
+            "model_type": "qwen4_exp_text",
+            "hc_count": 4,
+            "hc_lowrank": 320,
+            "ngram_vocab_size_base": 200_000,
+            "ple_layer_ids": [2, 22],
+        },
     ),
     "Falcon-H1-7B": COMMON
     | {
