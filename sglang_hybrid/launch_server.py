@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the server until it is stopped; returns the process's exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _choose_device(arguments)
+    from sglang_hybrid.hooks.hook import HookError
     from sglang_hybrid.plugin import UnsupportedSGLang, check_sglang_version
     from sglang_hybrid.preflight import StartupError
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_sglang_version()
         patching.verify()
         server_args = prepare(arguments)
-    except (StartupError, UnsupportedSGLang, patching.PatchError) as error:
+    except (StartupError, UnsupportedSGLang, patching.PatchError, HookError) as error:
         return fail(str(error))
     except OSError as error:  # a path in a folder that this user may not enter, for example
         return fail(cannot_start(error))
