@@ -20,7 +20,6 @@ import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import inspect
 import linecache
 import sys
 import types
@@ -250,8 +249,3 @@ def verify() -> None:
             raise patch.missing() from None
         patch.apply(released)
     hooks.verify(root, known_release())
-
-
-def is_patched(function: types.FunctionType) -> bool:
-    """Whether `function` of SGLang comes from a module that a patch was applied to."""
-    return bool(inspect.unwrap(function).__code__.co_filename.endswith(NOTE))

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
+from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS, patching
 from sglang_hybrid.config import CPU_ATTENTION, HybridConfig
 
 if TYPE_CHECKING:
@@ -35,8 +35,14 @@ def check_sglang_version() -> None:
 
 
 def register() -> None:
-    """Register everything we add to SGLang. Called once in each of its processes."""
-    check_sglang_version()
+    """Register everything we add to SGLang. Called once in each of its processes, which ends with a
+    sentence where that cannot be: SGLang goes on after an exception.
+    """
+    try:
+        check_sglang_version()
+        patching.install()
+    except (UnsupportedSGLang, patching.PatchError) as error:
+        raise SystemExit(f"sglang_hybrid: {error}") from None
     from sglang.srt.platforms import current_platform
 
     from sglang_hybrid.cache import factory

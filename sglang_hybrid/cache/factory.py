@@ -21,7 +21,6 @@ from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundarie
 from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, why_unplanned
 from sglang_hybrid.checkpoints.tracks import why_split
 from sglang_hybrid.config import BACKEND, HybridConfig
-from sglang_hybrid.patching import is_patched
 from sglang_hybrid.streams import host_is_device
 from sglang_hybrid.tiers import coded_rows
 
@@ -29,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 
 def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.runtime_context import get_schedule
 
     from sglang_hybrid.cache.sizes import cost_of_model
@@ -39,8 +37,6 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     cost = cost_of_model(context.model_config.hf_config)
 
     unplanned = why_unplanned(context.server_args)
-    if not is_patched(ScheduleBatch.prepare_for_extend):
-        unplanned = "an engine that was not started through sglang_hybrid.launch_server"
     judicious = options.judicious
     if unplanned and judicious and context.is_hybrid_ssm:
         logger.warning(

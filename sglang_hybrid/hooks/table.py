@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sglang_hybrid.hooks import scheduling, serving
+from sglang_hybrid.hooks import models, pools, scheduling, serving, states
 from sglang_hybrid.hooks.hook import Hook, Kind
 
-_BEFORE, _AFTER, *_ = Kind
+_BEFORE, _AFTER, _AROUND, _REPLACE = Kind
 
 
 def _in(module: str, *rows: tuple[str, Kind, Callable[..., Any]]) -> Iterator[Hook]:
@@ -42,6 +42,59 @@ HOOKS: tuple[Hook, ...] = (
     *_in(
         "sglang.srt.session.session_controller",
         ("SessionController.close", _BEFORE, scheduling.tell_of_closed_session),
+    ),
+    # Recurrent states: slots of a request, and which states a forward leaves.
+    *_in(
+        "sglang.srt.mem_cache.kv_cache_configurator",
+        ("KVCacheConfigurator._calculate_mamba_ratio", _AROUND, states.count_slots),
+    ),
+    *_in(
+        "sglang.srt.arg_groups.mamba_hook",
+        ("validate_mamba_no_buffer", _BEFORE, states.accept_one_slot),
+    ),
+    *_in(
+        "sglang.srt.managers.schedule_batch",
+        ("ScheduleBatch.prepare_for_extend", _AFTER, states.plan_forward),
+        (
+            "ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend",
+            _AROUND,
+            states.track_nothing,
+        ),
+    ),
+    *_in(
+        "sglang.srt.runtime_context",
+        ("mamba_track_grid", _AROUND, states.track_at_our_grid),
+    ),
+    # Pools: their sizes and classes.
+    *_in(
+        "sglang.srt.mem_cache.allocator.token",
+        ("TokenToKVPoolAllocator", _REPLACE, pools.keep_freed_slots),
+    ),
+    *_in(
+        "sglang.srt.mem_cache.pool_host.mha",
+        ("get_mha_host_pool_cls", _AFTER, pools.smaller_kv),
+    ),
+    *_in(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler",
+        ("MambaPoolHost", _REPLACE, pools.smaller_states),
+    ),
+    *_in(
+        "sglang.srt.mem_cache.kv_cache_configurator",
+        ("KVCacheConfigurator._derive_pool_sizes", _AROUND, pools.plan_one_memory),
+        ("KVCacheConfigurator._init_pools", _AROUND, pools.build_in_one_memory),
+    ),
+    # Models: configs, logits, updates of weights.
+    *_in(
+        "sglang.srt.configs.update_config",
+        ("adjust_config_with_unaligned_cpu_tp", _AROUND, models.pad_only_heads),
+    ),
+    *_in(
+        "sglang.srt.layers.logits_processor",
+        ("LogitsProcessor._compute_lm_head", _AROUND, models.multiply_by_lm_head),
+    ),
+    *_in(
+        "sglang.srt.model_executor.model_runner_components.weight_updater",
+        ("_unsupported_derived_weight_cache_error", _AFTER, models.forget_old_weights),
     ),
     # Serving: requests, keys, and how a server ends.
     *_in(
