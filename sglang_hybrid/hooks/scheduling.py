@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,25 @@ def rank_what_changed(
 
     few = changed(waiting_queue, IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD)
     return (policy, few, *more), named
+
+
+def time_prefill(
+    run: Callable[..., Any], scheduler: Any, batch: Any, *more: Any, **named: Any
+) -> Any:
+    """The cache is told when a batch is launched, and when all of it has been."""
+    speeds: Any = getattr(scheduler.tree_cache, "speeds", None)
+    timed = None if speeds is None else speeds.forward_begins(scheduler, batch)
+    result = run(scheduler, batch, *more, **named)
+    if timed is not None:
+        speeds.forward_launched(timed)
+    return result
+
+
+def outlive_profiler(step: Callable[[Any, Any], None], profiler: Any, batch: Any) -> None:
+    """A profile that cannot be written ends the profile, and the server goes on."""
+    from sglang_hybrid.requests.control import profile_step
+
+    profile_step(step, profiler, batch)
 
 
 def tell_of_closed_session(controller: Any, request: Any) -> None:

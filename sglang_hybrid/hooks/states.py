@@ -67,3 +67,16 @@ def track_at_our_grid(track_grid: Callable[[int], int], tree_page: int) -> int:
 
     grid = ours()
     return track_grid(tree_page) if grid is None else grid
+
+
+def carry_tracks(forward: Any, _: type, batch: Any, *__: Any, **___: Any) -> None:
+    """A prefill's forward knows the states that it is to leave."""
+    if batch.forward_mode.is_extend_without_speculative():
+        forward.state_tracks = getattr(batch, "state_tracks", None)
+
+
+def shift_positions(forward: Any, _: type, batch: Any, *__: Any, **___: Any) -> None:
+    """A request may begin behind a gap: modules computed apart keep their places."""
+    from sglang_hybrid.prompts.positions import shifted
+
+    forward.positions = shifted(forward, batch)

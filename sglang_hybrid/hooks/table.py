@@ -26,6 +26,7 @@ HOOKS: tuple[Hook, ...] = (
         ("Scheduler._process_hicache_events", _AFTER, scheduling.show_waiting_queue),
         ("Scheduler.init_request_dispatcher", _AFTER, scheduling.handle_our_requests),
         ("Scheduler._poll_timeout_aborts", _AFTER, scheduling.add_step_messages),
+        ("Scheduler.run_batch", _AROUND, scheduling.time_prefill),
     ),
     *_in(
         "sglang.srt.managers.schedule_policy",
@@ -42,6 +43,10 @@ HOOKS: tuple[Hook, ...] = (
     *_in(
         "sglang.srt.session.session_controller",
         ("SessionController.close", _BEFORE, scheduling.tell_of_closed_session),
+    ),
+    *_in(
+        "sglang.srt.managers.scheduler_components.profiler_manager",
+        ("SchedulerProfilerManager._profile_batch_predicate", _AROUND, scheduling.outlive_profiler),
     ),
     # Recurrent states: slots of a request, and which states a forward leaves.
     *_in(
@@ -64,6 +69,11 @@ HOOKS: tuple[Hook, ...] = (
     *_in(
         "sglang.srt.runtime_context",
         ("mamba_track_grid", _AROUND, states.track_at_our_grid),
+    ),
+    *_in(
+        "sglang.srt.model_executor.forward_batch_info",
+        ("ForwardBatch.init_new", _AFTER, states.carry_tracks),
+        ("ForwardBatch.init_new", _AFTER, states.shift_positions),
     ),
     # Pools: their sizes and classes.
     *_in(
@@ -101,5 +111,38 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.observability.req_time_stats",
         ("APIServerReqTimeStats.__getstate__", _AFTER, serving.send_arrival),
         ("DPControllerReqTimeStats.__getstate__", _AFTER, serving.send_arrival),
+    ),
+    *_in(
+        "sglang.api.v1.api_types",
+        ("decode_TokenIds", _AROUND, serving.take_token_ids),
+    ),
+    *_in(
+        "sglang.srt.entrypoints.openai.serving_responses",
+        ("OpenAIServingResponses._validate_model", _BEFORE, serving.take_default_model),
+    ),
+    *_in(
+        "sglang.srt.entrypoints.http_server",
+        ("redact_watermark_secrets", _AFTER, serving.hide_keys),
+        ("kill_process_tree", _AROUND, serving.kill_process_tree),
+    ),
+    *_in(
+        "sglang.srt.utils.auth",
+        ("_get_auth_level_from_app_and_scope", _BEFORE, serving.with_all_routes),
+        ("app_has_admin_force_endpoints", _BEFORE, serving.with_all_routes),
+        ("add_api_key_middleware", _AFTER, serving.take_x_api_key),
+    ),
+    *_in(
+        "sglang.srt.managers.tokenizer_manager",
+        ("TokenizerManager.sigterm_watchdog", _AROUND, serving.end_on_signal),
+        ("kill_process_tree", _AROUND, serving.kill_process_tree),
+    ),
+    *_in(
+        "sglang.srt.entrypoints.engine",
+        ("kill_process_tree", _AROUND, serving.kill_process_tree),
+        ("Engine._launch_subprocesses", _AFTER, serving.note_shared_memory),
+    ),
+    *_in(
+        "sglang.srt.managers.load_snapshot",
+        ("ShmLoadSnapshotWriter.__init__", _AROUND, serving.track_load_snapshots),
     ),
 )
