@@ -7,7 +7,6 @@ accelerator it serves on the CPU.
 import argparse
 import logging
 import os
-import secrets
 import signal
 import sys
 import warnings
@@ -107,7 +106,6 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_tokenizer,
     )
     from sglang_hybrid.prompts import warm_file
-    from sglang_hybrid.tenants import KEY_VARIABLE
     from sglang_hybrid.tuner import trace_file
 
     try:
@@ -171,8 +169,6 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
             trace_file.check(Path(options.hybrid_record))
         except trace_file.RecordingError as error:
             raise StartupError(f"--hybrid-record: {error}") from None
-    # All ranks and HTTP processes give a tenant the same name.
-    os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
     if options.hybrid_prewarm:
         try:
             warm_file.read_lines(Path(options.hybrid_prewarm))
