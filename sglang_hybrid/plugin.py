@@ -7,9 +7,10 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS, patching
-from sglang_hybrid.config import CPU_ATTENTION, HybridConfig
-from sglang_hybrid.tenants import KEY_VARIABLE
+from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
+from sglang_hybrid.serving import patching
+from sglang_hybrid.serving.config import CPU_ATTENTION, HybridConfig
+from sglang_hybrid.serving.tenants import KEY_VARIABLE
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -55,8 +56,8 @@ def register() -> None:
 
     from sglang_hybrid.cache import factory
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform
-    from sglang_hybrid.processes import ignore_signals_for_the_first_process
-    from sglang_hybrid.tiers import file_backend
+    from sglang_hybrid.serving.processes import ignore_signals_for_the_first_process
+    from sglang_hybrid.storage.disk import file_backend
 
     ignore_signals_for_the_first_process()
     factory.register()

@@ -15,7 +15,7 @@ def plan_one_memory(derive: Callable[..., Any], configurator: Any, **config: Any
     sizes = derive(configurator, **config)
     if get_memory().radix_cache_backend != "hybrid":
         return sizes
-    from sglang_hybrid.memory.pools import plan
+    from sglang_hybrid.cache.memory.pools import plan
 
     memory = plan(configurator, sizes)
     if memory is None:
@@ -29,7 +29,7 @@ def build_in_one_memory(build: Callable[..., Any], configurator: Any, **named: A
     memory = _planned.pop(id(configurator), None)
     if memory is None:
         return build(configurator, **named)
-    from sglang_hybrid.memory.pools import as_large_as_the_budget
+    from sglang_hybrid.cache.memory.pools import as_large_as_the_budget
 
     with as_large_as_the_budget(memory):
         pools = build(configurator, **{**named, "sizes": memory.sizes})
@@ -38,7 +38,7 @@ def build_in_one_memory(build: Callable[..., Any], configurator: Any, **named: A
 
 def keep_freed_slots(allocator: type) -> type:
     """Freed KV slots wait in a list until an allocation runs short."""
-    from sglang_hybrid.memory.freed_slots import with_freed_slots
+    from sglang_hybrid.cache.memory.freed_slots import with_freed_slots
 
     return with_freed_slots(allocator)
 
@@ -47,7 +47,7 @@ def smaller_kv(pool: type, *_: Any) -> type | None:
     """The class of KV's host pool where copies below the device are to be smaller."""
     if pool.__name__ != "MHATokenToKVPoolHost":
         return None
-    from sglang_hybrid.tiers.coded_pools import coded_kv_pool
+    from sglang_hybrid.storage.codecs.coded_pools import coded_kv_pool
 
     return coded_kv_pool(pool)
 
@@ -56,7 +56,7 @@ def smaller_states(pool: type) -> Callable[..., Any]:
     """The same for the host pool of states, chosen when it is built."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
-        from sglang_hybrid.tiers.coded_pools import coded_state_pool
+        from sglang_hybrid.storage.codecs.coded_pools import coded_state_pool
 
         return coded_state_pool(pool)(*args, **kwargs)
 

@@ -77,7 +77,7 @@ def time_prefill(
 
 def outlive_profiler(step: Callable[[Any, Any], None], profiler: Any, batch: Any) -> None:
     """A profile that cannot be written ends the profile, and the server goes on."""
-    from sglang_hybrid.requests.control import profile_step
+    from sglang_hybrid.serving.requests.control import profile_step
 
     profile_step(step, profiler, batch)
 
@@ -94,8 +94,8 @@ def name_tenant(_: None, request: Any, *__: Any, **___: Any) -> None:
     """A request without an adapter stays out of the adapters' parts of the tree, and one that asks
     for exact copies out of what may come from others.
     """
-    from sglang_hybrid.tenants import apart_from_adapters
-    from sglang_hybrid.tiers.exactness import apart_if_exact
+    from sglang_hybrid.serving.tenants import apart_from_adapters
+    from sglang_hybrid.storage.codecs.exactness import apart_if_exact
 
     key = request.extra_key
     if request.lora_id is None and key is not None:

@@ -24,28 +24,28 @@ async def end_on_signal(watch: Callable[[Any], Awaitable[None]], manager: Any) -
     if manager._server_stop_hook is None:
         await watch(manager)
         return
-    from sglang_hybrid.shutdown import end_on_signal as end
+    from sglang_hybrid.serving.shutdown import end_on_signal as end
 
     await end(manager)
 
 
 def kill_process_tree(kill: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Where SGLang kills its own processes, `shutdown.py` does it."""
-    from sglang_hybrid import shutdown
+    from sglang_hybrid.serving import shutdown
 
     shutdown.kill_process_tree(*args, **kwargs)
 
 
 def note_shared_memory(_: Any, *__: Any, **___: Any) -> None:
     """The processes have started: their shared memory is remembered."""
-    from sglang_hybrid import processes
+    from sglang_hybrid.serving import processes
 
     processes.note_shared_memory()
 
 
 def track_load_snapshots(init: Callable[..., None], writer: Any, *args: Any, **named: Any) -> None:
     """Shared memory of load snapshots is known to Python's resource tracker, once it is there."""
-    from sglang_hybrid.processes import shared_memory_made
+    from sglang_hybrid.serving.processes import shared_memory_made
 
     try:
         init(writer, *args, **named)
@@ -56,14 +56,14 @@ def track_load_snapshots(init: Callable[..., None], writer: Any, *args: Any, **n
 
 def hide_keys(info: dict[str, Any], *_: Any) -> dict[str, Any]:
     """/server_info tells no keys."""
-    from sglang_hybrid.requests.secrets import without_keys
+    from sglang_hybrid.serving.requests.secrets import without_keys
 
     return without_keys(info)
 
 
 def with_all_routes(app: Any, *scope: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Routes that were added with `include_router` are looked at, too."""
-    from sglang_hybrid.routes import all_routes
+    from sglang_hybrid.serving.routes import all_routes
 
     routes = getattr(getattr(app, "router", None), "routes", None) or getattr(app, "routes", [])
     return (SimpleNamespace(routes=all_routes(routes)), *scope), {}
@@ -71,7 +71,7 @@ def with_all_routes(app: Any, *scope: Any) -> tuple[tuple[Any, ...], dict[str, A
 
 def take_x_api_key(_: None, app: Any, **__: Any) -> None:
     """A key may come in `x-api-key`: before the check of keys it is made a bearer's."""
-    from sglang_hybrid.routes import KeyHeader
+    from sglang_hybrid.serving.routes import KeyHeader
 
     app.add_middleware(KeyHeader)
 

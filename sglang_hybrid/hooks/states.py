@@ -14,7 +14,7 @@ def count_slots(mamba_ratio: Callable[[Any], int], configurator: Any) -> int:
     memory = get_memory()
     if memory.disable_radix_cache or memory.radix_cache_backend != "hybrid":
         return mamba_ratio(configurator)
-    from sglang_hybrid.cache.slots import slots_per_request
+    from sglang_hybrid.cache.state_slots.slots import slots_per_request
 
     needed = 1 + get_mamba_tracking_slots(
         extra_buffer=get_exec().mamba.enable_mamba_extra_buffer,
@@ -77,6 +77,6 @@ def carry_tracks(forward: Any, _: type, batch: Any, *__: Any, **___: Any) -> Non
 
 def shift_positions(forward: Any, _: type, batch: Any, *__: Any, **___: Any) -> None:
     """A request may begin behind a gap: modules computed apart keep their places."""
-    from sglang_hybrid.prompts.positions import shifted
+    from sglang_hybrid.prompts.endpoints.positions import shifted
 
     forward.positions = shifted(forward, batch)

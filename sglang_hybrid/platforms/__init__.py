@@ -21,7 +21,7 @@ def activate() -> str | None:
     it, so this is also where both are installed. Where that cannot be, the process ends with a
     sentence: SGLang goes on after an exception.
     """
-    from sglang_hybrid import patching
+    from sglang_hybrid.serving import patching
 
     try:
         patching.install()

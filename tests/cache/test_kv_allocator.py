@@ -12,7 +12,7 @@ pytest.importorskip("sglang")
 
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator, token  # noqa: E402
 
-from sglang_hybrid.memory import freed_slots  # noqa: E402
+from sglang_hybrid.cache.memory import freed_slots  # noqa: E402
 from tests.cache.shipped import shipped  # noqa: E402
 
 Shipped = shipped(token.__name__, "TokenToKVPoolAllocator")

@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any
 
-from sglang_hybrid.requests.kv_hints import checkpoint_hint
+from sglang_hybrid.serving.requests.kv_hints import checkpoint_hint
 from tests.server.client import random_prompt
 
 DECLARED, BRANCH = 301, 423

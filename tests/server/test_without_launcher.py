@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.engine_hits import HITS, REQUESTS, hit
 
 SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
