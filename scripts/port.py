@@ -4,10 +4,11 @@
     python scripts/port.py sglang-0.5.22-cp311-cp311-manylinux_2_34_x86_64.whl
     python scripts/port.py FOLDER
 
-Three lists: which patches apply, and of a hunk that does not, what it expects beside what is there;
-which functions that this package overrides or binds have another signature; which names that it
-imports are gone. Everything is read with `ast`; nothing of the release is imported. A version is
-downloaded with pip. Exit status 1 if something would break.
+Four lists: which patches apply, and of a hunk that does not, what it expects beside what is there;
+which hooked functions are missing or have another source; which functions that this package
+overrides or binds have another signature; which names that it imports are gone. Everything is read
+with `ast`; nothing of the release is imported. A version is downloaded with pip. Exit status 1 if
+something would break.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -29,7 +30,9 @@ from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 
-from sglang_hybrid import SGLANG_VERSION
+from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
+from sglang_hybrid.hooks.sources import Sources, digest, load_hashes, statements
+from sglang_hybrid.hooks.table import HOOKS
 from sglang_hybrid.serving.patching import place_of
 
 ROOT = Path(__file__).parents[1]
@@ -37,13 +40,13 @@ WIDTH = 70  # columns of each of two texts beside each other
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
 
 
-class Release:
+class Release(Sources):
     """The files of one SGLang release: a folder that has `sglang/`, or a wheel."""
 
     def __init__(self, place: Path) -> None:
+        super().__init__(self.text)
         self._place = place
         self._wheel = zipfile.ZipFile(place) if place.is_file() else None
-        self._trees: dict[str, ast.Module | None] = {}
 
     def text(self, path: str) -> str | None:
         """A file by its path in the wheel; None if there is none."""
@@ -54,14 +57,10 @@ class Release:
         except (KeyError, OSError):
             return None
 
-    def module(self, name: str) -> ast.Module | None:
-        """A module, parsed."""
-        if name not in self._trees:
-            path = name.replace(".", "/")
-            text = self.text(f"{path}.py")
-            text = self.text(f"{path}/__init__.py") if text is None else text
-            self._trees[name] = None if text is None else ast.parse(text)
-        return self._trees[name]
+    def version(self) -> str | None:
+        """The release's number; None where the files do not say it."""
+        found = re.search(r"= '([\d.]+)'", self.text("sglang/_version.py") or "")
+        return found and found[1]
 
     def has(self, module: str, name: str) -> bool:
         """Whether `from module import name` would find something."""
@@ -70,51 +69,11 @@ class Release:
             return True
         return tree is not None and (name in _defined(tree) or _stars(tree))
 
-    def find(self, module: str, dotted: str) -> ast.AST | None:
-        """The definition of `dotted`, a function, a class or `Class.method`, in `module`; imports
-        and base classes are followed.
-        """
-        name, _, member = dotted.partition(".")
-        tree = self.module(module)
-        for node in _statements(tree):
-            if getattr(node, "name", None) == name and isinstance(
-                node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-            ):
-                return self._member(module, node, member) if member else node
-            if isinstance(node, ast.ImportFrom) and node.module:
-                for alias in node.names:
-                    if (alias.asname or alias.name) == name and node.level == 0:
-                        return self.find(node.module, f"{alias.name}.{member}".rstrip("."))
-        return None
-
-    def _member(self, module: str, node: ast.AST, member: str) -> ast.AST | None:
-        if not isinstance(node, ast.ClassDef):
-            return None
-        for part in node.body:
-            if getattr(part, "name", None) == member:
-                return part
-        for base in node.bases:
-            found = self.find(module, f"{ast.unparse(base)}.{member}")
-            if found is not None:
-                return found
-        return None
-
-
-def _statements(tree: ast.Module | None) -> Iterator[ast.stmt]:
-    """Statements of a module, those under `if` and `try` too."""
-    todo = list(tree.body) if tree is not None else []
-    while todo:
-        node = todo.pop(0)
-        yield node
-        for part in ("body", "orelse", "handlers", "finalbody"):
-            if isinstance(node, (ast.If, ast.Try, ast.ExceptHandler)):
-                todo += getattr(node, part, [])
-
 
 @cache
 def _defined(tree: ast.Module) -> set[str]:
     names: set[str] = set()
-    for node in _statements(tree):
+    for node in statements(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -126,7 +85,7 @@ def _defined(tree: ast.Module) -> set[str]:
 
 def _stars(tree: ast.Module) -> bool:
     return any(
-        isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in _statements(tree)
+        isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in statements(tree)
     )
 
 
@@ -247,6 +206,35 @@ def hashes(folder: Path, release: Release) -> Iterator[str]:
             yield f"SHA256 ({path}) = {hashlib.sha256(text.encode()).hexdigest()}"
 
 
+# Hooks.
+
+
+def check_hooks(
+    targets: Iterable[str], sha256: Mapping[str, str], release: Release
+) -> tuple[list[str], int]:
+    """A line per function that hooks are on, and how many fail: those that are not there, or whose
+    source is not the one of which `sha256` has the hash.
+    """
+    report = []
+    for target in sorted(set(targets)):
+        source = release.source(target)
+        if source is None:
+            report.append(f"{target}: FAILS, it is not there")
+        elif digest(source) != sha256.get(target):
+            report.append(f"{target}: FAILS, it has another source")
+        else:
+            report.append(f"{target}: holds")
+    return report, sum("FAILS" in line for line in report)
+
+
+def hook_hashes(targets: Iterable[str], release: Release) -> Iterator[str]:
+    """A line with the sha256 of each hooked function, as `sglang_hybrid.hooks` reads them."""
+    for target in sorted(set(targets)):
+        source = release.source(target)
+        if source is not None:
+            yield f"SHA256 ({target}) = {digest(source)}"
+
+
 # Names.
 
 
@@ -321,8 +309,9 @@ def bindings(table: Path) -> set[tuple[str, str]]:
     }
 
 
-def signature(node: ast.AST | None) -> str | None:
+def signature(found: tuple[str, ast.stmt] | None) -> str | None:
     """The parameters of a function, annotations left out; None for anything else."""
+    node = None if found is None else found[1]
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return None
     arguments = deepcopy(node.args)
@@ -375,6 +364,11 @@ def main() -> int:
     parser.add_argument(
         "--hashes", action="store_true", help="print the file SHA256 of a port, and nothing else"
     )
+    parser.add_argument(
+        "--hook-hashes",
+        action="store_true",
+        help="print the file of hashes of hooked functions, and nothing else",
+    )
     options = parser.parse_args()
     package = ROOT / "sglang_hybrid"
     with tempfile.TemporaryDirectory() as folder:
@@ -382,15 +376,22 @@ def main() -> int:
         if options.hashes:
             print(*hashes(options.patches, new), sep="\n")
             return 0
+        targets = [hook.target for hook in HOOKS]
+        if options.hook_hashes:
+            print(*hook_hashes(targets, new), sep="\n")
+            return 0
         report, failed = check_patches(options.patches, new)
         print(f"# Patches: {failed} fail", *report, sep="\n")
+        known = new.version() if new.version() in SGLANG_VERSIONS else SGLANG_VERSION
+        held, lost = check_hooks(targets, load_hashes(known), new)
+        print(f"\n# Hooks: {lost} fail", *held, sep="\n")
         bound = bindings(package / "platforms" / "cpu_ops" / "bindings.py")
         changed = list(compare(overrides(package) | bound, old, new))
         print(f"\n# Signatures of what we override or bind: {len(changed) // 3} changed")
         print(*changed, sep="\n")
         gone = [f"{m}: {n}" for m, n in sorted(imports(package)) if not new.has(m, n)]
         print(f"\n# Names that we import: {len(gone)} gone", *gone, sep="\n")
-    return int(bool(failed or changed or gone))
+    return int(bool(failed or lost or changed or gone))
 
 
 if __name__ == "__main__":

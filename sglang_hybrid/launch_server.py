@@ -7,7 +7,6 @@ accelerator it serves on the CPU.
 import argparse
 import logging
 import os
-import secrets
 import signal
 import sys
 import warnings
@@ -48,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the server until it is stopped; returns the process's exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _choose_device(arguments)
+    from sglang_hybrid.hooks.hook import HookError
     from sglang_hybrid.plugin import UnsupportedSGLang, check_sglang_version
     from sglang_hybrid.serving.preflight import StartupError
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_sglang_version()
         patching.verify()
         server_args = prepare(arguments)
-    except (StartupError, UnsupportedSGLang, patching.PatchError) as error:
+    except (StartupError, UnsupportedSGLang, patching.PatchError, HookError) as error:
         return fail(str(error))
     except OSError as error:  # a path in a folder that this user may not enter, for example
         return fail(cannot_start(error))
@@ -106,7 +106,6 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_ranks,
         check_tokenizer,
     )
-    from sglang_hybrid.serving.tenants import KEY_VARIABLE
     from sglang_hybrid.tuner import trace_file
 
     try:
@@ -170,8 +169,6 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
             trace_file.check(Path(options.hybrid_record))
         except trace_file.RecordingError as error:
             raise StartupError(f"--hybrid-record: {error}") from None
-    # All ranks and HTTP processes give a tenant the same name.
-    os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
     if options.hybrid_prewarm:
         try:
             warm_file.read_lines(Path(options.hybrid_prewarm))

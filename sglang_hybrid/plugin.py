@@ -2,11 +2,15 @@
 
 import importlib.metadata
 import logging
+import os
+import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
+from sglang_hybrid.serving import patching
 from sglang_hybrid.serving.config import CPU_ATTENTION, HybridConfig
+from sglang_hybrid.serving.tenants import KEY_VARIABLE
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -35,8 +39,19 @@ def check_sglang_version() -> None:
 
 
 def register() -> None:
-    """Register everything we add to SGLang. Called once in each of its processes."""
-    check_sglang_version()
+    """Register everything we add to SGLang. Called once in each of its processes, which ends with a
+    sentence where that cannot be: SGLang goes on after an exception.
+    """
+    try:
+        check_sglang_version()
+        patching.install()
+        options = HybridConfig.from_environment()
+    except (UnsupportedSGLang, patching.PatchError) as error:
+        raise SystemExit(f"sglang_hybrid: {error}") from None
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    # All ranks and HTTP processes, which are started after this, give a tenant the same name.
+    os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
     from sglang.srt.platforms import current_platform
 
     from sglang_hybrid.cache import factory
@@ -46,7 +61,6 @@ def register() -> None:
 
     ignore_signals_for_the_first_process()
     factory.register()
-    options = HybridConfig.from_environment()
     file_backend.register(
         options.hybrid_disk_folder, options.hybrid_disk_mb << 20, options.hybrid_warm_start << 20
     )

@@ -59,10 +59,12 @@ class Gate:
 
         self._app = app
         self._let_in = False
+        self._check: Any = self._inside
         add_api_key_middleware(self, api_key=api_key, admin_api_key=admin_api_key)
 
     def add_middleware(self, kind: Any, **options: Any) -> None:
-        self._check = kind(self._inside, **{**options, "fastapi_app": self._app})
+        known = {"fastapi_app": self._app} if "fastapi_app" in options else {}
+        self._check = kind(self._check, **{**options, **known})
 
     async def _inside(self, scope: Any, receive: Any, send: Any) -> None:
         self._let_in = True

@@ -51,9 +51,11 @@ def test_a_room_beside_the_package_is_in_the_wheel(
     assert {f"sglang_hybrid/{name}" for name in expected} <= set(wheel.namelist())
 
 
-def test_every_module_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
-    expected = {file.relative_to(ROOT).as_posix() for file in ROOT.glob("sglang_hybrid/**/*.py")}
-    assert expected <= set(wheel.namelist())
+@pytest.mark.parametrize("pattern", ["**/*.py", "hooks/*.sha256"])
+def test_every_file_of_the_package_is_in_the_wheel(wheel: zipfile.ZipFile, pattern: str) -> None:
+    found = (ROOT / "sglang_hybrid").glob(pattern)
+    expected = {file.relative_to(ROOT).as_posix() for file in found}
+    assert expected and expected <= set(wheel.namelist())
 
 
 def test_no_tests_and_no_top_level_rooms_are_in_the_wheel(wheel: zipfile.ZipFile) -> None:

@@ -1,6 +1,7 @@
 """What the plugin changes in SGLang's resolution of its arguments."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +59,32 @@ def test_pools_are_split_for_planned_checkpoints_unless_the_user_says_how(
 def test_the_cpu_platform_has_an_attention_of_its_own(resolved: dict[str, str]) -> None:
     assert resolved["our attention"] == "hybrid_cpu"
     assert resolved["the user's attention"] == "torch_native"
+
+
+@pytest.mark.parametrize(
+    ("code", "environment", "sentence"),
+    [
+        (
+            "import sys, types\n"
+            "sys.modules['sglang.srt.managers.scheduler'] = types.ModuleType('late')\n"
+            "from sglang.srt.platforms import current_platform\n",
+            {},
+            "sglang_hybrid: sglang.srt.managers.scheduler was imported before",
+        ),
+        (
+            "from sglang.srt.plugins import load_plugins\nload_plugins()\n",
+            {"SGLANG_HYBRID_EVICTION": "bogus"},
+            "sglang_hybrid: argument --hybrid-eviction: invalid choice: 'bogus'",
+        ),
+    ],
+    ids=["too late", "a bad variable"],
+)
+def test_a_process_that_cannot_have_our_part_ends_with_a_sentence(
+    code: str, environment: dict[str, str], sentence: str
+) -> None:
+    """SGLang logs what a plugin raises and goes on without it."""
+    program = [sys.executable, "-c", f"{code}print('went on')"]
+    variables = {**os.environ, **environment}
+    done = subprocess.run(program, capture_output=True, text=True, timeout=250, env=variables)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1].startswith(sentence)

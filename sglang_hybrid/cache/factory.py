@@ -22,14 +22,12 @@ from sglang_hybrid.checkpoints.tracks import why_split
 from sglang_hybrid.serving.advice import ServerSetup, advise
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
 from sglang_hybrid.serving.device_streams import host_is_device
-from sglang_hybrid.serving.patching import is_patched
 from sglang_hybrid.storage.codecs import coded_rows
 
 logger = logging.getLogger(__name__)
 
 
 def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.runtime_context import get_schedule
 
     from sglang_hybrid.cache.sizes import cost_of_model
@@ -39,8 +37,6 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     cost = cost_of_model(context.model_config.hf_config)
 
     unplanned = why_unplanned(context.server_args)
-    if not is_patched(ScheduleBatch.prepare_for_extend):
-        unplanned = "an engine that was not started through sglang_hybrid.launch_server"
     judicious = options.judicious
     if unplanned and judicious and context.is_hybrid_ssm:
         logger.warning(

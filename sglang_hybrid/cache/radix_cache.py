@@ -126,7 +126,7 @@ class HybridRadixCache(HostTierCache):
 
     def changed_matches(self, waiting: list[Req], least_hit: int) -> list[Req]:
         """Those of `waiting` that must be looked up again to be ranked: their prompts might match
-        otherwise than the last time, or hit at most `least_hit` tokens. SGLang asks (patch 0062).
+        otherwise than the last time, or hit at most `least_hit` tokens (hooks/scheduling.py asks).
         """
         if not self._remembers_matches or not self.is_mamba_enabled:  # there it is an access
             return waiting
@@ -166,7 +166,7 @@ class HybridRadixCache(HostTierCache):
     # It ends.
 
     def session_closed(self, last: Sequence[Req]) -> None:
-        """A client closed its session, whose `last` requests nobody continued (patch 0041)."""
+        """A client closed its session, whose `last` requests nobody continued."""
         self.endings.on_session_closed(last)
 
     def on_release(self, req: Req, *args: Any, **kwargs: Any) -> None:

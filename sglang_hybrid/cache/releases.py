@@ -32,6 +32,22 @@ def tracking_slots_used(kv: Any) -> list[bool]:
     return [] if slots is None else [slot != -1 for slot in slots.tolist()]
 
 
+def untracked(kv: Any) -> Any:
+    """What SGLang's batch notes of a request with these slots (`ReqKvInfo`) in whose prefill it
+    tracks no state.
+
+    SGLang 0.5.22 names the slot of a tracked state, later releases its position among the request's
+    slots.
+    """
+    from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry as Entry
+
+    place = kv.mamba_next_track_idx
+    if "track_position" in Entry._fields:
+        return Entry(track_mask=False, track_position=place, track_seqlen=-1)
+    slot = kv.mamba_ping_pong_track_buffer[place].item()
+    return Entry(track_mask=False, track_index=slot, track_seqlen=-1)
+
+
 def copy_behind_forwards(controller: Any, forwards: Any) -> None:
     """Let copies to the host begin after what the stream `forwards` has been given, which may still
     write what is copied; None: they run in the scheduler's stream, behind which copies begin.

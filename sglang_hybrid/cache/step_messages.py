@@ -1,5 +1,5 @@
 """What the rank that receives requests tells all ranks: it goes with the requests of a step, so all
-know it at the same step (patch 0011).
+know it at the same step (hooks/scheduling.py).
 """
 
 from __future__ import annotations

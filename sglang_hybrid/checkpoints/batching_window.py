@@ -1,4 +1,4 @@
-"""An idle server waits a moment for requests that were sent at the same time (patch 0010).
+"""An idle server waits a moment for requests that were sent at the same time (hooks/scheduling.py).
 
 Requests that a client sends at once arrive some milliseconds apart. Without the wait the first one
 would be prefilled alone, before it is known where the others branch off. Only the rank that

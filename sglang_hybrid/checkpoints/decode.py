@@ -1,4 +1,4 @@
-"""Which states a decode leaves on its way (patch 0008).
+"""Which states a decode leaves on its way (hooks/states.py).
 
 A request that ends leaves its live state, exact to the token, so that nothing need be tracked
 before. A tree with pages can only name a page's end: there the last page's end is tracked.

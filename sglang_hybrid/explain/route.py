@@ -1,4 +1,4 @@
-"""`POST /hybrid_cache/explain`: from HTTP to the schedulers and back (patch 0012)."""
+"""`POST /hybrid_cache/explain`: from HTTP to the schedulers and back (hooks/scheduling.py)."""
 
 from functools import lru_cache
 from http import HTTPStatus

@@ -17,12 +17,16 @@ SPINS: Final = 1_000
 def activate() -> str | None:
     """Name the CPU platform's class, or None where SGLang has a platform of its own.
 
-    SGLang calls this before it imports any module that we patch, whichever program started it, so
-    this is also where the import hook is put in place.
+    SGLang calls this before it imports any module that we patch or hook, whichever program started
+    it, so this is also where both are installed. Where that cannot be, the process ends with a
+    sentence: SGLang goes on after an exception.
     """
     from sglang_hybrid.serving import patching
 
-    patching.install()
+    try:
+        patching.install()
+    except patching.PatchError as error:
+        raise SystemExit(f"sglang_hybrid: {error}") from None
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
     if accelerator_available():

@@ -19,11 +19,8 @@ Patches that only that release needs stand beside the file.
 import hashlib
 import importlib.abc
 import importlib.machinery
-import importlib.metadata
 import importlib.util
-import inspect
 import linecache
-import re
 import sys
 import types
 from collections.abc import Sequence
@@ -34,10 +31,11 @@ from pathlib import Path
 
 import whatthepatch
 
-from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
+from sglang_hybrid import SGLANG_VERSION
+from sglang_hybrid.hooks import install as hooks
+from sglang_hybrid.hooks.sources import installed_version, known_release, parse_hashes
 
 NOTE = " (patched by sglang_hybrid)"
-_HASH_LINE = re.compile(r"^SHA256 \((?P<path>[^)]+)\) = (?P<hash>[0-9a-f]{64})$", re.MULTILINE)
 
 
 class PatchError(ImportError):
@@ -61,7 +59,7 @@ class FilePatch:
         """The error that the installed SGLang has no such file."""
         return PatchError(
             f"{self.path}, which sglang_hybrid patches, is not in the installed sglang "
-            f"{_installed_version()}; reinstall sglang=={self.release}."
+            f"{installed_version()}; reinstall sglang=={self.release}."
         )
 
     def apply(self, released: bytes) -> str:
@@ -70,7 +68,7 @@ class FilePatch:
         if found != self.sha256:
             names = ", ".join(name for name, _ in self.diffs)
             raise PatchError(
-                f"{self.path} of the installed sglang {_installed_version()} is not the file of "
+                f"{self.path} of the installed sglang {installed_version()} is not the file of "
                 f"sglang {self.release} that {names} was cut from (sha256 {found[:12]} instead "
                 f"of {self.sha256[:12]}); reinstall sglang=={self.release}."
             )
@@ -126,9 +124,7 @@ def load_patches(release: str | None = None) -> dict[str, FilePatch]:
         release: one of `SGLANG_VERSIONS`; by default the installed one. Where that is another one,
             the patches for `SGLANG_VERSION`, which do not apply to it.
     """
-    installed = _installed_version()
-    if release is None:
-        release = installed if installed in SGLANG_VERSIONS else SGLANG_VERSION
+    release = release or known_release()
     room = files("sglang_hybrid") / "patches"
     texts = {
         item.name: item.read_text(encoding="utf-8")
@@ -138,7 +134,7 @@ def load_patches(release: str | None = None) -> dict[str, FilePatch]:
     }
     if release == SGLANG_VERSION:
         return parse_patches(texts)
-    hashes = _hashes((room / f"sglang-{release}" / "SHA256").read_text(encoding="utf-8"))
+    hashes = parse_hashes((room / f"sglang-{release}" / "SHA256").read_text(encoding="utf-8"))
     return parse_patches(texts, hashes, release)
 
 
@@ -153,7 +149,7 @@ def parse_patches(
     """
     patched: dict[str, FilePatch] = {}
     for name in sorted(texts):
-        known = _hashes(texts[name]) | (hashes or {})
+        known = parse_hashes(texts[name]) | (hashes or {})
         for diff in whatthepatch.parse_patch(texts[name]):
             if diff.header is None or not diff.changes:
                 continue
@@ -165,11 +161,6 @@ def parse_patches(
                 raise PatchError(f"patch {name} names another SHA256 for {path} than those before.")
             entry.diffs.append((name, diff))
     return patched
-
-
-def _hashes(text: str) -> dict[str, str]:
-    """The hashes that lines of a text say, by path."""
-    return {m["path"]: m["hash"] for m in _HASH_LINE.finditer(text)}
 
 
 class _PatchedLoader(importlib.machinery.SourceFileLoader):
@@ -218,27 +209,31 @@ class PatchFinder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Put the import hook in place in this process; a second call does nothing.
+    """Have patches and hooks (`sglang_hybrid/hooks/`) applied to the modules that this process will
+    import; a second call does nothing.
 
-    It stands right in front of Python's own finder of files: hooks that wrap what is found there
-    (the CPU platform's, through wrapt) must come first, whenever they were installed.
-    Raises `PatchError` if a module that needs a patch has been imported already.
+    The finder of patched modules stands right in front of Python's own finder of files: whatever
+    waits for a module to be imported (hooks and the CPU platform's bindings, through wrapt) must
+    come first, whenever it was installed.
+    Raises `PatchError` if a module that needs a patch or a hook has been imported already.
     """
     if any(isinstance(finder, PatchFinder) for finder in sys.meta_path):
         return
     finder = PatchFinder(load_patches())
-    late = sorted(name for name in finder.by_module if name in sys.modules)
+    late = sorted((finder.by_module.keys() | hooks.by_module().keys()) & sys.modules.keys())
     if late:
         raise PatchError(
-            f"{', '.join(late)} was imported before sglang_hybrid could patch it; start with "
+            f"{', '.join(late)} was imported before sglang_hybrid could change it; start with "
             "`python -m sglang_hybrid.launch_server`, or import sglang_hybrid.serving.patching and "
             "call install() before anything of sglang.srt."
         )
     sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder), finder)
+    hooks.on_import(known_release())
 
 
 def verify() -> None:
-    """Apply every patch to the files that would be imported, without that; raises `PatchError`.
+    """Apply every patch to the files that would be imported, without that, and look for the targets
+    of all hooks in them; raises `PatchError` or `hooks.hook.HookError`.
 
     Those lie elsewhere than the package's metadata where SGLang is an editable install, as it is in
     its own container images.
@@ -253,15 +248,4 @@ def verify() -> None:
         except OSError:
             raise patch.missing() from None
         patch.apply(released)
-
-
-def is_patched(function: types.FunctionType) -> bool:
-    """Whether `function` of SGLang comes from a module that a patch was applied to."""
-    return bool(inspect.unwrap(function).__code__.co_filename.endswith(NOTE))
-
-
-def _installed_version() -> str:
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return "(no version)"
+    hooks.verify(root, known_release())

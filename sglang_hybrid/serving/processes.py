@@ -3,7 +3,7 @@
 SGLang kills its processes, which then unlink nothing (sglang/srt/utils/stale_shm_cleanup.py says
 so). Shared memory is remembered here while somebody maps it, and removed with the processes. What
 cannot be remembered, because the first process itself is killed, Python's resource tracker removes:
-a small process that outlives the others, and that is spared for it (patch 0017).
+a small process that outlives the others, and that is spared for it (hooks/serving.py).
 """
 
 from __future__ import annotations

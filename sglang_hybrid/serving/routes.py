@@ -1,11 +1,11 @@
-"""What the check of keys must know: all routes of an application, and the key that a request has
-(patch 0014).
-"""
+"""What the check of keys must know: all routes of an application, and a request's key."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import fastapi.routing
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 def all_routes(routes: Iterable[Any]) -> Iterable[Any]:
@@ -18,9 +18,19 @@ def all_routes(routes: Iterable[Any]) -> Iterable[Any]:
     return routes if contexts is None else contexts(routes)
 
 
-def authorization(headers: Mapping[str, str]) -> str | None:
-    """A request's header Authorization, or what it would be for the key in `x-api-key`, where
-    Anthropic's clients put it.
+class KeyHeader:
+    """ASGI middleware in front of the check of keys: where a request has no header Authorization, a
+    key in `x-api-key`, where Anthropic's clients put it, becomes one.
     """
-    given, key = headers.get("Authorization"), headers.get("x-api-key")
-    return f"Bearer {key}" if given is None and key is not None else given
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            key = headers.get("x-api-key")
+            if key is not None and "authorization" not in headers:
+                bearer = (b"authorization", f"Bearer {key}".encode("latin-1"))
+                scope["headers"] = [*scope["headers"], bearer]
+        await self._app(scope, receive, send)

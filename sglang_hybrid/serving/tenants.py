@@ -162,7 +162,7 @@ class PerTenant(MutableMapping[str, Value]):
 
 
 def apart_from_adapters(extra_key: str) -> str:
-    """The extra key under which a request without an adapter is stored (patch 0030).
+    """The extra key under which a request without an adapter is stored (hooks/scheduling.py).
 
     SGLang appends an adapter's id, 32 hexadecimal digits, to the extra key. A request without an
     adapter whose extra key ends like an id would share the adapter's part of the tree; it gets a

@@ -489,7 +489,7 @@ class Server:
         assert used[MemoryKind.STATES] == sum(self._held_states()) * self.sizes.state_bytes
 
     def _adder(self, waiting: Sequence[Req] = ()) -> PrefillAdder:
-        """What fills a batch: the cache's own, or SGLang's (patch 0005)."""
+        """What fills a batch: the cache's own, or SGLang's (hooks/scheduling.py)."""
         ours = getattr(self.cache, "prefill_adder_class", None)
         kind = PrefillAdder if ours is None else partial(ours, waiting_queue=waiting)
         return kind(

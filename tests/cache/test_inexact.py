@@ -113,7 +113,7 @@ def test_nothing_inexact_is_called_exact(writes: str) -> None:
 
 
 def test_a_request_says_so_itself() -> None:
-    """SGLang's request object takes its part of the tree from the action (patch 0058)."""
+    """SGLang's request object takes its part of the tree from the action (hooks/scheduling.py)."""
 
     def key(extra_key: str | None, envelope: Any) -> str | None:
         sampling = SamplingParams(max_new_tokens=1)

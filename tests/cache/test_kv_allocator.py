@@ -1,4 +1,4 @@
-"""Patch 0063: freed KV slots wait until an allocation runs short, and nobody can tell."""
+"""Freed KV slots wait until an allocation runs short, and nobody can tell."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ pytest.importorskip("sglang")
 
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator, token  # noqa: E402
 
+from sglang_hybrid.cache.memory import freed_slots  # noqa: E402
 from tests.cache.shipped import shipped  # noqa: E402
 
 Shipped = shipped(token.__name__, "TokenToKVPoolAllocator")
@@ -23,7 +24,7 @@ def build(kind: Any, need_sort: bool = False, slots: int = SLOTS) -> Any:
 
 
 class Both:
-    """The patched allocator and SGLang's, under the same calls. Slots that are freed are a view of
+    """Our allocator and SGLang's, under the same calls. Slots that are freed are a view of
     a tensor that is overwritten afterwards, as rows of requests are.
     """
 
@@ -80,7 +81,7 @@ class Both:
 def test_slots_are_handed_out_as_sglang_does(
     need_sort: bool, at_most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token, "MAX_STAGED_TENSORS", at_most)
+    monkeypatch.setattr(freed_slots, "MAX_STAGED_TENSORS", at_most)
     for seed in range(8):
         both = Both(need_sort, seed)
         calls = [both.alloc] * 6 + [both.free] * 5 + [both.group] * 3

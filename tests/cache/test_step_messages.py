@@ -67,7 +67,6 @@ class Rank:
         scheduler.__dict__ |= {
             "tree_cache": self.cache,
             "_deferred_input_requests": [],
-            "_poll_timeout_aborts": list,
             "scheduler_stage_metrics": None,
             "external_corpus_manager": None,
             "request_receiver": SchedulerRequestReceiver(

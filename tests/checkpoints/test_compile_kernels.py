@@ -91,7 +91,6 @@ def test_the_start_of_a_server_compiles_where_prefills_leave_states(
         "choose_codecs": [],
         "why_split": split,
         "why_unplanned": unplanned,
-        "is_patched": True,
         "learn_message_boundaries": None,
         "_rank": 0,
         "advise": [],

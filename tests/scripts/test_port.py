@@ -11,14 +11,18 @@ import sglang
 from scripts.port import (
     Release,
     bindings,
+    check_hooks,
     check_patches,
     compare,
     hashes,
+    hook_hashes,
     imports,
     installed,
     overrides,
 )
 from sglang_hybrid import SGLANG_VERSION
+from sglang_hybrid.hooks.sources import load_hashes, parse_hashes
+from sglang_hybrid.hooks.table import HOOKS
 from sglang_hybrid.platforms.cpu_ops.bindings import BINDINGS
 from sglang_hybrid.serving.patching import load_patches
 from tests.documented import ROOT
@@ -89,6 +93,31 @@ def test_a_file_that_is_gone_fails(tmp_path: Path, patches: Path) -> None:
         file.writestr("sglang/two.py", "")
     report, failed = check_patches(patches, Release(wheel))
     assert (report[1:], failed) == (["  sglang/one.py is not there"], 1)
+
+
+def test_hooked_functions_that_are_gone_or_changed_fail(tmp_path: Path) -> None:
+    old = release(tmp_path / "old", OLD)
+    targets = [f"sglang.one:{name}" for name in ("second", "first")]
+    lines = list(hook_hashes(targets, old))
+    known = parse_hashes("\n".join(lines))
+    assert list(known) == sorted(targets)
+    moved = release(tmp_path / "moved", "import re\n" + OLD)
+    assert check_hooks(targets, known, moved) == ([f"{one}: holds" for one in sorted(targets)], 0)
+    new = release(tmp_path / "new", OLD.replace("return a", "return b", 1))
+    assert check_hooks([*targets, "sglang.one:third"], known, new) == (
+        [
+            "sglang.one:first: FAILS, it has another source",
+            "sglang.one:second: holds",
+            "sglang.one:third: FAILS, it is not there",
+        ],
+        2,
+    )
+
+
+def test_the_hashes_of_hooks_are_those_that_the_script_makes() -> None:
+    found = hook_hashes([hook.target for hook in HOOKS], installed())
+    assert parse_hashes("\n".join(found)) == load_hashes(sglang.__version__)
+    assert installed().version() == sglang.__version__
 
 
 def test_signatures_are_compared_through_bases_and_imports(tmp_path: Path) -> None:

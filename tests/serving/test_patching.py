@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
+from sglang_hybrid.hooks.install import by_module
+from sglang_hybrid.hooks.sources import Sources
+from sglang_hybrid.hooks.table import HOOKS
 from sglang_hybrid.serving import patching
 from sglang_hybrid.serving.patching import PatchError, PatchFinder, parse_patches
 
@@ -114,21 +118,32 @@ def test_the_shipped_patches_fit_the_installed_sglang() -> None:
 
 @pytest.mark.parametrize("release", SGLANG_VERSIONS)
 def test_each_release_has_a_hash_of_every_file_that_is_patched(release: str) -> None:
-    paths = patching.load_patches(release)
-    assert paths.keys() == patching.load_patches(SGLANG_VERSION).keys()
+    paths, common = patching.load_patches(release), patching.load_patches(SGLANG_VERSION)
+    assert paths.keys() >= common.keys()
     assert {patch.release for patch in paths.values()} == {release}
     if release != SGLANG_VERSION:
         file = Path(__file__).parents[2] / "patches" / f"sglang-{release}" / "SHA256"
-        assert re.findall(r"^SHA256 \((.+)\) = ", file.read_text(), re.MULTILINE) == sorted(paths)
+        found = re.findall(r"^SHA256 \((.+)\) = ", file.read_text(), re.MULTILINE)
+        assert found == sorted(common)
 
 
 def test_the_files_are_looked_for_where_python_would_import_them(tmp_path: Path) -> None:
     """An editable install of SGLang has its metadata in one place and its files in another."""
-    installed = Path(patching.importlib.metadata.distribution("sglang").locate_file(""))
+    installed = Path(importlib.metadata.distribution("sglang").locate_file(""))
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").touch()
     paths = list(patching.load_patches())
-    for path in paths:
+    read: set[str] = set()
+
+    def text(path: str) -> str | None:
+        if not (installed / path).is_file():
+            return None
+        read.add(path)
+        return (installed / path).read_text()
+
+    sources = Sources(text)
+    assert all(sources.source(hook.target) for hook in HOOKS)
+    for path in {*paths, *read}:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes((installed / path).read_bytes())
 
@@ -144,42 +159,50 @@ def test_the_files_are_looked_for_where_python_would_import_them(tmp_path: Path)
 
 
 def test_patches_come_before_any_module_they_change() -> None:
-    """However SGLang is entered, its platform lookup installs the hook in time."""
+    """However SGLang is entered, its platform lookup has patches and hooks applied in time."""
     names = sorted(patch.module for patch in patching.load_patches().values())
+    targets = sorted({hook.target for hook in HOOKS})
     code = (
-        "import sys\n"
+        "import sys, importlib\n"
         "import sglang.srt.managers.scheduler\n"
+        "from sglang_hybrid.hooks.hook import takes_hold\n"
         f"for name in {names!r}:\n"
         "    module = sys.modules.get(name)\n"
         "    assert module is None or type(module.__loader__).__name__ == '_PatchedLoader', name\n"
+        f"for target in {targets!r}:\n"
+        "    importlib.import_module(target.partition(':')[0])\n"
+        "    assert takes_hold(target), target\n"
         "print('ok')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip().endswith("ok"), done.stderr[-2000:]
 
 
-def test_too_late_is_said() -> None:
+@pytest.mark.parametrize(
+    "name", [next(iter(patching.load_patches().values())).module, next(iter(by_module()))]
+)
+def test_too_late_is_said(name: str) -> None:
     code = (
         "import sys, types\n"
         "from sglang_hybrid import patching\n"
-        "name = next(iter(patching.load_patches().values())).module\n"
+        f"name = {name!r}\n"
         "sys.modules[name] = types.ModuleType(name)\n"
         "patching.install()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode != 0
-    assert "was imported before sglang_hybrid could patch it" in done.stderr
+    assert "was imported before sglang_hybrid could change it" in done.stderr
 
 
 def test_the_same_patches_apply_to_a_checkout(tmp_path: Path) -> None:
-    installed = Path(patching.importlib.metadata.distribution("sglang").locate_file(""))
+    installed = Path(importlib.metadata.distribution("sglang").locate_file(""))
     patches = patching.load_patches()
     for path in patches:
         copy = tmp_path / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((installed / path).read_bytes())
     script = Path(__file__).parents[2] / "scripts" / "apply_patches.sh"
-    release = patching.importlib.metadata.version("sglang")
+    release = importlib.metadata.version("sglang")
     subprocess.run([script, tmp_path, release], check=True, capture_output=True)
     for path, patch in patches.items():
         assert (tmp_path / path).read_text() == patch.apply((installed / path).read_bytes())

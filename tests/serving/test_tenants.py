@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.types import Scope
 
 import sglang_hybrid
 from sglang_hybrid.serving.requests.sessions import (
@@ -21,7 +23,7 @@ from sglang_hybrid.serving.requests.sessions import (
     put_owner,
     shown_id,
 )
-from sglang_hybrid.serving.routes import authorization
+from sglang_hybrid.serving.routes import KeyHeader
 from sglang_hybrid.serving.tenants import (
     PerTenant,
     TenantNames,
@@ -291,6 +293,18 @@ def test_names_of_sessions_do_not_tell_the_salt() -> None:
 
 
 def test_anthropics_clients_send_their_key_elsewhere() -> None:
-    assert authorization({}) is None
-    assert authorization({"x-api-key": "sk"}) == "Bearer sk"
-    assert authorization({"Authorization": "Bearer other", "x-api-key": "sk"}) == "Bearer other"
+    def authorization(*sent: tuple[bytes, bytes]) -> str | None:
+        """The header that the check of keys sees."""
+        found: list[str | None] = []
+
+        async def check(scope: Scope, *_: object) -> None:
+            found.append(Headers(scope=scope).get("Authorization"))
+
+        scope = {"type": "http", "headers": list(sent)}
+        asyncio.run(KeyHeader(check)(scope, None, None))  # type: ignore[arg-type]
+        return found[0]
+
+    key, bearer = (b"x-api-key", b"sk"), (b"authorization", b"Bearer other")
+    assert authorization() is None
+    assert authorization(key) == "Bearer sk"
+    assert authorization(bearer, key) == "Bearer other"

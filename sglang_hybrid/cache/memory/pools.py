@@ -1,7 +1,7 @@
 """SGLang's pools in one memory: built as large as the whole budget each, on reserved pages.
 
-What the two pools of a split would have taken together is the budget (patch 0026). Line references
-are to sglang 0.5.23, mem_cache/kv_cache_configurator.py.
+What the two pools of a split would have taken together is the budget (hooks/pools.py). Line
+references are to sglang 0.5.23, mem_cache/kv_cache_configurator.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ differs from host to host. Two things move them on, both of which every rank see
 * Ticks. The rank that receives requests adds the seconds that have passed on its own clock, and
   tells all ranks the sum (cache/step_messages.py). It does so often while somebody there waits for
   a time, and now and then in any case.
-* The stamps of requests that arrive (patch 0004), by the differences between them.
+* The stamps of requests that arrive (hooks/serving.py), by the differences between them.
 
 Both are bounded. A clock that jumps moves the time by MOST_AT_ONCE at most. So does a stamp; one
 that is further ahead, or days behind, is of another host, and counts as of now.

@@ -2,7 +2,7 @@
 
 SGLang looks a waiting request up again in every scheduling round, to rank it and to try to admit
 it. Here the second look-up starts at the node where the first one ended, and to rank requests only
-those are looked up again that might find something else (patch 0062).
+those are looked up again that might find something else (hooks/scheduling.py).
 """
 
 from __future__ import annotations

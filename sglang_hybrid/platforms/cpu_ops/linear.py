@@ -54,7 +54,7 @@ def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def lm_head_product(lm_head: Any, hidden_states: Tensor) -> Tensor:
-    """Logits [n, V] of hidden states [n, D] (patch 0020)."""
+    """Logits [n, V] of hidden states [n, D] (hooks/models.py)."""
     return product(hidden_states, lm_head.weight, None, _packed(lm_head))
 
 
@@ -89,7 +89,7 @@ def pack_lm_head(layer: Any) -> None:
 
 def unpack(layer: Any) -> None:
     """Drop the packed copy, which is made again when it is needed next; for SGLang's
-    `restore_weights_before_loading`, and for updates without it (patch 0021).
+    `restore_weights_before_loading`, and for updates without it (hooks/models.py).
     """
     global _packed_bytes, _changes
     _changes += 1

@@ -1,4 +1,4 @@
-"""Positions of a forward pass whose requests may begin behind a gap (patch 0043, modular mode)."""
+"""Positions of a forward pass whose requests may begin behind a gap (modular mode)."""
 
 from __future__ import annotations
 

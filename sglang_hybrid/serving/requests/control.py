@@ -7,7 +7,7 @@ only where it cannot go on: failures.py says when.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -118,10 +118,10 @@ def _log(request: Any, failed: Failure) -> None:
         logger.error("sglang_hybrid: %s failed; the server goes on.", name, exc_info=failed.error)
 
 
-def profile_step(profiler: Any, batch: Any) -> None:
+def profile_step(step: Callable[[Any, Any], None], profiler: Any, batch: Any) -> None:
     """A step of SGLang's profiler; if it fails, profiling ends and the server goes on."""
     try:
-        profiler._profile_batch_predicate(batch)
+        step(profiler, batch)
     except Exception:
         logger.exception("sglang_hybrid: profiling failed and has ended; the server goes on.")
         profiler.torch_profiler = None

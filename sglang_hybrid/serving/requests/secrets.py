@@ -1,5 +1,5 @@
-"""What a server does not tell: the keys that it was started with (patch 0014), and in its log the
-tenants that requests name in their addresses (patch 0067).
+"""What a server does not tell: the keys that it was started with, and in its log the tenants
+that requests name in their addresses (hooks/serving.py, patch 0067).
 """
 
 import logging

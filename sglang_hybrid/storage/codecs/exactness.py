@@ -15,7 +15,7 @@ _ESCAPE = "\0"
 
 
 def apart_if_exact(extra_key: str | None, envelope: Envelope | None) -> str | None:
-    """The extra key under which a request is stored (patch 0058).
+    """The extra key under which a request is stored (hooks/scheduling.py).
 
     No key that a client sends becomes the key of requests that ask for exactness: one that begins
     with the character 0 gets a second one.

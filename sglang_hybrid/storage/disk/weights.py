@@ -1,7 +1,7 @@
 """KV and states on disk belong to the weights that the server was started with.
 
 SGLang empties its cache after an update of the weights and leaves the third tier as it is; the next
-request would be answered from KV of the old weights (patch 0056).
+request would be answered from KV of the old weights (hooks/models.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,53 @@
+"""Hooks take hold when their modules are imported."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import wrapt
+
+from sglang_hybrid.hooks.hook import Hook, check, hold
+from sglang_hybrid.hooks.sources import Sources, load_hashes
+from sglang_hybrid.hooks.table import HOOKS
+
+
+@cache
+def by_module() -> dict[str, tuple[Hook, ...]]:
+    """All hooks by the module that their targets are in."""
+    modules: defaultdict[str, list[Hook]] = defaultdict(list)
+    for hook in HOOKS:
+        modules[hook.module].append(hook)
+    return {name: tuple(hooks) for name, hooks in modules.items()}
+
+
+def on_import(release: str) -> None:
+    """From now on, hooks are put around the functions of a module when it is imported, which raises
+    `HookError` if they cannot be.
+
+    release: of SGLang, whose hashes count.
+    """
+    sha256 = load_hashes(release)
+    for name, hooks in by_module().items():
+
+        def take(module: ModuleType, hooks: tuple[Hook, ...] = hooks) -> None:
+            hold(module, hooks, sha256, release)
+
+        wrapt.register_post_import_hook(take, name)
+
+
+def verify(root: Path, release: str) -> None:
+    """Check all targets in files without importing them; raises `HookError`.
+
+    root: the folder that has `sglang/`.
+    """
+
+    def read(path: str) -> str | None:
+        file = root / path
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+
+    sources, sha256 = Sources(read), load_hashes(release)
+    for target in dict.fromkeys(hook.target for hook in HOOKS):
+        check(target, sources.source(target), sha256, release)

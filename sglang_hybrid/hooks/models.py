@@ -1,0 +1,55 @@
+"""Hooks on models: their configs, their logits, and updates of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def pad_only_heads(adjust: Callable[..., Any], model_config: Any, *more: Any, **named: Any) -> Any:
+    """Attention heads are padded to the ranks of a CPU only in models that have any."""
+    if model_config.num_attention_heads is None:  # pure state-space models
+        return model_config
+    return adjust(model_config, *more, **named)
+
+
+def multiply_by_lm_head(
+    compute: Callable[..., Any],
+    processor: Any,
+    hidden_states: Any,
+    lm_head: Any,
+    embedding_bias: Any = None,
+    **named: Any,
+) -> Any:
+    """A platform's own product with the head's weight: where its embedding method has
+    `lm_head_product(lm_head, hidden_states)`, and SGLang would call torch's product.
+    """
+    from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
+
+    method = getattr(lm_head, "quant_method", None)
+    product = getattr(method, "lm_head_product", None)
+    if (
+        product is None
+        or hasattr(lm_head, "apply_lora")
+        or getattr(lm_head, "use_intel_amx_backend", False)
+        or should_apply_lm_head_quant_method(lm_head, method)
+        or processor.use_fp32_lm_head
+        or processor.rl_on_policy_target is not None
+    ):
+        return compute(processor, hidden_states, lm_head, embedding_bias, **named)
+    return product(lm_head, hidden_states.to(lm_head.weight.dtype))
+
+
+def forget_old_weights(refused: str | None, model: Any = None) -> None:
+    """Before weights are updated in place: layers' methods forget what they derived from them
+    (`forget_derived_weights(layer)`), and the disk tier is told.
+    """
+    if refused is not None:
+        return
+    from sglang_hybrid.storage.disk import weights
+
+    for module in () if model is None else model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if hasattr(method, "forget_derived_weights"):
+            method.forget_derived_weights(module)
+    weights.changed()

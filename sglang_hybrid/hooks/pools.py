@@ -1,0 +1,63 @@
+"""Hooks on SGLang's pools: their sizes and their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_planned: dict[int, Any] = {}  # the one memory of a configurator, by the configurator's id
+
+
+def plan_one_memory(derive: Callable[..., Any], configurator: Any, **config: Any) -> Any:
+    """The sizes of pools, as they are reported where KV and states share one memory."""
+    from sglang.srt.runtime_context import get_memory
+
+    sizes = derive(configurator, **config)
+    if get_memory().radix_cache_backend != "hybrid":
+        return sizes
+    from sglang_hybrid.cache.memory.pools import plan
+
+    memory = plan(configurator, sizes)
+    if memory is None:
+        return sizes
+    _planned[id(configurator)] = memory
+    return memory.reported
+
+
+def build_in_one_memory(build: Callable[..., Any], configurator: Any, **named: Any) -> Any:
+    """Both pools as large as the whole memory, with allocators that share its bytes."""
+    memory = _planned.pop(id(configurator), None)
+    if memory is None:
+        return build(configurator, **named)
+    from sglang_hybrid.cache.memory.pools import as_large_as_the_budget
+
+    with as_large_as_the_budget(memory):
+        pools = build(configurator, **{**named, "sizes": memory.sizes})
+    return memory.share(pools)
+
+
+def keep_freed_slots(allocator: type) -> type:
+    """Freed KV slots wait in a list until an allocation runs short."""
+    from sglang_hybrid.cache.memory.freed_slots import with_freed_slots
+
+    return with_freed_slots(allocator)
+
+
+def smaller_kv(pool: type, *_: Any) -> type | None:
+    """The class of KV's host pool where copies below the device are to be smaller."""
+    if pool.__name__ != "MHATokenToKVPoolHost":
+        return None
+    from sglang_hybrid.storage.codecs.coded_pools import coded_kv_pool
+
+    return coded_kv_pool(pool)
+
+
+def smaller_states(pool: type) -> Callable[..., Any]:
+    """The same for the host pool of states, chosen when it is built."""
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        from sglang_hybrid.storage.codecs.coded_pools import coded_state_pool
+
+        return coded_state_pool(pool)(*args, **kwargs)
+
+    return build

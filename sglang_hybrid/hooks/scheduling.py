@@ -1,0 +1,103 @@
+"""Hooks on the scheduler: who runs next, and what it hears and tells while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+
+def bring_prefill_adder(adder: type, scheduler: Any) -> Any:
+    """The cache brings the `PrefillAdder` that knows its state slots, and gives it the queue."""
+    ours = getattr(scheduler.tree_cache, "prefill_adder_class", None)
+    return None if ours is None else partial(ours, waiting_queue=scheduler.waiting_queue)
+
+
+def wait_for_burst(received: list[Any] | None, receiver: Any) -> None:
+    """An idle scheduler reads its socket for a few milliseconds more after a long prompt."""
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_parallel
+
+    if receiver.server_args.radix_cache_backend != "hybrid" or received is None:
+        return
+    if get_parallel().pp_rank == 0 and not envs.SGLANG_RUST_SERVER.get():
+        from sglang_hybrid.checkpoints.batching_window import requests_in_window
+
+        received.extend(requests_in_window(receiver, received))
+
+
+def handle_our_requests(_: None, scheduler: Any) -> None:
+    """The dispatcher hands the cache what is for it: messages of a step, and questions."""
+    from sglang.utils import TypeBasedDispatcher
+
+    for name in ("step_messages", "explainer"):
+        part = getattr(scheduler.tree_cache, name, None)
+        if part is not None:
+            scheduler._request_dispatcher += TypeBasedDispatcher(part.handlers())
+
+
+def add_step_messages(aborts: list[Any], scheduler: Any) -> None:
+    """What the rank that receives requests has to tell goes to all ranks with them."""
+    step_messages = getattr(scheduler.tree_cache, "step_messages", None)
+    if step_messages is not None:
+        aborts.extend(step_messages.poll())
+
+
+def show_waiting_queue(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
+    """The cache sees the waiting queue at every step, also while no place is free."""
+    schedule = getattr(scheduler.tree_cache, "schedule", None)
+    if schedule is not None and scheduler.disaggregation_mode.value == "null":
+        schedule.step(scheduler.waiting_queue)
+
+
+def rank_what_changed(
+    policy: Any, waiting_queue: list[Any], *more: Any, **named: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Ranking looks up only those waiting requests that may find something else than before."""
+    changed = getattr(policy.tree_cache, "changed_matches", None)
+    if changed is None:
+        return None
+    from sglang.srt.managers.schedule_policy import IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD
+
+    few = changed(waiting_queue, IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD)
+    return (policy, few, *more), named
+
+
+def time_prefill(
+    run: Callable[..., Any], scheduler: Any, batch: Any, *more: Any, **named: Any
+) -> Any:
+    """The cache is told when a batch is launched, and when all of it has been."""
+    speeds: Any = getattr(scheduler.tree_cache, "speeds", None)
+    timed = None if speeds is None else speeds.forward_begins(scheduler, batch)
+    result = run(scheduler, batch, *more, **named)
+    if timed is not None:
+        speeds.forward_launched(timed)
+    return result
+
+
+def outlive_profiler(step: Callable[[Any, Any], None], profiler: Any, batch: Any) -> None:
+    """A profile that cannot be written ends the profile, and the server goes on."""
+    from sglang_hybrid.serving.requests.control import profile_step
+
+    profile_step(step, profiler, batch)
+
+
+def tell_of_closed_session(controller: Any, request: Any) -> None:
+    """The cache learns which requests of a closed session nobody continued."""
+    session = controller.sessions.get(request.session_id)
+    if session is not None and hasattr(controller.tree_cache, "session_closed"):
+        nodes = session.req_nodes.values()
+        controller.tree_cache.session_closed([node.req for node in nodes if not node.children])
+
+
+def name_tenant(_: None, request: Any, *__: Any, **___: Any) -> None:
+    """A request without an adapter stays out of the adapters' parts of the tree, and one that asks
+    for exact copies out of what may come from others.
+    """
+    from sglang_hybrid.serving.tenants import apart_from_adapters
+    from sglang_hybrid.storage.codecs.exactness import apart_if_exact
+
+    key = request.extra_key
+    if request.lora_id is None and key is not None:
+        key = apart_from_adapters(key)
+    request.extra_key = apart_if_exact(key, request.kv_hints)

@@ -1,0 +1,83 @@
+"""Hooks on the HTTP server, the tokenizer manager and the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+
+def send_arrival(state: dict[str, Any], stats: Any) -> None:
+    """A request's arrival travels with it, so that all ranks see the same time."""
+    state.setdefault("created_time", stats.created_time)
+
+
+def take_token_ids(decode: Callable[[Any], list[int]], value: Any) -> list[int]:
+    """A list holds token ids if its elements' types say so; SGLang calls two functions for each."""
+    if isinstance(value, list) and set(map(type, value)) <= {int}:
+        return list(value)
+    return decode(value)
+
+
+async def end_on_signal(watch: Callable[[Any], Awaitable[None]], manager: Any) -> None:
+    """An HTTP server with one tokenizer process ends as `shutdown.py` says."""
+    if manager._server_stop_hook is None:
+        await watch(manager)
+        return
+    from sglang_hybrid.serving.shutdown import end_on_signal as end
+
+    await end(manager)
+
+
+def kill_process_tree(kill: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Where SGLang kills its own processes, `shutdown.py` does it."""
+    from sglang_hybrid.serving import shutdown
+
+    shutdown.kill_process_tree(*args, **kwargs)
+
+
+def note_shared_memory(_: Any, *__: Any, **___: Any) -> None:
+    """The processes have started: their shared memory is remembered."""
+    from sglang_hybrid.serving import processes
+
+    processes.note_shared_memory()
+
+
+def track_load_snapshots(init: Callable[..., None], writer: Any, *args: Any, **named: Any) -> None:
+    """Shared memory of load snapshots is known to Python's resource tracker, once it is there."""
+    from sglang_hybrid.serving.processes import shared_memory_made
+
+    try:
+        init(writer, *args, **named)
+    finally:
+        if getattr(writer, "fd", -1) >= 0:
+            shared_memory_made(writer.path)
+
+
+def hide_keys(info: dict[str, Any], *_: Any) -> dict[str, Any]:
+    """/server_info tells no keys."""
+    from sglang_hybrid.serving.requests.secrets import without_keys
+
+    return without_keys(info)
+
+
+def with_all_routes(app: Any, *scope: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Routes that were added with `include_router` are looked at, too."""
+    from sglang_hybrid.serving.routes import all_routes
+
+    routes = getattr(getattr(app, "router", None), "routes", None) or getattr(app, "routes", [])
+    return (SimpleNamespace(routes=all_routes(routes)), *scope), {}
+
+
+def take_x_api_key(_: None, app: Any, **__: Any) -> None:
+    """A key may come in `x-api-key`: before the check of keys it is made a bearer's."""
+    from sglang_hybrid.serving.routes import KeyHeader
+
+    app.add_middleware(KeyHeader)
+
+
+def take_default_model(endpoint: Any, model: str | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """/v1/responses takes the model name `default`, as other endpoints do."""
+    from sglang.srt.entrypoints.openai.protocol import DEFAULT_MODEL_NAME
+
+    return (endpoint, None if model == DEFAULT_MODEL_NAME else model), {}

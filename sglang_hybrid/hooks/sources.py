@@ -1,0 +1,155 @@
+"""Sources of SGLang's functions: in a process that has loaded them, and in files that none has.
+
+A hook belongs to a function with a certain source. Its SHA-256 is that of the lines from the first
+decorator to the last statement, as they stand in the file (`digest`).
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.metadata
+import inspect
+import linecache
+import re
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+
+from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
+
+HASH_LINE = re.compile(r"^SHA256 \((?P<name>[^)]+)\) = (?P<hash>[0-9a-f]{64})$", re.MULTILINE)
+
+
+def parse_hashes(text: str) -> dict[str, str]:
+    """The hashes in lines `SHA256 (name) = hash` of a text, by name."""
+    return {m["name"]: m["hash"] for m in HASH_LINE.finditer(text)}
+
+
+def load_hashes(release: str) -> dict[str, str]:
+    """The hash of each hooked function of a release of SGLang, by the hook's target."""
+    file = files("sglang_hybrid") / "hooks" / f"sglang-{release}.sha256"
+    return parse_hashes(file.read_text(encoding="utf-8"))
+
+
+def installed_version() -> str:
+    """The version of SGLang that is installed, "(no version)" without one."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return "(no version)"
+
+
+def known_release() -> str:
+    """The release whose hashes count: the installed one, or `SGLANG_VERSION` where that is none of
+    those which this package extends.
+    """
+    installed = installed_version()
+    return installed if installed in SGLANG_VERSIONS else SGLANG_VERSION
+
+
+def digest(source: str) -> str:
+    """The SHA-256 of a definition, in hexadecimal."""
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+def definition(lines: list[str], first: int) -> str:
+    """The definition that begins in `lines[first]`, without comments and empty lines behind it.
+
+    lines: of a file, each with its end.
+    """
+    block = inspect.getblock(lines[first:])
+    while block and (not block[-1].strip() or block[-1].lstrip().startswith("#")):
+        block.pop()
+    return "".join(block)
+
+
+def loaded_source(found: object) -> str | None:
+    """The source of a function or class of this process; None for anything else."""
+    found = inspect.unwrap(found) if callable(found) else found
+    if inspect.isclass(found):
+        lines, first = inspect.findsource(found)
+        return definition(lines, first)
+    code = getattr(found, "__code__", None)
+    if code is None:
+        return None
+    return definition(linecache.getlines(code.co_filename), code.co_firstlineno - 1)
+
+
+class Sources:
+    """The modules of a package in files, none of which is imported.
+
+    Args:
+        read: the text of a file by its path (`sglang/srt/server_args.py`), None if there is none.
+    """
+
+    def __init__(self, read: Callable[[str], str | None]) -> None:
+        self._read = read
+        self._modules: dict[str, tuple[str, ast.Module] | None] = {}
+
+    def source(self, target: str) -> str | None:
+        """The source of `module:name` or `module:Class.name`, wherever it is defined; None if it is
+        not there.
+        """
+        module, _, name = target.partition(":")
+        found = self.find(module, name)
+        if found is None:
+            return None
+        where, node = found
+        loaded = self._load(where)
+        assert loaded is not None
+        decorators = getattr(node, "decorator_list", [])
+        first = min(part.lineno for part in (node, *decorators))
+        return definition(loaded[0].splitlines(keepends=True), first - 1)
+
+    def module(self, name: str) -> ast.Module | None:
+        """A module, parsed; None if there is none."""
+        loaded = self._load(name)
+        return None if loaded is None else loaded[1]
+
+    def find(self, module: str, dotted: str) -> tuple[str, ast.stmt] | None:
+        """The definition of `dotted`, a function, a class or `Class.method`, in `module`, and the
+        module that it is in; imports and base classes are followed.
+        """
+        name, _, member = dotted.partition(".")
+        for node in statements(self.module(module)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                if node.name == name:
+                    return self._member(module, node, member) if member else (module, node)
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        return self.find(node.module, f"{alias.name}.{member}".rstrip("."))
+                    if alias.name == "*" and (found := self.find(node.module, dotted)):
+                        return found
+        return None
+
+    def _member(self, module: str, node: ast.stmt, member: str) -> tuple[str, ast.stmt] | None:
+        if not isinstance(node, ast.ClassDef):
+            return None
+        for part in node.body:
+            if getattr(part, "name", None) == member:
+                return module, part
+        for base in node.bases:
+            found = self.find(module, f"{ast.unparse(base)}.{member}")
+            if found is not None:
+                return found
+        return None
+
+    def _load(self, name: str) -> tuple[str, ast.Module] | None:
+        if name not in self._modules:
+            path = name.replace(".", "/")
+            text = self._read(f"{path}.py")
+            text = self._read(f"{path}/__init__.py") if text is None else text
+            self._modules[name] = None if text is None else (text, ast.parse(text))
+        return self._modules[name]
+
+
+def statements(tree: ast.Module | None) -> Iterator[ast.stmt]:
+    """Statements of a module, those under `if` and `try` too."""
+    todo = list(tree.body) if tree is not None else []
+    while todo:
+        node = todo.pop(0)
+        yield node
+        for part in ("body", "orelse", "handlers", "finalbody"):
+            if isinstance(node, ast.If | ast.Try | ast.ExceptHandler):
+                todo += getattr(node, part, [])

@@ -1,0 +1,82 @@
+"""Hooks on recurrent states: how many slots a request has, and which states a forward leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def count_slots(mamba_ratio: Callable[[Any], int], configurator: Any) -> int:
+    """State slots that a running request counts for: as `--hybrid-slots-per-request` says."""
+    from sglang.srt.mem_cache.allocation_sizing import get_mamba_tracking_slots
+    from sglang.srt.runtime_context import get_exec, get_memory, get_schedule
+
+    memory = get_memory()
+    if memory.disable_radix_cache or memory.radix_cache_backend != "hybrid":
+        return mamba_ratio(configurator)
+    from sglang_hybrid.cache.state_slots.slots import slots_per_request
+
+    needed = 1 + get_mamba_tracking_slots(
+        extra_buffer=get_exec().mamba.enable_mamba_extra_buffer,
+        overlap=not get_schedule().disable_overlap_schedule,
+        lazy=get_exec().mamba.enable_mamba_extra_buffer_lazy,
+    )
+    slots = slots_per_request(needed)
+    return mamba_ratio(configurator) if slots is None else slots
+
+
+class _WithoutOverlap:
+    """Server arguments as they are, but without the overlap scheduler."""
+
+    disable_overlap_schedule = True
+
+    def __init__(self, view: Any) -> None:
+        self._view = view
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
+
+
+def accept_one_slot(view: Any, model_arch: str) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """One slot for a request goes with the overlap scheduler where the cache plans its checkpoints:
+    a planned state has a slot of its own, which no later step changes.
+    """
+    from sglang_hybrid.checkpoints.support import plans_checkpoints
+
+    return ((_WithoutOverlap(view), model_arch), {}) if plans_checkpoints(view) else None
+
+
+def plan_forward(_: None, batch: Any, *__: Any, **___: Any) -> None:
+    """States that the prefill of `batch` will leave get their slots."""
+    if getattr(batch.tree_cache, "plans_checkpoints", False):
+        batch.tree_cache.plan_forward(batch)
+
+
+def track_nothing(track: Callable[[Any, Any], Any], batch: Any, req: Any) -> Any:
+    """SGLang tracks no state of its own in a prefill whose checkpoints are planned."""
+    if not getattr(batch.tree_cache, "plans_checkpoints", False):
+        return track(batch, req)
+    from sglang_hybrid.cache.releases import untracked
+
+    return untracked(req.kv)
+
+
+def track_at_our_grid(track_grid: Callable[[int], int], tree_page: int) -> int:
+    """Decode tracks states at the cache's grid."""
+    from sglang_hybrid.checkpoints.decode import track_grid as ours
+
+    grid = ours()
+    return track_grid(tree_page) if grid is None else grid
+
+
+def carry_tracks(forward: Any, _: type, batch: Any, *__: Any, **___: Any) -> None:
+    """A prefill's forward knows the states that it is to leave."""
+    if batch.forward_mode.is_extend_without_speculative():
+        forward.state_tracks = getattr(batch, "state_tracks", None)
+
+
+def shift_positions(forward: Any, _: type, batch: Any, *__: Any, **___: Any) -> None:
+    """A request may begin behind a gap: modules computed apart keep their places."""
+    from sglang_hybrid.prompts.endpoints.positions import shifted
+
+    forward.positions = shifted(forward, batch)

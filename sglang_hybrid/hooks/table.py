@@ -1,0 +1,148 @@
+"""All hooks: a function of SGLang, when ours runs, and ours, whose docstring says what it does.
+
+`scripts/port.py RELEASE --hook-hashes` makes `sglang-RELEASE.sha256` beside this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sglang_hybrid.hooks import models, pools, scheduling, serving, states
+from sglang_hybrid.hooks.hook import Hook, Kind
+
+_BEFORE, _AFTER, _AROUND, _REPLACE = Kind
+
+
+def _in(module: str, *rows: tuple[str, Kind, Callable[..., Any]]) -> Iterator[Hook]:
+    return (Hook(f"{module}:{name}", kind, ours) for name, kind, ours in rows)
+
+
+HOOKS: tuple[Hook, ...] = (
+    # The scheduler: who runs next, and what it hears and tells.
+    *_in(
+        "sglang.srt.managers.scheduler",
+        ("Scheduler.get_prefill_adder_class", _AFTER, scheduling.bring_prefill_adder),
+        ("Scheduler._process_hicache_events", _AFTER, scheduling.show_waiting_queue),
+        ("Scheduler.init_request_dispatcher", _AFTER, scheduling.handle_our_requests),
+        ("Scheduler._poll_timeout_aborts", _AFTER, scheduling.add_step_messages),
+        ("Scheduler.run_batch", _AROUND, scheduling.time_prefill),
+    ),
+    *_in(
+        "sglang.srt.managers.schedule_policy",
+        ("SchedulePolicy._compute_prefix_matches", _BEFORE, scheduling.rank_what_changed),
+    ),
+    *_in(
+        "sglang.srt.managers.scheduler_components.request_receiver",
+        ("SchedulerRequestReceiver._pull_raw_reqs", _AFTER, scheduling.wait_for_burst),
+    ),
+    *_in(
+        "sglang.srt.managers.schedule_batch",
+        ("Req.__init__", _AFTER, scheduling.name_tenant),
+    ),
+    *_in(
+        "sglang.srt.session.session_controller",
+        ("SessionController.close", _BEFORE, scheduling.tell_of_closed_session),
+    ),
+    *_in(
+        "sglang.srt.managers.scheduler_components.profiler_manager",
+        ("SchedulerProfilerManager._profile_batch_predicate", _AROUND, scheduling.outlive_profiler),
+    ),
+    # Recurrent states: slots of a request, and which states a forward leaves.
+    *_in(
+        "sglang.srt.mem_cache.kv_cache_configurator",
+        ("KVCacheConfigurator._calculate_mamba_ratio", _AROUND, states.count_slots),
+    ),
+    *_in(
+        "sglang.srt.arg_groups.mamba_hook",
+        ("validate_mamba_no_buffer", _BEFORE, states.accept_one_slot),
+    ),
+    *_in(
+        "sglang.srt.managers.schedule_batch",
+        ("ScheduleBatch.prepare_for_extend", _AFTER, states.plan_forward),
+        (
+            "ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend",
+            _AROUND,
+            states.track_nothing,
+        ),
+    ),
+    *_in(
+        "sglang.srt.runtime_context",
+        ("mamba_track_grid", _AROUND, states.track_at_our_grid),
+    ),
+    *_in(
+        "sglang.srt.model_executor.forward_batch_info",
+        ("ForwardBatch.init_new", _AFTER, states.carry_tracks),
+        ("ForwardBatch.init_new", _AFTER, states.shift_positions),
+    ),
+    # Pools: their sizes and classes.
+    *_in(
+        "sglang.srt.mem_cache.allocator.token",
+        ("TokenToKVPoolAllocator", _REPLACE, pools.keep_freed_slots),
+    ),
+    *_in(
+        "sglang.srt.mem_cache.pool_host.mha",
+        ("get_mha_host_pool_cls", _AFTER, pools.smaller_kv),
+    ),
+    *_in(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler",
+        ("MambaPoolHost", _REPLACE, pools.smaller_states),
+    ),
+    *_in(
+        "sglang.srt.mem_cache.kv_cache_configurator",
+        ("KVCacheConfigurator._derive_pool_sizes", _AROUND, pools.plan_one_memory),
+        ("KVCacheConfigurator._init_pools", _AROUND, pools.build_in_one_memory),
+    ),
+    # Models: configs, logits, updates of weights.
+    *_in(
+        "sglang.srt.configs.update_config",
+        ("adjust_config_with_unaligned_cpu_tp", _AROUND, models.pad_only_heads),
+    ),
+    *_in(
+        "sglang.srt.layers.logits_processor",
+        ("LogitsProcessor._compute_lm_head", _AROUND, models.multiply_by_lm_head),
+    ),
+    *_in(
+        "sglang.srt.model_executor.model_runner_components.weight_updater",
+        ("_unsupported_derived_weight_cache_error", _AFTER, models.forget_old_weights),
+    ),
+    # Serving: requests, keys, and how a server ends.
+    *_in(
+        "sglang.srt.observability.req_time_stats",
+        ("APIServerReqTimeStats.__getstate__", _AFTER, serving.send_arrival),
+        ("DPControllerReqTimeStats.__getstate__", _AFTER, serving.send_arrival),
+    ),
+    *_in(
+        "sglang.api.v1.api_types",
+        ("decode_TokenIds", _AROUND, serving.take_token_ids),
+    ),
+    *_in(
+        "sglang.srt.entrypoints.openai.serving_responses",
+        ("OpenAIServingResponses._validate_model", _BEFORE, serving.take_default_model),
+    ),
+    *_in(
+        "sglang.srt.entrypoints.http_server",
+        ("redact_watermark_secrets", _AFTER, serving.hide_keys),
+        ("kill_process_tree", _AROUND, serving.kill_process_tree),
+    ),
+    *_in(
+        "sglang.srt.utils.auth",
+        ("_get_auth_level_from_app_and_scope", _BEFORE, serving.with_all_routes),
+        ("app_has_admin_force_endpoints", _BEFORE, serving.with_all_routes),
+        ("add_api_key_middleware", _AFTER, serving.take_x_api_key),
+    ),
+    *_in(
+        "sglang.srt.managers.tokenizer_manager",
+        ("TokenizerManager.sigterm_watchdog", _AROUND, serving.end_on_signal),
+        ("kill_process_tree", _AROUND, serving.kill_process_tree),
+    ),
+    *_in(
+        "sglang.srt.entrypoints.engine",
+        ("kill_process_tree", _AROUND, serving.kill_process_tree),
+        ("Engine._launch_subprocesses", _AFTER, serving.note_shared_memory),
+    ),
+    *_in(
+        "sglang.srt.managers.load_snapshot",
+        ("ShmLoadSnapshotWriter.__init__", _AROUND, serving.track_load_snapshots),
+    ),
+)

@@ -1,0 +1,209 @@
+"""Hooks on a made-up module: each kind, and what keeps one from taking hold."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
+from sglang_hybrid.hooks import hook as hooks
+from sglang_hybrid.hooks import install
+from sglang_hybrid.hooks.hook import Hook, HookError, Kind, hold, takes_hold
+from sglang_hybrid.hooks.sources import Sources, digest, load_hashes, loaded_source
+from sglang_hybrid.hooks.table import HOOKS
+
+OTHER = """
+def imported(n):
+    return n + 100
+"""
+SOURCE = '''
+from toyhooks.other import imported
+
+
+def plain(n, *, more=0):
+    """Doubled."""
+    return 2 * n + more
+
+# not part of it
+
+
+def calls(n):
+    return imported(n)
+
+
+async def waits(n):
+    return plain(n)
+
+
+class Base:
+    def inherited(self):
+        return "base"
+
+
+class Thing(Base):
+    def method(self, n):
+        return n + 1
+
+    @classmethod
+    def made(cls, n):
+        return cls, n
+
+    @staticmethod
+    def apart(n):
+        return n - 1
+
+
+class Part(Thing):
+    pass
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    package = tmp_path / "toyhooks"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "other.py").write_text(OTHER)
+    (package / "module.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "toyhooks"]:
+        del sys.modules[name]
+
+
+def sources(folder: Path) -> Sources:
+    def read(path: str) -> str | None:
+        return (folder / path).read_text() if (folder / path).is_file() else None
+
+    return Sources(read)
+
+
+def hooked(folder: Path, *rows: tuple[str, Kind, Callable[..., Any]]) -> ModuleType:
+    """The module with hooks on it, whose hashes come from its file."""
+    all_hooks = [Hook(f"toyhooks.module:{name}", kind, ours) for name, kind, ours in rows]
+    files = sources(folder)
+    sha256 = {one.target: digest(str(files.source(one.target))) for one in all_hooks}
+    module = importlib.import_module("toyhooks.module")
+    hold(module, all_hooks, sha256, SGLANG_VERSION)
+    return module
+
+
+def test_before_may_change_what_a_function_is_called_with(folder: Path) -> None:
+    module = hooked(folder, ("plain", Kind.BEFORE, lambda n, **named: ((n + 1,), named)))
+    assert module.plain(3, more=10) == 18
+    assert module.plain.__name__ == "plain" and module.plain.__doc__ == "Doubled."
+
+
+def test_after_may_change_the_result(folder: Path) -> None:
+    module = hooked(folder, ("plain", Kind.AFTER, lambda result, n: -result if n else None))
+    assert (module.plain(3), module.plain(0)) == (-6, 0)
+    assert takes_hold("toyhooks.module:plain") and not takes_hold("toyhooks.module:calls")
+
+
+def test_around_decides_whether_the_function_runs(folder: Path) -> None:
+    module = hooked(folder, ("plain", Kind.AROUND, lambda plain, n: plain(n) if n else "nothing"))
+    assert (module.plain(3), module.plain(0)) == (6, "nothing")
+
+
+def test_around_what_is_awaited(folder: Path) -> None:
+    async def ours(waits: Callable[[int], Any], n: int) -> int:
+        return -(await waits(n))
+
+    module = hooked(folder, ("waits", Kind.AROUND, ours))
+    assert asyncio.run(module.waits(2)) == -4
+
+
+def test_a_class_is_replaced_by_one_of_its_kind(folder: Path) -> None:
+    def ours(thing: type) -> type:
+        return type("Ours", (thing,), {"method": lambda self, n: super(type(self), self).method(n)})
+
+    module = hooked(folder, ("Thing", Kind.REPLACE, ours))
+    assert module.Thing.__name__ == "Ours" and module.Thing().method(1) == 2
+
+
+def test_members_of_a_class_keep_their_kind(folder: Path) -> None:
+    def more(result: Any, *_: Any) -> Any:
+        return (result, "more")
+
+    rows = [(f"Thing.{name}", Kind.AFTER, more) for name in ("method", "made", "apart")]
+    module = hooked(folder, *rows)
+    assert module.Part().method(1) == (2, "more")
+    assert module.Part.made(1) == ((module.Part, 1), "more")
+    assert module.Part.apart(1) == (0, "more")
+
+
+def test_the_last_of_several_is_the_outermost(folder: Path) -> None:
+    rows = [("plain", Kind.AFTER, lambda result, n, k=k: f"{result}{k}") for k in "ab"]
+    assert hooked(folder, *rows).plain(1) == "2ab"
+
+
+def test_an_imported_name_is_changed_in_one_module_only(folder: Path) -> None:
+    module = hooked(folder, ("imported", Kind.AROUND, lambda imported, n: -imported(n)))
+    assert module.calls(1) == -101
+    assert importlib.import_module("toyhooks.other").imported(1) == 101
+
+
+def test_a_target_that_is_not_there_is_named(folder: Path) -> None:
+    module = importlib.import_module("toyhooks.module")
+    for name in ("gone", "Gone.method", "Thing.gone", "Thing.inherited"):
+        target = f"toyhooks.module:{name}"
+        here = [Hook(target, Kind.AFTER, print)]
+        with pytest.raises(HookError, match=rf"{target}, which .*is not in .*sglang==9"):
+            hold(module, here, {target: "0"}, "9.9")
+
+
+def test_another_source_than_the_released_one_is_refused_before_anything_is_changed(
+    folder: Path,
+) -> None:
+    module = importlib.import_module("toyhooks.module")
+    both = [Hook(f"toyhooks.module:{name}", Kind.AFTER, print) for name in ("calls", "plain")]
+    sha256 = {one.target: digest(str(sources(folder).source(one.target))) for one in both}
+    sha256[both[1].target] = digest("another")
+    with pytest.raises(HookError, match=r"toyhooks\.module:plain of the installed sglang .*9\.9"):
+        hold(module, both, sha256, "9.9")
+    assert not takes_hold(both[0].target) and not hasattr(module.calls, "__wrapped__")
+
+
+def test_a_hook_without_a_hash_is_refused(folder: Path) -> None:
+    module = importlib.import_module("toyhooks.module")
+    with pytest.raises(HookError, match="has no hash"):
+        hold(module, [Hook("toyhooks.module:plain", Kind.AFTER, print)], {}, "9.9")
+
+
+def test_it_happens_when_the_module_is_imported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = "toyhooks.module:plain"
+    table = {"toyhooks.module": (Hook(target, Kind.AFTER, lambda result, n: -result),)}
+    monkeypatch.setattr(install, "by_module", lambda: table)
+    monkeypatch.setattr(install, "load_hashes", lambda release: {target: digest("another")})
+    install.on_import(SGLANG_VERSION)
+    with pytest.raises(HookError, match=target):
+        importlib.import_module("toyhooks.module")
+    assert "toyhooks.module" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["plain", "waits", "calls", "Thing", "Thing.made", "imported"])
+def test_a_file_and_a_process_say_the_same_source(folder: Path, name: str) -> None:
+    module = importlib.import_module("toyhooks.module")
+    target = f"toyhooks.module:{name}"
+    found = hooks._function(hooks._find(module, target))
+    text = sources(folder).source(target)
+    assert text == loaded_source(found) and "not part of it" not in str(text)
+    assert str(text).strip().splitlines()[-1].strip() == str(text).splitlines()[-1].strip()
+
+
+@pytest.mark.parametrize("release", SGLANG_VERSIONS)
+def test_each_release_has_a_hash_of_every_function(release: str) -> None:
+    assert list(load_hashes(release)) == sorted({hook.target for hook in HOOKS})
+
+
+def test_every_hook_says_what_it_does() -> None:
+    assert all(hook.ours.__doc__ for hook in HOOKS)

@@ -1,0 +1,39 @@
+"""Our cache under SGLang's own ways to start: planned checkpoints, hit to the token."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import requests
+
+from sglang_hybrid.serving.server_process import ServerProcess
+from tests.server.engine_hits import HITS, REQUESTS, hit
+
+SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        (sys.executable, "-m", "sglang.launch_server"),
+        pytest.param(SERVE, marks=pytest.mark.slow),
+    ],
+    ids=["launch_server", "serve"],
+)
+def test_a_server(program: Sequence[str], model_directory: Callable[[str], Path]) -> None:
+    flags = ["--model-path", str(model_directory("nemotron-h")), "--radix-cache-backend", "hybrid"]
+    with ServerProcess([*flags, "--device", "cpu"], program=program) as server:
+        answers = [requests.post(server.url + "/generate", json=body) for body in REQUESTS]
+    assert [hit(answer.json()) for answer in answers] == HITS
+
+
+def test_an_engine(model_directory: Callable[[str], Path]) -> None:
+    command = [sys.executable, "-m", "tests.server.engine_hits", str(model_directory("nemotron-h"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == HITS
