@@ -292,15 +292,8 @@ CONFIGURATIONS = {
 }
 WITHOUT_EXTRA_BUFFER = ("mamba2", "falcon-mamba")  # SGLang has it for neither, and pages need it
 OF_EVERY_KIND = ("chunks of 128", "page 16", "lazy", "no buffer", "two ranks")
-IN_EVERY_RUN = ("chunks of 128",)
 MATRIX = [
-    pytest.param(
-        architecture,
-        configuration,
-        marks=[]
-        if architecture == DEFAULT_ARCHITECTURE and configuration in IN_EVERY_RUN
-        else pytest.mark.slow,
-    )
+    (architecture, configuration)
     for architecture in sorted(set(ARCHITECTURES) - {"transformer"})
     for configuration in CONFIGURATIONS
     if (configuration in OF_EVERY_KIND or architecture == DEFAULT_ARCHITECTURE)
@@ -312,6 +305,7 @@ MATRIX = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "configuration"), MATRIX)
 def test_it_is_exact_everywhere(
     architecture: str, configuration: str, model_directory: Callable[[str], Path]
