@@ -67,5 +67,5 @@ def test_a_worker_that_is_lost_ends_the_run_with_the_test_that_it_ran(tmp_path: 
         timeout=120,
     )
     assert run.returncode == 1
-    assert "crashed while running 'test_b.py::test_of_b[3]'" in run.stdout
+    assert "crashed while running 'test_b.py::test_of_b[3]" in run.stdout
     assert "ended by signal 9" in run.stderr
