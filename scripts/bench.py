@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import requests
 
 from scripts.bench.report import ROOT, BenchFailed, stamp
-from sglang_hybrid.server_process import ServerFailed
+from sglang_hybrid.serving.server_process import ServerFailed
 
 COMMANDS = (
     *("docs", "kernels"),

@@ -21,11 +21,11 @@ import torch
 from scripts.bench.one_memory import CONCURRENCY, flags_of_split
 from scripts.bench.report import ROOT, Table, positive
 from scripts.bench.servers import hybrid_cache, vocabulary_of
-from sglang_hybrid.memory.pages import PAGE, Reserved
+from sglang_hybrid.cache.memory.pages import PAGE, Reserved
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.platforms.sizing import model_sizes
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 
 
 def gaps_of(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> list[float]:

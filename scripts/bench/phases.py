@@ -28,9 +28,9 @@ from scripts.bench.traces import chats, documents, in_phases, in_vocabulary
 from scripts.bench.traffic import Outcome, drive, hit_rate
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
-from sglang_hybrid.replay.arrivals import Draw
-from sglang_hybrid.replay.traces import Request
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
+from sglang_hybrid.simulation.traces.arrivals import Draw
+from sglang_hybrid.simulation.traces.requests import Request
 
 FIXED = ("--hybrid-eviction sglang-lru", "--hybrid-alpha 1", "--hybrid-eviction reuse")
 CONCURRENCY = 2

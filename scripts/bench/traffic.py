@@ -16,7 +16,7 @@ from scripts.bench.forced import ForcedAnswer
 from scripts.bench.report import BenchFailed
 from scripts.bench.servers import greedy
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.simulation.traces.requests import Request
 
 
 @dataclass(frozen=True)

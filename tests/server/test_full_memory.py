@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import TOLERANCE, flush, logprobs, random_prompt
 from tests.server.one_memory import all_is_free
 from tests.server.test_soak import CHECKED, emptied

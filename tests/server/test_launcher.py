@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_hybrid.server_process import free_port
+from sglang_hybrid.serving.server_process import free_port
 
 SHM = "/dev/shm/"
 
