@@ -11,4 +11,4 @@ export OMP_WAIT_POLICY=PASSIVE # servers and their tests share the cores
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
-exec "$bin/python" -m pytest -n 2 --dist loadfile -m "not slow" "$@"
+exec "$bin/python" -m pytest -n 2 --dist loadfile --max-worker-restart=0 -m "not slow" "$@"

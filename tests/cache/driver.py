@@ -488,15 +488,17 @@ class Server:
         assert used[MemoryKind.KV] == kv_tokens * KV_BYTES
         assert used[MemoryKind.STATES] == sum(self._held_states()) * self.sizes.state_bytes
 
-    def _adder(self, waiting: Sequence[Req] = ()) -> PrefillAdder:
-        """What fills a batch: the cache's own, or SGLang's (hooks/scheduling.py)."""
+    def _adder(
+        self, waiting: Sequence[Req] = (), running: ScheduleBatch | None = None
+    ) -> PrefillAdder:
+        """What fills a batch: the cache's own, or SGLang's (hooks/scheduling.py). running: what decodes."""
         ours = getattr(self.cache, "prefill_adder_class", None)
         kind = PrefillAdder if ours is None else partial(ours, waiting_queue=waiting)
         return kind(
             self.sizes.page,
             self.cache,
             self.allocator,
-            None,
+            running,
             new_token_ratio=0.0,
             rem_input_tokens=1 << 30,
             rem_chunk_tokens=self.chunk or None,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, _PrefillAdmission
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_hybrid.cache.state_slots.prefill_adder import HybridPrefillAdder
 from tests.cache.backends import options
@@ -166,3 +169,119 @@ def test_a_request_that_runs_keeps_its_slot() -> None:
         MatchPrefixParams(key=RadixKey(req.origin_input_ids), req=req, cow_mamba=False)
     )
     assert int(req.kv.mamba_pool_idx) == slot
+
+
+# A prefill that was begun, and memory that others have taken since.
+
+LAYOUTS = {
+    "two pools": {"kv": 400},
+    "one memory": {"kv": 400, "states": 4, "one_memory": True},
+    "pages": {"kv": 416, "page": 16, "extra_buffer": True, "grid": 16},
+}
+CHUNK = 64
+
+
+class Crowded:
+    """One request decodes and will for long; of the 300 tokens of another prompt, one chunk is
+    computed; `free` tokens of KV are left.
+    """
+
+    def __init__(self, layout: str, free: int) -> None:
+        where = Sizes(**LAYOUTS[layout])
+        self.it = it = Server(build_cache(where, options("reuse")), where, chunk=CHUNK)
+        self.decodes = it.arrive(run(16, 1))
+        assert it.admit(self.decodes) and it.prefill_step(self.decodes)
+        self.prefills = it.arrive(run(300, 2))
+        assert it.admit(self.prefills) and not it.prefill_step(self.prefills)
+        it.decode(self.decodes, [7] * (it.allocator.available_size() - free + 1))
+        self.decodes.sampling_params.max_new_tokens = 1_000
+        self.decodes.sampling_params.ignore_eos = True
+        assert it.allocator.available_size() == free and not it.cache.full_evictable_size()
+        self.adder = self.new_adder()
+
+    def new_adder(self, waiting: Sequence[Req] = ()) -> HybridPrefillAdder:
+        running = [req for req in self.it.running if req is not self.prefills]
+        batch = ScheduleBatch(reqs=running, spec_algorithm=SpeculativeAlgorithm.NONE)
+        batch.token_to_kv_pool_allocator = self.it.allocator
+        self.adder = self.it._adder(waiting, batch)
+        return self.adder
+
+    def go_on(self) -> Req | None:
+        """What is left of the unfinished prefill, as the scheduler asks for it."""
+        self.prefills.init_next_round_input()
+        return self.adder.add_chunked_req(self.prefills)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_chunk_that_does_not_fit_waits_and_nobody_joins_before_it(layout: str) -> None:
+    """SGLang would take a whole chunk, because its estimate of what is left is negative."""
+    here = Crowded(layout, free=48)
+    it, adder = here.it, here.adder
+    assert adder.rem_total_tokens < 0
+    assert here.go_on() is here.prefills
+    assert adder.can_run_list == [] and adder.preempt_list == []
+    assert here.prefills.extend_end == here.prefills.prefix_len == CHUNK, "it has nothing to keep"
+    small = it.arrive([1, 2, 3])
+    it.look_up(small)
+    assert adder.budget_state() is AddReqResult.OTHER
+    assert adder.add_one_req(small, False, None) is AddReqResult.OTHER
+    it.send_back(small)
+    it.finish(here.decodes)
+    here.new_adder()
+    assert here.go_on() is here.prefills and adder is not here.adder
+    assert here.adder.can_run_list == [here.prefills]
+    while not it.prefill_step(here.prefills):
+        pass
+    it.finish(here.prefills)
+    it.check()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_chunk_that_fits_beside_the_next_step_goes_on(layout: str) -> None:
+    here = Crowded(layout, free=96)
+    assert here.adder.rem_total_tokens < 0 and here.go_on() is here.prefills
+    assert here.adder.can_run_list == [here.prefills]
+    assert here.it.cache.slots._rest == 300 - 2 * CHUNK, "checkpoints leave room for it"
+    here.it.begin_forward(here.prefills)
+    assert here.prefills.kv.kv_allocated_len == 2 * CHUNK
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_prefill_gives_its_memory_to_those_that_could_not_go_on(layout: str) -> None:
+    """SGLang ends the last running request with an error when it has no memory for its next step.
+    What was computed of the prompt is in the tree meanwhile, and evictable.
+    """
+    here = Crowded(layout, free=0)
+    it = here.it
+    here.prefills.inflight_middle_chunks = 1
+    assert here.go_on() is here.prefills, "its last chunk is still computed"
+    here.prefills.inflight_middle_chunks = 0
+    here.new_adder()
+    assert here.go_on() is None
+    assert here.adder.preempt_list == [here.prefills] and here.adder.can_run_list == []
+    it.running.remove(here.prefills)
+    it.check()
+    assert it.cache.full_evictable_size() == CHUNK
+    it.decode(here.decodes, [7] * CHUNK)
+    it.finish(here.decodes)
+    assert it.admit(here.prefills)
+    while not it.prefill_step(here.prefills):
+        pass
+    it.check()
+
+
+def test_a_prefill_that_waits_for_nobody_waits_in_the_queue() -> None:
+    """Something else than a running request holds the memory: an idle session, say."""
+    here = Crowded("two pools", free=16)
+    here.it.running.remove(here.decodes)
+    here.new_adder()
+    assert here.go_on() is None and here.adder.preempt_list == [here.prefills]
+
+
+def test_a_prefill_that_is_sent_to_another_server_keeps_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = Crowded("two pools", free=0)
+    role = SimpleNamespace(disaggregation_mode="prefill")
+    monkeypatch.setattr("sglang_hybrid.cache.state_slots.prefill_adder.get_disagg", lambda: role)
+    assert here.go_on() is here.prefills and here.adder.preempt_list == []

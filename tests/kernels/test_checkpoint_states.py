@@ -48,7 +48,7 @@ def test_addresses_and_grids_at_the_largest_sizes() -> None:
 
 
 def test_any_position_is_the_recurrence() -> None:
-    run(programs(), "not slow", 8, 250)
+    run(programs(), "not slow", 4, 250)
 
 
 @pytest.mark.slow

@@ -211,6 +211,7 @@ PAPER = {
 """Table 1: calls that were out of memory, by workload."""
 
 
+@pytest.mark.slow
 def test_the_papers_table_and_one_memory() -> None:
     rows = compare(IN_TOTALS, [*PAPER, PLAIN, OURS], seeds=3, workers=2)
     for allocator, calls in PAPER.items():

@@ -106,6 +106,7 @@ def test_every_table_of_the_page_is_made_by_a_command_or_says_why_not() -> None:
     assert re.findall(r"^\|.*", rest, re.MULTILINE) == []
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_are_accepted() -> None:
     program = (
         "import runpy, sys\n"

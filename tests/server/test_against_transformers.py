@@ -11,14 +11,16 @@ from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import generate
 from tests.server.expected import NEW_TOKENS, Expected, agree, conversations_agree, expect
 
-CONFIGURATIONS = {
-    "whole, without cache": ("--disable-radix-cache",),
-    "chunks of 128, with cache": ("--chunked-prefill-size", "128"),
-}
-
+CACHED = "chunks of 128, with cache"
+PLAIN = "whole, without cache"
+FLAGS = {CACHED: ("--chunked-prefill-size", "128"), PLAIN: ("--disable-radix-cache",)}
+CONFIGURATIONS = [CACHED, pytest.param(PLAIN, marks=pytest.mark.slow)]
 
 IN_EVERY_RUN = ("nemotron-h",)
 """The others take a minute each."""
+
+Ask = Callable[[str], str]
+"""The address of the server with a configuration of that name."""
 
 
 @pytest.fixture(
@@ -30,54 +32,52 @@ IN_EVERY_RUN = ("nemotron-h",)
 )
 def served(
     request: pytest.FixtureRequest, model_directory: Callable[[str], Path]
-) -> Iterator[tuple[dict[str, ServerProcess], list[Expected]]]:
-    """A server for each configuration, and what they should answer.
-
-    They start side by side while transformers works: a start is mostly imports on one core.
+) -> Iterator[tuple[Ask, list[Expected]]]:
+    """Servers, each started when it is asked for first, and what they should answer. The first one
+    starts while transformers works: a start is mostly imports on one core.
     """
     model = model_directory(request.param)
-    servers = {
-        name: ServerProcess(["--model-path", str(model), *flags])
-        for name, flags in CONFIGURATIONS.items()
-    }
+    servers: dict[str, ServerProcess] = {}
     with ExitStack() as stack:
-        for server in servers.values():
-            server.start()
-            stack.callback(server.stop)
-        expected = expect(model)
-        for server in servers.values():
+
+        def start(name: str) -> ServerProcess:
+            if name not in servers:
+                servers[name] = ServerProcess(["--model-path", str(model), *FLAGS[name]])
+                servers[name].start()
+                stack.callback(servers[name].stop)
+            return servers[name]
+
+        def url(name: str) -> str:
+            server = start(name)
             server.wait_until_healthy()
-        yield servers, expected
+            return server.url
+
+        start(CACHED)
+        yield url, expect(model)
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_tokens_and_logprobs_agree(
-    served: tuple[dict[str, ServerProcess], list[Expected]], configuration: str
-) -> None:
-    servers, expected = served
-    url = servers[configuration].url
+def test_tokens_and_logprobs_agree(served: tuple[Ask, list[Expected]], configuration: str) -> None:
+    url, expected = served
     prompts = [right.prompt for right in expected]
-    agree(generate(url, prompts, NEW_TOKENS, logprobs=True), expected)
+    agree(generate(url(configuration), prompts, NEW_TOKENS, logprobs=True), expected)
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_a_second_visit_agrees_and_hits_only_with_the_cache(
-    served: tuple[dict[str, ServerProcess], list[Expected]], configuration: str
+    served: tuple[Ask, list[Expected]], configuration: str
 ) -> None:
-    servers, expected = served
-    url = servers[configuration].url
+    url, expected = served
     prompts = [right.prompt for right in expected]
-    agree(generate(url, prompts, NEW_TOKENS), expected)
-    again = generate(url, prompts, NEW_TOKENS)
+    agree(generate(url(configuration), prompts, NEW_TOKENS), expected)
+    again = generate(url(configuration), prompts, NEW_TOKENS)
     agree(again, expected)
-    if configuration == "whole, without cache":
+    if configuration == PLAIN:
         assert [answer.cached_tokens for answer in again] == [0] * len(prompts)
     else:
         assert again[-1].cached_tokens > 0
 
 
-def test_a_conversation_goes_on_from_the_cache(
-    served: tuple[dict[str, ServerProcess], list[Expected]],
-) -> None:
-    servers, expected = served
-    conversations_agree(servers["chunks of 128, with cache"].url, expected)
+def test_a_conversation_goes_on_from_the_cache(served: tuple[Ask, list[Expected]]) -> None:
+    url, expected = served
+    conversations_agree(url(CACHED), expected)

@@ -1,7 +1,7 @@
 """Exact checkpoints on a real server: what is cached, to the token, and that it answers the same.
 
-Cold answers, against which every hit is compared, come from SGLang's own launcher with an empty
-cache wherever a test has one, and from the same server with an empty cache elsewhere.
+Cold answers, against which every hit is compared, come from the same server with an empty cache,
+and in slow tests from SGLang's own launcher.
 """
 
 from __future__ import annotations
@@ -153,10 +153,17 @@ def sglangs_own(model_directory: Callable[[str], Path]) -> Iterator[str]:
         yield running.url
 
 
-def test_every_case_hits_exactly_and_answers_the_same(url: str, sglangs_own: str) -> None:
-    plays_exactly(url, sglangs_own)
+@pytest.fixture(params=["our own", pytest.param("SGLang's", marks=pytest.mark.slow)])
+def cold_url(request: pytest.FixtureRequest, url: str) -> str:
+    """A server whose cache is emptied before it is asked."""
+    return url if request.param == "our own" else str(request.getfixturevalue("sglangs_own"))
 
 
+def test_every_case_hits_exactly_and_answers_the_same(url: str, cold_url: str) -> None:
+    plays_exactly(url, cold_url)
+
+
+@pytest.mark.slow
 def test_documents_are_never_worse_off_than_under_sglangs_own(url: str, sglangs_own: str) -> None:
     """And whole from the third on."""
     for seed, length in ((60, 1400), (70, 1403), (80, 1437)):
@@ -192,10 +199,8 @@ def test_a_chat_has_all_but_its_last_message_cached_the_second_time(url: str) ->
 
 
 @pytest.mark.parametrize("end", ["length", "stop token", "abort"])
-def test_a_reply_is_cached_to_its_end_however_it_ended(
-    url: str, sglangs_own: str, end: str
-) -> None:
-    reply_is_cached(url, sglangs_own, end)
+def test_a_reply_is_cached_to_its_end_however_it_ended(url: str, cold_url: str, end: str) -> None:
+    reply_is_cached(url, cold_url, end)
 
 
 def reply_is_cached(url: str, cold_url: str, end: str) -> None:
@@ -292,15 +297,8 @@ CONFIGURATIONS = {
 }
 WITHOUT_EXTRA_BUFFER = ("mamba2", "falcon-mamba")  # SGLang has it for neither, and pages need it
 OF_EVERY_KIND = ("chunks of 128", "page 16", "lazy", "no buffer", "two ranks")
-IN_EVERY_RUN = ("chunks of 128",)
 MATRIX = [
-    pytest.param(
-        architecture,
-        configuration,
-        marks=[]
-        if architecture == DEFAULT_ARCHITECTURE and configuration in IN_EVERY_RUN
-        else pytest.mark.slow,
-    )
+    (architecture, configuration)
     for architecture in sorted(set(ARCHITECTURES) - {"transformer"})
     for configuration in CONFIGURATIONS
     if (configuration in OF_EVERY_KIND or architecture == DEFAULT_ARCHITECTURE)
@@ -312,6 +310,7 @@ MATRIX = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "configuration"), MATRIX)
 def test_it_is_exact_everywhere(
     architecture: str, configuration: str, model_directory: Callable[[str], Path]

@@ -50,6 +50,7 @@ STARVED = (
 """The ratio asks for two pools."""
 
 
+@pytest.mark.slow
 def test_a_server_short_of_slots_serves_a_burst(model_directory: Callable[[str], Path]) -> None:
     """12 slots, and as many running requests: checkpoints go, requests stay."""
     model = model_directory(DEFAULT_ARCHITECTURE)

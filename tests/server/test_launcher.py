@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -77,9 +78,18 @@ def alive(process: psutil.Process) -> bool:
 
 @pytest.fixture(scope="module")
 def said(
-    tmp_path_factory: pytest.TempPathFactory, model_directory: Callable[[str], Path]
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    model_directory: Callable[[str], Path],
 ) -> Iterator[dict[str, Future[str]]]:
-    """What the launcher says to each mistake; two at a time, a start is imports on one core."""
+    """What the launcher says to each mistake that a test of this run makes; two at a time, a start
+    is imports on one core.
+    """
+    made = {
+        item.callspec.params.get("mistake")
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    }
     scratch = tmp_path_factory.mktemp("mistakes")
     broken = shutil.copytree(model_directory("transformer"), scratch / "broken")
     weights = broken / "model.safetensors"
@@ -101,10 +111,17 @@ def said(
                 *("--mamba-radix-cache-strategy", "no_buffer", "--page-size", "16"),
             ),
         }
-        runs = {name: pool.submit(launch, *arguments) for name, arguments in mistakes.items()}
+        runs = {
+            name: pool.submit(launch, *arguments)
+            for name, arguments in mistakes.items()
+            if name in made
+        }
         path = {"PYTHONPATH": str(other.parent)}
         runs["another sglang"] = pool.submit(launch, environment=path)
         yield runs
+
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +129,10 @@ def said(
     [
         ("unknown flag", ["unrecognized arguments: --no-such-flag"]),
         ("no such model", ["'/no/such/model' does not exist"]),
-        ("truncated weights", ["model.safetensors is damaged", "copy the model again"]),
+        slow("truncated weights", ["model.safetensors is damaged", "copy the model again"]),
         ("port in use", ["cannot listen on 127.0.0.1:", "choose another --port"]),
-        ("too large pools", ["lower --max-total-tokens"]),
-        ("refused by sglang", ["no_buffer only supports page_size=1"]),
+        slow("too large pools", ["lower --max-total-tokens"]),
+        slow("refused by sglang", ["no_buffer only supports page_size=1"]),
         ("another sglang", ["sglang 0.5.21 is installed", "0.5.23 and 0.5.22 only"]),
     ],
 )

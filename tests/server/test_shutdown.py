@@ -203,6 +203,7 @@ def test_a_process_that_dies_ends_requests_and_the_server() -> None:
     assert "sglang_hybrid: detokenizer (process" in log and "2 running requests" in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -210,7 +211,6 @@ def test_a_process_that_dies_ends_requests_and_the_server() -> None:
         pytest.param(
             ["--tp-size", "2"],
             "FlushCacheReqInput failed on some ranks and was done on others",
-            marks=pytest.mark.slow,
             id="one of two ranks",
         ),
     ],

@@ -29,8 +29,10 @@ def tell_signals(answers: Connection, sglangs: bool) -> None:
     """In a child process: send whether it ignores SIGINT and SIGTERM."""
     if sglangs:
         tell_signals.__module__ = SGLANG_PROCESSES + "scheduler"
-    ignore_signals_for_the_first_process()
     numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:  # in the background of a shell, tests inherit that they are ignored
+        signal.signal(number, signal.SIG_DFL)
+    ignore_signals_for_the_first_process()
     answers.send([signal.getsignal(number) is signal.SIG_IGN for number in numbers])
 
 

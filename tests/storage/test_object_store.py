@@ -1,9 +1,11 @@
 """Objects on disk: found again, never wrong, and never in the way of serving."""
 
+import contextlib
 import errno
 import logging
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.storage.disk import object_store, store_start
 from sglang_hybrid.storage.disk.folder import KEY_VARIABLE, RankFolder
-from sglang_hybrid.storage.disk.object_file import Bytes
+from sglang_hybrid.storage.disk.object_file import Bytes, Header
 from sglang_hybrid.storage.disk.object_store import RETRY_SECONDS, ObjectStore
 from sglang_hybrid.storage.disk.store_start import open_store
 from sglang_hybrid.storage.disk.tier_folder import TIER, FolderError
@@ -275,6 +277,91 @@ def test_what_is_larger_than_the_budget_is_not_kept(start: Open) -> None:
     store = start(budget=1_000)
     assert not put(store, 1, size=2_000)
     assert store.info()["refused"] and not store.used_bytes
+
+
+def test_a_file_that_is_evicted_while_the_start_reads_it_is_not_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was written before the start listed it."""
+    made = threading.Event()
+    written: list[bool] = []
+    read_header = store_start.read_header
+
+    def put_one_first(*_: object) -> None:
+        made.wait(20)
+        written.append(put(store, 1))
+
+    def put_one_meanwhile(path: Path, identity: str) -> Header:
+        header = read_header(path, identity)
+        written.append(put(store, 2))
+        return header
+
+    monkeypatch.setattr(store_start, "load_uses", put_one_first)
+    monkeypatch.setattr(store_start, "read_header", put_one_meanwhile)
+    store = ObjectStore(RankFolder(folder, FACTS, "rank-0"), budget=600)
+    made.set()
+    assert store.ready.wait(20) and written == [True, True]
+    assert store.counts.files_evicted == 1
+    assert store.used_bytes == sum(path.stat().st_size for path in files(folder)) <= 600
+    assert held(store, 1, 2) == [2]
+    store.close()
+
+
+def test_what_is_put_during_the_start_and_what_was_there_keep_the_budget(
+    start: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = start()
+    put(store, 1), put(store, 2)
+    budget = store.used_bytes
+    store.close()
+    made = threading.Event()
+
+    def put_meanwhile(*_: object) -> None:
+        made.wait(20)
+        assert put(later, 3)
+
+    monkeypatch.setattr(store_start, "load_uses", put_meanwhile)
+    later = ObjectStore(RankFolder(folder, FACTS, "rank-0"), budget)
+    made.set()
+    assert later.ready.wait(20) and held(later, 3) == [3]
+    assert sum(path.stat().st_size for path in files(folder)) == later.used_bytes <= budget
+    later.close()
+
+
+def test_two_threads_that_write_keep_the_budget(
+    start: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has found that there is room before the other has written."""
+    store = start()
+    put(store, 0)
+    store.budget = int(2.5 * store.used_bytes)
+    both, write_file = threading.Barrier(2), object_store.write_file
+
+    def write_together(path: Path, content: bytes) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+        write_file(path, content)
+
+    monkeypatch.setattr(object_store, "write_file", write_together)
+    threads = [threading.Thread(target=put, args=(store, number)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.used_bytes <= store.budget and len(held(store, 1, 2)) == 2
+
+
+def test_what_was_written_again_is_not_removed_for_what_was_damaged_before(
+    start: Open, folder: Path
+) -> None:
+    """Two threads found the same damage; the object was written again between their answers."""
+    store = start()
+    put(store, 1)
+    (damaged,) = store._index.files()
+    store._lose(damaged)
+    assert put(store, 1)
+    store._lose(damaged)
+    assert held(store, 1) == [1] and len(files(folder)) == 1
 
 
 def full(*_: object, **__: object) -> None:

@@ -3,11 +3,14 @@ prefill is about to leave a checkpoint that they can resume from."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang.srt.managers.schedule_policy import AddReqResult, _PrefillAdmission
+from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.runtime_context import get_disagg
 
 from sglang_hybrid.cache.memory.allocators import OneMemoryBudget
 from sglang_hybrid.cache.queue.adder import ScheduledPrefillAdder
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.queue.waiting_queue import QueueSchedule
     from sglang_hybrid.cache.request.planning import PrefillPlans
     from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
+
+logger = logging.getLogger(__name__)
 
 
 class AdmittingCache(Protocol):
@@ -35,7 +40,7 @@ class AdmittingCache(Protocol):
 
 
 class HybridPrefillAdder(ScheduledPrefillAdder):
-    """The scheduled adder with three more reasons to say no.
+    """The scheduled adder with four more reasons to say no.
 
     * A request's own state slots are neither free nor evictable. SGLang counts state slots here
       only for a shared byte pool (schedule_policy.py:688-715) and asserts when a split pool has
@@ -46,6 +51,10 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
     * A state is wanted in the middle of a forward and the kernels cannot take it there: the
       prefill stops there, as if the chunk were full. Without chunked prefill SGLang could not go
       on with a prefill that stopped: there the chunk is larger than any prompt.
+    * The next chunk of an unfinished prefill does not fit into the memory. When SGLang has no
+      tokens left by its own estimate, it goes on with a whole chunk, whatever is free
+      (prefill_budget.py, available_chunk_tokens), and an allocation that fails ends the scheduler.
+      Here the prefill waits, and nobody joins a batch before it.
     """
 
     tree_cache: AdmittingCache
@@ -57,7 +66,9 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         self._promised = 0  # slots of requests already in this batch
         running = [] if self.running_batch is None else self.running_batch.reqs
         self._running = sum(not req.finished() for req in running)
-        self.tree_cache.slots.reserve(self._running)
+        self._rest = 0  # tokens of the prefill that this batch does not finish
+        self._reserve()
+        self._chunk_waits = False
         self._unlimited = self.rem_chunk_tokens is None and self.tree_cache.plans.splits_prefills
         if self._unlimited:
             self.rem_chunk_tokens = ENDLESS
@@ -77,7 +88,9 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         self._promise(needed)
         result = super().add_one_req(req, *args, **kwargs)
         if len(self.can_run_list) > admitted:
-            self.tree_cache.slots.reserve(self._running + len(self.can_run_list))
+            if req is self.new_chunked_req:
+                self._rest = _rest_of(req)
+            self._reserve()
             self.tree_cache.plans.on_admitted(req)
         else:
             self._promise(-needed)
@@ -107,8 +120,65 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         if cut is not None:
             left = cut - req.prefix_len
             self.chunked_req_limit = min(self.chunked_req_limit or left, left)
-        rest: Req | None = super().add_chunked_req(req)
+        fits = self._chunk_fits(req)
+        rest: Req | None = super().add_chunked_req(req) if fits else req
+        self._chunk_waits = req not in self.can_run_list
+        if not fits and self._gives_way(req):
+            self._retract(req)
+            return None
+        self._rest = _rest_of(req)
+        self._reserve()
         return rest
+
+    def may_run(self, req: Req) -> bool:
+        return not self._chunk_waits and super().may_run(req)
+
+    def budget_state(self) -> AddReqResult:
+        return AddReqResult.OTHER if self._chunk_waits else super().budget_state()
+
+    def _chunk_fits(self, req: Req) -> bool:
+        """Whether there is memory now for the chunk that SGLang would take, for a token behind it,
+        and for the next step of the running requests.
+        """
+        limits = [self.rem_chunk_tokens, self.chunked_req_limit, int(self.rem_total_tokens)]
+        length = len(req.full_untruncated_fill_ids) - req.prefix_len
+        length = min([length, *(limit for limit in limits if limit is not None and limit > 0)])
+        needed = self.ceil_paged_tokens(length) + self.page_size + self._next_step()
+        return bool(needed <= self.cur_rem_tokens)
+
+    def _next_step(self) -> int:
+        """Tokens that the running requests need for their next step."""
+        if not self._running:
+            return 0
+        return int(self.running_batch.new_tokens_required_next_decode())
+
+    def _gives_way(self, req: Req) -> bool:
+        """Whether a prefill that does not fit must give back its memory: to running requests that
+        could not go on otherwise, or because nothing runs whose end it could wait for. Not while
+        its last chunk is computed, nor while it is sent to another server.
+        """
+        if req.inflight_middle_chunks or get_disagg().disaggregation_mode == "prefill":
+            return False
+        return not self._running or self._next_step() > self.cur_rem_tokens
+
+    def _retract(self, req: Req) -> None:
+        """Send a prefill back to the queue. What the tree has of it stays there, to be evicted when
+        its room is wanted; the scheduler takes the request from the list of the preempted.
+        """
+        logger.warning(
+            "sglang_hybrid: The memory is full; a request waits in the queue again, with %s of %s "
+            "prompt tokens computed.",
+            f"{req.prefix_len:,}",
+            f"{len(req.full_untruncated_fill_ids):,}",
+        )
+        release_kv_cache(req, self.tree_cache, checkpoint=False)
+        req.reset_for_retract()
+        self.preempt_list.append(req)
+        self._reserve()
+
+    def _reserve(self) -> None:
+        """Checkpoints leave room for what runs, and for what this batch does not finish."""
+        self.tree_cache.slots.reserve(self._running + len(self.can_run_list), self._rest)
 
     def _select_prefill_admission(
         self, req: Req, *, has_chunked_req: bool = False, **kwargs: Any
@@ -153,6 +223,11 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         if pool.enable_mamba_extra_buffer and req.kv.mamba_ping_pong_track_buffer is None:
             needed += pool.mamba_initial_tracking_slots
         return needed
+
+
+def _rest_of(req: Req) -> int:
+    """Tokens of its prompt behind those of this batch."""
+    return len(req.full_untruncated_fill_ids) - int(req.extend_end)
 
 
 def adder_class(

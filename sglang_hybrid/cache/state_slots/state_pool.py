@@ -37,12 +37,14 @@ class PoolStateSlots:
         self._shadow_tree = shadow_tree
         self._decision_log = decision_log
         self._decoding = 0  # requests that will decode
+        self._rest = 0  # tokens of an unfinished prefill that have no KV yet
 
-    def reserve(self, requests: int) -> None:
-        """So many requests run, or will: in one memory the tokens of their next steps come before
-        checkpoints.
+    def reserve(self, requests: int, rest: int = 0) -> None:
+        """So many requests run, or will, and the prefill that this batch does not finish needs KV
+        for `rest` tokens more: in one memory these, and the tokens of the requests' next steps,
+        come before checkpoints.
         """
-        self._decoding = requests
+        self._decoding, self._rest = requests, rest
 
     def ended(self) -> None:
         """One of them ended, or went back to the queue."""
@@ -90,15 +92,16 @@ class PoolStateSlots:
         return self.free() > 0
 
     def _leaves_enough(self) -> bool:
-        """Whether running requests could still decode: a state under way cannot be evicted before
-        it is in the tree, and with the overlap scheduler steps are prepared until then.
+        """Whether running requests could still decode, and an unfinished prefill end: a state under
+        way cannot be evicted before it is in the tree, nor then, while that prefill goes on from
+        it; and with the overlap scheduler steps are prepared until then.
         """
         allocator = self._cache.token_to_kv_pool_allocator
         steps = self._decoding * self.steps_ahead
-        if not steps or not isinstance(allocator, OneMemoryKV):
+        if not (steps or self._rest) or not isinstance(allocator, OneMemoryKV):
             return True
         spare = allocator.available_size() + self._cache.full_evictable_size()
-        spare -= steps * allocator.page_size
+        spare -= steps * allocator.page_size + self._rest
         spare = spare * allocator.token_bytes
         spare += self._cache.mamba_evictable_size() * allocator.states.granule_bytes
         return bool(spare >= allocator.states.granule_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -78,7 +79,8 @@ def compare(
 ) -> dict[tuple[str, str], Row]:
     """A row for each allocator and workload."""
     chosen = list(cells(workloads, allocators, seeds))
-    with ProcessPoolExecutor(workers) as pool:
+    context = multiprocessing.get_context("spawn")  # a fork may keep a lock of another thread
+    with ProcessPoolExecutor(workers, context) as pool:
         found = dict(zip(chosen, pool.map(counted, chosen, chunksize=4), strict=True))
     rows = {}
     for workload in workloads:

@@ -99,9 +99,10 @@ class ObjectIndex:
         for number, name in enumerate(header.names):
             self._objects.setdefault(name, (file, number))
 
-    def drop(self, file: StoredFile) -> None:
-        """A file is there no more."""
-        if self._files.get(file.path) is file:
+    def drop(self, file: StoredFile) -> bool:
+        """A file is there no more. Returns whether it was the one of its path until now."""
+        current = self._files.get(file.path) is file
+        if current:
             del self._files[file.path]
             self._values.dropped(file)
             self.bytes -= file.header.file_bytes
@@ -109,3 +110,4 @@ class ObjectIndex:
             found = self._objects.get(name)
             if found is not None and found[0] is file:
                 del self._objects[name]
+        return current

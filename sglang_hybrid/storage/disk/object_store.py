@@ -72,7 +72,8 @@ class ObjectStore:
         start: called with the store, in a thread of its own, to learn what is in the folder; it
             sets `ready` (`store_start.open_store`).
         budget: bytes that the rank's files may take, with its part of what other models left
-            that no server uses; 0 is no bound but the disk's own.
+            that no server uses; 0 is no bound but the disk's own. Until the store is `ready`, files
+            of earlier servers that it has not read yet are not counted.
         least_free: bytes of the file system that are left free.
         ranks: among which what other models left is divided.
         now: seconds, as files' times are.
@@ -101,6 +102,7 @@ class ObjectStore:
         self._warned = False
         self._index = ObjectIndex()
         self._lock = threading.RLock()
+        self._write_lock = threading.Lock()  # from the check for room to the entry in the index
         self._closed = False
         self._starter = threading.Thread(
             target=start, args=(self,), name="hybrid-disk-start", daemon=True
@@ -174,9 +176,9 @@ class ObjectStore:
         return not (self.off or self._closed)
 
     def found(self, path: Path, header: Header, last_use: float) -> None:
-        """A file was there at the start."""
+        """A file was there at the start, unless it was written and evicted since it was listed."""
         with self._lock:
-            if path not in self._index and self.in_use:
+            if path not in self._index and self.in_use and os.path.lexists(path):
                 self._index.add(path, header, last_use)
                 self.counts.found_at_start += len(header.names)
 
@@ -208,6 +210,14 @@ class ObjectStore:
                 self._forget(file)
                 self.counts.files_evicted += 1
         return True
+
+    def keep_budget(self) -> None:
+        """Remove files above the budget. What is put while the store starts and what earlier
+        servers left may be more than it together.
+        """
+        with self._write_lock, self._lock:
+            if 0 < self.budget < self.used_bytes:
+                self.evict(self.used_bytes - self.budget)
 
     def turn_off(self, why: str) -> None:
         """Use the folder no more, and let the log say why. What is in it stays."""
@@ -310,12 +320,8 @@ class ObjectStore:
         content = encode(self.folder.identity, kind, names, contents, self._now())
         path = object_path(self.folder.path, names)
         try:
-            if not make_room(self, len(content)):
-                raise OSError(errno.ENOSPC, "there is no room for it")
-            with contextlib.suppress(FileExistsError):
-                path.parent.mkdir(mode=0o700)
-            write_file(path, content)
-            header = read_header(path, self.folder.identity)
+            with self._write_lock:
+                self._write_file(path, content)
         except ForeignFile as error:
             self._warn_if_first("something else has the name of an object (%s)", error.filename)
             self.counts.not_written += len(names)
@@ -327,11 +333,20 @@ class ObjectStore:
         if self.refused:
             logger.warning("sglang_hybrid: the disk tier is written to again.")
             self.refused = ""
+        self.counts.written += len(names)
+        return True
+
+    def _write_file(self, path: Path, content: bytes) -> None:
+        """Make room, write and enter into the index. Raises OSError, BadFile."""
+        if not make_room(self, len(content)):
+            raise OSError(errno.ENOSPC, "there is no room for it")
+        with contextlib.suppress(FileExistsError):
+            path.parent.mkdir(mode=0o700)
+        write_file(path, content)
+        header = read_header(path, self.folder.identity)
         with self._lock:
             if not self.off:
                 self._index.add(path, header, self._now())
-        self.counts.written += len(names)
-        return True
 
     def _refuse(self, why: str) -> None:
         self._retry_at = self._now() + RETRY_SECONDS
@@ -346,5 +361,5 @@ class ObjectStore:
             self.refused = why
 
     def _forget(self, file: StoredFile) -> None:
-        self._index.drop(file)
-        remove(file.path, file.header.file_bytes)
+        if self._index.drop(file):  # else its path may be that of a file written since
+            remove(file.path, file.header.file_bytes)

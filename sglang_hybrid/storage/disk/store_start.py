@@ -48,6 +48,7 @@ def learn_files(store: ObjectStore, warm_bytes: int) -> None:
     try:
         _learn_uses(store)
         _learn_all(store)
+        store.keep_budget()
         measure_others(store)
     except Exception:
         logger.exception("sglang_hybrid: the disk tier's files could not be listed.")

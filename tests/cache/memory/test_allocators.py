@@ -184,6 +184,17 @@ def test_checkpoints_leave_room_for_the_next_steps() -> None:
     assert cache.slots.take() is not None
 
 
+@pytest.mark.parametrize("rest", [5, 6])
+def test_checkpoints_leave_room_for_the_rest_of_a_prefill(rest: int) -> None:
+    """An unfinished prefill holds its states until it ends, which it must be able to."""
+    sizes = Sizes(kv=100, states=3, rows=4, one_memory=True, state_bytes=80)
+    cache: Any = build_cache(sizes, options("reuse"))
+    server = Server(cache, sizes)
+    server.allocator.alloc(115)  # 120 bytes are left, one state and five tokens
+    cache.slots.reserve(0, rest)
+    assert (cache.slots.take() is None) == (rest > 5)
+
+
 @pytest.mark.parametrize("page", [1, 4])
 def test_sglangs_checks_see_which_pages_are_free(page: int) -> None:
     kv, _ = build(page)

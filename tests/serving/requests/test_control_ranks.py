@@ -101,12 +101,10 @@ def test_what_fails_on_one_rank_ends_all(tmp_path: Path) -> None:
     assert first == second == "done 500 400 done RanksDiffer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("handler", "ends"),
-    [
-        (one_fails_where_the_others_wait, "RuntimeError"),
-        pytest.param(one_breaks, "AssertionError", marks=pytest.mark.slow),
-    ],
+    [(one_fails_where_the_others_wait, "RuntimeError"), (one_breaks, "AssertionError")],
 )
 def test_a_rank_that_others_wait_for_ends(tmp_path: Path, handler: Any, ends: str) -> None:
     """And when its process has, so do they."""

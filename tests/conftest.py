@@ -1,0 +1,59 @@
+"""A test run does not end silently in the middle: no test ends the process that runs it, and a
+worker that ends for another reason says how.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+
+
+@contextmanager
+def nothing_ends_this_process() -> Iterator[None]:
+    """`os._exit` here, and signals to this process or to its group, raise AssertionError instead.
+    SGLang sends them where something fails (utils/common.py, kill_process_tree).
+    """
+    ours = os.getpid()
+    kill, kill_group, leave = os.kill, os.killpg, os._exit
+
+    def refuse(what: str) -> None:
+        if os.getpid() == ours:  # and not in a child process that was forked
+            raise AssertionError(f"{what} would end the process that runs the tests")
+
+    def checked_kill(pid: int, number: int) -> None:
+        if number and pid in (ours, 0, -1, -os.getpgrp()):
+            refuse(f"signal {number} to {pid}")
+        kill(pid, number)
+
+    def checked_kill_group(group: int, number: int) -> None:
+        if number and group in (0, os.getpgrp()):
+            refuse(f"signal {number} to group {group}")
+        kill_group(group, number)
+
+    def checked_leave(status: int) -> None:
+        refuse(f"os._exit({status})")
+        leave(status)
+
+    with mock.patch.multiple(os, kill=checked_kill, killpg=checked_kill_group, _exit=checked_leave):
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    with nothing_ends_this_process():
+        return (yield)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """xdist has lost a worker; the test that it ran is named with the failures."""
+    if error:
+        status = node.gateway._io.popen.wait(10)
+        how = f"by signal {-status}" if status < 0 else f"with status {status}"
+        print(f"\n{node.gateway.id} ended {how}.", file=sys.stderr, flush=True)

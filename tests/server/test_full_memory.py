@@ -1,0 +1,76 @@
+"""Memory that ends in the middle of a prefill: it waits, and every request is answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.serving.server_process import ServerProcess
+from tests.server.client import TOLERANCE, flush, logprobs, random_prompt
+from tests.server.one_memory import all_is_free
+from tests.server.test_soak import CHECKED, emptied
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SLOTS, CHUNK, DECODING, NEW_TOKENS = 16, 64, 4, 200
+FLAGS = (
+    *("--max-total-tokens", "1000", "--max-mamba-cache-size", str(SLOTS)),
+    *("--chunked-prefill-size", str(CHUNK), "--max-running-requests", "5"),
+    *("--hybrid-slots-per-request", "1"),
+    *("--prefill-decode-interval", "16", "--schedule-conservativeness", "0.1"),
+)
+"""Between two chunks of a prompt the others decode 16 tokens each, of which SGLang expects few."""
+
+
+def ask(url: str, prompt: list[int], new_tokens: int) -> Any:
+    """No answer ends before `new_tokens`, which the server cannot know beforehand."""
+    length = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, **length},
+        "return_logprob": True,
+        "logprob_start_len": -1,
+    }
+    answer = requests.post(url + "/generate", json=body, timeout=300)
+    answer.raise_for_status()
+    return answer.json()
+
+
+def until_running(url: str, count: int) -> None:
+    for _ in range(500):
+        loads = requests.get(url + "/v1/loads", timeout=60).json()["loads"]
+        if loads[0]["num_running_reqs"] >= count:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{count} requests never ran at once")
+
+
+def test_a_prefill_waits_for_memory(model_directory: Callable[[str], Path]) -> None:
+    """560 tokens of a prompt fit when it is admitted, and do not when its last chunks are due."""
+    model = str(model_directory(DEFAULT_ARCHITECTURE))
+    command = ["--model-path", model, "--hybrid-memory", "split", *FLAGS]
+    prompts = [random_prompt(10, seed=1 + i) for i in range(DECODING)]
+    with (
+        ServerProcess(command, environment=dict(CHECKED, SGLANG_TEST_RETRACT="0")) as server,
+        ThreadPoolExecutor() as clients,
+    ):
+        for seed in range(2):
+            flush(server.url)
+            decoding = [clients.submit(ask, server.url, each, NEW_TOKENS) for each in prompts]
+            until_running(server.url, DECODING)
+            long = random_prompt(560 + CHUNK // 2 * seed, seed=100 + seed)
+            answers = [ask(server.url, long, 8), *(each.result() for each in decoding)]
+            flush(server.url)
+            for prompt, mine in zip([long, *prompts], answers, strict=True):
+                alone = ask(server.url, prompt, len(mine["output_ids"]))
+                assert logprobs(mine) == pytest.approx(logprobs(alone), abs=TOLERANCE)
+        assert all_is_free(emptied(server), SLOTS)
+        log = server.log.read_text(errors="replace")
+        assert "Traceback" not in log

@@ -1,0 +1,71 @@
+"""What the tests' own process may not do, and what is said if it ends nevertheless."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+CRASHES = """
+import ctypes, os, signal, time
+import pytest
+
+@pytest.mark.parametrize("number", range(6))
+def test_of_{name}(number):
+    if "{name}" == "b" and number == 3:
+        ctypes.CDLL(None).kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        lambda: os.kill(os.getpid(), signal.SIGTERM),
+        lambda: os.kill(0, signal.SIGQUIT),
+        lambda: os.killpg(0, signal.SIGKILL),
+        lambda: os.killpg(os.getpgrp(), signal.SIGKILL),
+        lambda: psutil.Process().kill(),
+        lambda: os._exit(0),
+    ],
+    ids=["kill", "kill everybody", "this group", "this group by name", "psutil", "exit"],
+)
+def test_no_test_ends_its_own_process(ends: Callable[[], None]) -> None:
+    with pytest.raises(AssertionError, match="would end the process"):
+        ends()
+
+
+def test_other_processes_are_ended_as_ever() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        os.kill(child.pid, 0)
+        child.kill()
+    assert child.returncode == -signal.SIGKILL
+    if (forked := os.fork()) == 0:
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 7
+
+
+def test_a_worker_that_is_lost_ends_the_run_with_the_test_that_it_ran(tmp_path: Path) -> None:
+    """Without --max-worker-restart, xdist replaces it, and may then wait for ever."""
+    script = Path(__file__).parents[1] / "scripts/test.sh"
+    (flags,) = [line for line in script.read_text().splitlines() if "-m pytest" in line]
+    given = [each for each in flags.split() if each.startswith(("--dist", "--max", "load"))]
+    for name in "abcd":
+        (tmp_path / f"test_{name}.py").write_text(CRASHES.format(name=name))
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *given, "."],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(script.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 1
+    assert "crashed while running 'test_b.py::test_of_b[3]" in run.stdout
+    assert "ended by signal 9" in run.stderr
