@@ -27,7 +27,7 @@ from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.patching import load_patches
 from sglang_hybrid.replay.__main__ import main as replay
 from sglang_hybrid.telemetry.stats import Missed
-from tests.documented import ROOT, commands
+from tests.documented import PAGES, ROOT, commands
 
 COMMANDS = sorted(commands())
 LAUNCHER, REPLAY = "python -m sglang_hybrid.launch_server", "python -m sglang_hybrid.replay"
@@ -192,6 +192,23 @@ def test_the_optional_dependencies_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = {name for one in of("pip install") for name in re.findall(r"\[(\w+)\]", one)}
     assert named and named <= extras["optional-dependencies"].keys()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """To files that are there, and to headings of theirs."""
+    folder = (ROOT / page).parent
+    links = re.findall(r"\]\((?!https?:|mailto:)([^)#]*)(?:#([^)]*))?\)", (ROOT / page).read_text())
+    for path, heading in links:
+        target = folder / path if path else ROOT / page
+        assert target.exists(), path
+        assert not heading or heading in headings(target), f"{path}#{heading}"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_tests_are_there() -> None:
