@@ -33,7 +33,7 @@ from scripts.bench.results import write_table
 from sglang_hybrid.server_process import ServerFailed
 
 COMMANDS = (
-    *("results", "kernels"),
+    *("results", "figure", "kernels"),
     *("cache", "rounds", "schedule-round", "victim", "admission"),
     *("policies", "answers", "pools", "tuner", "replay", "tiers-replay"),
     *("tiers-ladder", "tier-codecs"),
@@ -42,7 +42,7 @@ COMMANDS = (
     *("ab", "phases", "one-memory", "moves", "tiers", "tier-steps"),
     *("agent", "codecs", "modular", "schedule", "prewarm-server", "loads", "beside"),
 )
-"""In the order of `--help`: kernels; the cache in one process; replays; a server; servers."""
+"""As `--help` lists them: pages, kernels, the cache in one process, replays, a server, servers."""
 
 
 def module_of(command: str) -> ModuleType:

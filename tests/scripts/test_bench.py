@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.bench import report
+from scripts.bench.figure import Pair, draw, read_pairs
 from scripts.bench.report import RESULTS, BenchFailed, Table, stamp
 from scripts.bench.results import (
     CONTENTS,
@@ -153,6 +154,23 @@ def test_the_commands_of_results_are_accepted() -> None:
     )
     commands = {page.arguments[0] for page in pages() if page.arguments}
     assert set(done.stdout.split()) == commands
+
+
+def test_the_figure_shows_the_numbers_of_its_page(tmp_path: Path) -> None:
+    pairs = read_pairs((RESULTS / "ab-paired.md").read_text())
+    assert pairs[0] == Pair("bbh_fewshot", sglang=43.1, ours=74.4, tokens=0.45, time=0.71)
+    assert [pair.time for pair in pairs] == sorted(pair.time for pair in pairs)
+    draw(pairs, tmp_path / "worth.svg")
+    shown = (ROOT / "docs" / "worth.svg").read_text()
+    numbers = re.findall(r">([\d.]+)</text>", (tmp_path / "worth.svg").read_text())
+    assert "74.4" in numbers and "0.71" in numbers
+    assert numbers == re.findall(r">([\d.]+)</text>", shown)
+
+
+def test_a_page_without_its_sums_is_refused() -> None:
+    text = (RESULTS / "ab-paired.md").read_text().replace("| ours, default | all |", "| - |")
+    with pytest.raises(BenchFailed, match="no sums of taubench_airline"):
+        read_pairs(text)
 
 
 def test_a_command_that_is_run_prints_machine_date_commit_and_command(tmp_path: Path) -> None:
