@@ -27,6 +27,7 @@ from sglang_hybrid.core.nodes import Kind
 from sglang_hybrid.patching import load_patches
 from sglang_hybrid.replay.__main__ import main as replay
 from sglang_hybrid.telemetry.stats import Missed
+from sglang_hybrid.variables import OLD_FLAGS, VARIABLES, flag, variable
 from tests.documented import PAGES, ROOT, commands
 
 COMMANDS = sorted(commands())
@@ -229,8 +230,23 @@ def test_docker_commands_name_files_that_are_there() -> None:
 def test_the_table_of_flags_is_complete() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     HybridConfig.add_flags(parser)
-    flags = {action.option_strings[0] for action in parser._actions}
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    flags = {action.option_strings[0] for action in shown}
     assert set(re.findall(r"^\| `(--hybrid-[\w-]+)` \|", FLAGS, re.MULTILINE)) == flags
+
+
+def test_the_table_of_variables_is_complete() -> None:
+    told = set(re.findall(r"^\| `(SGLANG_\w+)` \|", FLAGS, re.MULTILINE))
+    assert told == {variable(name) for name in VARIABLES}
+
+
+def test_the_table_of_old_flags_says_what_replaces_them() -> None:
+    rows = re.findall(r"^\| `(--hybrid-[\w-]+) (\S+)` \| `([^`]+)` \|", FLAGS, re.MULTILINE)
+    told = {old: (text, new) for old, text, new in rows}
+    assert told.keys() == {flag(name) for name in OLD_FLAGS}
+    for name, becomes in OLD_FLAGS.items():
+        text, new = told[flag(name)]
+        assert becomes.format(text).removesuffix(" in the environment") == new
 
 
 def test_every_word_of_a_report_is_explained() -> None:

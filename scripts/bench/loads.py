@@ -66,9 +66,10 @@ def server(
     command = [
         *flags_of(model, kv, 2 * RUNNING + 4, RUNNING),
         *("--enable-hierarchical-cache", "--hicache-ratio", str(HOST)),
-        *("--hybrid-simulate-bandwidth", f"host={bandwidth:g}GB/s+20us", *flags),
+        *flags,
     ]
-    return ServerProcess(command, timeout=900)
+    slow = {"SGLANG_HYBRID_SIMULATE_BANDWIDTH": f"host={bandwidth:g}GB/s+20us"}
+    return ServerProcess(command, timeout=900, environment=slow)
 
 
 def tiers(url: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from sglang_hybrid.replay.arrivals import Draw
 from sglang_hybrid.replay.traces import Request
 from sglang_hybrid.server_process import ServerProcess
 
-FIXED = ("--hybrid-eviction sglang-lru", "--hybrid-alpha 1", "--hybrid-eviction reuse")
+FIXED = ("--hybrid-eviction sglang-lru", "--hybrid-eviction marconi:1", "--hybrid-eviction reuse")
 CONCURRENCY = 2
 LOOK_SECONDS = 0.05
 """Between looks at which workers run."""
@@ -134,14 +134,16 @@ def run(options: argparse.Namespace) -> None:
     made = phases(options.few_shot, options.chats, options.seed)
     traces = in_vocabulary(made, vocabulary_of(model))
     common = flags_of(model, options.kv_tokens, options.state_slots, CONCURRENCY + 1)
-    tuned = f"--hybrid-tuner-workers {options.workers} --hybrid-tuner-window {options.window}"
+    tuned = f"--hybrid-tuner-workers {options.workers}"
+    variables = {"SGLANG_HYBRID_TUNER_WINDOW": str(options.window)}
     table = Table(
         *("server", "few-shot, hit rate", "chats, hit rate", "step P50 / P99, ms (tokens)"),
         "while workers run",
     )
     tuner = None
     for flags in (*FIXED, tuned):
-        with ServerProcess([*common, *flags.split()], directory=ROOT) as server:
+        command = [*common, *flags.split()]
+        with ServerProcess(command, directory=ROOT, environment=variables) as server:
             steps = Steps()
             served = asyncio.run(serve(server, traces, steps))
             tuner = hybrid_cache(server.url).get("tuner")

@@ -36,10 +36,8 @@ KV_TOKENS, STATE_SLOTS = 60_000, 500
 RUNNING = 3
 """The streamed answer, and two requests of the trace."""
 
-TIERS = (
-    *("--enable-hierarchical-cache", "--hicache-ratio", "2"),
-    *("--hybrid-offload-watermark", "0"),  # all is copied, though nothing is evicted
-)
+TIERS = ("--enable-hierarchical-cache", "--hicache-ratio", "2")
+ALL_IS_COPIED = {"SGLANG_HYBRID_OFFLOAD_WATERMARK": "0"}  # though nothing is evicted
 SERVERS = {"without tiers": (), "with copies": TIERS}
 
 
@@ -69,7 +67,9 @@ def run(options: argparse.Namespace) -> None:
     highest: dict[str, list[float]] = {name: [] for name in SERVERS}
     for _ in range(options.rounds):
         for name, flags in SERVERS.items():
-            with ServerProcess([*common, *flags], directory=ROOT) as server:
+            with ServerProcess(
+                [*common, *flags], directory=ROOT, environment=ALL_IS_COPIED
+            ) as server:
                 warm_up(server.url, RUNNING - 1)
                 hits, times = asyncio.run(measure(server.url, trace))
                 tiers = hybrid_cache(server.url)["tiers"]

@@ -74,7 +74,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--requests", type=positive, help="of each trace, instead of SLICES")
     parser.add_argument("--ratio", type=positive, default=4, help="host memory over the device's")
-    parser.add_argument("--link", default="", help="what --hybrid-simulate-bandwidth says")
+    parser.add_argument("--link", default="", help="what SGLANG_HYBRID_SIMULATE_BANDWIDTH says")
 
 
 def serve(
