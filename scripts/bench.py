@@ -17,6 +17,7 @@ import contextlib
 import importlib
 import io
 import logging
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -89,9 +90,12 @@ class Both(io.TextIOBase):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a subcommand. Returns the exit status: 1 where it could not be finished."""
+    """Run a subcommand. Returns the exit status: 1 where it could not be finished, 130 where it was
+    interrupted.
+    """
     given, wanted = split_write(arguments)
     options = build_parser(given[0] if given else "").parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # servers are stopped then, too
     sys.argv[1:] = given  # a benchmark that runs itself in another process must not write
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -106,6 +110,8 @@ def main(arguments: Sequence[str]) -> int:
     except (BenchFailed, ServerFailed, requests.RequestException) as error:
         print(f"bench.py {options.command}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return status
 
 

@@ -14,20 +14,16 @@ import argparse
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Sequence
 
-import aiohttp
 import numpy as np
 import psutil
 
 from scripts.bench.report import ROOT, Table
 from scripts.bench.servers import flags_of, hybrid_cache, vocabulary_of
 from scripts.bench.traces import chats, documents, in_phases, in_vocabulary
-from scripts.bench.traffic import Outcome, drive, hit_rate
+from scripts.bench.traffic import Outcome, Steps, beside, drive, hit_rate, probe
 from sglang_hybrid.models import ensure_default_model
-from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.replay.arrivals import Draw
 from sglang_hybrid.replay.traces import Request
 from sglang_hybrid.server_process import ServerProcess
@@ -36,24 +32,6 @@ FIXED = ("--hybrid-eviction sglang-lru", "--hybrid-eviction marconi:1", "--hybri
 CONCURRENCY = 2
 LOOK_SECONDS = 0.05
 """Between looks at which workers run."""
-PROBE_TOKENS = 2_000
-"""Of one long answer; the next one follows it."""
-
-
-@dataclass
-class Steps:
-    """When each token of the probe came, and when workers were seen; seconds of one clock."""
-
-    tokens: list[list[float]] = field(default_factory=list)
-    looks: list[tuple[float, bool]] = field(default_factory=list)
-
-    def between(self) -> Iterator[tuple[float, bool]]:
-        """Seconds between two tokens, and whether a worker ran when the second came."""
-        times = [time for time, _ in self.looks]
-        for answer in self.tokens:
-            for before, now in pairwise(answer):
-                at = int(np.searchsorted(times, now)) - 1
-                yield now - before, at >= 0 and self.looks[at][1]
 
 
 def phases(few_shot: int, sessions: int, seed: int) -> list[list[Request]]:
@@ -65,22 +43,6 @@ def phases(few_shot: int, sessions: int, seed: int) -> list[list[Request]]:
         answer=Draw("lognormal", 24, 0.5),
     )
     return in_phases([documents(few_shot, 24, Draw("lognormal", 800, 0.3)), turns], seed)
-
-
-async def probe(url: str, steps: Steps) -> None:
-    """Long answers, one after another, until cancelled."""
-    body = {
-        "input_ids": [FIRST_TEXT_ID] * 4,
-        "sampling_params": {"temperature": 1, "ignore_eos": True, "max_new_tokens": PROBE_TOKENS},
-        "stream": True,
-    }
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client:
-        while True:
-            steps.tokens.append([])
-            async with client.post(url + "/generate", json=body) as response:
-                async for line in response.content:
-                    if line.startswith(b"data: {"):
-                        steps.tokens[-1].append(time.perf_counter())
 
 
 async def look_for_workers(server: ServerProcess, steps: Steps) -> None:
@@ -98,17 +60,8 @@ async def serve(
     server: ServerProcess, traces: Sequence[Sequence[Request]], steps: Steps
 ) -> list[list[Outcome]]:
     """All phases, one after another, with the probe and the look-out beside them."""
-    beside = [
-        asyncio.create_task(probe(server.url, steps)),
-        asyncio.create_task(look_for_workers(server, steps)),
-    ]
-    outcomes = [await drive(server.url, trace, CONCURRENCY, None) for trace in traces]
-    for task in beside:
-        task.cancel()
-    for task in beside:
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-    return outcomes
+    async with beside(probe(server.url, steps), look_for_workers(server, steps)):
+        return [await drive(server.url, trace, CONCURRENCY, None) for trace in traces]
 
 
 def milliseconds(intervals: Sequence[float]) -> str:

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -63,6 +64,11 @@ def stamp(arguments: Sequence[str]) -> str:
     return (
         f"Machine: {machine()}. Date: {date.today()}. Commit: {commit()}.\nCommand: `{command}`.\n"
     )
+
+
+def versions() -> str:
+    """Of Python and torch."""
+    return f"Python {platform.python_version()}, torch {version('torch')}"
 
 
 def machine() -> str:

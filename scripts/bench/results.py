@@ -47,6 +47,10 @@ Each page has a table, what was measured, and what there is to say of the number
 `python scripts/bench.py results NAME` makes its table again. [benchmarks.md](../benchmarks.md) has
 the conclusions. This list is made by `python scripts/bench.py results --contents`.
 
+Notes are about the numbers of the date given; "an earlier one" says that the commit was not noted.
+A page that is made by hand says where its numbers are from. Run without a name, `results` leaves
+out what takes from some minutes to hours.
+
 | page | what | date | made by |
 |---|---|---|---|
 """

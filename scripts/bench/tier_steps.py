@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 
 from scripts.bench.ab import PRESETS
 from scripts.bench.measured import warm_up
-from scripts.bench.phases import Steps, probe
 from scripts.bench.report import ROOT, Table, positive
 from scripts.bench.servers import flags_of, hybrid_cache, vocabulary_of
 from scripts.bench.traces import find, preset_of
-from scripts.bench.traffic import drive, hit_rate
+from scripts.bench.traffic import Steps, beside, drive, hit_rate, probe
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.replay.slices import read_trace, to_vocabulary
@@ -44,13 +41,9 @@ SERVERS = {"without tiers": (), "with copies": TIERS}
 async def measure(url: str, trace: list[Request]) -> tuple[float, np.ndarray]:
     """Hit rate of the trace, and milliseconds of all steps meanwhile [n]."""
     steps = Steps()
-    beside = asyncio.create_task(probe(url, steps))
-    outcomes = await drive(url, trace, RUNNING - 1, None)
-    beside.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await beside
-    gaps = [now - before for answer in steps.tokens for before, now in pairwise(answer)]
-    return hit_rate(outcomes), np.array(gaps) * 1e3
+    async with beside(probe(url, steps)):
+        outcomes = await drive(url, trace, RUNNING - 1, None)
+    return hit_rate(outcomes), np.array([gap for gap, _ in steps.between()]) * 1e3
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
