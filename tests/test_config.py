@@ -216,6 +216,13 @@ def test_a_flag_goes_before_a_variable() -> None:
     assert HybridConfig.split(["--hybrid-burst-ms", "2"], environment)[0].hybrid_burst_ms == 2.0
 
 
+def test_an_engine_reads_the_variable_of_an_old_flag() -> None:
+    config = HybridConfig.from_environment({"SGLANG_HYBRID_ALPHA": "0.7"})
+    assert config == HybridConfig.from_environment({"SGLANG_HYBRID_EVICTION": "marconi:0.7"})
+    window = {"SGLANG_HYBRID_SCHEDULE": "car", "SGLANG_HYBRID_SCHEDULE_WINDOW": "9"}
+    assert HybridConfig.from_environment(window) == parse("--hybrid-schedule", "car:size=9")
+
+
 def test_what_a_flag_and_an_old_flag_both_say_is_refused() -> None:
     said = "--hybrid-alpha and --hybrid-eviction say the same; leave --hybrid-alpha out"
     with pytest.raises(ValueError, match=said):
