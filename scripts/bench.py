@@ -31,7 +31,7 @@ import requests
 
 from scripts.bench.report import ROOT, BenchFailed, stamp
 from scripts.bench.results import write_table
-from sglang_hybrid.server_process import ServerFailed
+from sglang_hybrid.serving.server_process import ServerFailed
 
 COMMANDS = (
     *("results", "figure", "kernels"),

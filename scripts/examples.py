@@ -12,17 +12,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from sglang_hybrid.core.admission import Skip
-from sglang_hybrid.core.checkpoint_plan import CheckpointRequest
-from sglang_hybrid.core.hazards import (
+from sglang_hybrid.core.checkpoints.admission import Skip
+from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
+from sglang_hybrid.core.records.nodes import Kind
+from sglang_hybrid.core.returns.hazards import (
     BINS,
     FIRST_GUESS,
     PRIOR_WEIGHT,
     ClassTree,
     best_rates,
 )
-from sglang_hybrid.core.nodes import Kind
-from sglang_hybrid.core.reuse_classes import CLASSES, reuse_class_of
+from sglang_hybrid.core.returns.reuse_classes import CLASSES, reuse_class_of
 from sglang_hybrid.explain.decisions import (
     EMPTY_PREFIX_HASH,
     Decisions,

@@ -30,7 +30,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from sglang_hybrid import SGLANG_VERSION
-from sglang_hybrid.patching import place_of
+from sglang_hybrid.serving.patching import place_of
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 70  # columns of each of two texts beside each other
@@ -237,7 +237,7 @@ def check_patches(folder: Path, release: Release) -> tuple[list[str], int]:
 
 
 def hashes(folder: Path, release: Release) -> Iterator[str]:
-    """A line with the sha256 of each file that patches change, as `sglang_hybrid.patching` reads
+    """A line with the sha256 of each file that patches change, as `sglang_hybrid.serving.patching` reads
     them.
     """
     changed = {path for patch in folder.glob("*.patch") for path in hunks(patch.read_text())}

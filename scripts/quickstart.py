@@ -15,7 +15,7 @@ import sglang as sgl
 from rich.console import Console
 from rich.table import Table
 
-from sglang_hybrid.server_process import ServerFailed, ServerProcess
+from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 
 TOKENS = 16
 DOCUMENT = "\n".join(

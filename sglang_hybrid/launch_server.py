@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Never
 
-from sglang_hybrid import patching
-from sglang_hybrid.startup import STARTUP_ERROR, cannot_start, fail, failure, private_files
+from sglang_hybrid.serving import patching
+from sglang_hybrid.serving.startup import STARTUP_ERROR, cannot_start, fail, failure, private_files
 
 if __name__ == "__mp_main__":  # a process of the server; it ends with the first one, at Ctrl-C, too
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     _choose_device(arguments)
     from sglang_hybrid.plugin import UnsupportedSGLang, check_sglang_version
-    from sglang_hybrid.preflight import StartupError
+    from sglang_hybrid.serving.preflight import StartupError
 
     try:
         check_sglang_version()
@@ -69,7 +69,7 @@ def command() -> Never:
     except KeyboardInterrupt:  # before there are other processes, maybe within an import
         sys.stdout.flush()
         os._exit(INTERRUPTED)
-    from sglang_hybrid.shutdown import leave
+    from sglang_hybrid.serving.shutdown import leave
 
     leave(status)
 
@@ -80,17 +80,18 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-    from sglang_hybrid.backend import (
+    from sglang_hybrid.platforms.cpu import HybridCpuPlatform, check_flags
+    from sglang_hybrid.platforms.memory import memory_available
+    from sglang_hybrid.platforms.sizing import check_memory
+    from sglang_hybrid.prompts.endpoints import warm_file
+    from sglang_hybrid.serving.backend import (
         check_disk,
         choose_backend,
         choose_schedule,
         has_recurrent_state,
     )
-    from sglang_hybrid.config import HybridConfig
-    from sglang_hybrid.platforms.cpu import HybridCpuPlatform, check_flags
-    from sglang_hybrid.platforms.memory import memory_available
-    from sglang_hybrid.platforms.sizing import check_memory
-    from sglang_hybrid.preflight import (
+    from sglang_hybrid.serving.config import HybridConfig
+    from sglang_hybrid.serving.preflight import (
         HOST_RESERVE,
         SLOTS_PER_REQUEST,
         StartupError,
@@ -105,8 +106,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_ranks,
         check_tokenizer,
     )
-    from sglang_hybrid.prompts import warm_file
-    from sglang_hybrid.tenants import KEY_VARIABLE
+    from sglang_hybrid.serving.tenants import KEY_VARIABLE
     from sglang_hybrid.tuner import trace_file
     from sglang_hybrid.variables import replaced
 
@@ -195,8 +195,8 @@ def run(server_args: "ServerArgs") -> int:
     """
     from sglang.launch_server import run_server
 
-    from sglang_hybrid.processes import end_processes
-    from sglang_hybrid.shutdown import exit_status
+    from sglang_hybrid.serving.processes import end_processes
+    from sglang_hybrid.serving.shutdown import exit_status
 
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with private_files():
@@ -222,9 +222,9 @@ def _with_default_model(argv: list[str]) -> tuple[list[str], str]:
     known, _ = asked.parse_known_args(argv)
     if known.model_path is not None or known.help:
         return argv, ""
-    from sglang_hybrid.config import HybridConfig
     from sglang_hybrid.models import ensure_default_model
-    from sglang_hybrid.preflight import StartupError
+    from sglang_hybrid.serving.config import HybridConfig
+    from sglang_hybrid.serving.preflight import StartupError
 
     parser = _Parser(add_help=False)
     HybridConfig.add_flags(parser)

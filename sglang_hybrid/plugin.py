@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
-from sglang_hybrid.config import CPU_ATTENTION, HybridConfig
+from sglang_hybrid.serving.config import CPU_ATTENTION, HybridConfig
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -41,8 +41,8 @@ def register() -> None:
 
     from sglang_hybrid.cache import factory
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform
-    from sglang_hybrid.processes import ignore_signals_for_the_first_process
-    from sglang_hybrid.tiers import file_backend
+    from sglang_hybrid.serving.processes import ignore_signals_for_the_first_process
+    from sglang_hybrid.storage.disk import file_backend
 
     ignore_signals_for_the_first_process()
     factory.register()

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sglang_hybrid.flag_values import alpha, count, links, nonnegative, one_of, share
+from sglang_hybrid.serving.flag_values import alpha, count, links, nonnegative, one_of, share
 
 PREFIX = "SGLANG_"
 

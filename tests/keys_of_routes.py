@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_hybrid import patching
+from sglang_hybrid.serving import patching
 
 NEEDED_TO_IMPORT = "0001-"
 """Patches without which SGLang's HTTP server cannot be imported beside a CPU build of torch."""
@@ -88,7 +88,7 @@ async def _nothing(*_: Any) -> None:
 
 
 def routes(app: Any) -> Iterator[tuple[str, str, str | None]]:
-    from sglang_hybrid.routes import all_routes
+    from sglang_hybrid.serving.routes import all_routes
 
     for route in all_routes(app.router.routes):
         if not hasattr(route, "path"):

@@ -22,11 +22,11 @@ from typing import Any
 import pytest
 import sglang
 
-from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.core.nodes import Kind
-from sglang_hybrid.patching import load_patches
+from sglang_hybrid.core.records.nodes import Kind
 from sglang_hybrid.replay.__main__ import main as replay
-from sglang_hybrid.telemetry.stats import Missed
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.patching import load_patches
+from sglang_hybrid.serving.telemetry.stats import Missed
 from sglang_hybrid.variables import OLD_FLAGS, VARIABLES, flag, variable
 from tests.documented import PAGES, ROOT, commands
 

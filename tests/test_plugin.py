@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.models import ensure_default_model
 
 RESOLVE = """
 import json, sys
-from sglang_hybrid import patching
+from sglang_hybrid.serving import patching
 patching.install()
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.plugins import load_plugins

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_hybrid import patching
+from sglang_hybrid.serving import patching
 
 patching.install()
 
 from scripts.bench.report import Table  # noqa: E402
 from scripts.bench.traces import SIZES, find, preset_of  # noqa: E402
-from sglang_hybrid.core.cost import CostModel  # noqa: E402
-from sglang_hybrid.replay.traces import Request, read_compact, read_mooncake  # noqa: E402
+from sglang_hybrid.core.costs.cost import CostModel  # noqa: E402
+from sglang_hybrid.simulation.traces.requests import Request, read_compact, read_mooncake  # noqa: E402
 from tests.cache.backends import options  # noqa: E402
 from tests.cache.driver import Server, Sizes, build_cache  # noqa: E402
 

@@ -20,7 +20,7 @@ from scripts.bench.report import ROOT, Table, positive
 from scripts.bench.servers import LAUNCHERS, post
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 
 TEMPLATE = ROOT / "tests" / "prompts" / "chat.jinja"
 MARK = {"cache_control": {"type": "ephemeral"}}

@@ -31,14 +31,14 @@ from scripts.bench.traces import (
     read_or_generate,
     rows_of,
 )
-from sglang_hybrid.core import answers
-from sglang_hybrid.core.history import History, TimeUnit
-from sglang_hybrid.core.nodes import Clock
-from sglang_hybrid.replay.generators import generate, traffic
-from sglang_hybrid.replay.hints import KINDS, with_hints
+from sglang_hybrid.core.records.nodes import Clock
+from sglang_hybrid.core.returns import answers
+from sglang_hybrid.core.returns.history import History, TimeUnit
 from sglang_hybrid.replay.runner import Job, Runner, run_all
 from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.simulation.traces.declared_hints import KINDS, with_hints
+from sglang_hybrid.simulation.traces.generators import generate, traffic
+from sglang_hybrid.simulation.traces.requests import Request
 
 WITHOUT = Spec("reuse", (("answers", 0.0),))
 WITH = Spec("reuse")

@@ -27,7 +27,7 @@ import requests
 from scripts.bench.report import BenchFailed, Table, positive, times_of
 from scripts.bench.servers import percentile, random_tokens
 from sglang_hybrid.models import ensure_default_model
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 
 WORDS = ("the", "cache", "keeps", "a", "state", "of", "what", "was", "read", "before")
 ANSWER = 4

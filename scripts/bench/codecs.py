@@ -26,13 +26,13 @@ from transformers import AutoModelForCausalLM
 from scripts.bench.policies import COST
 from scripts.bench.report import Table, positive
 from scripts.bench.traces import read_or_generate
-from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.models import ARCHITECTURES, build_tiny_model
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.replay.runner import Job
 from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.tiers.codecs import Codec
-from sglang_hybrid.tiers.coded_rows import CodedRows
+from sglang_hybrid.storage.codecs.codecs import Codec
+from sglang_hybrid.storage.codecs.coded_rows import CodedRows
 
 PREFIX, SUFFIX = 512, 64
 PURE_SSM = ("mamba2", "falcon_mamba")

@@ -22,7 +22,7 @@ from statistics import median
 
 from scripts.bench.report import Table
 from scripts.bench.servers import Client
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 
 FEW, MANY = 10, 1000
 """New tokens behind a cached context."""

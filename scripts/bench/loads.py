@@ -35,9 +35,9 @@ from scripts.bench.servers import (
     percentile,
     random_tokens,
 )
-from sglang_hybrid.core.prefetch import PrefetchCounts
+from sglang_hybrid.core.queue.prefetch import PrefetchCounts
 from sglang_hybrid.models import ensure_default_model
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 
 RUNNING = 4
 HOST = 8

@@ -22,10 +22,10 @@ import requests
 
 from scripts.bench.report import Table, positive
 from scripts.bench.servers import SCRATCH, post
-from sglang_hybrid.config import BACKEND
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.architectures.base import Scale
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.config import BACKEND
+from sglang_hybrid.serving.server_process import ServerProcess
 
 FILES = ("unit", "map", "player", "game", "database")
 SCALES: tuple[Scale, ...] = ("tiny", "100m")

@@ -26,11 +26,11 @@ from scripts.bench.servers import (
     post,
     vocabulary_of,
 )
-from sglang_hybrid.memory.pages import PAGE, Reserved
+from sglang_hybrid.cache.memory.pages import PAGE, Reserved
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.platforms.sizing import model_sizes
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 
 
 def gaps_of(url: str, prompts: Sequence[list[int]], tokens: int) -> list[float]:

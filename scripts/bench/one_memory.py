@@ -29,10 +29,10 @@ from scripts.bench.traces import chats, documents, in_phases, in_vocabulary
 from scripts.bench.traffic import drive, hit_rate
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.platforms.sizing import Sizes, model_sizes
-from sglang_hybrid.replay.arrivals import Draw
-from sglang_hybrid.replay.plots import STYLE, WIDTH
-from sglang_hybrid.replay.traces import Request
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.replay.reports.plots import STYLE, WIDTH
+from sglang_hybrid.serving.server_process import ServerProcess
+from sglang_hybrid.simulation.traces.arrivals import Draw
+from sglang_hybrid.simulation.traces.requests import Request
 
 CONCURRENCY = 2
 STATES_SHARES = (0.15, 0.4, 0.7)

@@ -28,7 +28,7 @@ import requests
 
 from scripts.bench.report import Table
 from scripts.bench.servers import SCRATCH, at_once, events, greedy, large_model, random_tokens
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 
 RELEASE = "llama-cpp-python==0.3.36"
 FLAGS = (

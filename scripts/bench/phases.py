@@ -24,9 +24,9 @@ from scripts.bench.servers import flags_of, hybrid_cache, vocabulary_of
 from scripts.bench.traces import chats, documents, in_phases, in_vocabulary
 from scripts.bench.traffic import Outcome, Steps, beside, drive, hit_rate, probe
 from sglang_hybrid.models import ensure_default_model
-from sglang_hybrid.replay.arrivals import Draw
-from sglang_hybrid.replay.traces import Request
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
+from sglang_hybrid.simulation.traces.arrivals import Draw
+from sglang_hybrid.simulation.traces.requests import Request
 
 FIXED = ("--hybrid-eviction sglang-lru", "--hybrid-eviction marconi:1", "--hybrid-eviction reuse")
 CONCURRENCY = 2

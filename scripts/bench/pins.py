@@ -14,12 +14,12 @@ from dataclasses import replace
 
 from scripts.bench.report import Table
 from scripts.bench.traces import SIZES, add_traces, read_named
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.pins import PinRequest, Priority
-from sglang_hybrid.core.serving import Serving, Split
-from sglang_hybrid.replay.simulator import hit_rate
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.records.pins import PinRequest, Priority
+from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.replay.systems import Setting, Spec
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.simulation.simulator import hit_rate
+from sglang_hybrid.simulation.traces.requests import Request
 
 COST = CostModel.paper_7b()
 CONVERSATIONS = ("taubench_airline", "sharegpt_55", "claude_code_64k")

@@ -19,14 +19,14 @@ from types import ModuleType
 
 from scripts.bench.report import BenchFailed, Table
 from scripts.bench.traces import Row, add_traces, read_or_generate
-from sglang_hybrid.core import answers, reuse
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.serving import Serving, Split
-from sglang_hybrid.replay.arrivals import Draw
-from sglang_hybrid.replay.generators import generate, traffic
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.returns import answers, reuse
+from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.systems import Setting, Spec
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.simulation.traces.arrivals import Draw
+from sglang_hybrid.simulation.traces.generators import generate, traffic
+from sglang_hybrid.simulation.traces.requests import Request
 
 COST = CostModel.paper_7b()
 CHANGES = (
@@ -105,7 +105,7 @@ def changed(constants: Constants) -> Iterator[None]:
 
 
 def place_of(constant: str) -> tuple[ModuleType, str]:
-    """The module and the name of NAME in `core.reuse`, or of answers.NAME in `core.answers`."""
+    """The module and the name of NAME in `core.returns.reuse`, or of answers.NAME in `core.returns.answers`."""
     module, _, name = constant.rpartition(".")
     return (answers if module == "answers" else reuse), name
 

@@ -19,8 +19,8 @@ from statistics import mean
 from scripts.bench.policies import COST
 from scripts.bench.report import Table
 from scripts.bench.traces import Row, add_traces, read_or_generate
-from sglang_hybrid.core.cost import MOST_STATES_TO_KV, TOKENS_PER_STATE, CostModel
-from sglang_hybrid.core.serving import Serving, Split
+from sglang_hybrid.core.costs.cost import MOST_STATES_TO_KV, TOKENS_PER_STATE, CostModel
+from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.systems import Spec
 

@@ -27,15 +27,15 @@ import numpy as np
 from scripts.bench.report import Table
 from scripts.bench.schedule_replay import Row, at_load, orders, rows
 from scripts.bench.traces import add_traces
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.prefetch import PrefetchCounts
-from sglang_hybrid.core.queue_order import QueueOrder
-from sglang_hybrid.core.rates import Tier
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.queue.prefetch import PrefetchCounts
+from sglang_hybrid.core.queue.queue_order import QueueOrder
 from sglang_hybrid.core.systems import Setting, Spec
-from sglang_hybrid.replay.prefetching import Loading, LoadingServer
-from sglang_hybrid.replay.simulator import Simulator
-from sglang_hybrid.replay.tier_budgets import BANDWIDTH, TierBudgets
-from sglang_hybrid.replay.timing import PAPER
+from sglang_hybrid.core.tiers.rates import Tier
+from sglang_hybrid.simulation.simulator import Simulator
+from sglang_hybrid.simulation.tiers.prefetching import Loading, LoadingServer
+from sglang_hybrid.simulation.tiers.tier_budgets import BANDWIDTH, TierBudgets
+from sglang_hybrid.simulation.timing import PAPER
 
 COST = CostModel.paper_7b()
 QUARTER = 4

@@ -14,9 +14,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from scripts.bench.report import Table, positive
-from sglang_hybrid.prompts.budget import all_prefixes, best_prefixes
-from sglang_hybrid.prompts.schema import Union, read_schema
-from sglang_hybrid.prompts.tree import PrefixNode, prefix_tree
+from sglang_hybrid.prompts.schemas.budget import all_prefixes, best_prefixes
+from sglang_hybrid.prompts.schemas.schema import Union, read_schema
+from sglang_hybrid.prompts.schemas.tree import PrefixNode, prefix_tree
 
 SIZES = (6, 4, 6, 5, 5, 4)
 WORDS = 60

@@ -21,14 +21,14 @@ from scripts.bench.prewarm import SIZES, choose
 from scripts.bench.report import Table, positive
 from scripts.bench.servers import exactly, flush, hybrid_cache, post
 from sglang_hybrid.models import ensure_default_model
-from sglang_hybrid.prompts.budget import all_prefixes
-from sglang_hybrid.prompts.prewarm import prompts_for
-from sglang_hybrid.prompts.registry import Registry
-from sglang_hybrid.prompts.schema import Schema, Union
-from sglang_hybrid.prompts.tokens import PromptTokenizer
-from sglang_hybrid.prompts.tree import prefix_tree
-from sglang_hybrid.requests.kv_hints import checkpoint_hint
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.prompts.endpoints.prewarm import prompts_for
+from sglang_hybrid.prompts.schemas.budget import all_prefixes
+from sglang_hybrid.prompts.schemas.registry import Registry
+from sglang_hybrid.prompts.schemas.schema import Schema, Union
+from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer
+from sglang_hybrid.prompts.schemas.tree import prefix_tree
+from sglang_hybrid.serving.requests.kv_hints import checkpoint_hint
+from sglang_hybrid.serving.server_process import ServerProcess
 
 WORDS = [
     "the",

@@ -16,17 +16,17 @@ import numpy as np
 
 from scripts.bench.report import BenchFailed, Table
 from scripts.bench.traces import find
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.eviction import POLICIES
-from sglang_hybrid.core.serving import Serving
-from sglang_hybrid.replay.formats import Reading, read_trace
-from sglang_hybrid.replay.future import Oracle
-from sglang_hybrid.replay.generators import generate, traffic
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.server_settings import Serving
+from sglang_hybrid.core.victims.eviction import POLICIES
 from sglang_hybrid.replay.runner import Job, Runner, run_all
-from sglang_hybrid.replay.simulator import Simulator
 from sglang_hybrid.replay.systems import Setting, Spec, systems
-from sglang_hybrid.replay.timing import PAPER
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.simulation.future import Oracle
+from sglang_hybrid.simulation.simulator import Simulator
+from sglang_hybrid.simulation.timing import PAPER
+from sglang_hybrid.simulation.traces.formats import Reading, read_trace
+from sglang_hybrid.simulation.traces.generators import generate, traffic
+from sglang_hybrid.simulation.traces.requests import Request
 
 COST = CostModel.paper_7b()
 ALPHAS = [0.0, *np.geomspace(0.01, 10, 19).round(3).tolist()]

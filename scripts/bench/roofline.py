@@ -23,7 +23,7 @@ from torch import Tensor
 from scripts.bench.report import Table
 from scripts.bench.server import PROMPT
 from scripts.bench.servers import SCRATCH, Client, large_model
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

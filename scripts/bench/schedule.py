@@ -22,7 +22,7 @@ import aiohttp
 
 from scripts.bench.report import BenchFailed, Table, positive
 from scripts.bench.servers import greedy, hybrid_cache, percentile, random_tokens
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 
 CLIENTS = 4
 ORDERS = ("fcfs", "lpm", "window")

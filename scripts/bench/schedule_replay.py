@@ -37,9 +37,8 @@ import numpy as np
 
 from scripts.bench.report import Table
 from scripts.bench.traces import add_traces, read_named
-from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.orders import (
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.queue.orders import (
     AgedPrefix,
     Car,
     FirstCome,
@@ -48,15 +47,16 @@ from sglang_hybrid.core.orders import (
     Order,
     Window,
 )
-from sglang_hybrid.core.queue_order import QueueOrder
-from sglang_hybrid.core.serving import Serving
-from sglang_hybrid.core.waiting import Bound
-from sglang_hybrid.replay.arrivals import Azure
-from sglang_hybrid.replay.simulator import Cache, Simulator, hit_rate
+from sglang_hybrid.core.queue.queue_order import QueueOrder
+from sglang_hybrid.core.queue.waiting import Bound
+from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.replay.systems import Setting, Spec
-from sglang_hybrid.replay.tier_budgets import TierBudgets
-from sglang_hybrid.replay.timing import PAPER, Timeline
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.simulation.simulator import Cache, Simulator, hit_rate
+from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets
+from sglang_hybrid.simulation.timing import PAPER, Timeline
+from sglang_hybrid.simulation.traces.arrivals import Azure
+from sglang_hybrid.simulation.traces.requests import Request
 
 COST = CostModel.paper_7b()
 SIZES = {

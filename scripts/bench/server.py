@@ -22,7 +22,7 @@ import psutil
 from scripts.bench.report import BenchFailed, Table, positive
 from scripts.bench.servers import STEPS, large_model, percentile
 from sglang_hybrid.models import ensure_default_model
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 
 PROMPT = 2048
 """Tokens of a prompt when prefill is measured."""

@@ -16,7 +16,7 @@ from scripts.bench.report import Table, positive
 from scripts.bench.server import PROMPT, bench_serving
 from scripts.bench.servers import percentile
 from sglang_hybrid.models import build_tiny_model
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 
 FORWARDS = (1, 2, 3, 9)  # none, one, two and eight states inside
 

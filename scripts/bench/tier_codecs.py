@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from scripts.bench.policies import COST
 from scripts.bench.report import Table
 from scripts.bench.traces import add_traces, read_named
-from sglang_hybrid.replay.copy_codecs import CopyCodec
 from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.replay.tier_budgets import TierBudgets
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.simulation.tiers.copy_codecs import CopyCodec
+from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets
+from sglang_hybrid.simulation.traces.requests import Request
 
 NEMOTRON_H_8B = replace(
     COST.with_sizes(kv_bytes_per_token=16_384, state_bytes=102_137_856), state_value_bytes=4

@@ -6,7 +6,7 @@ has passed, and no other prompt will. ends: which positions no prompt passes any
 each position is passed next. device: the device's order knows that, too. writes: so does the
 choice of what is written at all. clairvoyant: nothing is learnt any more.
 
---weights asks instead what another weight of a coarser class is worth (`core/hazards.py`), and how
+--weights asks instead what another weight of a coarser class is worth (`core/returns/hazards.py`), and how
 well each foretells when positions return: bits per interval that ended, fewer being better.
 """
 
@@ -23,19 +23,19 @@ import numpy as np
 from scripts.bench.report import Table
 from scripts.bench.tiers_replay import COST, ENOUGH
 from scripts.bench.traces import add_traces, read_named
-from sglang_hybrid.core import hazards
-from sglang_hybrid.core.cost import CostModel, FloatArray
-from sglang_hybrid.core.eviction import Policy, Reuse
-from sglang_hybrid.core.history import History
-from sglang_hybrid.core.nodes import NEVER, Clock, Node
-from sglang_hybrid.core.reuse import ReuseIndex
-from sglang_hybrid.core.table import Table as Candidates
-from sglang_hybrid.replay.future import Oracle
+from sglang_hybrid.core.costs.cost import CostModel, FloatArray
+from sglang_hybrid.core.records.nodes import NEVER, Clock, Node
+from sglang_hybrid.core.returns import hazards
+from sglang_hybrid.core.returns.history import History
+from sglang_hybrid.core.returns.reuse import ReuseIndex
+from sglang_hybrid.core.victims.eviction import Policy, Reuse
+from sglang_hybrid.core.victims.table import Table as Candidates
 from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.replay.tier_budgets import TierBudgets
-from sglang_hybrid.replay.tier_simulator import TieredClairvoyant, TieredSimulator
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.simulation.future import Oracle
+from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets
+from sglang_hybrid.simulation.tiers.tier_simulator import TieredClairvoyant, TieredSimulator
+from sglang_hybrid.simulation.traces.requests import Request
 
 MISSED = {  # GB of the device, with a tenfold host
     "sharegpt_55": 0.4,

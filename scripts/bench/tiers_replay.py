@@ -15,11 +15,11 @@ from pathlib import Path
 
 from scripts.bench.report import Table
 from scripts.bench.traces import add_traces, read_named
-from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.replay.runner import Job, Result, Runner
-from sglang_hybrid.replay.tier_budgets import TierBudgets
-from sglang_hybrid.replay.timing import PAPER
+from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets
+from sglang_hybrid.simulation.timing import PAPER
 
 COST = CostModel.paper_7b()
 DEVICES: dict[str, tuple[float, ...]] = {  # GB, with a tenfold host: where LRU loses something

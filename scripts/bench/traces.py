@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from scripts.bench.report import ROOT, BenchFailed
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
-from sglang_hybrid.replay.arrivals import Draw
-from sglang_hybrid.replay.formats import Reading, read_trace
-from sglang_hybrid.replay.generators import Traffic, generate, traffic
 from sglang_hybrid.replay.runner import Runner
-from sglang_hybrid.replay.slices import to_vocabulary
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.simulation.traces.arrivals import Draw
+from sglang_hybrid.simulation.traces.formats import Reading, read_trace
+from sglang_hybrid.simulation.traces.generators import Traffic, generate, traffic
+from sglang_hybrid.simulation.traces.requests import Request
+from sglang_hybrid.simulation.traces.slices import to_vocabulary
 
 TRACES = ROOT.parent / "shared" / "traces"
 SIZES: dict[str, tuple[float, ...]] = {  # GB, by trace

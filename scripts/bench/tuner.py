@@ -26,9 +26,9 @@ import numpy.typing as npt
 from scripts.bench.policies import COST, RULES
 from scripts.bench.report import Table
 from scripts.bench.traces import GENERATED, SIZES, TRACES, in_phases, read_named
-from sglang_hybrid.replay.generators import generate, traffic
 from sglang_hybrid.replay.systems import Setting, Spec
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.simulation.traces.generators import generate, traffic
+from sglang_hybrid.simulation.traces.requests import Request
 from sglang_hybrid.tuner.candidates import CANDIDATES
 from sglang_hybrid.tuner.tuned import DELAY, TunedCache, switching
 from sglang_hybrid.tuner.tuner import Rules

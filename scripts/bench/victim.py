@@ -13,10 +13,10 @@ import time
 import numpy as np
 
 from scripts.bench.report import Table
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.eviction import make_policy
-from sglang_hybrid.core.nodes import Kind, NodeTree
-from sglang_hybrid.core.pool import Pool, Scarce
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.records.nodes import Kind, NodeTree
+from sglang_hybrid.core.victims.eviction import make_policy
+from sglang_hybrid.core.victims.pool import Pool, Scarce
 
 CASES = [
     ("lru", {}),

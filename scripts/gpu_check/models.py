@@ -24,8 +24,8 @@ import requests
 
 from scripts.gpu_check.findings import tell
 from sglang_hybrid.models import ARCHITECTURES, build_tiny_model
-from sglang_hybrid.requests.kv_hints import checkpoint_hint
-from sglang_hybrid.server_process import ServerFailed, ServerProcess
+from sglang_hybrid.serving.requests.kv_hints import checkpoint_hint
+from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 
 SPLIT = {"falcon-mamba": "Mamba1 has no states inside its prefill"}
 """Why prefills of a default server are split; those of the other models are not."""

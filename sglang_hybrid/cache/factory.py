@@ -13,17 +13,17 @@ from sglang.srt.mem_cache.registry import (
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_hybrid.advice import ServerSetup, advise
-from sglang_hybrid.cache.codec_choice import choose_codecs
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
+from sglang_hybrid.cache.tiers.codec_choice import choose_codecs
 from sglang_hybrid.checkpoints.compile_kernels import compile_kernels
 from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
 from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, why_unplanned
 from sglang_hybrid.checkpoints.tracks import why_split
-from sglang_hybrid.config import BACKEND, HybridConfig
-from sglang_hybrid.patching import is_patched
-from sglang_hybrid.streams import host_is_device
-from sglang_hybrid.tiers import coded_rows
+from sglang_hybrid.serving.advice import ServerSetup, advise
+from sglang_hybrid.serving.config import BACKEND, HybridConfig
+from sglang_hybrid.serving.device_streams import host_is_device
+from sglang_hybrid.serving.patching import is_patched
+from sglang_hybrid.storage.codecs import coded_rows
 
 logger = logging.getLogger(__name__)
 

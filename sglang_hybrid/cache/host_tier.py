@@ -13,13 +13,13 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.cache.host_room import share_host_room
-from sglang_hybrid.cache.one_memory import OneMemoryCache
+from sglang_hybrid.cache.memory.one_memory import OneMemoryCache
 from sglang_hybrid.cache.releases import copy_behind_forwards
-from sglang_hybrid.cache.served_tiers import disk_of
-from sglang_hybrid.cache.ways import WayChooser
-from sglang_hybrid.core.rates import Tier
-from sglang_hybrid.streams import host_is_device, order_behind
+from sglang_hybrid.cache.tiers.host_room import share_host_room
+from sglang_hybrid.cache.tiers.request_loads import WayChooser
+from sglang_hybrid.cache.tiers.served_tiers import disk_of
+from sglang_hybrid.core.tiers.rates import Tier
+from sglang_hybrid.serving.device_streams import host_is_device, order_behind
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sglang_hybrid.cache.learning import Learning
-    from sglang_hybrid.cache.measured_speeds import MeasuredSpeeds
-    from sglang_hybrid.cache.offload import Offload
-    from sglang_hybrid.cache.state_pool import PoolStateSlots
-    from sglang_hybrid.core.cost import CostModel
-    from sglang_hybrid.telemetry.tiers import TierStats
+    from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
+    from sglang_hybrid.cache.tiers.background_copies import Offload
+    from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
+    from sglang_hybrid.core.costs.cost import CostModel
+    from sglang_hybrid.serving.telemetry.tiers import TierStats
 
 
 class HostTierCache(OneMemoryCache):

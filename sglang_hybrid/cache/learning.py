@@ -14,14 +14,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from sglang_hybrid.tenants import TenantNames
-from sglang_hybrid.tiers.learnt_file import load, save, unpack
-from sglang_hybrid.tiers.object_file import BadFile
+from sglang_hybrid.serving.tenants import TenantNames
+from sglang_hybrid.storage.disk.learnt_file import load, save, unpack
+from sglang_hybrid.storage.disk.object_file import BadFile
 
 if TYPE_CHECKING:
-    from sglang_hybrid.core.history import History
-    from sglang_hybrid.tiers.folder import RankFolder
-    from sglang_hybrid.tiers.object_store import ObjectStore
+    from sglang_hybrid.core.returns.history import History
+    from sglang_hybrid.storage.disk.folder import RankFolder
+    from sglang_hybrid.storage.disk.object_store import ObjectStore
 
 logger = logging.getLogger(__name__)
 

@@ -13,31 +13,31 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import mamba_checkpoint_grid
 
 from sglang_hybrid.cache.learning import Learning
-from sglang_hybrid.cache.lookups import LookUps
-from sglang_hybrid.cache.measured_speeds import MeasuredSpeeds
-from sglang_hybrid.cache.pinning import make_pins
-from sglang_hybrid.cache.served_tiers import disk_of
-from sglang_hybrid.cache.shadow_tree import ShadowTree
+from sglang_hybrid.cache.memory.allocators import OneMemoryKV
+from sglang_hybrid.cache.records.shadow_tree import ShadowTree
+from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
+from sglang_hybrid.cache.request.lookups import LookUps
+from sglang_hybrid.cache.request.pinning import make_pins
 from sglang_hybrid.cache.sizes import measured_cost
-from sglang_hybrid.cache.state_pool import PoolStateSlots
-from sglang_hybrid.cache.tiered_shadow_tree import TieredShadowTree
+from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
+from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
+from sglang_hybrid.cache.tiers.served_tiers import disk_of
 from sglang_hybrid.checkpoints.planner import Planner
-from sglang_hybrid.config import Eviction
-from sglang_hybrid.core.history import History
-from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.returns.history import History
+from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.core.systems import Spec, make_policies
 from sglang_hybrid.explain.decision_log import DecisionLog
-from sglang_hybrid.memory.allocators import OneMemoryKV
-from sglang_hybrid.telemetry.stats import CacheStats
-from sglang_hybrid.telemetry.tiers import TierStats
+from sglang_hybrid.serving.config import Eviction
+from sglang_hybrid.serving.telemetry.stats import CacheStats
+from sglang_hybrid.serving.telemetry.tiers import TierStats
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
     from sglang_hybrid.cache.sglang_cache import OurCache
-    from sglang_hybrid.config import HybridConfig
-    from sglang_hybrid.core.cost import CostModel
-    from sglang_hybrid.memory.account import Account
+    from sglang_hybrid.core.costs.cost import CostModel
+    from sglang_hybrid.core.memory.account import Account
+    from sglang_hybrid.serving.config import HybridConfig
 
 
 @dataclass(eq=False)

@@ -10,38 +10,38 @@ import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.cache import tree_core  # noqa: F401, it registers BACKEND with SGLang
-from sglang_hybrid.cache.ahead_loads import AheadLoads
-from sglang_hybrid.cache.components import with_our_components
-from sglang_hybrid.cache.growth import PathGrowth
 from sglang_hybrid.cache.host_tier import HostTierCache
-from sglang_hybrid.cache.inexact import ExactPartsCache
-from sglang_hybrid.cache.modular import ModularPrompts
-from sglang_hybrid.cache.offload import Offload
 from sglang_hybrid.cache.parts import build_parts
-from sglang_hybrid.cache.pinning import pin_published
-from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
-from sglang_hybrid.cache.publication import Publication
-from sglang_hybrid.cache.slots import free_slots, send_back_if_waiting
+from sglang_hybrid.cache.queue.adder import ScheduledPrefillAdder
+from sglang_hybrid.cache.queue.clock import StepClock
+from sglang_hybrid.cache.queue.waiting_queue import QueueSchedule, make_schedule
+from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
+from sglang_hybrid.cache.request.growth import PathGrowth
+from sglang_hybrid.cache.request.pinning import pin_published
+from sglang_hybrid.cache.request.publication import Publication
+from sglang_hybrid.cache.request.segments import ModularPrompts
+from sglang_hybrid.cache.state_slots.prefill_adder import HybridPrefillAdder
+from sglang_hybrid.cache.state_slots.slots import free_slots, send_back_if_waiting
 from sglang_hybrid.cache.step_messages import StepMessages
-from sglang_hybrid.cache.tiered_shadow_tree import TieredShadowTree
+from sglang_hybrid.cache.tiers.ahead_loads import AheadLoads
+from sglang_hybrid.cache.tiers.background_copies import Offload
+from sglang_hybrid.cache.tiers.copy_worth import WriteJudge
+from sglang_hybrid.cache.tiers.inexact import ExactPartsCache
+from sglang_hybrid.cache.tiers.request_loads import WayChooser
+from sglang_hybrid.cache.tree import tree_core  # noqa: F401, it registers BACKEND with SGLang
+from sglang_hybrid.cache.tree.components import with_our_components
 from sglang_hybrid.cache.tuning import make_tuning
-from sglang_hybrid.cache.ways import WayChooser
-from sglang_hybrid.cache.writes import WriteJudge
 from sglang_hybrid.checkpoints import decode
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.checkpoints.prefix_wait import PrefixWait
-from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.core.answers import Calibration
-from sglang_hybrid.core.hints import Hint
+from sglang_hybrid.core.returns.answers import Calibration
+from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.explain.explainer import Explainer
-from sglang_hybrid.per_request import PerRequest
-from sglang_hybrid.requests.kv_hints import declared_positions, session_hint
-from sglang_hybrid.schedule.adder import ScheduledPrefillAdder
-from sglang_hybrid.schedule.clock import StepClock
-from sglang_hybrid.schedule.queue import QueueSchedule, make_schedule
-from sglang_hybrid.telemetry.metrics import CacheMetrics
-from sglang_hybrid.tenants import tenant_of
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.per_request import PerRequest
+from sglang_hybrid.serving.requests.kv_hints import declared_positions, session_hint
+from sglang_hybrid.serving.telemetry.metrics import CacheMetrics
+from sglang_hybrid.serving.tenants import tenant_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     )
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-    from sglang_hybrid.core.cost import CostModel
-    from sglang_hybrid.core.history import HistoryMatch
-    from sglang_hybrid.core.pins import Pins
-    from sglang_hybrid.telemetry.schedule import ScheduleStats
+    from sglang_hybrid.core.costs.cost import CostModel
+    from sglang_hybrid.core.records.pins import Pins
+    from sglang_hybrid.core.returns.history import HistoryMatch
+    from sglang_hybrid.serving.telemetry.schedule import ScheduleStats
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     )
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-    from sglang_hybrid.cache.ways import WayChooser
-    from sglang_hybrid.schedule.clock import StepClock
+    from sglang_hybrid.cache.queue.clock import StepClock
+    from sglang_hybrid.cache.tiers.request_loads import WayChooser
 
 
 class SglangCache(Protocol):

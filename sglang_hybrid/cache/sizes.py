@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.memory.allocators import OneMemoryKV
+from sglang_hybrid.cache.memory.allocators import OneMemoryKV
+from sglang_hybrid.core.costs.cost import CostModel
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams

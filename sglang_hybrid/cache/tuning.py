@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.cache.learning import LearntBefore
-from sglang_hybrid.cache.measured_speeds import SpeedsMeasured
-from sglang_hybrid.cache.served_tiers import served_tiers
-from sglang_hybrid.config import Eviction
-from sglang_hybrid.core.serving import Split
+from sglang_hybrid.cache.memory.allocators import OneMemoryKV
+from sglang_hybrid.cache.tiers.measured_speeds import SpeedsMeasured
+from sglang_hybrid.cache.tiers.served_tiers import served_tiers
+from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import make_policies
-from sglang_hybrid.memory.allocators import OneMemoryKV
-from sglang_hybrid.requests.kv_hints import session_hint
-from sglang_hybrid.tenants import TenantNames, tenant_of
+from sglang_hybrid.serving.config import Eviction
+from sglang_hybrid.serving.requests.kv_hints import session_hint
+from sglang_hybrid.serving.tenants import TenantNames, tenant_of
 from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE
 from sglang_hybrid.tuner.recorder import Finished, compact
 from sglang_hybrid.tuner.search import Limits

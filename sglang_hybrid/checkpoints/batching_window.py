@@ -22,7 +22,7 @@ from sglang.srt.managers.io_struct import (
     sock_recv,
 )
 
-from sglang_hybrid.config import HybridConfig
+from sglang_hybrid.serving.config import HybridConfig
 
 LONG_PROMPT = 512
 """New tokens from which on a prefill takes much longer than the wait."""

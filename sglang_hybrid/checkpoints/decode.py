@@ -6,7 +6,7 @@ before. A tree with pages can only name a page's end: there the last page's end 
 
 from __future__ import annotations
 
-from sglang_hybrid.core.cost import ENDLESS
+from sglang_hybrid.core.costs.cost import ENDLESS
 
 _grid: int | None = None
 

@@ -16,17 +16,17 @@ from weakref import WeakKeyDictionary
 import torch
 
 from sglang_hybrid.checkpoints.tracks import StateTracks
-from sglang_hybrid.core import checkpoint_plan as plans
-from sglang_hybrid.core.admission import Checkpoint, Prefill, Skip
-from sglang_hybrid.per_request import PerRequest
-from sglang_hybrid.tenants import tenant_of
+from sglang_hybrid.core.checkpoints import checkpoint_plan as plans
+from sglang_hybrid.core.checkpoints.admission import Checkpoint, Prefill, Skip
+from sglang_hybrid.serving.per_request import PerRequest
+from sglang_hybrid.serving.tenants import tenant_of
 
 if TYPE_CHECKING:
     from collections import Counter
 
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-    from sglang_hybrid.core.history import HistoryMatch
+    from sglang_hybrid.core.returns.history import HistoryMatch
 
 # Slots are int64 [1], on the device.
 PendingCheckpoint: TypeAlias = plans.PendingCheckpoint[torch.Tensor]

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sglang_hybrid.checkpoints.planner import Planner
-from sglang_hybrid.core.prefix_overlap import TOKEN_BYTES, PrefixOverlap, as_key
-from sglang_hybrid.per_request import PerRequest
-from sglang_hybrid.tenants import tenant_of
+from sglang_hybrid.core.queue.prefix_overlap import TOKEN_BYTES, PrefixOverlap, as_key
+from sglang_hybrid.serving.per_request import PerRequest
+from sglang_hybrid.serving.tenants import tenant_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_hybrid.telemetry.stats import CacheStats
+    from sglang_hybrid.serving.telemetry.stats import CacheStats
 
 WORTH_A_STEP = 64
 """Tokens that waiting must save. A step more costs about what prefilling as many tokens costs."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_hybrid.config import BACKEND, CPU_ATTENTION, HybridConfig
+from sglang_hybrid.serving.config import BACKEND, CPU_ATTENTION, HybridConfig
 
 WITHOUT_PAGES = ("triton", "flashinfer", "fa3", "torch_native", CPU_ATTENTION)
 """Attention backends that have pages of one token unless somebody asks for more."""

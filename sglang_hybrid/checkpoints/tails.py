@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sglang_hybrid.kernels.checkpoint_states import DELTA_CHUNK
 from sglang_hybrid.kernels.chunks import Positions
-from sglang_hybrid.streams import to_device
+from sglang_hybrid.serving.device_streams import to_device
 
 
 def put(device: torch.device, *values: Tensor) -> list[Tensor]:

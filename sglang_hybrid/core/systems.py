@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
-from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
-from sglang_hybrid.core.cost import UNBOUNDED, CostModel
-from sglang_hybrid.core.eviction import POLICIES, Policy, Reuse, make_policy
-from sglang_hybrid.core.history import History
-from sglang_hybrid.core.rates import Speeds
-from sglang_hybrid.core.serving import Budget, Serving, Split
+from sglang_hybrid.core.checkpoints.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.costs.cost import UNBOUNDED, CostModel
+from sglang_hybrid.core.returns.history import History
+from sglang_hybrid.core.server_settings import Budget, Serving, Split
+from sglang_hybrid.core.tiers.rates import Speeds
+from sglang_hybrid.core.victims.eviction import POLICIES, Policy, Reuse, make_policy
 
 HINDSIGHT = "marconi-best"
 ALPHAS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -29,7 +29,7 @@ class Setting:
     serving: policies run as they are served, where the model has states; None: with the paper's
     admission, request after request. requests: of the whole trace, for systems that know the
     future. oracles: what such systems computed, by the id of `requests`; settings may share it.
-    tiers, speeds: the tiers of memory (replay.tier_budgets.TierBudgets) that there are instead of
+    tiers, speeds: the tiers of memory (simulation.tiers.tier_budgets.TierBudgets) that there are instead of
     `budget`, and how fast they are; None: the device alone.
     """
 

@@ -6,19 +6,19 @@ from array import array
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sglang_hybrid.core.history import HistoryMatch
-from sglang_hybrid.core.nodes import Clock, Node
-from sglang_hybrid.core.places import Way
-from sglang_hybrid.core.pool import Pool
+from sglang_hybrid.core.records.nodes import Clock, Node
+from sglang_hybrid.core.returns.history import HistoryMatch
+from sglang_hybrid.core.tiers.places import Way
+from sglang_hybrid.core.victims.pool import Pool
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
-    from sglang_hybrid.config import HybridConfig
-    from sglang_hybrid.core.cost import CostModel
-    from sglang_hybrid.memory.account import Account
+    from sglang_hybrid.core.costs.cost import CostModel
+    from sglang_hybrid.core.memory.account import Account
+    from sglang_hybrid.serving.config import HybridConfig
 
 
 class Records(Protocol):

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sglang_hybrid.core.admission import Skip
-from sglang_hybrid.core.checkpoint_plan import CheckpointRequest
-from sglang_hybrid.core.nodes import Clock, Node
+from sglang_hybrid.core.checkpoints.admission import Skip
+from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
+from sglang_hybrid.core.records.nodes import Clock, Node
 from sglang_hybrid.explain.cache_view import LoggedCache, Records
 from sglang_hybrid.explain.decisions import (
     EMPTY_PREFIX_HASH,
@@ -28,8 +28,8 @@ from sglang_hybrid.explain.decisions import (
     extend_prefix_hash,
 )
 from sglang_hybrid.explain.recent import RecentRequest, RecentRequests, ResumedFrom
-from sglang_hybrid.telemetry.stats import Evicted, RequestReport
-from sglang_hybrid.tenants import Tenant, tenant, tenant_of
+from sglang_hybrid.serving.telemetry.stats import Evicted, RequestReport
+from sglang_hybrid.serving.tenants import Tenant, tenant, tenant_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hybrid.core.admission import Skip
-from sglang_hybrid.core.checkpoint_plan import CheckpointRequest
-from sglang_hybrid.core.nodes import Kind
-from sglang_hybrid.core.pool import Scarce
-from sglang_hybrid.core.shares import Shares
-from sglang_hybrid.telemetry.stats import Evicted
+from sglang_hybrid.core.checkpoints.admission import Skip
+from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
+from sglang_hybrid.core.records.nodes import Kind
+from sglang_hybrid.core.records.shares import Shares
+from sglang_hybrid.core.victims.pool import Scarce
+from sglang_hybrid.serving.telemetry.stats import Evicted
 
 ENTRIES = 4_096
 """Entries that are kept, the latest ones: at up to 1,000 bytes each, 4 MB."""

@@ -16,8 +16,8 @@ from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.explanation import Explanation
 from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput, ResidencyReq
-from sglang_hybrid.explain.residency import Residency
-from sglang_hybrid.tenants import tenant
+from sglang_hybrid.explain.prefix_tiers import Residency
+from sglang_hybrid.serving.tenants import tenant
 
 logger = logging.getLogger(__name__)
 

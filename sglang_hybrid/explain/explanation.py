@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 
-from sglang_hybrid.core.admission import Prefill
-from sglang_hybrid.core.checkpoint_plan import CheckpointPlan, plan_checkpoints
-from sglang_hybrid.core.history import HistoryMatch
+from sglang_hybrid.core.checkpoints.admission import Prefill
+from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointPlan, plan_checkpoints
+from sglang_hybrid.core.returns.history import HistoryMatch
 from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.decisions import NAME_LENGTH, NotTaken
@@ -20,8 +20,8 @@ from sglang_hybrid.explain.miss_report import (
 from sglang_hybrid.explain.reasons import Reasons, grid
 from sglang_hybrid.explain.recent import RecentRequest, ResumedFrom
 from sglang_hybrid.explain.stored import StoredPrefixes
-from sglang_hybrid.telemetry.stats import Missed
-from sglang_hybrid.tenants import Tenant
+from sglang_hybrid.serving.telemetry.stats import Missed
+from sglang_hybrid.serving.tenants import Tenant
 
 MOST_MISSED = 64
 """Positions that a report names, the deepest ones."""

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.core.records.nodes import Kind
 from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.decisions import (
@@ -28,8 +28,8 @@ from sglang_hybrid.explain.miss_report import (
     UnstoredReason,
 )
 from sglang_hybrid.explain.recent import ResumedFrom
-from sglang_hybrid.telemetry.stats import Evicted
-from sglang_hybrid.tenants import Tenant
+from sglang_hybrid.serving.telemetry.stats import Evicted
+from sglang_hybrid.serving.tenants import Tenant
 
 Events: TypeAlias = Sequence[tuple[int, list[Decision]]]
 """Decisions by position, as `Decisions.along` finds them."""

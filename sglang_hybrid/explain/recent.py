@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from sglang_hybrid.core.nodes import Kind
-from sglang_hybrid.core.shares import Shares
+from sglang_hybrid.core.records.nodes import Kind
+from sglang_hybrid.core.records.shares import Shares
 from sglang_hybrid.explain.decisions import Moment
-from sglang_hybrid.telemetry.stats import RequestReport
-from sglang_hybrid.tenants import Tenant
+from sglang_hybrid.serving.telemetry.stats import RequestReport
+from sglang_hybrid.serving.tenants import Tenant
 
 REQUESTS = 256
 BYTES = 32 << 20

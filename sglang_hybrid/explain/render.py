@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sglang_hybrid.core.answers import THRESHOLDS
+from sglang_hybrid.core.returns.answers import THRESHOLDS
 from sglang_hybrid.explain.miss_report import (
     BelowDevice,
     CacheSnapshot,
@@ -25,7 +25,7 @@ KINDS = {
 """What a checkpoint of each kind stands at."""
 
 FREE_SLOTS_ONLY = ("chunk", "prompt_end")
-"""Kinds that push nothing out where nobody knows how often they come back (core/admission.py)."""
+"""Kinds that push nothing out where nobody knows how often they come back (core/checkpoints/admission.py)."""
 
 WORTH_MENDING = 16
 """Tokens that a checkpoint must have saved for a flag to be named."""

@@ -13,11 +13,11 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_hybrid.config import BACKEND
 from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput
-from sglang_hybrid.requests import fields
-from sglang_hybrid.requests.bodies import read_json
-from sglang_hybrid.tenants import put_tenant, stored_under
+from sglang_hybrid.serving.config import BACKEND
+from sglang_hybrid.serving.requests import fields
+from sglang_hybrid.serving.requests.bodies import read_json
+from sglang_hybrid.serving.tenants import put_tenant, stored_under
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

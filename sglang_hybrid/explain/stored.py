@@ -13,7 +13,7 @@ from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.miss_report import BelowDevice
 from sglang_hybrid.explain.recent import ResumedFrom
-from sglang_hybrid.tenants import Tenant
+from sglang_hybrid.serving.tenants import Tenant
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode

@@ -20,7 +20,7 @@ def activate() -> str | None:
     SGLang calls this before it imports any module that we patch, whichever program started it, so
     this is also where the import hook is put in place.
     """
-    from sglang_hybrid import patching
+    from sglang_hybrid.serving import patching
 
     patching.install()
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":

@@ -20,11 +20,11 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 
-from sglang_hybrid.config import CPU_ATTENTION
 from sglang_hybrid.kernels.attention import Rule, decode, extend
 from sglang_hybrid.kernels.kv_slots import BatchReads, SlotArray, Slots, batch_reads, prefix_slots
 from sglang_hybrid.platforms.native import attention as native
 from sglang_hybrid.platforms.native.library import library
+from sglang_hybrid.serving.config import CPU_ATTENTION
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

@@ -16,7 +16,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sglang_hybrid.config import CPU_ATTENTION, HybridConfig
+from sglang_hybrid.core.tiers.links import parse_links
 from sglang_hybrid.platforms.memory import keep_freed_memory, memory_limit, memory_used
 from sglang_hybrid.platforms.sizing import (
     DTYPES,
@@ -26,8 +26,8 @@ from sglang_hybrid.platforms.sizing import (
     MEMORY_FRACTION,
     model_sizes,
 )
-from sglang_hybrid.preflight import StartupError, flag_name
-from sglang_hybrid.tiers.links import parse_links
+from sglang_hybrid.serving.config import CPU_ATTENTION, HybridConfig
+from sglang_hybrid.serving.preflight import StartupError, flag_name
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.platforms.memory import memory_available, memory_limit
-from sglang_hybrid.preflight import StartupError, read_config, weight_bytes
+from sglang_hybrid.serving.preflight import StartupError, read_config, weight_bytes
 
 MEMORY_FRACTION = 0.4
 """Share of the machine's memory for weights and pools, unless --mem-fraction-static says other."""

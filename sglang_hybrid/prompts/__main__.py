@@ -17,13 +17,13 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.prompts.lint import lint
-from sglang_hybrid.prompts.recorded import TenantReport, analyse, sentences
-from sglang_hybrid.prompts.schema import read_schema
-from sglang_hybrid.prompts.xml import MarkupError
-from sglang_hybrid.replay.formats import FORMATS, Reading, read_trace
-from sglang_hybrid.replay.timing import PAPER, PrefillTime
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.prompts.linter.lint import lint
+from sglang_hybrid.prompts.linter.recorded import TenantReport, analyse, sentences
+from sglang_hybrid.prompts.schemas.schema import read_schema
+from sglang_hybrid.prompts.schemas.xml import MarkupError
+from sglang_hybrid.simulation.timing import PAPER, PrefillTime
+from sglang_hybrid.simulation.traces.formats import FORMATS, Reading, read_trace
 
 
 def main() -> int:

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sglang_hybrid.replay.command_line import jobs_of, parser, traffic_of
-from sglang_hybrid.replay.formats import find_format, write_trace
+from sglang_hybrid.replay.reports.tables import show_results
 from sglang_hybrid.replay.runner import Job, Result, Runner, run_all
-from sglang_hybrid.replay.tables import show_results
-from sglang_hybrid.replay.traces import whole_file
+from sglang_hybrid.simulation.traces.formats import find_format, write_trace
+from sglang_hybrid.simulation.traces.requests import whole_file
 
 AVMP = "avmp"
 """In the place of a trace: the comparison of the AVMP paper."""
@@ -69,8 +69,8 @@ def _results(
     """Replay everything; with --report, write its page too."""
     if options.report is None:
         return _run(runner, jobs, options.workers, console)
-    from sglang_hybrid.replay.report import Report
-    from sglang_hybrid.replay.study import Study
+    from sglang_hybrid.replay.reports.report import Report
+    from sglang_hybrid.replay.reports.study import Study
 
     with Report(options.report, command, options.seed) as report:
         study = Study(runner, jobs)

@@ -9,21 +9,21 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.serving import Budget, Serving, Split
+from sglang_hybrid.core.checkpoints.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.server_settings import Budget, Serving, Split
 from sglang_hybrid.core.systems import HINDSIGHT, SYSTEMS, Spec
-from sglang_hybrid.replay.arrivals import Azure, Draw
-from sglang_hybrid.replay.formats import FORMATS, Reading, read_trace
-from sglang_hybrid.replay.generators import KINDS, generate, traffic
-from sglang_hybrid.replay.hints import KINDS as HINTS
-from sglang_hybrid.replay.hints import with_hints
 from sglang_hybrid.replay.runner import Job
-from sglang_hybrid.replay.sizes import parse_bytes
 from sglang_hybrid.replay.systems import smallest_budget
-from sglang_hybrid.replay.tier_budgets import EXAMPLE, TierBudgets
-from sglang_hybrid.replay.timing import PAPER, PrefillTime
-from sglang_hybrid.replay.traces import Request, Skipped
+from sglang_hybrid.simulation.sizes import parse_bytes
+from sglang_hybrid.simulation.tiers.tier_budgets import EXAMPLE, TierBudgets
+from sglang_hybrid.simulation.timing import PAPER, PrefillTime
+from sglang_hybrid.simulation.traces.arrivals import Azure, Draw
+from sglang_hybrid.simulation.traces.declared_hints import KINDS as HINTS
+from sglang_hybrid.simulation.traces.declared_hints import with_hints
+from sglang_hybrid.simulation.traces.formats import FORMATS, Reading, read_trace
+from sglang_hybrid.simulation.traces.generators import KINDS, generate, traffic
+from sglang_hybrid.simulation.traces.requests import Request, Skipped
 
 ONE_MEMORY = "one"
 TIER_POLICIES = "hicache,lru,reuse,clairvoyant,unbounded"

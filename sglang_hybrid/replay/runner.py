@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.serving import Budget, Serving, Split
+from sglang_hybrid.core.checkpoints.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.server_settings import Budget, Serving, Split
 from sglang_hybrid.core.systems import Setting, Spec
 from sglang_hybrid.replay import systems  # noqa: F401, it registers them
-from sglang_hybrid.replay.baselines import BlockCache
-from sglang_hybrid.replay.future import Oracle
-from sglang_hybrid.replay.losses import Loss, Losses
-from sglang_hybrid.replay.simulator import Outcome
-from sglang_hybrid.replay.tier_budgets import TierBudgets, TierCounts
-from sglang_hybrid.replay.tier_simulator import TieredSimulator
-from sglang_hybrid.replay.timing import PrefillTime, Timeline, paper_ttft
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.simulation.baselines import BlockCache
+from sglang_hybrid.simulation.future import Oracle
+from sglang_hybrid.simulation.simulator import Outcome
+from sglang_hybrid.simulation.tiers.losses import Loss, Losses
+from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets, TierCounts
+from sglang_hybrid.simulation.tiers.tier_simulator import TieredSimulator
+from sglang_hybrid.simulation.timing import PrefillTime, Timeline, paper_ttft
+from sglang_hybrid.simulation.traces.requests import Request
 
 LOOK_EVERY = 0.2
 """Seconds between two looks at how far the workers are."""

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from sglang_hybrid.core.cost import UNBOUNDED, CostModel
-from sglang_hybrid.core.eviction import POLICIES, Lru, Policy
-from sglang_hybrid.core.rates import Speeds
-from sglang_hybrid.core.serving import Split
+from sglang_hybrid.core.costs.cost import UNBOUNDED, CostModel
+from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import (
     SYSTEMS,
     Setting,
@@ -19,7 +17,9 @@ from sglang_hybrid.core.systems import (
     register,
     systems,
 )
-from sglang_hybrid.replay.baselines import (
+from sglang_hybrid.core.tiers.rates import Speeds
+from sglang_hybrid.core.victims.eviction import POLICIES, Lru, Policy
+from sglang_hybrid.simulation.baselines import (
     SGLANG_RUNNING_STATES,
     BlockCache,
     ClairvoyantCache,
@@ -28,12 +28,12 @@ from sglang_hybrid.replay.baselines import (
     SglangPlus,
     SglangSimulator,
 )
-from sglang_hybrid.replay.future import Oracle
-from sglang_hybrid.replay.hicache import HiCache
-from sglang_hybrid.replay.policies import Density, SglangLru, TailLru
-from sglang_hybrid.replay.server_simulator import ServerSimulator
-from sglang_hybrid.replay.simulator import Cache, Simulator
-from sglang_hybrid.replay.tier_simulator import TieredClairvoyant, TieredSimulator
+from sglang_hybrid.simulation.future import Oracle
+from sglang_hybrid.simulation.policies import Density, SglangLru, TailLru
+from sglang_hybrid.simulation.server_simulator import ServerSimulator
+from sglang_hybrid.simulation.simulator import Cache, Simulator
+from sglang_hybrid.simulation.tiers.hicache import HiCache
+from sglang_hybrid.simulation.tiers.tier_simulator import TieredClairvoyant, TieredSimulator
 
 __all__ = ["SYSTEMS", "Setting", "Spec", "smallest_budget", "systems"]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sglang_hybrid.core.systems import HINDSIGHT, Spec, make_policies
-from sglang_hybrid.replay.server_simulator import ServerSimulator
-from sglang_hybrid.replay.simulator import Cache, Outcome, Simulator
-from sglang_hybrid.replay.tiered_server import TieredServerSimulator
+from sglang_hybrid.simulation.server_simulator import ServerSimulator
+from sglang_hybrid.simulation.simulator import Cache, Outcome, Simulator
+from sglang_hybrid.simulation.tiers.tiered_server import TieredServerSimulator
 from sglang_hybrid.tuner.window import RequestWindow
 
 MARCONI_ALONE = tuple(Spec(HINDSIGHT).candidates())

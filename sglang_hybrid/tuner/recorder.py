@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_hybrid.core.hints import Hint
-from sglang_hybrid.core.serving import Split
-from sglang_hybrid.replay.traces import TokenArray
+from sglang_hybrid.core.returns.hints import Hint
+from sglang_hybrid.core.server_settings import Split
+from sglang_hybrid.simulation.traces.requests import TokenArray
 
 RECORD_BYTES = 400
 """Of a record beside its tokens."""

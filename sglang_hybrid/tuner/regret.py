@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hybrid.core.cost import FloatArray
+from sglang_hybrid.core.costs.cost import FloatArray
 from sglang_hybrid.core.systems import Spec
 
 Ints = npt.NDArray[np.int64]

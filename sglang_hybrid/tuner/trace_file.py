@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_hybrid.replay.formats import RecordedLine
+from sglang_hybrid.simulation.traces.formats import RecordedLine
 from sglang_hybrid.tuner.recorder import Finished
 
 logger = logging.getLogger(__name__)

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from sglang_hybrid.core.cost import UNBOUNDED
-from sglang_hybrid.core.eviction import Policy
-from sglang_hybrid.core.history import History, HistoryMatch
-from sglang_hybrid.core.nodes import Node
-from sglang_hybrid.core.pool import Pool
-from sglang_hybrid.core.serving import Split
+from sglang_hybrid.core.costs.cost import UNBOUNDED
+from sglang_hybrid.core.records.nodes import Node
+from sglang_hybrid.core.returns.history import History, HistoryMatch
+from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import Setting, Spec, System, make_policies, register
-from sglang_hybrid.replay.server_simulator import ServerSimulator
-from sglang_hybrid.replay.simulator import Outcome, Simulator, Ticket
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.core.victims.eviction import Policy
+from sglang_hybrid.core.victims.pool import Pool
+from sglang_hybrid.simulation.server_simulator import ServerSimulator
+from sglang_hybrid.simulation.simulator import Outcome, Simulator, Ticket
+from sglang_hybrid.simulation.traces.requests import Request
 from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE, replay
 from sglang_hybrid.tuner.recorder import Finished
 from sglang_hybrid.tuner.search import Limits, TokensFound
@@ -48,7 +48,7 @@ class Switching(Simulator):
 
     def switch(self, spec: Spec) -> None:
         """`spec` chooses the victims from now on. Records, holds and the history stay, as in
-        `cache.shadow_tree.ShadowTree.use`.
+        `cache.records.shadow_tree.ShadowTree.use`.
         """
         policy, state_policy = make_policies(spec, self.history)
         policy.history = self.history

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.serving import ServedTiers, Serving
+from sglang_hybrid.core.checkpoints.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.server_settings import ServedTiers, Serving
 from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.tuner.candidates import CANDIDATES
 from sglang_hybrid.tuner.recorder import Finished, Recorder

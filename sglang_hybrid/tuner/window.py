@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_hybrid.core.admission import MIN_BRANCH_TOKENS
-from sglang_hybrid.core.cost import UNBOUNDED, CostModel
-from sglang_hybrid.core.serving import Budget, ServedTiers, Serving, Split
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.core.checkpoints.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.costs.cost import UNBOUNDED, CostModel
+from sglang_hybrid.core.server_settings import Budget, ServedTiers, Serving, Split
+from sglang_hybrid.simulation.traces.requests import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,8 @@ from typing import Any
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_hybrid.config import Admission, Eviction, HybridConfig
-from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.serving.config import Admission, Eviction, HybridConfig
 
 POLICIES = ("reuse", "marconi", "sglang-lru", "seglen", "gdsf")
 

@@ -16,9 +16,9 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.tiers import file_backend
-from sglang_hybrid.tiers.object_store import ObjectStore
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.storage.disk import file_backend
+from sglang_hybrid.storage.disk.object_store import ObjectStore
 from tests.cache.driver import Sizes
 from tests.cache.tiers import TieredServer, build_tiered_cache, mark
 

@@ -42,17 +42,17 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
+from sglang_hybrid.cache.memory.allocators import OneMemoryPages, OneMemorySlots, OneMemoryTokens
+from sglang_hybrid.cache.memory.granules import GranulePool
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.cache.releases import tracking_slots_used
-from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.hints import Hint
-from sglang_hybrid.core.pins import PinRequest
-from sglang_hybrid.memory.account import Account, MemoryKind
-from sglang_hybrid.memory.allocators import OneMemoryPages, OneMemorySlots, OneMemoryTokens
-from sglang_hybrid.memory.granules import GranulePool
-from sglang_hybrid.replay.traces import Request
-from sglang_hybrid.requests.kv_hints import checkpoint_hint, pin_hint, with_session
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.memory.account import Account, MemoryKind
+from sglang_hybrid.core.records.pins import PinRequest
+from sglang_hybrid.core.returns.hints import Hint
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.requests.kv_hints import checkpoint_hint, pin_hint, with_session
+from sglang_hybrid.simulation.traces.requests import Request
 from tests.cache.backends import COST
 
 FULL, MAMBA = ComponentType.FULL, ComponentType.MAMBA

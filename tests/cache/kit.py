@@ -13,8 +13,8 @@ from sglang.test.kits.unified_radix_cache.unified_tree_core_inspector import (
 )
 
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
-from sglang_hybrid.cache.tree_core import HybridTreeCore
-from sglang_hybrid.config import BACKEND
+from sglang_hybrid.cache.tree.tree_core import HybridTreeCore
+from sglang_hybrid.serving.config import BACKEND
 from tests.cache.backends import COST, options
 
 

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang.srt.mem_cache.pool_host import mamba, mha
 from sglang.srt.utils import common
 
-from sglang_hybrid.core.rates import Link, Speeds
+from sglang_hybrid.core.tiers.rates import Link, Speeds
 from sglang_hybrid.kernels import host_rows
 from sglang_hybrid.platforms.cpu_ops import host_copies
 from tests.cache.driver import Sizes, _length

@@ -17,10 +17,10 @@ import pytest
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_hybrid.core.rates import Link, Speeds
+from sglang_hybrid.core.tiers.links import TierLink
+from sglang_hybrid.core.tiers.rates import Link, Speeds
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
-from sglang_hybrid.tiers import file_backend, object_store, weights
-from sglang_hybrid.tiers.links import TierLink
+from sglang_hybrid.storage.disk import file_backend, object_store, weights
 from tests.cache.backends import options
 from tests.cache.disk import FULL, MAMBA, DiskServer, PlainTiers, disk_server
 from tests.cache.driver import Sizes

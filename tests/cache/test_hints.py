@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_hybrid.core.hints import Hint
-from sglang_hybrid.core.history_tree import HistoryNode
+from sglang_hybrid.core.returns.hints import Hint
+from sglang_hybrid.core.returns.history_tree import HistoryNode
 from sglang_hybrid.explain.render import render
 from tests.cache.driver import Server
 from tests.cache.test_rules import run

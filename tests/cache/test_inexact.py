@@ -15,11 +15,11 @@ from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_hybrid.requests.kv_hints import with_exact
-from sglang_hybrid.tiers import coded_rows
-from sglang_hybrid.tiers.codecs import Codec
-from sglang_hybrid.tiers.coded_rows import CodecPlan
-from sglang_hybrid.tiers.exactness import apart_if_exact, is_exact_part
+from sglang_hybrid.serving.requests.kv_hints import with_exact
+from sglang_hybrid.storage.codecs import coded_rows
+from sglang_hybrid.storage.codecs.codecs import Codec
+from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
+from sglang_hybrid.storage.codecs.exactness import apart_if_exact, is_exact_part
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
 from tests.cache.tiers import TieredServer, build_tiered_cache, mark

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from sglang_hybrid.cache.learning import IDLE_SECONDS, SAVE_SECONDS, Learning, LearntBefore
-from sglang_hybrid.core.history import History
-from sglang_hybrid.core.nodes import Clock
-from sglang_hybrid.tiers.folder import RankFolder
-from tests.tiers.test_learnt_file import expectations, serve, taught
+from sglang_hybrid.core.records.nodes import Clock
+from sglang_hybrid.core.returns.history import History
+from sglang_hybrid.storage.disk.folder import RankFolder
+from tests.storage.test_learnt_file import expectations, serve, taught
 
 
 class Watch:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.replay.traces import Request, read_compact
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.simulation.traces.requests import Request, read_compact
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes, build_cache
 

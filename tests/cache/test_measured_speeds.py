@@ -18,9 +18,9 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_hybrid.cache import forward_timer
-from sglang_hybrid.cache.measured_speeds import ON_ACCELERATOR, ON_CPU, MeasuredSpeeds
-from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.cache.tiers import forward_timer
+from sglang_hybrid.cache.tiers.measured_speeds import ON_ACCELERATOR, ON_CPU, MeasuredSpeeds
+from sglang_hybrid.core.costs.cost import CostModel
 
 COST = CostModel(
     linear=16_000_000_000, quadratic=40_000, windows=(), kv_bytes_per_token=1, state_bytes=1

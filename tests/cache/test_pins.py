@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sglang_hybrid.core.pins import PinRequest, Priority
-from sglang_hybrid.schedule.clock import ClockTick
+from sglang_hybrid.cache.queue.clock import ClockTick
+from sglang_hybrid.core.records.pins import PinRequest, Priority
 from tests.cache.driver import Server
 from tests.cache.test_rules import evict_states, run, states
 from tests.explain.test_explain import explain, said, server

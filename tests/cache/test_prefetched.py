@@ -7,8 +7,8 @@ from array import array
 import pytest
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_hybrid.core.places import copies_of
-from sglang_hybrid.core.rates import Tier
+from sglang_hybrid.core.tiers.places import copies_of
+from sglang_hybrid.core.tiers.rates import Tier
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
 from tests.cache.tiers import TieredServer, build_tiered_cache

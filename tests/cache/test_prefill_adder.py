@@ -10,7 +10,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, _Pre
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
+from sglang_hybrid.cache.state_slots.prefill_adder import HybridPrefillAdder
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes, build_cache
 from tests.cache.test_rules import run

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_hybrid.core.eviction import Gdsf
-from sglang_hybrid.core.nodes import Node
-from sglang_hybrid.core.pool import Pool
+from sglang_hybrid.core.records.nodes import Node
+from sglang_hybrid.core.victims.eviction import Gdsf
+from sglang_hybrid.core.victims.pool import Pool
 from tests.cache.backends import match_prefix, options
 from tests.cache.driver import Server, Sizes, build_cache
 from tests.core.plain import plain_victim

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_serving
 
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
-from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.core.records.nodes import Kind
 from tests.cache.backends import COST, match_prefix, options
 from tests.cache.driver import Server, Sizes, build_cache
 

@@ -22,10 +22,10 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_hybrid.cache.learning import LearntBefore
 from sglang_hybrid.cache.step_messages import StepMessages
-from sglang_hybrid.core.history import History
-from sglang_hybrid.core.rates import Tier
+from sglang_hybrid.core.returns.history import History
+from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.tiers.learnt_file import pack
+from sglang_hybrid.storage.disk.learnt_file import pack
 from sglang_hybrid.tuner.tuner import PolicySwitch
 from tests.cache.backends import options
 from tests.cache.driver import Sizes

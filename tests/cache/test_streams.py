@@ -17,16 +17,17 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_hybrid.cache import host_tier, modular
-from sglang_hybrid.cache.ahead_loads import AheadLoads
+from sglang_hybrid.cache import host_tier
 from sglang_hybrid.cache.host_tier import HostTierCache
-from sglang_hybrid.cache.offload import Offload
+from sglang_hybrid.cache.request import segments as modular
+from sglang_hybrid.cache.tiers.ahead_loads import AheadLoads
+from sglang_hybrid.cache.tiers.background_copies import Offload
 from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks
-from sglang_hybrid.prompts.positions import shifted
-from sglang_hybrid.requests.kv_hints import composed_key
-from sglang_hybrid.tiers import coded_rows
-from sglang_hybrid.tiers.codecs import Codec
-from sglang_hybrid.tiers.coded_rows import CodecPlan, CodedRows
+from sglang_hybrid.prompts.endpoints.positions import shifted
+from sglang_hybrid.serving.requests.kv_hints import composed_key
+from sglang_hybrid.storage.codecs import coded_rows
+from sglang_hybrid.storage.codecs.codecs import Codec
+from sglang_hybrid.storage.codecs.coded_rows import CodecPlan, CodedRows
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes, build_cache
 from tests.cache.pretended_gpu import PACKAGES, Gpu, OnDevice

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from sglang_hybrid.config import HybridConfig
 from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.tuner.candidates import CANDIDATES
 from sglang_hybrid.tuner.tuner import PolicySwitch
 from tests.cache.backends import options

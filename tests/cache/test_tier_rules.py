@@ -14,14 +14,14 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.core.pins import PinRequest, Priority
-from sglang_hybrid.core.places import copies_of
-from sglang_hybrid.core.rates import Link, Speeds, Tier
+from sglang_hybrid.core.records.pins import PinRequest, Priority
+from sglang_hybrid.core.tiers.links import TierLink
+from sglang_hybrid.core.tiers.places import copies_of
+from sglang_hybrid.core.tiers.rates import Link, Speeds, Tier
 from sglang_hybrid.explain.messages import ExplainReq
 from sglang_hybrid.explain.miss_report import MissReport
 from sglang_hybrid.explain.render import render
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
-from sglang_hybrid.tiers.links import TierLink
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
 from tests.cache.tiers import TieredServer, build_tiered_cache

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResul
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
-from sglang_hybrid.cache.tree_match import common_tokens, resumable_tokens
+from sglang_hybrid.cache.request.tree_match import common_tokens, resumable_tokens
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes, build_cache
 
@@ -170,7 +170,7 @@ def test_a_second_look_up_compares_no_tokens(monkeypatch: pytest.MonkeyPatch) ->
     def never(*_: object) -> int:
         raise AssertionError("tokens were compared")
 
-    monkeypatch.setattr("sglang_hybrid.cache.tree_match.common_tokens", never)
+    monkeypatch.setattr("sglang_hybrid.cache.request.tree_match.common_tokens", never)
     key = RadixKey(req.origin_input_ids)
     params = MatchPrefixParams(key=key, req=req)
     assert server.cache.tree_core.match_prefix(params).full_kv_hit_length == 50

@@ -16,8 +16,8 @@ from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.serving.config import HybridConfig
 from tests.cache.backends import COST
 from tests.cache.driver import Server, Sizes, build_cache
 

@@ -11,8 +11,8 @@ import torch
 
 from sglang_hybrid.checkpoints.planner import Planner
 from sglang_hybrid.checkpoints.prefix_wait import LONGEST_WAIT, PrefixWait
-from sglang_hybrid.core.admission import SlotBudget
-from sglang_hybrid.telemetry.stats import CacheStats
+from sglang_hybrid.core.checkpoints.admission import SlotBudget
+from sglang_hybrid.serving.telemetry.stats import CacheStats
 
 
 @dataclass(eq=False)

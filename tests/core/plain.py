@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.eviction import Lru, Marconi, Policy, Reuse, SegLen
-from sglang_hybrid.core.nodes import Node, NodeTree
-from sglang_hybrid.core.pool import Scarce
-from sglang_hybrid.core.reuse_classes import reuse_class_of
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.records.nodes import Node, NodeTree
+from sglang_hybrid.core.returns.reuse_classes import reuse_class_of
+from sglang_hybrid.core.victims.eviction import Lru, Marconi, Policy, Reuse, SegLen
+from sglang_hybrid.core.victims.pool import Scarce
 
 
 @dataclass

@@ -1,11 +1,11 @@
-"""The plain twin of `core.queue_order`: who overtook whom is found in the list of who ran when."""
+"""The plain twin of `core.queue.queue_order`: who overtook whom is found in the list of who ran when."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_hybrid.core.orders import Order
-from sglang_hybrid.core.waiting import Bound, Prospect, Waiting
+from sglang_hybrid.core.queue.orders import Order
+from sglang_hybrid.core.queue.waiting import Bound, Prospect, Waiting
 
 
 @dataclass

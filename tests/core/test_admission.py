@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_hybrid.core.admission import (
+from sglang_hybrid.core.checkpoints.admission import (
     Checkpoint,
     Prefill,
     Skip,
@@ -15,7 +15,7 @@ from sglang_hybrid.core.admission import (
     judicious,
     last_boundary,
 )
-from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.core.records.nodes import Kind
 
 PLENTY = SlotBudget(free_slots=10)
 

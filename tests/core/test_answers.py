@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.answers import (
+from sglang_hybrid.core.records.nodes import Clock
+from sglang_hybrid.core.returns.answers import (
     EXPECTATIONS,
     MODEL_BYTES,
     TOKENS_AT_EACH_END,
@@ -23,9 +24,8 @@ from sglang_hybrid.core.answers import (
     bucket_of,
     features_of,
 )
-from sglang_hybrid.core.history import History, TimeUnit
-from sglang_hybrid.core.history_tree import fingerprint_tokens
-from sglang_hybrid.core.nodes import Clock
+from sglang_hybrid.core.returns.history import History, TimeUnit
+from sglang_hybrid.core.returns.history_tree import fingerprint_tokens
 
 GOODBYE = 7
 
@@ -234,9 +234,9 @@ def test_a_tenant_with_customs_of_its_own_changes_no_prediction_for_others() -> 
 RANK = """
 import hashlib, random
 import numpy as np
-from sglang_hybrid.core.hints import Hint
-from sglang_hybrid.core.history import History, TimeUnit
-from sglang_hybrid.core.nodes import Clock
+from sglang_hybrid.core.returns.hints import Hint
+from sglang_hybrid.core.returns.history import History, TimeUnit
+from sglang_hybrid.core.records.nodes import Clock
 from tests.core.test_answers import GOODBYE
 
 history, clock, rng = History(TimeUnit.REQUESTS), Clock(), random.Random(7)

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.admission import Checkpoint, Prefill, Skip, SlotBudget
-from sglang_hybrid.core.checkpoint_plan import (
+from sglang_hybrid.core.checkpoints.admission import Checkpoint, Prefill, Skip, SlotBudget
+from sglang_hybrid.core.checkpoints.checkpoint_plan import (
     CheckpointPlan,
     CheckpointRequest,
     PendingCheckpoint,
     plan_checkpoints,
     slot_budget_for,
 )
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.eviction import make_policy
-from sglang_hybrid.core.nodes import Kind, NodeTree
-from sglang_hybrid.core.pool import Pool, Scarce
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.records.nodes import Kind, NodeTree
+from sglang_hybrid.core.victims.eviction import make_policy
+from sglang_hybrid.core.victims.pool import Pool, Scarce
 
 
 @dataclass

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.layers import Layer, attention, mlp, short_conv
-from sglang_hybrid.core.model_config import FAMILIES, read_layers
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.costs.layers import Layer, attention, mlp, short_conv
+from sglang_hybrid.core.costs.model_config import FAMILIES, read_layers
 
 NEMOTRON = {
     "model_type": "nemotron_h",

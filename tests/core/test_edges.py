@@ -5,7 +5,7 @@ from itertools import takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.edges import common_bytes
+from sglang_hybrid.core.records.edges import common_bytes
 
 FEW = st.binary(max_size=12).map(lambda content: bytes(byte % 3 for byte in content))
 

@@ -10,9 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.checkpoint_plan import hypothetical_node
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.eviction import (
+from sglang_hybrid.core.checkpoints.checkpoint_plan import hypothetical_node
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.records.nodes import Clock, Kind, Node, NodeTree
+from sglang_hybrid.core.records.pins import Pin, Priority
+from sglang_hybrid.core.returns.history import History, TimeUnit
+from sglang_hybrid.core.returns.history_tree import HistoryPath, fingerprint_tokens
+from sglang_hybrid.core.returns.reuse_classes import CLASSES, reuse_class_of
+from sglang_hybrid.core.victims.eviction import (
     NEVER,
     Gdsf,
     Lru,
@@ -22,12 +27,7 @@ from sglang_hybrid.core.eviction import (
     SegLen,
     make_policy,
 )
-from sglang_hybrid.core.history import History, TimeUnit
-from sglang_hybrid.core.history_tree import HistoryPath, fingerprint_tokens
-from sglang_hybrid.core.nodes import Clock, Kind, Node, NodeTree
-from sglang_hybrid.core.pins import Pin, Priority
-from sglang_hybrid.core.pool import Pool, Scarce
-from sglang_hybrid.core.reuse_classes import CLASSES, reuse_class_of
+from sglang_hybrid.core.victims.pool import Pool, Scarce
 from tests.core.plain import (
     PaperLru,
     PlainGdsf,

@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from sglang_hybrid.core.answers import EXPECTATIONS, AnswerModel, bucket_of
-from sglang_hybrid.core.hints import Hint, HintRecord, SaidTimes
-from sglang_hybrid.core.history import History, TimeUnit
-from sglang_hybrid.core.history_tree import HistoryNode, fingerprint_tokens
-from sglang_hybrid.core.nodes import Clock
+from sglang_hybrid.core.records.nodes import Clock
+from sglang_hybrid.core.returns.answers import EXPECTATIONS, AnswerModel, bucket_of
+from sglang_hybrid.core.returns.hints import Hint, HintRecord, SaidTimes
+from sglang_hybrid.core.returns.history import History, TimeUnit
+from sglang_hybrid.core.returns.history_tree import HistoryNode, fingerprint_tokens
 
 
 def test_the_first_hint_is_believed_and_a_false_one_doubted() -> None:

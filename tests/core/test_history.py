@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.history import History, HistoryMatch, TimeUnit
-from sglang_hybrid.core.history_tree import NO_INTERVAL, TOKEN_BYTES, HistoryNode
-from sglang_hybrid.core.nodes import Clock
+from sglang_hybrid.core.records.nodes import Clock
+from sglang_hybrid.core.returns.history import History, HistoryMatch, TimeUnit
+from sglang_hybrid.core.returns.history_tree import NO_INTERVAL, TOKEN_BYTES, HistoryNode
 
 
 def common(a: list[int], b: list[int]) -> int:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.interval_counts import IntervalCounts
+from sglang_hybrid.core.returns.interval_counts import IntervalCounts
 
 CLASSES, BINS = 3, 4
 

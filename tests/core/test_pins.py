@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.eviction import Gdsf, Lru, Marconi, Policy, Reuse, SegLen
-from sglang_hybrid.core.history import History, TimeUnit
-from sglang_hybrid.core.nodes import Kind, Node, NodeTree
-from sglang_hybrid.core.pins import MOST_OF_ALL, PinRequest, PinRoom, Pins, Priority
-from sglang_hybrid.core.pool import Pool, Scarce
-from sglang_hybrid.core.reuse_classes import reuse_class_of
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.records.nodes import Kind, Node, NodeTree
+from sglang_hybrid.core.records.pins import MOST_OF_ALL, PinRequest, PinRoom, Pins, Priority
+from sglang_hybrid.core.returns.history import History, TimeUnit
+from sglang_hybrid.core.returns.reuse_classes import reuse_class_of
+from sglang_hybrid.core.victims.eviction import Gdsf, Lru, Marconi, Policy, Reuse, SegLen
+from sglang_hybrid.core.victims.pool import Pool, Scarce
 
 COST = CostModel(linear=1_000, quadratic=3, windows=(), kv_bytes_per_token=8, state_bytes=4_096)
 LEAF = 100 * COST.kv_bytes_per_token + COST.state_bytes

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.nodes import Kind, Node, NodeTree
-from sglang_hybrid.core.places import (
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.records.nodes import Kind, Node, NodeTree
+from sglang_hybrid.core.tiers.places import (
     Copies,
     Placement,
     cheapest_way,
@@ -20,8 +20,8 @@ from sglang_hybrid.core.places import (
     way_without_loads,
     ways,
 )
-from sglang_hybrid.core.rates import TIERS, Link, Speeds, Tier
-from sglang_hybrid.core.writing import write_pays
+from sglang_hybrid.core.tiers.rates import TIERS, Link, Speeds, Tier
+from sglang_hybrid.core.tiers.writes import write_pays
 
 COST = CostModel.paper_7b()
 SPEEDS = Speeds.of(2.6e14, host=Link(25e9, 2e-5), disk=Link(3e9, 1e-4))

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.eviction import SegLen
-from sglang_hybrid.core.nodes import SETTLED_AT_ONCE, Kind, Node, NodeTree, anchor
-from sglang_hybrid.core.pool import DESCRIBED_AT_ONCE, Pool, Scarce
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.records.nodes import SETTLED_AT_ONCE, Kind, Node, NodeTree, anchor
+from sglang_hybrid.core.victims.eviction import SegLen
+from sglang_hybrid.core.victims.pool import DESCRIBED_AT_ONCE, Pool, Scarce
 
 PAPER = CostModel.paper_7b()
 CHILDREN = 20_000

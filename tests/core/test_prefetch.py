@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.lengths import AnswerLengths, Decoding, free_places
-from sglang_hybrid.core.prefetch import Prefetcher, fetch, latest_starts
+from sglang_hybrid.core.queue.lengths import AnswerLengths, Decoding, free_places
+from sglang_hybrid.core.queue.prefetch import Prefetcher, fetch, latest_starts
 
 INF = math.inf
 

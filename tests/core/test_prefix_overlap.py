@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.prefix_overlap import PrefixOverlap, as_key, common_prefix
+from sglang_hybrid.core.queue.prefix_overlap import PrefixOverlap, as_key, common_prefix
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=8)
 

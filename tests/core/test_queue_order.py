@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.orders import (
+from sglang_hybrid.core.queue.orders import (
     LPM_MOST_WAITING,
     AgedPrefix,
     Car,
@@ -19,8 +19,8 @@ from sglang_hybrid.core.orders import (
     Order,
     Window,
 )
-from sglang_hybrid.core.queue_order import QueueOrder
-from sglang_hybrid.core.waiting import Bound, Prospect, ReuseKind
+from sglang_hybrid.core.queue.queue_order import QueueOrder
+from sglang_hybrid.core.queue.waiting import Bound, Prospect, ReuseKind
 from tests.core.plain_queue import PlainQueue
 
 WHOLE = 100.0

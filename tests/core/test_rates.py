@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from sglang_hybrid.core.rates import (
+from sglang_hybrid.core.tiers.rates import (
     FEWEST,
     INSTANT,
     WINDOW,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from sglang_hybrid.core.returns import OVERDUE, ExpectedReturns
+from sglang_hybrid.core.returns.sessions import OVERDUE, ExpectedReturns
 
 
 def test_a_load_is_due_when_it_would_end_late_otherwise() -> None:

@@ -12,10 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.answers import BUCKETS as ANSWERS
-from sglang_hybrid.core.hazards import BINS, FIRST_GUESS, PRIOR_WEIGHT, ClassTree, best_rates
-from sglang_hybrid.core.reuse import REBUILD_EVERY, SEARCHED, ReuseIndex
-from sglang_hybrid.core.reuse_classes import (
+from sglang_hybrid.core.returns.answers import BUCKETS as ANSWERS
+from sglang_hybrid.core.returns.hazards import (
+    BINS,
+    FIRST_GUESS,
+    PRIOR_WEIGHT,
+    ClassTree,
+    best_rates,
+)
+from sglang_hybrid.core.returns.reuse import REBUILD_EVERY, SEARCHED, ReuseIndex
+from sglang_hybrid.core.returns.reuse_classes import (
     CLASSES,
     DEPTHS,
     INTERVAL_BUCKETS,

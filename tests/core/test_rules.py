@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.eviction import Lru, Marconi, SegLen
-from sglang_hybrid.core.nodes import Clock, Kind, Node, NodeTree
-from sglang_hybrid.core.pool import Pool, Scarce, freed_bytes
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.records.nodes import Clock, Kind, Node, NodeTree
+from sglang_hybrid.core.victims.eviction import Lru, Marconi, SegLen
+from sglang_hybrid.core.victims.pool import Pool, Scarce, freed_bytes
 
 PAPER = CostModel.paper_7b()
 KV, STATE = PAPER.kv_bytes_per_token, PAPER.state_bytes

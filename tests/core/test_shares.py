@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.shares import Shares
+from sglang_hybrid.core.records.shares import Shares
 
 tenants = st.sampled_from([None, "a", ("b", None), ("b", "c"), 7])
 

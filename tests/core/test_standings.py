@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.eviction import Lru, Marconi
-from sglang_hybrid.core.nodes import Kind, Node, NodeTree
-from sglang_hybrid.core.pool import Pool, Scarce
-from sglang_hybrid.core.standings import Standings
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.queue.standings import Standings
+from sglang_hybrid.core.records.nodes import Kind, Node, NodeTree
+from sglang_hybrid.core.victims.eviction import Lru, Marconi
+from sglang_hybrid.core.victims.pool import Pool, Scarce
 
 PAPER = CostModel.paper_7b()
 

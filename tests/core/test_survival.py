@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.survival import ReturnTimes
+from sglang_hybrid.core.returns.survival import ReturnTimes
 
 EDGES = np.array([1.0, 2.0, 4.0, 8.0])
 HAZARDS = st.lists(st.floats(0, 1), min_size=4, max_size=4)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.eviction import Lru, Marconi, Policy, Reuse
-from sglang_hybrid.core.history import History
-from sglang_hybrid.core.nodes import Kind, Node, NodeTree
-from sglang_hybrid.core.places import Placement, copies_of
-from sglang_hybrid.core.pool import Scarce
-from sglang_hybrid.core.rates import Link, Rates, Speeds, Tier
-from sglang_hybrid.core.served_pool import ServedTierPool
-from sglang_hybrid.core.tier_pool import TierPool
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.records.nodes import Kind, Node, NodeTree
+from sglang_hybrid.core.returns.history import History
+from sglang_hybrid.core.tiers.places import Placement, copies_of
+from sglang_hybrid.core.tiers.rates import Link, Rates, Speeds, Tier
+from sglang_hybrid.core.tiers.served_pool import ServedTierPool
+from sglang_hybrid.core.tiers.tier_pool import TierPool
+from sglang_hybrid.core.victims.eviction import Lru, Marconi, Policy, Reuse
+from sglang_hybrid.core.victims.pool import Scarce
 
 COST = CostModel.paper_7b()
 SPEEDS = Speeds.of(2.6e14, host=Link(25e9), disk=Link(3e9))

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import requests
 
-from sglang_hybrid.server_process import free_port
+from sglang_hybrid.serving.server_process import free_port
 from tests.docker.conftest import Start
 from tests.docker.container import Container
 from tests.docker.images import Images

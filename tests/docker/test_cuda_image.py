@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_hybrid.server_process import free_port
+from sglang_hybrid.serving.server_process import free_port
 from tests.docker.conftest import Start
 from tests.docker.images import ROOT, Images
 

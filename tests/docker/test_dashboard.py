@@ -12,7 +12,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from tests.dashboard import DASHBOARD, DOCKER, metrics, panels
-from tests.telemetry.test_metrics import read
+from tests.serving.telemetry.test_metrics import read
 
 
 def test_grafanas_library_reads_every_field() -> None:
@@ -54,8 +54,8 @@ def test_our_metrics_are_there() -> None:
     steps = """
 cache.stats.admitted["branch"] = cache.stats.skipped["no_slot"] = cache.stats.evicted["leaf"] = 1
 metrics.update()
-from sglang_hybrid.memory.account import Account
-from sglang_hybrid.telemetry.memory import MemoryMetrics
+from sglang_hybrid.core.memory.account import Account
+from sglang_hybrid.serving.telemetry.memory import MemoryMetrics
 MemoryMetrics(Account(1))
 """
     tuner = {"runs": 1, "failures": 0, "seconds": 0.5, "switches": 0}

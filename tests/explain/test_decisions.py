@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from array import array
 
-from sglang_hybrid.core.admission import Skip
-from sglang_hybrid.core.checkpoint_plan import CheckpointRequest
-from sglang_hybrid.core.nodes import Kind
+from sglang_hybrid.core.checkpoints.admission import Skip
+from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
+from sglang_hybrid.core.records.nodes import Kind
 from sglang_hybrid.explain.decisions import (
     EMPTY_PREFIX_HASH,
     Decisions,

@@ -15,7 +15,7 @@ from sglang_hybrid.explain.messages import ExplainReq
 from sglang_hybrid.explain.miss_report import MissReport, Reason, UnstoredReason
 from sglang_hybrid.explain.recent import RecentRequests
 from sglang_hybrid.explain.render import remedy, render
-from sglang_hybrid.tenants import tenant
+from sglang_hybrid.serving.tenants import tenant
 from tests.cache.backends import options
 from tests.cache.driver import MAMBA, Server, Sizes, build_cache
 from tests.cache.test_rules import node, run

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_hybrid.explain.messages import ResidencyReq
-from sglang_hybrid.explain.residency import Residency, fastest
+from sglang_hybrid.explain.prefix_tiers import Residency, fastest
 from tests.cache.driver import Server
 from tests.cache.test_rules import evict_states, run
 from tests.explain.test_explain import server

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hybrid.core.cost import CostModel
+from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.models import (
     ARCHITECTURES,
     build_tiny_model,

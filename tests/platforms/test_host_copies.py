@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from sglang_hybrid.core.tiers.links import TierLink
 from sglang_hybrid.platforms.cpu_ops import host_copies, transfer_streams
-from sglang_hybrid.tiers.links import TierLink
 
 LAYERS, SLOTS, HEADS, DIM = 3, 12, 2, 4
 ON_DEVICE = torch.tensor([4, 5, 6, 7, 0, 1, 2, 3])

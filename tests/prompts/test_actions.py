@@ -9,11 +9,16 @@ from typing import Any, cast
 
 import pytest
 
-from sglang_hybrid.prompts.actions import imported_prompt, prepare_prewarm, take_turn
-from sglang_hybrid.prompts.modular import Segment
-from sglang_hybrid.prompts.prewarm import Prepared, Turns, prefill
-from sglang_hybrid.prompts.resolve import read_prompt
-from sglang_hybrid.requests.kv_hints import Imported, composed_key, with_checkpoints, with_segments
+from sglang_hybrid.prompts.endpoints.actions import imported_prompt, prepare_prewarm, take_turn
+from sglang_hybrid.prompts.endpoints.prewarm import Prepared, Turns, prefill
+from sglang_hybrid.prompts.schemas.modular import Segment
+from sglang_hybrid.prompts.schemas.resolve import read_prompt
+from sglang_hybrid.serving.requests.kv_hints import (
+    Imported,
+    composed_key,
+    with_checkpoints,
+    with_segments,
+)
 
 
 def hints(kind: str, payload: Any = None) -> dict[str, Any]:
@@ -109,7 +114,7 @@ class Steps:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_hybrid.prompts.prewarm.IDLE_CHECK", 0)
+    monkeypatch.setattr("sglang_hybrid.prompts.endpoints.prewarm.IDLE_CHECK", 0)
 
 
 def test_a_turn_comes_when_nothing_else_runs() -> None:
@@ -181,7 +186,7 @@ def test_a_prewarming_ends_when_its_client_goes(*, busy: bool, computed: int) ->
 
 def test_modules_are_computed_while_somebody_waits_for_them() -> None:
     pytest.importorskip("sglang")
-    from sglang_hybrid.prompts.apart import compute
+    from sglang_hybrid.prompts.endpoints.apart import compute
 
     segments = [Segment((1, 2), start) for start in range(5)]
     manager, client = Manager(busy=False), Client(looks=2)

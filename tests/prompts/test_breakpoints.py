@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.prompts.breakpoints import MARK, BlockEnd, common_prefix, token_positions
-from sglang_hybrid.prompts.rendering import Rendering, encoded, rendered
+from sglang_hybrid.prompts.chats.breakpoints import MARK, BlockEnd, common_prefix, token_positions
+from sglang_hybrid.prompts.chats.rendering import Rendering, encoded, rendered
 
 
 def position(tokenizer: Any, before: str, after: str, *, open_ended: bool = True) -> int | None:

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from sglang_hybrid.prompts.budget import all_prefixes, best_prefixes, cost, saved
-from sglang_hybrid.prompts.resolve import Import, Prompt, resolve
-from sglang_hybrid.prompts.schema import read_schema
-from sglang_hybrid.prompts.tree import Edge, PrefixNode, Shape, as_imports, prefix_tree
+from sglang_hybrid.prompts.schemas.budget import all_prefixes, best_prefixes, cost, saved
+from sglang_hybrid.prompts.schemas.resolve import Import, Prompt, resolve
+from sglang_hybrid.prompts.schemas.schema import read_schema
+from sglang_hybrid.prompts.schemas.tree import Edge, PrefixNode, Shape, as_imports, prefix_tree
 from tests.prompts import schemas
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from sglang_hybrid.prompts import route
-from sglang_hybrid.prompts.chat import Beginning, PromptSchema, with_schemas
-from sglang_hybrid.prompts.registry import Registry
-from sglang_hybrid.prompts.rendering import encoded, rendered
-from sglang_hybrid.prompts.tokens import PromptTokenizer
+from sglang_hybrid.prompts.chats.rendering import encoded, rendered
+from sglang_hybrid.prompts.endpoints import route
+from sglang_hybrid.prompts.endpoints.chat import Beginning, PromptSchema, with_schemas
+from sglang_hybrid.prompts.schemas.registry import Registry
+from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer
 from tests.prompts import schemas
 
 Chat = Callable[..., Any]

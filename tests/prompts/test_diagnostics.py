@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 
-from sglang_hybrid.prompts import anthropic, diagnostics
-from sglang_hybrid.prompts.diagnostics import (
+from sglang_hybrid.prompts.chats import anthropic, diagnostics
+from sglang_hybrid.prompts.chats.diagnostics import (
     PartKind,
     RequestPart,
     SentPrompt,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid.prompts.__main__ import main
-from sglang_hybrid.prompts.lint import lint
-from sglang_hybrid.prompts.schema import read_schema
+from sglang_hybrid.prompts.linter.lint import lint
+from sglang_hybrid.prompts.schemas.schema import read_schema
 
 LONG = "word " * 100
 

@@ -13,11 +13,11 @@ from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 from transformers import PreTrainedTokenizerFast
 
 from sglang_hybrid.models.tokenizer import write_tokenizer
-from sglang_hybrid.prompts import anthropic, openai
-from sglang_hybrid.prompts.breakpoints import MARK
-from sglang_hybrid.prompts.marks import SECONDS, Breakpoint, MarkedBlock, declare
-from sglang_hybrid.prompts.rendering import encoded
-from sglang_hybrid.requests import kv_hints
+from sglang_hybrid.prompts.chats import anthropic, openai
+from sglang_hybrid.prompts.chats.breakpoints import MARK
+from sglang_hybrid.prompts.chats.marks import SECONDS, Breakpoint, MarkedBlock, declare
+from sglang_hybrid.prompts.chats.rendering import encoded
+from sglang_hybrid.serving.requests import kv_hints
 
 MARKED = {"type": "ephemeral"}
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from sglang_hybrid.prompts.modular import Layout, modular, prepared_segments
-from sglang_hybrid.prompts.resolve import read_prompt, resolve
-from sglang_hybrid.prompts.schema import read_schema
-from sglang_hybrid.prompts.tokens import PromptTokenizer
-from sglang_hybrid.requests import kv_hints
-from sglang_hybrid.requests.kv_hints import Imported, composed_key, segment_key
+from sglang_hybrid.prompts.schemas.modular import Layout, modular, prepared_segments
+from sglang_hybrid.prompts.schemas.resolve import read_prompt, resolve
+from sglang_hybrid.prompts.schemas.schema import read_schema
+from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer
+from sglang_hybrid.serving.requests import kv_hints
+from sglang_hybrid.serving.requests.kv_hints import Imported, composed_key, segment_key
 
 SCHEMA = """<schema name="s">ab<module name="one">cde<parameter name="p" length="4"/>fg</module>
 <union><module name="two">hi</module>

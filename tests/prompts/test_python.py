@@ -8,8 +8,8 @@ from typing import Any, Literal
 import pytest
 
 from sglang_hybrid.prompts.python import PythonSchema, schema
-from sglang_hybrid.prompts.resolve import read_prompt, resolve
-from sglang_hybrid.prompts.schema import read_schema
+from sglang_hybrid.prompts.schemas.resolve import read_prompt, resolve
+from sglang_hybrid.prompts.schemas.schema import read_schema
 
 
 @schema(role="system")

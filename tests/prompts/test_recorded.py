@@ -13,11 +13,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from sglang_hybrid.models.tokenizer import build_tokenizer
-from sglang_hybrid.prompts.alignment import Aligner
-from sglang_hybrid.prompts.recorded import TenantReport, analyse, sentences, short_branches
-from sglang_hybrid.replay.formats import write_recorded
-from sglang_hybrid.replay.timing import PAPER
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.prompts.linter.alignment import Aligner
+from sglang_hybrid.prompts.linter.recorded import TenantReport, analyse, sentences, short_branches
+from sglang_hybrid.simulation.timing import PAPER
+from sglang_hybrid.simulation.traces.formats import write_recorded
+from sglang_hybrid.simulation.traces.requests import Request
 
 Make = Callable[[int], str]
 COUNT = 20

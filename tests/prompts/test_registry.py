@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sglang_hybrid.prompts import registry
-from sglang_hybrid.prompts.registry import Registry
+from sglang_hybrid.prompts.schemas import registry
+from sglang_hybrid.prompts.schemas.registry import Registry
 
 A, B = ("a", None), ("b", None)
 

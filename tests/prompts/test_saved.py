@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_hybrid.prompts import registry as registry_module
-from sglang_hybrid.prompts.registry import Registry
-from sglang_hybrid.prompts.saved import SavedSchemas, saved_schemas
-from sglang_hybrid.tiers.folder import SCHEMAS, RankFolder
-from sglang_hybrid.tiers.tier_folder import TIER
+from sglang_hybrid.prompts.schemas import registry as registry_module
+from sglang_hybrid.prompts.schemas.registry import Registry
+from sglang_hybrid.prompts.schemas.saved import SavedSchemas, saved_schemas
+from sglang_hybrid.storage.disk.folder import SCHEMAS, RankFolder
+from sglang_hybrid.storage.disk.tier_folder import TIER
 
 A, B = ("a", "secret salt"), ("b", None)
 FACTS = {"model": "one"}
@@ -190,7 +190,7 @@ def test_a_disk_that_refuses_costs_the_restart_only(
     def refuse(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sglang_hybrid.prompts.saved.write_file", refuse)
+    monkeypatch.setattr("sglang_hybrid.prompts.schemas.saved.write_file", refuse)
     assert not first.register(A, schema("one", "new")).saved
     assert [part.text for part in first.get(A, "one").schema.parts] == ["new"]  # type: ignore[union-attr]
     assert "No space left" in caplog.text

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from sglang_hybrid.prompts.registry import MOST_SCHEMAS, Registry
-from sglang_hybrid.prompts.resolve import Import, Prompt, read_prompt, resolve
-from sglang_hybrid.prompts.schema import Schema, read_schema, tidy
-from sglang_hybrid.prompts.tokens import PromptTokenizer
-from sglang_hybrid.prompts.xml import MOST_BYTES, MarkupError
+from sglang_hybrid.prompts.schemas.registry import MOST_SCHEMAS, Registry
+from sglang_hybrid.prompts.schemas.resolve import Import, Prompt, read_prompt, resolve
+from sglang_hybrid.prompts.schemas.schema import Schema, read_schema, tidy
+from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer
+from sglang_hybrid.prompts.schemas.xml import MOST_BYTES, MarkupError
 from tests.prompts import schemas
 
 

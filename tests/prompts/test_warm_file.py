@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_hybrid.prompts.warm_file import prewarm, read_lines
+from sglang_hybrid.prompts.endpoints.warm_file import prewarm, read_lines
 
 SCHEMA = '<schema name="rules">text</schema>'
 LINES: list[dict[str, Any]] = [

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_hybrid.memory.account import MemoryKind
+from sglang_hybrid.core.memory.account import MemoryKind
 from sglang_hybrid.replay.__main__ import main
 from sglang_hybrid.replay.avmp.compare import (
     ALLOCATORS,

@@ -14,20 +14,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.eviction import Lru
+from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.systems import ALPHAS, Spec
-from sglang_hybrid.replay import plots, runner
+from sglang_hybrid.core.victims.eviction import Lru
+from sglang_hybrid.replay import runner
 from sglang_hybrid.replay.__main__ import main
-from sglang_hybrid.replay.figures import cached_bytes, flop_efficiency
-from sglang_hybrid.replay.formats import Reading, read_trace, recognise
-from sglang_hybrid.replay.generators import generate, traffic
-from sglang_hybrid.replay.report import MARK, leads
+from sglang_hybrid.replay.reports import plots
+from sglang_hybrid.replay.reports.figures import cached_bytes, flop_efficiency
+from sglang_hybrid.replay.reports.report import MARK, leads
+from sglang_hybrid.replay.reports.study import paper_model
 from sglang_hybrid.replay.runner import Job, Result, Runner, run_all
-from sglang_hybrid.replay.simulator import Simulator, hit_rate
-from sglang_hybrid.replay.sizes import parse_bytes
-from sglang_hybrid.replay.study import paper_model
-from sglang_hybrid.replay.timing import PAPER
+from sglang_hybrid.simulation.simulator import Simulator, hit_rate
+from sglang_hybrid.simulation.sizes import parse_bytes
+from sglang_hybrid.simulation.timing import PAPER
+from sglang_hybrid.simulation.traces.formats import Reading, read_trace, recognise
+from sglang_hybrid.simulation.traces.generators import generate, traffic
 
 COST = CostModel.paper_7b()
 CHAT = ["--generate", "chat", "--sessions", "12"]

@@ -12,7 +12,7 @@ from scripts.bench.forced import ForcedAnswer
 from scripts.bench.measured import Configuration, Result
 from scripts.bench.pairs import against_the_first
 from scripts.bench.traffic import Outcome
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.simulation.traces.requests import Request
 
 
 def request(session: int) -> Request:

@@ -186,7 +186,7 @@ def test_a_command_that_is_run_prints_machine_date_commit_and_command(tmp_path: 
 
 
 def test_the_commit_is_named_with_its_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"rev-parse": "0123456789", "status": " M core/reuse.py"}
+    said = {"rev-parse": "0123456789", "status": " M core/returns/reuse.py"}
     monkeypatch.setattr(report, "_git", lambda verb, *rest: said[verb])
     assert "Commit: 0123456789, with changes." in stamp(["rounds"])
     said["status"] = ""

@@ -19,8 +19,8 @@ from scripts.port import (
     overrides,
 )
 from sglang_hybrid import SGLANG_VERSION
-from sglang_hybrid.patching import load_patches
 from sglang_hybrid.platforms.cpu_ops.bindings import BINDINGS
+from sglang_hybrid.serving.patching import load_patches
 from tests.documented import ROOT
 
 OLD = (

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from scripts.bench.schedule_replay import Served, jittered, middle, missed, mostly_met
-from sglang_hybrid.core.waiting import Bound
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.core.queue.waiting import Bound
+from sglang_hybrid.simulation.traces.requests import Request
 
 TOKENS = np.arange(10, dtype=np.int32)
 BEGUN = (0.0, 10.0, 20.0)

@@ -6,9 +6,9 @@ import pytest
 
 from scripts.bench import tiers_ladder
 from scripts.bench.tiers_ladder import RUNGS, Told, hit_rate, shares, weigh
-from sglang_hybrid.core import hazards
-from sglang_hybrid.replay import generators
-from sglang_hybrid.replay.tier_budgets import TierBudgets
+from sglang_hybrid.core.returns import hazards
+from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets
+from sglang_hybrid.simulation.traces import generators
 
 REQUESTS = generators.generate("chat", generators.traffic("chat", sessions=40), 3)
 DEVICE = 0.05
@@ -33,7 +33,7 @@ def test_a_weight_holds_for_one_replay_only() -> None:
 def test_an_index_that_knows_the_intervals_needs_fewer_bits() -> None:
     """What always returns after the same time is foretold better than by the first guess."""
     from scripts.bench.tiers_ladder import Bits
-    from sglang_hybrid.core.reuse import ReuseIndex
+    from sglang_hybrid.core.returns.reuse import ReuseIndex
 
     index = ReuseIndex(1.0)
     interval, time = index.open(0, 0.0), 0.0

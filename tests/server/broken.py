@@ -10,7 +10,7 @@ from sglang_hybrid import launch_server  # first: its hook must see every import
 from sglang.srt.managers.io_struct import FlushCacheReqInput
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_hybrid.requests import control
+from sglang_hybrid.serving.requests import control
 
 
 def flush(scheduler: Any, request: FlushCacheReqInput) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.soak import LOGPROBS, Soak
 
 BETWEEN = (0.5, 2.5)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid.models import build_tiny_model
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import flush
 
 

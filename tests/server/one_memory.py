@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import hybrid_cache
 
 PAGES_OF_OTHERS = 64 << 10

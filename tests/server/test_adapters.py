@@ -12,7 +12,7 @@ import pytest
 import requests
 from safetensors.numpy import load_file, save_file
 
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.reference import Reference
 from tests.server.client import TOLERANCE, random_prompt
 

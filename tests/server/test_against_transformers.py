@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid.models import ARCHITECTURES
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import generate
 from tests.server.expected import NEW_TOKENS, Expected, agree, conversations_agree, expect
 

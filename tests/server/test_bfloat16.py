@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sglang_hybrid.models import ARCHITECTURES
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.reference import Reference
 from tests.server.client import ask, flush, generate, logprobs, random_prompt
 

@@ -15,7 +15,7 @@ import requests
 from transformers import PreTrainedTokenizerFast
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import flush, hybrid_cache
 
 TEMPLATE = Path(__file__).parents[1] / "prompts" / "chat.jinja"

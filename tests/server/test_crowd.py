@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.releases import needs_disk
 from tests.server.client import TOLERANCE, hybrid_cache
 from tests.server.crowd import Crowd, Kept

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_hybrid.server_process import ServerProcess, free_port
+from sglang_hybrid.serving.server_process import ServerProcess, free_port
 from tests.dashboard import DASHBOARD, DOCKER, queries
 from tests.server.soak import Soak
 from tests.server.test_soak import FLAGS, RUNNING, SLOTS_PER_REQUEST

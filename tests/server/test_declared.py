@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_hybrid.core.pins import PinRequest
-from sglang_hybrid.requests.kv_hints import checkpoint_hint, pin_hint
+from sglang_hybrid.core.records.pins import PinRequest
+from sglang_hybrid.serving.requests.kv_hints import checkpoint_hint, pin_hint
 from tests.server.client import TOLERANCE, flush, hybrid_cache, logprobs, random_prompt
 
 

@@ -18,12 +18,12 @@ import requests
 
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.server_process import ServerProcess
-from sglang_hybrid.tiers.folder import RankFolder
-from sglang_hybrid.tiers.object_store import ObjectStore
+from sglang_hybrid.serving.server_process import ServerProcess
+from sglang_hybrid.storage.disk.folder import RankFolder
+from sglang_hybrid.storage.disk.object_store import ObjectStore
 from tests.releases import needs_disk, smaller_copies
 from tests.server.client import TOLERANCE, ask, hybrid_cache, logprobs, random_prompt
-from tests.tiers.foreign import checksum, home, outside, put
+from tests.storage.foreign import checksum, home, outside, put
 
 FLAGS = (
     *("--max-total-tokens", "4000", "--max-mamba-cache-size", "16", "--enable-cache-report"),

@@ -11,7 +11,7 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import ask, random_prompt
 from tests.server.fuzz import Findings, cases, send
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import (
     TOLERANCE,
     ask,

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_hybrid.server_process import ServerProcess, free_port
+from sglang_hybrid.serving.server_process import ServerProcess, free_port
 from tests.server.client import hybrid_cache
 
 SHM = "/dev/shm/"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import TOLERANCE, ask, flush, hybrid_cache, logprobs, random_prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 import requests
 
-from sglang_hybrid.requests.long_requests import UNBOUNDED
+from sglang_hybrid.serving.requests.long_requests import UNBOUNDED
 from tests.server.client import ask, random_prompt
 
 DEEP = "[" * 2_000

@@ -12,11 +12,11 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_hybrid.prompts.modular import Layout, ModularPrompt, modular
-from sglang_hybrid.prompts.resolve import read_prompt, resolve
-from sglang_hybrid.prompts.schema import read_schema
-from sglang_hybrid.prompts.tokens import PromptTokenizer
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.prompts.schemas.modular import Layout, ModularPrompt, modular
+from sglang_hybrid.prompts.schemas.resolve import read_prompt, resolve
+from sglang_hybrid.prompts.schemas.schema import read_schema
+from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import TOLERANCE, logprobs
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ import torch
 
 from sglang_hybrid.models import ARCHITECTURES
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import flush, hybrid_cache, random_prompt
 from tests.server.test_checkpoints import Case, batch, cached, cases
 

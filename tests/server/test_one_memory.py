@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.server_process import ServerFailed, ServerProcess
+from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 from tests.server.client import TOLERANCE, ask, flush, logprobs, metric, random_prompt
 from tests.server.one_memory import PAGES_OF_OTHERS, conserved, memory, pool_memory
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import TOLERANCE, ask, hybrid_cache, random_prompt
 
 VOCABULARY = 32_768

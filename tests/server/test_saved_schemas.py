@@ -10,7 +10,7 @@ import pytest
 import requests
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.prompts import schemas
 from tests.server.test_schemas import pupil, register, send
 

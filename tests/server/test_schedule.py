@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 import requests
 
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import ask, flush, hybrid_cache, metric, random_prompt
 
 pytestmark = pytest.mark.slow

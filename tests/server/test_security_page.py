@@ -19,17 +19,17 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_hybrid.core.pins import PinRequest
+from sglang_hybrid.core.records.pins import PinRequest
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.requests.kv_hints import pin_hint
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.requests.kv_hints import pin_hint
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.cache import test_learning
 from tests.cache import test_tenants as on_the_tree
-from tests.replay import test_parity
 from tests.server import test_adapters, test_modular
 from tests.server import test_tenant_routes as routes
 from tests.server.client import hybrid_cache, random_prompt
-from tests.tiers import test_uses_file
+from tests.simulation import test_parity
+from tests.storage import test_uses_file
 from tests.tuner import test_trace_file
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"

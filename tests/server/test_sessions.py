@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_hybrid.core.hints import Hint
-from sglang_hybrid.requests.kv_hints import with_session
+from sglang_hybrid.core.returns.hints import Hint
+from sglang_hybrid.serving.requests.kv_hints import with_session
 from tests.server.client import random_prompt
 
 

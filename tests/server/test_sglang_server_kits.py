@@ -27,7 +27,7 @@ from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
 from sglang.test.kl_multiturn_utils import make_mamba_decode_assert, make_mamba_prefill_assert
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import flush, random_prompt
 
 pytestmark = pytest.mark.slow

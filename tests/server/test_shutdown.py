@@ -19,7 +19,7 @@ import psutil
 import pytest
 import requests
 
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import random_prompt
 
 LIMIT = 10

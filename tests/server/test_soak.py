@@ -15,7 +15,7 @@ import pytest
 import requests
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import TOLERANCE, hybrid_cache
 from tests.server.one_memory import PAGES_OF_OTHERS, all_is_free, pool_memory
 from tests.server.soak import LOGPROBS, Soak, Watched
@@ -57,8 +57,8 @@ GROWTH_OBJECTS = 100
 """What the scheduler's objects of one type may grow by meanwhile; a record per request is 2,000."""
 
 RECORDS = {
-    "sglang_hybrid.core.answers.Answer",
-    "sglang_hybrid.core.history_tree.HistoryNode",
+    "sglang_hybrid.core.returns.answers.Answer",
+    "sglang_hybrid.core.returns.history_tree.HistoryNode",
     "sglang_hybrid.tuner.recorder.Finished",
 }
 """What is kept of requests by design, up to a number or a number of bytes."""

@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 import requests
 
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests import tenant_routes
 from tests.server.client import hybrid_cache, random_prompt
 

@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import hybrid_cache, random_prompt
 
 TIMES = ("when", "taken", "last_used", "unused", "emptied")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import requests
 
-from sglang_hybrid.core.pins import PinRequest
+from sglang_hybrid.core.records.pins import PinRequest
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.requests.kv_hints import pin_hint
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.requests.kv_hints import pin_hint
+from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import ask, generate, hybrid_cache, metric, random_prompt
 from tests.server.expected import NEW_TOKENS, agree, expect
 

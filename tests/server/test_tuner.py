@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess
 from sglang_hybrid.tuner.candidates import CANDIDATES
 from tests.server.client import ask, hybrid_cache, random_prompt
 from tests.tuner.traffic import POOLS, bursts, conversations, templates

@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_hybrid.core.hints import Hint
-from sglang_hybrid.replay.hints import with_hints
+from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.replay.traces import Request
+from sglang_hybrid.simulation.traces.declared_hints import with_hints
+from sglang_hybrid.simulation.traces.requests import Request
 from sglang_hybrid.tuner.candidates import CANDIDATES, as_text, replay
 from sglang_hybrid.tuner.search import Limits, search
 from sglang_hybrid.tuner.window import make_window, packed, unpack

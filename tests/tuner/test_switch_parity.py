@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from sglang_hybrid.config import HybridConfig
-from sglang_hybrid.core.serving import Serving, Split
+from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.replay.systems import Setting, Spec
+from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.tuner.candidates import replay
 from sglang_hybrid.tuner.recorder import Finished
 from sglang_hybrid.tuner.tuned import switching

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hybrid.replay.formats import Reading, read_trace
+from sglang_hybrid.simulation.traces.formats import Reading, read_trace
 from sglang_hybrid.tuner import trace_file
 from sglang_hybrid.tuner.recorder import Finished
 from sglang_hybrid.tuner.trace_file import RecordingError, TraceFile, check

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.core.systems import HINDSIGHT, Setting, Spec
 from sglang_hybrid.replay.runner import Job, Runner
-from sglang_hybrid.replay.timing import PAPER
+from sglang_hybrid.simulation.timing import PAPER
 from sglang_hybrid.tuner.candidates import CANDIDATES
 from sglang_hybrid.tuner.search import Limits, TokensFound
 from sglang_hybrid.tuner.tuned import CHOICES, TunedCache, build_tuned, switching

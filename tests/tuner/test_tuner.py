@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from sglang_hybrid.core.serving import Serving
+from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.tuner.candidates import CANDIDATES
 from sglang_hybrid.tuner.regret import Advantages, Ints, Regrets

@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from sglang_hybrid.core.cost import CostModel
-from sglang_hybrid.core.serving import Serving, Split
-from sglang_hybrid.replay.traces import Request, make_request
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.server_settings import Serving, Split
+from sglang_hybrid.simulation.traces.requests import Request, make_request
 from sglang_hybrid.tuner.recorder import Finished
 from sglang_hybrid.tuner.window import RequestWindow
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from sglang_hybrid.tiers.links import TierLink
+from sglang_hybrid.core.tiers.links import TierLink
 
 host_link: TierLink | None = None
 """The simulated link to host memory; None: copies take as long as they take."""

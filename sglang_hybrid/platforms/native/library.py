@@ -11,8 +11,8 @@ from ctypes import c_void_p as address
 from functools import cache
 from time import perf_counter
 
-from sglang_hybrid.config import HybridConfig, NativeKernels
 from sglang_hybrid.platforms.native.build import NotBuilt, build
+from sglang_hybrid.serving.config import HybridConfig, NativeKernels
 
 logger = logging.getLogger(__name__)
 

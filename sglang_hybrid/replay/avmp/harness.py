@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from sglang_hybrid.memory.account import MemoryKind
+from sglang_hybrid.core.memory.account import MemoryKind
 from sglang_hybrid.replay.avmp.memory import ModelBytes, SimulatedMemory
 from sglang_hybrid.replay.avmp.requests import LiveRequest
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from sglang_hybrid.memory.account import MemoryKind
+from sglang_hybrid.core.memory.account import MemoryKind
 from sglang_hybrid.replay.avmp.requests import LiveRequest
 
 GIB = 1 << 30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 
-from sglang_hybrid.memory.account import MemoryKind
+from sglang_hybrid.core.memory.account import MemoryKind
 from sglang_hybrid.replay.avmp.memory import Ids, ModelBytes, Recency
 
 

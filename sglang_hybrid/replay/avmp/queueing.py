@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sglang_hybrid.memory.account import MemoryKind
+from sglang_hybrid.core.memory.account import MemoryKind
 from sglang_hybrid.replay.avmp.memory import ModelBytes
 from sglang_hybrid.replay.avmp.requests import LiveRequest
 

@@ -1,0 +1,323 @@
+"""`core`'s records of SGLang's tree: every change of that tree is repeated in them, and the victims
+are chosen among them.
+
+SGLang's TreeCore and components own KV, states, locks and the tree itself. The shadow tree holds
+one `core.Node` per tree node, two pools (what is short: KV tokens or state slots), or one where KV
+and states share all bytes, and the history.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy.typing as npt
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.records.nodes import Clock, Kind, Node, NodeTree
+from sglang_hybrid.core.records.pins import Pins
+from sglang_hybrid.core.returns.hints import Hint
+from sglang_hybrid.core.returns.history import HistoryMatch
+from sglang_hybrid.core.victims.eviction import Policy
+from sglang_hybrid.core.victims.pool import Pool, Scarce
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+
+class ShadowTree:
+    """The records of one `HybridRadixCache`.
+
+    Args:
+        cost: FLOPs from the model's config, bytes from the pools that were allocated.
+        kv_policy, state_policy: one object for each pool; both may learn from one history, which
+            is fed on while others are in force.
+        has_states: False for a model without recurrent state. There every node can be resumed
+            from, so every node counts as holding a state of no bytes.
+        one_memory: KV and states share all bytes, so there is one pool, under `kv_policy`: a victim
+            of either kind makes room for either.
+        pins: what clients pin; nothing can be pinned without them.
+    """
+
+    follows_copies = False  # whether `sync` does anything
+
+    def __init__(
+        self,
+        cost: CostModel,
+        kv_policy: Policy,
+        state_policy: Policy,
+        *,
+        has_states: bool,
+        one_memory: bool = False,
+        pins: Pins | None = None,
+    ) -> None:
+        self.cost = cost
+        self._pins = pins
+        self.has_states = has_states
+        self.one_memory = one_memory
+        self.history = kv_policy.history
+        self.clock = Clock()
+        self._kv_policy = kv_policy
+        self._state_policy = kv_policy if one_memory else state_policy
+        self._records: dict[int, Node] = {}
+        self.asked: Pool | None  # the pool that chose the last victim
+        self._build()
+
+    def _build(self) -> None:
+        for record in self._records.values():  # their ids will be given anew
+            self._kv_policy.forget(record)
+            self._state_policy.forget(record)
+        self.tree = NodeTree(self.clock, self._pins)
+        self._fill_pools()
+        self._records = {}
+
+    def _fill_pools(self) -> None:
+        self.asked = None
+        scarce = Scarce.SHARED if self.one_memory else Scarce.KV
+        self.kv_pool = self.state_pool = Pool(scarce, self.cost, self._kv_policy, self.clock)
+        if not self.one_memory:
+            self.state_pool = Pool(Scarce.STATES, self.cost, self._state_policy, self.clock)
+        for pool in self.pools:
+            self.tree.listen(pool)
+
+    @property
+    def pools(self) -> list[Pool]:
+        """Those that have candidates."""
+        two = self.has_states and not self.one_memory
+        return [self.kv_pool, self.state_pool] if two else [self.kv_pool]
+
+    def use(self, kv_policy: Policy, state_policy: Policy) -> None:
+        """These policies choose the victims from now on. Records, locks and the history stay."""
+        for pool in self.pools:
+            self.tree.unlisten(pool)
+        self._kv_policy = kv_policy
+        self._state_policy = kv_policy if self.one_memory else state_policy
+        self._fill_pools()
+
+    # What SGLang's tree did.
+
+    def reset(self, root: UnifiedTreeNode) -> None:
+        """The cache was emptied. What the history knows stays true, so it stays."""
+        self._build()
+        self._records[root.id] = self.tree.root
+        self.tree.root.payload = root
+
+    def added(self, node: UnifiedTreeNode) -> None:
+        parent = self._records[node.parent.id]
+        record = self.tree.add(parent, node.id, len(node.key))
+        self._adopt(node, record)
+
+    def split(self, head: UnifiedTreeNode, tail: UnifiedTreeNode) -> None:
+        """`tail`'s edge was cut; `head` is the new node above it."""
+        record = self.tree.split(self._records[tail.id], len(head.key), head.id, tail.id)
+        self._adopt(head, record)
+
+    def removed(self, node: UnifiedTreeNode) -> None:
+        self.tree.remove(self._records.pop(node.id))
+
+    def state_given(self, node: UnifiedTreeNode, kind: Kind) -> None:
+        self.tree.give_state(self._records[node.id], kind)
+
+    def state_dropped(self, node: UnifiedTreeNode) -> None:
+        self.tree.drop_state(self._records[node.id])
+
+    def kv_locked(self, node: UnifiedTreeNode, root: UnifiedTreeNode) -> None:
+        """A request locks the KV of the path to `node`. A locked node ends the walk: its path is
+        locked already.
+        """
+        while node is not root:
+            record = self._records[node.id]
+            if record.kv_locked:
+                return
+            self.tree.lock(record, kv=True, state=record.state_locked)
+            node = node.parent
+
+    def kv_released(self, node: UnifiedTreeNode, root: UnifiedTreeNode) -> None:
+        """A lock of the KV of the path to `node` ended. A node that is locked still ends the walk:
+        so is its path.
+        """
+        while node is not root and not node.component_data[ComponentType.FULL].lock_ref:
+            record = self._records[node.id]
+            self.tree.lock(record, kv=False, state=record.state_locked)
+            node = node.parent
+
+    def state_lock_changed(self, node: UnifiedTreeNode, held: bool) -> None:
+        record = self._records.get(node.id)
+        if record is not None and record is not self.tree.root:
+            self.tree.lock(record, kv=record.kv_locked, state=held)
+
+    def sync(self, node: UnifiedTreeNode) -> None:
+        """Copies of `node` may have come or gone. With one tier, other calls tell of that."""
+
+    # What requests did.
+
+    def arrived(self, stamp: float | None) -> None:
+        """A request is looked up for the first time; `stamp`: seconds that it carries, or None."""
+        self.clock.advance(stamp)
+        self.tree.pins.expire()
+
+    def time_passes(self, seconds: float) -> None:
+        """All ranks are told that it is so late."""
+        self.clock.passes(seconds)
+        self.tree.pins.expire()
+
+    def hit(self, node: UnifiedTreeNode) -> None:
+        record = self._records[node.id]
+        if record is not self.tree.root:
+            self.tree.hit(record)
+
+    def finished(
+        self,
+        tokens: npt.ArrayLike,
+        input_len: int,
+        node: UnifiedTreeNode,
+        root: UnifiedTreeNode,
+        message_starts: Sequence[int] = (),
+        tenant: Hashable = None,
+        history_match: HistoryMatch | None = None,
+        hint: Hint | None = None,
+    ) -> None:
+        """A sequence of `tenant` ended; `node` is the deepest one on its path that the tree
+        holds. history_match: what its prompt had in common with the history, if that was asked.
+        hint: what the client said of its session.
+        """
+        if self.history is None:
+            return
+        history_path = self.history.observe(
+            tokens, input_len, self.clock, message_starts[-1:], history_match, tenant, hint
+        )
+        while node is not root:
+            record = self._records[node.id]
+            self.tree.link_history(record, history_path.at(record.depth))
+            node = node.parent
+
+    # What to evict.
+
+    def kv_victim(self) -> UnifiedTreeNode | None:
+        """The leaf whose KV should go, or None."""
+        self.asked = self.kv_pool
+        return _payload(self.kv_pool.victim())
+
+    def state_victim(self) -> UnifiedTreeNode | None:
+        """The node whose state should go; one with many children only if there is no other."""
+        self.asked = self.state_pool
+        return _payload(self.state_pool.victim(last_resort=True))
+
+    # What to admit.
+
+    def match_history(
+        self, prompt: array[int], tenant: Hashable = None, last: HistoryMatch | None = None
+    ) -> HistoryMatch | None:
+        """What a prompt has in common with its tenant's history, before its prefill; None for a
+        policy without a history. last: what an earlier look-up of the prompt found.
+        """
+        history = self._state_policy.history
+        return None if history is None else history.match(prompt, tenant, last)
+
+    # Whether it is all true.
+
+    def check(self, root: UnifiedTreeNode, *, kv_tokens: int, states: int) -> None:
+        """Compare every record with SGLang's tree under `root`, and the pools with the records.
+
+        kv_tokens, states: what SGLang accounts for, held and evictable together. Raises
+        AssertionError that lists what differs.
+        """
+        self.tree.settle(len(self._records))
+        problems = [f"root: {self.tree.root!r}"] if self._records[root.id].parent else []
+        seen = 0
+        tokens = held_states = 0
+        stack = [(root, 0, 0)]
+        while stack:
+            node, depth, anchor_depth = stack.pop()
+            record = self._records.get(node.id)
+            seen += 1
+            if record is None:
+                problems.append(f"node {node.id} has no record")
+                continue
+            if node is not root:
+                problems += self._differences(node, record, depth, anchor_depth)
+                kv_held, state_held = self._device_holds(record)
+                tokens += record.tokens * kv_held
+                held_states += state_held
+                anchor_depth = depth if record.has_state else anchor_depth
+            children = {child.id: self._records.get(child.id) for child in node.children.values()}
+            if record.children != children:
+                problems.append(f"node {node.id} has children {list(children)}, not {record!r}'s")
+            stack += [
+                (child, depth + len(child.key), anchor_depth) for child in node.children.values()
+            ]
+        if seen != len(self._records):
+            problems.append(f"{len(self._records)} records of {seen} nodes")
+        if tokens != kv_tokens:
+            problems.append(f"{tokens} tokens in records, {kv_tokens} in SGLang's account")
+        if self.has_states and held_states != states:
+            problems.append(f"{held_states} states in records, {states} in SGLang's account")
+        for pool in self.pools:
+            problems += pool.check(self.tree.walk())
+        if problems:
+            raise AssertionError("the shadow tree differs from the tree: " + "; ".join(problems))
+
+    def record(self, node: UnifiedTreeNode) -> Node:
+        """The record of a node of SGLang's tree."""
+        return self._records[node.id]
+
+    def __contains__(self, node: UnifiedTreeNode) -> bool:
+        """Whether `node` is in SGLang's tree still."""
+        record = self._records.get(node.id)
+        return record is not None and record.payload is node
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def _adopt(self, node: UnifiedTreeNode, record: Node) -> None:
+        record.payload = node
+        self._records[node.id] = record
+        if not self.has_states:
+            times = record.last_used, record.stamp
+            self.tree.give_state(record, Kind.UNKNOWN)
+            record.last_used, record.stamp = times
+
+    def _device_holds(self, record: Node) -> tuple[bool, bool]:
+        """Whether the device has the KV of a record, and its state."""
+        return True, record.has_state
+
+    def _has_a_state(self, node: UnifiedTreeNode) -> bool:
+        """Whether a request can resume from the state of `node`, by SGLang's tree."""
+        return node.component_data[ComponentType.MAMBA].value is not None
+
+    def _differences(
+        self, node: UnifiedTreeNode, record: Node, depth: int, anchor_depth: int
+    ) -> list[str]:
+        kv = node.component_data[ComponentType.FULL]
+        state = node.component_data[ComponentType.MAMBA] if self.has_states else None
+        is_ = {
+            "payload": record.payload,
+            "key": record.key,
+            "tokens": record.tokens,
+            "depth": record.depth,
+            "anchor depth": record.anchor_depth,
+            "state": record.has_state,
+            "KV held": record.kv_locked,
+            "state held": record.state_locked,
+        }
+        should_be = {
+            "payload": node,
+            "key": node.id,
+            "tokens": len(node.key),
+            "depth": depth,
+            "anchor depth": anchor_depth,
+            "state": state is None or self._has_a_state(node),
+            "KV held": kv.lock_ref > 0,
+            "state held": state is not None and state.lock_ref > 0,
+        }
+        return [
+            f"node {node.id}: {name} is {is_[name]}, not {value}"
+            for name, value in should_be.items()
+            if is_[name] != value
+        ]
+
+
+def _payload(record: Node | None) -> UnifiedTreeNode | None:
+    return None if record is None else record.payload

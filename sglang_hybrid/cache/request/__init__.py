@@ -1,0 +1,1 @@
+"""What each step of a request does to the cache: look-up, growth, publication, pins."""

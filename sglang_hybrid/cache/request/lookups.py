@@ -1,0 +1,210 @@
+"""What requests found in the cache, and what is reported of it; an access is counted here only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_hybrid.cache.request.tree_match import is_plain, resumable_tokens
+from sglang_hybrid.checkpoints import batching_window
+from sglang_hybrid.serving.per_request import PerRequest
+from sglang_hybrid.serving.requests.kv_hints import declared_positions, imported
+from sglang_hybrid.serving.telemetry.stats import CacheStats, Missed, RequestReport
+from sglang_hybrid.serving.tenants import stored_under
+from sglang_hybrid.storage.codecs.coded_rows import chosen
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.managers.io_struct import (
+        TokenizedEmbeddingReqInput,
+        TokenizedGenerateReqInput,
+    )
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+    from sglang_hybrid.cache.records.shadow_tree import ShadowTree
+    from sglang_hybrid.cache.sglang_cache import SglangCache
+    from sglang_hybrid.cache.tiers.request_loads import WayChooser
+    from sglang_hybrid.core.costs.cost import CostModel
+    from sglang_hybrid.core.records.nodes import Kind
+    from sglang_hybrid.explain.decision_log import DecisionLog
+    from sglang_hybrid.serving.telemetry.tiers import TierStats
+
+
+class NoSlotForHit(MatchResult):
+    """A miss: a state was found, but there was no slot to copy it into."""
+
+    __slots__ = ()
+
+
+class LookUps:
+    """The look-ups of one cache's requests.
+
+    SGLang matches a waiting request many times, to rank it and to try to admit it. The first time
+    counts as its access; the last one before its prefill is what it is reported to have found. With
+    states, only an attempt to admit counts, which asks for a copy of the state (`cow_mamba`).
+    """
+
+    def __init__(
+        self,
+        cache: SglangCache,
+        cost: CostModel,
+        stats: CacheStats,
+        shadow_tree: ShadowTree | None,
+        decision_log: DecisionLog,
+        tier_stats: TierStats,
+    ) -> None:
+        self._cache = cache
+        self._tier_stats = tier_stats
+        self._cost = cost
+        self._stats = stats
+        self._shadow_tree = shadow_tree
+        self._decision_log = decision_log
+        self._reports: PerRequest[RequestReport] = PerRequest()
+        self._lens: PerRequest[tuple[int, int]] = PerRequest()  # of KV, of hit
+        batching_window.look_up_with(self.cached_tokens)
+
+    def cached_tokens(self, request: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput) -> int:
+        """Tokens that a request which has just been received would hit on the device; 0 where only
+        SGLang can tell. No access.
+        """
+        cache = self._cache
+        if cache.disable or not is_plain(cache.tree_core):
+            return 0
+        extra_key = stored_under(getattr(request, "extra_key", None), request.lora_id)
+        salt = getattr(request, "cache_salt", None)
+        key = RadixKey(request.input_ids, extra_key, cache_salt=salt)
+        return resumable_tokens(cache.tree_core, key)
+
+    @property
+    def _ways(self) -> WayChooser | None:
+        return self._cache.ways
+
+    def __contains__(self, req: Req) -> bool:
+        """Whether a look-up of `req` was counted."""
+        return req in self._reports
+
+    def report(self, req: Req) -> RequestReport | None:
+        """What is reported of `req` by now."""
+        return self._reports.get(req)
+
+    def hit_tokens(self, req: Req) -> int:
+        """Prompt tokens of `req` whose prefill was skipped."""
+        report = self._reports.get(req)
+        return 0 if report is None else report.hit_tokens
+
+    def kv_len(self, req: Req) -> int:
+        """Prompt tokens of `req` whose KV is stored, whether or not a state is."""
+        lens = self._lens.get(req)
+        return int(req.prefix_len) if lens is None else lens[0]
+
+    def hit_len(self, req: Req) -> int:
+        """Where the prefill of `req` will begin, if what it is to load can be loaded."""
+        lens = self._lens.get(req)
+        return int(req.prefix_len) if lens is None else lens[1]
+
+    def looked_up(self, params: MatchPrefixParams, result: MatchResult) -> None:
+        """SGLang matched a prompt. A health probe is no traffic: it is not counted, noted or
+        recorded and leaves nothing in the tree.
+        """
+        req = params.req
+        if req is None or self._cache.disable:
+            return
+        if self._cache.is_mamba_enabled and not params.cow_mamba:
+            return
+        if req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
+            req.skip_radix_cache_insert = True
+            return
+        self._lens[req] = result.full_kv_hit_length, self._depth(result)
+        known = self._reports.get(req)
+        if known is not None and known.started:
+            return
+        node = self._cache.tree_core.node_by_id(result.best_match_node)
+        report = self._reports[req] = self._report_of(req, params.key, result)
+        if known is None and self._shadow_tree is not None:
+            self._shadow_tree.arrived(self._cache.step_clock.arrival(req))
+        self._decision_log.looked_up(req, report, result.full_kv_hit_length, node)
+        if known is None and self._shadow_tree is not None:
+            self._shadow_tree.hit(node)
+        if report.composed == 0:  # it will not enter the tree, which is where others are reported
+            _send(req, report)
+
+    def _report_of(self, req: Req, key: Any, result: MatchResult) -> RequestReport:
+        hit = self._depth(result)
+        kv_only = max(0, result.full_kv_hit_length - hit) if self._cache.is_mamba_enabled else 0
+        found = None if self._ways is None else self._ways.found(req)
+        if isinstance(result, NoSlotForHit):
+            missed = Missed.NO_SLOT
+        elif found is not None and found.stored_tokens > hit:
+            missed = Missed.COMPUTED
+        elif kv_only:
+            missed = Missed.NO_STATE
+        else:
+            usable = len(key) - len(key) % self._cache.page_size
+            missed = Missed.NOTHING if hit >= usable else Missed.NOT_STORED
+        return RequestReport(
+            len(req.origin_input_ids),
+            hit,
+            kv_only,
+            missed,
+            declared=declared_positions(req.kv_hints),
+            has_states=self._cache.is_mamba_enabled,
+            found=found,
+            composed=self._composed(req),
+        )
+
+    def _composed(self, req: Req) -> int | None:
+        """Tokens of segments that were put together for it; None if it has none."""
+        asked = imported(req.kv_hints)
+        if asked is None or not asked.segments:
+            return None
+        return 0 if req.skip_radix_cache_insert else asked.length
+
+    def _depth(self, result: MatchResult) -> int:
+        """Tokens down to the node that is resumed from. SGLang's `host_hit_length` leaves out what
+        the device has and the host has not.
+        """
+        if self._shadow_tree is None or not result.host_hit_length:
+            return int(result.device_prefix_len + result.host_hit_length)
+        node = self._cache.tree_core.node_by_id(result.best_match_node)
+        depth: int = self._shadow_tree.record(node).depth
+        return depth
+
+    def began(self, req: Req) -> None:
+        """The first prefill of a request has run: count what it found, once. `published` reports
+        it.
+        """
+        report = self._reports.get(req)
+        if report is None or report.started:
+            return
+        report.started = True
+        if not chosen().exact:
+            core = self._cache.tree_core
+            report.exact = core.is_exact(core.node_by_id(req.last_node))
+        self._stats.served(report, self._cost.flops(report.hit_tokens))
+        if report.found is not None:
+            self._tier_stats.hit_tokens["device"] += report.found.device_tokens
+            self._tier_stats.hit_tokens["host"] += report.found.host_tokens
+
+    def published(
+        self, req: Req, checkpoints: Sequence[tuple[int, Kind]], pinned: Sequence[int]
+    ) -> None:
+        """`req` left states at these positions, of these kinds, in the tree, and what it declared
+        at the positions `pinned` is pinned now.
+        """
+        report = self._reports.get(req)
+        if report is None:
+            return
+        report.checkpoints += checkpoints
+        if pinned:
+            report.pinned = list(pinned)
+        _send(req, report)
+
+
+def _send(req: Req, report: RequestReport) -> None:
+    """Put `report` into the response of `req`."""
+    req.customized_info = {**(req.customized_info or {}), "hybrid_cache": [report.as_dict()]}

@@ -1,0 +1,65 @@
+"""What clients pin: the nodes of their positions are pinned once they are in the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from sglang_hybrid.cache.memory.allocators import OneMemoryKV
+from sglang_hybrid.core.records.pins import PinRoom, Pins
+from sglang_hybrid.serving.requests.kv_hints import pins as pins_of
+from sglang_hybrid.serving.tenants import tenant_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+    from sglang_hybrid.cache.records.shadow_tree import ShadowTree
+    from sglang_hybrid.cache.sglang_cache import SglangCache
+    from sglang_hybrid.core.costs.cost import CostModel
+    from sglang_hybrid.core.records.nodes import Node
+    from sglang_hybrid.core.records.pins import PinRequest
+
+
+def make_pins(cost: CostModel, params: CacheInitParams, share: float) -> Pins:
+    """The pins of a cache, which may take `share` of the device's memory on this rank."""
+    allocator = params.token_to_kv_pool_allocator
+    if isinstance(allocator, OneMemoryKV):
+        return Pins(cost, PinRoom(allocator.account.budget), share)
+    kv = int(allocator.size) * cost.kv_bytes_per_token
+    states = getattr(params.req_to_token_pool, "mamba_pool", None)
+    if states is None:
+        return Pins(replace(cost, state_bytes=0), PinRoom(kv), share)
+    return Pins(cost, PinRoom(kv, int(states.size) * cost.state_bytes), share)
+
+
+def pin_published(
+    cache: SglangCache, shadow_tree: ShadowTree, req: Req, page_size: int
+) -> list[int]:
+    """Pin what `req` declared as far as it is in the tree now; returns the positions that are
+    pinned, ascending. Those that another call will reach are left for it.
+    """
+    wanted = pins_of(req.kv_hints)
+    if not wanted or req.last_node is None:
+        return []
+    tenant, pins = tenant_of(req), shadow_tree.tree.pins
+    record = shadow_tree.record(cache.tree_core.node_by_id(req.last_node))
+    found = _holders(record, wanted, page_size, exact=shadow_tree.has_states)
+    pinned = [asked.position for node, asked in found if pins.pin(node, asked, tenant)]
+    return sorted(pinned)
+
+
+def _holders(
+    node: Node, wanted: tuple[PinRequest, ...], page_size: int, *, exact: bool
+) -> Iterator[tuple[Node, PinRequest]]:
+    """The nodes on the path to `node` that hold the wanted positions, deepest first. exact: a node
+    must end at the position, with a state; otherwise the position may lie on its edge.
+    """
+    for asked in reversed(wanted):
+        position = asked.position - asked.position % page_size
+        while node.parent is not None and node.parent.depth >= position:
+            node = node.parent
+        ends_there = node.depth == position and node.has_state
+        if node.parent is not None and node.depth >= position and (ends_there or not exact):
+            yield node, asked

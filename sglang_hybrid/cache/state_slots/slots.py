@@ -1,0 +1,69 @@
+"""How many state slots are free, how many a running request counts for, and what a look-up took."""
+
+from __future__ import annotations
+
+from operator import length_hint
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.runtime_context import get_schedule
+
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.preflight import StartupError
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+
+def free_slots(allocator: MambaSlotAllocator) -> int:
+    """Slots that a request can have without an eviction.
+
+    While SGLang fills a prefill batch it sets one slot aside for every waiting request, out of
+    sight of `available_size` (allocator/mamba.py, alloc_group_begin).
+    """
+    aside = getattr(allocator, "_alloc_iter", None)
+    return int(allocator.schedulable_available_size()) + (
+        0 if aside is None else length_hint(aside)
+    )
+
+
+def slots_per_request(needed: int) -> int | None:
+    """What SGLANG_HYBRID_SLOTS_PER_REQUEST says, but never less than `needed`; None if unset.
+
+    SGLang divides the state pool by it to cap the running requests. Whatever a request counts for
+    beyond what it needs is left for checkpoints. Raises `StartupError` for more than the pool has.
+    """
+    asked = HybridConfig.from_environment().hybrid_slots_per_request
+    there = get_schedule().max_mamba_cache_size  # None until it is known
+    if asked and there is not None and there < asked:
+        raise StartupError(
+            f"SGLANG_HYBRID_SLOTS_PER_REQUEST={asked} is more than the {there} state slots that "
+            "there are, so that no request could run; give less, or raise --max-mamba-cache-size."
+        )
+    return max(needed, asked) if asked else None
+
+
+def send_back(req: Req, pool: Any) -> None:
+    """Undo the look-up of a request that stays in the queue (scheduler.py:4283-4300): the slot that
+    it took of `pool`, SGLang's pool of requests, is free again, and nothing is copied into it.
+    """
+    req.kv.mamba_cow_src_index = None
+    req.kv.mamba_needs_clear = False
+    if req.kv.holds_mamba and not req.session:
+        pool.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(-1))
+        req.kv.mamba_pool_idx = None
+
+
+def send_back_if_waiting(params: MatchPrefixParams, pool: Any) -> None:
+    """Before a look-up that takes no slot: give back the one that an earlier look-up of the request
+    took, if it still waits.
+
+    SGLang leaves it there when it asks the disk again for what the device has lost of a waiting
+    prompt (scheduler.py:4261-4264). The state to be copied might be evicted meanwhile.
+    """
+    req = params.req
+    if req is None or params.cow_mamba or req.kv.holds_kv:
+        return
+    if req.kv.mamba_cow_src_index is not None:
+        send_back(req, pool)

@@ -1,0 +1,107 @@
+"""The state pool as the planner sees it: what is free, and what a new state competes with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sglang_hybrid.cache.memory.allocators import OneMemoryKV
+from sglang_hybrid.cache.state_slots.slots import free_slots
+from sglang_hybrid.core.checkpoints.admission import SlotBudget
+from sglang_hybrid.core.checkpoints.checkpoint_plan import slot_budget_for
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
+
+    from sglang_hybrid.cache.records.shadow_tree import ShadowTree
+    from sglang_hybrid.cache.sglang_cache import SglangCache
+    from sglang_hybrid.checkpoints.planner import CheckpointPlan
+    from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
+    from sglang_hybrid.explain.decision_log import DecisionLog
+
+
+class PoolStateSlots:
+    """The slots of one cache's state pool.
+
+    steps_ahead: steps that are prepared before a prefill's states are in the tree.
+    """
+
+    def __init__(
+        self, cache: SglangCache, shadow_tree: ShadowTree | None, decision_log: DecisionLog
+    ) -> None:
+        self.steps_ahead = 0
+        self._cache = cache
+        self._shadow_tree = shadow_tree
+        self._decision_log = decision_log
+        self._decoding = 0  # requests that will decode
+
+    def reserve(self, requests: int) -> None:
+        """So many requests run, or will: in one memory the tokens of their next steps come before
+        checkpoints.
+        """
+        self._decoding = requests
+
+    def ended(self) -> None:
+        """One of them ended, or went back to the queue."""
+        self._decoding = max(0, self._decoding - 1)
+
+    @property
+    def decoding(self) -> int:
+        """Requests that run, or will."""
+        return self._decoding
+
+    def free(self) -> int:
+        """Slots that cost nothing."""
+        return free_slots(self._allocator)
+
+    def take(self, request: CheckpointRequest | None = None) -> torch.Tensor | None:
+        """A slot [1] for `request`, pushing out the cheapest victim if none is free; None if
+        nothing may go.
+        """
+        if not self._leaves_enough():
+            return None
+        if self.free() == 0:
+            with self._decision_log.making_room_for(request):
+                if not self.make_room():
+                    return None
+        slot: torch.Tensor | None = self._allocator.alloc(1)
+        return slot
+
+    def make_room(self) -> bool:
+        """Whether a slot is free, evicting a state if that helps."""
+        if self.free() == 0:
+            self._cache.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=1))
+        return self.free() > 0
+
+    def _leaves_enough(self) -> bool:
+        """Whether running requests could still decode: a state under way cannot be evicted before
+        it is in the tree, and with the overlap scheduler steps are prepared until then.
+        """
+        allocator = self._cache.token_to_kv_pool_allocator
+        steps = self._decoding * self.steps_ahead
+        if not steps or not isinstance(allocator, OneMemoryKV):
+            return True
+        spare = allocator.available_size() + self._cache.full_evictable_size()
+        spare -= steps * allocator.page_size
+        spare = spare * allocator.token_bytes
+        spare += self._cache.mamba_evictable_size() * allocator.states.granule_bytes
+        return bool(spare >= allocator.states.granule_bytes)
+
+    def give_back(self, slot: torch.Tensor) -> None:
+        """`take` undone."""
+        self._allocator.free(slot)
+
+    def budget(self, plan: CheckpointPlan) -> SlotBudget:
+        """What a state of `plan` competes with. Where SGLang's own order decides, what is new is
+        worth more than what is old.
+        """
+        if self._shadow_tree is None:
+            return SlotBudget(self.free(), evictable=self._cache.mamba_evictable_size() > 0)
+        return slot_budget_for(plan, self.free(), self._shadow_tree.state_pool)
+
+    @property
+    def _allocator(self) -> MambaSlotAllocator:
+        allocator: MambaSlotAllocator = self._cache.req_to_token_pool.mamba_allocator
+        return allocator

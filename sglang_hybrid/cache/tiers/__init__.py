@@ -1,0 +1,1 @@
+"""Host memory below the device: what is copied there and loaded from there, and when."""

@@ -1,0 +1,83 @@
+"""Copies to the host in the background, so that an eviction on a request's way moves no bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_hybrid.cache.memory.allocators import OneMemoryKV
+from sglang_hybrid.core.victims.pool import Scarce
+
+if TYPE_CHECKING:
+    from sglang_hybrid.cache.host_tier import HostTierCache
+
+OFTEN = 8
+"""How many times the next victims are looked for while requests fill the memory above the
+watermark."""
+
+
+class Offload:
+    """Copies what one cache would evict next, until no more than `watermark` of the device's memory
+    were in use: one node at a time, while no copy is under way; under write-back only while no
+    request waits, and nothing is loaded.
+
+    watermark: 0 to 1; at 1 nothing is copied here, and the write policy alone says when.
+    """
+
+    def __init__(self, cache: HostTierCache, watermark: float) -> None:
+        self._cache = cache
+        self._watermark = watermark
+        self._looked: tuple[float, int] | None = None  # time and bytes in use when all was copied
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it copies anything."""
+        return self._watermark < 1
+
+    def step(self) -> None:
+        """The scheduler begins another step."""
+        cache = self._cache
+        controller = cache.cache_controller
+        if not self.is_on or controller is None or controller.ack_write_queue:
+            return
+        if cache.is_write_back and (controller.ack_load_queue or cache.requests_wait):
+            return
+        if self._nothing_new():
+            return
+        for node in cache.shadow_tree.next_victims(self.needed):
+            if cache.copy_to_host(node):
+                cache.tier_stats.offloaded += 1
+                self._looked = None
+                return
+
+    def needed(self, scarce: Scarce) -> int:
+        """Bytes in use above the watermark, of the memory that `scarce` names."""
+        used, whole = self._memory(scarce)
+        return used - int(self._watermark * whole)
+
+    def _nothing_new(self) -> bool:
+        """Whether what would be evicted next is what it was when all of that was copied."""
+        kinds = (Scarce.KV, Scarce.STATES)
+        memories = [self._memory(kind) for kind in kinds]
+        if all(used <= self._watermark * whole for used, whole in memories):
+            return True
+        now, used = self._cache.shadow_tree.clock.tick, sum(used for used, _ in memories)
+        step = (1 - self._watermark) * sum(whole for _, whole in memories) / OFTEN
+        if self._looked is not None and self._looked[0] == now and used - self._looked[1] < step:
+            return True
+        self._looked = now, used
+        return False
+
+    def _memory(self, scarce: Scarce) -> tuple[int, int]:
+        """Bytes in use and in all, of the pool of a kind or of the memory that both share."""
+        cache, cost = self._cache, self._cache.cost
+        allocator = cache.token_to_kv_pool_allocator
+        if isinstance(allocator, OneMemoryKV):
+            account = allocator.account
+            return account.budget - account.free, account.budget
+        free, whole, size = allocator.available_size(), allocator.size, cost.kv_bytes_per_token
+        if scarce is Scarce.STATES:
+            if not cache.is_mamba_enabled:
+                return 0, 0
+            slots = cache.req_to_token_pool.mamba_allocator
+            free, whole, size = slots.available_size(), slots.size, cost.state_bytes
+        return int(whole - free) * size, int(whole) * size

@@ -1,0 +1,1 @@
+"""SGLang's tree and its components, with our admission and our victims."""

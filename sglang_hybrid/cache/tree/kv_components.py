@@ -1,0 +1,58 @@
+"""SGLang's tree component for KV; what it evicts is counted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
+from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
+
+from sglang_hybrid.serving.telemetry.stats import Evicted
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+    from sglang_hybrid.cache.parts import Parts
+
+
+class CountedFull(FullComponent):
+    """KV whose evictions are counted where no state goes with it."""
+
+    def __init__(self, *args: Any, parts: Parts) -> None:
+        super().__init__(*args)
+        self._parts = parts
+
+    def evict_component(
+        self,
+        node: UnifiedTreeNode,
+        *args: Any,
+        target: EvictLayer = EvictLayer.DEVICE,
+        **kwargs: Any,
+    ) -> tuple[int, int]:
+        if EvictLayer.DEVICE in target:
+            if not self._has_state(node):
+                self._parts.stats.evicted[Evicted.KV.value] += 1
+            self.kv_dropped(node)
+        freed: tuple[int, int] = super().evict_component(node, *args, target=target, **kwargs)
+        return freed
+
+    def reclaimable_value_len(self, node: UnifiedTreeNode) -> int:
+        return value_len(node, self.component_type)
+
+    def kv_dropped(self, node: UnifiedTreeNode) -> None:
+        """The leaf `node` loses its KV."""
+
+    def _has_state(self, node: UnifiedTreeNode) -> bool:
+        return (
+            ComponentType.MAMBA in self.cache.components
+            and node.component_data[ComponentType.MAMBA].value is not None
+        )
+
+
+def value_len(node: UnifiedTreeNode, kind: ComponentType) -> int:
+    """KV tokens or state slots that `node` holds on the device. SGLang asks at each node of a path
+    that is locked or released, and `len` of a tensor takes several times as long as this.
+    """
+    value = node.component_data[kind].value
+    return 0 if value is None else int(value.numel())

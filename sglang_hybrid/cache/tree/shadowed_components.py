@@ -1,0 +1,175 @@
+"""Components whose victims our policies choose; every change is repeated in the shadow tree."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_cache.components.base import (
+    EvictLayer,
+    TreeComponent,
+)
+
+from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
+from sglang_hybrid.cache.tiers.host_eviction import evict_from_host
+from sglang_hybrid.cache.tree.kv_components import CountedFull, value_len
+from sglang_hybrid.cache.tree.state_components import RobustMamba
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+    from sglang_hybrid.cache.parts import Parts
+    from sglang_hybrid.cache.records.shadow_tree import ShadowTree
+    from sglang_hybrid.core.records.nodes import Kind
+    from sglang_hybrid.serving.telemetry.stats import Evicted
+
+
+class _HostByValue(TreeComponent):
+    """The host forgets what is worth least, too."""
+
+    _shadow_tree: ShadowTree
+
+    def drive_host_eviction(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self._shadow_tree, TieredShadowTree):
+            evict_from_host(self, self._shadow_tree, num_tokens, *args, **kwargs)
+        else:
+            super().drive_host_eviction(num_tokens, *args, **kwargs)
+
+
+class ShadowedMamba(_HostByValue, RobustMamba):
+    """States that are evicted by what they save."""
+
+    def __init__(self, *args: Any, parts: Parts, shadow_tree: ShadowTree) -> None:
+        super().__init__(*args, parts=parts)
+        self._shadow_tree = shadow_tree
+
+    def state_given(self, node: UnifiedTreeNode, kind: Kind) -> None:
+        self._shadow_tree.state_given(node, kind)
+
+    def state_dropped(self, node: UnifiedTreeNode, what: Evicted) -> None:
+        if node.component_data[self.component_type].host_value is None:
+            self._parts.decision_log.state_lost(node, what)
+        else:
+            self._parts.tier_stats.demoted += 1
+        self._shadow_tree.state_dropped(node)
+
+    def acquire_component_lock(
+        self, node: UnifiedTreeNode, result: Any, lock_host: bool = False
+    ) -> Any:
+        result = super().acquire_component_lock(node, result, lock_host)
+        self._tell_lock(node)
+        return result
+
+    def release_component_lock(
+        self, node: UnifiedTreeNode, params: Any, lock_host: bool = False
+    ) -> None:
+        super().release_component_lock(node, params, lock_host)
+        self._tell_lock(node)
+
+    def _tell_lock(self, node: UnifiedTreeNode) -> None:
+        self._shadow_tree.state_lock_changed(
+            node, node.component_data[self.component_type].lock_ref > 0
+        )
+
+    def _evict_device_start(self, request_cnt: int) -> None:
+        self._wanted = request_cnt
+        self._last: UnifiedTreeNode | None = None
+
+    def _evict_device_next_node(
+        self,
+        tracker: dict[ComponentType, int],
+        device_frees: Any,
+        host_frees: Any,
+        **more: Any,
+    ) -> int | None:
+        """One victim: a leaf is returned for SGLang to delete or to demote, an inner node gives up
+        its state, of which the host may get a copy first.
+
+        more: `cache_actions`, to which SGLang 0.5.23 adds, and which 0.5.22 does not have.
+        """
+        if tracker[self.component_type] >= self._wanted:
+            return None
+        node = self._shadow_tree.state_victim()
+        if node is None or node is self._last:  # SGLang could not evict it
+            return None
+        self._last = node
+        if node in self.tree_core.evictable_device_leaves:
+            leaf: int = node.id
+            return leaf
+        if self.tree_core.demotes_states:
+            self.cache.copy_before_eviction(node)
+        self.tree_core._evict_component_and_detach_lru(
+            node,
+            self,
+            target=EvictLayer.DEVICE,
+            tracker=tracker,
+            device_frees=device_frees,
+            host_frees=host_frees,
+            **more,
+        )
+        self.tree_core._update_evictable_leaf_sets(node)
+        return None
+
+    def _evict_device_end(self) -> None:
+        self._wanted, self._last = 0, None
+
+
+class ShadowedFull(_HostByValue, CountedFull):
+    """KV whose leaves are evicted by what they save."""
+
+    def __init__(self, *args: Any, parts: Parts, shadow_tree: ShadowTree) -> None:
+        super().__init__(*args, parts=parts)
+        self._shadow_tree = shadow_tree
+
+    def kv_dropped(self, node: UnifiedTreeNode) -> None:
+        if not node.backuped:
+            self._parts.decision_log.kv_lost(node)
+        elif not self._shadow_tree.has_states:
+            self._parts.tier_stats.demoted += 1
+
+    def acquire_component_lock(
+        self, node: UnifiedTreeNode, result: Any, lock_host: bool = False
+    ) -> Any:
+        result = super().acquire_component_lock(node, result, lock_host)
+        if not lock_host:
+            self._shadow_tree.kv_locked(node, self.tree_core.root_node)
+        return result
+
+    def lock_below(self, above: UnifiedTreeNode, node: UnifiedTreeNode) -> None:
+        """A request that holds the path to `above` holds the path to `node` below it, too."""
+        core, kind = self.tree_core, self.component_type
+        self._shadow_tree.kv_locked(node, core.root_node)
+        while node is not above:
+            data = node.component_data[kind]
+            if data.lock_ref == 0:
+                tokens = value_len(node, kind)
+                core.component_evictable_size_[kind] -= tokens
+                core.component_protected_size_[kind] += tokens
+            data.lock_ref += 1
+            core._update_evictable_leaf_sets(node)
+            node = node.parent
+
+    def release_component_lock(
+        self, node: UnifiedTreeNode, params: Any, lock_host: bool = False
+    ) -> None:
+        super().release_component_lock(node, params, lock_host)
+        if not lock_host:
+            self._shadow_tree.kv_released(node, self.tree_core.root_node)
+
+    def _evict_device_start(self, request_cnt: int) -> None:
+        self._wanted = request_cnt
+        self._last: UnifiedTreeNode | None = None
+
+    def _evict_device_next_node(
+        self, tracker: dict[ComponentType, int], *args: Any, **kwargs: Any
+    ) -> int | None:
+        if tracker[self.component_type] >= self._wanted:
+            return None
+        node = self._shadow_tree.kv_victim()
+        if node is None or node is self._last:  # SGLang could not evict it
+            return None
+        self._last = node
+        return int(node.id)
+
+    def _evict_device_end(self) -> None:
+        self._wanted, self._last = 0, None

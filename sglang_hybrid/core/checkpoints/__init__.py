@@ -1,0 +1,1 @@
+"""Which positions of a prefill get a checkpoint."""

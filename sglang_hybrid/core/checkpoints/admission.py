@@ -1,0 +1,176 @@
+"""Which positions of a prefill deserve a checkpoint, and why the others do not.
+
+Pure decisions over numbers: how much of the prompt is in the cache and in the history, which slots
+are free, what a checkpoint would be worth. Nothing is allocated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from sglang_hybrid.core.records.nodes import Kind
+
+MIN_BRANCH_TOKENS = 16
+"""Tokens that a branch point must gain over the hit to get a checkpoint, by default."""
+
+
+ALWAYS_EXACT = (Kind.DECLARED, Kind.PROMPT_END)
+"""Kinds that are taken however few tokens they gain."""
+
+
+class Skip(Enum):
+    """Why a position gets no checkpoint."""
+
+    DUPLICATE = "duplicate"  # there is one already, or another reason took it
+    NOT_COMPUTED = "not_computed"  # inside the hit, or past the usable prompt
+    MICRO_BRANCH = "micro_branch"  # gains too few tokens over the hit
+    NO_SLOT = "no_slot"  # nothing is free and nothing may be pushed out
+    NOT_WORTH = "not_worth"  # worth no more than what it would push out
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A position (tokens from the start) and its kind; `skip` is None where it is admitted."""
+
+    position: int
+    kind: Kind
+    skip: Skip | None = None
+
+    @property
+    def admitted(self) -> bool:
+        return self.skip is None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A prompt before its prefill.
+
+    prompt_len: its tokens; hits end before the last one. hit_len: where it resumes. kv_len: how far
+    KV alone is stored. known_branch: where the history would branch it (`HistoryMatch.branch`), 0
+    if it does not know. shared: lengths of the prefixes that waiting requests share with it,
+    ascending. message_starts: positions at which the client's messages begin. declared: positions
+    at which the client asked for a checkpoint. page_size: positions are rounded down to multiples
+    of it.
+    """
+
+    prompt_len: int
+    hit_len: int
+    kv_len: int
+    known_branch: int = 0
+    shared: Sequence[int] = ()
+    message_starts: Sequence[int] = ()
+    declared: Sequence[int] = ()
+    page_size: int = 1
+
+    def branch_points(self) -> list[int]:
+        """Where this prompt leaves what was seen before, deepest first: by the history, and by the
+        stored KV.
+        """
+        known = {min(self.kv_len, self.prompt_len - 1), self.known_branch}
+        return sorted(known - {0}, reverse=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotBudget:
+    """Slots that are free, and whether a state may be pushed out.
+
+    beats_victim: whether a checkpoint at a position would be worth more than the cheapest victim;
+    None if what is new always is, as with LRU. knows_returns: that says how likely a position comes
+    back, by what was seen.
+    """
+
+    free_slots: int
+    evictable: bool = False
+    beats_victim: Callable[[int, Kind], bool] | None = None
+    knows_returns: bool = False
+
+
+def judicious(prefill: Prefill) -> list[tuple[int, Kind]]:
+    """Positions that a later prompt may resume from, most likely first: what the client declared,
+    deepest first; where it branches from what was seen and from what waits; start of the last
+    message; prompt end.
+    """
+    wanted = [(position, Kind.DECLARED) for position in sorted(prefill.declared, reverse=True)]
+    wanted += [(branch, Kind.BRANCH) for branch in prefill.branch_points()]
+    wanted += [(length, Kind.BRANCH) for length in reversed(prefill.shared)]
+    if prefill.message_starts:
+        wanted.append((prefill.message_starts[-1], Kind.MESSAGE))
+    wanted.append((prefill.prompt_len - 1, Kind.PROMPT_END))
+    return wanted
+
+
+def last_boundary(start: int, end: int, grid: int) -> int | None:
+    """Where the forward of tokens [start, end) of a prompt without messages passes a boundary that
+    SGLang would keep a state at: the last multiple of `grid` from `start`; None if there is none.
+
+    Nobody knows where such a prompt will be left, and when KV runs short its end goes first: a
+    state in between is worth a free slot.
+    """
+    boundary = start + (end - start) // grid * grid
+    return boundary if boundary > start else None
+
+
+def decide(
+    wanted: Sequence[tuple[int, Kind]],
+    prefill: Prefill,
+    slot_budget: SlotBudget,
+    min_branch_tokens: int = MIN_BRANCH_TOKENS,
+) -> list[Checkpoint]:
+    """Admit or skip each wanted position, in the order given; what is admitted takes a slot from
+    those that follow.
+    """
+    decided: list[Checkpoint] = []
+    free = slot_budget.free_slots
+    for checkpoint in screen(wanted, prefill, min_branch_tokens):
+        skip = checkpoint.skip
+        if skip is None and free <= 0:
+            skip = worth(checkpoint.position, checkpoint.kind, slot_budget)
+        free -= skip is None
+        decided.append(Checkpoint(checkpoint.position, checkpoint.kind, skip))
+    return decided
+
+
+def screen(
+    wanted: Sequence[tuple[int, Kind]], prefill: Prefill, min_branch_tokens: int = MIN_BRANCH_TOKENS
+) -> list[Checkpoint]:
+    """Each wanted position on its page, skipped if it is not computed, there already, or too close
+    to the hit or to one before it; whether there is room is not asked. What the client declared and
+    the prompt's end may be close to others.
+    """
+    screened: list[Checkpoint] = []
+    taken = [prefill.hit_len]
+    for asked, kind in wanted:
+        position = asked - asked % prefill.page_size
+        skip = None
+        if position in taken:
+            skip = Skip.DUPLICATE
+        elif not prefill.hit_len < position < prefill.prompt_len:
+            skip = Skip.NOT_COMPUTED
+        elif kind not in ALWAYS_EXACT and any(
+            abs(position - other) < min_branch_tokens for other in taken
+        ):
+            skip = Skip.MICRO_BRANCH
+        if skip is None:
+            taken.append(position)
+        screened.append(Checkpoint(position, kind, skip))
+    return screened
+
+
+def worth(position: int, kind: Kind, slot_budget: SlotBudget) -> Skip | None:
+    """Why a checkpoint is not taken where no slot is free; None if it is worth what it pushes out.
+
+    A declared position is worth the cheapest victim: the client said that it comes back. A chunk's
+    end is worth a free slot only, and so is a prompt's, which serves the same prompt again, unless
+    it is known how often that happens.
+    """
+    if not slot_budget.evictable:
+        return Skip.NO_SLOT
+    if kind is Kind.DECLARED:
+        return None
+    if kind is Kind.CHUNK or (kind is Kind.PROMPT_END and not slot_budget.knows_returns):
+        return Skip.NOT_WORTH
+    if slot_budget.beats_victim is not None and not slot_budget.beats_victim(position, kind):
+        return Skip.NOT_WORTH
+    return None

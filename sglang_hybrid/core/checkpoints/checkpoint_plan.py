@@ -1,0 +1,228 @@
+"""Which states a running prefill takes: from the request for a checkpoint to its slot.
+
+The server and the simulator run these same objects. What a slot is, and how one is freed, they
+define themselves (`StateSlots`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from sglang_hybrid.core.checkpoints.admission import (
+    Checkpoint,
+    Prefill,
+    Skip,
+    SlotBudget,
+    judicious,
+    last_boundary,
+    screen,
+    worth,
+)
+from sglang_hybrid.core.records.nodes import Clock, Kind, Node
+from sglang_hybrid.core.returns.history import HistoryMatch
+from sglang_hybrid.core.victims.pool import Pool, VictimComparison
+
+Slot = TypeVar("Slot")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRequest:
+    """A state that a prefill wants.
+
+    request_id: whose prefill it is, and tenant: whose request that is. comparison: how it compared
+    with the cheapest victim, None if that was not asked.
+    """
+
+    position: int
+    kind: Kind
+    request_id: str = ""
+    comparison: VictimComparison | None = None
+    tenant: Hashable = None
+
+
+@dataclass
+class PendingCheckpoint(Generic[Slot]):
+    """A state under way: its slot is the prefill's until the state is published."""
+
+    position: int
+    kind: Kind
+    slot: Slot
+
+
+class StateSlots(Protocol[Slot]):
+    """What is asked of a state pool."""
+
+    def free(self) -> int:
+        """Slots that cost nothing."""
+
+    def take(self, request: CheckpointRequest | None = None) -> Slot | None:
+        """A slot for `request`, pushing out the cheapest victim if none is free; None if nothing
+        may go.
+        """
+
+    def give_back(self, slot: Slot) -> None:
+        """`take` undone."""
+
+    def budget(self, plan: CheckpointPlan[Slot]) -> SlotBudget:
+        """What a state of `plan` competes with."""
+
+
+@dataclass
+class CheckpointPlan(Generic[Slot]):
+    """What one request's prefill should leave.
+
+    prompt_len: tokens to prefill, the hit included. wanted: kind by position, none of them passed
+    yet. knows_messages: whether it is known where the prompt's messages begin. placed: positions of
+    all states on the way. request_id, tenant: names for the request and for its sender. comparison:
+    of the last position that was weighed against a victim.
+    """
+
+    prompt_len: int
+    hit_len: int
+    wanted: dict[int, Kind]
+    knows_messages: bool
+    history_match: HistoryMatch | None
+    pending_checkpoints: list[PendingCheckpoint[Slot]] = field(default_factory=list)
+    placed: list[int] = field(default_factory=list)
+    request_id: str = ""
+    comparison: VictimComparison | None = None
+    tenant: Hashable = None
+
+    @property
+    def open_positions(self) -> list[int]:
+        """Positions whose states are wanted or under way, in no order."""
+        return [*self.wanted, *(checkpoint.position for checkpoint in self.pending_checkpoints)]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether states are wanted or under way."""
+        return bool(self.wanted or self.pending_checkpoints)
+
+    def first_open(self, least: int) -> int | None:
+        """The shallowest of the open positions from `least` on."""
+        first = None
+        for at in self.wanted:
+            if at >= least and (first is None or at < first):
+                first = at
+        for checkpoint in self.pending_checkpoints:
+            at = checkpoint.position
+            if at >= least and (first is None or at < first):
+                first = at
+        return first
+
+    def anchor_of(self, position: int) -> int:
+        """The deepest state on the way before `position`."""
+        return max((at for at in self.placed if at < position), default=self.hit_len)
+
+    def take_passed(
+        self, slots: StateSlots[Slot], start: int, end: int, grid: int, min_branch_tokens: int
+    ) -> tuple[list[PendingCheckpoint[Slot]], list[tuple[CheckpointRequest, Skip]]]:
+        """A forward of tokens [start, end) is about to run: the states that it takes on its way,
+        and why others are not taken.
+        """
+        self._want_a_boundary(start, end, grid, min_branch_tokens)
+        return self.take(slots, [at for at in self.wanted if start < at <= end], end)
+
+    def take(
+        self, slots: StateSlots[Slot], positions: Iterable[int], passed: int
+    ) -> tuple[list[PendingCheckpoint[Slot]], list[tuple[CheckpointRequest, Skip]]]:
+        """Slots for those of `positions` that are worth one, and why others get none; what lies at
+        or before `passed` is wanted no more.
+        """
+        taken: list[PendingCheckpoint[Slot]] = []
+        skipped: list[tuple[CheckpointRequest, Skip]] = []
+        for position in positions:
+            kind = self.wanted[position]
+            skip = self.comparison = None
+            if slots.free() <= 0:
+                skip = worth(position, kind, slots.budget(self))
+            request = CheckpointRequest(
+                position, kind, self.request_id, self.comparison, self.tenant
+            )
+            slot = slots.take(request) if skip is None else None
+            if slot is None:
+                skipped.append((request, skip or Skip.NO_SLOT))
+                continue
+            taken.append(PendingCheckpoint(position, kind, slot))
+            self.placed.append(position)
+        self.wanted = {at: kind for at, kind in self.wanted.items() if at > passed}
+        self.pending_checkpoints += taken
+        return taken, skipped
+
+    def take_ready(self, up_to: int) -> list[PendingCheckpoint[Slot]]:
+        """Hand over the states under way at `up_to` tokens and before, the deepest first."""
+        ready = [
+            checkpoint for checkpoint in self.pending_checkpoints if checkpoint.position <= up_to
+        ]
+        if ready:
+            self.pending_checkpoints = [
+                checkpoint for checkpoint in self.pending_checkpoints if checkpoint.position > up_to
+            ]
+        return sorted(ready, key=lambda checkpoint: -checkpoint.position)
+
+    def _want_a_boundary(self, start: int, end: int, grid: int, min_branch_tokens: int) -> None:
+        boundary = last_boundary(start, end, grid)
+        if boundary is not None and boundary < self.prompt_len:
+            near = any(abs(boundary - at) < min_branch_tokens for at in self.open_positions)
+            if not near:
+                self.wanted.setdefault(boundary, Kind.CHUNK)
+
+
+def plan_checkpoints(
+    prefill: Prefill, history_match: HistoryMatch | None, min_branch_tokens: int
+) -> tuple[CheckpointPlan[Slot], list[Checkpoint]]:
+    """What a prefill should leave, and those of its branch points that gain too few tokens, each
+    once: stored KV and requests that wait may end at one position. history_match: what its prompt
+    has in common with the history, None without a history.
+    """
+    wanted: dict[int, Kind] = {}
+    micro_branches: dict[Checkpoint, None] = {}
+    for checkpoint in screen(judicious(prefill), prefill, min_branch_tokens):
+        if checkpoint.admitted:
+            wanted[checkpoint.position] = checkpoint.kind
+        elif checkpoint.skip is Skip.MICRO_BRANCH and checkpoint.kind is Kind.BRANCH:
+            micro_branches[checkpoint] = None
+    knows_messages = bool(prefill.message_starts)
+    plan: CheckpointPlan[Slot] = CheckpointPlan(
+        prefill.prompt_len, prefill.hit_len, wanted, knows_messages, history_match
+    )
+    return plan, list(micro_branches)
+
+
+def slot_budget_for(plan: CheckpointPlan[Slot], free_slots: int, pool: Pool) -> SlotBudget:
+    """What a state of `plan` competes with in the `pool` of state slots. States that the policy
+    spares are no victims here.
+    """
+
+    def beats_victim(position: int, kind: Kind) -> bool:
+        anchor = plan.anchor_of(position)
+        new = hypothetical_node(position, kind, anchor, plan.history_match, pool.clock)
+        plan.comparison = pool.compare_with_victim(new)
+        return plan.comparison is None or plan.comparison.beats_victim
+
+    return SlotBudget(free_slots, pool.evictable, beats_victim, pool.policy.knows_returns)
+
+
+def hypothetical_node(
+    position: int, kind: Kind, anchor_depth: int, history_match: HistoryMatch | None, clock: Clock
+) -> Node:
+    """The node that a new state at `position` would be, with the next state above it at
+    `anchor_depth`.
+    """
+    node = Node(0, None, 0, clock)
+    node.depth, node.anchor_depth = position, anchor_depth
+    node.has_state, node.kind = True, kind
+    if history_match is not None:
+        node.history_node, node.turn = (
+            history_match.path.exactly(position),
+            history_match.path.turn_at(position),
+        )
+    children = 2 if kind is Kind.BRANCH else 1
+    if history_match is not None and history_match.only_continues:
+        end = history_match.reused
+        if end is not None and end.depth == position:
+            node.history_node, children = end.continued(), 1
+    node.children = dict.fromkeys(range(children), node)
+    return node

@@ -1,0 +1,1 @@
+"""FLOPs and bytes: of a layer, of a prefix, of a state."""

@@ -1,0 +1,263 @@
+"""From a Hugging Face config to a list of layers: one reader per family of hybrid models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from sglang_hybrid.core.costs.layers import Layer, attention, gated_delta_net, mlp, short_conv
+from sglang_hybrid.core.costs.model_parts import (
+    Config,
+    attention_of,
+    first,
+    integer,
+    layer_count,
+    mamba1_of,
+    mamba2_of,
+    mixer_kinds,
+    mlp_of,
+    moe_of,
+    number,
+    size,
+)
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ModelLayers:
+    """The layers of a model, bytes per SSM state value, and what had to be guessed."""
+
+    layers: tuple[Layer, ...]
+    ssm_value_bytes: int
+    assumed: str = ""
+
+
+def read_layers(config: Config) -> ModelLayers:
+    """Layers of `config`, or of its `text_config`. An unknown family is read as a decoder of
+    attention and MLP. Raises ValueError, in one sentence, for a config that cannot be read,
+    whatever it holds.
+    """
+    try:
+        return _read(config)
+    except (ArithmeticError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"the config of model_type {config.get('model_type')!r} cannot be read "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def _read(config: Config) -> ModelLayers:
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        config = {"model_type": config.get("model_type"), **text}
+    family = str(config.get("model_type", ""))
+    dtype = str(first(config, "mamba_ssm_dtype", "mamba_ssm_cache_dtype", default="float32"))
+    ssm_value_bytes = DTYPE_BYTES.get(dtype, 4)
+    reader = FAMILIES.get(family.removesuffix("_text"))
+    if reader is not None:
+        return ModelLayers(tuple(reader(config)), ssm_value_bytes)
+    assumed = f"model_type {family!r} is not known: every layer was taken for attention and an MLP"
+    assumed = "" if family in PLAIN_DECODERS else assumed
+    return ModelLayers(tuple(_decoder(config)), ssm_value_bytes, assumed)
+
+
+def _nemotron_h(config: Config) -> list[Layer]:
+    """One mixer *or* one MLP per layer, spelt out in a pattern: M Mamba-2, * attention, - MLP, E
+    experts.
+    """
+    letters = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+    spelt = [letters[c] for c in config.get("hybrid_override_pattern", "") if c in letters]
+    kinds = mixer_kinds(config, spelt)
+    if not kinds:
+        raise ValueError("the config of model_type 'nemotron_h' lacks hybrid_override_pattern")
+    layers = []
+    for kind in kinds:
+        if kind in ("mamba", "linear"):
+            layers.append(mamba2_of(config))
+        elif kind == "attention":
+            layers.append(attention_of(config))
+        elif kind == "mlp":
+            layers.append(mlp_of(config))
+        elif kind == "moe":
+            shared = integer(config, "moe_shared_expert_intermediate_size", default=0)
+            shared *= integer(config, "n_shared_experts", default=1)
+            layers.append(
+                moe_of(config, integer(config, "moe_intermediate_size"), shared, gated=False)
+            )
+        else:
+            raise ValueError(f"the config of model_type 'nemotron_h' has an unknown layer {kind!r}")
+    return layers
+
+
+def _falcon_h1(config: Config) -> list[Layer]:
+    """Every block runs Mamba-2 and attention side by side, then an MLP."""
+    block = [mamba2_of(config), attention_of(config), mlp_of(config)]
+    return block * layer_count(config)
+
+
+def _granite(config: Config) -> list[Layer]:
+    shared = integer(config, "shared_intermediate_size", default=0)
+    if integer(config, "num_local_experts", default=0):
+        feed_forward = moe_of(config, integer(config, "intermediate_size"), shared)
+    else:
+        feed_forward = mlp_of(config, shared or None)
+    return _blocks(config, mixer_kinds(config, []), mamba2_of, feed_forward)
+
+
+def _bamba(config: Config) -> list[Layer]:
+    with_attention = set(config.get("attn_layer_indices") or ())
+    count = layer_count(config)
+    kinds = ["attention" if i in with_attention else "mamba" for i in range(count)]
+    return _blocks(config, kinds, mamba2_of, mlp_of(config))
+
+
+def _jamba(config: Config) -> list[Layer]:
+    period, offset = integer(config, "attn_layer_period"), integer(config, "attn_layer_offset")
+    expert_period = integer(config, "expert_layer_period", default=2)
+    expert_offset = integer(config, "expert_layer_offset", default=1)
+    many = integer(config, "num_experts", default=1) > 1
+    layers = []
+    for i in range(layer_count(config)):
+        layers.append(attention_of(config) if i % period == offset else mamba1_of(config))
+        sparse = many and i % expert_period == expert_offset
+        layers.append(
+            moe_of(config, integer(config, "intermediate_size")) if sparse else mlp_of(config)
+        )
+    return layers
+
+
+def _qwen3_next(config: Config) -> list[Layer]:
+    """Qwen3-Next and Qwen3.5: gated delta net, and gated attention in every fourth block."""
+    interval = integer(config, "full_attention_interval", default=4)
+    count = layer_count(config)
+    kinds = mixer_kinds(
+        config, ["linear" if (i + 1) % interval else "attention" for i in range(count)]
+    )
+    delta = gated_delta_net(
+        integer(config, "hidden_size"),
+        integer(config, "linear_num_key_heads"),
+        integer(config, "linear_num_value_heads"),
+        integer(config, "linear_key_head_dim"),
+        integer(config, "linear_value_head_dim"),
+        integer(config, "linear_conv_kernel_dim", default=4),
+    )
+    dense_only = set(config.get("mlp_only_layers") or ())
+    sparse_step = integer(config, "decoder_sparse_step", default=1)
+    layers = []
+    for i, kind in enumerate(kinds):
+        layers.append(delta if kind == "linear" else attention_of(config, gated=True))
+        if config.get("num_experts") and i not in dense_only and (i + 1) % sparse_step == 0:
+            shared = integer(config, "shared_expert_intermediate_size", default=0)
+            layers.append(moe_of(config, integer(config, "moe_intermediate_size"), shared))
+        else:
+            layers.append(mlp_of(config))
+    return layers
+
+
+def _lfm2(config: Config) -> list[Layer]:
+    count, hidden = layer_count(config), integer(config, "hidden_size")
+    with_attention = set(config.get("full_attn_idxs") or ())
+    kinds = mixer_kinds(
+        config, ["attention" if i in with_attention else "conv" for i in range(count)]
+    )
+    conv = short_conv(hidden, integer(config, "conv_L_cache", default=3))
+    inner = integer(config, "block_ff_dim", "intermediate_size")
+    if config.get("model_type") == "lfm2" and config.get("block_auto_adjust_ff_dim", True):
+        factor = number(config, "block_ffn_dim_multiplier", default=1.0)
+        inner = size(config, factor * (2 * inner // 3), "block_ffn_dim_multiplier")
+        multiple = integer(config, "block_multiple_of", default=256)
+        inner = -(-inner // multiple) * multiple
+    dense = integer(config, "num_dense_layers", default=2) if config.get("num_experts") else count
+    layers = []
+    for i, kind in enumerate(kinds):
+        layers.append(attention_of(config) if kind == "attention" else conv)
+        sparse = i >= dense
+        layers.append(
+            moe_of(config, integer(config, "moe_intermediate_size"))
+            if sparse
+            else mlp_of(config, inner)
+        )
+    return layers
+
+
+def _zamba2(config: Config) -> list[Layer]:
+    """Mamba-2 everywhere; a `hybrid` layer runs a shared attention block on [hidden, embedding]
+    before it.
+    """
+    hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+    shared = [
+        attention(
+            hidden,
+            heads,
+            integer(config, "num_key_value_heads", default=heads),
+            2 * hidden // heads,
+            input_width=2 * hidden,
+        ),
+        mlp(hidden, integer(config, "intermediate_size", default=4 * hidden), gated=True),
+        Layer(2 * hidden * hidden),
+    ]
+    layers = []
+    for kind in mixer_kinds(config, []):
+        layers.extend(shared if kind == "hybrid" else [])
+        layers.append(mamba2_of(config))
+    return layers
+
+
+def _pure(mixer: Callable[[Config], Layer]) -> Callable[[Config], list[Layer]]:
+    def read(config: Config) -> list[Layer]:
+        return [mixer(config)] * layer_count(config, "num_hidden_layers", "n_layer")
+
+    return read
+
+
+def _blocks(
+    config: Config, kinds: list[str], mixer: Callable[[Config], Layer], feed_forward: Layer
+) -> list[Layer]:
+    """Blocks of one mixer and one MLP."""
+    if not kinds:
+        raise ValueError(f"the config of model_type {config.get('model_type')!r} lacks layer_types")
+    layers = []
+    for kind in kinds:
+        layers += [attention_of(config) if kind == "attention" else mixer(config), feed_forward]
+    return layers
+
+
+def _decoder(config: Config) -> list[Layer]:
+    """A plain decoder; sliding windows where `layer_types` says so, experts where the config has
+    some.
+    """
+    count = layer_count(config, "num_hidden_layers", "n_layer")
+    kinds = mixer_kinds(config, ["attention"] * count)
+    window = integer(config, "sliding_window", default=0)
+    if config.get("num_local_experts") or config.get("num_experts"):
+        inner = integer(config, "moe_intermediate_size", "intermediate_size")
+        feed_forward = moe_of(
+            config, inner, integer(config, "shared_expert_intermediate_size", default=0)
+        )
+    else:
+        feed_forward = mlp_of(config)
+    layers = []
+    for kind in kinds:
+        layers.append(attention_of(config, window=window if kind == "sliding_attention" else 0))
+        layers.append(feed_forward)
+    return layers
+
+
+FAMILIES: dict[str, Callable[[Config], list[Layer]]] = {
+    "nemotron_h": _nemotron_h,
+    "falcon_h1": _falcon_h1,
+    "granitemoehybrid": _granite,
+    "bamba": _bamba,
+    "mamba2": _pure(mamba2_of),
+    "mamba": _pure(mamba1_of),
+    "falcon_mamba": _pure(mamba1_of),
+    "jamba": _jamba,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5": _qwen3_next,
+    "qwen3_5_moe": _qwen3_next,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2,
+    "zamba2": _zamba2,
+}
+PLAIN_DECODERS = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "granite", "gemma2"}

@@ -1,0 +1,1 @@
+"""The account of one memory that KV and states share."""

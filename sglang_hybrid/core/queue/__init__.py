@@ -1,0 +1,1 @@
+"""Which waiting request runs next, and when its loads begin."""

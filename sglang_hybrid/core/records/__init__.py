@@ -1,0 +1,1 @@
+"""The record of a cache node, the tree of records, and what clients pin in it."""

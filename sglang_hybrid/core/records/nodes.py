@@ -1,0 +1,358 @@
+"""The record of a cache node, and the tree of records that keeps it true.
+
+A cache (SGLang's tree or the simulator's) repeats every change of its own tree here. `NodeTree`
+keeps depths, anchors and times, and tells the pools which records changed. It decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from enum import Enum
+from typing import Any, Final, Protocol
+
+from sglang_hybrid.core.records.pins import Pin, Pins
+
+NEVER: Final = 2.0**52
+"""A tick later than any that will be counted."""
+
+
+class Kind(Enum):
+    """Why a checkpoint was taken."""
+
+    DECLARED = "declared"
+    BRANCH = "branch"
+    MESSAGE = "message"
+    PROMPT_END = "prompt_end"
+    TAIL = "tail"
+    CHUNK = "chunk"
+    UNKNOWN = "unknown"
+
+
+class Clock:
+    """Logical time: one tick per request, and the latest arrival stamp that any request carried.
+
+    Nothing reads a rank's own clock, so every rank sees the same times. Without stamps, seconds are
+    requests.
+    """
+
+    __slots__ = ("stamp", "tick")
+
+    def __init__(self) -> None:
+        self.tick = 0
+        self.stamp = 0.0
+
+    def advance(self, stamp: float | None = None) -> None:
+        """A request arrives. A stamp older than the latest one leaves the time where it is."""
+        self.tick += 1
+        if stamp is None:
+            self.stamp += 1.0
+        elif stamp > self.stamp:
+            self.stamp = stamp
+
+    def passes(self, stamp: float) -> None:
+        """Time passes without a request."""
+        self.stamp = max(self.stamp, stamp)
+
+
+class Node:
+    """One node of the cache: the KV of `tokens` tokens on its edge and, where `has_state`, the
+    state at its end.
+
+    depth: tokens from the root to its end. anchor_depth: depth of the nearest ancestor with a
+    state, 0 if none. turn: sequence ends on its path, itself included. last_used, stamp: tick and
+    seconds of the last hit on this node, or of its creation. history_node: the
+    history_tree.HistoryNode whose returns this node serves, None if there is none (a clairvoyant
+    policy stores the tick of the next use). inherited_demand: what a policy notes of states evicted
+    below. taken: tick and seconds at which its state was taken. prefix_hash: hash of all tokens
+    down to its end, None until it is asked for. standing: requests of the window that would resume
+    from it count 1 each, running ones that did 2. pin: that clients keep it by, None without one.
+    payload: what the cache attaches to the record: SGLang's tree node, or the tokens of the edge.
+    copies: where its KV and its state have copies (places.Copies), None without tiers. changes: how
+    often a child was added to it, its state came or went while it had none, or it was removed.
+    """
+
+    __slots__ = (
+        "anchor_depth",
+        "changes",
+        "children",
+        "copies",
+        "depth",
+        "has_state",
+        "history_node",
+        "hits",
+        "id",
+        "inherited_demand",
+        "key",
+        "kind",
+        "kv_locked",
+        "last_used",
+        "parent",
+        "payload",
+        "pin",
+        "prefix_hash",
+        "stamp",
+        "standing",
+        "state_locked",
+        "taken",
+        "tokens",
+        "turn",
+    )
+
+    def __init__(self, node_id: int, parent: Node | None, tokens: int, clock: Clock) -> None:
+        self.id = node_id
+        self.parent = parent
+        self.key: Hashable = None  # its name among the parent's children
+        self.children: dict[Hashable, Node] = {}
+        self.tokens = tokens
+        self.has_state = False
+        self.kind = Kind.UNKNOWN
+        self.hits = 0
+        self.last_used = clock.tick
+        self.stamp = clock.stamp
+        self.kv_locked = False
+        self.state_locked = False
+        self.history_node: Any = None
+        self.inherited_demand: Any = None
+        self.taken = (clock.tick, clock.stamp)
+        self.prefix_hash: int | None = None
+        self.standing = 0
+        self.pin: Pin | None = None
+        self.payload: Any = None
+        self.copies: Any = None
+        self.changes = 0
+        if parent is None:
+            self.depth = self.anchor_depth = self.turn = 0
+        else:
+            self.depth = parent.depth + tokens
+            self.anchor_depth = parent.depth if parent.has_state else parent.anchor_depth
+            self.turn = parent.turn
+
+    def __repr__(self) -> str:
+        state = self.kind.value if self.has_state else "no state"
+        return f"Node({self.id}, depth {self.depth}, {len(self.children)} children, {state})"
+
+
+def absorbs(node: Node) -> bool:
+    """Whether `node`'s KV serves only what is below its one child: no state to resume from, no
+    second child.
+    """
+    return not node.has_state and len(node.children) == 1 and node.parent is not None
+
+
+def anchor(node: Node) -> Node | None:
+    """The nearest node above with a state: without a state on `node`, a request resumes there."""
+    above = node.parent
+    while above is not None and not above.has_state:
+        above = above.parent
+    return above
+
+
+class Listener(Protocol):
+    """What is told that a record changed: a pool. settle: a function of the tree, to be called
+    before anchors are read.
+    """
+
+    settle: Callable[[], None]
+
+    def mark_dirty(self, node: Node) -> None: ...
+
+    def forget(self, node: Node) -> None: ...
+
+
+SETTLED_AT_ONCE = 256
+"""Nodes whose anchors are brought up to date in one go."""
+
+
+class NodeTree:
+    """The records of one cache. After every method depths are right, and changed records are marked
+    dirty at the listeners. Anchors are right too, unless a state was added or removed above more
+    than SETTLED_AT_ONCE nodes: then the next calls of `settle` do the rest.
+
+    pins: those of its nodes; by default nothing can be pinned. inner_changes: how often a state
+    came to a node with children, or went: what is below may be resumed from another node.
+    """
+
+    def __init__(self, clock: Clock | None = None, pins: Pins | None = None) -> None:
+        self.inner_changes = 0
+        self.clock = clock or Clock()
+        self.pins = Pins() if pins is None else pins
+        self.pins.follow(self)
+        self._unsettled: list[list[Node]] = []  # siblings whose anchor may be another one
+        self._listeners: list[Listener] = []
+        self._next_id = 1
+        self.root = Node(0, None, 0, self.clock)
+
+    def listen(self, listener: Listener) -> None:
+        """From now on tell `listener` what changes, beginning with every node there is."""
+        self._listeners.append(listener)
+        listener.settle = self.settle
+        for node in self.walk():
+            listener.mark_dirty(node)
+
+    def unlisten(self, listener: Listener) -> None:
+        """Tell `listener` no more, as when another policy takes over."""
+        self._listeners.remove(listener)
+
+    def add(self, parent: Node, key: Hashable, tokens: int) -> Node:
+        """A new leaf of `tokens` tokens under `parent`, whose children it joins as `key`."""
+        node = self._new(parent, tokens)
+        parent.changes += 1
+        self._mark_chain_dirty(parent)
+        self._attach(parent, key, node)
+        self.mark_dirty(parent)
+        self.mark_dirty(node)
+        return node
+
+    def split(self, node: Node, head_tokens: int, head_key: Hashable, tail_key: Hashable) -> Node:
+        """Cut `node`'s edge after `head_tokens` and return the new node above it.
+
+        `node` keeps its id, state and time. The new node has no state; it is as old as `node`, for
+        nobody used it yet.
+        """
+        if not 0 < head_tokens < node.tokens:
+            raise ValueError(f"cannot split {node!r} of {node.tokens} tokens after {head_tokens}")
+        parent = node.parent
+        assert parent is not None
+        head = self._new(parent, head_tokens)
+        head.last_used, head.stamp = node.last_used, node.stamp
+        head.kv_locked = node.kv_locked
+        if node.copies is not None:
+            head.copies = node.copies.of_head()
+        del parent.children[node.key]
+        self._attach(parent, head_key, head)
+        self._attach(head, tail_key, node)
+        node.tokens -= head_tokens
+        self.pins.was_split(head, node)
+        self.mark_dirty(head)
+        self.mark_dirty(node)
+        return head
+
+    def remove(self, node: Node) -> None:
+        """Take away a leaf with all it holds."""
+        if node.children or node.parent is None:
+            raise ValueError(f"only a leaf can be removed, not {node!r}")
+        self.pins.lost(node)
+        node.changes += 1
+        if node.has_state:
+            self._mark_anchor_dirty(node)
+        parent = node.parent
+        del parent.children[node.key]
+        node.parent = None
+        for listener in self._listeners:
+            listener.forget(node)
+        self.mark_dirty(parent)
+        self._mark_chain_dirty(parent)
+
+    def give_state(self, node: Node, kind: Kind) -> None:
+        """`node` now holds a checkpoint, created at this tick; it anchors what is below it, down to
+        the next states.
+        """
+        if kind is Kind.TAIL and node.parent is not None and node.turn == node.parent.turn:
+            node.turn += 1
+        node.kind = kind
+        if not node.has_state:
+            node.has_state = True
+            node.last_used, node.stamp = node.taken = self.clock.tick, self.clock.stamp
+            self._re_anchor(node)
+        self.mark_dirty(node)
+
+    def drop_state(self, node: Node) -> None:
+        """`node` loses its checkpoint: what it anchored falls to its own anchor."""
+        if node.has_state:
+            self.pins.lost(node)
+            node.has_state = False
+            self._re_anchor(node)
+            self.mark_dirty(node)
+            self._mark_anchor_dirty(node)
+
+    def hit(self, node: Node) -> None:
+        """A request resumed from `node`. Only its own time moves, not its ancestors'."""
+        node.hits += 1
+        node.last_used = self.clock.tick
+        node.stamp = self.clock.stamp
+        self.pins.used(node)
+        self.mark_dirty(node)
+
+    def lock(self, node: Node, *, kv: bool, state: bool) -> None:
+        """Say whether a running request has locked this node's KV and its state."""
+        if (node.kv_locked, node.state_locked) != (kv, state):
+            node.kv_locked, node.state_locked = kv, state
+            self.mark_dirty(node)
+
+    def move_standing(self, node: Node, by: int) -> None:
+        """Requests that wait or run need `node` more, or less."""
+        node.standing += by
+        if node.parent is not None and (node.standing == by or not node.standing):
+            self.mark_dirty(node)
+
+    def link_history(self, node: Node, history_node: Any) -> None:
+        """A request passed `node`, and `history_node` is what the history has for its position."""
+        node.history_node = history_node
+        self.mark_dirty(node)
+
+    def walk(self) -> Iterator[Node]:
+        """Every node but the root, parents first."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _new(self, parent: Node, tokens: int) -> Node:
+        node = Node(self._next_id, parent, tokens, self.clock)
+        self._next_id += 1
+        return node
+
+    def _attach(self, parent: Node, key: Hashable, node: Node) -> None:
+        parent.children[key] = node
+        node.parent, node.key = parent, key
+
+    def settle(self, most: int = SETTLED_AT_ONCE) -> None:
+        """Bring the anchors of at most `most` more nodes up to date."""
+        unsettled = self._unsettled
+        while unsettled and most > 0:
+            siblings = unsettled[-1]
+            node = siblings.pop()
+            if not siblings:
+                unsettled.pop()
+            above = node.parent
+            if above is None:  # it was removed meanwhile
+                continue
+            most -= 1
+            anchor_depth = above.depth if above.has_state else above.anchor_depth
+            if node.anchor_depth == anchor_depth:
+                continue
+            node.anchor_depth = anchor_depth
+            self.mark_dirty(node)
+            if not node.has_state and node.children:
+                unsettled.append(list(node.children.values()))
+
+    def _re_anchor(self, node: Node) -> None:
+        """A state came to `node` or went: what is below it, down to the next states, has another
+        anchor.
+        """
+        if not node.children:
+            node.changes += 1
+            return
+        self.inner_changes += 1
+        self._unsettled.append(list(node.children.values()))
+        self.settle()
+
+    def _mark_chain_dirty(self, node: Node) -> None:
+        """Mark the leaf, if any, that `node` is absorbed into: evicting that leaf now frees another
+        number of bytes.
+        """
+        while absorbs(node):
+            (node,) = node.children.values()
+            self.mark_dirty(node)
+
+    def _mark_anchor_dirty(self, node: Node) -> None:
+        """Mark the state above `node`: it inherits the demand for the state of `node`."""
+        above = anchor(node)
+        if above is not None:
+            self.mark_dirty(above)
+
+    def mark_dirty(self, node: Node) -> None:
+        if node is not self.root:
+            for listener in self._listeners:
+                listener.mark_dirty(node)

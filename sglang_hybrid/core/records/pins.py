@@ -1,0 +1,311 @@
+"""Pins: what clients declare to come back, for a time.
+
+A pin is evidence of return (design.md 7), a rate of returns with a lifetime: a normal one says that
+somebody comes back before its lifetime is over. That adds to what is known of the position anyway.
+So a pin is a bias and no lock: what is worth more than all that is pinned still pushes it out, and
+the pins of a tenant may take a share of the memory and no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final
+
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.records.changing_queue import ChangingQueue
+from sglang_hybrid.core.records.shares import Shares
+
+if TYPE_CHECKING:
+    from sglang_hybrid.core.records.nodes import Node, NodeTree
+
+DEFAULT_SHARE: Final = 0.25
+"""Of the memory, for the pins of one tenant."""
+
+MOST_OF_ALL: Final = 0.5
+"""Of the memory, for the pins of all tenants."""
+
+
+class Priority(Enum):
+    """How much a pin counts for, beside others."""
+
+    LOW = "low"
+    NORMAL = "normal"
+    HIGH = "high"
+
+    @property
+    def weight(self) -> float:
+        """How pins rank, and what they count where nothing estimates returns (core/victims/eviction.py)."""
+        return {Priority.LOW: 0.5, Priority.NORMAL: 1.0, Priority.HIGH: 4.0}[self]
+
+    def rate(self, ttl: float) -> float:
+        """Returns per second that a pin of `ttl` seconds adds. A normal one is a return that is
+        certain by then, at any moment before alike: after half of it on average. A low one is half
+        a return. A high one has no bound but that of all positions (`ReuseIndex.peak`).
+        """
+        return math.inf if self is Priority.HIGH else 2 * self.weight / ttl
+
+
+@dataclass(frozen=True, slots=True)
+class PinRequest:
+    """A client wants the prefix of `position` tokens kept for `ttl` seconds after its last use."""
+
+    position: int
+    ttl: float
+    priority: Priority = Priority.NORMAL
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """A pin in force. until: seconds of the cache's clock at which it ends."""
+
+    node: Node
+    tenant: Hashable
+    position: int
+    ttl: float
+    priority: Priority
+    until: float
+
+    @property
+    def weight(self) -> float:
+        return self.priority.weight
+
+    @property
+    def rate(self) -> float:
+        """Returns per second that it adds."""
+        return self.priority.rate(self.ttl)
+
+
+@dataclass(frozen=True, slots=True)
+class PinRoom:
+    """Bytes of the memory that pins may take a share of. states: None if `kv` holds both kinds."""
+
+    kv: int
+    states: int | None = None
+
+
+class Pins:
+    """The pins of one tree, within each tenant's share.
+
+    A pin is charged for the state of its node and for the KV of the path to it that no other pin
+    keeps. A node has one pin at most. When a tenant's share is full, that of its pins that has the
+    lowest priority, and ends first, gives way to a new one of the same priority or a higher one.
+    When the pins of all tenants take MOST_OF_ALL, one of the tenant with most gives way.
+
+    All times are those of the tree's clock, and ties go by the order of the calls, so that all
+    ranks decide alike.
+
+    Args:
+        cost: bytes of a KV token and of a state.
+        room: the memory; None: nothing can be pinned.
+        share: of it, for one tenant.
+    """
+
+    def __init__(
+        self, cost: CostModel | None = None, room: PinRoom | None = None, share: float = 0.0
+    ) -> None:
+        self.share = min(share, MOST_OF_ALL)
+        self.counts: Counter[str] = Counter()
+        self._cost = cost
+        self._room = room
+        self._tree: NodeTree | None = None
+        self._forget()
+
+    def follow(self, tree: NodeTree) -> None:
+        """From now on these are the pins of `tree`, which has none yet."""
+        self._tree = tree
+        self._forget()
+
+    def _forget(self) -> None:
+        self._expiry = ChangingQueue[Pin](lambda pin: (pin.until,))
+        self._of_tenant: dict[Hashable, ChangingQueue[Pin]] = {}
+        self._below: dict[Node, int] = {}  # pins at a node or below it; absent: 0
+        self._kv = Shares()
+        self._states = self._kv if self._room is None or self._room.states is None else Shares()
+
+    def __len__(self) -> int:
+        return len(self._expiry)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are charged for all pins."""
+        return self._kv.total + (0 if self._states is self._kv else self._states.total)
+
+    def of(self, tenant: Hashable) -> int:
+        """Bytes that are charged for the pins of `tenant`."""
+        return self._kv.of(tenant) + (0 if self._states is self._kv else self._states.of(tenant))
+
+    @property
+    def next_expiry(self) -> float:
+        """Seconds at which the first pin ends; without end if there is none."""
+        first = self._expiry.least()
+        return math.inf if first is None else first.until
+
+    def pin(self, node: Node, asked: PinRequest, tenant: Hashable = None) -> bool:
+        """Pin `node`, which holds `asked.position`, for `tenant`; False if its share has no room.
+
+        A node that is pinned already gets the priority and the lifetime of this call, but is pinned
+        no shorter than it was.
+        """
+        until = self._now + asked.ttl
+        pin: Pin | None = node.pin
+        if pin is not None:
+            pin.ttl, pin.priority = asked.ttl, asked.priority
+            pin.until = max(pin.until, until)
+            self._note(pin)
+            return True
+        pin = Pin(node, tenant, asked.position, asked.ttl, asked.priority, until)
+        if not self._make_room(pin):
+            self.counts["refused"] += 1
+            return False
+        self.counts["pinned"] += 1
+        node.pin = pin
+        self._charge(pin)
+        self._note(pin)
+        return True
+
+    def used(self, node: Node) -> None:
+        """A request resumed from `node`: the lifetimes of pins on its path begin anew."""
+        at: Node | None = node if self._below else None
+        while at is not None:
+            if at.pin is not None:
+                at.pin.until = max(at.pin.until, self._now + at.pin.ttl)
+                self._note(at.pin)
+            at = at.parent
+
+    def expire(self) -> None:
+        """End the pins whose time has come."""
+        while (first := self._expiry.least()) is not None and first.until <= self._now:
+            self._release(first, "expired")
+
+    def lost(self, node: Node) -> None:
+        """`node` is about to lose its state, or to leave the tree."""
+        if node.pin is not None:
+            self._release(node.pin, "evicted")
+
+    def was_split(self, head: Node, tail: Node) -> None:
+        """The edge of `tail` was cut; `head` is the new node above it. A pin whose position is on
+        `head` moves there.
+        """
+        below = self._below.get(tail, 0)
+        if not below:
+            return
+        self._below[head] = below
+        pin: Pin | None = tail.pin
+        if pin is None or pin.position > head.depth:
+            return
+        tail.pin, head.pin, pin.node = None, pin, head
+        self._keep(tail, pin.tenant, -1)
+        self._mark_dirty(tail)
+        self._mark_dirty(head)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For /server_info: sums over all tenants. pinned, refused, gave_way, expired, evicted: how
+        often that happened.
+        """
+        known = ("pinned", "refused", "gave_way", "expired", "evicted")
+        return {
+            "pins": len(self),
+            "bytes": self.held_bytes,
+            "share_of_a_tenant": self.share,
+            **{name: self.counts[name] for name in known},
+        }
+
+    @property
+    def _now(self) -> float:
+        return 0.0 if self._tree is None else self._tree.clock.stamp
+
+    def _mark_dirty(self, node: Node) -> None:
+        if self._tree is not None:
+            self._tree.mark_dirty(node)
+
+    def _note(self, pin: Pin) -> None:
+        """A pin is new, or its time or its priority changed."""
+        self._expiry.put(pin)
+        own = self._of_tenant.get(pin.tenant)
+        if own is None:
+            own = self._of_tenant[pin.tenant] = ChangingQueue(lambda pin: (pin.weight, pin.until))
+        own.put(pin)
+        self._mark_dirty(pin.node)
+
+    def _release(self, pin: Pin, why: str) -> None:
+        self.counts[why] += 1
+        node = pin.node
+        node.pin = None
+        own = self._of_tenant[pin.tenant]
+        own.drop(pin)
+        if not len(own):
+            del self._of_tenant[pin.tenant]
+        self._expiry.drop(pin)
+        self._charge(pin, -1)
+        self._mark_dirty(node)
+
+    # Room.
+
+    def _charge(self, pin: Pin, sign: int = 1) -> None:
+        """`pin` is charged from now on, or no more."""
+        assert self._cost is not None
+        self._states.change(pin.tenant, sign * self._cost.state_bytes)
+        at = pin.node
+        while at.parent is not None:
+            self._keep(at, pin.tenant, sign)
+            at = at.parent
+
+    def _keep(self, node: Node, tenant: Hashable, sign: int) -> None:
+        """One more pin needs the KV of `node`, or one less; the first one is charged for it."""
+        assert self._cost is not None
+        before = self._below.get(node, 0)
+        after = before + sign
+        if after:
+            self._below[node] = after
+        else:
+            del self._below[node]
+        if not (before and after):
+            self._kv.change(tenant, sign * node.tokens * self._cost.kv_bytes_per_token)
+
+    def _make_room(self, pin: Pin) -> bool:
+        """Whether `pin` fits, once others gave way."""
+        if self._cost is None or self._room is None:
+            return False
+        if not self._fit(pin.node.depth, self.share, lambda held: 0):
+            return False
+        tenant = pin.tenant
+        while not self._fit(self._new_tokens(pin.node), self.share, lambda held: held.of(tenant)):
+            if not self._gives_way(tenant, pin.weight):
+                return False
+        while not self._fit(self._new_tokens(pin.node), MOST_OF_ALL, lambda held: held.total):
+            held = self._kv if self._kv.total >= self._states.total else self._states
+            if not held.total or not self._gives_way(held.largest(), math.inf):
+                return False
+        return True
+
+    def _gives_way(self, tenant: Hashable, most: float) -> bool:
+        """Release the least pin of `tenant` if its weight is `most` or less."""
+        least = self._of_tenant[tenant].least() if tenant in self._of_tenant else None
+        if least is None or least.weight > most:
+            return False
+        self._release(least, "gave_way")
+        return True
+
+    def _new_tokens(self, node: Node) -> int:
+        """Tokens on the path to `node` whose KV no pin keeps."""
+        tokens = 0
+        at = node
+        while at.parent is not None and at not in self._below:
+            tokens += at.tokens
+            at = at.parent
+        return tokens
+
+    def _fit(self, tokens: int, share: float, held: Callable[[Shares], int]) -> bool:
+        """Whether so many tokens and a state fit into a share beside what is held."""
+        assert self._cost is not None and self._room is not None
+        kv, state = tokens * self._cost.kv_bytes_per_token, self._cost.state_bytes
+        if self._room.states is None:
+            return held(self._kv) + kv + state <= share * self._room.kv
+        return (
+            held(self._kv) + kv <= share * self._room.kv
+            and held(self._states) + state <= share * self._room.states
+        )

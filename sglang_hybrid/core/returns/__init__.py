@@ -1,0 +1,1 @@
+"""What came back and when, and so how likely a return is."""

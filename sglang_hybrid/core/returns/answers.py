@@ -1,0 +1,345 @@
+"""Whether somebody comes back after an answer: learnt from the answer's first and last tokens, and
+from what the client says.
+
+After an agent's last answer nobody comes back, after a tool call somebody does; what such answers
+look like is learnt online, by a logistic regression per tenant. A client's hint is believed as far
+as that tenant's hints have proved true. What is expected is one more feature of the classes of the
+reuse index.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_hybrid.core.returns.hints import Hint, HintRecord
+from sglang_hybrid.core.returns.learnt import LearntAnswers
+
+WEIGHT_BITS = 16
+TOKENS_AT_EACH_END = 64
+RATE = 0.05
+DECAY = 1e-4
+FIRST_SQUARES = 0.1
+POSITIVES, NEGATIVES = 2_000, 1_000
+"""Labelled answers of each sign that are kept for replays."""
+WAITING = 2_000
+"""Answers that wait for a return; of more, the oldest is given up."""
+REPLAYS = 2
+"""Of each sign, per label."""
+INTERVALS = 512
+"""Last intervals until a return, from which it is judged when none comes any more."""
+PATIENCE, QUANTILE = 2.0, 0.9
+LEAST_LABELS = 3
+"""Of each sign, before a prediction counts."""
+GAIN, EVIDENCE = 0.05, 6.0
+"""Nats per label, and in all, by which predictions must have been better than the share of returns.
+"""
+MEMORY = 256
+"""Labels over which that is judged: the weight of one is halved after so many others."""
+THRESHOLDS = (0.2, 0.8)
+EXPECTATIONS = 2 + len(THRESHOLDS)
+"""Nothing is expected of a return, or how likely one is."""
+WAITS = (8.0, 64.0)
+"""Seconds by which likely returns are told apart where a client's hint said when."""
+BUCKETS = EXPECTATIONS + 1 + len(WAITS)
+"""What `bucket_of` returns is less."""
+MODEL_BYTES = 3 << 20
+"""Of one tenant: weights, sums of squares and answers."""
+
+Features = npt.NDArray[np.uint16]
+
+
+def features_of(answer: npt.ArrayLike) -> Features:
+    """Which of the 2^16 features an answer [n] of token ids has: one for each token among its first
+    64, and one for each among its last 64. Unique, at most 128.
+    """
+    ids = np.asarray(answer).astype(np.uint32, copy=False)
+    first = ids[:TOKENS_AT_EACH_END] * np.uint32(2) + np.uint32(1)
+    last = ids[-TOKENS_AT_EACH_END:] * np.uint32(2)
+    mixed = np.concatenate([first, last]) * np.uint32(2654435761)
+    features = (mixed >> np.uint32(32 - WEIGHT_BITS)).astype(np.uint16)
+    features.sort()
+    first_of_its_kind = np.empty(len(features), dtype=np.bool_)
+    first_of_its_kind[:1] = True
+    np.not_equal(features[1:], features[:-1], out=first_of_its_kind[1:])
+    return features[first_of_its_kind]
+
+
+def bucket_of(expected: float | None, wait: float | None = None) -> int:
+    """0 where nothing is expected, else 1 and the thresholds that the probability exceeds. wait:
+    seconds after which a return is expected; where it is likely, they tell `WAITS` more apart.
+    """
+    if expected is None:
+        return 0
+    bucket = 1 + sum(expected > threshold for threshold in THRESHOLDS)
+    if wait is None or bucket < EXPECTATIONS - 1:
+        return bucket
+    return EXPECTATIONS + sum(wait > edge for edge in WAITS)
+
+
+@dataclass(eq=False, slots=True)
+class Answer:
+    """An answer that ended at `time`.
+
+    predicted: what the regression said then. hint: what the client said. expected: the probability
+    of a return that was believed then, None if neither told anything. wait: seconds from `time` on
+    after which a return is expected, None if nobody said so or that is not believed. pace: seconds
+    since the answer before it in the session, None if there was none. returned: whether somebody
+    came back to a position that its request opened or resumed from; None while that is open.
+    """
+
+    features: Features
+    time: float
+    predicted: float
+    hint: Hint | None = None
+    expected: float | None = None
+    wait: float | None = None
+    pace: float | None = None
+    returned: bool | None = None
+
+    @property
+    def bucket(self) -> int:
+        return bucket_of(self.expected, self.wait)
+
+    @property
+    def return_after(self) -> float | None:
+        """Seconds after which a return is expected: those that the client named, else as many as
+        passed before this answer; None where no return is likely.
+        """
+        likely = self.expected is not None and self.expected > THRESHOLDS[-1]
+        if not likely:
+            return None
+        return self.pace if self.wait is None else self.wait
+
+    def believe_nothing(self) -> None:
+        """Nothing is expected of it."""
+        self.expected = self.wait = None
+
+
+class Calibration:
+    """What was expected of answers, against what happened; over all tenants.
+
+    returned, gone: answers [EXPECTATIONS], by how likely a return was, that somebody came back to,
+    and that were given up. expected: the sum of their probabilities [EXPECTATIONS]; 0 in the first.
+    """
+
+    def __init__(self) -> None:
+        self.returned = [0] * EXPECTATIONS
+        self.gone = [0] * EXPECTATIONS
+        self.expected = [0.0] * EXPECTATIONS
+
+    def judge(self, answer: Answer, count: int = 1) -> None:
+        """`answer` got its label; count -1: that is taken back."""
+        happened = self.returned if answer.returned else self.gone
+        bucket = bucket_of(answer.expected)
+        happened[bucket] += count
+        self.expected[bucket] += count * (answer.expected or 0.0)
+
+
+class AnswerModel:
+    """Logistic regression over `features_of`, with an own step size for each weight (AdaGrad); and
+    what the tenant's hints were worth.
+
+    Args:
+        calibration: is told of every label.
+        seed: of the choice of replayed answers; the same calls give the same model.
+    """
+
+    NUMBERS = ("_bias", "_bias_squares", "_patience", "_gain", "_weight", "_share")
+
+    def __init__(self, calibration: Calibration | None = None, seed: int = 0) -> None:
+        self.hints = HintRecord()
+        self._calibration = calibration or Calibration()
+        self._weights = np.zeros(1 << WEIGHT_BITS, dtype=np.float32)
+        self._squares = np.full(1 << WEIGHT_BITS, FIRST_SQUARES, dtype=np.float32)
+        self._bias = 0.0
+        self._bias_squares = FIRST_SQUARES
+        self._random = random.Random(seed)
+        self._open: deque[Answer] = deque()
+        self._positives: deque[Answer] = deque(maxlen=POSITIVES)
+        self._negatives: deque[Answer] = deque(maxlen=NEGATIVES)
+        self._intervals: deque[float] = deque(maxlen=INTERVALS)
+        self._patience = np.inf
+        self._gain = 0.0  # sums over labels, old ones fading
+        self._weight = 0.0
+        self._share = 0.5
+        self.labels = [0, 0]  # of each sign so far, those taken back left out
+
+    @property
+    def tells(self) -> bool:
+        """Whether predictions have been better than knowing no more than how often somebody comes
+        back.
+        """
+        return min(self.labels) >= LEAST_LABELS and self._gain > max(EVIDENCE, GAIN * self._weight)
+
+    def predict(self, features: Features) -> float:
+        """The probability that somebody comes back after such an answer."""
+        return self._probability(self._weights.take(features))
+
+    def _probability(self, weights: npt.NDArray[np.float32]) -> float:
+        """What `predict` returns for features with these weights."""
+        score = self._bias + float(np.add.reduce(weights))
+        return 1 / (1 + math.exp(-min(max(score, -30.0), 30.0)))
+
+    def expect(self, features: Features, hint: Hint | None = None) -> float | None:
+        """The probability that somebody comes back after such an answer and such a hint; None while
+        neither tells anything. A hint that says little counts for nothing, unless it says when.
+        """
+        return self._expected(self.predict(features), hint)
+
+    def _expected(self, predicted: float, hint: Hint | None) -> float | None:
+        """What `expect` returns where the regression says `predicted`."""
+        if hint is not None and (self.hints.tells(hint) or self.wait(hint) is not None):
+            p = self.hints.probability(hint)
+            if not THRESHOLDS[0] < p <= THRESHOLDS[-1]:
+                return p
+        return predicted if self.tells else None
+
+    def wait(self, hint: Hint | None) -> float | None:
+        """Seconds after which a return is expected by such a hint, or None."""
+        if hint is None or hint.seconds is None:
+            return None
+        return self.hints.times.expected(hint.seconds)
+
+    def ended(self, tokens: npt.ArrayLike, time: float, hint: Hint | None = None) -> Answer:
+        """An answer [n] of token ids ended; from now on it waits for a return."""
+        features = features_of(tokens)
+        predicted = self.predict(features)
+        expected = self._expected(predicted, hint)
+        answer = Answer(features, time, predicted, hint, expected, self.wait(hint))
+        self._open.append(answer)
+        return answer
+
+    def returned(self, answer: Answer, time: float) -> None:
+        """Somebody came back to it. If it had been given up, that is taken back."""
+        if answer.returned:
+            return
+        if answer.returned is False:
+            self.labels[0] -= 1
+            self._calibration.judge(answer, -1)
+            self.hints.take_back(answer.hint)
+        answer.returned = True
+        self.labels[1] += 1
+        self._intervals.append(time - answer.time)
+        self._positives.append(answer)
+        self._learn(answer, time - answer.time)
+        if len(self._intervals) % 16 == 1:
+            self._patience = PATIENCE * float(np.quantile(self._intervals, QUANTILE))
+
+    def give_up(self, now: float) -> None:
+        """Answers that waited too long by now are taken for the last ones of their sessions."""
+        while self._open and (
+            len(self._open) > WAITING or now - self._open[0].time > self._patience
+        ):
+            answer = self._open.popleft()
+            if answer.returned is None:
+                answer.returned = False
+                self.labels[0] += 1
+                self._negatives.append(answer)
+                self._learn(answer)
+
+    def learnt(self) -> LearntAnswers:
+        """What it knows, without the answers themselves."""
+        features = (self._squares != FIRST_SQUARES).nonzero()[0].astype(np.uint16)
+        return LearntAnswers(
+            features,
+            self._weights[features],
+            self._squares[features],
+            [float(getattr(self, name)) for name in self.NUMBERS] + [float(n) for n in self.labels],
+            list(self._intervals),
+            self.hints.as_list(),
+        )
+
+    def restore(self, learnt: LearntAnswers) -> None:
+        """Begin with what another model has learnt. Raises ValueError."""
+        if len(learnt.numbers) != len(self.NUMBERS) + 2:
+            raise ValueError(f"a model has {len(self.NUMBERS) + 2} numbers")
+        self.hints.restore(learnt.hints)
+        self._weights[learnt.features] = learnt.weights
+        self._squares[learnt.features] = learnt.squares
+        for name, value in zip(self.NUMBERS, learnt.numbers, strict=False):
+            setattr(self, name, value)
+        self.labels = [int(number) for number in learnt.numbers[-2:]]
+        self._intervals.extend(learnt.intervals)
+
+    def _judge(self, answer: Answer) -> None:
+        right = answer.predicted if answer.returned else 1 - answer.predicted
+        guessed = self._share if answer.returned else 1 - self._share
+        fade = 0.5 ** (1 / MEMORY)
+        self._gain = fade * self._gain + math.log(max(right, 1e-3) / max(guessed, 1e-3))
+        self._weight = fade * self._weight + 1
+        self._share += (float(bool(answer.returned)) - self._share) / min(self._weight + 1, MEMORY)
+
+    def _learn(self, answer: Answer, after: float = 0.0) -> None:
+        """`answer` got its label; a return came `after` so many seconds."""
+        self._calibration.judge(answer)
+        self.hints.followed(answer.hint, returned=bool(answer.returned), after=after)
+        if not len(answer.features):  # no answer, only a hint
+            return
+        self._judge(answer)
+        self._step(answer)
+        for kept in (self._positives, self._negatives):
+            for _ in range(min(REPLAYS, len(kept))):
+                self._step(kept[self._random.randrange(len(kept))])
+
+    def _step(self, answer: Answer) -> None:
+        # Numpy indexes by these: 16 bits would be converted at each of the four uses.
+        at = answer.features.astype(np.intp)
+        weights = self._weights.take(at)
+        error = self._probability(weights) - float(bool(answer.returned))
+        gradient = error + DECAY * weights
+        squares = self._squares.take(at)
+        squares += gradient * gradient
+        self._squares[at] = squares
+        self._weights[at] = weights - RATE * gradient / np.sqrt(squares)
+        self._bias_squares += error * error
+        self._bias -= RATE * error / self._bias_squares**0.5
+
+
+class AnswerModels:
+    """A model for each tenant, within `max_bytes` in all: what the tenant that was absent longest
+    taught is forgotten first.
+    """
+
+    def __init__(self, max_bytes: int = 64 << 20) -> None:
+        self._most = max_bytes // MODEL_BYTES
+        self._models: OrderedDict[Hashable, AnswerModel] = OrderedDict()
+        self._saved: dict[str, LearntAnswers] = {}  # of tenants that did not come yet
+        self._name_of: Callable[[Any], str] = repr
+        self.calibration = Calibration()
+
+    def of(self, tenant: Hashable) -> AnswerModel | None:
+        """The model of `tenant`, which is here now; None where none may be kept."""
+        if self._most < 1:
+            return None
+        model = self._models.pop(tenant, None) or self._new(tenant)
+        self._models[tenant] = model
+        while self._saved and len(self._models) + len(self._saved) > self._most:
+            del self._saved[next(iter(self._saved))]
+        while len(self._models) > self._most:
+            self._models.popitem(last=False)
+        return model
+
+    def _new(self, tenant: Hashable) -> AnswerModel:
+        model = AnswerModel(self.calibration)
+        saved = self._saved.pop(self._name_of(tenant), None) if self._saved else None
+        if saved is not None:
+            model.restore(saved)
+        return model
+
+    def learnt(self, name_of: Callable[[Any], str]) -> dict[str, LearntAnswers]:
+        """All tenants' models by their names, with those that were restored and not used yet."""
+        models = {name_of(tenant): model.learnt() for tenant, model in self._models.items()}
+        return self._saved | models
+
+    def restore(self, saved: dict[str, LearntAnswers], name_of: Callable[[Any], str]) -> None:
+        """Begin with these when their tenants come."""
+        self._name_of = name_of
+        self._saved = dict(list(saved.items())[-self._most :]) if self._most else {}

@@ -1,0 +1,321 @@
+"""What came back, and when: recent prompts and answers, whatever the cache holds.
+
+A cache sees reuse only of what it kept. The history remembers every position where a checkpoint
+could have been taken, so that the reuse index learns from intervals that no eviction cut short, and
+admission knows a shared prefix whose KV is long gone.
+
+Each tenant has a tree of its own: no look-up of one can find what another one sent. The index,
+which holds statistics of classes of positions, is common to all.
+
+Memory: two bytes per token (a fingerprint, not the token), about 600 bytes per history node and 500
+per answer, over all tenants. When `max_bytes` (the server's SGLANG_HYBRID_HISTORY_MB) is reached,
+the tenant that holds most forgets its oldest leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_hybrid.core.checkpoints.admission import MIN_BRANCH_TOKENS
+from sglang_hybrid.core.records.nodes import Clock, Node
+from sglang_hybrid.core.records.shares import Shares
+from sglang_hybrid.core.returns.answers import Answer, AnswerModels, Calibration
+from sglang_hybrid.core.returns.hints import Hint
+from sglang_hybrid.core.returns.history_tree import (
+    NO_INTERVAL,
+    TOKEN_BYTES,
+    HistoryNode,
+    HistoryPath,
+    HistoryTree,
+    fingerprint_tokens,
+)
+from sglang_hybrid.core.returns.learnt import Learnt
+from sglang_hybrid.core.returns.reuse import ReuseIndex
+
+MOST_CHILDREN = 2
+"""Of a history node whose returns say something of the answer before them."""
+
+
+class TimeUnit(Enum):
+    """What ages are counted in. Seconds tell sessions apart by their think times; requests suit
+    traffic without stamps.
+    """
+
+    SECONDS = "seconds"
+    REQUESTS = "requests"
+
+    def now(self, clock: Clock) -> float:
+        return clock.stamp if self is TimeUnit.SECONDS else float(clock.tick)
+
+    def last_used(self, node: Node) -> float:
+        return node.stamp if self is TimeUnit.SECONDS else float(node.last_used)
+
+
+@dataclass(frozen=True)
+class HistoryMatch:
+    """What a prompt has in common with its tenant's history.
+
+    known_len: prompt tokens that were seen before. branch: position (tokens from the start) where a
+    checkpoint would serve the next prompt of this kind; 0 if there is none. It is the end of the
+    known part, or a history node just above it. path: the history nodes on the prompt's path.
+    reused: the deepest of them that could have been a checkpoint and that the prompt continues.
+
+    version, fingerprints: the version of the tree that was searched, and the prompt's fingerprints.
+    With them `match` and `observe` need not search again.
+    """
+
+    known_len: int
+    branch: int
+    path: HistoryPath
+    reused: HistoryNode | None
+    version: int
+    fingerprints: bytes
+
+    @property
+    def only_continues(self) -> bool:
+        """Whether the prompt goes on where a sequence ended that no other prompt has left, as the
+        next turn of a session does: then nothing says yet that `branch` is of use to others.
+        """
+        end = self.reused
+        return end is not None and end.depth == self.branch and not end.children
+
+    def is_of(self, tokens: int) -> bool:
+        """Whether the prompt that was looked up has so many tokens."""
+        return len(self.fingerprints) == tokens * TOKEN_BYTES
+
+
+class History:
+    """All recent sequences. The reuse index learns from them.
+
+    time_unit: what ages are counted in. max_offset: a checkpoint may lie at most so many tokens
+    (exclusive) above the history node whose returns it serves. page_size: positions of checkpoints
+    are rounded down to multiples of it. answer_bytes: memory for what answers and hints teach, 3
+    MiB for each tenant; 0: they teach nothing. answers_count: whether what they tell of new answers
+    counts.
+    """
+
+    def __init__(
+        self,
+        time_unit: TimeUnit = TimeUnit.SECONDS,
+        max_bytes: int = 64 << 20,
+        min_branch_tokens: int = MIN_BRANCH_TOKENS,
+        page_size: int = 1,
+        answer_bytes: int = 64 << 20,
+    ) -> None:
+        self.time_unit = time_unit
+        self.index = ReuseIndex(unit=0.125 if time_unit is TimeUnit.SECONDS else 1.0)
+        self.max_bytes = max_bytes
+        self.min_branch_tokens = min_branch_tokens
+        self.max_offset = max(min_branch_tokens, page_size)
+        self._versions = 0
+        self._trees: dict[Hashable, HistoryTree] = {}
+        self._shares = Shares()
+        self._answers = AnswerModels(answer_bytes)
+        self.answers_count = True
+        self._empty = HistoryTree(self.index)  # of a tenant that sent nothing yet
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all tenants' trees."""
+        return self._shares.total
+
+    @property
+    def calibration(self) -> Calibration:
+        """How true what was expected of answers has been."""
+        return self._answers.calibration
+
+    def tree(self, tenant: Hashable = None) -> HistoryTree:
+        """The sequences of `tenant`, to be read only."""
+        return self._trees.get(tenant, self._empty)
+
+    def match(
+        self,
+        prompt: Sequence[int] | npt.NDArray[np.integer[Any]],
+        tenant: Hashable = None,
+        last: HistoryMatch | None = None,
+    ) -> HistoryMatch:
+        """Look `prompt` [n] of `tenant` up in the history, before its prefill. Changes nothing.
+
+        last: what an earlier look-up of the same prompt found; it holds still if the tenant's
+        history did not change since.
+        """
+        tree = self.tree(tenant)
+        if last is not None and last.is_of(len(prompt)):
+            if last.version == tree.version:
+                return last
+            fingerprints = last.fingerprints
+        else:
+            fingerprints = fingerprint_tokens(prompt)
+        path, matched = tree.walk(fingerprints, [])
+        return self._as_match(tree, path, matched, fingerprints, len(fingerprints) // TOKEN_BYTES)
+
+    def observe(
+        self,
+        tokens: npt.ArrayLike,
+        input_len: int,
+        clock: Clock,
+        message_starts: Iterable[int] = (),
+        history_match: HistoryMatch | None = None,
+        tenant: Hashable = None,
+        hint: Hint | None = None,
+    ) -> HistoryPath:
+        """Take in a request of `tenant` when it ends: `tokens` [n] is its prompt of `input_len`
+        tokens and its answer, or less if it was cut short.
+
+        Call it once per request, for aborted ones too, in the same order on every rank. The time is
+        that of `clock`. history_match: the result of `match` for this prompt; its tokens are not
+        read again, nor searched if the tenant's history did not change since. hint: what the client
+        says of the session. Cost: a few vector passes over n tokens, and Python work per history
+        node on the path.
+        """
+        now = self.time_unit.now(clock)
+        ids = np.asarray(tokens)
+        tree = self._trees.get(tenant)
+        if tree is None:
+            tree = self._trees[tenant] = HistoryTree(self.index)
+        known: list[HistoryNode] = []
+        if history_match is None or len(ids) < input_len or not history_match.is_of(input_len):
+            history_match, fingerprints = None, fingerprint_tokens(ids)
+        else:
+            fingerprints = history_match.fingerprints + fingerprint_tokens(ids[input_len:])
+            if history_match.version == tree.version:
+                known = history_match.path.nodes
+            else:
+                history_match = None
+        path, matched = tree.walk(fingerprints, known)
+        if history_match is None:
+            history_match = self._as_match(tree, path, matched, fingerprints, input_len)
+        model = self._answers.of(tenant)
+        answer = None
+        if model is not None:
+            if history_match.reused is not None and history_match.reused.last is not None:
+                model.returned(history_match.reused.last, now)
+            model.give_up(now)
+            if len(ids) > input_len or hint is not None:
+                answer = model.ended(ids[input_len:], now, self._in_its_time(hint))
+                if not self.answers_count:
+                    answer.believe_nothing()
+        interval_bucket = 0
+        if history_match.reused is not None:
+            interval = self.index.returned(history_match.reused.interval_id, now)
+            interval_bucket = self.index.interval_bucket(interval)
+            if answer is not None and self.time_unit is TimeUnit.SECONDS:
+                answer.pace = interval
+            history_match.reused.last_interval_bucket = interval_bucket
+            _set_answer(history_match.reused, answer)
+            self.index.reclass(history_match.reused.interval_id, history_match.reused.reuse_class)
+        ends = {start for start in message_starts if 0 < start < min(input_len, len(ids))}
+        ends |= {history_match.branch, len(ids)} - {0}
+        held = tree.held_bytes
+        nodes = tree.insert(fingerprints, path, matched, ends)
+        for node in nodes:
+            if node.depth in ends:
+                _set_answer(node, answer)
+                self._open(node, now, interval_bucket, is_end=node.depth == len(ids))
+        if nodes and answer is not None and not nodes[-1].answer_bytes:
+            tree.hold_answer(nodes[-1])
+        self._changed(tenant, tree, held)
+        self._forget_oldest(tenant)
+        self.index.observed(now)
+        return HistoryPath(nodes)
+
+    def hint(self, tokens: npt.ArrayLike, hint: Hint, tenant: Hashable = None) -> None:
+        """The client says only now what becomes of the session whose last sequence is `tokens` [n],
+        as it was observed. If it is not known any more, or a later one gave it another meaning,
+        nothing happens.
+        """
+        model = self._answers.of(tenant) if self.answers_count else None
+        path, _ = self.tree(tenant).walk(fingerprint_tokens(tokens), [])
+        answer = path[-1].last if path else None
+        if model is None or answer is None or answer.returned is not None:
+            return
+        said = answer.hint = self._in_its_time(hint)
+        answer.expected, answer.wait = model.expect(answer.features, said), model.wait(said)
+        for node in path:
+            if node.last is answer and node.interval_id != NO_INTERVAL:
+                self.index.reclass(node.interval_id, node.reuse_class)
+
+    def learnt(self, name_of: Callable[[Any], str]) -> Learnt:
+        """What could be of use after a restart. name_of: a tenant's name there. Changes nothing."""
+        return Learnt(self.index.learnt(), self._answers.learnt(name_of))
+
+    def restore(self, learnt: Learnt, name_of: Callable[[Any], str]) -> bool:
+        """Begin with what an earlier server has learnt; False if requests were seen before."""
+        if self.index.observed_any:
+            return False
+        self.index.restore(learnt.classes)
+        self._answers.restore(learnt.answers, name_of)
+        return True
+
+    def _in_its_time(self, hint: Hint | None) -> Hint | None:
+        """`hint`, whose seconds say nothing where time is counted in requests."""
+        if hint is None or self.time_unit is TimeUnit.SECONDS:
+            return hint
+        return hint.without_time()
+
+    def _as_match(
+        self,
+        tree: HistoryTree,
+        path: list[HistoryNode],
+        matched: int,
+        fingerprints: bytes,
+        input_len: int,
+    ) -> HistoryMatch:
+        """The match of a prompt whose nodes in `tree` are `path`, `matched` tokens in all."""
+        usable = input_len - 1  # the last prompt token is always computed
+        known_len = min(matched, usable)
+        reused = None
+        for node in path:
+            if node.interval_id != NO_INTERVAL and node.depth <= usable:
+                reused = node
+        depth = 0 if reused is None else reused.depth
+        gains = known_len - depth >= self.min_branch_tokens
+        branch = known_len if gains else depth
+        return HistoryMatch(
+            known_len, branch, HistoryPath(path), reused, tree.version, fingerprints
+        )
+
+    def _open(self, node: HistoryNode, now: float, interval_bucket: int, *, is_end: bool) -> None:
+        """From now on a checkpoint could exist at `node`: its interval begins."""
+        if is_end and not node.is_end:
+            node.is_end = True
+            node.turn += 1
+        if node.interval_id == NO_INTERVAL:
+            node.last_interval_bucket = interval_bucket
+            node.interval_id = self.index.open(node.reuse_class, now)
+        else:
+            self.index.reclass(node.interval_id, node.reuse_class)
+
+    def _changed(self, tenant: Hashable, tree: HistoryTree, held: int) -> None:
+        """`tree` of `tenant`, which held `held` bytes before, is another one now."""
+        self._versions += 1
+        tree.version = self._versions
+        self._shares.change(tenant, tree.held_bytes - held)
+
+    def _forget_oldest(self, newest: Hashable) -> None:
+        """Drop leaves until everything fits: the oldest one of the tenant that holds most, again
+        and again; but not all that the tenant `newest`, which just came, has.
+        """
+        while self.held_bytes > self.max_bytes:
+            tenant = self._shares.largest()
+            if tenant == newest and len(self._trees[tenant].leaves) == 1:
+                if len(self._trees) == 1:
+                    return
+                tenant = self._shares.largest(besides=newest)
+            tree = self._trees[tenant]
+            held = tree.held_bytes
+            tree.forget_oldest()
+            self._changed(tenant, tree, held)
+            if not tree.leaves:
+                del self._trees[tenant]
+
+
+def _set_answer(node: HistoryNode, answer: Answer | None) -> None:
+    """A request that ended with `answer` opened `node` or resumed from it."""
+    node.last = answer if node.branches <= MOST_CHILDREN else None

@@ -1,0 +1,68 @@
+"""How a server runs, as far as its hits depend on it: what cache, simulator and tuner share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_hybrid.core.costs.cost import UNBOUNDED, CostModel
+from sglang_hybrid.core.records.pins import DEFAULT_SHARE
+from sglang_hybrid.core.tiers.rates import Speeds
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How the server runs: prompt tokens per forward (--chunked-prefill-size), and the tokens
+    between the boundaries at which SGLang would keep a state (its Mamba cache chunk). one_memory:
+    KV and states share all bytes; otherwise each has a pool. pin_share: of the memory, for what one
+    tenant pins.
+    """
+
+    chunk: int = 8_192
+    grid: int = 64
+    one_memory: bool = False
+    pin_share: float = DEFAULT_SHARE
+
+
+@dataclass(frozen=True)
+class Split:
+    """A budget in two pools that do not lend to each other: KV tokens and state slots."""
+
+    kv_tokens: int
+    slots: int
+
+    @classmethod
+    def of(cls, budget: int, cost: CostModel, states_to_kv: float | None = None) -> Split:
+        """`budget` bytes, split as --mamba-full-memory-ratio does; None: as we default it."""
+        if states_to_kv is None:
+            states_to_kv = cost.states_to_kv
+        for_states = int(budget * states_to_kv / (1 + states_to_kv)) if cost.state_bytes else 0
+        slots = for_states // cost.state_bytes if cost.state_bytes else UNBOUNDED
+        kv_bytes = cost.kv_bytes_per_token
+        return cls((budget - for_states) // kv_bytes if kv_bytes else UNBOUNDED, slots)
+
+
+@dataclass(frozen=True)
+class ServedTiers:
+    """What a server has below its device, as far as its hits depend on it.
+
+    host: its pools. speeds: those that it decides with. disk: bytes of objects, 0 without a disk.
+    write_back: what the device gives up without a copy is copied then. at_once: otherwise, what
+    ended requests left is copied when they end, not when the device is about to give it up.
+    least_uses: requests that must have passed what is copied. watermark: share of the device's
+    memory; what would go next until no more is used is copied beforehand. least_read: tokens that a
+    read from the disk must save. exact: copies are what was on the device (`--hybrid-tier-codec`).
+    """
+
+    host: Split
+    speeds: Speeds
+    disk: int = 0
+    write_back: bool = False
+    least_uses: int = 1
+    watermark: float = 1.0
+    least_read: int = 256
+    at_once: bool = True
+    exact: bool = True
+
+
+Budget = int | Split | None
+"""Bytes that KV and states share, two pools, or no bound."""

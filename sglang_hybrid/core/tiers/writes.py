@@ -1,0 +1,159 @@
+"""What a copy in a lower tier is worth before it is written, and what writing it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.records.nodes import Clock, Node
+from sglang_hybrid.core.tiers.places import ALL_TIERS, copies_of, without_up_to
+from sglang_hybrid.core.tiers.rates import Speeds, Tier
+from sglang_hybrid.core.tiers.served_pool import ServedTierPool
+from sglang_hybrid.core.tiers.tier_pool import SpeedsInForce
+from sglang_hybrid.core.victims.pool import Scarce
+
+WRITE_PRICE = 0.1
+"""Seconds that others lose for each second of writing to a lower tier. Writing goes on beside the
+prefill, so it costs only what it takes from loads and kernels that want the same link or memory.
+Replayed, a tenth halves the bytes that are written where most requests are cold, and costs no hits;
+the whole second costs up to 5 percent of the hits (docs/benchmarks.md)."""
+
+
+def was_refused(node: Node) -> bool:
+    """Whether a tier below the device forgot the state of `node`, or was not given it, and `node`
+    has not been resumed from since: what it was worth less than then, it is worth less than now.
+    """
+    return copies_of(node).refused == node.last_used
+
+
+def refuse(node: Node) -> None:
+    """A copy of `node` in a tier below the device was not worth its writing."""
+    copies_of(node).refused = node.last_used
+
+
+def copy_saves(
+    node: Node, tier: Tier, cost: CostModel, speeds: Speeds, counted: int = ALL_TIERS
+) -> float:
+    """Seconds that copies of `node` in `tier`, of its state and of the KV that leads to it, save a
+    request that returns to it when faster tiers have forgotten both: over resuming from the next
+    state above that `tier` or a slower one has. Below 0 where computing takes less than loading.
+    counted: a mask of tiers; states in others are left out.
+    """
+    anchor = 0
+    above = node.parent
+    while above is not None and above.parent is not None:
+        if without_up_to(copies_of(above).state & counted, Tier(tier - 1)):
+            anchor = above.depth
+            break
+        above = above.parent
+    computed = speeds.compute(cost.savings(node.depth, anchor))
+    loaded = cost.bytes_in(tier, node.depth - anchor, 1)
+    return computed - speeds.loads[tier].seconds(loaded)
+
+
+def write_pays(size: int, saves: float, returns: float, tier: Tier, speeds: Speeds) -> bool:
+    """Whether a copy of `size` bytes is worth its writing to `tier`: it saves `saves` seconds for
+    each of `returns` expected returns, and costs WRITE_PRICE of the seconds of its transfer.
+    """
+    return returns * saves > WRITE_PRICE * speeds.writes[tier].seconds(size)
+
+
+class HostPools(Protocol):
+    """What competes on the host of a server: a pool of KV and one of states. It may change to other
+    pools when another policy comes into force.
+    """
+
+    cost: CostModel
+    has_states: bool
+
+    @property
+    def speeds(self) -> SpeedsInForce: ...
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def host_kv_pool(self) -> ServedTierPool: ...
+    @property
+    def host_state_pool(self) -> ServedTierPool: ...
+
+
+class CopyJudge:
+    """Says for a server's cache what is worth a copy on the host.
+
+    Whether a copy will serve a return is what the reuse index says of its class and age. Policies
+    without an index know only how many returns copies have served on average.
+
+    Args:
+        pools: of the host.
+        room: free tokens (KV) or states (STATES) of the host's pool of a kind.
+        average_returns: requests that resumed from the host for each copy that was left there.
+    """
+
+    def __init__(
+        self,
+        pools: HostPools,
+        room: Callable[[Scarce], int],
+        average_returns: Callable[[], float],
+    ) -> None:
+        self._pools = pools
+        self._room = room
+        self._average_returns = average_returns
+
+    def worth_resuming(self, node: Node) -> bool:
+        """Whether what is resumed from at `node`, its state or without states its KV, should be
+        copied, with what the host lacks of the path to it.
+        """
+        return self._pays(node) and self._beats_the_host(node)
+
+    def _pays(self, node: Node) -> bool:
+        pools, speeds = self._pools, self._pools.speeds.speeds
+        returns = pools.host_state_pool.policy.return_probability(node, pools.clock)
+        if returns is None:
+            returns = self._average_returns()
+        counted = pools.host_state_pool.counted
+        saves = copy_saves(node, Tier.HOST, pools.cost, speeds, counted)
+        return write_pays(self._missing(node), saves, returns, Tier.HOST, speeds)
+
+    def _beats_the_host(self, node: Node) -> bool:
+        """Whether there is room for the copy, or it is worth more than what it would push out."""
+        pools, cost = self._pools, self._pools.cost
+        kinds = [
+            (Scarce.KV, pools.host_kv_pool, missing_tokens(node), cost.kv_bytes_per_token),
+            (Scarce.STATES, pools.host_state_pool, int(pools.has_states), cost.state_bytes),
+        ]
+        for kind, pool, needed, size in kinds:
+            lacking = needed - self._room(kind) if needed else 0
+            if lacking <= 0:
+                continue
+            if not pool.outranks_pushed_out(node, lacking * size):
+                return False
+        return True
+
+    def _missing(self, node: Node) -> int:
+        """Bytes that the host has not, of the path to `node` and of its state."""
+        cost = self._pools.cost
+        state = 0 if copies_of(node).has_state(Tier.HOST) else cost.state_bytes
+        return missing_tokens(node) * cost.kv_bytes_per_token + state
+
+
+LEAST_RETURNS = 0.05
+"""Returns that a copy is expected to serve at least: one that is not made is not seen to serve."""
+
+
+def average_returns(loads: int, demoted: int) -> float:
+    """Requests that resumed from the host (`loads`) for each copy that was left alone there
+    (`demoted`), with one of either before the first.
+    """
+    return max(LEAST_RETURNS, (loads + 1) / (demoted + 1))
+
+
+def missing_tokens(node: Node) -> int:
+    """Tokens of the path to `node` whose KV the host has not."""
+    tokens = 0
+    above: Node | None = node
+    while above is not None and above.parent is not None:
+        if copies_of(above).has_kv(Tier.HOST):
+            break
+        tokens += above.tokens
+        above = above.parent
+    return tokens

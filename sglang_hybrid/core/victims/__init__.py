@@ -1,0 +1,1 @@
+"""Which entry of a pool is evicted first."""

@@ -1,0 +1,291 @@
+"""A pool that runs short, its candidates in arrays, and the choice of a victim.
+
+A changed node is only marked dirty. When a victim is wanted, a bounded number of dirty nodes is
+described anew, and one pass of the policy over dense arrays finds the lowest score: no
+Python object is scanned, nothing is sorted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+
+import numpy as np
+
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.records.nodes import Clock, Node, absorbs
+from sglang_hybrid.core.victims.eviction import Policy
+from sglang_hybrid.core.victims.table import Table
+
+
+class Scarce(Enum):
+    """What is short, and so which bytes a victim is charged for."""
+
+    SHARED = "shared"  # one budget for KV and states
+    STATES = "states"  # slots of a split pool
+    KV = "kv"  # KV tokens of a split pool
+
+
+def freed_bytes(node: Node, scarce: Scarce, cost: CostModel) -> int:
+    """Bytes of what is scarce that evicting `node` gives back; 0 if it gives back nothing or is
+    held.
+
+    Evicting a leaf frees its KV, its state, and the KV of every ancestor that has neither a state
+    nor another child. Evicting a node with children frees its state only; its KV stays for them
+    (the paper: it is absorbed by the child).
+    """
+    if node.parent is None:
+        return 0
+    kv = state = 0
+    if not node.children and not node.kv_locked and not node.state_locked:
+        kv = (node.tokens + absorbed_tokens(node)) * cost.kv_bytes_per_token
+    if node.has_state and not node.state_locked:
+        state = cost.state_bytes
+    if scarce is Scarce.SHARED:
+        return kv + state
+    return state if scarce is Scarce.STATES else kv
+
+
+def absorbed_tokens(node: Node) -> int:
+    """Tokens on the edges of the ancestors right above that hold no state and lead to nothing but
+    `node`.
+    """
+    above = node.parent
+    tokens = 0
+    while above is not None and absorbs(above):
+        tokens += above.tokens
+        above = above.parent
+    return tokens
+
+
+DESCRIBED_AT_ONCE = 1_024
+"""Dirty nodes that one choice describes anew; the others keep their old description until the next
+choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class VictimComparison:
+    """Two scores of one policy: that of a new state, and that of the cheapest victim."""
+
+    new: float
+    cheapest: float
+
+    @property
+    def beats_victim(self) -> bool:
+        return self.new > self.cheapest
+
+
+class Pool:
+    """Candidates of one pool under one policy. Listens to a NodeTree; `victim` chooses, the cache
+    evicts.
+
+    Four tables, asked in this order: leaves without a state, oldest first; candidates, lowest score
+    first; only when asked for, the states with several children that a policy spares; and what
+    requests that wait or run have a standing in, lowest standing first.
+    """
+
+    def __init__(self, scarce: Scarce, cost: CostModel, policy: Policy, clock: Clock) -> None:
+        self.scarce = scarce
+        self.cost = cost
+        self.policy = policy
+        self.clock = clock
+        self._stateless = Table(0)
+        self._candidates = Table(policy.columns)
+        self._forks = Table(policy.columns)
+        self._wanted = Table(policy.columns)
+        self._home: dict[Node, Table] = {}  # the table a node is in
+        self._dirty: dict[Node, None] = {}
+        self.last_score = -math.inf  # of the last victim
+        self.settle: Callable[[], None] = _nothing_to_settle
+
+    def mark_dirty(self, node: Node) -> None:
+        """Something about `node` changed."""
+        self._dirty[node] = None
+
+    def forget(self, node: Node) -> None:
+        """`node` is gone."""
+        self._dirty.pop(node, None)
+        self._leave(node)
+        self.policy.forget(node)
+
+    def victim(self, *, last_resort: bool = False) -> Node | None:
+        """Choose the node to evict now; None if nothing may go. The caller must evict it: a leaf
+        altogether; if it has children, or its KV is held, its state only.
+        """
+        choice = self.cheapest(last_resort=last_resort)
+        if choice is None:
+            return None
+        node, score = choice
+        self.last_score = score
+        if self._has_demand(node):
+            self._tell_policy(node, score)
+        return node
+
+    def _has_demand(self, node: Node) -> bool:
+        """Whether requests may return to `node`, though it goes before all that has a score."""
+        return node.has_state or self._home.get(node) is not self._stateless
+
+    def _tell_policy(self, node: Node, score: float) -> None:
+        """`node` was chosen at `score`."""
+        self.policy.evicted(node, score)
+
+    def cheapest(self, *, last_resort: bool = False) -> tuple[Node, float] | None:
+        """The next victim and its score, without choosing it: lowest score, then oldest use, then
+        lowest id. A leaf without a state is worth less than any score.
+        """
+        self._describe()
+        while True:
+            choice = self._lowest(last_resort)
+            if choice is not None and choice[0] not in self._dirty:
+                return choice
+            if choice is not None:
+                self._describe_one(choice[0])
+            elif self._dirty:
+                self._describe()
+            else:
+                return None
+
+    def _lowest(self, last_resort: bool) -> tuple[Node, float] | None:
+        """The lowest of what the tables hold."""
+        if len(self._stateless):
+            return self._stateless.lowest(self._stateless.last_used())[0], -math.inf
+        tables = (self._candidates, self._forks) if last_resort else (self._candidates,)
+        for table in tables:
+            if len(table):
+                return table.lowest(self.policy.scores(table, self.clock))
+        return self._least_wanted()
+
+    def _least_wanted(self) -> tuple[Node, float] | None:
+        """Of what has a standing, that of the lowest; of equals, the lowest score."""
+        table = self._wanted
+        if not len(table):
+            return None
+        scores = self.policy.scores(table, self.clock).copy()
+        standing = np.array([node.standing for node in table.nodes])
+        scores[standing > standing.min()] = np.inf
+        return table.lowest(scores)
+
+    @property
+    def evictable(self) -> bool:
+        """Whether anything may go before a last resort."""
+        self._describe()
+        while self._dirty and not (len(self._stateless) or len(self._candidates)):
+            self._describe()
+        return len(self._stateless) + len(self._candidates) > 0
+
+    def compare_with_victim(self, node: Node) -> VictimComparison | None:
+        """The score that `node`, which no tree holds yet, would have if it gave back one state,
+        beside the cheapest victim's; None if what goes has no score. Scores compare within one
+        table only, so it joins theirs for the moment.
+        """
+        self._describe()
+        table = self._candidates
+        if self._stateless_free(self.cost.state_bytes) or not len(table):
+            return None
+        saved = self.cost.savings(node.depth, node.anchor_depth)
+        table.put(node, self.policy.describe(node, saved, max(1, self.cost.state_bytes)))
+        scores = self.policy.scores(table, self.clock)
+        comparison = VictimComparison(float(scores[-1]), float(scores[:-1].min()))
+        table.discard(node)
+        self.policy.forget(node)
+        return comparison
+
+    def _stateless_free(self, needed: int) -> bool:
+        """Whether leaves without a state give back so many bytes of what is scarce."""
+        if self.scarce is not Scarce.SHARED:
+            return len(self._stateless) > 0
+        for node in self._stateless.nodes:
+            needed -= self._weigh(node)[0]
+            if needed <= 0:
+                return True
+        return False
+
+    def candidates(self) -> Sequence[Node]:
+        """What may go before a last resort, in no particular order."""
+        self._describe(len(self._dirty))
+        return self._stateless.nodes + self._candidates.nodes
+
+    def check(self, nodes: Iterable[Node]) -> list[str]:
+        """What is wrong with the tables, given all `nodes` there are; nothing, if all is well."""
+        known = list(nodes)
+        wrong = [
+            node
+            for node in known
+            if node not in self._dirty and self._home.get(node) is not self._table_of(node)[0]
+        ]
+        gone = (self._home.keys() | self._dirty.keys()) - set(known)
+        return [f"{self.scarce.value}: {node!r} is in the wrong table" for node in wrong] + [
+            f"{self.scarce.value}: {node!r} is gone" for node in gone
+        ]
+
+    def _describe(self, most: int = DESCRIBED_AT_ONCE) -> None:
+        """Describe `most` dirty nodes anew, in the order in which they became dirty."""
+        self.settle()
+        for node in list(islice(self._dirty, most)):
+            self._describe_one(node)
+
+    def _describe_one(self, node: Node) -> None:
+        self._dirty.pop(node, None)
+        table, freed, saved = self._table_of(node)
+        if table is not self._home.get(node):
+            self._leave(node)
+        if table is None:
+            return
+        self._home[node] = table
+        if table is self._stateless:
+            table.put(node, ())
+        else:
+            table.put(node, self.policy.describe(node, saved, freed))
+
+    def _leave(self, node: Node) -> None:
+        table = self._home.pop(node, None)
+        if table is not None:
+            table.discard(node)
+
+    def _weigh(self, node: Node) -> tuple[int, int]:
+        """Bytes of what is scarce that evicting `node` gives back, 0 if nothing may go; and the
+        FLOPs that it saves, 0 if nothing is resumed from it.
+        """
+        freed = freed_bytes(node, self.scarce, self.cost)
+        saved = self.cost.savings(node.depth, node.anchor_depth) if node.has_state else 0
+        if self.scarce is Scarce.KV and self.policy.bounded_by_prefix:
+            saved = self._share_of_prefix(node, freed, saved)
+        return freed, saved
+
+    def _share_of_prefix(self, node: Node, freed: int, saved: int) -> int:
+        """`saved`, at most as many FLOPs per byte as the whole prefix of `node` saves, which must
+        stay as long as `node` does.
+        """
+        prefix = self._bytes_of(node.depth, int(self.scarce is Scarce.SHARED))
+        return min(saved, self.cost.flops(node.depth) * freed // prefix)
+
+    def _bytes_of(self, kv_tokens: int, states: int) -> int:
+        """Bytes that so many tokens of KV and states take in this pool."""
+        return kv_tokens * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
+
+    def _table_of(self, node: Node) -> tuple[Table | None, int, int]:
+        freed, saved = self._weigh(node)
+        if not freed:
+            return None, 0, 0
+        if node.standing:
+            return self._wanted, freed, saved
+        if self._is_worthless(node, saved) and self.policy.stateless_first:
+            return self._stateless, freed, saved
+        if self.policy.spares_forks and self._is_fork(node):
+            return self._forks, freed, saved
+        return self._candidates, freed, saved
+
+    def _is_fork(self, node: Node) -> bool:
+        """Whether several nodes continue `node`."""
+        return len(node.children) > 1
+
+    def _is_worthless(self, node: Node, saved: int) -> bool:
+        """Whether `node` goes before all that has a score."""
+        return not node.has_state
+
+
+def _nothing_to_settle() -> None:
+    """For a pool that listens to no tree yet."""

@@ -1,0 +1,1 @@
+"""Blocks of chats that clients mark, and at which token each ends."""

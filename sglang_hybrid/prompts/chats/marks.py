@@ -1,0 +1,107 @@
+"""From the blocks that a chat request marks to declared positions, for every endpoint.
+
+An endpoint's module finds its marked blocks and makes the variants of a request; this one renders
+them and writes the positions into the request for the scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sglang_hybrid.core.records.pins import PinRequest
+from sglang_hybrid.prompts.chats.breakpoints import BlockEnd, token_positions
+from sglang_hybrid.prompts.chats.rendering import Rendering, rendered
+from sglang_hybrid.serving.requests.kv_hints import MOST_POSITIONS, pin_hint
+
+logger = logging.getLogger(__name__)
+
+SECONDS: Final = {"5m": 300, "30m": 1_800, "1h": 3_600, "12h": 43_200}
+"""The lifetimes that Anthropic's and OpenAI's clients may give."""
+
+
+@dataclass(frozen=True)
+class MarkedBlock:
+    """A block that a client marked.
+
+    ttl: how long it says that the block will be used. variants: the request with other things
+    behind the block. open_ended: other text may follow the block within its message.
+    """
+
+    ttl: str
+    variants: Sequence[Any]
+    open_ended: bool
+
+
+@dataclass(frozen=True)
+class Breakpoint:
+    """A declared position (tokens from the start of the prompt) and its lifetime."""
+
+    position: int
+    ttl: str
+
+
+def declare(
+    adapted: Any,
+    tokenizer: Any,
+    request: Any,
+    blocks: Sequence[MarkedBlock],
+    process: Callable[[Any], Any],
+) -> list[Breakpoint]:
+    """Ask for checkpoints where `blocks` end, pinned for their lifetimes; returns those positions
+    that are known, ascending.
+
+    adapted: SGLang's GenerateReqInput of `request`; its `kv_hints` are set. process: renders and
+    encodes a request, as SGLang does it.
+    """
+    ids = adapted.input_ids
+    if not blocks or not ids or not isinstance(ids[0], int):
+        return []
+    schema = getattr(adapted, "expanded", None)
+    if schema is not None and schema.modular is not None:
+        return []
+    start, imported = (0, []) if schema is None else (schema.start, schema.positions)
+    try:
+        positions = _positions(ids[start:], tokenizer, request, blocks, process)
+    except Exception as error:  # anybody's tokenizer; the request is served without marks
+        logger.warning("sglang_hybrid: marked blocks are ignored: %r", error)
+        return []
+    found = {
+        start + position: Breakpoint(start + position, block.ttl)
+        for position, block in zip(positions, blocks, strict=True)
+        if position is not None
+    }
+    if found:
+        wanted = sorted({*imported, *found})[-MOST_POSITIONS:]
+        pins = [PinRequest(at, SECONDS[found[at].ttl]) for at in wanted if at in found]
+        adapted.kv_hints = pin_hint(pins, [at for at in wanted if at not in found])
+    return [found[position] for position in sorted(found)]
+
+
+def _positions(
+    ids: Sequence[int],
+    tokenizer: Any,
+    request: Any,
+    blocks: Sequence[MarkedBlock],
+    process: Callable[[Any], Any],
+) -> list[int | None]:
+    whole = _rendered(process, request)
+    if whole is None:
+        logger.info("sglang_hybrid: marked blocks are ignored: the chat has no Jinja template.")
+        return [None] * len(blocks)
+    places = []
+    for block in blocks:
+        renderings = (_rendered(process, variant) for variant in block.variants)
+        texts = [rendering.text for rendering in renderings if rendering is not None]
+        places.append(BlockEnd(texts, block.open_ended))
+    return token_positions(tokenizer, whole.encode_kwargs, whole.text, ids, places)
+
+
+def _rendered(process: Callable[[Any], Any], request: Any) -> Rendering | None:
+    try:
+        return rendered(lambda: process(request))
+    except Exception as error:  # a template may refuse a variant with anything
+        logger.debug("sglang_hybrid: a chat with other blocks is refused: %s", error)
+        return None

@@ -1,0 +1,78 @@
+"""The text that a chat template makes of a request, and what is done instead of tokenizing it.
+
+SGLang renders and encodes a chat in one method (patch 0040). `rendered` runs that method and stops
+it between the two; `encoding` puts other tokens there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from sglang_hybrid.serving.requests.texts import check_rendered
+
+Encode: TypeAlias = Callable[[str, Mapping[str, Any]], list[int]]
+"""From a rendered chat and what SGLang passes to the tokenizer with it to token ids."""
+
+_instead: ContextVar[Encode | None] = ContextVar("instead", default=None)
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A chat as text. encode_kwargs: what SGLang passes to the tokenizer with it."""
+
+    text: str
+    encode_kwargs: Mapping[str, Any]
+
+
+class _Stopped(BaseException):
+    """Not an `Exception`: SGLang tries another form of the tools after any of those."""
+
+    def __init__(self, rendering: Rendering) -> None:
+        self.rendering = rendering
+
+
+def encoded(
+    encode: Callable[[Any, str, Mapping[str, Any]], list[int]],
+    tokenizer: Any,
+    text: str,
+    encode_kwargs: Mapping[str, Any],
+) -> list[int]:
+    """`encode(tokenizer, text, encode_kwargs)`; what SGLang calls instead of `encode`."""
+    instead = _instead.get()
+    if instead is not None:
+        return instead(text, encode_kwargs)
+    check_rendered(text)
+    return encode(tokenizer, text, encode_kwargs)
+
+
+@contextmanager
+def encoding(make: Callable[[Encode | None], Encode]) -> Iterator[None]:
+    """Chats that are rendered within are encoded by `make(outer)`.
+
+    outer: what another `encoding` or `rendered` around this one does instead of tokenizing.
+    """
+    token = _instead.set(make(_instead.get()))
+    try:
+        yield
+    finally:
+        _instead.reset(token)
+
+
+def rendered(process: Callable[[], Any]) -> Rendering | None:
+    """What `process`, which renders and encodes a chat, has rendered; None if it did so without a
+    Jinja template.
+    """
+    try:
+        with encoding(lambda outer: _stop):
+            process()
+    except _Stopped as stopped:
+        return stopped.rendering
+    return None
+
+
+def _stop(text: str, encode_kwargs: Mapping[str, Any]) -> list[int]:
+    raise _Stopped(Rendering(text, encode_kwargs))

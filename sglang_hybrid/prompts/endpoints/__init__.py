@@ -1,0 +1,1 @@
+"""What the HTTP server does for schemas and modular prompts."""

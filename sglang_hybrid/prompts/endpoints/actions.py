@@ -1,0 +1,93 @@
+"""`hybrid.import` and `hybrid.prewarm` in a request's `kv_hints`: actions that are done before a
+scheduler sees the request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from sglang_hybrid.prompts.endpoints.chat import PromptSchema, prompt_of
+from sglang_hybrid.prompts.endpoints.prewarm import gone_from, turns_of
+from sglang_hybrid.serving.requests.fields import shown
+from sglang_hybrid.serving.requests.hint_payloads import prewarm_rate
+from sglang_hybrid.serving.requests.kv_hints import IMPORT, PREWARM, SEGMENTS, take
+
+if TYPE_CHECKING:
+    import fastapi
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    from sglang_hybrid.prompts.schemas.resolve import Prompt
+
+
+@dataclass(frozen=True)
+class Waits:
+    """A request that waits for its turn. rate: as in `hint_payloads.prewarm_rate`."""
+
+    rate: float | None
+
+
+def imported_prompt(request: Any) -> Prompt | None:
+    """What `hybrid.import` in the request's hints imports, None without one. The action is taken
+    out. Raises ValueError.
+    """
+    payload, rest = take(getattr(request, "kv_hints", None), IMPORT)
+    if payload is None:
+        return None
+    _one_prompt(request, IMPORT)
+    if take(rest, SEGMENTS)[0] is not None:
+        raise ValueError(f"kv_hints has {SEGMENTS}, which only the server itself sends.")
+    try:
+        prompt = prompt_of(PromptSchema.model_validate(payload))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the payload"
+        raise ValueError(
+            f"{place} of {IMPORT} is {shown(first['input'])}: {first['msg']}."
+        ) from None
+    if prompt.modular and rest is not None:
+        raise ValueError(
+            f"kv_hints has {IMPORT} with mode 'modular' and other actions; in such a prompt they "
+            "have no effect, so leave them out."
+        )
+    request.kv_hints = rest
+    return prompt
+
+
+def prepare_prewarm(request: Any) -> None:
+    """A request with `hybrid.prewarm` generates nothing and waits for its turn. Raises
+    ValueError.
+    """
+    payload, rest = take(getattr(request, "kv_hints", None), PREWARM)
+    if payload is None:
+        return
+    _one_prompt(request, PREWARM)
+    if isinstance(request.sampling_params, list):
+        raise ValueError(f"sampling_params is a list; a request with {PREWARM} has one prompt.")
+    request.prewarm = Waits(prewarm_rate(payload))
+    request.sampling_params = {**(request.sampling_params or {}), "max_new_tokens": 0}
+    request.kv_hints = rest
+
+
+async def take_turn(manager: TokenizerManager, request: Any, http: fastapi.Request | None) -> None:
+    """Return when `request` may run: at once, unless it has `hybrid.prewarm`. Raises ValueError if
+    its client has gone.
+
+    http: the HTTP request that it came with, if it did.
+    """
+    waits: Waits | None = getattr(request, "prewarm", None)
+    if waits is None:
+        return
+    tokens = 0
+    if waits.rate is not None:
+        ids = request.input_ids
+        tokens = len(ids) if ids else len(manager.tokenizer(request.text or "")["input_ids"])
+    await turns_of(manager).take(tokens, waits.rate, gone_from(http))
+
+
+def _one_prompt(request: Any, kind: str) -> None:
+    ids = request.input_ids
+    if isinstance(request.text, list) or (bool(ids) and isinstance(ids[0], list)):
+        raise ValueError(f"kv_hints has {kind}, which is for a request of one prompt.")

@@ -1,0 +1,148 @@
+"""Prepare the prefixes of a schema before anybody asks for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from sglang_hybrid.core.records.pins import PinRequest, Priority
+from sglang_hybrid.prompts.schemas.budget import Plan, best_prefixes
+from sglang_hybrid.prompts.schemas.registry import Registered, Registry
+from sglang_hybrid.prompts.schemas.tree import PrefixNode, as_imports, prefix_tree
+from sglang_hybrid.serving.requests.kv_hints import MOST_POSITIONS, checkpoint_hint, pin_hint
+from sglang_hybrid.serving.tenants import Tenant
+
+if TYPE_CHECKING:
+    import fastapi
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+IDLE_CHECK = 0.02
+"""Seconds between two looks whether requests run."""
+
+
+class Unasked:
+    """What the answer to a request of the server itself says of its prompt: nothing."""
+
+    def answered(self, meta_info: Any) -> None:
+        """Nobody reads the answer."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prompt to prefill: its tokens, and the positions at which checkpoints are wanted."""
+
+    ids: list[int]
+    positions: list[int]
+
+
+def plan_for(
+    registry: Registry, registered: Registered, budget: int, state_bytes: int, kv_bytes: int
+) -> Plan:
+    """The prefixes of a schema that are worth most within `budget` bytes, by the imports seen."""
+    root = prefix_tree(
+        registered.schema, registry.tokenizer.length, registered.imports, registered.requests
+    )
+    return best_prefixes(root, budget, state_bytes, kv_bytes)
+
+
+def prompts_for(
+    registry: Registry, registered: Registered, nodes: Sequence[PrefixNode]
+) -> list[Prepared]:
+    """Prompts that pass all `nodes`, each of them once; the longest cover those before them."""
+    chosen = set(nodes)
+    passed = {above for node in nodes for above in node.above()}
+    prepared = []
+    for node in nodes:
+        if node in passed:
+            continue
+        tokenized = registry.expand_path(registered, as_imports(node.imports))
+        path = [node, *node.above()]
+        held = [len(path) - at for at, one in enumerate(path) if one in chosen]
+        positions = sorted(tokenized.piece_ends[level - 1] for level in held)
+        prepared.append(Prepared(tokenized.ids[: positions[-1]], positions))
+    return prepared
+
+
+class Turns:
+    """When prompts that nobody waits for may be computed.
+
+    busy: whether requests run. clock: seconds.
+    """
+
+    def __init__(
+        self, busy: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._busy = busy
+        self._clock = clock
+        self._due = 0.0
+
+    async def take(
+        self,
+        tokens: int,
+        rate: float | None,
+        gone: Callable[[], Awaitable[bool]] | None = None,
+    ) -> None:
+        """Return when a prompt of so many `tokens` may run: while no other request does, or at
+        `rate` tokens per second even then. gone: whether its client waits no more; raises
+        ValueError if so, also where the prompt might run.
+        """
+        while True:
+            if gone is not None and await gone():
+                raise ValueError("the client went away before its prompt was computed.")
+            if not self._busy() or (rate is not None and self._clock() >= self._due):
+                break
+            await asyncio.sleep(IDLE_CHECK)
+        if rate is not None:
+            self._due = max(self._clock(), self._due) + tokens / rate
+
+
+@lru_cache(maxsize=1)
+def turns_of(manager: TokenizerManager) -> Turns:
+    """The turns of this server."""
+    return Turns(lambda: bool(manager.rid_to_state))
+
+
+async def prefill(
+    manager: TokenizerManager,
+    tenant: Tenant,
+    prepared: Sequence[Prepared],
+    rate: float | None = None,
+    pinned: tuple[float, Priority] | None = None,
+    http: fastapi.Request | None = None,
+) -> None:
+    """Compute these prompts, one after the other, as `Turns.take` lets them. pinned: the lifetime,
+    in seconds, and the priority with which they are pinned; None: they are not. http: the request
+    that asked for it, if one did. When its client goes away, the prompt that is being computed is
+    aborted (SGLang asks every few seconds), the others are left out, and ValueError is raised.
+    """
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    extra_key, cache_salt = tenant or (None, None)
+    for one in prepared:
+        await turns_of(manager).take(len(one.ids), rate, gone_from(http))
+        positions = one.positions[-MOST_POSITIONS:]
+        inside = [at for at in positions if at < len(one.ids)]
+        hints = checkpoint_hint(inside) if inside else None
+        if pinned is not None:
+            hints = pin_hint([PinRequest(at, *pinned) for at in positions])
+        request: Any = GenerateReqInput(
+            rid=f"prewarm-{uuid.uuid4().hex}",
+            input_ids=one.ids,
+            sampling_params={"max_new_tokens": 0, "temperature": 0},
+            extra_key=extra_key,
+            cache_salt=cache_salt,
+            kv_hints=hints,
+        )
+        request.expanded = Unasked()
+        async for _ in manager.generate_request(request, http):
+            pass
+
+
+def gone_from(http: fastapi.Request | None) -> Callable[[], Awaitable[bool]] | None:
+    """What tells whether the client of an HTTP request has gone; None without one."""
+    return None if http is None else http.is_disconnected

@@ -1,0 +1,127 @@
+"""Where the prefixes of a schema are stored, as its own tenant is told."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from sglang_hybrid.prompts.schemas.registry import Registered, Registry
+from sglang_hybrid.prompts.schemas.tree import PrefixNode, as_imports, prefix_tree
+from sglang_hybrid.serving.config import BACKEND
+from sglang_hybrid.serving.requests.long_requests import in_thread
+from sglang_hybrid.serving.tenants import Tenant, stored_under
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.communicator import FanOutCommunicator
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+MOST_PREFIXES: Final = 256
+"""Of a schema that are told, the likeliest ones."""
+
+MOST_TOKENS: Final = 1 << 20
+"""Of all those prefixes together, beyond those that they have in common."""
+
+
+@dataclass(frozen=True)
+class AskedPrefix:
+    """A prefix that is asked for. parent: the index of the one above it, -1 for none. edge: its
+    tokens behind that. position: tokens from the start.
+    """
+
+    node: PrefixNode
+    parent: int
+    edge: list[int]
+    position: int
+
+
+async def residency(
+    manager: TokenizerManager, registry: Registry, own: Tenant, registered: Registered
+) -> dict[str, Any] | None:
+    """The likeliest prefixes of a schema, each with the tiers of its KV and of its state; None
+    where that cannot be told. more: whether there are others.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    if resolving_view(manager.server_args).radix_cache_backend != BACKEND:
+        return None
+    try:
+        prefixes, more = await in_thread(_likeliest, registry, registered)
+    except ValueError:  # there are too many to weigh
+        return None
+    places = await _places(manager, own, prefixes)
+    told = [
+        {
+            "imports": ["/".join(path) for path in asked.node.imports],
+            "position": asked.position,
+            "probability": asked.node.probability,
+            "kv": kv,
+            **({} if state is None else {"state": state}),
+        }
+        for asked, (kv, state) in zip(prefixes, places, strict=False)
+    ]
+    return {"prefixes": told, "more": more}
+
+
+def _likeliest(registry: Registry, registered: Registered) -> tuple[list[AskedPrefix], bool]:
+    """Parents first. Raises ValueError if the schema has too many prefixes to weigh."""
+    length = registered.length(registry.tokenizer)
+    root = prefix_tree(registered.schema, length, registered.imports, registered.requests)
+    found: list[AskedPrefix] = []
+    tokens = came = 0
+    waiting: list[tuple[float, int, PrefixNode, int, int]] = []
+
+    def add(node: PrefixNode, parent: int, level: int) -> None:
+        nonlocal came
+        for child in node.children:
+            came += 1
+            heapq.heappush(waiting, (-child.probability, came, child, parent, level))
+
+    add(root, -1, 1)
+    while waiting and len(found) < MOST_PREFIXES and tokens < MOST_TOKENS:
+        _, _, node, parent, level = heapq.heappop(waiting)
+        tokenized = registry.expand_path(registered, as_imports(node.imports))
+        position = tokenized.piece_ends[level - 1]
+        start = found[parent].position if parent >= 0 else 0
+        found.append(AskedPrefix(node, parent, tokenized.ids[start:position], position))
+        tokens += position - start
+        add(node, len(found) - 1, level + 1)
+    return found, bool(waiting)
+
+
+async def _places(
+    manager: TokenizerManager, own: Tenant, prefixes: Sequence[AskedPrefix]
+) -> list[tuple[str, str | None]]:
+    from sglang_hybrid.explain.messages import ResidencyReq
+    from sglang_hybrid.explain.prefix_tiers import fastest
+
+    if not prefixes:
+        return []
+    extra_key, cache_salt = own or (None, None)
+    manager.auto_create_handle_loop()
+    answers = await _communicator(manager)(
+        ResidencyReq(
+            prefixes=[(asked.parent, asked.edge) for asked in prefixes],
+            extra_key=stored_under(extra_key, None),
+            cache_salt=cache_salt,
+        )
+    )
+    return fastest([answer.places for answer in answers])
+
+
+@lru_cache(maxsize=1)
+def _communicator(manager: TokenizerManager) -> FanOutCommunicator[Any, Any]:
+    """Carries the question to all data-parallel ranks, one at a time, and gathers the answers."""
+    from sglang.srt.managers.communicator import FanOutCommunicator
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.utils import TypeBasedDispatcher
+
+    from sglang_hybrid.explain.messages import ResidencyReqOutput
+
+    communicator = FanOutCommunicator(manager._dispatch_to_scheduler, get_parallel().num_dp_ranks)
+    manager._result_dispatcher += TypeBasedDispatcher(
+        [(ResidencyReqOutput, communicator.handle_recv)]
+    )
+    return communicator

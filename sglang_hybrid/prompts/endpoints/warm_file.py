@@ -1,0 +1,120 @@
+"""`--hybrid-prewarm FILE`: prompts and schemas that a server computes when it has started."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT = 600.0
+"""Seconds that one line may take."""
+
+SCHEMA_FIELDS = ("budget_mb", "extra_key", "cache_salt")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a file: requests to make in turn, as path and body."""
+
+    number: int
+    posts: tuple[tuple[str, dict[str, Any]], ...]
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The lines of a file. Raises ValueError with a sentence that names file and line.
+
+    Each line is a JSON object: the body of a chat completion (`messages`), that of a /generate
+    (`text`, `input_ids` or `pml`), or a schema (`schema`, and how much memory its prefixes may
+    take: `budget_mb`).
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path} cannot be read: {why}.") from None
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            body = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: no JSON: {error}.") from None
+        try:
+            posts = tuple(_posts(body)) if isinstance(body, dict) else ()
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        if not posts:
+            raise ValueError(
+                f"{path}, line {number}: an object with messages, text, input_ids, pml or schema "
+                "is wanted."
+            )
+        found.append(Line(number, posts))
+    return found
+
+
+def prewarm(path: Path, url: str, key: str | None) -> int:
+    """Compute what a file asks for on the server at `url`; returns how many lines were. What the
+    server refuses is logged.
+
+    key: for the header of each request.
+    """
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    done = 0
+    lines = read_lines(path)
+    for line in lines:
+        for where, body in line.posts:
+            try:
+                answer = requests.post(url + where, json=body, headers=headers, timeout=TIMEOUT)
+            except requests.RequestException as error:
+                logger.warning("sglang_hybrid: pre-warming ends at line %d: %s", line.number, error)
+                return done
+            if not answer.ok:
+                logger.warning(
+                    "sglang_hybrid: line %d of %s was refused: %s", line.number, path, answer.text
+                )
+                break
+        else:
+            done += 1
+    logger.info("sglang_hybrid: %d of %d lines of %s are pre-warmed.", done, len(lines), path)
+    return done
+
+
+def prewarm_if_asked(server_args: Any) -> None:
+    """What a server does when it is ready for requests, before anybody is told so."""
+    from sglang_hybrid.serving.config import HybridConfig
+
+    file = HybridConfig.from_environment().hybrid_prewarm
+    if file:
+        key = server_args.admin_api_key or server_args.api_key
+        prewarm(Path(file), server_args.url(), key)
+
+
+def _posts(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    if "schema" in body:
+        tenant = {name: body[name] for name in SCHEMA_FIELDS[1:] if name in body}
+        yield "/v1/prompt_schemas", {"pml": body["schema"], **tenant}
+        if "budget_mb" in body:
+            name = _name_of(str(body["schema"]))
+            yield (
+                f"/v1/prompt_schemas/{name}/prewarm",
+                {"budget_mb": body["budget_mb"], **tenant},
+            )
+    elif "messages" in body:
+        yield "/v1/chat/completions", {"model": "default", **body, "max_tokens": 0}
+    elif {"text", "input_ids", "pml"} & body.keys():
+        sampling = {**body.get("sampling_params", {}), "max_new_tokens": 0}
+        yield "/generate", {**body, "sampling_params": sampling}
+
+
+def _name_of(schema: str) -> str:
+    from sglang_hybrid.prompts.schemas.schema import read_schema
+
+    return read_schema(schema).name

@@ -1,0 +1,1 @@
+"""What keeps prompts from being cached."""

@@ -1,0 +1,1 @@
+"""Schemas of prompts: their markup, their modules, and their tokens."""

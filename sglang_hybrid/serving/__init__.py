@@ -1,0 +1,1 @@
+"""A server around the cache: its flags, checks, start and end, and whose a request is."""

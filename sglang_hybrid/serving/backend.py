@@ -1,0 +1,192 @@
+"""When a server gets `--radix-cache-backend hybrid`, and what that backend cannot be combined with.
+
+Decided from the command line, before the model is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib.metadata import version
+from pathlib import Path
+
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.serving.advice import RADIX_CACHE_DISABLED
+from sglang_hybrid.serving.config import BACKEND, Eviction, HybridConfig, Schedule
+from sglang_hybrid.serving.preflight import StartupError, read_config
+
+REFUSED = {
+    "enable_int8_mamba_checkpoint": "its states live in a pool of their own",
+    "enable_unified_cache_external_linker": "SGLang allows no other cache backend beside it",
+    "enable_lmcache": "LMCache brings its own tree",
+    "enable_flexkv": "FlexKV brings its own tree",
+    "enable_unified_memory": "its pools share their bytes, which is not accounted yet",
+    "enable_session_radix_cache": "sessions order the victims themselves",
+}
+"""SGLang's flags that the backend cannot honour, and why."""
+
+
+OF_OUR_CACHE = (
+    *("hybrid_admission", "hybrid_min_branch_tokens", "hybrid_history_mb", "hybrid_answers_mb"),
+    *("hybrid_tuner_workers", "hybrid_tuner_window", "hybrid_record", "hybrid_pin_share"),
+    "hybrid_offload_watermark",
+)
+"""Our settings that nothing but our cache reads."""
+
+
+def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
+    """SGLang arguments that select our backend, or none where SGLang's own should serve.
+
+    Raises `StartupError` if our backend was asked for, by name or by a policy, together with
+    something that it cannot honour; or if copies are to be smaller that nobody would mark as such.
+    """
+    arguments = _choose(flags, options)
+    ours = bool(arguments) or flags.radix_cache_backend == BACKEND
+    if not ours:
+        for line in _without_effect(options):
+            print(f"sglang_hybrid: {line}", flush=True)
+    marked = ours and options.policy is not Eviction.SGLANG_LRU and flags.enable_hierarchical_cache
+    if options.smaller_copies and not marked:
+        raise StartupError(
+            f"{options.smaller_copies} needs the {BACKEND} cache with "
+            "--enable-hierarchical-cache and a --hybrid-eviction of its own, which marks what "
+            "comes from copies that are not exact; leave the flag out."
+        )
+    storage = getattr(flags, "hicache_storage_backend", None)
+    if options.smaller_copies and storage not in (None, "file"):
+        raise StartupError(
+            f"{options.smaller_copies} goes with --hicache-storage-backend file, not {storage}; "
+            "leave out one of them."
+        )
+    return arguments
+
+
+def check_disk(flags: argparse.Namespace, options: HybridConfig) -> None:
+    """Raise `StartupError` for flags of the disk tier on a server that has none, and for that tier
+    on SGLang 0.5.22, which does not tell a storage backend what it stores.
+    """
+    if flags.enable_hierarchical_cache and flags.hicache_storage_backend == "file":
+        if version("sglang") == "0.5.22":
+            raise StartupError(
+                "--hicache-storage-backend file needs SGLang 0.5.23, and 0.5.22 is installed; "
+                "leave it out."
+            )
+        return
+    for name in ("hybrid_disk_folder", "hybrid_disk_mb", "hybrid_warm_start"):
+        value = getattr(options, name)
+        if value:
+            raise StartupError(
+                f"--{name.replace('_', '-')} {value} means nothing without "
+                "--enable-hierarchical-cache and --hicache-storage-backend file; give both, or "
+                "leave it out."
+            )
+    backend = flags.hicache_storage_backend
+    if backend and not (
+        flags.enable_hierarchical_cache
+        or getattr(flags, "disaggregation_decode_enable_offload_kvcache", False)
+    ):
+        print(
+            f"sglang_hybrid: --hicache-storage-backend {backend} does nothing "
+            "without --enable-hierarchical-cache; give both, or leave it out.",
+            flush=True,
+        )
+
+
+def _choose(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
+    ordered = options.hybrid_schedule.is_ours
+    asked = flags.radix_cache_backend == BACKEND or options.pinned or ordered
+    known = registered_backends()
+    if flags.radix_cache_backend not in (None, *known):
+        raise StartupError(
+            f"--radix-cache-backend {flags.radix_cache_backend} is not known; known are "
+            f"{', '.join(known)}, and SGLang's own without the flag."
+        )
+    if flags.radix_cache_backend not in (None, BACKEND):
+        if ordered:
+            raise StartupError(
+                f"--hybrid-schedule {options.hybrid_schedule.value} needs --radix-cache-backend "
+                f"{BACKEND}, not {flags.radix_cache_backend}."
+            )
+        if options.pinned:
+            raise StartupError(
+                f"--hybrid-eviction {options.policy.value} needs --radix-cache-backend "
+                f"{BACKEND}, not {flags.radix_cache_backend}."
+            )
+        return []
+    flag, why = _refused(flags)
+    if flag and asked:
+        raise StartupError(
+            f"{flag} cannot be combined with the {BACKEND} cache, because {why}; leave out one of "
+            "them."
+        )
+    if flag:
+        print(f"sglang_hybrid: {flag} is served by SGLang's own prefix cache.", flush=True)
+        return []
+    if flags.disable_radix_cache and ordered:
+        raise StartupError(
+            f"--hybrid-schedule {options.hybrid_schedule.value} orders requests by what they can "
+            "reuse, which is nothing with --disable-radix-cache; leave out one of them."
+        )
+    if flags.disable_radix_cache:
+        print(f"sglang_hybrid: {RADIX_CACHE_DISABLED}", flush=True)
+        return []
+    if flags.radix_cache_backend == BACKEND:
+        return []
+    if asked or has_recurrent_state(flags.model_path):
+        return ["--radix-cache-backend", BACKEND]
+    return []
+
+
+def choose_schedule(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
+    """SGLang arguments for `--hybrid-schedule`: its own policies by their names; beside ours, it
+    leaves the queue as requests came. Raises `StartupError` for another --schedule-policy.
+    """
+    if options.hybrid_schedule is Schedule.SGLANG:
+        return []
+    ours = options.hybrid_schedule.is_ours
+    wanted = "fcfs" if ours else options.hybrid_schedule.value
+    if flags.schedule_policy not in ("fcfs", wanted):
+        raise StartupError(
+            f"--hybrid-schedule {options.hybrid_schedule.value} and --schedule-policy "
+            f"{flags.schedule_policy} contradict each other; leave out one of them."
+        )
+    return ["--schedule-policy", wanted]
+
+
+def _without_effect(options: HybridConfig) -> list[str]:
+    """A line for each setting that was given and that only our cache would read."""
+    given = options.given()
+    return [
+        f"{given[name]} does nothing without the {BACKEND} cache; leave "
+        f"it out, or give --radix-cache-backend {BACKEND}."
+        for name in OF_OUR_CACHE
+        if name in given
+    ]
+
+
+def _refused(flags: argparse.Namespace) -> tuple[str, str]:
+    """The first flag that our backend cannot honour, and why; two empty texts if there is none."""
+    if getattr(flags, "hicache_host_memory_mode", "cache") == "buffer_only":
+        return "--hicache-host-memory-mode buffer_only", "it keeps copies on the host, by value"
+    for name, why in REFUSED.items():
+        if getattr(flags, name, None):
+            return "--" + name.replace("_", "-"), why
+    return "", ""
+
+
+def registered_backends() -> list[str]:
+    """Names that SGLang knows for --radix-cache-backend in this process."""
+    from sglang.srt.mem_cache.registry import registered_radix_cache_backends
+
+    return sorted({BACKEND, *registered_radix_cache_backends()})
+
+
+def has_recurrent_state(model_path: str) -> bool:
+    """Whether a model keeps states; True where its config is not at hand, for it may."""
+    directory = Path(model_path).expanduser()
+    if not directory.is_dir():
+        return True
+    try:
+        cost = CostModel.from_config(read_config(directory))
+    except ValueError:
+        return True
+    return cost.state_bytes > 0 or bool(cost.assumed)

@@ -1,0 +1,267 @@
+"""Apply patches/ to SGLang's modules in memory, while they are imported.
+
+site-packages stays untouched: an import hook reads the released source, checks that it is the file
+the patch was cut from (sha256), applies the unified diff and compiles the result. Tracebacks and
+`inspect` show the patched source under the original path plus a note.
+
+A patch file starts with a sentence that says what and why, then one line for each file it changes,
+
+    SHA256 (sglang/srt/example.py) = <hash of the file in the released wheel>
+
+then the diff with `a/` and `b/` prefixes. Patches are applied in the order of their numbers; one
+that changes a file a second time is cut against the result of those before it.
+
+Patches are cut from `SGLANG_VERSION`. For each other release of `SGLANG_VERSIONS` a file `SHA256`
+has the hashes, in lines of the same form. There a hunk is applied where its lines are found.
+Patches that only that release needs stand beside the file.
+"""
+
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import inspect
+import linecache
+import re
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from itertools import groupby
+from pathlib import Path
+
+import whatthepatch
+
+from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
+
+NOTE = " (patched by sglang_hybrid)"
+_HASH_LINE = re.compile(r"^SHA256 \((?P<path>[^)]+)\) = (?P<hash>[0-9a-f]{64})$", re.MULTILINE)
+
+
+class PatchError(ImportError):
+    """A patch cannot be applied: SGLang's file is not the one that it was cut from."""
+
+
+@dataclass(frozen=True)
+class FilePatch:
+    """All changes to one file of a release of SGLang: its hash and the diffs, in order."""
+
+    path: str
+    sha256: str
+    release: str = SGLANG_VERSION
+    diffs: list[tuple[str, "whatthepatch.patch.diffobj"]] = field(default_factory=list)
+
+    @property
+    def module(self) -> str:
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    def missing(self) -> PatchError:
+        """The error that the installed SGLang has no such file."""
+        return PatchError(
+            f"{self.path}, which sglang_hybrid patches, is not in the installed sglang "
+            f"{_installed_version()}; reinstall sglang=={self.release}."
+        )
+
+    def apply(self, released: bytes) -> str:
+        """The patched source, or `PatchError` if `released` is not the file we know."""
+        found = hashlib.sha256(released).hexdigest()
+        if found != self.sha256:
+            names = ", ".join(name for name, _ in self.diffs)
+            raise PatchError(
+                f"{self.path} of the installed sglang {_installed_version()} is not the file of "
+                f"sglang {self.release} that {names} was cut from (sha256 {found[:12]} instead "
+                f"of {self.sha256[:12]}); reinstall sglang=={self.release}."
+            )
+        lines = released.decode().split("\n")
+        for name, diff in self.diffs:
+            try:
+                lines = list(whatthepatch.apply_diff(_moved(diff, lines), lines))
+            except whatthepatch.exceptions.WhatThePatchException as error:
+                raise PatchError(f"patch {name} does not apply to {self.path}: {error}") from None
+        return "\n".join(lines)
+
+
+def place_of(wanted: Sequence[str], lines: Sequence[str], near: int) -> int | None:
+    """The index in `lines` nearest to `near` where all of `wanted` stand; None if they do not."""
+    size = len(wanted)
+
+    def stand(at: int) -> bool:
+        return lines[at] == wanted[0] and list(lines[at : at + size]) == list(wanted)
+
+    places = range(len(lines) - size + 1)
+    if near in places and stand(near):
+        return near
+    return min(filter(stand, places), key=lambda at: abs(at - near), default=None)
+
+
+def _moved(
+    diff: "whatthepatch.patch.diffobj", lines: Sequence[str]
+) -> "whatthepatch.patch.diffobj":
+    """`diff` with the line numbers at which the texts of its hunks stand in `lines`.
+
+    A text that is nowhere keeps its numbers, so that applying it fails.
+    """
+    changes, shift = [], 0
+    for _, group in groupby(diff.changes, key=lambda change: change.hunk):
+        hunk = list(group)
+        before = [change for change in hunk if change.old is not None]
+        expected = before[0].old - 1
+        place = place_of([change.line for change in before], lines, expected + shift)
+        shift = shift if place is None else place - expected
+        changes += [
+            change._replace(
+                old=change.old and change.old + shift, new=change.new and change.new + shift
+            )
+            for change in hunk
+        ]
+    return diff._replace(changes=changes)
+
+
+def load_patches(release: str | None = None) -> dict[str, FilePatch]:
+    """The patches for a release of SGLang, by path of the file changed.
+
+    Args:
+        release: one of `SGLANG_VERSIONS`; by default the installed one. Where that is another one,
+            the patches for `SGLANG_VERSION`, which do not apply to it.
+    """
+    installed = _installed_version()
+    if release is None:
+        release = installed if installed in SGLANG_VERSIONS else SGLANG_VERSION
+    room = files("sglang_hybrid") / "patches"
+    texts = {
+        item.name: item.read_text(encoding="utf-8")
+        for version in dict.fromkeys((SGLANG_VERSION, release))
+        for item in (room / f"sglang-{version}").iterdir()
+        if item.name.endswith(".patch")
+    }
+    if release == SGLANG_VERSION:
+        return parse_patches(texts)
+    hashes = _hashes((room / f"sglang-{release}" / "SHA256").read_text(encoding="utf-8"))
+    return parse_patches(texts, hashes, release)
+
+
+def parse_patches(
+    texts: dict[str, str], hashes: dict[str, str] | None = None, release: str = SGLANG_VERSION
+) -> dict[str, FilePatch]:
+    """Group patch files (name -> text) by the file they change, in the order of their names.
+
+    Args:
+        hashes: of a release's files, by their path, instead of those in the patches.
+        release: whose files they change.
+    """
+    patched: dict[str, FilePatch] = {}
+    for name in sorted(texts):
+        known = _hashes(texts[name]) | (hashes or {})
+        for diff in whatthepatch.parse_patch(texts[name]):
+            if diff.header is None or not diff.changes:
+                continue
+            path = diff.header.new_path.removeprefix("b/")
+            if path not in known:
+                raise PatchError(f"patch {name} changes {path} but has no SHA256 line for it.")
+            entry = patched.setdefault(path, FilePatch(path, known[path], release))
+            if entry.sha256 != known[path]:
+                raise PatchError(f"patch {name} names another SHA256 for {path} than those before.")
+            entry.diffs.append((name, diff))
+    return patched
+
+
+def _hashes(text: str) -> dict[str, str]:
+    """The hashes that lines of a text say, by path."""
+    return {m["path"]: m["hash"] for m in _HASH_LINE.finditer(text)}
+
+
+class _PatchedLoader(importlib.machinery.SourceFileLoader):
+    """Loads one module from its patched source; bytecode caches of the original are not used."""
+
+    def __init__(self, fullname: str, path: str, patch: FilePatch) -> None:
+        super().__init__(fullname, path)
+        self._patch = patch
+
+    def get_source(self, fullname: str) -> str:
+        return self._patch.apply(Path(self.path).read_bytes())
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        source = self.get_source(fullname)
+        filename = self.path + NOTE
+        linecache.cache[filename] = (
+            len(source),
+            None,
+            source.splitlines(keepends=True),
+            filename,
+        )
+        code: types.CodeType = compile(source, filename, "exec", dont_inherit=True)
+        return code
+
+
+class PatchFinder(importlib.abc.MetaPathFinder):
+    """Finds the patched modules before Python's own finders do, and leaves all others to them."""
+
+    def __init__(self, patches: dict[str, FilePatch]) -> None:
+        self.by_module = {patch.module: patch for patch in patches.values()}
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: types.ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        patch = self.by_module.get(fullname)
+        if patch is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.origin is None:
+            raise patch.missing()
+        spec.loader = _PatchedLoader(fullname, spec.origin, patch)
+        return spec
+
+
+def install() -> None:
+    """Put the import hook in place in this process; a second call does nothing.
+
+    It stands right in front of Python's own finder of files: hooks that wrap what is found there
+    (the CPU platform's, through wrapt) must come first, whenever they were installed.
+    Raises `PatchError` if a module that needs a patch has been imported already.
+    """
+    if any(isinstance(finder, PatchFinder) for finder in sys.meta_path):
+        return
+    finder = PatchFinder(load_patches())
+    late = sorted(name for name in finder.by_module if name in sys.modules)
+    if late:
+        raise PatchError(
+            f"{', '.join(late)} was imported before sglang_hybrid could patch it; start with "
+            "`python -m sglang_hybrid.launch_server`, or import sglang_hybrid.serving.patching and call "
+            "install() before anything of sglang.srt."
+        )
+    sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder), finder)
+
+
+def verify() -> None:
+    """Apply every patch to the files that would be imported, without that; raises `PatchError`.
+
+    Those lie elsewhere than the package's metadata where SGLang is an editable install, as it is in
+    its own container images.
+    """
+    found = importlib.util.find_spec("sglang")
+    if found is None or not found.submodule_search_locations:
+        raise PatchError(f"sglang is not installed; install sglang=={SGLANG_VERSION}.")
+    root = Path(found.submodule_search_locations[0]).parent
+    for patch in load_patches().values():
+        try:
+            released = (root / patch.path).read_bytes()
+        except OSError:
+            raise patch.missing() from None
+        patch.apply(released)
+
+
+def is_patched(function: types.FunctionType) -> bool:
+    """Whether `function` of SGLang comes from a module that a patch was applied to."""
+    return bool(inspect.unwrap(function).__code__.co_filename.endswith(NOTE))
+
+
+def _installed_version() -> str:
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return "(no version)"

@@ -1,0 +1,88 @@
+"""Sessions of SGLang (`/open_session`, `session_params`) belong to the tenant that opened them.
+
+A scheduler knows a session by an id. The HTTP server sends it the client's id with its tenant's
+name behind it, so that equal ids of two tenants are two sessions, and a foreign id is one that does
+not exist. An `sglang.Engine` has one user: its ids stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import HTTPConnection
+
+from sglang_hybrid.serving.tenants import Tenant, TenantNames, asking, tenant
+
+if TYPE_CHECKING:
+    import fastapi
+    from sglang.srt.managers.io_struct import OpenSessionReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+MOST_SESSIONS = 1_024
+"""Open sessions of one tenant."""
+
+_OWNER = re.compile(r"#([0-9a-f]{16})?\Z")
+
+
+async def open_session(
+    manager: TokenizerManager, asked: OpenSessionReqInput, http: fastapi.Request
+) -> str:
+    """Open a session for the tenant that asks; returns the id that the client knows it by. Raises
+    ValueError if the scheduler does not open it.
+    """
+    known_as = asked.session_id or uuid.uuid4().hex
+    asked.session_id = owned(known_as, asking())
+    if await manager.open_session(asked, http) is None:
+        raise ValueError(
+            f"the session {known_as[:80]!r} cannot be opened: one of this id is open, or the "
+            f"{MOST_SESSIONS:,} sessions that a tenant may have are. Close it or others, or open "
+            "sessions with a timeout."
+        )
+    return known_as
+
+
+def put_owner(request: Any, http: object) -> None:
+    """Let a prompt from HTTP continue its own tenant's sessions only. request: GenerateReqInput or
+    EmbeddingReqInput with its tenant. http: what it came with. Raises ValueError.
+    """
+    params, of_cache = (getattr(request, name, None) for name in ("session_params", "session_id"))
+    if not isinstance(http, HTTPConnection) or (not params and of_cache is None):
+        return
+    key, salt = getattr(request, "extra_key", None), getattr(request, "cache_salt", None)
+    if isinstance(key, list) or isinstance(salt, list):
+        raise ValueError("extra_key or cache_salt is a list; a session has one tenant.")
+    own = tenant(key, salt)
+    if isinstance(of_cache, str):
+        request.session_id = owned(of_cache, own)
+    if isinstance(params, dict) and isinstance(params.get("id"), str):
+        request.session_params = {**params, "id": owned(params["id"], own)}
+
+
+def owned(session_id: str, owner: Tenant) -> str:
+    """The id by which a scheduler knows a session of `owner`; the same for an id that is one."""
+    behind = f"#{_names().name(owner)}"
+    return session_id if session_id.endswith(behind) else session_id + behind
+
+
+def shown_id(session_id: str) -> str:
+    """The id that a client knows a session by."""
+    return _OWNER.sub("", session_id)
+
+
+def has_too_many(sessions: Iterable[str], session_id: str) -> bool:
+    """Whether the tenant that a session would belong to has as many as it may; an engine's user may
+    have any number.
+    """
+    found = _OWNER.search(session_id)
+    if found is None:
+        return False
+    return sum(other.endswith(found[0]) for other in sessions) >= MOST_SESSIONS
+
+
+@lru_cache(maxsize=1)
+def _names() -> TenantNames:
+    return TenantNames()

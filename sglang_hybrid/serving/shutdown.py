@@ -1,0 +1,285 @@
+"""How a server ends: requests get a few seconds and then an error, and nothing stays behind.
+
+SGLang by itself lets requests go on after SIGTERM for as long as they take, waits for open streams
+after Ctrl-C, and kills itself when one of its processes has died, without a word to the requests
+that run. Patches 0013 and 0017 hand the end of an HTTP server to `end_on_signal`; other ways to
+serve (gRPC, several tokenizer processes) end as SGLang ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Never
+
+import psutil
+
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.processes import end_processes, note_shared_memory
+from sglang_hybrid.serving.startup import cannot_start, fail, failure, remove_private_files
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+logger = logging.getLogger(__name__)
+
+MESSAGE = "The server is shutting down."
+"""What a request that is cut off is told, with status 503."""
+
+DIED = "A process of the server has ended, so it cannot go on."
+"""What it is told if that was not asked for."""
+
+PROCESS_DIED = os.EX_SOFTWARE
+"""Exit status (70) of a server that ends because one of its processes did."""
+
+STEP = 0.1
+"""Seconds between two looks at what is left."""
+
+RELEASE_SECONDS = 3.5
+"""How long schedulers may take to release what they hold (device memory, pinned host memory)."""
+
+CLOSE_SECONDS = 2.7
+"""How long the HTTP server may take to stop; after each stream it has a task of 2 seconds left."""
+
+TITLE = "sglang::"
+"""How SGLang's processes call themselves, but for the first."""
+
+
+@dataclass
+class _End:
+    """Why the server ends, once it does. status: its exit status."""
+
+    reached: bool = False
+    status: int = 0
+    because_of: str = ""
+
+
+_end = _End()
+
+
+def exit_status() -> int:
+    """Of this server: 130 after Ctrl-C, 70 if a process died, otherwise 0."""
+    return _end.status
+
+
+async def end_on_signal(manager: TokenizerManager) -> None:
+    """Wait for SIGTERM, SIGINT or the death of a process, then end the server of `manager`.
+
+    Requests that run go on for SGLANG_HYBRID_DRAIN_SECONDS; what is left then, or still comes,
+    ends with an error of status 503. The schedulers release what they hold, and the HTTP server
+    stops. If a process died, requests end at once. A second signal ends everything at once, and so
+    does whatever hangs.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return  # nobody can be asked there: Python hands signals to the main thread
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+
+    def asked(number: int) -> None:
+        if ended.is_set():
+            leave_at_once(128 + number)
+        _end.status = 128 + number if number == signal.SIGINT else 0
+        _end.reached = True
+        ended.set()
+
+    def died(who: str) -> None:
+        if not ended.is_set():
+            _end.reached, _end.status, _end.because_of = True, PROCESS_DIED, who
+            ended.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, asked, number)
+    # What SGLang's processes send to the first one when they fail.
+    loop.add_signal_handler(signal.SIGQUIT, died, "a process, which reported an error,")
+    watch = _watch(loop, died)
+    note_shared_memory()
+    await ended.wait()
+    for descriptor in watch:
+        loop.remove_reader(descriptor)
+    note_shared_memory()
+    if manager._subprocess_watchdog is not None:
+        manager._subprocess_watchdog.stop()
+    manager.gracefully_exit = True  # /health says 503 from now on
+    if _end.because_of:
+        await _give_up(manager)
+        message = DIED
+    else:
+        await _drain(manager, HybridConfig.from_environment().hybrid_drain_seconds)
+        await _release(manager)
+        message = MESSAGE
+    assert manager._server_stop_hook is not None
+    _leave_in_time()
+    manager._server_stop_hook()
+    await _cut(manager, CLOSE_SECONDS, message)  # is cancelled when the HTTP server has stopped
+    logger.warning("sglang_hybrid: connections are still open; leaving without them.")
+    leave_at_once(exit_status())
+
+
+def _watch(loop: asyncio.AbstractEventLoop, died: Callable[[str], None]) -> list[int]:
+    """Have `died` called when one of SGLang's processes ends; descriptors of the processes."""
+    descriptors = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            title = process.cmdline()[:1]
+            if not title or not title[0].startswith(TITLE):
+                continue
+            descriptor = os.pidfd_open(process.pid)
+        except (
+            psutil.NoSuchProcess,
+            OSError,
+        ):  # where that is forbidden, SGLang's watchdog sees it
+            continue
+        who = f"{title[0].removeprefix(TITLE)} (process {process.pid})"
+        loop.add_reader(descriptor, died, who)
+        descriptors.append(descriptor)
+    return descriptors
+
+
+async def _give_up(manager: TokenizerManager) -> None:
+    """A process died: tell all requests, and let SGLang dump what is known of it."""
+    logger.error(
+        "sglang_hybrid: %s has ended; %d running requests end with an error, and so does the "
+        "server, with status %d.",
+        *(_end.because_of, len(manager.rid_to_state), PROCESS_DIED),
+    )
+    dump = asyncio.create_task(asyncio.to_thread(manager.dump_requests_before_crash))
+    if manager.crash_dump_folder:  # it is to have the requests that run
+        await dump
+    while not dump.done():  # with CUDA it waits a minute for core dumps
+        await _cut(manager, STEP, DIED)
+
+
+async def _drain(manager: TokenizerManager, seconds: float) -> None:
+    """Let requests go on for so many seconds, if they can."""
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+    from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
+
+    if manager.rid_to_state:
+        logger.warning(
+            "sglang_hybrid: shutting down; %d running requests have %g seconds to end.",
+            len(manager.rid_to_state),
+            seconds,
+        )
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while manager.rid_to_state and loop.time() < until:
+        if manager.server_status == ServerStatus.UnHealthy or not collect_scheduler_processes():
+            return
+        await asyncio.sleep(STEP)
+
+
+async def _release(manager: TokenizerManager) -> None:
+    """Cut requests off and wait until the schedulers have ended, but not for long.
+
+    On the CPU they hold nothing that the system does not take back by itself.
+    """
+    from sglang.srt.managers.io_struct import ShutdownReq
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
+
+    if current_platform.device_type == "cpu":
+        await _cut(manager, 0)
+        return
+    manager._dispatch_to_scheduler(ShutdownReq())
+    until = asyncio.get_running_loop().time() + RELEASE_SECONDS
+    while asyncio.get_running_loop().time() < until and collect_scheduler_processes():
+        await _cut(manager, STEP)
+
+
+async def _cut(manager: TokenizerManager, seconds: float, message: str = MESSAGE) -> None:
+    """End every request that is there, or comes within so many seconds, with an error.
+
+    Here and not in the scheduler, whose current step may take longer than there is time.
+    """
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    reason = FINISH_ABORT(message, HTTPStatus.SERVICE_UNAVAILABLE).to_json()
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while True:
+        for rid in list(manager.rid_to_state):
+            manager._handle_abort_req(AbortReq(rid=rid, finished_reason=reason))
+        if loop.time() >= until:
+            return
+        await asyncio.sleep(STEP)
+
+
+def _leave_in_time() -> None:
+    """The HTTP server's last steps block the loop, and so everything that could end it."""
+    timer = threading.Timer(CLOSE_SECONDS + 1, lambda: leave_at_once(exit_status()))
+    timer.daemon = True
+    timer.start()
+
+
+def kill_process_tree(
+    parent_pid: int | None,
+    include_parent: bool = True,
+    skip_pid: int | None = None,
+    wait_timeout: float | None = 60,
+) -> None:
+    """SGLang's function of this name (utils/common.py), but for this process's own tree: there
+    nothing is left behind, and this process ends with a status that says why.
+    """
+    if parent_pid not in (None, os.getpid()) or skip_pid is not None:
+        from sglang.srt.utils import common
+
+        common.kill_process_tree(parent_pid, include_parent, skip_pid, wait_timeout)
+        return
+    if parent_pid is not None and include_parent:
+        leave_after_failure()
+    end_processes()
+
+
+def leave_after_failure() -> Never:
+    """End the server because something failed, with a status that says so and nothing left. SGLang
+    kills it, with SIGKILL.
+    """
+    told = failure()
+    if told is not None:
+        leave_at_once(fail(cannot_start(told)))
+    if _end.reached:
+        leave_at_once(exit_status())
+    if _starting():
+        leave_at_once(fail(cannot_start("something failed that the lines above tell of")))
+    print(f"sglang_hybrid: {DIED}", file=sys.stderr, flush=True)
+    leave_at_once(PROCESS_DIED)
+
+
+def _starting() -> bool:
+    """Whether an HTTP server has not answered its own first request yet."""
+    server: Any = sys.modules.get("sglang.srt.entrypoints.http_server")
+    if server is None:
+        return False
+    state = server._global_state
+    return state is None or state.tokenizer_manager.server_status.name == "Starting"
+
+
+def leave_at_once(status: int) -> Never:
+    """End every process of the server, this one with `status`, and what they leave."""
+    end_processes()
+    remove_private_files()
+    _exit(status)
+
+
+def leave(status: int) -> Never:
+    """End this process, its exit functions done, without tearing the interpreter down: threads of
+    libraries outlive that, and Triton's extension says of what they hold that it leaked.
+    """
+    atexit._run_exitfuncs()
+    _exit(status)
+
+
+def _exit(status: int) -> Never:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,144 @@
+"""Counts of the waiting queue, and their metrics."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sglang_hybrid.core.queue.prefetch import PrefetchCounts
+from sglang_hybrid.core.queue.waiting import Bound, ReuseKind, Waiting
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter as Metric
+    from prometheus_client import Gauge
+
+
+@dataclass
+class ScheduleStats:
+    """What became of requests that waited at the front of the queue, all tenants together.
+
+    started: by what they could reuse. overtaken: how often requests were overtaken, added up.
+    most_overtaken, longest_wait: of one request; seconds. waited: seconds, added up. bound_reached:
+    requests that were overtaken no more, by which bound was reached. aborted: while they waited.
+    front: requests at the front in the last round. loads: those that began before their requests'
+    turns, None where there is no host; expected: loads for sessions that were expected back.
+    """
+
+    started: Counter[str] = field(default_factory=Counter)
+    overtaken: int = 0
+    most_overtaken: int = 0
+    waited: float = 0.0
+    longest_wait: float = 0.0
+    bound_reached: Counter[str] = field(default_factory=Counter)
+    aborted: int = 0
+    front: int = 0
+    loads: PrefetchCounts | None = None
+
+    def runs(self, waiting: Waiting[Any], bound: Bound, now: float) -> None:
+        """A request was taken from the front."""
+        reuse = ReuseKind.NOTHING if waiting.prospect is None else waiting.prospect.reuse
+        self.started[reuse.name.lower()] += 1
+        self.overtaken += waiting.overtaken
+        self.most_overtaken = max(self.most_overtaken, waiting.overtaken)
+        seconds = max(0.0, now - waiting.arrived)
+        self.waited += seconds
+        self.longest_wait = max(self.longest_wait, seconds)
+        if waiting.overtaken >= bound.times:
+            self.bound_reached["overtaken"] += 1
+        elif seconds >= bound.seconds:
+            self.bound_reached["seconds"] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """For /server_info."""
+        return {
+            "front": self.front,
+            "started": dict(self.started),
+            "overtaken": self.overtaken,
+            "most_overtaken": self.most_overtaken,
+            "waited_seconds": round(self.waited, 3),
+            "longest_wait_seconds": round(self.longest_wait, 3),
+            "bound_reached": dict(self.bound_reached),
+            "aborted": self.aborted,
+            "loads": None if self.loads is None else asdict(self.loads),
+        }
+
+
+LOADS = {
+    "started": "Loads from the host that began before their requests' turns.",
+    "used": "Of these, those that were complete at the turn.",
+    "late": "Of these, those that were not.",
+    "cancelled": "Of these, those whose requests went, or that were evicted again.",
+    "expected": "Loads for sessions that were expected back.",
+    "on_turn": "Loads that began on their requests' turns only.",
+    "no_time": "Of these, those whose requests waited less than the load takes.",
+    "no_room": "Of these, those for which the device had no room before.",
+    "loaded_bytes": "Bytes of loads that began before their requests' turns.",
+    "wasted_bytes": "Bytes of those that no request used.",
+}
+
+
+class ScheduleMetrics:
+    """Prometheus metrics that follow a `ScheduleStats`."""
+
+    def __init__(self, stats: ScheduleStats, prefix: str) -> None:
+        from prometheus_client import Counter as Metric
+        from prometheus_client import Gauge
+
+        self._stats = stats
+        self._seen: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._labelled: dict[str, Metric] = {
+            "started": Metric(
+                prefix + "schedule_started",
+                "Requests taken from the front of the queue, by what they could reuse.",
+                ["reuse"],
+            ),
+            "bound_reached": Metric(
+                prefix + "schedule_bound_reached",
+                "Requests that were overtaken no more, by which bound was reached.",
+                ["bound"],
+            ),
+        }
+        self._totals: dict[str, Metric] = {
+            "overtaken": Metric(
+                prefix + "schedule_overtaken",
+                "How often waiting requests were overtaken by later ones.",
+            ),
+            "waited": Metric(
+                prefix + "schedule_waited_seconds", "Seconds that requests waited in the queue."
+            ),
+        }
+        self._gauges: dict[str, Gauge] = {
+            name: Gauge(prefix + "schedule_" + name, about, multiprocess_mode="mostrecent")
+            for name, about in {
+                "front": "Requests at the front of the queue in the last round.",
+                "most_overtaken": "How often the request that was overtaken most was.",
+                "longest_wait": "Seconds of the longest wait in the queue.",
+            }.items()
+        }
+
+        self._loads: dict[str, Metric] = {}
+        if stats.loads is not None:
+            self._loads = {
+                name: Metric(prefix + "schedule_loads_" + name, about)
+                for name, about in LOADS.items()
+            }
+
+    def update(self) -> None:
+        """Bring the metrics up to the counts."""
+        for name, metric in self._labelled.items():
+            tally: Mapping[str, int] = getattr(self._stats, name)
+            for label, total in tally.items():
+                metric.labels(label).inc(self._since(name, label, total))
+        for name, metric in self._totals.items():
+            metric.inc(self._since(name, "", getattr(self._stats, name)))
+        for name, gauge in self._gauges.items():
+            gauge.set(getattr(self._stats, name))
+        for name, metric in self._loads.items():
+            metric.inc(self._since("loads", name, getattr(self._stats.loads, name)))
+
+    def _since(self, name: str, label: str, total: float) -> float:
+        added = total - self._seen[name, label]
+        self._seen[name, label] = total
+        return added

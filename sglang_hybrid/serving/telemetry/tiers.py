@@ -1,0 +1,103 @@
+"""Counts of what went between the device and the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_hybrid.core.tiers.rates import Link
+
+PREFIX = "sglang_hybrid:tier_"
+
+
+@dataclass
+class TierStats:
+    """Totals since the cache was built.
+
+    token_bytes, state_bytes: of one KV token and of one state. written_*: copies made on the host.
+    not_written: nodes that were not worth their writing. offloaded: nodes
+    that were copied before the device gave them up. loads: transfers from the host, their
+    bytes, how long they took and how long they were expected to take, in seconds. loaded_requests:
+    requests that resumed from the host. demoted: nodes that the device gave up and the host kept.
+    failed_loads: requests that could not, and computed.
+    hit_tokens: of requests, by the tier that they came from.
+    """
+
+    token_bytes: int = 0
+    state_bytes: int = 0
+    written_tokens: int = 0
+    written_states: int = 0
+    not_written: int = 0
+    offloaded: int = 0
+    loads: int = 0
+    loaded_requests: int = 0
+    demoted: int = 0
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0
+    expected_seconds: float = 0.0
+    failed_loads: int = 0
+    hit_tokens: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0})
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of all copies made on the host."""
+        return self.written_tokens * self.token_bytes + self.written_states * self.state_bytes
+
+    def written(self, tokens: int, states: int) -> None:
+        self.written_tokens += tokens
+        self.written_states += states
+
+    def loaded(self, ack: Any, link: Link) -> None:
+        """SGLang acknowledges a load (`HiCacheAck`); `link` says what was expected of it."""
+        self.loads += 1
+        self.loaded_bytes += ack.num_bytes
+        if ack.timing_enabled:
+            self.load_seconds += ack.start_event.elapsed_time(ack.finish_event) / 1e3
+            self.expected_seconds += link.seconds(ack.num_bytes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For /server_info."""
+        return {**vars(self), "written_bytes": self.written_bytes}
+
+
+TOTALS = {
+    "written_bytes": "Bytes copied to the host.",
+    "written_states": "States copied to the host.",
+    "not_written": "Nodes that were not worth their copy.",
+    "offloaded": "Nodes that were copied before the device gave them up.",
+    "demoted": "Nodes that the device gave up and the host kept.",
+    "loads": "Transfers from the host.",
+    "loaded_bytes": "Bytes of these transfers.",
+    "load_seconds": "Seconds that these transfers took.",
+    "expected_seconds": "Seconds that they were expected to take.",
+    "loaded_requests": "Requests that resumed from the host.",
+    "failed_loads": "Requests that could not, and computed.",
+}
+"""Counters: attributes of `TierStats`."""
+
+
+class TierMetrics:
+    """Prometheus counters that follow a `TierStats`; `update` copies what was added since."""
+
+    def __init__(self, stats: TierStats) -> None:
+        # Imported here as in metrics.py: prometheus_client chooses its mode at import.
+        from prometheus_client import Counter
+
+        self._stats = stats
+        self._seen: dict[str, float] = {}
+        self._totals = {name: Counter(PREFIX + name, about) for name, about in TOTALS.items()}
+        self._hits = Counter(
+            PREFIX + "hit_tokens", "Prompt tokens that were not prefilled.", ["tier"]
+        )
+
+    def update(self) -> None:
+        """Bring all of them up to the counts."""
+        for name, counter in self._totals.items():
+            counter.inc(self._since(name, getattr(self._stats, name)))
+        for tier, tokens in self._stats.hit_tokens.items():
+            self._hits.labels(tier).inc(self._since(f"hit {tier}", tokens))
+
+    def _since(self, name: str, total: float) -> float:
+        added = total - self._seen.get(name, 0.0)
+        self._seen[name] = total
+        return added

@@ -1,0 +1,1 @@
+"""The cache without a model: request traces, simulators and baselines."""

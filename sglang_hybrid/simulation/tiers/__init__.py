@@ -1,0 +1,1 @@
+"""The simulated cache with host and disk below the device."""

@@ -1,0 +1,1 @@
+"""Request traces: formats, generators, and what clients could have said."""

@@ -1,0 +1,1 @@
+"""Smaller copies of KV and states."""

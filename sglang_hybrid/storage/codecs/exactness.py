@@ -1,0 +1,34 @@
+"""Requests that ask for exact copies only, on a server whose copies below the device are smaller.
+
+Such a request has a part of the tree of its own, as a tenant has: nothing in that part is ever
+copied down, so nothing in it comes from a copy that is not exact, and what it leaves is found by
+requests that ask for the same.
+"""
+
+from __future__ import annotations
+
+from sglang_hybrid.serving.requests.kv_hints import Envelope, wants_exact
+from sglang_hybrid.storage.codecs.coded_rows import chosen
+
+_MARK = "\0exact\0"
+_ESCAPE = "\0"
+
+
+def apart_if_exact(extra_key: str | None, envelope: Envelope | None) -> str | None:
+    """The extra key under which a request is stored (patch 0058).
+
+    No key that a client sends becomes the key of requests that ask for exactness: one that begins
+    with the character 0 gets a second one.
+    """
+    if chosen().exact:
+        return extra_key
+    if wants_exact(envelope):
+        return _MARK if extra_key is None else f"{_MARK}+{extra_key}"
+    if extra_key is not None and extra_key.startswith(_ESCAPE):
+        return _ESCAPE + extra_key
+    return extra_key
+
+
+def is_exact_part(extra_key: str | None) -> bool:
+    """Whether what is stored under this key must stay exact."""
+    return extra_key is not None and extra_key.startswith(_MARK)

@@ -1,0 +1,1 @@
+"""Objects in files of the disk tier."""

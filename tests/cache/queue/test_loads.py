@@ -1,0 +1,262 @@
+"""Loads that begin before their requests' turns, on the real cache and pools."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from sglang_hybrid.cache.queue.clock import ClockTick
+from sglang_hybrid.core.returns.hints import Hint
+from sglang_hybrid.core.tiers.rates import Link, Speeds
+from tests.cache.queue.test_tiers import TieredScheduler
+from tests.cache.test_rules import run
+
+SLOW_COMPUTE = Speeds.of(1e6, Link(1e9), Link(1e9))
+"""With which loading always pays."""
+
+
+class Ahead(TieredScheduler):
+    """Steps and ticks as the scheduler makes them; loads take as long as the test says."""
+
+    def __init__(self, **flags: Any) -> None:
+        super().__init__(**flags)
+        self.cache.speeds.speeds = SLOW_COMPUTE
+        self.loads = self.cache.schedule.loads
+        self.counts = self.loads.prefetcher.counts
+        self.loads.places = 1
+        self.now = 1_000.0
+
+    def step(self, seconds: float = 0.0, *, arrived: bool = True) -> None:
+        self.now += seconds
+        self.cache.schedule.clock.tick(ClockTick(self.now))
+        if arrived:
+            self.server.poll()
+        self.cache.schedule.step(self.queue)
+        if not self.cache.ongoing_load_back:
+            self.server.check()
+
+    def on_host(self, number: int) -> list[int]:
+        """A document of which the host has all and the device nothing."""
+        document = run(60, number)
+        self.warm(document, self.now)
+        self.settle()
+        for other in (run(90, 100 + number), run(60, 200 + number)):
+            self.warm(other, self.now)
+            self.settle()
+        return document
+
+
+def test_there_are_none_without_a_host_or_an_order_of_ours() -> None:
+    from tests.cache.queue.test_queue import Scheduler
+
+    assert Scheduler().cache.schedule.loads is None
+
+
+def test_a_load_begins_when_it_would_end_late_otherwise() -> None:
+    it = Ahead()
+    document = it.on_host(1)
+    running = it.arrive(run(10, 50), it.now)
+    assert it.round() == [running]
+    it.loads._running[running] = 20.0  # tokens that it is expected to be answered with
+    it.server.prefill_step(running)
+    waiting = it.arrive([*document, 7, 8], it.now)
+    it.step()
+    assert waiting.host_hit_length > 0 and it.counts.started == 0, "20 tokens are to come"
+    it.server.decode(running, run(18, 60))
+    it.step(0.1)
+    assert it.counts.started == 1
+    it.step(0.1)
+    assert it.loads.prefetcher.counts.loaded_bytes > 0
+    it.server.finish(running)
+    assert it.round() == [waiting]
+    assert waiting.host_loaded_length == 0 and waiting.prefix_len == 60
+    assert (it.counts.used, it.counts.late, it.counts.wasted_bytes) == (1, 0, 0)
+
+
+def test_a_load_begins_a_step_earlier_where_steps_are_long() -> None:
+    """Until the next step ends nothing else can begin."""
+    it = Ahead()
+    document = it.on_host(9)
+    running = it.arrive(run(10, 50), it.now)
+    assert it.round() == [running]
+    it.loads._running[running] = 20.0
+    it.server.prefill_step(running)
+    it.arrive([*document, 7, 8], it.now)
+    it.step()
+    assert it.counts.started == 0, "20 tokens are to come, which take 0.4 s"
+    it.step(0.4)
+    assert it.loads.prefetcher.margin == pytest.approx(0.5)
+    assert it.counts.started == 1
+
+
+def test_all_loads_begin_that_are_due_before_the_next_step() -> None:
+    """Both requests may join the next batch."""
+    it = Ahead()
+    documents = [it.on_host(number) for number in (11, 12)]
+    it.loads.places = 2
+    it.cache.slots.reserve(0)  # as the adder says in each round
+    waiting = [it.arrive([*document, 7, 8], it.now) for document in documents]
+    it.step()
+    assert [req.host_hit_length for req in waiting] == [60, 60]
+    assert it.counts.started == 2
+    it.step(0.1)
+    assert it.round(2) == waiting
+    assert (it.counts.used, it.counts.on_turn) == (2, 0)
+
+
+def test_a_load_that_is_late_is_waited_for() -> None:
+    it = Ahead()
+    document = it.on_host(2)
+    waiting = it.arrive([*document, 7, 8], it.now)
+    it.step()
+    assert it.counts.started == 1 and it.cache.ongoing_load_back
+    it.cache.schedule.arrange(it.queue)
+    assert waiting in it.cache.schedule._order.front
+    assert it.round() == [waiting]
+    assert (it.counts.used, it.counts.late) == (0, 1)
+    it.finish(waiting)
+
+
+def test_what_goes_is_cancelled_and_counted() -> None:
+    it = Ahead()
+    document = it.on_host(3)
+    waiting = it.arrive([*document, 7, 8], it.now)
+    it.step()
+    assert it.counts.started == 1
+    it.step(0.1)
+    it.abort(waiting)
+    assert it.counts.cancelled == 1 and it.counts.wasted_bytes > 0
+    assert (it.standings(), it.cache.schedule.holds) == (0, 0)
+    it.step(0.1)
+    it.server.check()
+
+
+def test_a_load_pushes_out_nothing_that_a_request_before_it_needs() -> None:
+    it = Ahead()
+    document = it.on_host(4)
+    here = run(60, 204)  # what pushed it out is on the device
+    assert it.server.probe([*here, 7]) > 0
+    first = it.arrive([*here, 7, 8], it.now)
+    second = it.arrive([*document, 7, 8], it.now)
+    it.step()
+    assert second.host_hit_length > 0
+    assert it.counts.started == 0 or it.server.probe([*here, 7]) == 60
+    assert it.round() == [first]
+    assert first.prefix_len == 60
+
+
+def test_a_load_pushes_out_what_a_request_behind_it_needs() -> None:
+    """Both do not fit; the first has waited so long that its turn is next."""
+    it = Ahead(hybrid_schedule_seconds=5.0)
+    document, here = run(110, 5), run(60, 6)
+    it.warm(document, it.now)
+    it.settle()
+    for other in (run(90, 7), here):
+        it.warm(other, it.now)
+        it.settle()
+    it.cache.slots.reserve(0)  # as the adder says in each round
+    first = it.arrive([*document, 7, 8], it.now - 10)
+    it.arrive([*here, 7, 8], it.now)
+    it.step()
+    assert first.host_hit_length == 110
+    assert it.counts.started == 1
+    it.step(0.1)
+    assert it.server.probe([*here, 7]) == 0
+    assert it.round() == [first]
+    assert (it.counts.used, it.counts.on_turn, it.counts.complete) == (1, 0, 1.0)
+
+
+def test_a_load_without_room_is_counted() -> None:
+    """A running request holds what the load would need."""
+    it = Ahead()
+    document = it.on_host(8)
+    running = it.arrive(run(100, 51), it.now)
+    assert it.round() == [running]
+    it.loads._running[running] = 1.0
+    it.server.prefill_step(running)
+    waiting = it.arrive([*document, 7, 8], it.now)
+    it.step(1.0)
+    assert waiting.host_hit_length > 0 and it.counts.started == 0
+    it.server.finish(running)
+    assert it.round() == [waiting]
+    assert (it.counts.on_turn, it.counts.no_room, it.counts.no_time) == (1, 1, 0)
+    assert it.counts.complete is None
+
+
+def test_a_session_is_loaded_before_it_is_expected() -> None:
+    it = Ahead()
+    document = run(60, 5)
+    req = it.server.arrive(document, it.now, session=Hint.after(30))
+    assert it.server.admit(req)
+    it.finish(req)
+    it.settle()
+    assert len(it.loads.returns) == 1
+    for other in (run(90, 6), run(60, 7)):
+        it.warm(other, it.now)
+        it.settle()
+    for _ in range(20):
+        it.step(1.0)
+    assert it.counts.expected == 0
+    for _ in range(11):
+        it.step(1.0)
+    assert it.counts.expected == 1, "what pushed it out is not expected back at any time"
+    assert it.server.probe([*document, 1, 2, 7]) > 60
+    assert len(it.loads.returns) == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_left_behind(seed: int) -> None:
+    """Random traffic with aborts, retractions and pauses; ranks do the same."""
+    ranks = [Ahead(hybrid_schedule_overtaken=4, hybrid_schedule_window=5) for _ in range(2)]
+    done: list[list[Any]] = [[], []]
+    for it, seen in zip(ranks, done, strict=True):
+        rng = random.Random(seed)
+        documents = [run(40, number) for number in range(6)]
+        for number in range(200):
+            what = rng.random()
+            if what < 0.45 and len(it.queue) < 12:
+                tokens = [*rng.choice(documents), *run(rng.randrange(1, 12), rng.randrange(20))]
+                hint = Hint.after(rng.uniform(0.5, 3.0)) if rng.random() < 0.3 else None
+                it.arrive(tokens, it.now, rid=str(number), session=hint)
+            elif what < 0.52 and it.queue:
+                it.abort(rng.choice(it.queue))
+            elif what < 0.57 and it.server.running:
+                req = rng.choice(it.server.running)
+                if req.kv.holds_kv:
+                    it.queue.append(it.server.retract(req))
+            elif what < 0.8:
+                for req in it.round():
+                    it.server.prefill_step(req)
+            else:
+                for req in list(it.server.running):
+                    it.server.decode(req, [1, 2])
+                    it.server.finish(req)
+            it.step(rng.uniform(0.0, 0.3), arrived=rng.random() < 0.7)
+            seen.append(([req.rid for req in it.queue], vars(it.counts).copy()))
+        while it.queue or it.server.running:
+            for req in it.round():
+                it.server.prefill_step(req)
+            for req in list(it.server.running):
+                it.server.decode(req, [1, 2])
+                it.server.finish(req)
+            it.step(0.1)
+        it.settle()
+        assert (it.standings(), it.cache.schedule.holds, len(it.loads.prefetcher)) == (0, 0, 0)
+        assert not it.loads._running and not it.cache.ongoing_load_back
+        assert it.cache.schedule.stats.most_overtaken <= 4
+        it.server.check()
+    assert done[0] == done[1]
+    assert ranks[0].counts.started > 0
+
+
+def test_who_comes_back_early_is_expected_no_more() -> None:
+    it = Ahead()
+    session = run(60, 8)
+    req = it.server.arrive(session, it.now, session=Hint.after(30))
+    assert it.server.admit(req)
+    it.finish(req)
+    assert len(it.loads.returns) == 1
+    it.warm([*session, 1, 500, 501], it.now)
+    assert len(it.loads.returns) == 0

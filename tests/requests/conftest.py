@@ -1,5 +1,0 @@
-"""The import hook, before anything of SGLang's is imported."""
-
-from sglang_hybrid import patching
-
-patching.install()

@@ -1,0 +1,116 @@
+"""What single fields may hold, and what is said about those that hold something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from sglang_hybrid.serving.requests import fields
+
+VOCABULARY = 100
+
+
+class Params(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    max_new_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    sampling_seed: int | None = None
+
+
+def refused(check: Any, *arguments: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        check(*arguments)
+    said = str(error.value)
+    assert said.endswith(".") and "\n" not in said and len(said) < 400
+    return said
+
+
+def test_token_ids_of_the_vocabulary() -> None:
+    fields.token_ids("input_ids", [], VOCABULARY)
+    fields.token_ids("input_ids", [0, 99, 5], VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("ids", "at", "shown"),
+    [
+        ([-1], 0, "-1"),
+        ([3, 100], 1, "100"),
+        ([3, 4, 10**12], 2, "1000000000000"),
+        ([10**30], 0, str(10**30)),
+        ([10**300], 0, "a number of 997 bits"),
+        ([1, 1.5], 1, "1.5"),
+        (["a"], 0, "'a'"),
+        ([1, None], 1, "None"),
+        ([5] * 1000 + [-2] * 1000, 1000, "-2"),
+    ],
+)
+def test_a_token_id_outside_the_vocabulary(ids: list[Any], at: int, shown: str) -> None:
+    said = refused(fields.token_ids, "input_ids", ids, VOCABULARY)
+    assert said.startswith(f"input_ids[{at}] is {shown}; ") and "from 0 to 99" in said
+
+
+def test_logprobs() -> None:
+    fields.logprobs(-1, 0, 0, 10, 128)
+    fields.logprobs(10, 1_000, 50, 10, 128)
+    fields.logprobs(0, 0, 0, 10**7, 10**7)  # one for each token is always given
+    assert (
+        refused(fields.logprobs, -5, 0, 0, 10, 1)
+        == "logprob_start_len is -5; it must be from -1 to 10."
+    )
+    assert "logprob_start_len is 11;" in refused(fields.logprobs, 11, 0, 0, 10, 1)
+    assert (
+        refused(fields.logprobs, 0, 1_000_000, 0, 10, 1)
+        == "top_logprobs_num is 1000000; it must be from 0 to 1,000."
+    )
+    many = refused(fields.logprobs, 0, 1_000, 0, 100_000, 1)
+    assert "top_logprobs_num is 1000" in many and "at most 4,194,304" in many
+    assert "names 5000 tokens" in refused(fields.logprobs, -1, 0, 5_000, 10, 1_000)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"n": None, "max_new_tokens": None},
+        {"n": 1_024, "temperature": 0, "top_k": -1, "stop": ["a", "b"], "stop_regex": "a+"},
+        {"logit_bias": {"5": -100, "7": 100.0}, "sampling_seed": -(2**63)},
+    ],
+)
+def test_sampling_parameters_that_are_right(params: dict[str, Any]) -> None:
+    fields.sampling_params(params, Params, frozenset({"is_normalized"}))
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"is_normalized": True}, "sampling_params.is_normalized is set by the server itself;"),
+        ({"foo": 1}, "unknown field `foo`"),
+        ({"max_new_tokens": 1.5}, "sampling_params.max_new_tokens is 1.5; it must be int or null"),
+        ({"stop": ["a", 1]}, "sampling_params.stop[1] is ['a', 1]; it must be str, not int."),
+        ({"n": 0}, "sampling_params.n is 0; it must be from 1 to 1,024."),
+        ({"n": 10**9}, "it must be from 1 to 1,024."),
+        ({"temperature": float("nan")}, "sampling_params.temperature is nan; it must be from 0"),
+        ({"temperature": 1e300}, "it must be from 0 to 1,000,000."),
+        ({"top_k": 10**12}, "sampling_params.top_k is 1000000000000; it must be from -1 to"),
+        ({"sampling_seed": 2**63}, "sampling_params.sampling_seed is 9223372036854775808;"),
+        ({"logit_bias": {"5": 1e308}}, "sampling_params.logit_bias['5'] is 1e+308; it must be"),
+        ({"logit_bias": {"5": float("nan")}}, "sampling_params.logit_bias['5'] is nan;"),
+        ({"stop_regex": ["a", "("]}, "sampling_params.stop_regex is '(', which is no regular"),
+    ],
+)
+def test_sampling_parameters_that_are_wrong(params: dict[str, Any], said: str) -> None:
+    assert said in refused(fields.sampling_params, params, Params, frozenset({"is_normalized"}))
+
+
+def test_positions_in_a_prompt() -> None:
+    fields.positions("token_indices_to_pool", [0, 3, 9], 10)
+    for given, at in (([10], 0), ([-1], 0), ([3, 3], 1), ([5, 4], 1), ([0, "a"], 1)):
+        said = refused(fields.positions, "token_indices_to_pool", given, 10)
+        assert said.startswith(f"token_indices_to_pool[{at}] is ") and "from 0 to 9" in said
+    assert "is empty" in refused(fields.positions, "token_indices_to_pool", [], 10)

@@ -1,0 +1,61 @@
+"""A master that is there, one that comes late, and one that does not come."""
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from sglang_hybrid.serving.requests import rendezvous
+from sglang_hybrid.serving.requests.errors import Refused
+from sglang_hybrid.serving.requests.rendezvous import master_listens, met
+from sglang_hybrid.serving.server_process import free_port
+
+
+async def serve(port: int) -> asyncio.Server:
+    return await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port)
+
+
+def test_a_master_that_comes_late() -> None:
+    port = free_port()
+
+    async def run() -> None:
+        waiting = asyncio.create_task(master_listens("127.0.0.1", f"{port},{port}", rank=1))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        server = await serve(port)
+        await waiting
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_a_master_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "MASTER_SECONDS", 0.2)
+    with pytest.raises(Refused, match=r"no master listens on 127\.0\.0\.1:"):
+        asyncio.run(master_listens("127.0.0.1", free_port(), rank=1))
+
+
+@pytest.mark.parametrize(
+    ("address", "port"),
+    [("nowhere.invalid", 80), ("127.0.0.1", "a"), ("127.0.0.1", 10**6), ("", ""), ("a" * 99, 1)],
+)
+def test_what_is_no_address(address: str, port: str | int) -> None:
+    with pytest.raises(Refused, match="is no address of a master"):
+        asyncio.run(master_listens(address, port, rank=1))
+
+
+def test_the_master_waits_for_nobody_here() -> None:
+    asyncio.run(master_listens("nowhere.invalid", "", rank=0))
+
+
+def test_a_group_whose_members_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "MEMBERS", timedelta(seconds=1))
+    with pytest.raises(RuntimeError, match="1"):  # torch's own sentence names the seconds
+        met(f"tcp://127.0.0.1:{free_port()}", 2, 0, "g")
+
+
+def test_a_group_whose_members_meet() -> None:
+    group = met(f"tcp://127.0.0.1:{free_port()}", 1, 0, "g")
+    assert (group["rank"], group["world_size"]) == (0, 1)
+    assert group["store"].timeout == default_pg_timeout

@@ -1,0 +1,185 @@
+"""The patches apply to the installed SGLang, and to nothing else."""
+
+import hashlib
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
+from sglang_hybrid.serving import patching
+from sglang_hybrid.serving.patching import PatchError, PatchFinder, parse_patches
+
+SOURCE = "import os\n\nVALUE = 1\n\n\ndef value() -> int:\n    return VALUE\n"
+
+
+def diff(sha256: str, old: str = "VALUE = 1", new: str = "VALUE = 2") -> str:
+    return (
+        "Change the value.\n\n"
+        f"SHA256 (toy/module.py) = {sha256}\n\n"
+        "diff --git a/toy/module.py b/toy/module.py\n"
+        "--- a/toy/module.py\n+++ b/toy/module.py\n"
+        f"@@ -1,5 +1,5 @@\n import os\n \n-{old}\n+{new}\n \n \n"
+    )
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    package = tmp_path / "toy"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "module.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield package
+    for name in ("toy", "toy.module"):
+        sys.modules.pop(name, None)
+
+
+def patched(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    finder = PatchFinder(parse_patches({"0001-toy.patch": text}))
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+
+
+def released_hash() -> str:
+    return hashlib.sha256(SOURCE.encode()).hexdigest()
+
+
+def test_a_module_is_patched_while_it_is_imported(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched(monkeypatch, diff(released_hash()))
+    module = importlib.import_module("toy.module")
+    assert module.value() == 2
+    assert (toy / "module.py").read_text() == SOURCE
+    assert module.value.__code__.co_filename.endswith("module.py" + patching.NOTE)
+
+
+def test_two_patches_to_one_file_are_applied_in_order() -> None:
+    texts = {
+        "0002.patch": diff(released_hash(), "VALUE = 2", "VALUE = 3"),
+        "0001.patch": diff(released_hash()),
+    }
+    (patch,) = parse_patches(texts).values()
+    assert "VALUE = 3" in patch.apply(SOURCE.encode())
+
+
+def test_another_file_than_the_released_one_is_refused(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched(monkeypatch, diff("0" * 64))
+    with pytest.raises(PatchError, match=r"toy/module.py .* 0001-toy.patch .*reinstall"):
+        importlib.import_module("toy.module")
+
+
+def test_a_diff_that_does_not_fit_is_refused() -> None:
+    (patch,) = parse_patches({"0001.patch": diff(released_hash(), "VALUE = 7")}).values()
+    with pytest.raises(PatchError, match=r"0001.patch does not apply to toy/module.py"):
+        patch.apply(SOURCE.encode())
+
+
+def test_a_patch_without_a_hash_is_refused() -> None:
+    text = diff(released_hash()).replace("SHA256", "sha")
+    with pytest.raises(PatchError, match="no SHA256 line"):
+        parse_patches({"0001.patch": text})
+
+
+def test_a_hunk_is_applied_where_another_release_has_its_lines() -> None:
+    """The nearest place counts; hashes are those of that release."""
+    text = diff("0" * 64).replace("@@ -1,5 +1,5 @@\n import os\n \n", "@@ -3,3 +3,3 @@\n")
+    other = "VALUE = 1\n\n" + "\n" * 20 + SOURCE + "VALUE = 1\n\n\n"
+    hashes = {"toy/module.py": hashlib.sha256(other.encode()).hexdigest()}
+    (patch,) = parse_patches({"0001.patch": text}, hashes, "0.5.22").values()
+    near = "VALUE = 2\n\n" + other.removeprefix("VALUE = 1\n\n")
+    assert patch.apply(other.encode()) == near
+    with pytest.raises(PatchError, match=r"is not the file of sglang 0\.5\.22 .*==0\.5\.22"):
+        patch.apply(SOURCE.encode())
+
+
+def test_the_nearest_of_two_places_counts() -> None:
+    lines = ["a", "b", "c", "a", "b"]
+    found = [patching.place_of(["a", "b"], lines, near) for near in (0, 1, 2, 3, 9)]
+    assert found == [0, 0, 3, 3, 3]
+    assert patching.place_of(["b", "a"], lines, 0) is None
+    assert patching.place_of(["a"] * 6, lines, 0) is None
+
+
+def test_the_shipped_patches_fit_the_installed_sglang() -> None:
+    patching.verify()
+    assert patching.load_patches()
+
+
+@pytest.mark.parametrize("release", SGLANG_VERSIONS)
+def test_each_release_has_a_hash_of_every_file_that_is_patched(release: str) -> None:
+    paths = patching.load_patches(release)
+    assert paths.keys() == patching.load_patches(SGLANG_VERSION).keys()
+    assert {patch.release for patch in paths.values()} == {release}
+    if release != SGLANG_VERSION:
+        file = Path(__file__).parents[1] / "patches" / f"sglang-{release}" / "SHA256"
+        assert re.findall(r"^SHA256 \((.+)\) = ", file.read_text(), re.MULTILINE) == sorted(paths)
+
+
+def test_the_files_are_looked_for_where_python_would_import_them(tmp_path: Path) -> None:
+    """An editable install of SGLang has its metadata in one place and its files in another."""
+    installed = Path(patching.importlib.metadata.distribution("sglang").locate_file(""))
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    paths = list(patching.load_patches())
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes((installed / path).read_bytes())
+
+    def verify() -> subprocess.CompletedProcess[str]:
+        code = "from sglang_hybrid import patching; patching.verify()"
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    assert verify().returncode == 0
+    (tmp_path / paths[-1]).write_text("another release")
+    assert f"{paths[-1]} of the installed sglang" in verify().stderr
+
+
+def test_patches_come_before_any_module_they_change() -> None:
+    """However SGLang is entered, its platform lookup installs the hook in time."""
+    names = sorted(patch.module for patch in patching.load_patches().values())
+    code = (
+        "import sys\n"
+        "import sglang.srt.managers.scheduler\n"
+        f"for name in {names!r}:\n"
+        "    module = sys.modules.get(name)\n"
+        "    assert module is None or type(module.__loader__).__name__ == '_PatchedLoader', name\n"
+        "print('ok')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip().endswith("ok"), done.stderr[-2000:]
+
+
+def test_too_late_is_said() -> None:
+    code = (
+        "import sys, types\n"
+        "from sglang_hybrid import patching\n"
+        "name = next(iter(patching.load_patches().values())).module\n"
+        "sys.modules[name] = types.ModuleType(name)\n"
+        "patching.install()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "was imported before sglang_hybrid could patch it" in done.stderr
+
+
+def test_the_same_patches_apply_to_a_checkout(tmp_path: Path) -> None:
+    installed = Path(patching.importlib.metadata.distribution("sglang").locate_file(""))
+    patches = patching.load_patches()
+    for path in patches:
+        copy = tmp_path / path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((installed / path).read_bytes())
+    script = Path(__file__).parents[1] / "scripts" / "apply_patches.sh"
+    release = patching.importlib.metadata.version("sglang")
+    subprocess.run([script, tmp_path, release], check=True, capture_output=True)
+    for path, patch in patches.items():
+        assert (tmp_path / path).read_text() == patch.apply((installed / path).read_bytes())

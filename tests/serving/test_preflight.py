@@ -1,0 +1,274 @@
+"""What is wrong with a model directory or a port is said in one sentence, before anything loads."""
+
+import argparse
+import json
+import re
+import shutil
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from sglang_hybrid.serving.preflight import (
+    StartupError,
+    check_adapters,
+    check_device,
+    check_host_room,
+    check_model,
+    check_overrides,
+    check_pools,
+    check_port,
+    check_ranges,
+    check_ranks,
+    check_tokenizer,
+    read_config,
+    weight_bytes,
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The least that passes: a config, two weight files with their index, a tokenizer."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    (directory / "tokenizer.json").write_text("{}")
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for name in shards:
+        save_file({"weight": np.ones((4, 4), np.float32)}, directory / name)
+    index = {"weight_map": {"a.weight": shards[0], "b.weight": shards[1]}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+def refused(path: Path | str) -> str:
+    """The one sentence that `check_model` says about `path`."""
+    with pytest.raises(StartupError) as caught:
+        check_model(str(path))
+    said = str(caught.value)
+    assert "\n" not in said
+    return said
+
+
+def test_a_whole_model_passes(model: Path) -> None:
+    check_model(str(model))
+    assert weight_bytes(model) == sum(f.stat().st_size for f in model.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["nvidia/Nemotron-H-8B-Base-8K", "s3://bucket/model"])
+def test_names_that_sglang_resolves_pass(name: str) -> None:
+    check_model(name)
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "nowhere", "a/b/c"])
+def test_a_path_that_does_not_exist(path: str) -> None:
+    assert f"model path '{path}' does not exist; give a directory" in refused(path)
+
+
+def test_a_file_instead_of_a_directory(model: Path) -> None:
+    assert "is a file; give the model's directory" in refused(model / "config.json")
+
+
+def test_a_gguf_file_passes(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    check_model(str(file))
+
+
+def test_no_config(model: Path) -> None:
+    (model / "config.json").unlink()
+    assert "has no config.json" in refused(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"architectures": ["Llama', "config.json cannot be read"),
+        ("[]", "config.json is no JSON object"),
+        ("{}", "config.json names no `architectures`"),
+    ],
+    ids=["cut off", "a list", "another program's"],
+)
+def test_a_broken_config(model: Path, text: str, said: str) -> None:
+    (model / "config.json").write_text(text)
+    assert said in refused(model)
+
+
+def test_a_config_that_is_no_text(model: Path) -> None:
+    (model / "config.json").write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(StartupError, match=r"config\.json cannot be read"):
+        read_config(model)
+
+
+def test_no_weights(model: Path) -> None:
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    assert "has no weights" in refused(model)
+    assert weight_bytes(model) == 0
+    check_model(str(model), weights=False)
+
+
+def test_a_missing_shard(model: Path) -> None:
+    (model / "model-00002-of-00002.safetensors").unlink()
+    said = refused(model)
+    assert "lacks 1 of 2 weight files, model-00002-of-00002.safetensors among them" in said
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": []}'])
+def test_a_broken_index(model: Path, text: str) -> None:
+    (model / "model.safetensors.index.json").write_text(text)
+    assert "model.safetensors.index.json cannot be read" in refused(model)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 40, -1], ids=["empty", "no header", "no data", "one short"])
+def test_a_truncated_weight_file(model: Path, keep: int) -> None:
+    file = model / "model-00001-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert f"{file} is damaged" in refused(model)
+
+
+def test_no_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    assert "has no tokenizer" in refused(model)
+    check_model(str(model), tokenizer=False)
+
+
+def test_a_linked_model_passes(model: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(model)
+    check_model(str(link))
+    shutil.rmtree(model)
+    assert "does not exist" in refused(link)
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=rf"cannot listen on 127\.0\.0\.1:{port} .*--port"):
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)
+
+
+def test_a_port_that_is_none() -> None:
+    with pytest.raises(StartupError, match=r"^--port 65536: give 65535 at most, or leave it out.$"):
+        check_port("127.0.0.1", 65_536)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_a_host_that_is_not_this_machine(host: str) -> None:
+    with pytest.raises(
+        StartupError, match=rf"^cannot listen on {host}:30001 \(.*\); give a --host"
+    ):
+        check_port(host, 30_001)
+
+
+def test_copies_for_which_the_machine_has_no_memory() -> None:
+    check_host_room("--hicache-size 3", 3e9, 3e9)
+    with pytest.raises(StartupError, match=r"^--hicache-size 3 asks for 3\.0 GB .* 2\.5 GB can be"):
+        check_host_room("--hicache-size 3", 3e9, 2.5e9)
+    with pytest.raises(StartupError, match=r"0\.0 GB can be had"):
+        check_host_room("--hicache-size 3", 3e9, -1e9)
+
+
+def test_a_device_that_is_not_there() -> None:
+    check_device(None)
+    check_device("cpu")
+    for device in ("mtia", "xpu", "nowhere"):
+        with pytest.raises(StartupError, match=rf"--device {device}: torch .* sees no such device"):
+            check_device(device)
+
+
+def test_pools_that_hold_no_request() -> None:
+    check_pools(None, None, 3)
+    check_pools(16, 3, 3)
+    check_pools(16, 0, 0)
+    with pytest.raises(StartupError, match=r"--max-total-tokens 1 .* give 16 at least"):
+        check_pools(1, None, 3)
+    with pytest.raises(StartupError, match=r"--max-mamba-cache-size 0 .* give 3 at least"):
+        check_pools(None, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"page_size": 0}, "--page-size 0: give 1 or more, or leave it out."),
+        ({"tp_size": -2}, "--tp-size -2: give 1 or more, or leave it out."),
+        ({"context_length": 0}, "--context-length 0: give 1 or more, or leave it out."),
+        ({"port": 0}, "--port 0: give 1 or more, or leave it out."),
+        ({"hicache_size": -1}, "--hicache-size -1: give 0 or more, or leave it out."),
+        ({"hicache_ratio": 0.0}, "--hicache-ratio 0: give a number above 0, or leave it out."),
+        (
+            {"mem_fraction_static": 5.0},
+            "--mem-fraction-static 5: give a share of the memory between 0 and 1, or leave it out.",
+        ),
+    ],
+)
+def test_numbers_that_no_server_can_have(given: dict[str, float], said: str) -> None:
+    with pytest.raises(StartupError, match=f"^{re.escape(said)}$"):
+        check_ranges(argparse.Namespace(**given))
+
+
+def test_numbers_that_a_server_can_have() -> None:
+    check_ranges(argparse.Namespace())
+    check_ranges(argparse.Namespace(page_size=1, hicache_size=0, mem_fraction_static=0.4))
+    check_ranges(argparse.Namespace(page_size=None, hicache_ratio=0.5, context_length=None))
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        {"mamba_num_heads": 8},
+        {"num_heads": 8, "state_size": 16},
+        {"text_config": {"linear_num_key_heads": 8, "linear_num_value_heads": 16}},
+    ],
+)
+def test_ranks_that_cannot_share_the_heads_of_recurrent_layers(
+    tmp_path: Path, heads: dict[str, object]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(heads))
+    for ranks in (1, 2, 8):
+        check_ranks(str(tmp_path), ranks)
+    with pytest.raises(StartupError, match=r"^--tp-size 3 cannot share the 8 heads .* 1, 2, 4, 8"):
+        check_ranks(str(tmp_path), 3)
+
+
+def test_ranks_of_a_model_without_recurrent_layers_or_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_heads": 4}))
+    check_ranks(str(tmp_path), 3)
+    check_ranks("someone/some-model", 3)
+
+
+def test_a_tokenizer_that_is_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"^--tokenizer-path '.*' has no tokenizer"):
+        check_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").touch()
+    for path in (None, str(tmp_path), "owner/name", "s3://bucket/tokenizer"):
+        check_tokenizer(path)
+    with pytest.raises(StartupError, match=r"^--tokenizer-path '/nowhere' does not exist; give a"):
+        check_tokenizer("/nowhere")
+
+
+@pytest.mark.parametrize("text", ["{bad", "[]", ""])
+def test_what_is_no_json_object(text: str) -> None:
+    check_overrides("{}")
+    with pytest.raises(StartupError, match=r"^--json-model-override-args .* is no JSON object"):
+        check_overrides(text)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    whole, empty = tmp_path / "whole", tmp_path / "empty"
+    for directory in (whole, empty):
+        directory.mkdir()
+    (whole / "adapter_config.json").write_text("{}")
+    check_adapters(None)
+    check_adapters([str(whole), f"name={whole}", {"lora_path": str(whole)}, "owner/name"])
+    for given in (str(empty), f"name={empty}"):
+        with pytest.raises(StartupError, match=r"has no adapter_config\.json"):
+            check_adapters([given])
+    for given in ("/nowhere", "name=/nowhere", {"lora_name": "a", "lora_path": "/nowhere"}):
+        with pytest.raises(StartupError, match="--lora-paths: '/nowhere' does not exist"):
+            check_adapters([given])

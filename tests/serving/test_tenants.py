@@ -1,0 +1,296 @@
+"""Whose a request is, by its body, its form or its query; its sessions, and what it stored."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+from starlette.requests import Request
+
+import sglang_hybrid
+from sglang_hybrid.serving.requests.sessions import (
+    MOST_SESSIONS,
+    has_too_many,
+    open_session,
+    owned,
+    put_owner,
+    shown_id,
+)
+from sglang_hybrid.serving.routes import authorization
+from sglang_hybrid.serving.tenants import (
+    PerTenant,
+    TenantNames,
+    apart_from_adapters,
+    asking,
+    put_tenant,
+    refuse_tenants,
+    said_by,
+    serving,
+    tenant,
+    tenant_of,
+    tenant_of_prompt,
+)
+
+
+def http(body: Any = None, query: str = "", form: Any = None) -> Request:
+    """A request whose body an endpoint has read."""
+    request = Request({"type": "http", "query_string": query.encode(), "headers": []})
+    if body is not None:
+        request._json = body
+    if form is not None:
+        request._form = form
+    return request
+
+
+def prompt(**fields: Any) -> GenerateReqInput:
+    return GenerateReqInput(text="x", **fields)
+
+
+def tuples_with_a_salt(code: str) -> list[ast.Tuple]:
+    """But for two values that are given to two names at once."""
+    nodes = list(ast.walk(ast.parse(code)))
+    unpacked = [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)
+    ]
+    return [
+        node
+        for node in nodes
+        if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load) and node not in unpacked
+        if any(
+            "cache_salt" in (getattr(one, "attr", ""), getattr(one, "id", "")) for one in node.elts
+        )
+    ]
+
+
+def test_nothing_else_makes_a_tenant() -> None:
+    """A tuple with a salt in it is a name of a tenant; one file makes them."""
+    package = Path(sglang_hybrid.__file__).parent
+    assert tuples_with_a_salt("seen[(req.extra_key, req.cache_salt)] = 1")
+    assert not tuples_with_a_salt("key, salt = req.extra_key, req.cache_salt")
+    for path in package.rglob("*.py"):
+        assert not tuples_with_a_salt(path.read_text()), path.name
+
+
+def test_an_empty_key_or_salt_is_none() -> None:
+    assert tenant("", "") is None
+    assert tenant("", "s") == tenant(None, "s") == (None, "s")
+    assert tenant("k", "") == tenant("k", None) == ("k", None)
+    assert tenant_of(SimpleNamespace(extra_key="", cache_salt="")) is None  # type: ignore[arg-type]
+    assert TenantNames().name(tenant("", None)) == TenantNames().name(tenant(None, None)) == ""
+
+
+def test_a_key_with_an_adapter_is_no_other_key() -> None:
+    """As text, "x" with "y" is "xy"; and a key may look like another one with a hash behind it."""
+    names = [("x", "y"), ("xy", None), (None, "xy"), ("", "xy"), ("xy", ""), (None, None)]
+    found = [
+        tenant_of_prompt(SimpleNamespace(extra_key=key, lora_path=adapter, cache_salt=None))
+        for key, adapter in names
+    ]
+    assert found[2] == found[3]
+    assert len(set(found)) == len(names) - 1
+    assert found[0] is not None and found[0][0] is not None
+    like = SimpleNamespace(extra_key=found[0][0], lora_path=None, cache_salt=None)
+    assert tenant_of_prompt(like) == (apart_from_adapters(found[0][0]), None) != found[0]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        http({"extra_key": "k", "cache_salt": "s"}),
+        http(query="extra_key=k&cache_salt=s"),
+        http({"cache_salt": "s"}, query="extra_key=k"),
+        http({"extra_key": "k", "cache_salt": "s"}, query="cache_salt=s"),
+        http(form={"extra_key": "k", "cache_salt": "s"}),
+    ],
+)
+def test_a_request_says_its_tenant(request_: Request) -> None:
+    made = prompt()
+    put_tenant(made, request_)
+    assert (made.extra_key, made.cache_salt) == ("k", "s")
+    serving(request_)
+    assert asking() == ("k", "s")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        http(),
+        http({}),
+        http([1]),
+        http({"extra_key": None}),
+        http({"extra_key": ""}, query="cache_salt="),
+        None,
+    ],
+)
+def test_who_says_nothing_is_nobody(request_: Request | None) -> None:
+    made = prompt(extra_key="")
+    put_tenant(made, request_)
+    assert (made.extra_key, made.cache_salt) == (None, None)
+
+
+def test_two_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="two values of cache_salt"):
+        said_by(http({"cache_salt": "s"}, query="cache_salt=t"))
+    with pytest.raises(ValueError, match="two values of cache_salt"):
+        said_by(http(query="cache_salt=s&cache_salt=t"))
+    with pytest.raises(ValueError, match="two values of cache_salt"):
+        put_tenant(prompt(cache_salt="t"), http({"cache_salt": "s"}))
+
+
+@pytest.mark.parametrize("value", [5, 0, True, {"a": "b"}, ["a", 1]])
+def test_what_is_no_text_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"cache_salt is .*; it must be a text"):
+        said_by(http({"cache_salt": value}))
+
+
+def test_a_batch_has_one_for_each_prompt() -> None:
+    body = {"cache_salt": ["a", "b"]}
+    made = GenerateReqInput(text=["x", "y"], cache_salt=["a", "b"])
+    put_tenant(made, http(body))
+    assert made.cache_salt == ["a", "b"]
+    spread = GenerateReqInput(text=["x", "y"], cache_salt=["a", "a"])
+    put_tenant(spread, http({"cache_salt": "a"}))
+    assert spread.cache_salt == ["a", "a"]
+    serving(http(body))
+    with pytest.raises(ValueError, match="cache_salt is a list; this request has one tenant"):
+        asking()
+
+
+def test_what_has_no_place_for_a_tenant_is_refused() -> None:
+    put_tenant(EmbeddingReqInput(text="x"), http({"input": "x", "cache_salt": ""}))
+    with pytest.raises(ValueError, match="has cache_salt, and this endpoint keeps the prompts"):
+        put_tenant(EmbeddingReqInput(text="x"), http({"input": "x", "cache_salt": "s"}))
+
+
+def test_an_instance_names_no_tenant_of_its_own() -> None:
+    refuse_tenants([{"text": "x"}, {"text": "y", "cache_salt": ""}])
+    with pytest.raises(ValueError, match="an instance has cache_salt"):
+        refuse_tenants([{"text": "x"}, {"text": "y", "cache_salt": "s"}])
+
+
+def test_a_tenants_dictionary_is_its_own() -> None:
+    stored: PerTenant[int] = PerTenant()
+    serving(http({"cache_salt": "a"}))
+    stored["resp_1"] = 1
+    serving(http(query="cache_salt=b"))
+    assert stored.get("resp_1") is None
+    assert (len(stored), list(stored), "resp_1" in stored) == (0, [], False)
+    with pytest.raises(KeyError):
+        del stored["resp_1"]
+    assert stored.pop("resp_1", None) is None
+    stored["resp_1"] = 2
+    serving(http(query="cache_salt=a"))
+    assert (len(stored), list(stored), stored["resp_1"]) == (1, ["resp_1"], 1)
+    assert stored.pop("resp_1") == 1
+    assert len(stored) == 0
+    serving(http({"cache_salt": "b"}))
+    assert stored["resp_1"] == 2
+
+
+def test_requests_that_are_served_at_once_do_not_mix() -> None:
+    stored: PerTenant[str] = PerTenant()
+
+    async def serve(salt: str) -> None:
+        serving(http({"cache_salt": salt}))
+        stored["id"] = salt
+        await asyncio.sleep(0)
+        later = asyncio.create_task(asyncio.sleep(0, stored["id"]))
+        assert (stored["id"], await later) == (salt, salt)
+
+    async def both() -> None:
+        await asyncio.gather(*(asyncio.create_task(serve(salt)) for salt in "abc"))
+
+    asyncio.run(both())
+
+
+class Manager:
+    """What opens sessions: an id that is open is not opened again."""
+
+    def __init__(self) -> None:
+        self.sessions: list[str] = []
+
+    async def open_session(self, asked: Any, http: Any) -> str | None:
+        if asked.session_id in self.sessions or has_too_many(self.sessions, asked.session_id):
+            return None
+        self.sessions.append(asked.session_id)
+        return str(asked.session_id)
+
+
+def opened(manager: Manager, salt: str, session_id: str | None = "s") -> str:
+    request = serving(http({"cache_salt": salt}))
+    asked: Any = SimpleNamespace(session_id=session_id)
+    return asyncio.run(open_session(manager, asked, request))  # type: ignore[arg-type]
+
+
+def test_sessions_of_equal_ids_are_two_for_two_tenants() -> None:
+    manager = Manager()
+    assert opened(manager, "a") == opened(manager, "b") == opened(manager, "") == "s"
+    assert len(set(manager.sessions)) == 3
+    with pytest.raises(ValueError, match="'s' cannot be opened: one of this id is open"):
+        opened(manager, "a")
+    assert len(opened(manager, "a", None)) == 32
+
+
+def test_a_tenant_has_a_bounded_number_of_sessions() -> None:
+    manager = Manager()
+    for number in range(MOST_SESSIONS):
+        opened(manager, "a", str(number))
+    with pytest.raises(ValueError, match="1,024 sessions that a tenant may have"):
+        opened(manager, "a", "one more")
+    opened(manager, "b", "one more")
+    opened(manager, "", "one more")
+    assert not has_too_many(manager.sessions, "an engine's own")
+
+
+def test_a_prompt_continues_its_own_tenants_session_only() -> None:
+    manager = Manager()
+    opened(manager, "a")
+    names = {}
+    for salt in ("a", "b", None):
+        made = prompt(session_params={"id": "s", "rid": "r"}, cache_salt=salt)
+        put_owner(made, http())
+        assert made.session_params is not None and made.session_params["rid"] == "r"
+        names[salt] = made.session_params["id"]
+        put_owner(made, http())
+        assert made.session_params["id"] == names[salt]
+        assert shown_id(names[salt]) == "s"
+    assert [salt for salt, name in names.items() if name in manager.sessions] == ["a"]
+    of_cache = prompt(session_id="s", cache_salt="b")
+    put_owner(of_cache, http())
+    assert of_cache.session_id == names["b"]
+    foreign = prompt(session_params={"id": names["a"]}, cache_salt="b")
+    put_owner(foreign, http())
+    assert foreign.session_params is not None and foreign.session_params["id"] != names["a"]
+
+
+def test_a_prompt_that_is_embedded_is_in_no_session() -> None:
+    put_owner(EmbeddingReqInput(text="x"), http())
+
+
+def test_a_session_of_an_engine_keeps_its_id() -> None:
+    made = prompt(session_params={"id": "s"}, cache_salt="a")
+    put_owner(made, None)
+    assert made.session_params == {"id": "s"}
+
+
+def test_a_batch_of_several_tenants_is_in_no_session() -> None:
+    made = GenerateReqInput(text=["x", "y"], session_params={"id": "s"}, cache_salt=["a", "b"])
+    with pytest.raises(ValueError, match="a session has one tenant"):
+        put_owner(made, http())
+
+
+def test_names_of_sessions_do_not_tell_the_salt() -> None:
+    assert "secret" not in owned("s", tenant("secret key", "secret salt"))
+
+
+def test_anthropics_clients_send_their_key_elsewhere() -> None:
+    assert authorization({}) is None
+    assert authorization({"x-api-key": "sk"}) == "Bearer sk"
+    assert authorization({"Authorization": "Bearer other", "x-api-key": "sk"}) == "Bearer other"

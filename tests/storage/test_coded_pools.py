@@ -1,0 +1,179 @@
+"""SGLang's host pools with smaller copies, on device pools without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache import device_pool_info
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+from sglang_hybrid.platforms.binder import bind_on_import
+from sglang_hybrid.storage.codecs import coded_rows
+from sglang_hybrid.storage.codecs.codecs import Codec
+from sglang_hybrid.storage.codecs.coded_pools import CodecRefused, coded_kv_pool, coded_state_pool
+from sglang_hybrid.storage.codecs.coded_rows import CodecPlan, CodedRows
+from tests.releases import smaller_copies
+
+pytestmark = smaller_copies
+
+LAYERS, SLOTS, HEADS, DIM, PAGE = 3, 64, 2, 16, 4
+DTYPE = torch.float32
+BOUNDS = {Codec.EXACT: 0.0, Codec.BF16: 2**-8, Codec.INT8: 1 / 254 + 1e-6}
+"""Errors as shares of the largest number of a row."""
+
+bind_on_import()
+
+
+@pytest.fixture(autouse=True)
+def exact_again() -> Iterator[None]:
+    yield
+    coded_rows.use(CodecPlan())
+
+
+def kv_pool(**named: Any) -> Any:
+    buffers = [tuple(torch.randn(SLOTS, HEADS, DIM) for _ in range(LAYERS)) for _ in "kv"]
+    pointers = torch.zeros(LAYERS, dtype=torch.uint64)
+    info = device_pool_info.MHABufferInfo(
+        buffers=device_pool_info.KVBuffers(
+            k=buffers[0],
+            v=buffers[1],
+            k_data_ptrs=pointers,
+            v_data_ptrs=pointers,
+            layout=device_pool_info.KVBufferLayout.NHD,
+        ),
+        page_size=PAGE,
+        head_num=HEADS,
+        head_dim=DIM,
+        v_head_dim=DIM,
+        dtype=DTYPE,
+        device=torch.device("cpu"),
+    )
+    return coded_kv_pool(MHATokenToKVPoolHost)(
+        info,
+        2.0,
+        0,
+        PAGE,
+        "page_first",
+        pin_memory=False,
+        device_capacity_tokens=SLOTS,
+        start_layer=0,
+        end_layer=LAYERS,
+        **named,
+    )
+
+
+def state_pool(**changes: Any) -> Any:
+    tensors = dict(
+        temporal=torch.randn(LAYERS, 8, 4, 8, 32),
+        conv=(torch.randn(LAYERS, 8, 64, 3),),
+    )
+    return coded_state_pool(MambaPoolHost)(
+        device_pool_info.MambaStateBufferInfo(**tensors | changes),
+        3.0,
+        0,
+        device_capacity=8,
+        layout="page_first",
+        pin_memory=False,
+    )
+
+
+def close(one: torch.Tensor, two: torch.Tensor, codec: Codec) -> bool:
+    most = two.abs().amax(-1, keepdim=True)
+    return bool(((one - two).abs() <= BOUNDS[codec] * most).all())
+
+
+@pytest.mark.parametrize("codec", list(Codec)[1:])
+@pytest.mark.parametrize("io_backend", ["kernel", "direct"])
+def test_kv_comes_back_within_the_bound(codec: Codec, io_backend: str) -> None:
+    coded_rows.use(CodecPlan.uniform(codec))
+    pool = kv_pool()
+    device = [*pool.device_k_buffers, *pool.device_v_buffers]
+    before = [tensor.clone() for tensor in device]
+    host, slots = pool.alloc(8), torch.tensor([9, 3, 4, 5, 20, 21, 22, 23])
+    pool.backup_from_device_all_layer(None, host, slots, io_backend)
+    to = slots + 32
+    for layer in range(LAYERS):
+        pool.load_to_device_per_layer(None, host, to, layer, io_backend)
+    for tensor, old in zip(device, before, strict=True):
+        assert close(tensor[to], old[slots], codec) and not torch.equal(tensor[to], old[slots])
+        untouched = [slot for slot in range(SLOTS) if slot not in to.tolist()]
+        assert torch.equal(tensor[untouched], old[untouched])
+
+
+@pytest.mark.parametrize("codec", list(Codec)[1:])
+def test_states_come_back_within_the_bound(codec: Codec) -> None:
+    coded_rows.use(CodecPlan.uniform(codec))
+    pool = state_pool()
+    info = pool.buffer_info
+    host, slots, to = pool.alloc(2), torch.tensor([1, 5]), torch.tensor([7, 2])
+    before = [tensor.clone() for tensor in (info.temporal, *info.conv)]
+    pool.backup_from_device_all_layer(None, host, slots)
+    for layer in range(LAYERS):
+        pool.load_to_device_per_layer(None, host, to, layer)
+    assert close(info.temporal[:, to], before[0][:, slots], codec)
+    assert close(info.conv[0][:, to], before[1][:, slots], Codec.BF16), "rows of 3 are bf16"
+    assert torch.equal(info.temporal[:, [0, 1, 3, 4, 5, 6]], before[0][:, [0, 1, 3, 4, 5, 6]])
+
+
+@pytest.mark.parametrize("make", [kv_pool, state_pool])
+def test_pages_for_the_disk_are_the_hosts_bytes(make: Any) -> None:
+    coded_rows.use(CodecPlan.uniform(Codec.INT8))
+    pool = make()
+    pool.kv_buffer.random_(0, 256)
+    page = pool.get_data_page(pool.page_size, flat=True)
+    assert page.shape == pool.get_dummy_flat_data_page().shape and page.dtype is torch.uint8
+    target = 3 * pool.page_size
+    pool.set_from_flat_data_page(target, page.clone())
+    assert torch.equal(pool.get_data_page(target), pool.get_data_page(pool.page_size))
+    assert pool.storage_format_tag == "sglang_hybrid-int8"
+    with pytest.raises(NotImplementedError, match="hicache-storage-backend file only"):
+        pool.get_page_buffer_meta(torch.arange(4))
+
+
+def test_int8_more_than_halves_the_bytes() -> None:
+    sizes = {}
+    for codec in Codec:
+        coded_rows.use(CodecPlan.uniform(codec))
+        sizes[codec] = (kv_pool().size_per_token, state_pool().size_per_token)
+    for kind in (0, 1):
+        assert sizes[Codec.BF16][kind] == sizes[Codec.EXACT][kind] / 2
+        assert sizes[Codec.INT8][kind] < sizes[Codec.BF16][kind]
+
+
+def test_exact_pools_are_sglangs() -> None:
+    assert coded_kv_pool(MHATokenToKVPoolHost) is MHATokenToKVPoolHost
+    assert coded_state_pool(MambaPoolHost) is MambaPoolHost
+
+
+def test_pools_that_cannot_be_coded_are_refused() -> None:
+    coded_rows.use(CodecPlan.uniform(Codec.INT8))
+    with pytest.raises(CodecRefused, match="knows no KV of dict"):
+        coded_kv_pool(dict)
+    with pytest.raises(CodecRefused, match="draft"):
+        kv_pool(draft_buffer_infos=("any",))
+    with pytest.raises(CodecRefused, match="side states"):
+        state_pool(extra_checkpoint_buffers=(torch.zeros(8, 2),))
+
+
+def test_each_layer_may_have_its_codec() -> None:
+    tensors = [((4, 32), DTYPE), ((64, 3), DTYPE)]
+    rows = CodedRows([tensors] * 4, (Codec.EXACT, Codec.BF16, Codec.INT8))
+    sizes = [rows.span(layer).stop - rows.span(layer).start for layer in range(4)]
+    exact, half, eighth = 4 * 32 * 4 + 64 * 3 * 4, 4 * 32 * 2 + 64 * 3 * 2, 4 * 36 + 64 * 3 * 2
+    assert sizes == [exact, half, eighth, eighth] and rows.bytes == sum(sizes)
+    values = [torch.randn(5, *shape) for shape, _ in tensors]
+    for layer, codec in enumerate((Codec.EXACT, Codec.BF16, Codec.INT8, Codec.INT8)):
+        content = rows.encode(layer, values)
+        assert content.shape == (5, sizes[layer])
+        back = rows.decode(layer, content)
+        assert close(back[0], values[0], codec)
+
+
+def test_a_plan_has_a_name() -> None:
+    assert str(CodecPlan.uniform(Codec.INT8)) == "int8" and CodecPlan().exact
+    plan = CodecPlan((Codec.INT8,), (Codec.EXACT, Codec.BF16))
+    assert str(plan) == "kv=int8;states=exact,bf16" and not plan.exact
