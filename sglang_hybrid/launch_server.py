@@ -107,6 +107,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_tokenizer,
     )
     from sglang_hybrid.tuner import trace_file
+    from sglang_hybrid.serving.variables import replaced
 
     try:
         HybridConfig.from_environment()
@@ -157,12 +158,14 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         free = (memory_available() - HOST_RESERVE) / ranks
         check_host_room(f"--hicache-size {flags.hicache_size}", flags.hicache_size * 1e9, free)
     check_disk(flags, options)
-    for name in options.overrides(os.environ):
+    for name, instead in options.overrides(os.environ).items():
         print(
             f"{PROGRAM}: {name}={os.environ[name]} is for sglang.Engine and has no effect on "
-            f"this launcher; give --{name.removeprefix('SGLANG_').lower().replace('_', '-')}.",
+            f"this launcher; give {instead}.",
             flush=True,
         )
+    for sentence in replaced(argv):
+        print(f"{PROGRAM}: {sentence}", flush=True)
     options.to_environment()
     if options.hybrid_record:
         try:

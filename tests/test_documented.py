@@ -27,7 +27,8 @@ from sglang_hybrid.replay.__main__ import main as replay
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.patching import load_patches
 from sglang_hybrid.serving.telemetry.stats import Missed
-from tests.documented import ROOT, commands
+from sglang_hybrid.serving.variables import OLD_FLAGS, VARIABLES, flag, variable
+from tests.documented import PAGES, ROOT, commands
 
 COMMANDS = sorted(commands())
 LAUNCHER, REPLAY = "python -m sglang_hybrid.launch_server", "python -m sglang_hybrid.replay"
@@ -35,7 +36,8 @@ TESTS = "python -m pytest"
 REHEARSAL = "python -m tests.rehearsal"
 EXPLAIN = "python -m sglang_hybrid.explain"
 PROMPTS = "python -m sglang_hybrid.prompts"
-README = (ROOT / "README.md").read_text()
+FLAGS = (ROOT / "docs" / "flags.md").read_text()
+REPORTS = (ROOT / "docs" / "reports.md").read_text()
 GPU_PAGE = (ROOT / "docs" / "gpu.md").read_text()
 
 
@@ -194,6 +196,27 @@ def test_the_optional_dependencies_exist() -> None:
     assert named and named <= extras["optional-dependencies"].keys()
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """To files that are there, and to headings of theirs."""
+    folder = (ROOT / page).parent
+    links = re.findall(r"\]\((?!https?:|mailto:)([^)#]*)(?:#([^)]*))?\)", (ROOT / page).read_text())
+    for path, heading in links:
+        target = folder / path if path else ROOT / page
+        assert target.exists(), path
+        assert not heading or heading in headings(target), f"{path}#{heading}"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+
+
 def test_tests_are_there() -> None:
     files = [word for one in of(TESTS) for word in words(one) if word.endswith(".py")]
     assert files and all((ROOT / name).exists() for name in files)
@@ -207,10 +230,25 @@ def test_docker_commands_name_files_that_are_there() -> None:
 def test_the_table_of_flags_is_complete() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     HybridConfig.add_flags(parser)
-    flags = {action.option_strings[0] for action in parser._actions}
-    assert set(re.findall(r"^\| `(--hybrid-[\w-]+)` \|", README, re.MULTILINE)) == flags
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    flags = {action.option_strings[0] for action in shown}
+    assert set(re.findall(r"^\| `(--hybrid-[\w-]+)` \|", FLAGS, re.MULTILINE)) == flags
+
+
+def test_the_table_of_variables_is_complete() -> None:
+    told = set(re.findall(r"^\| `(SGLANG_\w+)` \|", FLAGS, re.MULTILINE))
+    assert told == {variable(name) for name in VARIABLES}
+
+
+def test_the_table_of_old_flags_says_what_replaces_them() -> None:
+    rows = re.findall(r"^\| `(--hybrid-[\w-]+) (\S+)` \| `([^`]+)` \|", FLAGS, re.MULTILINE)
+    told = {old: (text, new) for old, text, new in rows}
+    assert told.keys() == {flag(name) for name in OLD_FLAGS}
+    for name, becomes in OLD_FLAGS.items():
+        text, new = told[flag(name)]
+        assert becomes.format(text).removesuffix(" in the environment") == new
 
 
 def test_every_word_of_a_report_is_explained() -> None:
-    rows = set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE))
+    rows = set(re.findall(r"^\| `(\w+)` \|", REPORTS, re.MULTILINE))
     assert {one.value for kind in (Missed, Kind) for one in kind} <= rows

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -201,7 +200,6 @@ class Comparison:
 
 
 def run(options: argparse.Namespace) -> int:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server is stopped then, too
     records, failed = [], 0
     for name in options.traces:
         path = find(name)

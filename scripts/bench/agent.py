@@ -16,19 +16,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from scripts.bench.report import ROOT, Table, positive
+from scripts.bench.servers import LAUNCHERS, post
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
 
 TEMPLATE = ROOT / "tests" / "prompts" / "chat.jinja"
 MARK = {"cache_control": {"type": "ephemeral"}}
-SYSTEMS = {
-    "sglang_hybrid": "sglang_hybrid.launch_server",
-    "SGLang's own cache": "sglang.launch_server",
-}
+SYSTEMS = {"sglang_hybrid": LAUNCHERS["ours"], "SGLang's own cache": LAUNCHERS["SGLang"]}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,9 +94,7 @@ def _conversation(url: str, number: int, turns: int, drift: bool = False) -> lis
         if drift:
             before = answers[-1]["id"] if answers else None
             body["diagnostics"] = {"previous_message_id": before}
-        answer = requests.post(url + "/v1/messages", json=body, timeout=300)
-        answer.raise_for_status()
-        answers.append(answer.json())
+        answers.append(post(url, "/v1/messages", body))
         call = {"type": "tool_use", "id": f"call{turn}", "name": "read", "input": {"path": "a"}}
         result = {"type": "tool_result", "tool_use_id": f"call{turn}"}
         messages += [

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
 
@@ -26,8 +25,8 @@ from scripts.bench.report import Table, positive
 from scripts.bench.traces import (
     GENERATED,
     SIZES,
-    TRACES,
     Row,
+    add_traces,
     read_named,
     read_or_generate,
     rows_of,
@@ -48,8 +47,7 @@ WITH = Spec("reuse")
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hints", choices=[*KINDS], nargs="+", default=[*KINDS])
     parser.add_argument("--rules", choices=[*RULES], nargs="+", default=["paper", "one"])
-    parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
-    parser.add_argument("--generated", type=int, metavar="SEEDS", help="generated traffic instead")
+    add_traces(parser, generated=True)
     parser.add_argument(
         "--closing",
         type=positive,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import platform
 import random
 import time
 from array import array
@@ -28,7 +27,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from scripts.bench.report import Table
+from scripts.bench.report import Table, versions
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes, build_cache
 
@@ -158,8 +157,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    print(f"{versions}. Microseconds, median / P99 of {args.repeats} or what fits in 10 s.\n")
+    print(f"{versions()}. Microseconds, median / P99 of {args.repeats} or what fits in 10 s.\n")
     table = Table("cache", "checkpoints", *OPERATIONS, "choose KV", "choose state")
     for checkpoints in args.checkpoints:
         for name, (policy, core) in BACKENDS.items():

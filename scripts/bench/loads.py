@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from scripts.bench.report import Table, positive
-from scripts.bench.schedule import all_clients
+from scripts.bench.schedule import QUESTION, all_clients, prompts_of
 from scripts.bench.servers import (
     Client,
     flags_of,
@@ -39,10 +39,7 @@ from sglang_hybrid.core.queue.prefetch import PrefetchCounts
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.serving.server_process import ServerProcess
 
-QUESTION = 40
-CLIENTS = 4
 RUNNING = 4
-SHARE_OF_HITS = 0.7
 HOST = 8
 """Bytes of the host for each of the device."""
 
@@ -66,9 +63,10 @@ def server(
     command = [
         *flags_of(model, kv, 2 * RUNNING + 4, RUNNING),
         *("--enable-hierarchical-cache", "--hicache-ratio", str(HOST)),
-        *("--hybrid-simulate-bandwidth", f"host={bandwidth:g}GB/s+20us", *flags),
+        *flags,
     ]
-    return ServerProcess(command, timeout=900)
+    slow = {"SGLANG_HYBRID_SIMULATE_BANDWIDTH": f"host={bandwidth:g}GB/s+20us"}
+    return ServerProcess(command, timeout=900, environment=slow)
 
 
 def tiers(url: str) -> dict[str, Any]:
@@ -100,15 +98,7 @@ def queue(
     model: Path, options: argparse.Namespace, bandwidth: float, order: str
 ) -> tuple[float, float, PrefetchCounts]:
     """Waits (P50, P95, seconds), and what was loaded."""
-    source = random.Random(2)
-    documents = [random_tokens(source, options.tokens) for _ in range(options.documents)]
-
-    def prompt() -> list[int]:
-        if source.random() < SHARE_OF_HITS:
-            return source.choice(documents) + random_tokens(source, QUESTION)
-        return random_tokens(source, options.tokens + QUESTION)
-
-    prompts = [[prompt() for _ in range(options.requests)] for _ in range(CLIENTS)]
+    documents, prompts = prompts_of(options)
     with server(model, options, bandwidth, "--hybrid-schedule", order) as running:
         asks = Client(running.url)
         for document in documents:

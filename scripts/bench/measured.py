@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from scripts.bench.pairs import against_the_first
 from scripts.bench.report import ROOT, Table, times_of
+from scripts.bench.servers import LAUNCHERS, flush
 from scripts.bench.traffic import Outcome, drive, drive_in_pairs
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
@@ -36,7 +37,7 @@ class Configuration:
 
     def server(self, common: Sequence[str]) -> ServerProcess:
         """With the flags that all have in common, and its own."""
-        module = "sglang_hybrid.launch_server" if self.ours else "sglang.launch_server"
+        module = LAUNCHERS["ours" if self.ours else "SGLang"]
         return ServerProcess([*common, *self.flags], module=module, directory=ROOT)
 
 
@@ -116,7 +117,7 @@ def warm_up(url: str, concurrency: int) -> None:
     failed = [o.error for o in asyncio.run(drive(url, trace, concurrency, None)) if o.error]
     if failed:
         raise ServerFailed(f"the warm-up failed: {failed[0]}")
-    requests.post(url + "/flush_cache", params={"timeout": 30}, timeout=60).raise_for_status()
+    flush(url)
 
 
 def measure(

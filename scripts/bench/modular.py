@@ -21,7 +21,7 @@ from typing import Any
 import requests
 
 from scripts.bench.report import Table, positive
-from scripts.bench.servers import SCRATCH
+from scripts.bench.servers import SCRATCH, post
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.architectures.base import Scale
 from sglang_hybrid.serving.config import BACKEND
@@ -48,7 +48,7 @@ def _measured(model: Path, options: argparse.Namespace) -> Iterator[str]:
     flags = ["--model-path", str(model), "--radix-cache-backend", BACKEND]
     with ServerProcess([*flags, "--context-length", "16384"], timeout=600) as running:
         url = running.url
-        _post(url, "/v1/prompt_schemas", {"pml": _schema(options.words)})
+        post(url, "/v1/prompt_schemas", {"pml": _schema(options.words)})
         found = [_selection(url, at, names) for at, names in enumerate(_selections(options))]
     tokens, whole, put_together, again, errors = zip(*found, strict=True)
     yield f"{median(tokens):,.0f}"
@@ -63,7 +63,7 @@ def _selection(url: str, at: int, names: tuple[str, ...]) -> tuple[int, float, f
     while not requests.post(url + "/flush_cache", timeout=60).ok:  # modules are being computed
         time.sleep(0.1)
     exact = _ask(url, _prompt(names, at, "exact"), {"top_logprobs_num": 1})
-    _post(url, "/v1/prompt_schemas/files/prewarm", {"mode": "modular"})
+    post(url, "/v1/prompt_schemas/files/prewarm", {"mode": "modular"})
     _until_composed(url, _prompt((FILES[-1],), at, "modular"))  # what the chat template writes
     ((likeliest, token, _),) = exact["output_top_logprobs"][0]
     asked = {"token_ids_logprob": [token]}
@@ -91,16 +91,9 @@ def _ask(url: str, prompt: str, more: dict[str, Any]) -> dict[str, Any]:
     """`meta_info` of an answer of one token."""
     body = {"pml": prompt, "return_logprob": True, **more}
     sampling = {"max_new_tokens": 1, "temperature": 0}
-    meta: dict[str, Any] = _post(url, "/generate", {**body, "sampling_params": sampling})[
-        "meta_info"
-    ]
+    answer = post(url, "/generate", {**body, "sampling_params": sampling})
+    meta: dict[str, Any] = answer["meta_info"]
     return meta
-
-
-def _post(url: str, path: str, body: dict[str, Any]) -> Any:
-    answer = requests.post(url + path, json=body, timeout=600)
-    answer.raise_for_status()
-    return answer.json()
 
 
 def _prompt(names: tuple[str, ...], number: int, mode: str) -> str:

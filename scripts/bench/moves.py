@@ -10,17 +10,22 @@ import argparse
 import random
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-import requests
 import torch
 
 from scripts.bench.one_memory import CONCURRENCY, flags_of_split
 from scripts.bench.report import ROOT, Table, positive
-from scripts.bench.servers import hybrid_cache, vocabulary_of
+from scripts.bench.servers import (
+    arrivals,
+    at_once,
+    flush,
+    greedy,
+    hybrid_cache,
+    post,
+    vocabulary_of,
+)
 from sglang_hybrid.cache.memory.pages import PAGE, Reserved
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
@@ -28,26 +33,12 @@ from sglang_hybrid.platforms.sizing import model_sizes
 from sglang_hybrid.serving.server_process import ServerProcess
 
 
-def gaps_of(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> list[float]:
+def gaps_of(url: str, prompts: Sequence[list[int]], tokens: int) -> list[float]:
     """Seconds between the tokens of answers that are decoded side by side, after the first three of
     each.
     """
-
-    def one(prompt: Sequence[int]) -> list[float]:
-        body: Any = {
-            "input_ids": list(prompt),
-            "stream": True,
-            "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0},
-        }
-        times = []
-        with requests.post(url + "/generate", json=body, stream=True, timeout=600) as response:
-            for line in response.iter_lines():
-                if line.startswith(b"data: {"):
-                    times.append(time.perf_counter())
-        return [after - before for before, after in pairwise(times[3:])]
-
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        return [gap for gaps in pool.map(one, prompts) for gap in gaps]
+    seen = at_once(lambda prompt: arrivals(url, greedy(prompt, tokens)), prompts)
+    return [now - before for one in seen for (before, _), (now, _) in pairwise(one[3:])]
 
 
 def decoding_steps(flags: Sequence[str], high: int, tokens: int) -> None:
@@ -65,10 +56,9 @@ def decoding_steps(flags: Sequence[str], high: int, tokens: int) -> None:
             full = turn % 2 == 0
             if full:
                 for _ in range(120):
-                    body: Any = {"input_ids": prompt(40), "sampling_params": {"max_new_tokens": 2}}
-                    requests.post(server.url + "/generate", json=body, timeout=60)
+                    post(server.url, "/generate", greedy(prompt(40), 2))
             else:
-                requests.post(server.url + "/flush_cache", timeout=60).raise_for_status()
+                flush(server.url)
             before = hybrid_cache(server.url)["memory"]
             gaps = np.array(gaps_of(server.url, [prompt(8) for _ in range(CONCURRENCY)], tokens))
             after = hybrid_cache(server.url)["memory"]

@@ -13,9 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -23,9 +20,8 @@ from time import perf_counter
 from typing import Any
 
 from scripts.bench import profile
-from scripts.bench.report import ROOT, BenchFailed, Table
+from scripts.bench.report import BenchFailed, Table
 from scripts.bench.servers import SCRATCH, large_model
-from sglang_hybrid.platforms import wait_briefly
 
 KINDS = ("native", "torch")
 
@@ -114,18 +110,5 @@ def run(options: argparse.Namespace) -> None:
         return
     table = Table("model", "what", "native, ms", "plain torch, ms", "speedup", text=2)
     for name in options.models:
-        for what, (native, torch) in in_a_process(name).items():
+        for what, (native, torch) in profile.in_a_process(name).items():
             table.row(name, what, f"{native:,.1f}", f"{torch:,.1f}", f"{torch / native:.2f}")
-
-
-def in_a_process(name: str) -> dict[str, list[float]]:
-    """`measure` of a model, with this run's options, in a process of its own."""
-    program = [sys.executable, str(ROOT / "scripts" / "bench.py")]
-    command = [*program, *sys.argv[1:], "--models", name, "--one"]
-    environment = dict(os.environ)
-    wait_briefly(environment)  # as the platform does for its servers
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode != 0:
-        raise BenchFailed(f"{name} failed:\n{done.stderr[-3000:]}")
-    found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
-    return found

@@ -14,46 +14,24 @@ import argparse
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Sequence
 
-import aiohttp
 import numpy as np
 import psutil
 
 from scripts.bench.report import ROOT, Table
 from scripts.bench.servers import flags_of, hybrid_cache, vocabulary_of
 from scripts.bench.traces import chats, documents, in_phases, in_vocabulary
-from scripts.bench.traffic import Outcome, drive, hit_rate
+from scripts.bench.traffic import Outcome, Steps, beside, drive, hit_rate, probe
 from sglang_hybrid.models import ensure_default_model
-from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.serving.server_process import ServerProcess
 from sglang_hybrid.simulation.traces.arrivals import Draw
 from sglang_hybrid.simulation.traces.requests import Request
 
-FIXED = ("--hybrid-eviction sglang-lru", "--hybrid-alpha 1", "--hybrid-eviction reuse")
+FIXED = ("--hybrid-eviction sglang-lru", "--hybrid-eviction marconi:1", "--hybrid-eviction reuse")
 CONCURRENCY = 2
 LOOK_SECONDS = 0.05
 """Between looks at which workers run."""
-PROBE_TOKENS = 2_000
-"""Of one long answer; the next one follows it."""
-
-
-@dataclass
-class Steps:
-    """When each token of the probe came, and when workers were seen; seconds of one clock."""
-
-    tokens: list[list[float]] = field(default_factory=list)
-    looks: list[tuple[float, bool]] = field(default_factory=list)
-
-    def between(self) -> Iterator[tuple[float, bool]]:
-        """Seconds between two tokens, and whether a worker ran when the second came."""
-        times = [time for time, _ in self.looks]
-        for answer in self.tokens:
-            for before, now in pairwise(answer):
-                at = int(np.searchsorted(times, now)) - 1
-                yield now - before, at >= 0 and self.looks[at][1]
 
 
 def phases(few_shot: int, sessions: int, seed: int) -> list[list[Request]]:
@@ -65,22 +43,6 @@ def phases(few_shot: int, sessions: int, seed: int) -> list[list[Request]]:
         answer=Draw("lognormal", 24, 0.5),
     )
     return in_phases([documents(few_shot, 24, Draw("lognormal", 800, 0.3)), turns], seed)
-
-
-async def probe(url: str, steps: Steps) -> None:
-    """Long answers, one after another, until cancelled."""
-    body = {
-        "input_ids": [FIRST_TEXT_ID] * 4,
-        "sampling_params": {"temperature": 1, "ignore_eos": True, "max_new_tokens": PROBE_TOKENS},
-        "stream": True,
-    }
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client:
-        while True:
-            steps.tokens.append([])
-            async with client.post(url + "/generate", json=body) as response:
-                async for line in response.content:
-                    if line.startswith(b"data: {"):
-                        steps.tokens[-1].append(time.perf_counter())
 
 
 async def look_for_workers(server: ServerProcess, steps: Steps) -> None:
@@ -98,17 +60,8 @@ async def serve(
     server: ServerProcess, traces: Sequence[Sequence[Request]], steps: Steps
 ) -> list[list[Outcome]]:
     """All phases, one after another, with the probe and the look-out beside them."""
-    beside = [
-        asyncio.create_task(probe(server.url, steps)),
-        asyncio.create_task(look_for_workers(server, steps)),
-    ]
-    outcomes = [await drive(server.url, trace, CONCURRENCY, None) for trace in traces]
-    for task in beside:
-        task.cancel()
-    for task in beside:
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-    return outcomes
+    async with beside(probe(server.url, steps), look_for_workers(server, steps)):
+        return [await drive(server.url, trace, CONCURRENCY, None) for trace in traces]
 
 
 def milliseconds(intervals: Sequence[float]) -> str:
@@ -134,14 +87,16 @@ def run(options: argparse.Namespace) -> None:
     made = phases(options.few_shot, options.chats, options.seed)
     traces = in_vocabulary(made, vocabulary_of(model))
     common = flags_of(model, options.kv_tokens, options.state_slots, CONCURRENCY + 1)
-    tuned = f"--hybrid-tuner-workers {options.workers} --hybrid-tuner-window {options.window}"
+    tuned = f"--hybrid-tuner-workers {options.workers}"
+    variables = {"SGLANG_HYBRID_TUNER_WINDOW": str(options.window)}
     table = Table(
         *("server", "few-shot, hit rate", "chats, hit rate", "step P50 / P99, ms (tokens)"),
         "while workers run",
     )
     tuner = None
     for flags in (*FIXED, tuned):
-        with ServerProcess([*common, *flags.split()], directory=ROOT) as server:
+        command = [*common, *flags.split()]
+        with ServerProcess(command, directory=ROOT, environment=variables) as server:
             steps = Steps()
             served = asyncio.run(serve(server, traces, steps))
             tuner = hybrid_cache(server.url).get("tuner")

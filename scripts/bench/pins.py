@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from scripts.bench.report import Table
-from scripts.bench.traces import SIZES, TRACES, read_named
+from scripts.bench.traces import SIZES, add_traces, read_named
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.pin import PinRequest, Priority
 from sglang_hybrid.core.server_settings import Serving, Split
@@ -28,7 +27,7 @@ FIVE_MINUTES, HOUR, NO_TIME = 300.0, 3_600.0, 1e-6
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--traces", type=Path, default=TRACES, metavar="DIR")
+    add_traces(parser)
     parser.add_argument("--requests", type=int, default=600, help="of each trace, from its start")
 
 

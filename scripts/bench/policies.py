@@ -15,11 +15,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import ModuleType
 
 from scripts.bench.report import BenchFailed, Table
-from scripts.bench.traces import TRACES, Row, read_or_generate
+from scripts.bench.traces import Row, add_traces, read_or_generate
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.returns import answers, reuse
 from sglang_hybrid.core.server_settings import Serving, Split
@@ -220,8 +219,7 @@ def parse_grid(varied: Sequence[str]) -> list[Constants]:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="reuse", help="as NAME or NAME:OPTION=VALUE, by comma")
     parser.add_argument("--rules", choices=[*RULES], nargs="+", default=[*RULES])
-    parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
-    parser.add_argument("--generated", type=int, metavar="SEEDS", help="generated traffic instead")
+    add_traces(parser, generated=True)
     parser.add_argument(
         "--vary",
         nargs="+",

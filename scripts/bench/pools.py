@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 
 from scripts.bench.policies import COST
 from scripts.bench.report import Table
-from scripts.bench.traces import TRACES, Row, read_or_generate
+from scripts.bench.traces import Row, add_traces, read_or_generate
 from sglang_hybrid.core.costs.cost import MOST_STATES_TO_KV, TOKENS_PER_STATE, CostModel
 from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.replay.runner import Job, Runner
@@ -94,8 +93,7 @@ def show(runner: Runner, rows: Sequence[Row], model: Model, policy: Spec) -> Non
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="reuse")
-    parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
-    parser.add_argument("--generated", type=int, metavar="SEEDS", help="generated traffic instead")
+    add_traces(parser, generated=True)
 
 
 def run(options: argparse.Namespace) -> None:

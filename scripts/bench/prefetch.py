@@ -21,13 +21,12 @@ import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from scripts.bench.report import Table
 from scripts.bench.schedule_replay import Row, at_load, orders, rows
-from scripts.bench.traces import TRACES
+from scripts.bench.traces import add_traces
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.queue.prefetch import PrefetchCounts
 from sglang_hybrid.core.queue.queue_order import QueueOrder
@@ -79,7 +78,7 @@ def cache_of(row: Row, tiers: TierBudgets | None) -> Simulator:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8])
     parser.add_argument("--requests", type=int, default=300, help="of each trace, at most")
-    parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
+    add_traces(parser)
     parser.add_argument("--bandwidths", type=float, nargs="+", default=[12, 25, 64], help="GB/s")
     parser.add_argument("--places", type=int, nargs="+", default=[16])
     parser.add_argument("--workers", type=int, default=2)

@@ -14,14 +14,12 @@ import argparse
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import requests
 from transformers import PreTrainedTokenizerFast
 
 from scripts.bench.prewarm import SIZES, choose
 from scripts.bench.report import Table, positive
-from scripts.bench.servers import hybrid_cache
+from scripts.bench.servers import exactly, flush, hybrid_cache, post
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.prompts.endpoints.prewarm import prompts_for
 from sglang_hybrid.prompts.schemas.budget import all_prefixes
@@ -95,7 +93,7 @@ class Traffic:
         unions = _unions(self.registered.schema)
         prompts = [choose(unions, source) for _ in range(2 * options.requests)]
         self.learnt, self.measured = prompts[: options.requests], prompts[options.requests :]
-        self._post("/v1/prompt_schemas", {"pml": markup()})
+        post(self.url, "/v1/prompt_schemas", {"pml": markup()})
 
     @property
     def name(self) -> str:
@@ -104,7 +102,7 @@ class Traffic:
     def send(self, prompts: Sequence[tuple[str, ...]]) -> float:
         """The share of the tokens of these prompts that came from the cache."""
         metas = [
-            self._post("/generate", {"pml": self._pml(prompt), "text": " Go.", **_sampling(1)})[
+            post(self.url, "/generate", {"pml": self._pml(prompt), "text": " Go.", **exactly(1)})[
                 "meta_info"
             ]
             for prompt in prompts
@@ -119,7 +117,7 @@ class Traffic:
         hits = tokens = 0
         for prompt in prompts:
             ids = self.registry.expand(None, self._pml(prompt), text=" Go.").tokenized.ids
-            hits += self._post("/hybrid_cache/explain", {"input_ids": ids})["hit"]
+            hits += post(self.url, "/hybrid_cache/explain", {"input_ids": ids})["hit"]
             tokens += len(ids)
         return hits / tokens
 
@@ -128,13 +126,10 @@ class Traffic:
         expanded = (self.registry.expand(None, self._pml(one), text=" Go.") for one in prompts)
         return sum(len(one.tokenized.ids) for one in expanded) / len(prompts)
 
-    def flush(self) -> None:
-        requests.post(self.url + "/flush_cache", timeout=60).raise_for_status()
-
     def budgeted(self, budget: int) -> float:
         """Pre-warm as the server chooses; returns the tokens that it expects to save."""
         body = {"budget_mb": budget / (1 << 20)}
-        told = self._post(f"/v1/prompt_schemas/{self.name}/prewarm", body)
+        told = post(self.url, f"/v1/prompt_schemas/{self.name}/prewarm", body)
         saved: float = told["expected_saved_tokens"]
         return saved
 
@@ -146,16 +141,10 @@ class Traffic:
         for one in prompts_for(self.registry, self.registered, plan.nodes):
             inside = [at for at in one.positions if at < len(one.ids)]
             hints = {"kv_hints": checkpoint_hint(inside)} if inside else {}
-            self._post("/generate", {"input_ids": one.ids, **hints, **_sampling(0)})
+            post(self.url, "/generate", {"input_ids": one.ids, **hints, **exactly(0)})
 
     def _pml(self, prompt: tuple[str, ...]) -> str:
         return f'<prompt schema="{self.name}">{"".join(f"<{name}/>" for name in prompt)}</prompt>'
-
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer = requests.post(self.url + path, json=body, timeout=600)
-        answer.raise_for_status()
-        found: dict[str, Any] = answer.json()
-        return found
 
 
 def markup() -> str:
@@ -181,7 +170,7 @@ def _pre_warmed(states: int, options: argparse.Namespace) -> PreWarmed:
         budget = states * (state_bytes + LENGTH * kv_bytes)
         tokens = traffic.mean_tokens(traffic.measured)
         traffic.send(traffic.learnt)
-        traffic.flush()
+        flush(traffic.url)
         expected = traffic.budgeted(budget) / tokens
         ready, served = _ready_and_served(traffic)
         plain = _ready_and_served(
@@ -195,7 +184,7 @@ def _ready_and_served(
 ) -> tuple[float, float]:
     prepare()
     found = traffic.ready(traffic.measured), traffic.send(traffic.measured)
-    traffic.flush()
+    flush(traffic.url)
     return found
 
 
@@ -204,7 +193,7 @@ def _lru(states: int, options: argparse.Namespace) -> tuple[float, float]:
         traffic = Traffic(running.url, options)
         traffic.send(traffic.learnt)
         warm = traffic.send(traffic.measured)
-        traffic.flush()
+        flush(traffic.url)
         return traffic.send(traffic.measured), warm
 
 
@@ -215,10 +204,6 @@ def _flags(states: int) -> list[str]:
         *("--max-total-tokens", str(states * LENGTH + RUNNING)),
         *("--max-mamba-cache-size", str(states + 2)),
     ]
-
-
-def _sampling(answer: int) -> dict[str, Any]:
-    return {"sampling_params": {"temperature": 0, "max_new_tokens": answer, "ignore_eos": True}}
 
 
 def _unions(schema: Schema) -> list[Union]:

@@ -275,8 +275,10 @@ def run(options: argparse.Namespace) -> None:
             table.row(name, what, f"{1000 * total:,.1f}", *shares)
 
 
-def in_a_process(name: str) -> dict[str, dict[str, float]]:
-    """`profile_one` of a model, with this run's options, in a process of its own."""
+def in_a_process(name: str) -> dict[str, Any]:
+    """What this subcommand prints with `--one` of a model, with this run's options, in a process
+    of its own.
+    """
     rest = sys.argv[1:]
     flags = rest.index("--") if "--" in rest else len(rest)
     program = [sys.executable, str(ROOT / "scripts" / "bench.py")]
@@ -286,5 +288,5 @@ def in_a_process(name: str) -> dict[str, dict[str, float]]:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         raise BenchFailed(f"{name} failed:\n{done.stderr[-3000:]}")
-    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -8,13 +8,14 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-MADE = "docs/benchmarks.md"
-"""The page whose tables the benchmarks make."""
+RESULTS = ROOT / "docs" / "results"
+"""The pages that the benchmarks make."""
 
 
 class BenchFailed(RuntimeError):
@@ -65,6 +66,11 @@ def stamp(arguments: Sequence[str]) -> str:
     )
 
 
+def versions() -> str:
+    """Of Python and torch."""
+    return f"Python {platform.python_version()}, torch {version('torch')}"
+
+
 def machine() -> str:
     """The CPU's name, its cores and the memory."""
     cores, memory = psutil.cpu_count(), psutil.virtual_memory().total / 2**30
@@ -80,10 +86,10 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit that is checked out, and whether files differ from it beside the page itself."""
+    """The commit that is checked out, and whether files beside `RESULTS` differ from it."""
     try:
         name = _git("rev-parse", "--short=10", "HEAD")
-        changed = _git("status", "--porcelain", "--", ".", f":(exclude){MADE}")
+        changed = _git("status", "--porcelain", "--", ".", f":(exclude){RESULTS.relative_to(ROOT)}")
     except (OSError, subprocess.CalledProcessError):
         return "unknown (no git checkout)"
     return f"{name}, with changes" if changed else name

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import platform
 import subprocess
 import sys
 import time
@@ -40,7 +39,7 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from scripts.bench.report import ROOT, Table
+from scripts.bench.report import ROOT, Table, versions
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes, build_cache
 from tests.cache.shipped import shipped
@@ -63,6 +62,19 @@ RUNS = [
 """Caches and allocators; they are measured by turns."""
 GROUP = 16
 ANSWER = 8
+
+
+def waiting_requests(server: Server, tokens: int, count: int) -> list[Any]:
+    """Requests of so many tokens, of which the first half is cached and shared by GROUP of them."""
+    groups, half, own = -(-count // GROUP), tokens // 2, 1 << 24
+    for group in range(groups):
+        server.serve(range(group * half, (group + 1) * half), [1] * ANSWER)
+    requests = []
+    for number in range(count):
+        start, mine = number % groups * half, own + number * half
+        prompt = array("q", [*range(start, start + half), *range(mine, mine + half)])
+        requests.append(server.arrive(prompt))
+    return requests
 
 
 class Rounds:
@@ -88,16 +100,7 @@ class Rounds:
         self.server = Server(cache, self.sizes)
         self.rank = SchedulePolicy("lpm", self.server.cache, False, False, False)
         self.times: dict[str, list[float]] = defaultdict(list)
-        half = tokens // 2
-        for group in range(groups):
-            self.server.serve(range(group * half, (group + 1) * half), [1] * ANSWER)
-        own = 1 << 24
-        self.waiting = []
-        for number in range(waiting):
-            start = number % groups * half
-            mine = own + number * half
-            prompt = array("q", [*range(start, start + half), *range(mine, mine + half)])
-            self.waiting.append(self.server.arrive(prompt))
+        self.waiting = waiting_requests(self.server, tokens, waiting)
 
     def run(self, running: int) -> dict[str, float]:
         """Microseconds by what was done."""
@@ -165,8 +168,8 @@ def run(args: argparse.Namespace) -> None:
     if args.profile:
         profile(args.tokens[0], args.waiting, args.running)
         return
-    print(f"Python {platform.python_version()}, torch {torch.__version__}; ", end="")
-    print(f"{args.waiting} waiting, {args.running} running; microseconds of processor time.\n")
+    print(f"{versions()}; {args.waiting} waiting, {args.running} running; ", end="")
+    print("microseconds of processor time.\n")
     columns = ("first", "again", "rank", "admit", "publish", "life", "free")
     table = Table("cache", "allocator", "tokens", *columns, text=2)
     for tokens in args.tokens:
@@ -212,9 +215,7 @@ PROMPTS = 150_000
 
 def memory_table(nodes: int) -> None:
     """Print bytes per node, per token, and of the history."""
-    print(
-        f"Python {platform.python_version()}, torch {torch.__version__}; {nodes:,} nodes; bytes.\n"
-    )
+    print(f"{versions()}; {nodes:,} nodes; bytes.\n")
     table = Table("cache", "per node", "per token", "history")
     for name in CACHES:
         program = [sys.executable, str(ROOT / "scripts" / "bench.py"), "rounds"]

@@ -41,8 +41,8 @@ class Asked:
     cached: int
 
 
-def prompts_of(options: argparse.Namespace) -> list[list[list[int]]]:
-    """For each client, what it sends."""
+def prompts_of(options: argparse.Namespace) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """Documents, and for each client what it sends: questions about them, and new prompts."""
     source = random.Random(0)
     documents = [random_tokens(source, options.tokens) for _ in range(options.documents)]
 
@@ -51,7 +51,7 @@ def prompts_of(options: argparse.Namespace) -> list[list[list[int]]]:
             return source.choice(documents) + random_tokens(source, QUESTION)
         return random_tokens(source, options.tokens + QUESTION)
 
-    return [[prompt() for _ in range(options.requests)] for _ in range(CLIENTS)]
+    return documents, [[prompt() for _ in range(options.requests)] for _ in range(CLIENTS)]
 
 
 async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int], answer: int) -> Asked:
@@ -92,7 +92,7 @@ async def all_clients(
 
 def serve(order: str, options: argparse.Namespace) -> tuple[list[Asked], float, int]:
     """Answers, seconds until the last one, and the most that one request was overtaken."""
-    prompts = prompts_of(options)
+    _, prompts = prompts_of(options)
     kv = 4 * SLOTS * options.tokens // 8
     flags = ["--hybrid-schedule", order, "--max-running-requests", "8"]
     flags += ["--max-mamba-cache-size", str(SLOTS), "--max-total-tokens", str(kv)]

@@ -31,13 +31,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from scripts.bench.report import Table
-from scripts.bench.traces import TRACES, read_named
+from scripts.bench.traces import add_traces, read_named
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.queue.orders import (
     AgedPrefix,
@@ -293,7 +292,7 @@ def mean_ratio(ratios: Sequence[float]) -> float:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 0.95, 1.1])
     parser.add_argument("--requests", type=int, default=1_000, help="of each trace, at most")
-    parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
+    add_traces(parser)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=1, help="times that each row is served")
     parser.add_argument("--tiers", action="store_true", help="device, host and disk")

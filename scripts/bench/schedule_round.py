@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import platform
 import time
 from array import array
 from collections.abc import Callable
@@ -27,13 +26,12 @@ from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from scripts.bench.report import Table
+from scripts.bench.report import Table, versions
+from scripts.bench.rounds import ANSWER, GROUP, waiting_requests
 from sglang_hybrid.serving.config import HybridConfig, Schedule
 from tests.cache.driver import Server, Sizes, build_cache
 
-GROUP = 16
 ROUNDS = 20
-ANSWER = 8
 WINDOW = HybridConfig(hybrid_schedule=Schedule.WINDOW)
 CACHES: dict[str, tuple[HybridConfig | None, str, str]] = {
     "SGLang, Python core, lpm": (None, "python", "lpm"),
@@ -58,14 +56,7 @@ class Waiting:
         )
         self.server = Server(build_cache(sizes, options, tree_core=core), sizes)
         self.policy = SchedulePolicy(policy, self.server.cache, False, False, False)
-        for group in range(groups):
-            self.server.serve(range(group * half, (group + 1) * half), [1] * ANSWER)
-        own = 1 << 24
-        self.queue = []
-        for number in range(waiting):
-            start, mine = number % groups * half, own + number * half
-            prompt = array("q", [*range(start, start + half), *range(mine, mine + half)])
-            self.queue.append(self.server.arrive(prompt))
+        self.queue = waiting_requests(self.server, tokens, waiting)
 
     def round(self) -> float:
         """Milliseconds of processor time."""
@@ -103,8 +94,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    print(f"Python {platform.python_version()}, torch {torch.__version__}; ", end="")
-    print(f"prompts of {options.tokens:,} tokens; milliseconds of processor time.\n")
+    print(f"{versions()}; prompts of {options.tokens:,} tokens; milliseconds of processor time.\n")
     table = Table("order", "waiting", "first", "again", "tree changed")
     for name, (how, core, policy) in CACHES.items():
         for count in options.waiting:

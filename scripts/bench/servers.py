@@ -22,6 +22,9 @@ Result = TypeVar("Result")
 SCRATCH = Path(tempfile.gettempdir())
 """Where models that are made once are kept by default."""
 
+LAUNCHERS = {"SGLang": "sglang.launch_server", "ours": "sglang_hybrid.launch_server"}
+"""The modules that start a server with SGLang's own cache, and with ours."""
+
 STEPS = 128
 """Tokens of an answer when decoding is measured."""
 
@@ -54,6 +57,19 @@ def hybrid_cache(url: str) -> dict[str, Any]:
     return block
 
 
+def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The JSON that a request is answered with. Raises `requests.HTTPError` for an error."""
+    response = requests.post(url + path, json=body, timeout=600)
+    response.raise_for_status()
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def flush(url: str) -> None:
+    """Empty the cache, once nothing runs any more."""
+    requests.post(url + "/flush_cache", params={"timeout": 30}, timeout=60).raise_for_status()
+
+
 def at_once(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """`work` for all items at the same time, in threads; results in their order."""
     with ThreadPoolExecutor(len(items)) as threads:
@@ -69,15 +85,31 @@ def random_tokens(source: random.Random, count: int) -> list[int]:
     return [source.randrange(300, 32_000) for _ in range(count)]
 
 
+def exactly(answer: int) -> dict[str, Any]:
+    """What a body of /generate says for an answer of exactly so many tokens."""
+    return {"sampling_params": {"temperature": 0, "max_new_tokens": answer, "ignore_eos": True}}
+
+
 def greedy(prompt: list[int], answer: int) -> dict[str, Any]:
     """The body of /generate for an answer of exactly so many tokens."""
-    sampling = {"temperature": 0, "max_new_tokens": answer, "ignore_eos": True}
-    return {"input_ids": prompt, "sampling_params": sampling}
+    return {"input_ids": prompt, **exactly(answer)}
 
 
 def events(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
     """The events of a streamed answer."""
     return (json.loads(line[6:]) for line in lines if line.startswith(b"data: {"))
+
+
+def arrivals(url: str, body: dict[str, Any]) -> list[tuple[float, int]]:
+    """When events of a streamed answer came, in seconds, and how many tokens it had then."""
+    asked = {**body, "stream": True}
+    with requests.post(url + "/generate", json=asked, stream=True, timeout=600) as response:
+        lines = [(time.perf_counter(), line) for line in response.iter_lines()]
+    return [
+        (at, event["meta_info"]["completion_tokens"])
+        for at, line in lines
+        for event in events([line])
+    ]
 
 
 class Client:
@@ -93,10 +125,8 @@ class Client:
     def first_token(self, prompt: list[int], cached: int) -> float:
         """Seconds until the first token; raises BenchFailed if fewer than ``cached`` were hit."""
         begin = time.perf_counter()
-        response = requests.post(self._url + "/generate", json=greedy(prompt, 1), timeout=600)
+        found = post(self._url, "/generate", greedy(prompt, 1))["meta_info"]["cached_tokens"]
         seconds = time.perf_counter() - begin
-        response.raise_for_status()
-        found = response.json()["meta_info"]["cached_tokens"]
         if found < cached:
             raise BenchFailed(f"{found} of {len(prompt)} tokens were cached, not {cached}")
         return seconds
@@ -106,19 +136,9 @@ class Client:
 
         Raises BenchFailed where they never were.
         """
-        arrivals = at_once(self._arrivals, prompts)
-        begin, end = max(seen[0][0] for seen in arrivals), min(seen[-1][0] for seen in arrivals)
-        together = [[at for at in seen if begin <= at[0] <= end] for seen in arrivals]
+        every = at_once(lambda prompt: arrivals(self._url, greedy(prompt, STEPS)), prompts)
+        begin, end = max(seen[0][0] for seen in every), min(seen[-1][0] for seen in every)
+        together = [[at for at in seen if begin <= at[0] <= end] for seen in every]
         if min(len(seen) for seen in together) < 2:
             raise BenchFailed(f"{len(prompts)} sequences were never decoded at once")
         return median((last[0] - first[0]) / (last[1] - first[1]) for first, *_, last in together)
-
-    def _arrivals(self, prompt: list[int]) -> list[tuple[float, int]]:
-        """When events of an answer came, and how many tokens it had then."""
-        body = {**greedy(prompt, STEPS), "stream": True}
-        url = self._url + "/generate"
-        with requests.post(url, json=body, stream=True, timeout=600) as response:
-            return [
-                (time.perf_counter(), event["meta_info"]["completion_tokens"])
-                for event in events(response.iter_lines())
-            ]

@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from scripts.bench.policies import COST
 from scripts.bench.report import Table
-from scripts.bench.traces import TRACES, read_named
+from scripts.bench.traces import add_traces, read_named
 from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.simulation.tiers.tier_budgets import CopyCodec, TierBudgets
@@ -63,7 +62,7 @@ class Row:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratio", type=float, default=1.0, help="bytes of the host to the device")
     parser.add_argument("--only", nargs="+", choices=DEVICES, default=list(DEVICES))
-    parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
+    add_traces(parser)
 
 
 def run(options: argparse.Namespace) -> None:

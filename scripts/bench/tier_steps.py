@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 
 from scripts.bench.ab import PRESETS
 from scripts.bench.measured import warm_up
-from scripts.bench.phases import Steps, probe
 from scripts.bench.report import ROOT, Table, positive
 from scripts.bench.servers import flags_of, hybrid_cache, vocabulary_of
 from scripts.bench.traces import find, preset_of
-from scripts.bench.traffic import drive, hit_rate
+from scripts.bench.traffic import Steps, beside, drive, hit_rate, probe
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.serving.server_process import ServerProcess
@@ -36,23 +33,17 @@ KV_TOKENS, STATE_SLOTS = 60_000, 500
 RUNNING = 3
 """The streamed answer, and two requests of the trace."""
 
-TIERS = (
-    *("--enable-hierarchical-cache", "--hicache-ratio", "2"),
-    *("--hybrid-offload-watermark", "0"),  # all is copied, though nothing is evicted
-)
+TIERS = ("--enable-hierarchical-cache", "--hicache-ratio", "2")
+ALL_IS_COPIED = {"SGLANG_HYBRID_OFFLOAD_WATERMARK": "0"}  # though nothing is evicted
 SERVERS = {"without tiers": (), "with copies": TIERS}
 
 
 async def measure(url: str, trace: list[Request]) -> tuple[float, np.ndarray]:
     """Hit rate of the trace, and milliseconds of all steps meanwhile [n]."""
     steps = Steps()
-    beside = asyncio.create_task(probe(url, steps))
-    outcomes = await drive(url, trace, RUNNING - 1, None)
-    beside.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await beside
-    gaps = [now - before for answer in steps.tokens for before, now in pairwise(answer)]
-    return hit_rate(outcomes), np.array(gaps) * 1e3
+    async with beside(probe(url, steps)):
+        outcomes = await drive(url, trace, RUNNING - 1, None)
+    return hit_rate(outcomes), np.array([gap for gap, _ in steps.between()]) * 1e3
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +60,9 @@ def run(options: argparse.Namespace) -> None:
     highest: dict[str, list[float]] = {name: [] for name in SERVERS}
     for _ in range(options.rounds):
         for name, flags in SERVERS.items():
-            with ServerProcess([*common, *flags], directory=ROOT) as server:
+            with ServerProcess(
+                [*common, *flags], directory=ROOT, environment=ALL_IS_COPIED
+            ) as server:
                 warm_up(server.url, RUNNING - 1)
                 hits, times = asyncio.run(measure(server.url, trace))
                 tiers = hybrid_cache(server.url)["tiers"]

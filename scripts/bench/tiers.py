@@ -21,7 +21,7 @@ import numpy as np
 from scripts.bench.ab import PRESETS
 from scripts.bench.measured import metrics, warm_up
 from scripts.bench.report import ROOT, BenchFailed, Table, positive
-from scripts.bench.servers import flags_of, vocabulary_of
+from scripts.bench.servers import LAUNCHERS, flags_of, vocabulary_of
 from scripts.bench.traces import find, preset_of
 from scripts.bench.traffic import drive, hit_rate
 from sglang_hybrid.models import ensure_default_model
@@ -59,7 +59,6 @@ SLICES = {
 }
 """Devices on which the prompts of a slice fit, and all of it does not."""
 
-SERVERS = {"SGLang": "sglang.launch_server", "ours": "sglang_hybrid.launch_server"}
 WRITTEN = "sglang:hicache_backup_bytes_total"
 CONCURRENCY = 2
 
@@ -74,7 +73,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--requests", type=positive, help="of each trace, instead of SLICES")
     parser.add_argument("--ratio", type=positive, default=4, help="host memory over the device's")
-    parser.add_argument("--link", default="", help="what --hybrid-simulate-bandwidth says")
+    parser.add_argument("--link", default="", help="what SGLANG_HYBRID_SIMULATE_BANDWIDTH says")
 
 
 def serve(
@@ -112,7 +111,7 @@ def run(options: argparse.Namespace) -> None:
             raise BenchFailed(f"nothing is left of {name}")
         prompts = sum(request.input_len for request in trace)
         best = reusable_tokens(trace) / prompts
-        for cache, module in SERVERS.items():
+        for cache, module in LAUNCHERS.items():
             hit, written, times = serve(module, flags, trace, options.link)
             each = written / 1e3 / max(1.0, hit * prompts)
             low, high = np.percentile(times, (50, 95)).tolist()

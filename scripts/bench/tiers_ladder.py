@@ -17,13 +17,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from scripts.bench.report import Table
 from scripts.bench.tiers_replay import COST, ENOUGH
-from scripts.bench.traces import TRACES, read_named
+from scripts.bench.traces import add_traces, read_named
 from sglang_hybrid.core.costs.cost import CostModel, FloatArray
 from sglang_hybrid.core.records.nodes import NEVER, Clock, Node
 from sglang_hybrid.core.returns import hazards
@@ -217,7 +216,7 @@ def weigh(trace: str, requests: Sequence[Request], device: float, weight: float)
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=MISSED, default=list(MISSED))
     parser.add_argument("--weights", nargs="+", type=float, help="of a coarser class, intervals")
-    parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
+    add_traces(parser)
 
 
 def run(options: argparse.Namespace) -> None:

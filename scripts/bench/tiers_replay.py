@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from scripts.bench.report import Table
-from scripts.bench.traces import TRACES, read_named
+from scripts.bench.traces import add_traces, read_named
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.replay.runner import Job, Result, Runner
@@ -84,7 +84,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratio", type=float, default=10.0, help="bytes of the host to the device")
     parser.add_argument("--disk", type=float, default=0.0, help="bytes of the disk to the device")
     parser.add_argument("--policy", default="reuse", help="ours, as NAME or NAME:OPTION=VALUE")
-    parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
+    add_traces(parser)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +35,14 @@ Preset = TypeVar("Preset")
 Row = tuple[str, float]  # trace, GB
 Phase = tuple[str, Traffic]
 """A kind of generated traffic, and its parameters."""
+
+
+def add_traces(parser: argparse.ArgumentParser, *, generated: bool = False) -> None:
+    """The option that names the traces' folder, and the one for generated traffic instead."""
+    parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
+    if generated:
+        what = "generated traffic instead"
+        parser.add_argument("--generated", type=int, metavar="SEEDS", help=what)
 
 
 def find(name: str, folder: Path = TRACES) -> Path:

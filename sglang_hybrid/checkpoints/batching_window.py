@@ -45,8 +45,8 @@ def look_up_with(cached_tokens: LookUp) -> None:
 
 
 def requests_in_window(receiver: Any, received: list[Any]) -> list[Any]:
-    """What follows `received` with less than `--hybrid-burst-ms` in between; nothing at once if the
-    server is busy or no prompt has many tokens that are not cached.
+    """What follows `received` with less than SGLANG_HYBRID_BURST_MS in between; nothing at once if
+    the server is busy or no prompt has many tokens that are not cached.
 
     receiver: SGLang's SchedulerRequestReceiver, on the rank that reads the socket.
     """

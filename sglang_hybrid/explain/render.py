@@ -76,7 +76,7 @@ def remedy(report: MissReport) -> str | None:
             return _more_kv(cache)
         if missed.reason is Reason.MICRO_BRANCH and missed.gain < cache.min_branch_tokens:
             return (
-                f"--hybrid-min-branch-tokens {missed.gain} or less; it is "
+                f"SGLANG_HYBRID_MIN_BRANCH_TOKENS={missed.gain} or less; it is "
                 f"{cache.min_branch_tokens}."
             )
         if missed.reason is Reason.GRID and cache.admission == "all":

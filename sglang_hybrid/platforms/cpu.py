@@ -177,7 +177,7 @@ def bind_cores(ranks: int) -> None:
 
 
 def _simulate_bandwidth() -> None:
-    """Slow copies between device and host pools down to --hybrid-simulate-bandwidth."""
+    """Slow copies between device and host pools down to SGLANG_HYBRID_SIMULATE_BANDWIDTH."""
     from sglang_hybrid.platforms.cpu_ops import transfer_streams
 
     text = HybridConfig.from_environment().hybrid_simulate_bandwidth

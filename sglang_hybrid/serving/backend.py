@@ -156,7 +156,7 @@ def _without_effect(options: HybridConfig) -> list[str]:
     """A line for each setting that was given and that only our cache would read."""
     given = options.given()
     return [
-        f"--{name.replace('_', '-')} {given[name]} does nothing without the {BACKEND} cache; leave "
+        f"{given[name]} does nothing without the {BACKEND} cache; leave "
         f"it out, or give --radix-cache-backend {BACKEND}."
         for name in OF_OUR_CACHE
         if name in given

@@ -2,30 +2,29 @@
 
 The launcher puts them into the environment, where every process that SGLang starts finds them; so
 can anyone who starts an `sglang.Engine`: SGLANG_HYBRID_EVICTION=marconi is --hybrid-eviction
-marconi.
+marconi. What only measurements and tests set is no flag (`variables.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.records.pin import DEFAULT_SHARE
-from sglang_hybrid.serving.flag_values import AUTO_ALPHA, DEFAULT_ALPHA, TIER_CODECS
+from sglang_hybrid.serving.flag_values import DEFAULT_ALPHA, ORDER_OPTIONS, TIER_CODECS
 from sglang_hybrid.serving.flags import add_flags
+from sglang_hybrid.serving.variables import PARTS, VARIABLES, add_old_flags, flag, variable
 
 BACKEND = "hybrid"
 """Our name for SGLang's --radix-cache-backend."""
 
 CPU_ATTENTION = "hybrid_cpu"
 """Our name for SGLang's --attention-backend, on the CPU platform."""
-
-_PREFIX = "SGLANG_"
 
 
 class Eviction(Enum):
@@ -134,7 +133,7 @@ class HybridConfig:
     def smaller_copies(self) -> str:
         """The flag that asks for copies that may not be exact, with its value; "" without one."""
         if self.hybrid_tier_error:
-            return f"--hybrid-tier-error {self.hybrid_tier_error:g}"
+            return f"--hybrid-tier-codec auto:{self.hybrid_tier_error:g}"
         smaller = self.hybrid_tier_codec != TIER_CODECS[0]
         return f"--hybrid-tier-codec {self.hybrid_tier_codec}" if smaller else ""
 
@@ -152,7 +151,7 @@ class HybridConfig:
     def untunable(self) -> str:
         """The flag that pins a policy so that no other is tried, with its value; "" without one."""
         if self.hybrid_alpha is not None:
-            return f"--hybrid-alpha {self.hybrid_alpha:g}"
+            return f"--hybrid-eviction marconi:{self.hybrid_alpha:g}"
         tunable = self.hybrid_eviction in (Eviction.AUTO, Eviction.MARCONI)
         return "" if tunable else f"--hybrid-eviction {self.hybrid_eviction.value}"
 
@@ -163,68 +162,94 @@ class HybridConfig:
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser) -> None:
-        """Add our flags to `parser`, in a group of their own."""
+        """Add our flags to `parser`, in a group of their own, and the old ones."""
         add_flags(parser, {field.name: field.default for field in fields(HybridConfig)})
+        add_old_flags(parser)
 
     @classmethod
-    def split(cls, argv: Sequence[str]) -> tuple[HybridConfig, list[str]]:
+    def split(
+        cls, argv: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> tuple[HybridConfig, list[str]]:
         """Our part of a command line that has been parsed already, and what is left for SGLang.
-        Raises ValueError for flags that do not fit together.
+        What is no flag is read from the environment. Raises ValueError for flags that do not fit
+        together.
         """
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         cls.add_flags(parser)
         namespace, rest = parser.parse_known_args(list(argv))
-        return cls._from(vars(namespace)), rest
+        variables = vars(_read(environment, VARIABLES))
+        given = {name: variables[name] for name in VARIABLES if name in variables}
+        return cls._from(given | vars(namespace)), rest
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> HybridConfig:
         """What the variables say, defaults elsewhere; raises ValueError for a bad value."""
-        environment = os.environ if environment is None else environment
-        argv = []
-        for field in fields(cls):
-            value = environment.get(_PREFIX + field.name.upper())
-            if value is not None:
-                argv += ["--" + field.name.replace("_", "-"), value]
-        parser = _Raising(add_help=False)
-        cls.add_flags(parser)
-        return cls._from(vars(parser.parse_args(argv)))
+        return cls._from(vars(_read(environment, (field.name for field in fields(cls)))))
 
     def to_environment(self, environment: MutableMapping[str, str] | None = None) -> None:
         """Put every setting where `from_environment` finds it."""
         environment = os.environ if environment is None else environment
-        environment.update(self._variables())
+        for name in PARTS:
+            environment.pop(variable(name), None)
+        environment.update({variable(name): text for name, text in self._texts().items()})
 
-    def overrides(self, environment: Mapping[str, str]) -> list[str]:
-        """Names of variables of `environment` that say something else than these settings."""
-        ours = self._variables()
-        return [name for name, text in ours.items() if environment.get(name, text) != text]
+    def overrides(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Variables of `environment` that say something else than these settings, and the flags
+        that would say it.
+        """
+        ours = {name: text for name, text in self._texts().items() if name not in VARIABLES}
+        found = {
+            variable(name): flag(name)
+            for name, text in ours.items()
+            if environment.get(variable(name), text) != text
+        }
+        for name, (_, becomes) in PARTS.items():
+            if variable(name) in environment:
+                found[variable(name)] = becomes.format(environment[variable(name)])
+        return found
 
     def given(self) -> dict[str, str]:
-        """The settings that are not the defaults, as text, by the names of their fields."""
+        """The settings that are not the defaults, by the names of their fields, as flags or as
+        variables that say them.
+        """
         ours, default = self._texts(), HybridConfig()._texts()
-        return {name: text for name, text in ours.items() if text != default[name]}
-
-    def _variables(self) -> dict[str, str]:
-        return {_PREFIX + name.upper(): text for name, text in self._texts().items()}
+        return {
+            name: f"{variable(name)}={text}" if name in VARIABLES else f"{flag(name)} {text}"
+            for name, text in ours.items()
+            if text != default[name]
+        }
 
     def _texts(self) -> dict[str, str]:
+        """Of flags and variables, as `_from` reads them."""
         texts = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            text = value.value if isinstance(value, Enum) else str(value)
-            texts[field.name] = AUTO_ALPHA if value is None else text
-        return texts
+            texts[field.name] = value.value if isinstance(value, Enum) else str(value)
+        if self.hybrid_alpha is not None:
+            texts["hybrid_eviction"] = f"{Eviction.MARCONI.value}:{self.hybrid_alpha}"
+        if self.hybrid_tier_error:
+            texts["hybrid_tier_codec"] = f"auto:{self.hybrid_tier_error}"
+        if self.hybrid_schedule.is_ours:
+            options = [f"{key}={texts[field]}" for key, (field, _) in ORDER_OPTIONS.items()]
+            texts["hybrid_schedule"] += ":" + ",".join(options)
+        return {name: text for name, text in texts.items() if name not in PARTS}
 
     @classmethod
-    def _from(cls, values: dict[str, Any]) -> HybridConfig:
-        known = {field.name: values[field.name] for field in fields(cls)}
-        known["hybrid_eviction"] = Eviction(known["hybrid_eviction"])
-        known["hybrid_admission"] = Admission(known["hybrid_admission"])
-        known["hybrid_memory"] = Memory(known["hybrid_memory"])
-        known["hybrid_native_kernels"] = NativeKernels(known["hybrid_native_kernels"])
-        known["hybrid_schedule"] = Schedule(known["hybrid_schedule"])
-        config = cls(**known)
-        if config.hybrid_tier_error and config.hybrid_tier_codec != "exact":
+    def _from(cls, values: Mapping[str, Any]) -> HybridConfig:
+        """Of values by flag; one that says several settings has them by their fields."""
+        known = {name: value for name, value in values.items() if not isinstance(value, dict)}
+        for name, value in values.items():
+            if isinstance(value, dict):
+                _refuse_twice(name, known.keys() & value.keys())
+                known |= value
+        defaults = {field.name: field.default for field in fields(cls)}
+        for name, default in defaults.items():
+            if isinstance(default, Enum) and name in known:
+                known[name] = type(default)(known[name])
+        if known.get("hybrid_alpha") is not None and known["hybrid_eviction"] is Eviction.AUTO:
+            known["hybrid_eviction"] = Eviction.MARCONI
+        config = cls(**{name: value for name, value in known.items() if name in defaults})
+        if config.hybrid_tier_error and config.hybrid_tier_codec != TIER_CODECS[0]:
             raise ValueError(
                 f"--hybrid-tier-error {config.hybrid_tier_error:g} chooses the codecs itself; "
                 f"leave --hybrid-tier-codec {config.hybrid_tier_codec} out."
@@ -235,8 +260,27 @@ class HybridConfig:
                 f"means nothing to {config.policy.value}; leave one of the two flags out."
             )
         if config.hybrid_schedule_window < 1:
-            raise ValueError("--hybrid-schedule-window 0 leaves nothing to choose; give 1 or more.")
+            raise ValueError("a window of 0 requests leaves nothing to choose; give 1 or more.")
         return config
+
+
+def _read(environment: Mapping[str, str] | None, names: Iterable[str]) -> argparse.Namespace:
+    """What the variables of these fields say, as their flags would. Raises ValueError."""
+    environment = os.environ if environment is None else environment
+    argv = []
+    for name in names:
+        text = environment.get(variable(name))
+        if text is not None:
+            argv += [flag(name), text]
+    parser = _Raising(add_help=False)
+    HybridConfig.add_flags(parser)
+    return parser.parse_args(argv)
+
+
+def _refuse_twice(name: str, twice: Iterable[str]) -> None:
+    """Raises ValueError where an old flag says what a flag says, too."""
+    for old in twice:
+        raise ValueError(f"{flag(old)} and {flag(name)} say the same; leave {flag(old)} out.")
 
 
 class _Raising(argparse.ArgumentParser):

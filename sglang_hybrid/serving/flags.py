@@ -12,13 +12,11 @@ from typing import Any
 from sglang_hybrid.core.records.pin import MOST_OF_ALL
 from sglang_hybrid.models import ARCHITECTURES
 from sglang_hybrid.serving.flag_values import (
-    AUTO_ALPHA,
     DEFAULT_ALPHA,
-    TIER_CODECS,
-    alpha,
+    codec,
     count,
-    links,
-    nonnegative,
+    eviction,
+    order,
     share,
     values_of,
 )
@@ -42,24 +40,17 @@ def _add_policy(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> 
     """What is kept and what is evicted."""
     group.add_argument(
         "--hybrid-eviction",
-        choices=values_of(defaults["hybrid_eviction"]),
+        type=eviction(values_of(defaults["hybrid_eviction"])),
+        metavar="POLICY",
         default=defaults["hybrid_eviction"].value,
         help="what is evicted first when KV or state slots run short: the node that saves the "
-        "fewest FLOPs per byte, weighed by recency (marconi) or by how likely it is used again "
-        "(reuse), the node whose own last hit is longest ago (lru), what SGLang itself would "
-        "evict (sglang-lru; no decisions are recorded), the node that is cheapest to replay "
+        "fewest FLOPs per byte, weighed by recency (marconi; marconi:ALPHA sets the weight of "
+        f"FLOPs, 0 is recency alone, {DEFAULT_ALPHA:g} without a tuner) or by how likely it is "
+        "used again (reuse), the node whose own last hit is longest ago (lru), what SGLang itself "
+        "would evict (sglang-lru; no decisions are recorded), the node that is cheapest to replay "
         "(seglen), greedy-dual size frequency (gdsf); auto is reuse, and with "
         "--hybrid-tuner-workers switches to what finds more in a replay of the server's own "
         "traffic (default: %(default)s)",
-    )
-    group.add_argument(
-        "--hybrid-alpha",
-        type=alpha,
-        metavar="NUMBER",
-        default=AUTO_ALPHA,
-        help="weight of FLOP efficiency against recency for --hybrid-eviction marconi; 0 is "
-        "recency alone. A number pins that policy; auto is what the tuner finds, or "
-        f"{DEFAULT_ALPHA:g} under --hybrid-eviction marconi without one (default: %(default)s)",
     )
     group.add_argument(
         "--hybrid-admission",
@@ -68,24 +59,6 @@ def _add_policy(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> 
         help="judicious: exact states where prompts branch, at the start of the last message, "
         "at the end of a prompt and of an answer, each if it is worth more than what it pushes "
         "out; all: every state that SGLang tracks (default: %(default)s)",
-    )
-    group.add_argument(
-        "--hybrid-min-branch-tokens",
-        type=count,
-        metavar="N",
-        default=defaults["hybrid_min_branch_tokens"],
-        help="a branch point must gain this many tokens over the hit to get a state "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--hybrid-slots-per-request",
-        type=count,
-        metavar="N",
-        default=defaults["hybrid_slots_per_request"],
-        help="state slots that a running request counts for when SGLang caps the running "
-        "requests by the state pool; fewer let more requests run and leave fewer slots for "
-        "checkpoints. 0 is SGLang's number, 3, or 5 with the extra buffer (default: "
-        "%(default)s)",
     )
     group.add_argument(
         "--hybrid-memory",
@@ -109,80 +82,24 @@ def _add_policy(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> 
 
 
 def _add_schedule(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> None:
-    """Which request runs when, and how long it may."""
+    """Which request runs when."""
     group.add_argument(
         "--hybrid-schedule",
-        choices=values_of(defaults["hybrid_schedule"]),
+        type=order(values_of(defaults["hybrid_schedule"])),
+        metavar="ORDER",
         default=defaults["hybrid_schedule"].value,
         help="in which order waiting requests run: of those at the front of the queue, first "
         "those of whose prefill least remains (window), or those that reuse something, then "
         "those that reuse nothing, then those that must load (car); as they came (fcfs), or "
-        "the longest hit first (lpm), as in SGLang; sglang is what --schedule-policy says "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--hybrid-schedule-window",
-        type=count,
-        metavar="N",
-        default=defaults["hybrid_schedule_window"],
-        help="how many requests, from the front of the queue, window and car choose from "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--hybrid-schedule-overtaken",
-        type=count,
-        metavar="N",
-        default=defaults["hybrid_schedule_overtaken"],
-        help="a request that so many later ones have overtaken is overtaken no more, under "
-        "window and car (default: %(default)s)",
-    )
-    group.add_argument(
-        "--hybrid-schedule-seconds",
-        type=nonnegative,
-        metavar="SECONDS",
-        default=defaults["hybrid_schedule_seconds"],
-        help="a request that has waited so long is overtaken no more, under window and car "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--hybrid-burst-ms",
-        type=nonnegative,
-        metavar="MS",
-        default=defaults["hybrid_burst_ms"],
-        help="an idle server that gets a prompt of which 512 tokens or more are not cached waits "
-        "this long for requests sent at the same time, so that they can share its prefix; 0 turns "
-        "it off (default: %(default)s)",
-    )
-    group.add_argument(
-        "--hybrid-drain-seconds",
-        type=nonnegative,
-        metavar="SECONDS",
-        default=defaults["hybrid_drain_seconds"],
-        help="how long running requests may go on after SIGTERM or Ctrl-C; then they end with "
-        "an error of status 503 (default: %(default)s)",
+        "the longest hit first (lpm), as in SGLang; sglang is what --schedule-policy says. "
+        "window and car take options, as in window:size=128,overtaken=64,seconds=60: how many "
+        "requests they choose from, and how many may overtake one, and for how long it may wait, "
+        "before it is overtaken no more (default: %(default)s)",
     )
 
 
 def _add_learning(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> None:
     """What is learnt from traffic, and what is computed before it."""
-    group.add_argument(
-        "--hybrid-history-mb",
-        type=count,
-        metavar="N",
-        default=defaults["hybrid_history_mb"],
-        help="MiB for the history of prompts and answers that reuse learns from: two bytes per "
-        "token, 600 per fork or end and 500 per answer; when it is full, the tenant that holds "
-        "most forgets what it sent longest ago (default: %(default)s)",
-    )
-    group.add_argument(
-        "--hybrid-answers-mb",
-        type=count,
-        metavar="N",
-        default=defaults["hybrid_answers_mb"],
-        help="MiB for what answers and clients' hints tell of a return, for --hybrid-eviction "
-        "reuse: 3 per tenant, of tenants that came last; 0 turns that off (default: "
-        "%(default)s)",
-    )
     group.add_argument(
         "--hybrid-tuner-workers",
         type=count,
@@ -191,14 +108,6 @@ def _add_learning(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -
         help="processes of lowest priority that now and then replay recent requests under "
         "other policies, for --hybrid-eviction auto, or other alphas, for marconi; 0 turns "
         "that off (default: %(default)s)",
-    )
-    group.add_argument(
-        "--hybrid-tuner-window",
-        type=count,
-        metavar="N",
-        default=defaults["hybrid_tuner_window"],
-        help="requests before they first do; 0 is twice those that ended before the first "
-        "eviction, 64 at least and 4,096 at most (default: %(default)s)",
     )
     group.add_argument(
         "--hybrid-record",
@@ -219,24 +128,6 @@ def _add_learning(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -
 
 def _add_tiers(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> None:
     """Memory and disk below the device."""
-    group.add_argument(
-        "--hybrid-offload-watermark",
-        type=share,
-        metavar="SHARE",
-        default=defaults["hybrid_offload_watermark"],
-        help="with --enable-hierarchical-cache: what would be evicted next, until no more than "
-        "this share of the device's memory were in use, is copied to the host beforehand; 1 turns "
-        "that off (default: %(default)s)",
-    )
-    group.add_argument(
-        "--hybrid-simulate-bandwidth",
-        type=links,
-        metavar="TIER=SPEED,...",
-        default=defaults["hybrid_simulate_bandwidth"],
-        help="for measurements on the CPU platform: copies to and from a tier take as long as "
-        "at this bandwidth, with this latency if one is given, as in "
-        "host=25GB/s+20us,disk=3GB/s; without it they take what they take on this machine",
-    )
     group.add_argument(
         "--hybrid-disk-folder",
         metavar="DIR",
@@ -263,33 +154,19 @@ def _add_tiers(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> N
     )
     group.add_argument(
         "--hybrid-tier-codec",
-        choices=TIER_CODECS,
+        type=codec,
+        metavar="CODEC",
         default=defaults["hybrid_tier_codec"],
-        help="how copies of KV and states are stored below the device: as they are, as "
-        "bfloat16, or as int8 with a scale for each row; hits on copies that are not exact "
-        "say so (default: %(default)s)",
-    )
-    group.add_argument(
-        "--hybrid-tier-error",
-        type=nonnegative,
-        metavar="LOGPROB",
-        default=defaults["hybrid_tier_error"],
-        help="instead of one codec for all layers: measure at the start how far each layer's "
-        "smaller copies move log probabilities, and give each the smallest codec within this "
-        "bound; 0 turns that off (default: %(default)s)",
+        help="how copies of KV and states are stored below the device: as they are (exact), as "
+        "bfloat16 (bf16), or as int8 with a scale for each row (int8); hits on copies that are not "
+        "exact say so. auto:LOGPROB measures at the start how far each layer's smaller copies "
+        "move log probabilities, and gives each the smallest codec within this bound (default: "
+        "%(default)s)",
     )
 
 
 def _add_model(group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> None:
-    """The kernels of the CPU platform, and the model of a server without one."""
-    group.add_argument(
-        "--hybrid-native-kernels",
-        choices=values_of(defaults["hybrid_native_kernels"]),
-        default=defaults["hybrid_native_kernels"].value,
-        help="CPU platform: auto compiles C++ kernels at the first start, into the user's folder "
-        "of caches, and does without them where there is no compiler; off is plain torch "
-        "(default: %(default)s)",
-    )
+    """The model of a server without --model-path."""
     group.add_argument(
         "--hybrid-default-model",
         metavar="ARCHITECTURE",

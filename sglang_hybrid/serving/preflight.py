@@ -26,7 +26,7 @@ LEAST_TOKENS = 16
 
 SLOTS_PER_REQUEST = 3
 """State slots that a running request counts for with a prefix cache, unless that is set
-(--hybrid-slots-per-request); 1 without."""
+(SGLANG_HYBRID_SLOTS_PER_REQUEST); 1 without."""
 
 
 AT_LEAST = {

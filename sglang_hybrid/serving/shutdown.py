@@ -73,10 +73,10 @@ def exit_status() -> int:
 async def end_on_signal(manager: TokenizerManager) -> None:
     """Wait for SIGTERM, SIGINT or the death of a process, then end the server of `manager`.
 
-    Requests that run go on for `--hybrid-drain-seconds`; what is left then, or still comes, ends
-    with an error of status 503. The schedulers release what they hold, and the HTTP server stops.
-    If a process died, requests end at once. A second signal ends everything at once, and so does
-    whatever hangs.
+    Requests that run go on for SGLANG_HYBRID_DRAIN_SECONDS; what is left then, or still comes,
+    ends with an error of status 503. The schedulers release what they hold, and the HTTP server
+    stops. If a process died, requests end at once. A second signal ends everything at once, and so
+    does whatever hangs.
     """
     if threading.current_thread() is not threading.main_thread():
         return  # nobody can be asked there: Python hands signals to the main thread

@@ -124,7 +124,7 @@ def test_a_micro_branch(gain: int, least: int) -> None:
     report = explain(it, again)
     assert reasons(report) == {100 + gain: Reason.MICRO_BRANCH}
     assert report.deeper[0].request == "3"  # decided
-    worth_a_flag = "--hybrid-min-branch-tokens 30 or less; it is 40."
+    worth_a_flag = "SGLANG_HYBRID_MIN_BRANCH_TOKENS=30 or less; it is 40."
     assert remedy(report) == (worth_a_flag if gain >= 16 else None)
     lenient = after_two_prompts(gain)
     lenient.serve(prompt, [7])

@@ -1,24 +1,39 @@
-"""`scripts/bench.py`: what it prints above a table, and how it replaces the tables of a page."""
+"""`scripts/bench.py`: what it prints above a table, and how it makes the pages of docs/results."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from scripts.bench import docs, report
-from scripts.bench.docs import regenerate, sections
-from scripts.bench.report import BenchFailed, Table, stamp
+from scripts.bench import report
+from scripts.bench.figure import Pair, draw, read_pairs
+from scripts.bench.report import RESULTS, BenchFailed, Table, stamp
+from scripts.bench.results import (
+    CONTENTS,
+    Page,
+    chosen,
+    contents,
+    execute,
+    make_again,
+    pages,
+    read_page,
+    write_table,
+)
 from scripts.bench.traces import find, preset_of
 from tests.documented import ROOT
 
-PAGE = """Words.
+ONE = """# one: the cost of one
+
+Words of 2026-01-01.
 
 <!-- bench one: cache --repeats 5 -->
+
+Date: 2026-11-22.
 
 | a | b |
 |---|---:|
@@ -27,101 +42,136 @@ PAGE = """Words.
 <!-- end one -->
 
 More words.
+"""
+TWO = """# two: servers in turn
 
 <!-- bench two (long): ab TRACE --sglang '--x 2' -->
-
-| c |
-|---|
-
 <!-- end two -->
 """
+HAND = "# three: by hand\n\n<!-- by hand: of two runs -->\n\n| c |\n|---|\n"
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> Path:
-    path = tmp_path / "page.md"
-    path.write_text(PAGE)
-    return path
+def folder(tmp_path: Path) -> Path:
+    for name, text in {"one": ONE, "two": TWO, "three": HAND}.items():
+        (tmp_path / f"{name}.md").write_text(text)
+    return tmp_path
 
 
-def printed(arguments: Sequence[str]) -> str:
-    return f"\n\nMade by {' '.join(arguments)}\n"
+def test_a_page_has_a_title_a_date_and_a_command(folder: Path) -> None:
+    one, three, two = pages(folder)
+    repeats = ("cache", "--repeats", "5")
+    assert one == Page("one", "the cost of one", "2026-11-22", False, repeats)
+    assert (two.long, two.arguments[-1]) == (True, "--x 2")
+    assert (three.title, three.arguments) == ("by hand", ())
 
 
-def test_a_section_has_a_name_a_command_and_its_table() -> None:
-    one, two = sections(PAGE)
-    assert (one.name, one.long, one.arguments) == ("one", False, ("cache", "--repeats", "5"))
-    assert (two.name, two.long, two.arguments[-1]) == ("two", True, "--x 2")
-    assert "| old | 1 |" in one.body
+def test_what_takes_long_runs_only_where_it_is_named(folder: Path) -> None:
+    found, ran = pages(folder), list[Page]()
+    make_again(found, [], ran.append)
+    assert [page.name for page in ran] == ["one"]
+    make_again(found, ["two"], ran.append)
+    assert [page.name for page in ran] == ["one", "two"]
 
 
-def test_what_takes_long_runs_only_where_it_is_named(page: Path) -> None:
-    assert list(regenerate(page, [], printed)) == ["one"]
-    old = "| a | b |\n|---|---:|\n| old | 1 |"
-    assert page.read_text() == PAGE.replace(old, "Made by cache --repeats 5")
-    assert list(regenerate(page, ["two"], printed)) == ["two"]
-    assert "Made by ab TRACE --sglang --x 2\n\n<!-- end two -->\n" in page.read_text()
-    assert page.read_text().startswith("Words.\n") and "\nMore words.\n" in page.read_text()
+def test_a_table_is_replaced_and_the_words_around_it_stay(folder: Path) -> None:
+    for _ in range(2):
+        write_table("one", ["cache", "--repeats", "9"], "\n\nMade on 2026-11-24.\n\n", folder)
+        old = ONE[ONE.index("<!-- bench") : ONE.index("<!-- end")]
+        new = "<!-- bench one: cache --repeats 9 -->\n\nMade on 2026-11-24.\n\n"
+        assert (folder / "one.md").read_text() == ONE.replace(old, new)
+    assert read_page(folder / "one.md").date == "2026-11-24"
+    write_table("two", ["ab", "TRACE"], "Made.", folder)
+    assert "<!-- bench two (long): ab TRACE -->\n\nMade." in (folder / "two.md").read_text()
 
 
-def test_a_table_can_be_made_again_and_again(page: Path) -> None:
-    list(regenerate(page, [], printed))
-    once = page.read_text()
-    list(regenerate(page, [], printed))
-    assert page.read_text() == once
+def test_a_page_that_is_not_there_is_made(folder: Path) -> None:
+    write_table("four", ["victim", "--sizes", "20"], "Made on 2026-11-24.", folder)
+    text = (folder / "four.md").read_text()
+    assert text.startswith("# four: ")
+    assert read_page(folder / "four.md").arguments == ("victim", "--sizes", "20")
+    assert "| [four](four.md) |" in (folder / CONTENTS).read_text()
 
 
-def test_a_command_that_fails_leaves_its_table(page: Path) -> None:
-    def fail(arguments: Sequence[str]) -> str:
-        raise BenchFailed("no memory")
-
-    with pytest.raises(BenchFailed, match="no memory"):
-        list(regenerate(page, [], fail))
-    assert page.read_text() == PAGE
+def test_a_table_that_is_made_by_hand_is_not_overwritten(folder: Path) -> None:
+    with pytest.raises(BenchFailed, match=r"no command makes the table of three\.md"):
+        write_table("three", ["victim"], "Made.", folder)
+    assert (folder / "three.md").read_text() == HAND
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        (PAGE.replace("<!-- end one -->", ""), "end NAME -->` is found for: one"),
-        (PAGE.replace("bench two", "bench one").replace("end two", "end one"), "has the name: one"),
+        ONE.replace("<!-- end one -->", ""),
+        ONE.replace("bench one", "bench other").replace("end one", "end other"),
+        ONE + "<!-- bench one: cache -->\n<!-- end one -->\n",
     ],
 )
-def test_a_page_with_wrong_comments_is_refused(text: str, said: str) -> None:
-    with pytest.raises(BenchFailed, match=said):
-        sections(text)
+def test_a_page_with_wrong_comments_is_refused(folder: Path, text: str) -> None:
+    (folder / "one.md").write_text(text)
+    with pytest.raises(BenchFailed, match=r"one\.md needs one table, between `<!-- bench one"):
+        pages(folder)
 
 
-def test_an_unknown_name_is_refused_with_those_there_are(page: Path) -> None:
-    with pytest.raises(BenchFailed, match="no table is named three; there are one, two"):
-        list(regenerate(page, ["three"], printed))
+def test_an_unknown_name_is_refused_with_those_there_are(folder: Path) -> None:
+    with pytest.raises(BenchFailed, match="no command makes four; there are one, two"):
+        chosen(pages(folder), ["four"])
 
 
-def test_every_table_of_the_page_is_made_by_a_command_or_says_why_not() -> None:
-    text = (ROOT / report.MADE).read_text()
-    rest = text
-    for section in sections(text):
-        rest = rest.replace(section.body, "")
-    rest = re.sub(r"<!-- by hand: .+ -->\n\n(\|.*\n)+", "", rest)
-    assert re.findall(r"^\|.*", rest, re.MULTILINE) == []
+def test_every_table_of_results_is_made_by_a_command_or_says_why_not() -> None:
+    for path in RESULTS.glob("*.md"):
+        made = re.sub(r"<!-- bench .*?<!-- end [\w-]+ -->", "", path.read_text(), flags=re.DOTALL)
+        rest = re.sub(r"<!-- by hand: .+ -->\n\n(\|.*\n)+", "", made)
+        assert path.name == CONTENTS or re.findall(r"^\|.*", rest, re.MULTILINE) == [], path
+
+
+def test_results_have_a_date_and_are_listed() -> None:
+    found = pages()
+    assert [page.name for page in found if not page.date] == []
+    assert (RESULTS / CONTENTS).read_text() == contents(found)
+
+
+def test_the_page_of_conclusions_names_results_that_are_there() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    named = set(re.findall(r"\(results/([\w-]+)\.md\)", text))
+    assert named == {"README"} | {page.name for page in pages()}
+    assert len(text.splitlines()) <= 250
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_are_accepted() -> None:
+def test_the_commands_of_results_are_accepted() -> None:
     program = (
-        "import runpy, sys\n"
-        "from scripts.bench.docs import sections\n"
-        "from scripts.bench.report import MADE, ROOT\n"
+        "import runpy\n"
+        "from scripts.bench.report import ROOT\n"
+        "from scripts.bench.results import pages\n"
         "bench = runpy.run_path(str(ROOT / 'scripts' / 'bench.py'))\n"
-        "for section in sections((ROOT / MADE).read_text()):\n"
-        "    options = bench['build_parser'](section.arguments[0]).parse_args(section.arguments)\n"
-        "    print(options.command)\n"
+        "for page in pages():\n"
+        "    if page.arguments:\n"
+        "        parser = bench['build_parser'](page.arguments[0])\n"
+        "        print(parser.parse_args(['--write', page.name, *page.arguments]).command)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    commands = {section.arguments[0] for section in sections((ROOT / report.MADE).read_text())}
+    commands = {page.arguments[0] for page in pages() if page.arguments}
     assert set(done.stdout.split()) == commands
+
+
+def test_the_figure_shows_the_numbers_of_its_page(tmp_path: Path) -> None:
+    pairs = read_pairs((RESULTS / "ab-paired.md").read_text())
+    assert pairs[0] == Pair("bbh_fewshot", sglang=43.1, ours=74.4, tokens=0.45, time=0.71)
+    assert [pair.time for pair in pairs] == sorted(pair.time for pair in pairs)
+    draw(pairs, tmp_path / "worth.svg")
+    shown = (ROOT / "docs" / "worth.svg").read_text()
+    numbers = re.findall(r">([\d.]+)</text>", (tmp_path / "worth.svg").read_text())
+    assert "74.4" in numbers and "0.71" in numbers
+    assert numbers == re.findall(r">([\d.]+)</text>", shown)
+
+
+def test_a_page_without_its_sums_is_refused() -> None:
+    text = (RESULTS / "ab-paired.md").read_text().replace("| ours, default | all |", "| - |")
+    with pytest.raises(BenchFailed, match="no sums of taubench_airline"):
+        read_pairs(text)
 
 
 def test_a_command_that_is_run_prints_machine_date_commit_and_command(tmp_path: Path) -> None:
@@ -165,6 +215,24 @@ def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
         find("absent", tmp_path)
 
 
-def test_a_failing_command_of_a_table_is_an_error() -> None:
-    with pytest.raises(BenchFailed, match="`victim --sizes x` ended with status 2"):
-        docs.execute(["victim", "--sizes", "x"])
+def test_a_run_is_written_into_its_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = runpy.run_path(str(ROOT / "scripts" / "bench.py"))
+    written: list[tuple[str, list[str], str]] = []
+    monkeypatch.setitem(
+        bench["main"].__globals__, "write_table", lambda *found: written.append(found)
+    )
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    monkeypatch.setattr("logging.disable", lambda level: None)
+    command = ["victim", "--sizes", "20", "--rounds", "5"]
+    assert bench["main"](["--write", "x", *command]) == 0
+    assert written == [("x", command, capsys.readouterr().out)]
+    assert "Command: `python scripts/bench.py victim --sizes 20 --rounds 5`." in written[0][2]
+
+
+def test_a_failing_command_of_a_page_is_an_error() -> None:
+    page = Page("victim", "", "", False, ("victim", "--sizes", "x"))
+    with pytest.raises(BenchFailed, match="victim --sizes x` ended with status 2"):
+        execute(page)
+    assert not (RESULTS / "victim.md").exists()

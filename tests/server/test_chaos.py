@@ -46,11 +46,12 @@ def test_two_bad_minutes(model_directory: Callable[[str], Path], tmp_path: Path)
     command = [
         *("--model-path", str(model), "--max-mamba-cache-size", str(SLOTS)),
         *("--hybrid-record", str(recording)),
-        *("--hybrid-tuner-workers", "1", "--hybrid-tuner-window", "64"),
+        *("--hybrid-tuner-workers", "1"),
         *FLAGS,
         *PRIORITIES,
     ]
-    with ServerProcess(command, module="tests.server.checked", environment=CHECKED) as server:
+    variables = {**CHECKED, "SGLANG_HYBRID_TUNER_WINDOW": "64"}
+    with ServerProcess(command, module="tests.server.checked", environment=variables) as server:
         clients, chaos = Clients(server.url, seed), Chaos(server, model, recording, seed)
         asyncio.run(use(clients, chaos))
         print(clients.outcomes, chaos.happened)

@@ -34,7 +34,7 @@ LIMIT = 15
 
 FLAGS = (
     *("--max-total-tokens", "4000", "--max-mamba-cache-size", str(SLOTS)),
-    *("--max-running-requests", "8", "--hybrid-slots-per-request", "2"),
+    *("--max-running-requests", "8"),
     *("--chunked-prefill-size", "256", "--enable-metrics", "--enable-cache-report"),
     *("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-storage-backend", "file"),
     *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 64}'),

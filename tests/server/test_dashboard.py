@@ -21,7 +21,7 @@ import requests
 from sglang_hybrid.serving.server_process import ServerProcess, free_port
 from tests.dashboard import DASHBOARD, DOCKER, queries
 from tests.server.soak import Soak
-from tests.server.test_soak import FLAGS, RUNNING
+from tests.server.test_soak import FLAGS, RUNNING, SLOTS_PER_REQUEST
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,8 +42,9 @@ ONE_MEMORY = ("--hybrid-memory", "one")
 
 def test_no_panel_is_without_data(tmp_path: Path) -> None:
     flags = [*FLAGS, "--max-mamba-cache-size", str(2 * RUNNING), "--enable-metrics"]
-    flags += [*ONE_MEMORY, *TUNED, "--hybrid-tuner-window", "64"]
-    with ServerProcess(flags) as server:
+    flags += [*ONE_MEMORY, *TUNED]
+    variables = {**SLOTS_PER_REQUEST, "SGLANG_HYBRID_TUNER_WINDOW": "64"}
+    with ServerProcess(flags, environment=variables) as server:
         config = (DOCKER / "prometheus.yml").read_text()
         assert config.count("server:30000") == 1
         path = tmp_path / "prometheus.yml"

@@ -54,10 +54,10 @@ STARVED = (
 def test_a_server_short_of_slots_serves_a_burst(model_directory: Callable[[str], Path]) -> None:
     """12 slots, and as many running requests: checkpoints go, requests stay."""
     model = model_directory(DEFAULT_ARCHITECTURE)
-    flags = ["--model-path", str(model), *STARVED, "--hybrid-slots-per-request", "1"]
+    flags = ["--model-path", str(model), *STARVED]
     documents = [random_prompt(150 + 37 * i, seed=i) for i in range(8)]
     prompts = [documents[i % 8] + random_prompt(1 + i % 40, seed=100 + i) for i in range(200)]
-    with ServerProcess(flags) as server:
+    with ServerProcess(flags, environment={"SGLANG_HYBRID_SLOTS_PER_REQUEST": "1"}) as server:
         with ThreadPoolExecutor(200) as pool:
             records = list(
                 pool.map(
@@ -85,8 +85,8 @@ def test_what_the_cache_did_is_told(model_directory: Callable[[str], Path]) -> N
     """One request after another; the report, /server_info and /metrics say the same."""
     model = model_directory(DEFAULT_ARCHITECTURE)
     document = random_prompt(701, seed=11)
-    flags = ["--model-path", str(model), "--enable-metrics", "--hybrid-eviction", "marconi"]
-    with ServerProcess([*flags, "--hybrid-alpha", "0.5"]) as server:
+    flags = ["--model-path", str(model), "--enable-metrics"]
+    with ServerProcess([*flags, "--hybrid-eviction", "marconi:0.5"]) as server:
         flush(server.url)
         before = hybrid_cache(server.url)
         reports = [

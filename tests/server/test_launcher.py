@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_hybrid.serving.server_process import free_port
+from sglang_hybrid.serving.server_process import ServerProcess, free_port
+from tests.server.client import hybrid_cache
 
 SHM = "/dev/shm/"
 
@@ -150,7 +151,7 @@ def test_a_mistake_ends_in_one_sentence(
     [
         ("--max-total-tokens 1", "--max-total-tokens 1 is too small for any request"),
         ("--max-mamba-cache-size 0", "--max-mamba-cache-size 0 is too small for any request"),
-        ("--hybrid-alpha 0.7 --hybrid-eviction sglang-lru", "--hybrid-alpha 0.7 belongs to"),
+        ("--hybrid-eviction sglang-lru:0.7", "'sglang-lru:0.7': only marconi takes an alpha"),
         ("--device mtia", "sees no such device here; leave out --device"),
         ("--hybrid-record /nowhere/trace.jsonl", "--hybrid-record: there is no directory /nowhere"),
         ("--context-length 0", "--context-length 0: give 1 or more"),
@@ -166,10 +167,6 @@ def test_a_mistake_ends_in_one_sentence(
         ("--lora-paths /no/such/adapter", "'/no/such/adapter' does not exist"),
         ("--model-path", "argument --model-path/--model: expected one argument"),
         ("--port 99999", "--port 99999: give 65535 at most"),
-        (
-            "--hybrid-slots-per-request 1000",
-            "--hybrid-slots-per-request 1000 is more than the 512 state slots that there are",
-        ),
         (
             "--enable-hierarchical-cache --hicache-size 1000000",
             "--hicache-size 1000000 asks for 1,000,000.0 GB of the machine's memory",
@@ -193,9 +190,27 @@ def test_other_mistakes_end_in_one_sentence(flags: str, said: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_variable_that_says_no_policy_is_one_sentence_too() -> None:
-    said = launch(environment={"SGLANG_HYBRID_EVICTION": "fifo"})
-    assert "'fifo'" in said and "(from the environment)" in said
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("EVICTION", "fifo", "'fifo' is none of auto, marconi"),
+        ("BURST_MS", "soon", "'soon' is not a number of 0 or more (from the environment)"),
+        ("SLOTS_PER_REQUEST", "1000", "=1000 is more than the 512 state slots that there are"),
+    ],
+)
+def test_a_mistake_in_a_variable_is_one_sentence_too(variable: str, value: str, words: str) -> None:
+    assert words in launch(environment={f"SGLANG_HYBRID_{variable}": value})
+
+
+@pytest.mark.slow
+def test_an_old_flag_works_and_says_what_replaces_it() -> None:
+    flags = ["--hybrid-alpha", "0.5", "--hybrid-answers-mb", "9"]
+    with ServerProcess(flags) as server:
+        said = server.log.read_text(errors="replace")
+        cache = hybrid_cache(server.url)
+    assert (cache["eviction"], cache["alpha"]) == ("marconi", 0.5)
+    assert "--hybrid-alpha goes with the next release; instead give --hybrid-eviction marc" in said
+    assert "instead give SGLANG_HYBRID_ANSWERS_MB=9 in the environment." in said
 
 
 @pytest.mark.slow

@@ -17,9 +17,12 @@ from tests.server.client import TOLERANCE, ask, flush, hybrid_cache, logprobs, r
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-CHECKED = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
 DOCUMENTS = [random_prompt(700, seed=seed) for seed in range(6)]
-SLOW_LINK = "host=50MB/s+1ms"
+VARIABLES = {
+    "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
+    "SGLANG_HYBRID_SIMULATE_BANDWIDTH": "host=50MB/s+1ms",
+    "SGLANG_HYBRID_OFFLOAD_WATERMARK": "1",  # copied at once: that prompt leaves no time later
+}
 
 
 @pytest.fixture(scope="module", params=["window", "car"])
@@ -28,9 +31,7 @@ def url(request: Any) -> Iterator[str]:
     flags += ["--max-total-tokens", "3000", "--max-mamba-cache-size", "12"]
     flags += ["--hybrid-memory", "split"]  # so that one prompt can push out all others
     flags += ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--enable-metrics"]
-    flags += ["--hybrid-simulate-bandwidth", SLOW_LINK]
-    flags += ["--hybrid-offload-watermark", "1"]  # copied at once: that prompt leaves no time later
-    with ServerProcess(flags, environment=CHECKED) as server:
+    with ServerProcess(flags, environment=VARIABLES) as server:
         yield server.url
 
 

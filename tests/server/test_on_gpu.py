@@ -130,7 +130,7 @@ def test_a_starved_server_serves(model_directory: Callable[[str], Path]) -> None
     model = model_directory(DEFAULT_ARCHITECTURE)
     flags = ["--model-path", str(model), *SMALL, "--max-mamba-cache-size", "12"]
     prompts = [random_prompt(200, seed=i % 8) + random_prompt(20, seed=100 + i) for i in range(100)]
-    with ServerProcess([*flags, "--hybrid-slots-per-request", "1"]) as server:
+    with ServerProcess(flags, environment={"SGLANG_HYBRID_SLOTS_PER_REQUEST": "1"}) as server:
         assert len(batch(server.url, prompts)) == 100
         flush(server.url)
         assert hybrid_cache(server.url)["state_slots_free"] == 12

@@ -147,10 +147,7 @@ def test_two_ranks_evict_and_move_alike(model_directory: Callable[[str], Path]) 
     ("flags", "words"),
     [
         (
-            (
-                *("--max-total-tokens", "100", "--max-mamba-cache-size", "1"),
-                *("--hybrid-slots-per-request", "1"),
-            ),
+            ("--max-total-tokens", "100", "--max-mamba-cache-size", "1"),
             "does not hold one request",
         ),
         (("--hybrid-eviction", "sglang-lru"), "SGLang's own order"),
@@ -163,5 +160,6 @@ def test_what_cannot_be_is_one_sentence(
 ) -> None:
     model = model_directory(DEFAULT_ARCHITECTURE)
     asked = ["--model-path", str(model), "--hybrid-memory", "one", *flags]
-    with pytest.raises(ServerFailed, match=words), ServerProcess(asked):
+    one_slot = {"SGLANG_HYBRID_SLOTS_PER_REQUEST": "1"}
+    with pytest.raises(ServerFailed, match=words), ServerProcess(asked, environment=one_slot):
         pass

@@ -63,7 +63,7 @@ def test_a_streamed_chat_says_the_same(client: openai.OpenAI) -> None:
 
 
 def test_a_chat_says_why_if_asked(client: openai.OpenAI, url: str) -> None:
-    """README: in its `meta_info`, and by its id."""
+    """docs/reports.md: in its `meta_info`, and by its id."""
     asked = {"extra_body": {"return_meta_info": True}}
     first, again = (chat(client, QUESTIONS[0], **asked) for _ in range(2))
     reports = [answer.choices[0].meta_info["hybrid_cache"] for answer in (first, again)]

@@ -24,8 +24,8 @@ MOST_OVERTAKEN = 8
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    flags = ["--tp-size", "2", "--hybrid-schedule", "window", "--max-running-requests", "2"]
-    flags += ["--hybrid-schedule-overtaken", str(MOST_OVERTAKEN), "--enable-metrics"]
+    flags = ["--tp-size", "2", "--max-running-requests", "2", "--enable-metrics"]
+    flags += ["--hybrid-schedule", f"window:overtaken={MOST_OVERTAKEN}"]
     flags += ["--enable-priority-scheduling", "--max-prefill-tokens", "512"]
     with ServerProcess(flags, environment=CHECKED) as server:
         yield server.url

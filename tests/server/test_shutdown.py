@@ -137,6 +137,11 @@ def ending(*flags: str, **more: Any) -> Iterator[Ending]:
         it.server.stop()
 
 
+def patient(seconds: int) -> dict[str, str]:
+    """The variable of a server whose running requests may go on for so long."""
+    return {"SGLANG_HYBRID_DRAIN_SECONDS": str(seconds)}
+
+
 def error_of_generate(events: list[str]) -> dict[str, Any]:
     assert events[-1] == "data: [DONE]"
     reason: dict[str, Any] = json.loads(events[-2].removeprefix("data: "))["meta_info"][
@@ -174,7 +179,7 @@ def test_sigterm_ends_streams_with_an_error_and_leaves_nothing() -> None:
 @pytest.mark.slow
 def test_ctrl_c_lets_a_request_end_that_ends_in_time() -> None:
     """The terminal sends it to every process; only the first one may act on it."""
-    with ending("--hybrid-drain-seconds", "60") as it:
+    with ending(environment=patient(60)) as it:
         generate = it.begin("/generate", 40)
         segment = next(path for path in SHARED_MEMORY.glob("sglang_loads_*") if mapped(path, it))
         with segment.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
@@ -266,16 +271,18 @@ def mapped(path: Path, it: Ending) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "signals", "status"),
+    ("flags", "seconds", "signals", "status"),
     [
-        (["--tp-size", "2"], [signal.SIGTERM], 0),
-        (["--hybrid-drain-seconds", "60"], [signal.SIGINT, signal.SIGINT], 130),
-        (["--hybrid-drain-seconds", "60"], [signal.SIGTERM, signal.SIGTERM], 143),
-        (["--hybrid-drain-seconds", "0"], [signal.SIGTERM], 0),
+        (["--tp-size", "2"], 3, [signal.SIGTERM], 0),
+        ([], 60, [signal.SIGINT, signal.SIGINT], 130),
+        ([], 60, [signal.SIGTERM, signal.SIGTERM], 143),
+        ([], 0, [signal.SIGTERM], 0),
     ],
 )
-def test_every_other_way(flags: list[str], signals: list[signal.Signals], status: int) -> None:
-    with ending(*flags) as it:
+def test_every_other_way(
+    flags: list[str], seconds: int, signals: list[signal.Signals], status: int
+) -> None:
+    with ending(*flags, environment=patient(seconds)) as it:
         generate = it.begin("/generate", ENDLESS)
         for number in signals:
             it.kill(number)

@@ -1,4 +1,4 @@
-"""--hybrid-tier-codec and --hybrid-tier-error: smaller copies answer almost as cold, say so, and
+"""--hybrid-tier-codec: smaller copies answer almost as cold, say so, and
 are refused to requests that ask for exactness.
 """
 
@@ -108,7 +108,7 @@ def test_codecs_are_chosen_by_what_they_change(
     model_directory: Callable[[str], Path], architecture: str
 ) -> None:
     model = str(model_directory(architecture))
-    flags = ["--model-path", model, *FLAGS, "--hybrid-tier-error", "0.01"]
+    flags = ["--model-path", model, *FLAGS, "--hybrid-tier-codec", "auto:0.01"]
     with ServerProcess([*flags, "--radix-cache-backend", "hybrid"]) as server:
         cold = [ask(server.url, prompt, 4) for prompt in PROMPTS]
         answers = [ask(server.url, prompt, 4) for prompt in PROMPTS]

@@ -34,11 +34,13 @@ seen after each 500. In runs that are not longer, only objects are compared."""
 
 RUNNING = 8
 FLAGS = (
-    *("--max-running-requests", str(RUNNING), "--hybrid-slots-per-request", "2"),
+    *("--max-running-requests", str(RUNNING)),
     *("--max-total-tokens", "4000", "--chunked-prefill-size", "256"),
 )
 PRIORITIES = ("--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "0")
+SLOTS_PER_REQUEST = {"SGLANG_HYBRID_SLOTS_PER_REQUEST": "2"}
 CHECKED = {
+    **SLOTS_PER_REQUEST,
     "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1",  # SGLang's tree, and our mirror of it
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",

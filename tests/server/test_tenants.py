@@ -123,8 +123,8 @@ def test_short_of_room_a_tenant_sees_that_room_was_taken(
     model_directory: Callable[[str], Path],
 ) -> None:
     model = model_directory(DEFAULT_ARCHITECTURE)
-    flags = ["--max-mamba-cache-size", "8", "--max-running-requests", "2", "--hybrid-alpha", "0"]
-    flags += ["--hybrid-memory", "split"]
+    flags = ["--max-mamba-cache-size", "8", "--max-running-requests", "2"]
+    flags += ["--hybrid-memory", "split", "--hybrid-eviction", "marconi:0"]
     with ServerProcess(["--model-path", str(model), *flags]) as server:
         own = random_prompt(300, seed=90)
         send(server.url, own, "b", cache_salt="b")

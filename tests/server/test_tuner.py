@@ -23,12 +23,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 WINDOW = 90
 FLAGS = (
     *("--max-mamba-cache-size", str(POOLS.slots), "--max-total-tokens", str(POOLS.kv_tokens)),
-    *("--max-running-requests", "1", "--hybrid-slots-per-request", "1"),
+    *("--max-running-requests", "1"),
     *("--hybrid-memory", "split"),
     *("--hybrid-tuner-workers", "1"),
-    *("--hybrid-tuner-window", str(WINDOW)),
 )
 CHECKED = {
+    "SGLANG_HYBRID_SLOTS_PER_REQUEST": "1",
+    "SGLANG_HYBRID_TUNER_WINDOW": str(WINDOW),
     "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
     "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1",  # SGLang's tree, and our mirror of it
 }

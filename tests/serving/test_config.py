@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
+from dataclasses import fields
 
 import pytest
 
 from sglang_hybrid.serving.config import Admission, Eviction, HybridConfig, Schedule
 from sglang_hybrid.serving.flag_values import TIER_CODECS
+from sglang_hybrid.serving.variables import OLD_FLAGS, PARTS, VARIABLES, flag, replaced, variable
 
 
 def parse(*argv: str) -> HybridConfig:
@@ -20,23 +23,33 @@ def test_auto_is_the_reuse_index() -> None:
     assert HybridConfig().alpha is None
 
 
-def test_alpha_belongs_to_marconi() -> None:
-    assert parse("--hybrid-eviction", "marconi", "--hybrid-alpha", "0.5").alpha == 0.5
-
-
 def test_an_alpha_pins_marconi() -> None:
-    config = parse("--hybrid-alpha", "0.7")
+    config = parse("--hybrid-eviction", "marconi:0.7")
     assert (config.policy, config.alpha, config.pinned) == (Eviction.MARCONI, 0.7, True)
-    auto = parse("--hybrid-eviction", "marconi", "--hybrid-alpha", "auto")
+    assert config.untunable == "--hybrid-eviction marconi:0.7"
+    auto = parse("--hybrid-eviction", "marconi:auto")
     assert (auto.alpha, auto.pinned) == (1.0, True)
+
+
+def test_an_order_has_options() -> None:
+    config = parse("--hybrid-schedule", "car:size=32,seconds=1.5")
+    assert config.hybrid_schedule is Schedule.CAR
+    assert (config.hybrid_schedule_window, config.hybrid_schedule_seconds) == (32, 1.5)
+    assert config.hybrid_schedule_overtaken == HybridConfig().hybrid_schedule_overtaken
+
+
+def test_a_codec_follows_from_a_bound_on_the_error() -> None:
+    config = parse("--hybrid-tier-codec", "auto:0.01")
+    assert (config.hybrid_tier_codec, config.hybrid_tier_error) == ("exact", 0.01)
+    assert config.smaller_copies == "--hybrid-tier-codec auto:0.01"
 
 
 def test_what_is_not_pinned_is_tuned() -> None:
     workers = ("--hybrid-tuner-workers", "1")
-    assert parse(*workers).tuned and parse(*workers, "--hybrid-alpha", "auto").tuned
+    assert parse(*workers).tuned and parse(*workers, "--hybrid-eviction", "marconi:auto").tuned
     assert not parse().tuned
     assert not parse(*workers, "--hybrid-eviction", "reuse").tuned
-    assert not parse(*workers, "--hybrid-alpha", "0").tuned
+    assert not parse(*workers, "--hybrid-eviction", "marconi:0").tuned
 
 
 def test_marconi_without_an_alpha_is_tuned_from_0_on() -> None:
@@ -47,10 +60,10 @@ def test_marconi_without_an_alpha_is_tuned_from_0_on() -> None:
 
 def test_our_flags_are_taken_and_the_rest_is_sglangs() -> None:
     config, rest = HybridConfig.split(
-        ["--model-path", "m", "--hybrid-admission", "all", "--hybrid-min-branch-tokens=3", "--x"]
+        ["--model-path", "m", "--hybrid-admission", "all", "--hybrid-disk-mb=3", "--x"]
     )
     assert config.hybrid_admission is Admission.ALL
-    assert config.hybrid_min_branch_tokens == 3
+    assert config.hybrid_disk_mb == 3
     assert rest == ["--model-path", "m", "--x"]
 
 
@@ -58,13 +71,21 @@ def test_our_flags_are_taken_and_the_rest_is_sglangs() -> None:
     "argv",
     [
         ["--hybrid-alpha", "-1"],
-        ["--hybrid-alpha", "nan"],
-        ["--hybrid-alpha", "inf"],
-        ["--hybrid-alpha", "much"],
+        ["--hybrid-eviction", "marconi:nan"],
+        ["--hybrid-eviction", "marconi:inf"],
+        ["--hybrid-eviction", "marconi:"],
+        ["--hybrid-eviction", "lru:1"],
         ["--hybrid-eviction", "fifo"],
+        ["--hybrid-schedule", "fifo"],
+        ["--hybrid-schedule", "fcfs:size=3"],
+        ["--hybrid-schedule", "window:length=3"],
+        ["--hybrid-schedule", "window:size=some"],
+        ["--hybrid-tier-codec", "int4"],
+        ["--hybrid-tier-codec", "auto:little"],
         ["--hybrid-admission", "some"],
-        ["--hybrid-min-branch-tokens", "-3"],
+        ["--hybrid-disk-mb", "-3"],
         ["--hybrid-min-branch-tokens", "1.5"],
+        ["--hybrid-native-kernels", "on"],
     ],
 )
 def test_a_bad_value_is_named_in_one_sentence(
@@ -75,18 +96,19 @@ def test_a_bad_value_is_named_in_one_sentence(
     with pytest.raises(SystemExit):
         parser.parse_args(argv)
     said = capsys.readouterr().err.splitlines()[-1]
-    assert argv[0] in said and argv[1] in said
+    assert argv[0] in said and argv[1].split(":")[-1].split("=")[-1] in said
 
 
 def test_everything_survives_the_environment() -> None:
     config = parse(
-        *("--hybrid-eviction", "marconi", "--hybrid-alpha", "0.125"),
-        *("--hybrid-admission", "all", "--hybrid-min-branch-tokens", "7"),
+        *("--hybrid-eviction", "marconi:0.125", "--hybrid-schedule", "car:size=9,seconds=0.5"),
+        *("--hybrid-admission", "all", "--hybrid-tier-codec", "auto:0.01"),
         *("--hybrid-tuner-window", "9", "--hybrid-record", "a b.jsonl"),
     )
-    environment = {"PATH": "/bin"}
+    environment = {"PATH": "/bin", "SGLANG_HYBRID_ALPHA": "3"}
     config.to_environment(environment)
-    assert environment["SGLANG_HYBRID_EVICTION"] == "marconi"
+    assert environment["SGLANG_HYBRID_EVICTION"] == "marconi:0.125"
+    assert "SGLANG_HYBRID_ALPHA" not in environment
     assert HybridConfig.from_environment(environment) == config
 
 
@@ -115,7 +137,7 @@ def test_an_alpha_that_means_nothing_is_refused(policy: str) -> None:
         HybridConfig.from_environment(
             {"SGLANG_HYBRID_EVICTION": policy, "SGLANG_HYBRID_ALPHA": "0.7"}
         )
-    assert parse("--hybrid-eviction", policy, "--hybrid-alpha", "auto").alpha is None
+    assert parse("--hybrid-eviction", policy).alpha is None
 
 
 def test_codecs_are_those_of_the_tiers() -> None:
@@ -126,12 +148,84 @@ def test_codecs_are_those_of_the_tiers() -> None:
 
 def test_a_window_has_room_for_a_request() -> None:
     assert parse("--hybrid-schedule", "window").hybrid_schedule is Schedule.WINDOW
-    with pytest.raises(ValueError, match="--hybrid-schedule-window 0 leaves nothing to choose"):
-        parse("--hybrid-schedule-window", "0")
+    with pytest.raises(ValueError, match="a window of 0 requests leaves nothing to choose"):
+        parse("--hybrid-schedule", "window:size=0")
 
 
 def test_variables_that_say_something_else_are_found() -> None:
     environment = {"SGLANG_HYBRID_EVICTION": "marconi", "SGLANG_HYBRID_ADMISSION": "judicious"}
-    assert parse().overrides({"PATH": "/bin"}) == []
-    assert parse().overrides(environment) == ["SGLANG_HYBRID_EVICTION"]
-    assert parse("--hybrid-eviction", "marconi").overrides(environment) == []
+    assert parse().overrides({"PATH": "/bin"}) == {}
+    assert parse().overrides(environment) == {"SGLANG_HYBRID_EVICTION": "--hybrid-eviction"}
+    assert parse("--hybrid-eviction", "marconi").overrides(environment) == {}
+    old = {"SGLANG_HYBRID_ALPHA": "0.7"}
+    said = {"SGLANG_HYBRID_ALPHA": "--hybrid-eviction marconi:0.7"}
+    assert parse().overrides(old) == said
+    assert parse().overrides({"SGLANG_HYBRID_BURST_MS": "0"}) == {}, "the launcher reads it"
+
+
+def visible(parser: argparse.ArgumentParser) -> list[str]:
+    return [one.option_strings[0] for one in parser._actions if one.help != argparse.SUPPRESS]
+
+
+def test_help_shows_sixteen_flags_of_ours_at_most() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    HybridConfig.add_flags(parser)
+    assert len(visible(parser)) <= 16
+    shown = set(re.findall(r"--hybrid-[\w-]+", parser.format_help()))
+    assert not shown & {flag(name) for name in OLD_FLAGS}
+
+
+def test_a_field_is_a_flag_or_a_variable_or_a_part_of_a_flag() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    HybridConfig.add_flags(parser)
+    flags = set(visible(parser))
+    assert not VARIABLES.keys() & PARTS.keys()
+    no_flags = VARIABLES | PARTS
+    for field in fields(HybridConfig):
+        assert (flag(field.name) in flags) != (field.name in no_flags), field.name
+
+
+VALUES = {
+    "hybrid_simulate_bandwidth": "host=25GB/s",
+    "hybrid_native_kernels": "off",
+    "hybrid_offload_watermark": "0.5",
+}
+
+
+@pytest.mark.parametrize("name", OLD_FLAGS)
+def test_an_old_flag_says_what_replaces_it_and_that_says_the_same(name: str) -> None:
+    text = VALUES.get(name, "7")
+    (said,) = replaced(["--model-path", "m", flag(name), text, "--hybrid-memory", "one"])
+    assert said.startswith(f"{flag(name)} goes with the next release; instead give ")
+    new = said.partition("; instead give ")[2].rstrip(".")
+    schedule = ["--hybrid-schedule", "window"] if "schedule" in name else []
+    old = parse(flag(name), text, *schedule)
+    if name in VARIABLES:
+        assert new == f"{variable(name)}={text} in the environment"
+        assert HybridConfig.split([], {variable(name): text})[0] == old
+    else:
+        assert parse(*new.split()) == old
+    assert old != parse(*schedule)
+    assert replaced(["--model-path", "m", "--hybrid-memory", "one"]) == []
+
+
+def test_a_flag_goes_before_a_variable() -> None:
+    environment = {"SGLANG_HYBRID_BURST_MS": "5", "SGLANG_HYBRID_EVICTION": "lru"}
+    config, _ = HybridConfig.split([], environment)
+    assert (config.hybrid_burst_ms, config.policy) == (5.0, Eviction.REUSE)
+    assert HybridConfig.split(["--hybrid-burst-ms", "2"], environment)[0].hybrid_burst_ms == 2.0
+
+
+def test_an_engine_reads_the_variable_of_an_old_flag() -> None:
+    config = HybridConfig.from_environment({"SGLANG_HYBRID_ALPHA": "0.7"})
+    assert config == HybridConfig.from_environment({"SGLANG_HYBRID_EVICTION": "marconi:0.7"})
+    window = {"SGLANG_HYBRID_SCHEDULE": "car", "SGLANG_HYBRID_SCHEDULE_WINDOW": "9"}
+    assert HybridConfig.from_environment(window) == parse("--hybrid-schedule", "car:size=9")
+
+
+def test_what_a_flag_and_an_old_flag_both_say_is_refused() -> None:
+    said = "--hybrid-alpha and --hybrid-eviction say the same; leave --hybrid-alpha out"
+    with pytest.raises(ValueError, match=said):
+        parse("--hybrid-eviction", "marconi:0.7", "--hybrid-alpha", "0.3")
+    with pytest.raises(ValueError, match=r"--hybrid-tier-error 0\.01 chooses the codecs itself"):
+        parse("--hybrid-tier-codec", "int8", "--hybrid-tier-error", "0.01")

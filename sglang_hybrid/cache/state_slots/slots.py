@@ -28,7 +28,7 @@ def free_slots(allocator: MambaSlotAllocator) -> int:
 
 
 def slots_per_request(needed: int) -> int | None:
-    """What `--hybrid-slots-per-request` says, but never less than the `needed` ones; None if unset.
+    """What SGLANG_HYBRID_SLOTS_PER_REQUEST says, but never less than `needed`; None if unset.
 
     SGLang divides the state pool by it to cap the running requests. Whatever a request counts for
     beyond what it needs is left for checkpoints. Raises `StartupError` for more than the pool has.
@@ -37,8 +37,8 @@ def slots_per_request(needed: int) -> int | None:
     there = get_schedule().max_mamba_cache_size  # None until it is known
     if asked and there is not None and there < asked:
         raise StartupError(
-            f"--hybrid-slots-per-request {asked} is more than the {there} state slots that there "
-            "are, so that no request could run; give less, or raise --max-mamba-cache-size."
+            f"SGLANG_HYBRID_SLOTS_PER_REQUEST={asked} is more than the {there} state slots that "
+            "there are, so that no request could run; give less, or raise --max-mamba-cache-size."
         )
     return max(needed, asked) if asked else None
 

@@ -8,8 +8,8 @@ Each tenant has a tree of its own: no look-up of one can find what another one s
 which holds statistics of classes of positions, is common to all.
 
 Memory: two bytes per token (a fingerprint, not the token), about 600 bytes per history node and 500
-per answer, over all tenants. When `max_bytes` (the server's `--hybrid-history-mb`) is reached, the
-tenant that holds most forgets its oldest leaves.
+per answer, over all tenants. When `max_bytes` (the server's SGLANG_HYBRID_HISTORY_MB) is reached,
+the tenant that holds most forgets its oldest leaves.
 """
 
 from __future__ import annotations

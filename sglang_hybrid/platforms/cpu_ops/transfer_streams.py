@@ -1,7 +1,7 @@
 """Streams and events for copies between SGLang's device pools and its host pools, without a device.
 
 `torch.cpu` has both in name only. Here a copy is done when its function returns, and an event
-knows when. With a simulated link (--hybrid-simulate-bandwidth) its bytes arrive later, at the
+knows when. With a simulated link (SGLANG_HYBRID_SIMULATE_BANDWIDTH) its bytes arrive later, at the
 link's speed, and what asks for them waits as it would on a GPU.
 """
 
