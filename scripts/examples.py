@@ -30,8 +30,8 @@ from sglang_hybrid.explain.decisions import (
     extend_prefix_hash,
 )
 from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.tuner.regret import Regrets
-from sglang_hybrid.tuner.tuner import Rules
+from sglang_hybrid.simulation.tuner.regret import Regrets
+from sglang_hybrid.simulation.tuner.tuner import Rules
 
 SHOWN = 5  # bins of age
 

@@ -31,9 +31,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
+from sglang_hybrid.hooks.patching import place_of
 from sglang_hybrid.hooks.sources import Sources, digest, load_hashes, statements
 from sglang_hybrid.hooks.table import HOOKS
-from sglang_hybrid.serving.patching import place_of
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 70  # columns of each of two texts beside each other
@@ -197,7 +197,7 @@ def check_patches(folder: Path, release: Release) -> tuple[list[str], int]:
 
 def hashes(folder: Path, release: Release) -> Iterator[str]:
     """A line with the sha256 of each file that patches change, as
-    `sglang_hybrid.serving.patching` reads them.
+    `sglang_hybrid.hooks.patching` reads them.
     """
     changed = {path for patch in folder.glob("*.patch") for path in hunks(patch.read_text())}
     for path in sorted(changed):

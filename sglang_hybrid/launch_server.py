@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Never
 
-from sglang_hybrid.serving import patching
+from sglang_hybrid.hooks import patching
 from sglang_hybrid.serving.startup import STARTUP_ERROR, cannot_start, fail, failure, private_files
 
 if __name__ == "__mp_main__":  # a process of the server; it ends with the first one, at Ctrl-C, too
@@ -106,8 +106,8 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         check_ranks,
         check_tokenizer,
     )
-    from sglang_hybrid.tuner import trace_file
     from sglang_hybrid.serving.variables import replaced
+    from sglang_hybrid.simulation.tuner import trace_file
 
     try:
         HybridConfig.from_environment()

@@ -1,4 +1,4 @@
-"""What SGLang loads in every process it starts (entry point group `sglang.srt.plugins`)."""
+"""What SGLang loads in every process it starts (entry points, pyproject.toml)."""
 
 import importlib.metadata
 import logging
@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
-from sglang_hybrid.serving import patching
+from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS, platforms
+from sglang_hybrid.hooks import patching
 from sglang_hybrid.serving.config import CPU_ATTENTION, HybridConfig
 from sglang_hybrid.serving.tenants import KEY_VARIABLE
 
@@ -38,9 +38,24 @@ def check_sglang_version() -> None:
         )
 
 
+def activate() -> str | None:
+    """Name the class of the platform that this package brings, or None (entry point group
+    `sglang.srt.platforms`).
+
+    SGLang calls this before it imports any module that we patch or hook, whichever program started
+    it, so this is also where both are installed. Where that cannot be, the process ends with a
+    sentence: SGLang goes on after an exception.
+    """
+    try:
+        patching.install()
+    except patching.PatchError as error:
+        raise SystemExit(f"sglang_hybrid: {error}") from None
+    return platforms.activate()
+
+
 def register() -> None:
-    """Register everything we add to SGLang. Called once in each of its processes, which ends with a
-    sentence where that cannot be: SGLang goes on after an exception.
+    """Register everything we add to SGLang (entry point group `sglang.srt.plugins`). Called once in
+    each of its processes, which ends with a sentence where that cannot be.
     """
     try:
         check_sglang_version()

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_hybrid.serving import patching
+from sglang_hybrid.hooks import patching
 
 NEEDED_TO_IMPORT = "0001-"
 """Patches without which SGLang's HTTP server cannot be imported beside a CPU build of torch."""

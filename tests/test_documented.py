@@ -23,9 +23,9 @@ import pytest
 import sglang
 
 from sglang_hybrid.core.records.nodes import Kind
+from sglang_hybrid.hooks.patching import load_patches
 from sglang_hybrid.replay.__main__ import main as replay
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.serving.patching import load_patches
 from sglang_hybrid.serving.telemetry.stats import Missed
 from sglang_hybrid.serving.variables import OLD_FLAGS, VARIABLES, flag, variable
 from tests.documented import PAGES, ROOT, commands

@@ -13,7 +13,7 @@ from sglang_hybrid.models import ensure_default_model
 
 RESOLVE = """
 import json, sys
-from sglang_hybrid.serving import patching
+from sglang_hybrid.hooks import patching
 patching.install()
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.plugins import load_plugins

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_hybrid.serving import patching
+from sglang_hybrid.hooks import patching
 
 patching.install()
 

@@ -368,7 +368,7 @@ def run(options: argparse.Namespace) -> None:
         print("No GPU: the kernels ran in Triton's interpreter, and there are no timings.")
         return
     check(torch.bfloat16)
-    from sglang_hybrid.serving import patching
+    from sglang_hybrid.hooks import patching
 
     patching.install()
     batches = {k: v for k, v in BATCHES.items() if not quick or sum(v) <= 8192}

@@ -62,7 +62,7 @@ def in_turn(take: Callable[[str], None], run: Callable[[], object], rounds: int)
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, list[float]]:
     """The times of one model, in this process."""
-    from sglang_hybrid.serving import patching
+    from sglang_hybrid.hooks import patching
 
     patching.install()
     from sglang_hybrid.models import ensure_default_model

@@ -219,7 +219,7 @@ def measured(run: Callable[[], object], trace: Path | None) -> dict[str, float]:
 
 def profile_one(name: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Seconds of the parts of a prefill and of decode steps of one model, in this process."""
-    from sglang_hybrid.serving import patching
+    from sglang_hybrid.hooks import patching
 
     patching.install()
     time_kernels()

@@ -14,9 +14,9 @@ Microseconds of processor time: `first` and `again`, the first two look-ups of a
 and answer into the tree (median); `life`, all of these over all rounds, per request. `free`, freed
 KV goes back to the pool, as in a server once per batch (median); `life` leaves it out. SGLang's own
 allocator copies its list of free slots there (18 MB at 16,384 tokens), through the processor's
-caches. So SGLang's cores are measured with it, and with what `cache/memory/freed_slots.py` makes of it,
-which ours has. The least of five repetitions (`--repeat`): what else runs on the machine makes all
-of it slower.
+caches. So SGLang's cores are measured with it, and with what `cache/memory/freed_slots.py` makes of
+it, which ours has. The least of five repetitions (`--repeat`): what else runs on the machine makes
+all of it slower.
 """
 
 from __future__ import annotations

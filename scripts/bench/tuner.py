@@ -29,9 +29,9 @@ from scripts.bench.traces import GENERATED, SIZES, TRACES, in_phases, read_named
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.simulation.traces.generators import generate, traffic
 from sglang_hybrid.simulation.traces.requests import Request
-from sglang_hybrid.tuner.candidates import CANDIDATES
-from sglang_hybrid.tuner.tuned import DELAY, TunedCache, switching
-from sglang_hybrid.tuner.tuner import Rules
+from sglang_hybrid.simulation.tuner.candidates import CANDIDATES
+from sglang_hybrid.simulation.tuner.tuned import DELAY, TunedCache, switching
+from sglang_hybrid.simulation.tuner.tuner import Rules
 
 Ints = npt.NDArray[np.int64]
 

@@ -169,7 +169,7 @@ class Prefill:
 def main() -> None:
     with_sglang = GPU and importlib.util.find_spec("sglang") is not None
     if with_sglang:
-        from sglang_hybrid.serving import patching
+        from sglang_hybrid.hooks import patching
 
         patching.install()
     for layer in LAYERS if GPU else SMALL:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 
+from sglang_hybrid.cache.endings import Endings
 from sglang_hybrid.cache.host_tier import HostTierCache
 from sglang_hybrid.cache.parts import build_parts
+from sglang_hybrid.cache.planning import PrefillPlans
+from sglang_hybrid.cache.prefill_adder import adder_class
+from sglang_hybrid.cache.publishing import Publisher
 from sglang_hybrid.cache.queue.waiting_queue import make_schedule
 from sglang_hybrid.cache.report import CacheReport
-from sglang_hybrid.cache.request.endings import Endings
-from sglang_hybrid.cache.request.planning import PrefillPlans
-from sglang_hybrid.cache.request.publication import Publisher
 from sglang_hybrid.cache.request.segments import ModularPrompts
-from sglang_hybrid.cache.state_slots.prefill_adder import adder_class
 from sglang_hybrid.cache.step_messages import StepMessages
 from sglang_hybrid.cache.tree.components import with_our_components
 from sglang_hybrid.cache.tuning import make_tuning

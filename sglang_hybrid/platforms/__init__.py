@@ -1,8 +1,7 @@
 """Platforms that SGLang does not bring itself: here, the CPU without Intel's own kernels.
 
-SGLang finds `activate` through the entry point group `sglang.srt.platforms` and asks it in every
-process for the platform's class name (sglang/srt/platforms/__init__.py). It answers only where no
-accelerator can be used, so that the same installation serves a GPU machine untouched.
+SGLang asks `activate` in every process for the platform's class name (`plugin.py`). It answers only
+where no accelerator can be used, so that the same installation serves a GPU machine untouched.
 """
 
 import os
@@ -15,18 +14,7 @@ SPINS: Final = 1_000
 
 
 def activate() -> str | None:
-    """Name the CPU platform's class, or None where SGLang has a platform of its own.
-
-    SGLang calls this before it imports any module that we patch or hook, whichever program started
-    it, so this is also where both are installed. Where that cannot be, the process ends with a
-    sentence: SGLang goes on after an exception.
-    """
-    from sglang_hybrid.serving import patching
-
-    try:
-        patching.install()
-    except patching.PatchError as error:
-        raise SystemExit(f"sglang_hybrid: {error}") from None
+    """Name the CPU platform's class, or None where SGLang has a platform of its own."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
     if accelerator_available():

@@ -33,7 +33,7 @@ from sglang_hybrid.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.simulation.simulator import Cache, Simulator
 from sglang_hybrid.simulation.tiers.hicache import HiCache
 from sglang_hybrid.simulation.tiers.tier_simulator import TieredClairvoyant, TieredSimulator
-from sglang_hybrid.tuner.tuned import SYSTEMS as TUNED
+from sglang_hybrid.simulation.tuner.tuned import SYSTEMS as TUNED
 
 __all__ = ["SYSTEMS", "Setting", "Spec", "smallest_budget", "systems"]
 

@@ -491,7 +491,7 @@ class Server:
     def _adder(
         self, waiting: Sequence[Req] = (), running: ScheduleBatch | None = None
     ) -> PrefillAdder:
-        """What fills a batch: the cache's own, or SGLang's (hooks/scheduling.py). running: what decodes."""
+        """What fills a batch: the cache's own, or SGLang's. running: what decodes."""
         ours = getattr(self.cache, "prefill_adder_class", None)
         kind = PrefillAdder if ours is None else partial(ours, waiting_queue=waiting)
         return kind(

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import sglang_hybrid
-from sglang_hybrid.serving.patching import NOTE
+from sglang_hybrid.hooks.patching import NOTE
 
 HERE = Path(__file__)
 TESTS = HERE.parents[1]

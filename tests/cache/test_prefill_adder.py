@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_hybrid.cache.state_slots.prefill_adder import HybridPrefillAdder
+from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes, build_cache
 from tests.cache.test_rules import run
@@ -283,5 +283,5 @@ def test_a_prefill_that_is_sent_to_another_server_keeps_its_memory(
 ) -> None:
     here = Crowded("two pools", free=0)
     role = SimpleNamespace(disaggregation_mode="prefill")
-    monkeypatch.setattr("sglang_hybrid.cache.state_slots.prefill_adder.get_disagg", lambda: role)
+    monkeypatch.setattr("sglang_hybrid.cache.prefill_adder.get_disagg", lambda: role)
     assert here.go_on() is here.prefills and here.adder.preempt_list == []

@@ -25,8 +25,8 @@ from sglang_hybrid.cache.step_messages import StepMessages
 from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.replay.systems import Spec
+from sglang_hybrid.simulation.tuner.tuner import PolicySwitch
 from sglang_hybrid.storage.disk.learnt_file import pack
-from sglang_hybrid.tuner.tuner import PolicySwitch
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
 from tests.cache.tiers import build_tiered_cache

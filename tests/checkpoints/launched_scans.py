@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from sglang_hybrid.serving import patching
+from sglang_hybrid.hooks import patching
 
 patching.install()
 

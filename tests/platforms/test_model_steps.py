@@ -25,7 +25,7 @@ SERVED = ("nemotron-h", "falcon-h1", "granite-hybrid", "mamba2", "falcon-mamba",
 
 PROGRAM = """
 import json, sys
-from sglang_hybrid.serving import patching
+from sglang_hybrid.hooks import patching
 patching.install()
 from scripts.bench import profile
 from sglang_hybrid.models import ensure_default_model

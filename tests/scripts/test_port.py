@@ -21,10 +21,10 @@ from scripts.port import (
     overrides,
 )
 from sglang_hybrid import SGLANG_VERSION
+from sglang_hybrid.hooks.patching import load_patches
 from sglang_hybrid.hooks.sources import load_hashes, parse_hashes
 from sglang_hybrid.hooks.table import HOOKS
 from sglang_hybrid.platforms.cpu_ops.bindings import BINDINGS
-from sglang_hybrid.serving.patching import load_patches
 from tests.documented import ROOT
 
 OLD = (

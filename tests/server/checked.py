@@ -12,9 +12,9 @@ from sglang_hybrid import launch_server  # first: its hook must see every import
 # isort: split
 from sglang.srt.managers.scheduler_components.invariant_checker import SchedulerInvariantChecker
 
+from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.cache.releases import tracking_slots_used
-from sglang_hybrid.cache.state_slots.prefill_adder import HybridPrefillAdder
 
 STEPS_BETWEEN_TREE_CHECKS = 8
 

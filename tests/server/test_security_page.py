@@ -29,8 +29,8 @@ from tests.server import test_adapters, test_modular
 from tests.server import test_tenant_routes as routes
 from tests.server.client import hybrid_cache, random_prompt
 from tests.simulation import test_parity
+from tests.simulation.tuner import test_trace_file
 from tests.storage import test_uses_file
-from tests.tuner import test_trace_file
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 SALT, KEY = "salt-of-a-91bc", "key-of-a-7f3a"

@@ -59,7 +59,7 @@ GROWTH_OBJECTS = 100
 RECORDS = {
     "sglang_hybrid.core.returns.answers.Answer",
     "sglang_hybrid.core.returns.history_tree.HistoryNode",
-    "sglang_hybrid.tuner.recorder.Finished",
+    "sglang_hybrid.simulation.tuner.recorder.Finished",
 }
 """What is kept of requests by design, up to a number or a number of bytes."""
 

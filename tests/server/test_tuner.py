@@ -14,9 +14,9 @@ import pytest
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
-from sglang_hybrid.tuner.candidates import CANDIDATES
+from sglang_hybrid.simulation.tuner.candidates import CANDIDATES
 from tests.server.client import ask, hybrid_cache, random_prompt
-from tests.tuner.traffic import POOLS, bursts, conversations, templates
+from tests.simulation.tuner.traffic import POOLS, bursts, conversations, templates
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -63,7 +63,7 @@ def workers(server: ServerProcess) -> list[psutil.Process]:
     found = []
     for process in server.processes():
         try:
-            if "sglang_hybrid.tuner.worker" in process.cmdline():
+            if "sglang_hybrid.simulation.tuner.worker" in process.cmdline():
                 found.append(process)
         except psutil.Error:
             continue

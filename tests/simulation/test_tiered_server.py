@@ -21,12 +21,12 @@ from sglang_hybrid.core.tiers.rates import Link, Speeds, Tier
 from sglang_hybrid.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.simulation.tiers.tiered_server import TieredServerSimulator
 from sglang_hybrid.simulation.traces.requests import Request, make_request
-from sglang_hybrid.tuner.candidates import replay
-from sglang_hybrid.tuner.recorder import Finished
-from sglang_hybrid.tuner.search import TokensFound
-from sglang_hybrid.tuner.tuner import Rules, Tuner
-from sglang_hybrid.tuner.window import RequestWindow, packed, unpack
-from tests.tuner.traffic import conversations, fashions, records, requests, templates
+from sglang_hybrid.simulation.tuner.candidates import replay
+from sglang_hybrid.simulation.tuner.recorder import Finished
+from sglang_hybrid.simulation.tuner.search import TokensFound
+from sglang_hybrid.simulation.tuner.tuner import Rules, Tuner
+from sglang_hybrid.simulation.tuner.window import RequestWindow, packed, unpack
+from tests.simulation.tuner.traffic import conversations, fashions, records, requests, templates
 
 REQUESTS = requests(templates(60) + fashions(60) + conversations(60) + templates(60, seed=1))
 SPEEDS = Speeds.of(1e6, Link(1e9), Link(1e8))
@@ -100,7 +100,7 @@ def test_the_simulator_is_the_server(name: str, writes: str, *, one_memory: bool
     pytest.importorskip("sglang")
     from sglang_hybrid.cache.tiers.served_tiers import served_tiers
     from sglang_hybrid.serving.config import HybridConfig
-    from sglang_hybrid.tuner.tuner import PolicySwitch
+    from sglang_hybrid.simulation.tuner.tuner import PolicySwitch
     from tests.cache.tiers import PollingServer, build_tiered_cache
 
     sizes = sizes_of_pools(one_memory=one_memory)
@@ -150,7 +150,7 @@ def test_with_a_codec_the_simulator_hits_and_marks_what_the_server_does(
     """More of the smaller copies fit, and the same requests resume from what is not exact."""
     from sglang_hybrid.cache.tiers.served_tiers import served_tiers
     from sglang_hybrid.serving.config import HybridConfig
-    from sglang_hybrid.tuner.tuner import PolicySwitch
+    from sglang_hybrid.simulation.tuner.tuner import PolicySwitch
     from tests.cache.tiers import PollingServer, build_tiered_cache
 
     class MarkingServer(PollingServer):
@@ -198,8 +198,8 @@ def test_above_a_disk_the_simulator_hits_about_what_the_server_hits(
     pytest.importorskip("sglang")
     from sglang_hybrid.cache.tiers.served_tiers import served_tiers
     from sglang_hybrid.serving.config import HybridConfig
+    from sglang_hybrid.simulation.tuner.tuner import PolicySwitch
     from sglang_hybrid.storage.disk import file_backend, weights
-    from sglang_hybrid.tuner.tuner import PolicySwitch
     from tests.cache.disk import disk_server
 
     monkeypatch.setattr(file_backend, "served_model", lambda: {"weights": "some"})

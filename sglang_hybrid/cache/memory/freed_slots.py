@@ -18,7 +18,7 @@ MAX_STAGED_TENSORS = 1024
 def with_freed_slots(sglangs: Any) -> type:
     """A class derived from SGLang's `TokenToKVPoolAllocator`, which takes its name."""
 
-    class FreedSlots(sglangs):  # type: ignore[misc]
+    class FreedSlots(sglangs):
         staged_pages: list[torch.Tensor]
         num_staged_pages: int
 

@@ -27,8 +27,6 @@ from sglang_hybrid.core.victims.pool import Pool, Scarce
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
-    from sglang_hybrid.cache.queue.clock import StepClock
-
 
 class ShadowTree:
     """The records of one `HybridRadixCache`.
@@ -160,10 +158,6 @@ class ShadowTree:
         """A request is looked up for the first time; `stamp`: seconds that it carries, or None."""
         self.clock.advance(stamp)
         self.tree.pins.expire()
-
-    def follow(self, clock: StepClock) -> None:
-        """Pins end by the time of ``clock``."""
-        clock.join(self.a_pin_ends, self.time_passes)
 
     def a_pin_ends(self, seconds: float) -> bool:
         """Whether the time of a pin is over at ``seconds``."""

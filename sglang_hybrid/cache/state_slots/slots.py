@@ -1,4 +1,4 @@
-"""How many state slots are free, how many a running request counts for, and how to give one back."""
+"""How many state slots are free, how many a running request counts for, and how one is returned."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The import hook, before anything of SGLang's is imported."""
 
-from sglang_hybrid.serving import patching
+from sglang_hybrid.hooks import patching
 
 patching.install()

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_hybrid.cache.parts import Parts
+    from sglang_hybrid.cache.planning import PrefillPlans
     from sglang_hybrid.cache.queue.waiting_queue import QueueSchedule
-    from sglang_hybrid.cache.request.planning import PrefillPlans
     from sglang_hybrid.cache.request.segments import ModularPrompts
     from sglang_hybrid.cache.tuning import Tuning
 

@@ -6,7 +6,7 @@ from sglang_hybrid.core.systems import HINDSIGHT, Spec, make_policies
 from sglang_hybrid.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.simulation.simulator import Cache, Outcome, Simulator
 from sglang_hybrid.simulation.tiers.tiered_server import TieredServerSimulator
-from sglang_hybrid.tuner.window import RequestWindow
+from sglang_hybrid.simulation.tuner.window import RequestWindow
 
 MARCONI_ALONE = tuple(Spec(HINDSIGHT).candidates())
 """What the paper chooses from; it starts with the first one, whose alpha is 0: LRU."""

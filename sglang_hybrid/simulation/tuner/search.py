@@ -17,12 +17,12 @@ import numpy as np
 
 import sglang_hybrid
 from sglang_hybrid.core.systems import Spec
-from sglang_hybrid.tuner.candidates import as_text
-from sglang_hybrid.tuner.regret import Ints
-from sglang_hybrid.tuner.window import RequestWindow, packed
-from sglang_hybrid.tuner.worker import Score
+from sglang_hybrid.simulation.tuner.candidates import as_text
+from sglang_hybrid.simulation.tuner.regret import Ints
+from sglang_hybrid.simulation.tuner.window import RequestWindow, packed
+from sglang_hybrid.simulation.tuner.worker import Score
 
-WORKER = ("-m", "sglang_hybrid.tuner.worker")
+WORKER = ("-m", "sglang_hybrid.simulation.tuner.worker")
 
 
 @dataclass(frozen=True)

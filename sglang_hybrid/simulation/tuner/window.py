@@ -20,7 +20,7 @@ from sglang_hybrid.simulation.traces.requests import Request
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sglang_hybrid.tuner.recorder import Finished
+    from sglang_hybrid.simulation.tuner.recorder import Finished
 
 
 @dataclass(frozen=True)

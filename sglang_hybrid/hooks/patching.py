@@ -224,7 +224,7 @@ def install() -> None:
     if late:
         raise PatchError(
             f"{', '.join(late)} was imported before sglang_hybrid could change it; start with "
-            "`python -m sglang_hybrid.launch_server`, or import sglang_hybrid.serving.patching and "
+            "`python -m sglang_hybrid.launch_server`, or import sglang_hybrid.hooks.patching and "
             "call install() before anything of sglang.srt."
         )
     sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder), finder)

@@ -17,11 +17,11 @@ import numpy as np
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel
 from sglang_hybrid.core.server_settings import ServedTiers, Serving
 from sglang_hybrid.core.systems import Spec
-from sglang_hybrid.tuner.candidates import CANDIDATES
-from sglang_hybrid.tuner.recorder import Finished, Recorder
-from sglang_hybrid.tuner.regret import Advantages, Ints, Regrets
-from sglang_hybrid.tuner.search import Limits, TokensFound, search
-from sglang_hybrid.tuner.window import RequestWindow, make_window
+from sglang_hybrid.simulation.tuner.candidates import CANDIDATES
+from sglang_hybrid.simulation.tuner.recorder import Finished, Recorder
+from sglang_hybrid.simulation.tuner.regret import Advantages, Ints, Regrets
+from sglang_hybrid.simulation.tuner.search import Limits, TokensFound, search
+from sglang_hybrid.simulation.tuner.window import RequestWindow, make_window
 
 logger = logging.getLogger(__name__)
 

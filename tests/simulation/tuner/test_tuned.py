@@ -11,12 +11,12 @@ from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.core.systems import HINDSIGHT, Setting, Spec
 from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.simulation.prefill_time import PAPER
-from sglang_hybrid.tuner.candidates import CANDIDATES
-from sglang_hybrid.tuner.search import Limits, TokensFound
-from sglang_hybrid.tuner.tuned import CHOICES, TunedCache, build_tuned, switching
-from sglang_hybrid.tuner.tuner import Rules
-from sglang_hybrid.tuner.window import RequestWindow
-from tests.tuner.traffic import COST, POOLS, fashions, requests, templates
+from sglang_hybrid.simulation.tuner.candidates import CANDIDATES
+from sglang_hybrid.simulation.tuner.search import Limits, TokensFound
+from sglang_hybrid.simulation.tuner.tuned import CHOICES, TunedCache, build_tuned, switching
+from sglang_hybrid.simulation.tuner.tuner import Rules
+from sglang_hybrid.simulation.tuner.window import RequestWindow
+from tests.simulation.tuner.traffic import COST, POOLS, fashions, requests, templates
 
 REUSE, LRU = CANDIDATES[:2]
 TRAFFIC = requests(fashions(160) + templates(160, seed=1))

@@ -12,12 +12,12 @@ import pytest
 from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.tuner.candidates import replay
-from sglang_hybrid.tuner.recorder import Finished
-from sglang_hybrid.tuner.tuned import switching
-from sglang_hybrid.tuner.tuner import PolicySwitch
-from sglang_hybrid.tuner.window import make_window
-from tests.tuner.traffic import POOLS, fashions, requests, templates
+from sglang_hybrid.simulation.tuner.candidates import replay
+from sglang_hybrid.simulation.tuner.recorder import Finished
+from sglang_hybrid.simulation.tuner.tuned import switching
+from sglang_hybrid.simulation.tuner.tuner import PolicySwitch
+from sglang_hybrid.simulation.tuner.window import make_window
+from tests.simulation.tuner.traffic import POOLS, fashions, requests, templates
 
 pytest.importorskip("sglang")
 from tests.cache.driver import Server, Sizes, build_cache

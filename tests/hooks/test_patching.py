@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
+from sglang_hybrid.hooks import patching
 from sglang_hybrid.hooks.install import by_module
+from sglang_hybrid.hooks.patching import PatchError, PatchFinder, parse_patches
 from sglang_hybrid.hooks.sources import Sources
 from sglang_hybrid.hooks.table import HOOKS
-from sglang_hybrid.serving import patching
-from sglang_hybrid.serving.patching import PatchError, PatchFinder, parse_patches
 
 SOURCE = "import os\n\nVALUE = 1\n\n\ndef value() -> int:\n    return VALUE\n"
 

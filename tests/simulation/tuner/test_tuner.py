@@ -10,12 +10,12 @@ import pytest
 
 from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.tuner.candidates import CANDIDATES
-from sglang_hybrid.tuner.regret import Advantages, Ints, Regrets
-from sglang_hybrid.tuner.search import Limits, TokensFound, search
-from sglang_hybrid.tuner.tuner import PolicySwitch, Rules, Tuner
-from sglang_hybrid.tuner.window import RequestWindow
-from tests.tuner.traffic import COST, fashions, records, templates
+from sglang_hybrid.simulation.tuner.candidates import CANDIDATES
+from sglang_hybrid.simulation.tuner.regret import Advantages, Ints, Regrets
+from sglang_hybrid.simulation.tuner.search import Limits, TokensFound, search
+from sglang_hybrid.simulation.tuner.tuner import PolicySwitch, Rules, Tuner
+from sglang_hybrid.simulation.tuner.window import RequestWindow
+from tests.simulation.tuner.traffic import COST, fashions, records, templates
 
 REUSE, LRU, MARCONI = CANDIDATES[0], CANDIDATES[1], CANDIDATES[4]
 RULES = Rules(window=40)

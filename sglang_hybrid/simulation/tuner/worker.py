@@ -1,4 +1,6 @@
-"""`python -m sglang_hybrid.tuner.worker`: replays a window under candidates, one JSON line each.
+"""Replays a window under candidates, one JSON line each.
+
+    python -m sglang_hybrid.simulation.tuner.worker
 
 A process of its own and not of `multiprocessing`, whose children import the server's main module
 again and cannot be started by a daemon. It imports neither torch nor sglang, leaves the processor
@@ -17,8 +19,8 @@ import time
 import msgspec
 
 from sglang_hybrid.core.systems import Spec
-from sglang_hybrid.tuner.candidates import replay
-from sglang_hybrid.tuner.window import unpack
+from sglang_hybrid.simulation.tuner.candidates import replay
+from sglang_hybrid.simulation.tuner.window import unpack
 
 NICE = 19
 FAILED = 1

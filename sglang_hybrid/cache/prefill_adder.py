@@ -20,8 +20,8 @@ from sglang_hybrid.core.costs.cost import ENDLESS
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_hybrid.cache.planning import PrefillPlans
     from sglang_hybrid.cache.queue.waiting_queue import QueueSchedule
-    from sglang_hybrid.cache.request.planning import PrefillPlans
     from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid.simulation.traces.formats import Reading, read_trace
-from sglang_hybrid.tuner import trace_file
-from sglang_hybrid.tuner.recorder import Finished
-from sglang_hybrid.tuner.trace_file import RecordingError, TraceFile, check
-from tests.tuner.traffic import records, templates
+from sglang_hybrid.simulation.tuner import trace_file
+from sglang_hybrid.simulation.tuner.recorder import Finished
+from sglang_hybrid.simulation.tuner.trace_file import RecordingError, TraceFile, check
+from tests.simulation.tuner.traffic import records, templates
 
 
 def record(path: Path, some: Sequence[Finished]) -> TraceFile:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 
-from sglang_hybrid.tuner.recorder import Recorder, compact
-from tests.tuner.traffic import records, templates
+from sglang_hybrid.simulation.tuner.recorder import Recorder, compact
+from tests.simulation.tuner.traffic import records, templates
 
 
 def test_memory_is_bounded_and_the_latest_stay() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from sglang_hybrid.simulation.traces.formats import RecordedLine
-from sglang_hybrid.tuner.recorder import Finished
+from sglang_hybrid.simulation.tuner.recorder import Finished
 
 logger = logging.getLogger(__name__)
 

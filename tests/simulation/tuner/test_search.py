@@ -17,10 +17,10 @@ from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.simulation.traces.declared_hints import with_hints
 from sglang_hybrid.simulation.traces.requests import Request
-from sglang_hybrid.tuner.candidates import CANDIDATES, as_text, replay
-from sglang_hybrid.tuner.search import Limits, search
-from sglang_hybrid.tuner.window import make_window, packed, unpack
-from tests.tuner.traffic import COST, fashions, records, templates, window
+from sglang_hybrid.simulation.tuner.candidates import CANDIDATES, as_text, replay
+from sglang_hybrid.simulation.tuner.search import Limits, search
+from sglang_hybrid.simulation.tuner.window import make_window, packed, unpack
+from tests.simulation.tuner.traffic import COST, fashions, records, templates, window
 
 FEW = CANDIDATES[:3]
 MIX = window(templates(40))
@@ -78,7 +78,7 @@ def test_templates_are_for_reuse_and_fashions_for_recency() -> None:
 
 
 def test_a_worker_imports_neither_torch_nor_sglang() -> None:
-    code = "import sys, sglang_hybrid.tuner.worker; print(*sys.modules)"
+    code = "import sys, sglang_hybrid.simulation.tuner.worker; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     rooms = {name.split(".")[0] for name in done.stdout.split()}
     assert "numpy" in rooms
@@ -87,13 +87,13 @@ def test_a_worker_imports_neither_torch_nor_sglang() -> None:
 
 def test_a_worker_has_the_lowest_priority_and_ends_with_its_server(tmp_path: Path) -> None:
     code = f"""
-        from tests.tuner.test_search import FEW, MIX, Limits, search
+        from tests.simulation.tuner.test_search import FEW, MIX, Limits, search
         search(MIX, FEW[:1], Limits(), ({sys.executable!r}, {str(tmp_path / "worker.py")!r}))
     """
     (tmp_path / "worker.py").write_text(
         textwrap.dedent(f"""
             import os, time
-            from sglang_hybrid.tuner import worker
+            from sglang_hybrid.simulation.tuner import worker
             def replay(window, spec):
                 with open({str(tmp_path / "pid")!r} + ".part", "w") as file:
                     file.write(str(os.getpid()))
@@ -123,7 +123,7 @@ def failing(tmp_path: Path, what: str) -> tuple[str, str]:
     script = tmp_path / "worker.py"
     script.write_text(
         "import os, signal, sys, time\n"
-        "from sglang_hybrid.tuner import worker\n"
+        "from sglang_hybrid.simulation.tuner import worker\n"
         "usual, seen = worker.replay, []\n"
         "def replay(window, spec):\n"
         "    seen.append(spec)\n"

@@ -19,11 +19,11 @@ from sglang_hybrid.core.victims.pool import Pool
 from sglang_hybrid.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.simulation.simulator import Outcome, Simulator, Ticket
 from sglang_hybrid.simulation.traces.requests import Request
-from sglang_hybrid.tuner.candidates import CANDIDATES, MARCONI_ALONE, replay
-from sglang_hybrid.tuner.recorder import Finished
-from sglang_hybrid.tuner.search import Limits, TokensFound
-from sglang_hybrid.tuner.tuner import Rules, Tuner
-from sglang_hybrid.tuner.window import RequestWindow
+from sglang_hybrid.simulation.tuner.candidates import CANDIDATES, MARCONI_ALONE, replay
+from sglang_hybrid.simulation.tuner.recorder import Finished
+from sglang_hybrid.simulation.tuner.search import Limits, TokensFound
+from sglang_hybrid.simulation.tuner.tuner import Rules, Tuner
+from sglang_hybrid.simulation.tuner.window import RequestWindow
 
 DELAY = 32
 """Requests that end while a search runs."""
