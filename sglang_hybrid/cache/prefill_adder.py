@@ -106,7 +106,9 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         return bool(self._promised + needed <= free - self._source(req))
 
     def _promise(self, slots: int) -> None:
-        """So many slots are not there for the next request; in one memory, nor are their bytes."""
+        """Take `slots` state slots off what the next requests of this batch may have; in one memory,
+        take their bytes off the room for tokens, too. A negative number gives them back.
+        """
         self._promised += slots
         if isinstance(self.memory_budget, OneMemoryBudget):
             tokens = self.memory_budget.slots_as_tokens(slots)

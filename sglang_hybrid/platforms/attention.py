@@ -152,7 +152,7 @@ class HybridCpuAttnBackend(AttentionBackend):
         return self._pool(layer)
 
     def newest(self) -> native.Sequences:
-        """Where the keys of a batch that only decodes lie."""
+        """Where the KV of each sequence lies, in a batch that only decodes."""
         return self._batch.sequences(encoder=False, window_pool=False)
 
     def _in_one_call(

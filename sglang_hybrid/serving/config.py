@@ -59,7 +59,7 @@ class Schedule(Enum):
 
     @property
     def is_ours(self) -> bool:
-        """Whether SGLang does not know it."""
+        """Whether this package orders the queue; otherwise one of SGLang's policies does."""
         return self in (Schedule.WINDOW, Schedule.CAR)
 
 

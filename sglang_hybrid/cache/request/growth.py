@@ -103,7 +103,9 @@ class PathGrowth:
     def _insert_below(
         self, held: UnifiedTreeNode | None, depth: int, req: Req, params: InsertParams, end: int
     ) -> InsertResult:
-        """The same from the node `held` on, which ends at `depth`; None: from the root on."""
+        """Insert tokens [depth, end) of `req` below the node `held`, which ends after `depth` tokens.
+        If `held` is None, it is the root, and `depth` is 0.
+        """
         core = self._cache.tree_core
         if held is not None:
             core.insert_below(held, depth)

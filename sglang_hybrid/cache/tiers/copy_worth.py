@@ -72,5 +72,5 @@ class WriteJudge:
         return self.worth_resuming(node)
 
     def worth_resuming(self, node: UnifiedTreeNode) -> bool:
-        """`CopyJudge.worth_resuming`."""
+        """Whether the state of `node` should be copied, and the path to it that the host lacks."""
         return self._judge.worth_resuming(self._shadow_tree.record(node))

@@ -30,7 +30,7 @@ class PrefixOverlap:
         return name in self._prompts
 
     def names(self) -> KeysView[Hashable]:
-        """Those that wait."""
+        """Names of the prompts that were added and not removed."""
         return self._prompts.keys()
 
     def add(self, name: Hashable, prompt: npt.ArrayLike, tenant: Hashable = None) -> None:

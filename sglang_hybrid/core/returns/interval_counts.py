@@ -41,7 +41,7 @@ class IntervalCounts:
         self._as_of.append(0)
 
     def begins(self, interval_id: int, reuse_class: int) -> None:
-        """An interval of `reuse_class` begins under this id."""
+        """Note that an interval begins. reuse_class: the number of its class."""
         if interval_id >= len(self._number):
             self._number.frombytes(bytes(8 * (interval_id + 1)))
         begun = self._begun[reuse_class]

@@ -231,9 +231,10 @@ class _Tenant:
 
 
 def _moved(blocks: Sequence[EqualBlock]) -> list[EqualBlock]:
-    """The first blocks, up to the last one that stands before another block of the earlier prompt
-    that it stood behind there, and the block that follows directly; none if all are in the same
-    order.
+    """The blocks of the later prompt that stand in another order than in the earlier one.
+
+    It is the beginning of `blocks`, up to the last pair whose order has changed, and the block
+    behind it if that follows within `RUN` tokens. Empty if the order is the same.
     """
     furthest, last = -1, 0
     for number, block in enumerate(blocks):

@@ -140,7 +140,7 @@ class _Shapes:
         self._edges_left = MOST_EDGES
 
     def after(self, steps: Steps) -> Shape:
-        """What may follow where `steps` come next."""
+        """What may follow where `steps` come next: parts of a schema, each with its path."""
         key = tuple((id(part), path) for part, path in steps)
         if key not in self._known:
             edges = self._edges(steps)

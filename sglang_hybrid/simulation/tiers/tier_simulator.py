@@ -83,7 +83,9 @@ class TieredSimulator(TieredMemory):
         return [node for node in path if node.depth <= way.depth], way
 
     def _leads_to(self, node: Node) -> bool:
-        """What found no room on the device may be gone from below it, with the KV above it."""
+        """Whether some tier has KV of `node`. A copy that found no room on the device may have been
+        dropped below it, and then the KV above it leads nowhere.
+        """
         return bool(copies_of(node).kv)
 
     def _lock(self, ticket: Ticket, node: Node | None) -> None:
