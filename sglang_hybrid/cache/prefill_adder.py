@@ -106,8 +106,8 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         return bool(self._promised + needed <= free - self._source(req))
 
     def _promise(self, slots: int) -> None:
-        """Take `slots` state slots off what the next requests of this batch may have; in one memory,
-        take their bytes off the room for tokens, too. A negative number gives them back.
+        """Take `slots` state slots off what the next requests of this batch may have. In one
+        memory, take their bytes off the room for tokens, too. A negative number gives them back.
         """
         self._promised += slots
         if isinstance(self.memory_budget, OneMemoryBudget):

@@ -103,7 +103,7 @@ class PathGrowth:
     def _insert_below(
         self, held: UnifiedTreeNode | None, depth: int, req: Req, params: InsertParams, end: int
     ) -> InsertResult:
-        """Insert tokens [depth, end) of `req` below the node `held`, which ends after `depth` tokens.
+        """Insert tokens [depth, end) of `req` below `held`, a node that ends after `depth` tokens.
         If `held` is None, it is the root, and `depth` is 0.
         """
         core = self._cache.tree_core
