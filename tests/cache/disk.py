@@ -28,7 +28,8 @@ ALONE = {
     **dict.fromkeys(("tp_size", "pp_size", "attn_tp_size", "attn_cp_size"), 1),
     **{"attn_dcp_size": 1, "dp_rank": None, "dp_size": 1},
 }
-PATIENCE = 30.0
+PATIENCE = 120.0
+"""Seconds after which something is taken to hang, on a busy machine, too."""
 Prefix = tuple[int, ...]
 
 
