@@ -64,6 +64,8 @@ def is_known(command: str) -> bool:
         TESTS,
         REHEARSAL,
         "pip install -e ",
+        "pip uninstall ",
+        "python -m sglang.launch_server",
         "docker",
         "curl ",
         "source .venv/bin/activate",

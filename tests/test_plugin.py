@@ -74,7 +74,7 @@ def test_the_cpu_platform_has_an_attention_of_its_own(resolved: dict[str, str]) 
         (
             "from sglang.srt.plugins import load_plugins\nload_plugins()\n",
             {"SGLANG_HYBRID_EVICTION": "bogus"},
-            "sglang_hybrid: argument --hybrid-eviction: invalid choice: 'bogus'",
+            "sglang_hybrid: argument --hybrid-eviction: 'bogus' is none of",
         ),
     ],
     ids=["too late", "a bad variable"],

@@ -95,7 +95,9 @@ def test_the_start_of_a_server_compiles_where_prefills_leave_states(
         "_rank": 0,
         "advise": [],
         "_server_setup": None,
-        "create_unified_radix_cache": SimpleNamespace(slots=SimpleNamespace(), advice=[]),
+        "create_unified_radix_cache": SimpleNamespace(
+            slots=SimpleNamespace(), report=SimpleNamespace(advice=[])
+        ),
     }
     for name, answer in answers.items():
         monkeypatch.setattr(factory, name, lambda *given, a=answer, **named: a)

@@ -259,7 +259,7 @@ def test_ranks_have_a_part_each_of_what_others_left(start: Open) -> None:
     size = bytes_in(left)
     store = start(budget=size, ranks=4)
     number = 0
-    while store.used_bytes < size * 0.7:
+    while store.used_bytes < size * 0.6:  # files differ by some bytes: their headers have times
         put(store, number := number + 1)
         assert left.exists()
     while left.exists():

@@ -298,7 +298,7 @@ def test_a_file_that_is_evicted_while_the_start_reads_it_is_not_found(
 
     monkeypatch.setattr(store_start, "load_uses", put_one_first)
     monkeypatch.setattr(store_start, "read_header", put_one_meanwhile)
-    store = ObjectStore(RankFolder(folder, FACTS, "rank-0"), budget=600)
+    store = open_store(RankFolder(folder, FACTS, "rank-0"), budget=600)
     made.set()
     assert store.ready.wait(20) and written == [True, True]
     assert store.counts.files_evicted == 1
@@ -321,7 +321,7 @@ def test_what_is_put_during_the_start_and_what_was_there_keep_the_budget(
         assert put(later, 3)
 
     monkeypatch.setattr(store_start, "load_uses", put_meanwhile)
-    later = ObjectStore(RankFolder(folder, FACTS, "rank-0"), budget)
+    later = open_store(RankFolder(folder, FACTS, "rank-0"), budget)
     made.set()
     assert later.ready.wait(20) and held(later, 3) == [3]
     assert sum(path.stat().st_size for path in files(folder)) == later.used_bytes <= budget
