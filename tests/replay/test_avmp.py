@@ -248,6 +248,7 @@ def test_with_a_queue_nobody_is_harmed_and_all_is_done_sooner(workload: str) -> 
     assert ours.refused <= sglangs.refused
 
 
+@pytest.mark.slow
 def test_the_command_prints_both_tables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_what_a_test_notices_is_caught_and_the_rest_lives(tmp_path: Path) -> None:
     copy = checkout(tmp_path)
     defect = Defect("rounds up", "", "room/file.py", "n // 2", "-(-n // 2)", ())
@@ -70,6 +71,7 @@ def test_a_copy_has_the_package_and_what_lies_beside_it() -> None:
         assert (copy.parent / "shared").exists() == (ROOT.parent / "shared").exists()
 
 
+@pytest.mark.slow
 def test_what_fails_anyway_is_no_catch(tmp_path: Path) -> None:
     copy = checkout(tmp_path)
     (copy / "tests/test_half.py").write_text(TESTS.replace("== 2", "== 3"))

@@ -17,12 +17,10 @@ from tests.server.engine_hits import HITS, REQUESTS, hit
 SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
-    [
-        (sys.executable, "-m", "sglang.launch_server"),
-        pytest.param(SERVE, marks=pytest.mark.slow),
-    ],
+    [(sys.executable, "-m", "sglang.launch_server"), SERVE],
     ids=["launch_server", "serve"],
 )
 def test_a_server(program: Sequence[str], model_directory: Callable[[str], Path]) -> None:
