@@ -77,7 +77,8 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
         )
         self.offload = Offload(self, watermark)
         if schedule is not None and self.speeds is not None:
-            schedule.load_ahead(AheadLoads(self), self.speeds)
+            ahead = AheadLoads(self, self.shadow_tree, self.slots, self.cost)
+            schedule.load_ahead(ahead, self.speeds)
 
     def init_hicache(self, *args: Any, **kwargs: Any) -> None:
         if self.is_mamba_enabled:

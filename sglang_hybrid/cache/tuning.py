@@ -9,12 +9,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_hybrid.cache.learning import LearntBefore
 from sglang_hybrid.cache.memory.allocators import OneMemoryKV
+from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.cache.tiers.measured_speeds import SpeedsMeasured
-from sglang_hybrid.cache.tiers.served_tiers import served_tiers
+from sglang_hybrid.cache.tiers.served_tiers import ServedCache, served_tiers
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import make_policies
 from sglang_hybrid.serving.config import Eviction
@@ -30,9 +31,12 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_hybrid.cache.parts import Parts
-    from sglang_hybrid.cache.sglang_cache import SglangCache
 
 logger = logging.getLogger(__name__)
+
+
+class TunedCache(SglangCache, ServedCache, Protocol):
+    """A cache whose requests are replayed in the tiers that it has."""
 
 
 class Tuning:
@@ -143,7 +147,7 @@ class Tuning:
         return None if self.file is None else self.file.info()
 
 
-def make_tuning(cache: SglangCache, parts: Parts, rank: int | None) -> Tuning:
+def make_tuning(cache: TunedCache, parts: Parts, rank: int | None) -> Tuning:
     """What may change the policy in `cache`.
 
     rank: which of several caches with requests of their own this is; None if another rank receives

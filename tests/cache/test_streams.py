@@ -315,7 +315,9 @@ def test_a_batch_waits_on_the_device_for_the_loads_of_others(
         serve(at, prompt)
         settle(at)
         at.cache.evict(EvictParams(num_tokens=10**6, mamba_num=10**6))
-        assert AheadLoads(at.cache).begin_load(at.probe_node([*prompt, 3, 4])) > 0
+        cache = at.cache
+        ahead = AheadLoads(cache, cache.shadow_tree, cache.slots, cache.cost)
+        assert ahead.begin_load(at.probe_node([*prompt, 3, 4])) > 0
         gpu.waits.clear()
         req = at.arrive([*prompt, 3, 4])
         assert at.admit(req) and req.prefix_len >= len(prompt)

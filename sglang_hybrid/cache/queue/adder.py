@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
@@ -12,13 +12,19 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.queue.waiting_queue import QueueSchedule
 
 
+class QueuedCache(Protocol):
+    """A cache whose requests wait in a queue of ours; `schedule` is None in one of SGLang's."""
+
+    schedule: QueueSchedule | None
+
+
 class ScheduledPrefillAdder(PrefillAdder):
     """SGLang's adder. It is made before each round, and then gets the waiting requests from the
     front on: so it has the queue arranged first. A request that would overtake one that may be
     overtaken no more ends the batch.
     """
 
-    tree_cache: Any
+    tree_cache: QueuedCache
 
     def __init__(self, *args: Any, waiting_queue: list[Req], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -39,6 +39,8 @@ class TieredShadowTree(ShadowTree):
     """
 
     follows_copies = True
+    kv_pool: ServedTierPool
+    state_pool: ServedTierPool
 
     def __init__(
         self,

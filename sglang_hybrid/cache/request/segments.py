@@ -11,13 +11,14 @@ nothing of it is kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.serving.device_streams import given_to
 from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.requests.kv_hints import Imported, imported, segment_key
@@ -28,6 +29,19 @@ if TYPE_CHECKING:
 
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+
+
+class ComposingCache(SglangCache, Protocol):
+    """What is asked of a cache in which prompts are put together.
+
+    forward_stream: that of the forwards on a GPU, None on the CPU.
+    """
+
+    forward_stream: Any
+
+    def path_device_indices(self, node_id: int) -> torch.Tensor: ...
+
+    def order_behind_loads(self) -> None: ...
 
 
 @dataclass
@@ -43,11 +57,13 @@ class ModularPrompts:
     """Those of one cache.
 
     Args:
-        cache: SGLang's UnifiedRadixCache.
+        cache: whose tree has the segments.
         match: its look-up of what is stored, which counts nothing.
     """
 
-    def __init__(self, cache: Any, match: Callable[[MatchPrefixParams], MatchResult]) -> None:
+    def __init__(
+        self, cache: ComposingCache, match: Callable[[MatchPrefixParams], MatchResult]
+    ) -> None:
         self._cache = cache
         self._match = match
         self._known: PerRequest[Composition] = PerRequest()

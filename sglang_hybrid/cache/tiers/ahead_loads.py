@@ -10,17 +10,21 @@ expected back is not certain: it pushes out only what is worth no more and nobod
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
+from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.core.tiers.places import copies_of
 from sglang_hybrid.core.tiers.rates import Tier
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
+    from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
+    from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.core.records.nodes import Node
     from sglang_hybrid.core.victims.pool import Pool
 
@@ -28,11 +32,42 @@ STEPS_AHEAD: Final = 64
 """Decode steps of every running request for which room is left."""
 
 
-class AheadLoads:
-    """What `cache.queue.loads.TimedLoads` asks of a cache."""
+class HostedCache(SglangCache, Protocol):
+    """What is asked of SGLang's cache with host memory below the device.
 
-    def __init__(self, cache: Any) -> None:
+    cache_controller: has the queue of loads. ongoing_load_back: loads under way, by number.
+    """
+
+    cache_controller: Any
+    ongoing_load_back: Any
+
+    def load_back(self, node_id: int) -> Any: ...
+
+    def inc_lock_ref(self, node_id: int) -> Any: ...
+
+    def dec_lock_ref(self, node_id: int, params: Any) -> Any: ...
+
+    def inc_host_lock_ref(self, node_id: int) -> Any: ...
+
+    def dec_host_lock_ref(self, node_id: int, params: Any) -> Any: ...
+
+    def _component_available_size(self, component_type: ComponentType) -> int: ...
+
+
+class AheadLoads:
+    """What `cache.queue.loads.TimedLoads` asks of a cache: its records, state slots and costs."""
+
+    def __init__(
+        self,
+        cache: HostedCache,
+        shadow_tree: TieredShadowTree,
+        slots: PoolStateSlots,
+        cost: CostModel,
+    ) -> None:
         self._cache = cache
+        self._shadow_tree = shadow_tree
+        self._slots = slots
+        self._cost = cost
 
     def is_loading(self) -> bool:
         controller = self._cache.cache_controller
@@ -72,9 +107,9 @@ class AheadLoads:
         """The record of a node, None if it is gone, or the host does not have what is missing."""
         tree = self._cache.tree_core
         node = tree._node_arena.get(node_id)
-        if node is None or node is tree.root_node or node not in self._cache.shadow_tree:
+        if node is None or node is tree.root_node or node not in self._shadow_tree:
             return None
-        return self._cache.shadow_tree.record(node)  # type: ignore[no-any-return]
+        return self._shadow_tree.record(node)
 
     def _missing(self, record: Node) -> tuple[int, int]:
         """Tokens and states on the way to a node that only the host has; nothing where something
@@ -94,8 +129,7 @@ class AheadLoads:
         return (tokens, 1) if copies.has_state(Tier.HOST) else (0, 0)
 
     def _bytes(self, tokens: int, states: int) -> int:
-        cost = self._cache.cost
-        return int(tokens * cost.kv_bytes_per_token + states * cost.state_bytes)
+        return tokens * self._cost.kv_bytes_per_token + states * self._cost.state_bytes
 
     # Room.
 
@@ -103,7 +137,7 @@ class AheadLoads:
         """Scores of copies on the device, among KV and among states. A node that is held has none,
         so they are asked for before.
         """
-        tree = self._cache.shadow_tree
+        tree = self._shadow_tree
         return tree.kv_pool.score_of_copy(record), tree.state_pool.score_of_copy(record)
 
     def _make_room(self, tokens: int, states: int, worth: tuple[float, float] | None) -> bool:
@@ -113,7 +147,7 @@ class AheadLoads:
         cache = self._cache
         if tokens > self._free_tokens() + cache.full_evictable_size() - self._reserved():
             return False
-        tree = cache.shadow_tree
+        tree = self._shadow_tree
         while self._free_tokens() < tokens:
             before = self._free_tokens()
             if worth is not None and not _gives_way(tree.kv_pool, worth[0]):
@@ -121,18 +155,18 @@ class AheadLoads:
             cache.evict_for_alloc(EvictParams(num_tokens=1))
             if self._free_tokens() <= before:
                 return False
-        if not states or cache.slots.free():
+        if not states or self._slots.free():
             return True
         if worth is not None and not _gives_way(tree.state_pool, worth[1]):
             return False
-        return bool(cache.slots.make_room())
+        return bool(self._slots.make_room())
 
     def _free_tokens(self) -> int:
         return int(self._cache._component_available_size(ComponentType.FULL))
 
     def _reserved(self) -> int:
         """Tokens that running requests decode next."""
-        return int(self._cache.slots.decoding * max(STEPS_AHEAD, self._cache.page_size))
+        return int(self._slots.decoding * max(STEPS_AHEAD, self._cache.page_size))
 
 
 def _gives_way(pool: Pool, worth: float) -> bool:

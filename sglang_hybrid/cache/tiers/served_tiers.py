@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
@@ -11,13 +11,39 @@ from sglang_hybrid.core.server_settings import ServedTiers, Split
 from sglang_hybrid.storage.codecs.coded_rows import chosen
 
 if TYPE_CHECKING:
+    from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
+    from sglang_hybrid.cache.tiers.request_loads import WayChooser
+    from sglang_hybrid.core.costs.cost import CostModel
+    from sglang_hybrid.serving.config import HybridConfig
     from sglang_hybrid.storage.disk.object_store import ObjectStore
 
 
-def served_tiers(cache: Any) -> ServedTiers | None:
-    """The tiers of `cache` (a `HybridRadixCache`) now; None where it has none, or no states."""
+class ServedCache(Protocol):
+    """What is asked of a cache about its tiers.
+
+    host_pool_group: SGLang's, None before there is one. ways, speeds: None without tiers.
+    """
+
+    host_pool_group: Any
+    ways: WayChooser | None
+    is_mamba_enabled: bool
+    cost: CostModel
+    speeds: MeasuredSpeeds | None
+    options: HybridConfig
+    write_through_threshold: int
+    prefetch_threshold: int
+
+    @property
+    def copies_at_once(self) -> bool: ...
+
+    @property
+    def is_write_back(self) -> bool: ...
+
+
+def served_tiers(cache: ServedCache) -> ServedTiers | None:
+    """The tiers of `cache` now; None where it has none, or no states."""
     pools = cache.host_pool_group
-    if cache.ways is None or pools is None or not cache.is_mamba_enabled:
+    if cache.ways is None or cache.speeds is None or pools is None or not cache.is_mamba_enabled:
         return None
     kv, states = pools.get_pool(PoolName.KV), pools.get_pool(PoolName.MAMBA)
     store = disk_of(cache)
@@ -39,7 +65,7 @@ def served_tiers(cache: Any) -> ServedTiers | None:
     )
 
 
-def disk_of(cache: Any) -> ObjectStore | None:
+def disk_of(cache: object) -> ObjectStore | None:
     """The store of the disk tier, if there is one by now."""
     backend = getattr(getattr(cache, "cache_controller", None), "storage_backend", None)
     store: ObjectStore | None = getattr(backend, "store", None)  # storage/disk/file_backend.py
