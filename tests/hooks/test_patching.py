@@ -148,7 +148,7 @@ def test_the_files_are_looked_for_where_python_would_import_them(tmp_path: Path)
         (tmp_path / path).write_bytes((installed / path).read_bytes())
 
     def verify() -> subprocess.CompletedProcess[str]:
-        code = "from sglang_hybrid import patching; patching.verify()"
+        code = "from sglang_hybrid.hooks import patching; patching.verify()"
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
         command = [sys.executable, "-c", code]
         return subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -184,7 +184,7 @@ def test_patches_come_before_any_module_they_change() -> None:
 def test_too_late_is_said(name: str) -> None:
     code = (
         "import sys, types\n"
-        "from sglang_hybrid import patching\n"
+        "from sglang_hybrid.hooks import patching\n"
         f"name = {name!r}\n"
         "sys.modules[name] = types.ModuleType(name)\n"
         "patching.install()"
