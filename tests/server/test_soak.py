@@ -54,9 +54,9 @@ GROWTH_BYTES = 32 << 20
 kept by design. A state per request would be 430 MB."""
 
 GROWTH_OBJECTS = 300
-"""What the scheduler's objects of one type may grow by meanwhile. A record per request is 2,000, and
-400 in runs of 600. After a flush, nodes of the tree before it are still there: 45 to 114 were seen,
-with five objects of one type each."""
+"""What the scheduler's objects of one type may grow by meanwhile. A record per request is 2,000,
+and 400 in runs of 600. After a flush, nodes of the tree before it are still there: 45 to 114 were
+seen, with five objects of one type each."""
 
 RECORDS = {
     "sglang_hybrid.core.returns.answers.Answer",
