@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_disagg
 
 from sglang_hybrid.cache.memory.allocators import OneMemoryBudget
-from sglang_hybrid.cache.queue.adder import ScheduledPrefillAdder
+from sglang_hybrid.cache.queue.adder import QueuedCache, ScheduledPrefillAdder
 from sglang_hybrid.cache.state_slots.slots import free_slots, send_back
 from sglang_hybrid.core.costs.cost import ENDLESS
 
@@ -27,14 +27,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class AdmittingCache(Protocol):
+class AdmittingCache(QueuedCache, Protocol):
     """What the adder asks of its cache, beside what SGLang's adder asks."""
 
     slots: PoolStateSlots
     plans: PrefillPlans
     tree_core: Any
     req_to_token_pool: Any
-    schedule: QueueSchedule | None
 
     def mamba_evictable_size(self) -> int: ...
 

@@ -58,4 +58,4 @@ class Publisher:
         """Pin what ``req`` declared as far as it is in the tree now; returns the positions."""
         if self._shadow_tree is None:
             return []
-        return pin_published(self._cache, self._shadow_tree, req, self._cache.page_size)
+        return pin_published(self._cache, self._shadow_tree, req)

@@ -84,7 +84,6 @@ class HybridRadixCache(HostTierCache):
         self.decision_log, self.explainer = parts.decision_log, parts.explainer
         self.step_clock = parts.step_clock
         self.plans = PrefillPlans(parts, message_boundaries)
-        self.message_boundaries = self.plans.message_boundaries
         self.schedule = None if params.disable else make_schedule(self, self.options, priority_sign)
         super().__init__(with_our_components(params, parts))
         self.start_tiers(self.schedule, self.options.hybrid_offload_watermark)
@@ -109,6 +108,11 @@ class HybridRadixCache(HostTierCache):
     def policy_name(self) -> str:
         """The eviction policy in force."""
         return self.tuning.in_force.name
+
+    @property
+    def message_boundaries(self) -> MessageBoundaries:
+        """Finds where the messages of a prompt begin."""
+        return self.plans.message_boundaries
 
     @property
     def plans_checkpoints(self) -> bool:

@@ -60,12 +60,14 @@ class ExplainedCache(LoggedCache, Protocol):
     """A cache whose misses are explained. ways: None without tiers."""
 
     @property
+    def message_boundaries(self) -> MessageBoundaries: ...
+
+    @property
     def ways(self) -> Ways | None: ...
 
     options: HybridConfig
     account: Account | None
     cost: CostModel
-    message_boundaries: MessageBoundaries
     disable: bool
     components: Mapping[ComponentType, Any]
     req_to_token_pool: Any

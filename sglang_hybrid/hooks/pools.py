@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-_planned: dict[int, Any] = {}  # the one memory of a configurator, by the configurator's id
+_planned: dict[int, Any] = {}
+"""The one memory of a configurator between its two hooks, by the configurator's id: SGLang's class
+has slots, and takes neither another attribute nor a weak reference."""
 
 
 def plan_one_memory(derive: Callable[..., Any], configurator: Any, **config: Any) -> Any:
@@ -53,7 +55,9 @@ def smaller_kv(pool: type, *_: Any) -> type | None:
 
 
 def smaller_states(pool: type) -> Callable[..., Any]:
-    """The same for the host pool of states, chosen when it is built."""
+    """What builds the host pool of states: of another class where copies below the device are to be
+    smaller, which is known only then.
+    """
 
     def build(*args: Any, **kwargs: Any) -> Any:
         from sglang_hybrid.storage.codecs.coded_pools import coded_state_pool

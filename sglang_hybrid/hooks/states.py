@@ -7,7 +7,7 @@ from typing import Any
 
 
 def count_slots(mamba_ratio: Callable[[Any], int], configurator: Any) -> int:
-    """State slots that a running request counts for: as `--hybrid-slots-per-request` says."""
+    """State slots that a running request counts for: as SGLANG_HYBRID_SLOTS_PER_REQUEST says."""
     from sglang.srt.mem_cache.allocation_sizing import get_mamba_tracking_slots
     from sglang.srt.runtime_context import get_exec, get_memory, get_schedule
 

@@ -27,7 +27,8 @@ from sglang_hybrid.platforms.sizing import (
     model_sizes,
 )
 from sglang_hybrid.serving.config import CPU_ATTENTION, HybridConfig
-from sglang_hybrid.serving.preflight import StartupError, flag_name
+from sglang_hybrid.serving.flag_values import flag_name
+from sglang_hybrid.serving.preflight import StartupError
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

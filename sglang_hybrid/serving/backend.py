@@ -12,6 +12,7 @@ from pathlib import Path
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.serving.advice import RADIX_CACHE_DISABLED
 from sglang_hybrid.serving.config import BACKEND, Eviction, HybridConfig, Schedule
+from sglang_hybrid.serving.flag_values import flag_name
 from sglang_hybrid.serving.preflight import StartupError, read_config
 
 REFUSED = {
@@ -75,7 +76,7 @@ def check_disk(flags: argparse.Namespace, options: HybridConfig) -> None:
         value = getattr(options, name)
         if value:
             raise StartupError(
-                f"--{name.replace('_', '-')} {value} means nothing without "
+                f"{flag_name(name)} {value} means nothing without "
                 "--enable-hierarchical-cache and --hicache-storage-backend file; give both, or "
                 "leave it out."
             )
@@ -169,7 +170,7 @@ def _refused(flags: argparse.Namespace) -> tuple[str, str]:
         return "--hicache-host-memory-mode buffer_only", "it keeps copies on the host, by value"
     for name, why in REFUSED.items():
         if getattr(flags, name, None):
-            return "--" + name.replace("_", "-"), why
+            return flag_name(name), why
     return "", ""
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.records.pin import DEFAULT_SHARE
-from sglang_hybrid.serving.flag_values import DEFAULT_ALPHA, ORDER_OPTIONS, TIER_CODECS
+from sglang_hybrid.serving.flag_values import DEFAULT_ALPHA, ORDER_OPTIONS, TIER_CODECS, flag_name
 from sglang_hybrid.serving.flags import add_flags
-from sglang_hybrid.serving.variables import PARTS, VARIABLES, add_old_flags, flag, variable
+from sglang_hybrid.serving.variables import PARTS, VARIABLES, add_old_flags, variable
 
 BACKEND = "hybrid"
 """Our name for SGLang's --radix-cache-backend."""
@@ -199,7 +199,7 @@ class HybridConfig:
         """
         ours = {name: text for name, text in self._texts().items() if name not in VARIABLES}
         found = {
-            variable(name): flag(name)
+            variable(name): flag_name(name)
             for name, text in ours.items()
             if environment.get(variable(name), text) != text
         }
@@ -214,7 +214,7 @@ class HybridConfig:
         """
         ours, default = self._texts(), HybridConfig()._texts()
         return {
-            name: f"{variable(name)}={text}" if name in VARIABLES else f"{flag(name)} {text}"
+            name: f"{variable(name)}={text}" if name in VARIABLES else f"{flag_name(name)} {text}"
             for name, text in ours.items()
             if text != default[name]
         }
@@ -271,7 +271,7 @@ def _read(environment: Mapping[str, str] | None, names: Iterable[str]) -> argpar
     for name in names:
         text = environment.get(variable(name))
         if text is not None:
-            argv += [flag(name), text]
+            argv += [flag_name(name), text]
     parser = _Raising(add_help=False)
     HybridConfig.add_flags(parser)
     return parser.parse_args(argv)
@@ -279,8 +279,8 @@ def _read(environment: Mapping[str, str] | None, names: Iterable[str]) -> argpar
 
 def _refuse_twice(name: str, twice: Iterable[str]) -> None:
     """Raises ValueError where an old flag says what a flag says, too."""
-    for old in twice:
-        raise ValueError(f"{flag(old)} and {flag(name)} say the same; leave {flag(old)} out.")
+    for old in map(flag_name, twice):
+        raise ValueError(f"{old} and {flag_name(name)} say the same; leave {old} out.")
 
 
 class _Raising(argparse.ArgumentParser):

@@ -21,6 +21,11 @@ Fields = dict[str, Any]
 """What one flag says of several settings, by the names of `HybridConfig`'s fields."""
 
 
+def flag_name(field: str) -> str:
+    """The flag of a field of our settings, or of SGLang's arguments."""
+    return "--" + field.replace("_", "-")
+
+
 def values_of(member: Enum) -> list[str]:
     """What a flag with this default may be."""
     return [each.value for each in type(member)]

@@ -12,6 +12,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from sglang_hybrid.serving.flag_values import flag_name
+
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -271,11 +273,6 @@ def weight_bytes(model_directory: Path) -> int:
         if found:
             return sum(file.stat().st_size for file in found)
     return 0
-
-
-def flag_name(field: str) -> str:
-    """The flag of a field of SGLang's arguments."""
-    return "--" + field.replace("_", "-")
 
 
 def _check_weights(path: Path) -> None:

@@ -10,7 +10,15 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sglang_hybrid.serving.flag_values import alpha, count, links, nonnegative, one_of, share
+from sglang_hybrid.serving.flag_values import (
+    alpha,
+    count,
+    flag_name,
+    links,
+    nonnegative,
+    one_of,
+    share,
+)
 
 PREFIX = "SGLANG_"
 
@@ -43,11 +51,6 @@ def variable(field: str) -> str:
     return PREFIX + field.upper()
 
 
-def flag(field: str) -> str:
-    """The flag of a field."""
-    return "--" + field.replace("_", "-")
-
-
 OLD_FLAGS: dict[str, str] = {
     **{field: f"{variable(field)}={{}} in the environment" for field in VARIABLES},
     **{field: becomes for field, (_, becomes) in PARTS.items()},
@@ -60,7 +63,7 @@ def add_old_flags(parser: argparse.ArgumentParser) -> None:
     for field in OLD_FLAGS:
         read = VARIABLES[field] if field in VARIABLES else PARTS[field][0]
         parser.add_argument(
-            flag(field), type=read, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            flag_name(field), type=read, default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
 
 
@@ -68,9 +71,10 @@ def replaced(argv: Sequence[str]) -> list[str]:
     """A sentence for each old flag of a command line, which says what replaces it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for field in OLD_FLAGS:
-        parser.add_argument(flag(field), default=argparse.SUPPRESS)
+        parser.add_argument(flag_name(field), default=argparse.SUPPRESS)
     given = vars(parser.parse_known_args(list(argv))[0])
     return [
-        f"{flag(field)} goes with the next release; instead give {OLD_FLAGS[field].format(text)}."
+        f"{flag_name(field)} goes with the next release; "
+        f"instead give {OLD_FLAGS[field].format(text)}."
         for field, text in given.items()
     ]

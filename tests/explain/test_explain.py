@@ -367,7 +367,7 @@ def test_what_was_sent_with_a_key_is_found_with_it() -> None:
 
 def test_where_the_last_message_would_get_its_state() -> None:
     it = server()
-    it.cache.message_boundaries = MessageBoundaries({"user": [(-7, -8)]})
+    it.cache.plans.message_boundaries = MessageBoundaries({"user": [(-7, -8)]})
     prompt = [-7, -8, *run(40), -7, -8, *run(20, 1)]
     assert explain(it, prompt).leaves == [(42, "message"), (63, "prompt_end")]
 

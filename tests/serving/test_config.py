@@ -9,8 +9,8 @@ from dataclasses import fields
 import pytest
 
 from sglang_hybrid.serving.config import Admission, Eviction, HybridConfig, Schedule
-from sglang_hybrid.serving.flag_values import TIER_CODECS
-from sglang_hybrid.serving.variables import OLD_FLAGS, PARTS, VARIABLES, flag, replaced, variable
+from sglang_hybrid.serving.flag_values import TIER_CODECS, flag_name
+from sglang_hybrid.serving.variables import OLD_FLAGS, PARTS, VARIABLES, replaced, variable
 
 
 def parse(*argv: str) -> HybridConfig:
@@ -172,7 +172,7 @@ def test_help_shows_sixteen_flags_of_ours_at_most() -> None:
     HybridConfig.add_flags(parser)
     assert len(visible(parser)) <= 16
     shown = set(re.findall(r"--hybrid-[\w-]+", parser.format_help()))
-    assert not shown & {flag(name) for name in OLD_FLAGS}
+    assert not shown & {flag_name(name) for name in OLD_FLAGS}
 
 
 def test_a_field_is_a_flag_or_a_variable_or_a_part_of_a_flag() -> None:
@@ -182,7 +182,7 @@ def test_a_field_is_a_flag_or_a_variable_or_a_part_of_a_flag() -> None:
     assert not VARIABLES.keys() & PARTS.keys()
     no_flags = VARIABLES | PARTS
     for field in fields(HybridConfig):
-        assert (flag(field.name) in flags) != (field.name in no_flags), field.name
+        assert (flag_name(field.name) in flags) != (field.name in no_flags), field.name
 
 
 VALUES = {
@@ -195,11 +195,11 @@ VALUES = {
 @pytest.mark.parametrize("name", OLD_FLAGS)
 def test_an_old_flag_says_what_replaces_it_and_that_says_the_same(name: str) -> None:
     text = VALUES.get(name, "7")
-    (said,) = replaced(["--model-path", "m", flag(name), text, "--hybrid-memory", "one"])
-    assert said.startswith(f"{flag(name)} goes with the next release; instead give ")
+    (said,) = replaced(["--model-path", "m", flag_name(name), text, "--hybrid-memory", "one"])
+    assert said.startswith(f"{flag_name(name)} goes with the next release; instead give ")
     new = said.partition("; instead give ")[2].rstrip(".")
     schedule = ["--hybrid-schedule", "window"] if "schedule" in name else []
-    old = parse(flag(name), text, *schedule)
+    old = parse(flag_name(name), text, *schedule)
     if name in VARIABLES:
         assert new == f"{variable(name)}={text} in the environment"
         assert HybridConfig.split([], {variable(name): text})[0] == old

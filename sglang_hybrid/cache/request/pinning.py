@@ -34,9 +34,7 @@ def make_pins(cost: CostModel, params: CacheInitParams, share: float) -> Pins:
     return Pins(cost, PinRoom(kv, int(states.size) * cost.state_bytes), share)
 
 
-def pin_published(
-    cache: SglangCache, shadow_tree: ShadowTree, req: Req, page_size: int
-) -> list[int]:
+def pin_published(cache: SglangCache, shadow_tree: ShadowTree, req: Req) -> list[int]:
     """Pin what `req` declared as far as it is in the tree now; returns the positions that are
     pinned, ascending. Those that another call will reach are left for it.
     """
@@ -45,7 +43,7 @@ def pin_published(
         return []
     tenant, pins = tenant_of(req), shadow_tree.tree.pins
     record = shadow_tree.record(cache.tree_core.node_by_id(req.last_node))
-    found = _holders(record, wanted, page_size, exact=shadow_tree.has_states)
+    found = _holders(record, wanted, cache.page_size, exact=shadow_tree.has_states)
     pinned = [asked.position for node, asked in found if pins.pin(node, asked, tenant)]
     return sorted(pinned)
 
