@@ -35,7 +35,7 @@ from scripts.bench.servers import (
     percentile,
     random_tokens,
 )
-from sglang_hybrid.core.queue.prefetch import PrefetchCounts
+from sglang_hybrid.core.queue.loads import LoadCounts
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.serving.server_process import ServerProcess
 
@@ -96,7 +96,7 @@ def reload(model: Path, options: argparse.Namespace, bandwidth: float) -> tuple[
 
 def queue(
     model: Path, options: argparse.Namespace, bandwidth: float, order: str
-) -> tuple[float, float, PrefetchCounts]:
+) -> tuple[float, float, LoadCounts]:
     """Waits (P50, P95, seconds), and what was loaded."""
     documents, prompts = prompts_of(options)
     with server(model, options, bandwidth, "--hybrid-schedule", order) as running:
@@ -108,9 +108,9 @@ def queue(
         answered = asyncio.run(all_clients(running.url, prompts, options.requests, options.answer))
         info = hybrid_cache(running.url)
     if info["schedule"] is None:
-        moved = PrefetchCounts(on_turn=info["tiers"]["loaded_requests"] - before)
+        moved = LoadCounts(on_turn=info["tiers"]["loaded_requests"] - before)
     else:
-        moved = PrefetchCounts(**info["schedule"]["loads"])
+        moved = LoadCounts(**info["schedule"]["loads"])
     waits = sorted(one.seconds for one in answered)
     return percentile(waits, 0.5), percentile(waits, 0.95), moved
 

@@ -47,7 +47,6 @@ from sglang_hybrid.core.queue.orders import (
     Order,
     Window,
 )
-from sglang_hybrid.core.queue.queue_order import QueueOrder
 from sglang_hybrid.core.queue.waiting import Bound
 from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.replay.systems import Setting, Spec
@@ -132,7 +131,7 @@ def cache_of(row: Row) -> Cache:
 
 
 def serve(row: Row, order: Order, bound: Bound) -> Served:
-    timeline = Timeline(cache_of(row), PAPER, order=QueueOrder(order, bound))
+    timeline = Timeline(cache_of(row), PAPER, order=order, bound=bound)
     served = timeline.run(row.requests)
     ttft = np.array([one.ttft for one in served])
     tokens = sum(one.outcome.input_len for one in served)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sglang_hybrid.core.queue.prefetch import PrefetchCounts
+from sglang_hybrid.core.queue.loads import LoadCounts
 from sglang_hybrid.core.queue.waiting import Bound, ReuseKind, Waiting
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ class ScheduleStats:
     bound_reached: Counter[str] = field(default_factory=Counter)
     aborted: int = 0
     front: int = 0
-    loads: PrefetchCounts | None = None
+    loads: LoadCounts | None = None
 
-    def runs(self, waiting: Waiting[Any], bound: Bound, now: float) -> None:
+    def on_start(self, waiting: Waiting[Any], bound: Bound, now: float) -> None:
         """A request was taken from the front."""
         reuse = ReuseKind.NOTHING if waiting.prospect is None else waiting.prospect.reuse
         self.started[reuse.name.lower()] += 1

@@ -169,10 +169,10 @@ from sglang_hybrid.serving.telemetry.schedule import ScheduleMetrics, ScheduleSt
 stats = ScheduleStats(front=7)
 shown = ScheduleMetrics(stats, "sglang_hybrid:")
 hit = Prospect(90, 1.0, 10.0, ReuseKind.ON_DEVICE)
-stats.runs(Waiting("a", 1, 10.0, prospect=hit), Bound(3, 60.0), 12.0)
+stats.on_start(Waiting("a", 1, 10.0, prospect=hit), Bound(3, 60.0), 12.0)
 shown.update()
-stats.runs(Waiting("b", 2, 10.0, overtaken=3), Bound(3, 60.0), 14.0)
-stats.runs(Waiting("c", 3, 10.0, overtaken=1), Bound(3, 60.0), 80.0)
+stats.on_start(Waiting("b", 2, 10.0, overtaken=3), Bound(3, 60.0), 14.0)
+stats.on_start(Waiting("c", 3, 10.0, overtaken=1), Bound(3, 60.0), 80.0)
 shown.update()
 shown.update()
 """)
@@ -189,9 +189,9 @@ shown.update()
 
 def test_loads_before_their_turn_are_shown() -> None:
     found = read("""
-from sglang_hybrid.core.queue.prefetch import PrefetchCounts
+from sglang_hybrid.core.queue.loads import LoadCounts
 from sglang_hybrid.serving.telemetry.schedule import ScheduleMetrics, ScheduleStats
-stats = ScheduleStats(loads=PrefetchCounts())
+stats = ScheduleStats(loads=LoadCounts())
 shown = ScheduleMetrics(stats, "sglang_hybrid:")
 stats.loads.started = 3
 shown.update()
