@@ -41,11 +41,11 @@ class Device:
     def prefill_seconds(self, name: str) -> float:
         return 0.0
 
-    def begin_load(self, name: str, before: Sequence[str]) -> int | None:
+    def begin_load(self, name: str, before: Sequence[str]) -> tuple[int, bool]:
         if name in self.full:
-            return None
+            return 0, False
         self.begun.append((name, list(before)))
-        return self.sizes[name]
+        return self.sizes[name], True
 
     def begin_due(self, free_in: float = 0.0) -> tuple[list[str], float]:
         """At 100 bytes a second, on a server that prefills for so many seconds more."""
@@ -150,11 +150,14 @@ def test_a_load_is_used_late_or_in_vain() -> None:
     assert (counts.loaded_bytes, counts.wasted_bytes, len(loads)) == (500, 100, 0)
 
 
-def test_what_was_evicted_before_its_turn_is_loaded_again() -> None:
+def test_what_was_evicted_before_its_turn_may_be_loaded_again() -> None:
     device = Device(a=100)
     device.begin_due()
+    device.loads.cancel_evicted(["a"])
     assert device.begin_due() == ([], INF), "it is under way"
     device.loads.on_all_arrived()
+    assert device.begin_due() == ([], INF), "it was complete once"
+    device.loads.cancel_evicted(["a"])
     assert device.begin_due() == (["a"], INF)
     assert (device.loads.counts.cancelled, device.loads.counts.wasted_bytes) == (1, 100)
 

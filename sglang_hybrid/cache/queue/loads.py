@@ -167,7 +167,9 @@ class TimedLoads:
         for req, decoding in self.ahead.running.items():
             decoding.since = now - pace * len(req.output_ids)
         self._front = front
-        due, _ = self.ahead.begin_due(list(front), now, self._link.bandwidth)
+        queue = list(front)
+        self.ahead.cancel_evicted(queue)
+        due, _ = self.ahead.begin_due(queue, now, self._link.bandwidth)
         if not due:
             self._begin_expected(now)
 
@@ -188,9 +190,10 @@ class TimedLoads:
         prospect = self._front[name].prospect
         return 0.0 if prospect is None else self._speeds.compute(prospect.cost)
 
-    def begin_load(self, name: Req, before: Sequence[Req]) -> int | None:
+    def begin_load(self, name: Req, before: Sequence[Req]) -> tuple[int, bool]:
         nodes = [other.best_match_node for other in before]
-        return self._cache.begin_load(name.best_match_node, nodes) or None
+        size = self._cache.begin_load(name.best_match_node, nodes)
+        return size, size > 0
 
 
 def _keys(req: Req) -> list[Hashable]:

@@ -71,9 +71,10 @@ class Loader(Protocol[Asked]):
         """Seconds of the prefill of the waiting request `name`."""
         ...
 
-    def begin_load(self, name: Asked, before: Sequence[Asked]) -> int | None:
-        """Begin the load of `name`; what the requests `before` it need stays on the device. Returns
-        its bytes, 0 if it cannot begin; None if the device has no room for it.
+    def begin_load(self, name: Asked, before: Sequence[Asked]) -> tuple[int, bool]:
+        """Begin the load of `name`, if that can be; what the requests `before` it need stays on the
+        device. Returns its bytes, 0 if it did not begin, and whether the device has room for `name`
+        beside running requests and those before it.
         """
         ...
 
@@ -131,9 +132,6 @@ class LoadsAhead(Generic[Name]):
         sizes = [self._loader.load_bytes(name) for name in front]
         if not any(sizes):
             return [], math.inf
-        for name, size in zip(front, sizes, strict=True):
-            if size and name in self._loads and not self._loads[name].under_way:
-                self.cancel(name)  # it was evicted before its turn
         places = free_places(self.running.values(), now, self.per_token, self.places)
         prefills = [self._loader.prefill_seconds(name) for name in front[: len(places)]]
         seconds = [self._bytes_left(*one) / bandwidth for one in zip(front, sizes, strict=True)]
@@ -150,6 +148,16 @@ class LoadsAhead(Generic[Name]):
             self._begin(name, front[: front.index(name)])
         return due, later
 
+    def cancel_evicted(self, queue: Sequence[Name]) -> None:
+        """Cancel loads that were complete and whose bytes were evicted before their turn, so that
+        they may begin again. queue: as for `begin_due`. A server does so at every step; the replay
+        leaves such a load to its request's turn.
+        """
+        for name in queue[:LOOKED_AT]:
+            load = self._loads.get(name)
+            if load is not None and not load.under_way and self._loader.load_bytes(name):
+                self.cancel(name)
+
     def _bytes_left(self, name: Name, size: int) -> int:
         """Bytes that the link carries for `name` from now on: `size`, if its load has not begun."""
         load = self._loads.get(name)
@@ -158,11 +166,11 @@ class LoadsAhead(Generic[Name]):
         return load.size if load.under_way else 0
 
     def _begin(self, name: Name, before: Sequence[Name]) -> None:
-        size = self._loader.begin_load(name, before)
-        if size is None:
-            self._without_room.add(name)
-        else:
+        size, has_room = self._loader.begin_load(name, before)
+        if has_room:
             self._without_room.discard(name)
+        else:
+            self._without_room.add(name)
         if size:
             self._loads[name] = _Load(size)
             self.counts.started += 1

@@ -172,16 +172,16 @@ class LoadingServer:
         _, hit = self._cache.resumes_from(request)
         return self._time.seconds(hit, request.input_len - hit)
 
-    def begin_load(self, name: int, before: Sequence[int]) -> int | None:
+    def begin_load(self, name: int, before: Sequence[int]) -> tuple[int, bool]:
         has_room = sum(map(self._needs, [*before, name])) <= self._room_left()
         size, seconds = self._cache.to_load(self._requests[name])
         keep = [self._requests[other] for other in before]
         if not self._cache.fetch(self._requests[name], *self._soon(), keep):
-            return 0 if has_room else None
+            return 0, has_room
         self._queue.on_load(name)
         self._arrivals[name] = self._send(self._now, seconds)
         self._at(self._arrivals[name], LOADED, name)
-        return size
+        return size, has_room
 
     # Room on the device.
 
