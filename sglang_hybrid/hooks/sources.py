@@ -26,8 +26,8 @@ def parse_hashes(text: str) -> dict[str, str]:
 
 
 def load_hashes(release: str) -> dict[str, str]:
-    """Hashes of a release of SGLang: of each hooked function, by the hook's target, and of the files
-    that were read for them, by their paths.
+    """Hashes of a release of SGLang: of each hooked function, by the hook's target, and of
+    the files that was read for them, by their paths.
     """
     file = files("sglang_hybrid") / "hooks" / f"sglang-{release}.sha256"
     return parse_hashes(file.read_text(encoding="utf-8"))

@@ -131,7 +131,7 @@ def answer_metrics(seen: Calibration) -> Iterator[Metric]:
     up may be returned to after all.
     """
 
-    def answers() -> dict[tuple[str, str], float]:
+    def answers() -> Mapping[tuple[str, str], float]:
         returned = {(name, "yes"): seen.returned[at] for at, name in enumerate(EXPECTED)}
         return returned | {(name, "no"): seen.gone[at] for at, name in enumerate(EXPECTED)}
 
