@@ -61,7 +61,7 @@ class PrefillPlans:
             history_match = self._shadow_tree.match_history(prompt, tenant_of(req), last)
         if history_match is not None:
             self._history_matches[req] = history_match
-            self._decision_log.history_matched(req, history_match.known_len)
+            self._decision_log.on_history_match(req, history_match.known_len)
         self.planner.plan_request(
             req,
             len(prompt),

@@ -133,7 +133,7 @@ class LookUps:
         report = self._reports[req] = self._report_of(req, params.key, result)
         if known is None and self._shadow_tree is not None:
             self._shadow_tree.arrived(self._cache.step_clock.arrival(req))
-        self._decision_log.looked_up(req, report, result.full_kv_hit_length, node)
+        self._decision_log.on_lookup(req, report, result.full_kv_hit_length, node)
         if known is None and self._shadow_tree is not None:
             self._shadow_tree.hit(node)
         if report.composed == 0:  # it will not enter the tree, which is where others are reported
