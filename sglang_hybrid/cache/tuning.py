@@ -23,9 +23,9 @@ from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.tenants import TenantNames, tenant_of
 from sglang_hybrid.simulation.tuner.candidates import CANDIDATES, MARCONI_ALONE
 from sglang_hybrid.simulation.tuner.recorder import Finished, compact
-from sglang_hybrid.simulation.tuner.search import Limits
 from sglang_hybrid.simulation.tuner.trace_file import TraceFile
 from sglang_hybrid.simulation.tuner.tuner import PolicySwitch, Rules, Tuner
+from sglang_hybrid.simulation.workers import Limits
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
