@@ -9,7 +9,8 @@ import pytest
 
 from sglang_hybrid.core.records.nodes import Clock
 from sglang_hybrid.core.returns.answers import EXPECTATIONS, AnswerModel, bucket_of
-from sglang_hybrid.core.returns.hints import Hint, HintRecord, SaidTimes
+from sglang_hybrid.core.returns.hint_record import HintRecord, SaidTimes
+from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.history import History, TimeUnit
 from sglang_hybrid.core.returns.history_tree import HistoryNode, fingerprint_tokens
 

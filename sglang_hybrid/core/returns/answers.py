@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hybrid.core.returns.hints import Hint, HintRecord
+from sglang_hybrid.core.returns.hint_record import HintRecord
+from sglang_hybrid.core.returns.hints import Hint
 
 WEIGHT_BITS = 16
 TOKENS_AT_EACH_END = 64

@@ -20,7 +20,7 @@ from sglang_hybrid.core.returns.answers import (
     LearntAnswers,
 )
 from sglang_hybrid.core.returns.hazards import BINS, CLASSES, SHAPE
-from sglang_hybrid.core.returns.hints import HintRecord
+from sglang_hybrid.core.returns.hint_record import HintRecord
 from sglang_hybrid.core.returns.history import Learnt
 from sglang_hybrid.core.returns.intervals import LearntCounts
 from sglang_hybrid.core.returns.reuse import LearntClasses
