@@ -58,8 +58,8 @@ def size(config: Config, value: Any, *names: str) -> int:
         number = -1
     if isinstance(value, bool) or not 0 <= number <= LARGEST:
         raise ValueError(
-            f"{named(config)} has {str(value)[:40]!r} as {' / '.join(names)}, which is no size of a "
-            "model"
+            f"{named(config)} has {str(value)[:40]!r} as {' / '.join(names)}, which is no size of "
+            "a model"
         )
     return number
 
