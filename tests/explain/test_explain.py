@@ -9,11 +9,11 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
+from sglang_hybrid.core.records.latest import Latest
 from sglang_hybrid.explain.decisions import Decisions
 from sglang_hybrid.explain.explanation import Explanation
 from sglang_hybrid.explain.messages import ExplainReq
 from sglang_hybrid.explain.miss_report import MissReport, Reason, UnstoredReason
-from sglang_hybrid.explain.recent import RecentRequests
 from sglang_hybrid.explain.render import remedy, render
 from sglang_hybrid.serving.tenants import tenant
 from tests.cache.backends import options
@@ -481,18 +481,11 @@ def test_health_checks_are_not_kept() -> None:
 
 def test_recent_requests_are_bounded_in_number_and_bytes() -> None:
     it = server()
-    it.cache.decision_log.recent = RecentRequests(requests=3)
+    it.cache.decision_log.recent = kept = Latest(8 * 1_000, 3)
     for k in range(5):
         it.serve(run(30, k), [7])
-    kept = it.cache.decision_log.recent
-    assert [kept.get(tenant(None, None), str(rid)) is not None for rid in range(1, 6)] == [
-        False,
-        False,
-        True,
-        True,
-        True,
-    ]
-    it.cache.decision_log.recent = small = RecentRequests(max_bytes=8 * 50)
+    assert [kept.get(None, str(rid)) is not None for rid in range(1, 6)] == [False] * 2 + [True] * 3
+    it.cache.decision_log.recent = small = Latest(8 * 50)
     for k in range(5):
         it.serve(run(40, k), [7])
     assert len(small) == 1
