@@ -29,7 +29,7 @@ from scripts.bench.traces import (
 from sglang_hybrid.core.records.nodes import Clock
 from sglang_hybrid.core.returns import answers as model
 from sglang_hybrid.core.returns.history import History, TimeUnit
-from sglang_hybrid.replay.runner import Job, Runner, run_all
+from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.simulation.traces.declared_hints import KINDS, with_hints
 from sglang_hybrid.simulation.traces.generators import generate, traffic
@@ -82,7 +82,7 @@ def answers(
         for one in rules
         for spec, hinted in variants
     ]
-    results = iter(run_all(Runner(hinted), jobs, workers))
+    results = iter(Runner(hinted).run_all(jobs, workers))
     heads = ["without", "answers", *(f"hints: {kind}" for kind in hints)]
     table = Table("trace", "GB", *(f"{one}: {head}" for one in rules for head in heads))
     gains: list[list[float]] = []

@@ -31,11 +31,9 @@ from sglang_hybrid.core.records.node_tree import NodeTree  # noqa: E402
 from sglang_hybrid.core.records.nodes import Kind  # noqa: E402
 from sglang_hybrid.core.victims.eviction import make_policy  # noqa: E402
 from sglang_hybrid.core.victims.pool import Pool, Scarce  # noqa: E402
-from sglang_hybrid.simulation.traces.requests import (  # noqa: E402
-    Request,
-    read_compact,
-    read_mooncake,
-)
+from sglang_hybrid.simulation.traces.formats import read_trace  # noqa: E402
+from sglang_hybrid.simulation.traces.lines import Reading  # noqa: E402
+from sglang_hybrid.simulation.traces.requests import Request  # noqa: E402
 from tests.cache.backends import options  # noqa: E402
 from tests.cache.driver import Server, Sizes, build_cache  # noqa: E402
 
@@ -204,7 +202,7 @@ def victim_and_update(
     if policy.history is not None:  # something to tell positions apart by
         index = policy.history.index
         for _ in range(400):
-            index.returned(index.open(rng.randrange(252), 0.0), rng.expovariate(1 / 60))
+            index.on_return(index.open(rng.randrange(252), 0.0), rng.expovariate(1 / 60))
         index.rebuild()
     pool = Pool(Scarce.SHARED, CostModel.paper_7b(), policy, tree.clock)
     tree.listen(pool)
@@ -271,8 +269,7 @@ class Preset:
     slots: tuple[int, ...]
 
     def read(self, path: Path) -> list[Request]:
-        read_trace = read_mooncake if path.name.startswith("mooncake") else read_compact
-        requests = read_trace(path, 4 * self.requests)
+        requests = read_trace(path, Reading(4 * self.requests, max_input=32_768))
         return [one for one in requests if len(one.tokens) < LONGEST_PROMPT][: self.requests]
 
 

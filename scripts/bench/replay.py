@@ -13,13 +13,14 @@ from scripts.bench.report import BenchFailed, Table, seconds_of
 from scripts.bench.traces import COST, find
 from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.core.victims.eviction import POLICIES
-from sglang_hybrid.replay.runner import Job, Runner, run_all
+from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.systems import Setting, Spec, systems
 from sglang_hybrid.simulation.future import Oracle
 from sglang_hybrid.simulation.prefill_time import PAPER
 from sglang_hybrid.simulation.simulator import Simulator
-from sglang_hybrid.simulation.traces.formats import Reading, read_trace
+from sglang_hybrid.simulation.traces.formats import read_trace
 from sglang_hybrid.simulation.traces.generators import generate, traffic
+from sglang_hybrid.simulation.traces.lines import Reading
 from sglang_hybrid.simulation.traces.requests import Request
 
 ALPHAS = [0.0, *np.geomspace(0.01, 10, 19).round(3).tolist()]
@@ -60,7 +61,7 @@ def candidates(requests: list[Request], budget: int, workers: int) -> None:
     table = Table("each request", "seconds")
     for clock in (None, PAPER):
         jobs = [Job(spec, "window", COST, budget, clock) for spec in specs]
-        spent = seconds_of(lambda: run_all(Runner({"window": requests}), jobs, workers))  # noqa: B023
+        spent = seconds_of(lambda: Runner({"window": requests}).run_all(jobs, workers))  # noqa: B023
         table.row("at once" if clock is None else "in time", f"{spent:.1f}")
 
 

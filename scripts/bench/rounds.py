@@ -23,7 +23,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from scripts.bench.commands import HIDDEN
 from scripts.bench.report import ROOT, Table, seconds_of, versions
-from sglang_hybrid.serving.config import HybridConfig, Schedule
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import Schedule
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes, build_cache
 from tests.cache.shipped import shipped
