@@ -157,8 +157,9 @@ class Runner:
         )
         begin = time.perf_counter()
         cache = spec.build(setting)
-        if job.losses and isinstance(cache, TieredSimulator):
-            cache.losses = Losses()
+        tiers = cache.memory if isinstance(cache, TieredSimulator) else None
+        if job.losses and tiers is not None:
+            tiers.losses = Losses()
         outcomes: list[Outcome]
         ttft: list[float] = []
         if job.time is None:
@@ -171,8 +172,8 @@ class Runner:
             outcomes = [one.outcome for one in served]
             ttft = [one.ttft for one in served]
         lost = None
-        if isinstance(cache, TieredSimulator) and cache.losses is not None:
-            lost = {loss.value: cache.losses.tokens[loss] for loss in Loss}
+        if tiers is not None and tiers.losses is not None:
+            lost = {loss.value: tiers.losses.tokens[loss] for loss in Loss}
         blocks = None
         if isinstance(cache, BlockCache):
             blocks = (cache.stored, cache.kv_reused, cache.state_reused)
@@ -185,7 +186,7 @@ class Runner:
             time.perf_counter() - begin,
             spec,
             blocks,
-            cache.counts if isinstance(cache, TieredSimulator) else None,
+            None if tiers is None else tiers.counts,
             lost,
         )
 
