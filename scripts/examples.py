@@ -17,12 +17,13 @@ from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
 from sglang_hybrid.core.records.nodes import Kind
 from sglang_hybrid.core.returns.hazards import (
     BINS,
+    CLASSES,
     FIRST_GUESS,
     PRIOR_WEIGHT,
     ClassTree,
     best_rates,
+    reuse_class_of,
 )
-from sglang_hybrid.core.returns.reuse_classes import CLASSES, reuse_class_of
 from sglang_hybrid.explain.decisions import (
     EMPTY_PREFIX_HASH,
     Decisions,

@@ -173,5 +173,5 @@ def _plan(parts: Parts, params: CacheInitParams, *, one_pass: bool) -> None:
         min_branch_tokens=parts.options.hybrid_min_branch_tokens,
         grid=grid,
         one_pass=one_pass,
-        note=parts.decision_log.not_taken,
+        note=parts.decision_log.on_skip,
     )

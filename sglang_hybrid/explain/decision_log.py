@@ -69,7 +69,7 @@ class DecisionLog:
         finally:
             self._recipient = None
 
-    def not_taken(self, req: Req, request: CheckpointRequest, skip: Skip) -> None:
+    def on_skip(self, req: Req, request: CheckpointRequest, skip: Skip) -> None:
         """The prefill of `req` wanted a state and did not get it."""
         shadow_tree = self._cache.shadow_tree
         if shadow_tree is None or request.position <= 0:
@@ -79,7 +79,7 @@ class DecisionLog:
         decision = NotTaken(order, now, _short(request), skip)
         self.decisions.add(tenant_of(req), request.position, prefix_hash, decision)
 
-    def state_lost(self, node: UnifiedTreeNode, what: Evicted) -> None:
+    def on_state_eviction(self, node: UnifiedTreeNode, what: Evicted) -> None:
         """The state of `node` is evicted; the node is still in the tree."""
         shadow_tree = self._records()
         record = shadow_tree.record(node)
@@ -104,7 +104,7 @@ class DecisionLog:
         )
         self.decisions.add(whose, record.depth, self.prefix_hash(record), lost)
 
-    def kv_lost(self, node: UnifiedTreeNode) -> None:
+    def on_kv_eviction(self, node: UnifiedTreeNode) -> None:
         """The KV of the leaf `node` is evicted; the node is still in the tree."""
         shadow_tree = self._records()
         record = shadow_tree.record(node)
@@ -129,14 +129,14 @@ class DecisionLog:
         prefix_hash = extend_prefix_hash(above, node.key.token_ids, 0, first)
         self.decisions.add(_tenant_of_node(node), start + first, prefix_hash, lost)
 
-    def emptied(self) -> None:
+    def on_flush(self) -> None:
         """The cache was flushed."""
         if len(self.recent):  # not the first time, when the cache is built
             self.decisions.clear(self.now())
 
     # What requests found.
 
-    def looked_up(self, req: Req, report: RequestReport, kv: int, node: UnifiedTreeNode) -> None:
+    def on_lookup(self, req: Req, report: RequestReport, kv: int, node: UnifiedTreeNode) -> None:
         """`req` was looked up, again perhaps, and would resume from `node`, whose use by it is not
         counted yet.
         """
@@ -145,7 +145,7 @@ class DecisionLog:
             self._someone_came, self._first = True, whose
         self.one_tenant = self.one_tenant and whose == self._first
         known = self.recent.get(whose, req.rid)
-        used = self.used(node, report.hit_tokens)
+        used = self.checkpoint_of(node, report.hit_tokens)
         if known is not None and known.used is not None and used is not None:
             same = known.used.position == used.position
             used = known.used if same else used  # its own use is counted by now
@@ -161,13 +161,13 @@ class DecisionLog:
         )
         self.recent.put(whose, req.rid, seen)
 
-    def history_matched(self, req: Req, known_len: int) -> None:
+    def on_history_match(self, req: Req, known_len: int) -> None:
         """So much of the prompt of `req` was sent before by its tenant."""
         seen = self.recent.get(tenant_of(req), req.rid)
         if seen is not None:
             seen.known = known_len
 
-    def used(self, node: UnifiedTreeNode, position: int) -> ResumedFrom | None:
+    def checkpoint_of(self, node: UnifiedTreeNode, position: int) -> ResumedFrom | None:
         """The checkpoint of `node`, at `position`; None for the root and where there are none."""
         if position == 0 or not self._cache.is_mamba_enabled:
             return None

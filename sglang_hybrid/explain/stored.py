@@ -65,7 +65,7 @@ class StoredPrefixes:
         for depth, node in reversed(path):
             state = node.component_data[ComponentType.MAMBA]
             if state.value is not None or state.host_value is not None:
-                return self._decision_log.used(node, depth)
+                return self._decision_log.checkpoint_of(node, depth)
         return None
 
     def below(

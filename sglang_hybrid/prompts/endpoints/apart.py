@@ -9,18 +9,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.returns.hints import Imported, PromptHints
 from sglang_hybrid.prompts.endpoints.prewarm import Unasked, gone_from
 from sglang_hybrid.prompts.schemas.modular import Layout, ModularPrompt, Segment, prepared_segments
 from sglang_hybrid.prompts.schemas.registry import Expanded
 from sglang_hybrid.serving.config import BACKEND
-from sglang_hybrid.serving.requests.kv_hints import (
-    Imported,
-    check_key,
-    composed_key,
-    segment_key,
-    with_checkpoints,
-    with_segments,
-)
+from sglang_hybrid.serving.requests import kv_hints
+from sglang_hybrid.serving.requests.kv_hints import check_key, composed_key, segment_key
 from sglang_hybrid.serving.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -57,7 +52,8 @@ def ask(manager: TokenizerManager, request: GenerateReqInput, expanded: Expanded
     """Make `request` one for a prompt of modules. Raises ValueError if it cannot be."""
     check_key(request.extra_key)
     if expanded.positions:
-        request.kv_hints = with_checkpoints(request.kv_hints, expanded.positions)
+        said = PromptHints(tuple(expanded.positions))
+        request.kv_hints = kv_hints.write(said, request.kv_hints)
     if expanded.modular is not None:
         expanded.compute_segments = _ask_apart(manager, request, expanded.modular)
     request.expanded = expanded
@@ -82,7 +78,8 @@ def _ask_apart(
     request.input_ids = prompt.ids
     request.extra_key = composed_key(request.extra_key, prompt.digest)
     places = tuple((one.start, len(one.ids)) for one in prompt.segments)
-    request.kv_hints = with_segments(request.kv_hints, Imported(places, prompt.position))
+    said = PromptHints(imported=Imported(places, prompt.position))
+    request.kv_hints = kv_hints.write(said, request.kv_hints)
     key, salt = request.extra_key, request.cache_salt
 
     def compute_segments() -> None:
@@ -115,7 +112,7 @@ async def compute(
             sampling_params={"max_new_tokens": 0, "temperature": 0},
             extra_key=segment_key(key, one.start),
             cache_salt=cache_salt,
-            kv_hints=with_segments(None, Imported((), one.start)),
+            kv_hints=kv_hints.write(PromptHints(imported=Imported((), one.start))),
         )
         request.expanded = Unasked()
         async for _ in manager.generate_request(request, http):

@@ -11,10 +11,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.core.records.pin import PinRequest, Priority
+from sglang_hybrid.core.returns.hints import MOST_POSITIONS, PromptHints
 from sglang_hybrid.prompts.schemas.budget import Plan, best_prefixes
 from sglang_hybrid.prompts.schemas.registry import Registered, Registry
 from sglang_hybrid.prompts.schemas.tree import PrefixNode, as_imports, prefix_tree
-from sglang_hybrid.serving.requests.kv_hints import MOST_POSITIONS, checkpoint_hint, pin_hint
+from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -126,17 +127,17 @@ async def prefill(
     for one in prepared:
         await turns_of(manager).take(len(one.ids), rate, gone_from(http))
         positions = one.positions[-MOST_POSITIONS:]
-        inside = [at for at in positions if at < len(one.ids)]
-        hints = checkpoint_hint(inside) if inside else None
-        if pinned is not None:
-            hints = pin_hint([PinRequest(at, *pinned) for at in positions])
+        if pinned is None:
+            said = PromptHints(tuple(at for at in positions if at < len(one.ids)))
+        else:
+            said = PromptHints(pins=tuple(PinRequest(at, *pinned) for at in positions))
         request: Any = GenerateReqInput(
             rid=f"prewarm-{uuid.uuid4().hex}",
             input_ids=one.ids,
             sampling_params={"max_new_tokens": 0, "temperature": 0},
             extra_key=extra_key,
             cache_salt=cache_salt,
-            kv_hints=hints,
+            kv_hints=kv_hints.write(said) if said.positions else None,
         )
         request.expanded = Unasked()
         async for _ in manager.generate_request(request, http):

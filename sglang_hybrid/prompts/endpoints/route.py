@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_hybrid.core.records.pin import Priority
+from sglang_hybrid.core.returns import hints
 from sglang_hybrid.prompts.endpoints import apart
 from sglang_hybrid.prompts.endpoints import prewarm as prewarming
 from sglang_hybrid.prompts.endpoints.actions import imported_prompt
@@ -22,7 +23,6 @@ from sglang_hybrid.prompts.linter.lint import lint
 from sglang_hybrid.prompts.schemas.registry import Registered, Registry
 from sglang_hybrid.prompts.schemas.resolve import read_prompt
 from sglang_hybrid.prompts.schemas.xml import MOST_BYTES, MarkupError
-from sglang_hybrid.serving.requests import hint_payloads, kv_hints
 from sglang_hybrid.serving.requests.bodies import read_json
 from sglang_hybrid.serving.requests.long_requests import LONG, in_thread, in_thread_if_long
 from sglang_hybrid.serving.requests.texts import check_text
@@ -156,8 +156,8 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
             raise ValueError(f"tokens_per_second is {asked.tokens_per_second}; it must be above 0.")
         pinned = None
         if asked.ttl is not None:
-            priority = hint_payloads.check_priority("priority", asked.priority)
-            pinned = hint_payloads.check_lifetime("ttl", asked.ttl), priority
+            priority = hints.read_priority("priority", asked.priority)
+            pinned = hints.read_lifetime("ttl", asked.ttl), priority
         sizes = (await manager.get_internal_state())[0].get("hybrid_cache")
         if not sizes:
             raise ValueError("this server does not run sglang_hybrid's cache.")
@@ -215,7 +215,7 @@ async def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
     behind that, into it. Raises ValueError.
     """
     pml = getattr(request, "pml", None)
-    by = "pml" if pml is not None else kv_hints.IMPORT
+    by = "pml" if pml is not None else hints.IMPORT
     if pml is not None and getattr(request, "kv_hints", None) is not None:
         raise ValueError("the request has pml and kv_hints; give one of them.")
     asked = imported_prompt(request) if pml is None else pml

@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sglang_hybrid.core.returns.hints import MOST_POSITIONS
+from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.prompts.schemas.described import described
 from sglang_hybrid.prompts.schemas.modular import Layout, ModularPrompt, modular
 from sglang_hybrid.prompts.schemas.resolve import (
@@ -21,8 +23,6 @@ from sglang_hybrid.prompts.schemas.resolve import (
 from sglang_hybrid.prompts.schemas.saved import SavedSchemas
 from sglang_hybrid.prompts.schemas.schema import Schema, read_schema
 from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer, Tokenized
-from sglang_hybrid.serving.requests.fields import shown
-from sglang_hybrid.serving.requests.kv_hints import MOST_POSITIONS
 from sglang_hybrid.serving.tenants import Tenant
 
 MOST_SCHEMAS = 64
