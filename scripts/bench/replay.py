@@ -24,8 +24,9 @@ from sglang_hybrid.replay.systems import Setting, Spec, systems
 from sglang_hybrid.simulation.future import Oracle
 from sglang_hybrid.simulation.prefill_time import PAPER
 from sglang_hybrid.simulation.simulator import Simulator
-from sglang_hybrid.simulation.traces.formats import Reading, read_trace
+from sglang_hybrid.simulation.traces.formats import read_trace
 from sglang_hybrid.simulation.traces.generators import generate, traffic
+from sglang_hybrid.simulation.traces.lines import Reading
 from sglang_hybrid.simulation.traces.requests import Request
 
 COST = CostModel.paper_7b()

@@ -18,7 +18,7 @@ from sglang_hybrid.cache.tiers.measured_speeds import SpeedsMeasured
 from sglang_hybrid.cache.tiers.served_tiers import ServedCache, served_tiers
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import make_policies
-from sglang_hybrid.serving.config import Eviction
+from sglang_hybrid.serving.flag_values import Eviction
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.tenants import TenantNames, tenant_of
 from sglang_hybrid.simulation.tuner.candidates import CANDIDATES, MARCONI_ALONE

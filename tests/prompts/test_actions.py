@@ -183,16 +183,15 @@ def test_a_prewarming_ends_when_its_client_goes(*, busy: bool, computed: int) ->
 
 def test_modules_are_computed_while_somebody_waits_for_them() -> None:
     pytest.importorskip("sglang")
-    from sglang_hybrid.prompts.endpoints.apart import compute
+    from sglang_hybrid.prompts.endpoints.apart import compute_apart
 
+    composed = composed_key(None, ""), None
     segments = [Segment((1, 2), start) for start in range(5)]
     manager, client = Manager(busy=False), Client(looks=2)
     with pytest.raises(ValueError, match="the client went away"):
-        asyncio.run(
-            compute(cast(Any, manager), composed_key(None, ""), None, segments, cast(Any, client))
-        )
+        asyncio.run(compute_apart(cast(Any, manager), composed, segments, cast(Any, client)))
     assert len(manager.given) == 2
-    asyncio.run(compute(cast(Any, manager), composed_key(None, ""), None, segments))
+    asyncio.run(compute_apart(cast(Any, manager), composed, segments))
     assert len(manager.given) == 2 + len(segments)
 
 
