@@ -19,7 +19,8 @@ from sglang_hybrid.cache.queue.loads import LoadingCache, TimedLoads
 from sglang_hybrid.core.queue.orders import Car, Order, Window
 from sglang_hybrid.core.queue.waiting import Bound, Prospect, ReuseKind
 from sglang_hybrid.core.queue.waiting_queue import Found, WaitingQueue
-from sglang_hybrid.serving.config import HybridConfig, Schedule
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import Schedule
 from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.telemetry.schedule import ScheduleStats
 
