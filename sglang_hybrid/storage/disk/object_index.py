@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from sglang_hybrid.core.returns.hazards import reuse_class_of
 from sglang_hybrid.core.returns.reuse import ReuseIndex
-from sglang_hybrid.core.returns.reuse_classes import reuse_class_of
 from sglang_hybrid.storage.disk.object_file import Header
 from sglang_hybrid.storage.disk.uses_file import Uses
 
@@ -95,7 +95,7 @@ class ObjectIndex:
         files = self.files()
         rates = np.zeros(len(files))
         if files and now is not None:
-            self._intervals.observed(now)
+            self._intervals.on_request(now)
             classes = np.array([file.reuse_class for file in files], dtype=np.int64)
             ages = np.array([max(0.0, now - file.last_use) for file in files])
             rates = self._intervals.weights(classes, ages)[0]
@@ -117,7 +117,7 @@ class ObjectIndex:
         classes unless some interval was observed already.
         """
         self._before = uses.of_file()
-        if not self._intervals.observed_any:
+        if not self._intervals.has_observed:
             self._intervals.restore(uses.classes)
             self._knows_uses = True
 
@@ -125,11 +125,11 @@ class ObjectIndex:
         """Something of a file was looked up, read or written again."""
         current = self._files.get(file.path) is file
         if current and now - self._intervals.since(file.interval_id) > ONE_USE:
-            interval = self._intervals.returned(file.interval_id, now)
+            interval = self._intervals.on_return(file.interval_id, now)
             file.uses += 1
             file.interval_bucket = self._intervals.interval_bucket(interval)
             self._intervals.reclass(file.interval_id, file.reuse_class)
-            self._intervals.observed(now)
+            self._intervals.on_request(now)
             self._knows_uses = True
         file.last_use = now
 

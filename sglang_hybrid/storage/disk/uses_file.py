@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang_hybrid.core.costs.cost import IntArray
-from sglang_hybrid.core.returns.learnt import LearntClasses
-from sglang_hybrid.core.returns.reuse_classes import INTERVAL_BUCKETS
+from sglang_hybrid.core.returns.hazards import INTERVAL_BUCKETS
+from sglang_hybrid.core.returns.reuse import LearntClasses
 from sglang_hybrid.storage.disk.learnt_file import (
     CLASS_SHAPE,
     checked_classes,
