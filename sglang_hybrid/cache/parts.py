@@ -31,7 +31,7 @@ from sglang_hybrid.core.systems import Spec, make_policies
 from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.explainer import Explainer
-from sglang_hybrid.serving.config import Eviction
+from sglang_hybrid.serving.flag_values import Eviction
 from sglang_hybrid.serving.telemetry.stats import CacheStats
 from sglang_hybrid.serving.telemetry.tiers import TierStats
 

@@ -14,7 +14,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sglang_hybrid.cache.tiers.host_room import share_host_room
 from sglang_hybrid.core.tiers.rates import Link
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
-from sglang_hybrid.serving.preflight import StartupError
+from sglang_hybrid.serving.startup import StartupError
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
 from tests.cache.tiers import TieredServer, build_tiered_cache

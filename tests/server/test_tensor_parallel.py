@@ -8,8 +8,9 @@ import pytest
 import requests
 
 from sglang_hybrid.core.records.pin import PinRequest
+from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.serving.requests.kv_hints import pin_hint
+from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import ask, generate, hybrid_cache, metric, random_prompt
 from tests.server.expected import NEW_TOKENS, agree, expect
@@ -62,7 +63,9 @@ def test_two_ranks_keep_the_same_pins(model_directory: Callable[[str], Path]) ->
             body = {
                 "input_ids": prompt,
                 "sampling_params": {"max_new_tokens": 4, "ignore_eos": True},
-                "kv_hints": pin_hint([PinRequest(50, ttl), PinRequest(len(prompt) - 1, ttl)]),
+                "kv_hints": kv_hints.write(
+                    PromptHints(pins=(PinRequest(50, ttl), PinRequest(len(prompt) - 1, ttl)))
+                ),
             }
             answer = requests.post(server.url + "/generate", json=body, timeout=300)
             answer.raise_for_status()

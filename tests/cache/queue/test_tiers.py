@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from sglang_hybrid.serving.config import HybridConfig, Schedule
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import Schedule
 from tests.cache.driver import Sizes
 from tests.cache.queue.test_queue import Scheduler
 from tests.cache.test_rules import run
