@@ -195,8 +195,8 @@ def test_after_an_update_of_the_weights_nothing_is_found(
 ) -> None:
     made = backend()
     set_kv(made, 1)
-    weights.changed()
-    weights.changed()
+    weights.on_change()
+    weights.on_change()
     assert made.batch_exists(keys(1)) == 0
     set_kv(made, 2)
     assert made.batch_exists(keys(2)) == 0
