@@ -146,11 +146,7 @@ class _FunctionReader:
     def parts(self, body: Sequence[ast.stmt]) -> tuple[str, list[_Choice]]:
         markup, choices = "", []
         for at, statement in enumerate(body):
-            if (
-                at == 0
-                and isinstance(statement, ast.Expr)
-                and _text_of(statement.value) is not None
-            ):
+            if at == 0 and _text_of(statement) is not None:
                 continue  # the docstring
             if isinstance(statement, ast.If):
                 text, found = self._optional(statement)
