@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from sglang_hybrid.prompts.chats import anthropic, openai
 from sglang_hybrid.prompts.chats.breakpoints import MARK
 from sglang_hybrid.prompts.chats.marks import SECONDS, Breakpoint, MarkedBlock, declare
-from sglang_hybrid.prompts.chats.rendering import encoded
+from sglang_hybrid.prompts.chats.rendering import encode_chat
 from sglang_hybrid.serving.requests import kv_hints
 
 MARKED = {"type": "ephemeral"}
@@ -135,7 +135,7 @@ def test_usage_tells_of_writes_only_if_something_was_declared() -> None:
 
 
 def process(text: str) -> Any:
-    return encoded(lambda *_: [1, 2], None, text, {})
+    return encode_chat(lambda *_: [1, 2], None, text, {})
 
 
 def test_a_marked_block_is_pinned_for_its_lifetime(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -110,7 +110,7 @@ def usage_of_input(
     }
 
 
-def sent(request: Any, adapted: Any) -> SentPrompt | None:
+def sent_prompt(request: Any, adapted: Any) -> SentPrompt | None:
     """What a request that asks for diagnostics is compared by, now and later.
 
     adapted: SGLang's GenerateReqInput of it.
