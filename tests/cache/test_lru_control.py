@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.simulation.traces.requests import Request, read_compact
+from sglang_hybrid.simulation.traces.formats import read_trace
+from sglang_hybrid.simulation.traces.lines import Reading
+from sglang_hybrid.simulation.traces.requests import Request
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes, build_cache
 
@@ -32,7 +34,7 @@ def read(name: str, limit: int | None = None) -> list[Request]:
     path = TRACES / f"{name}.jsonl.gz"
     if not path.exists():
         pytest.skip(f"{path} is not there: the traces are shared beside the repository")
-    return read_compact(path, limit)
+    return read_trace(path, Reading(limit))
 
 
 def sizes_for(kv: int, states: int, requests: list[Request]) -> Sizes:
@@ -106,7 +108,7 @@ if __name__ == "__main__":  # how long, and how much: python -m tests.cache.test
     import time
 
     for trace, pools in POOLS.items():
-        lines = read_compact(TRACES / f"{trace}.jsonl.gz", int(os.environ.get("N", "2454")))
+        lines = read_trace(TRACES / f"{trace}.jsonl.gz", Reading(int(os.environ.get("N", "2454"))))
         for pool in pools:
             where = sizes_for(*pool, lines)
             total = sum(line.input_len for line in lines)

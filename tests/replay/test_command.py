@@ -26,8 +26,9 @@ from sglang_hybrid.replay.runner import Job, Result, Runner
 from sglang_hybrid.simulation.prefill_time import PAPER
 from sglang_hybrid.simulation.simulator import Simulator, hit_rate
 from sglang_hybrid.simulation.tiers.tier_budgets import parse_bytes
-from sglang_hybrid.simulation.traces.formats import Reading, read_trace, recognise
+from sglang_hybrid.simulation.traces.formats import read_trace, recognise
 from sglang_hybrid.simulation.traces.generators import generate, traffic
+from sglang_hybrid.simulation.traces.lines import Reading
 
 COST = CostModel.paper_7b()
 CHAT = ["--generate", "chat", "--sessions", "12"]
