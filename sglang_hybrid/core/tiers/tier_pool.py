@@ -116,7 +116,7 @@ class TierPool(Pool):
     def leaves(self, node: Node, *, lost: bool) -> None:
         """The last victim, `node`, is about to leave this tier. lost: its state is in no other."""
         if self._has_demand(node):
-            tell = self.policy.evicted if lost else self.policy.demoted
+            tell = self.policy.on_eviction if lost else self.policy.on_demotion
             tell(node, self.last_score)
 
     def compare_copy(self, node: Node) -> VictimComparison | None:

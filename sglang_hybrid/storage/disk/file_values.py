@@ -63,9 +63,9 @@ class FileValues:
         """Whether any file is known to have been used again."""
         return self._used or self._restored
 
-    def learnt(self) -> LearntClasses:
+    def export(self) -> LearntClasses:
         """What is known of how long files wait. Changes nothing."""
-        return self._index.learnt()
+        return self._index.export()
 
     def restore(self, learnt: LearntClasses) -> None:
         """Begin with what was known before a restart, unless something is known already."""

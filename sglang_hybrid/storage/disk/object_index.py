@@ -69,7 +69,7 @@ class ObjectIndex:
         """How often files were used again, and what that tells of others."""
         again = [file for file in self.files() if file.uses]
         return Uses(
-            self._values.learnt(),
+            self._values.export(),
             b"".join(file.header.names[0] for file in again),
             np.array([file.uses for file in again], dtype=np.int64),
             np.array([file.interval_bucket for file in again], dtype=np.int64),
