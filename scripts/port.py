@@ -27,8 +27,10 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
 from importlib.util import find_spec
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
+
+import whatthepatch
 
 from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
 from sglang_hybrid.hooks.patching import place_of
@@ -37,7 +39,6 @@ from sglang_hybrid.hooks.table import HOOKS
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 70  # columns of each of two texts beside each other
-_HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
 
 
 class Release(Sources):
@@ -104,19 +105,13 @@ class Hunk:
 def hunks(patch: str) -> dict[str, list[Hunk]]:
     """The hunks of a unified diff by the file that they change."""
     found: dict[str, list[Hunk]] = {}
-    here: list[Hunk] | None = None
-    for line in patch.split("\n"):
-        if line.startswith("diff --git"):
-            here = None
-        elif line.startswith("+++ b/"):
-            here = found.setdefault(line.removeprefix("+++ b/").split("\t")[0], [])
-        elif here is not None and (match := _HUNK.match(line)):
-            here.append(Hunk(int(match[1]) - 1, [], []))
-        elif here and line[:1] in (" ", "-", "+") and not line.startswith("---"):
-            if line[0] != "+":
-                here[-1].before.append(line[1:])
-            if line[0] != "-":
-                here[-1].after.append(line[1:])
+    for diff in whatthepatch.parse_patch(patch):
+        here = found.setdefault(diff.header.new_path.removeprefix("b/"), [])
+        for _, group in groupby(diff.changes or (), key=lambda change: change.hunk):
+            changes = list(group)
+            before = [change for change in changes if change.old is not None]
+            after = [change.line for change in changes if change.new is not None]
+            here.append(Hunk(before[0].old - 1, [change.line for change in before], after))
     return found
 
 
