@@ -36,6 +36,7 @@ from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
 from sglang_hybrid.hooks.patching import place_of
 from sglang_hybrid.hooks.sources import Sources, digest, load_hashes, statements
 from sglang_hybrid.hooks.table import HOOKS
+from sglang_hybrid.platforms.cpu_ops.bindings import BINDINGS
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 70  # columns of each of two texts beside each other
@@ -277,38 +278,6 @@ def overrides(package: Path) -> set[tuple[str, str]]:
     return found
 
 
-def bindings(table: Path) -> set[tuple[str, str]]:
-    """(module, name) of each `Binding(module, name, function)` of a file."""
-    tree = ast.parse(table.read_text())
-    constants: dict[str, str] = {}
-
-    def value(node: ast.expr) -> str:
-        if isinstance(node, ast.Name):
-            return constants[node.id]
-        if isinstance(node, ast.JoinedStr):
-            parts = (p.value if isinstance(p, ast.FormattedValue) else p for p in node.values)
-            return "".join(value(part) for part in parts)
-        assert isinstance(node, ast.Constant)
-        return str(node.value)
-
-    for node in tree.body:
-        if isinstance(node, ast.Assign):
-            pairs = [(node.targets[0], node.value)]
-            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
-                pairs = list(zip(node.targets[0].elts, node.value.elts, strict=True))
-            constants |= {
-                target.id: value(given)
-                for target, given in pairs
-                if isinstance(target, ast.Name) and isinstance(given, ast.Constant | ast.JoinedStr)
-            }
-
-    return {
-        (value(node.args[0]), value(node.args[1]))
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Binding"
-    }
-
-
 def signature(found: tuple[str, ast.stmt] | None) -> str | None:
     """The parameters of a function, annotations left out; None for anything else."""
     node = None if found is None else found[1]
@@ -385,7 +354,7 @@ def main() -> int:
         known = new.version() if new.version() in SGLANG_VERSIONS else SGLANG_VERSION
         held, lost = check_hooks(targets, load_hashes(known), new)
         print(f"\n# Hooks: {lost} fail", *held, sep="\n")
-        bound = bindings(package / "platforms" / "cpu_ops" / "bindings.py")
+        bound = {(binding.module, binding.attribute) for binding in BINDINGS}
         changed = list(compare(overrides(package) | bound, old, new))
         print(f"\n# Signatures of what we override or bind: {len(changed) // 3} changed")
         print(*changed, sep="\n")

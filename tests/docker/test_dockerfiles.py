@@ -21,12 +21,14 @@ SAID = [
 """Versions in a Dockerfile: ours, that of SGLang, its base, and torch of the CPU environment."""
 
 
-@pytest.mark.parametrize(("dockerfile", "text"), SAID)
+@pytest.mark.parametrize(("dockerfile", "text"), SAID, ids=lambda value: Path(value).name)
 def test_versions(dockerfile: Path, text: str) -> None:
     assert text in dockerfile.read_text()
 
 
-@pytest.mark.parametrize("dockerfile", sorted(CUDA.parent.glob("Dockerfile*")), ids=str)
+@pytest.mark.parametrize(
+    "dockerfile", sorted(CUDA.parent.glob("Dockerfile*")), ids=lambda path: path.name
+)
 def test_lint_and_no_index_is_written_down(dockerfile: Path) -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     done = subprocess.run([hadolint, dockerfile], capture_output=True, text=True)
