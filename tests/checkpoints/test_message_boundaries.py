@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -17,11 +17,37 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.parser.template_manager import TemplateManager
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries, learn_message_boundaries
-from sglang_hybrid.models.tokenizer import CHAT_TEMPLATE, byte_alphabet, write_tokenizer
+from sglang_hybrid.models.tokenizer import CHAT_TEMPLATE, write_tokenizer
+from tests.checkpoints.chat_templates import (
+    ALWAYS_PROMPTED,
+    CHATML,
+    FALCON_H1,
+    GEMMA,
+    GEMMA_MARKS,
+    GRANITE,
+    GRANITE_MARKS,
+    JAMBA,
+    JAMBA_MARKS,
+    LLAMA_2,
+    LLAMA_3,
+    LLAMA_MARKS,
+    MISTRAL,
+    MISTRAL_MARKS,
+    NEMOTRON_H,
+    NEMOTRON_MARKS,
+    PARTS_ONLY,
+    PHI,
+    PHI_MARKS,
+    QWEN_3,
+    QWEN_MARKS,
+    VICUNA,
+    byte_level,
+    with_template,
+    word_pieces,
+)
 
 Message = dict[str, Any]
 
@@ -60,221 +86,6 @@ def tool(content: str, number: int = 0) -> Message:
         "name": "find",
         "tool_call_id": f"abcdefgh{number}",
     }
-
-
-LLAMA_3 = """\
-{{- bos_token -}}
-{%- set given = messages[0].role == 'system' -%}
-{{- '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' ~ strftime_now('%d %b') -}}
-{{- '\n\n' ~ (messages[0].content if given else '') ~ '<|eot_id|>' -}}
-{%- for m in (messages[1:] if given else messages) -%}
-{%- set name = 'ipython' if m.role == 'tool' else m.role -%}
-{{- '<|start_header_id|>' ~ name ~ '<|end_header_id|>\n\n' -}}
-{%- if m.tool_calls -%}
-{%- if m.tool_calls | length != 1 -%}{{ raise_exception('one call at a time') }}{%- endif -%}
-{{- m.tool_calls[0].function | tojson -}}
-{%- elif m.role == 'tool' -%}{{- m.content | tojson -}}
-{%- else -%}{{- m.content | trim -}}
-{%- endif -%}
-{{- '<|eot_id|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}
-{%- endif -%}"""
-
-GRANITE = """\
-{%- if messages[0].role != 'system' -%}
-{{- '<|start_of_role|>system<|end_of_role|>Today is ' ~ strftime_now('%A') -}}
-{{- '. You help.<|end_of_text|>\n' -}}
-{%- endif -%}
-{%- for m in messages -%}
-{{- '<|start_of_role|>' ~ ('tool_response' if m.role == 'tool' else m.role) -}}
-{{- '<|end_of_role|>' ~ m.content -}}
-{%- for call in m.tool_calls -%}{{- '<|tool_call|>' ~ call.function | tojson -}}{%- endfor -%}
-{{- '<|end_of_text|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|start_of_role|>assistant<|end_of_role|>' -}}{%- endif -%}"""
-
-NEMOTRON_H = """\
-{{- '<SPECIAL_10>System\n' -}}
-{%- for m in messages -%}
-{%- if m.role == 'system' -%}
-{%- if not loop.first -%}{{ raise_exception('system comes first') }}{%- endif -%}
-{{- m.content.strip() -}}
-{%- elif m.role == 'user' -%}{{- '\n<SPECIAL_11>User\n' ~ m.content.strip() -}}
-{%- elif m.role == 'assistant' -%}
-{{- '\n<SPECIAL_11>Assistant\n' ~ m.content.split('</think>')[-1].strip() -}}
-{%- for call in m.tool_calls -%}{{- '<TOOLCALL>' ~ call.function | tojson -}}{%- endfor -%}
-{{- '\n<SPECIAL_12>\n' -}}
-{%- else -%}{{ raise_exception('unknown role') }}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '\n<SPECIAL_11>Assistant\n<think>\n' -}}{%- endif -%}"""
-
-FALCON_H1 = "{{- bos_token -}}" + CHAT_TEMPLATE
-
-MISTRAL = """\
-{{- bos_token -}}
-{%- set ns = namespace(user=true, system='', last=0) -%}
-{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
-{%- endfor -%}
-{%- for m in messages -%}
-{%- if m.role == 'system' -%}{%- set ns.system = m.content ~ '\n\n' -%}
-{%- elif m.role == 'tool' -%}
-{{- '[TOOL_RESULTS] {\"content\": ' ~ m.content ~ ', \"call_id\": \"' ~ m.tool_call_id ~ '\"}' -}}
-{{- '[/TOOL_RESULTS]' -}}
-{%- elif m.tool_calls -%}
-{{- '[TOOL_CALLS] [' -}}
-{%- for call in m.tool_calls -%}
-{%- if call.id | length != 9 -%}{{ raise_exception('nine characters') }}{%- endif -%}
-{{- call.function | tojson -}}
-{%- endfor -%}
-{{- ']' ~ eos_token -}}
-{%- else -%}
-{%- if (m.role == 'user') != ns.user -%}{{ raise_exception('roles must alternate') }}{%- endif -%}
-{%- set ns.user = not ns.user -%}
-{%- if m.role == 'user' -%}
-{{- '[INST] ' ~ (ns.system if loop.index0 == ns.last else '') ~ m.content ~ '[/INST]' -}}
-{%- else -%}{{- ' ' ~ m.content ~ eos_token -}}
-{%- endif -%}
-{%- endif -%}
-{%- endfor -%}"""
-
-JAMBA = """\
-{{- bos_token -}}
-{%- for m in messages -%}
-{{- '<|bom|><|' ~ m.role ~ '|> ' ~ m.content -}}
-{%- for call in m.tool_calls -%}{{- call.function | tojson -}}{%- endfor -%}
-{{- '<|eom|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|bom|><|assistant|>' -}}{%- endif -%}"""
-
-QWEN_3 = """\
-{%- set ns = namespace(last=-1) -%}
-{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
-{%- endfor -%}
-{%- if ns.last < 0 -%}{{ raise_exception('No user query') }}{%- endif -%}
-{%- for m in messages -%}
-{%- if m.role == 'tool' -%}
-{%- if messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
-{{- '\n<tool_response>\n' ~ m.content ~ '\n</tool_response>' -}}
-{%- if loop.last or loop.nextitem.role != 'tool' -%}{{- '<|im_end|>\n' -}}{%- endif -%}
-{%- else -%}
-{{- '<|im_start|>' ~ m.role ~ '\n' -}}
-{%- if m.role == 'assistant' and loop.index0 > ns.last -%}
-{{- '<think>\n\n</think>\n\n' -}}
-{%- endif -%}
-{{- m.content -}}
-{%- for call in m.tool_calls -%}
-{{- '<tool_call>\n' ~ call.function | tojson ~ '\n</tool_call>' -}}
-{%- endfor -%}
-{{- '<|im_end|>\n' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\n' -}}
-{%- if enable_thinking is defined and not enable_thinking -%}
-{{- '<think>\n\n</think>\n\n' -}}
-{%- endif -%}
-{%- endif -%}"""
-
-PHI = """\
-{%- for m in messages -%}{{- '<|' ~ m.role ~ '|>\n' ~ m.content ~ '<|end|>\n' -}}{%- endfor -%}
-{{- '<|assistant|>\n' if add_generation_prompt else eos_token -}}"""
-
-GEMMA = """\
-{{- bos_token -}}
-{%- if messages[0].role == 'system' -%}{{ raise_exception('no system role') }}{%- endif -%}
-{%- for m in messages -%}
-{{- '<start_of_turn>' ~ {'user': 'user', 'assistant': 'model'}[m.role] ~ '\n' -}}
-{{- m.content ~ '<end_of_turn>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<start_of_turn>model\n' -}}{%- endif -%}"""
-
-VICUNA = """\
-{%- for m in messages -%}
-{{- {'system': '', 'user': 'USER: ', 'assistant': 'ASSISTANT: '}[m.role] ~ m.content -}}
-{{- eos_token if m.role == 'assistant' else ' ' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- 'ASSISTANT:' -}}{%- endif -%}"""
-
-ALWAYS_PROMPTED = CHAT_TEMPLATE.replace("{%- if add_generation_prompt %}", "{%- if true %}")
-
-PARTS_ONLY = """\
-{%- for m in messages -%}
-{{- '<|im_start|>' ~ m.role ~ '\n' -}}
-{%- for part in m.content -%}{{- part.text -}}{%- endfor -%}
-{{- '<|im_end|>\n' -}}
-{%- endfor -%}"""
-
-LLAMA_2 = """\
-{%- for m in messages -%}
-{{- bos_token ~ '[INST] ' ~ m.content ~ ' [/INST]' if m.role == 'user' -}}
-{{- ' ' ~ m.content ~ ' ' ~ eos_token if m.role == 'assistant' -}}
-{%- endfor -%}"""
-
-CHATML = ("<|im_start|>", "<|im_end|>")
-LLAMA_MARKS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-GRANITE_MARKS = ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")
-NEMOTRON_MARKS = ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>")
-MISTRAL_MARKS = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
-JAMBA_MARKS = ("<|bom|>", "<|eom|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-QWEN_MARKS = (*CHATML, "<tool_response>", "</tool_response>", "<think>", "</think>")
-PHI_MARKS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-GEMMA_MARKS = ("<start_of_turn>", "<end_of_turn>")
-
-
-def byte_level() -> Tokenizer:
-    """Bytes, and a few words that a merge makes one token."""
-    vocabulary = {symbol: index for index, symbol in enumerate(byte_alphabet())}
-    merges = []
-    for word in ("user", "User", "system", "System", "tool", "ĊĊ", ".Ċ", "ĠUSER", "Ġthe"):
-        piece = word[0]
-        for letter in word[1:]:
-            if (piece, letter) not in merges:
-                merges.append((piece, letter))
-            piece += letter
-            vocabulary.setdefault(piece, len(vocabulary))
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(words, behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def word_pieces() -> Tokenizer:
-    """As SentencePiece does it: a blank is part of the word, and unknown characters are bytes."""
-    letters = [chr(code) for code in range(0x21, 0x7F)]
-    vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
-    for piece in ("▁", *letters, "▁U", "▁US", "er", "us", "user", "▁[", "▁{"):
-        vocabulary.setdefault(piece, len(vocabulary))
-    merges = [("▁", "U"), ("▁U", "S"), ("e", "r"), ("u", "s"), ("us", "er"), ("▁", "["), ("▁", "{")]
-    model = models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True)
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    return tokenizer
-
-
-def with_template(
-    template: str | None,
-    marks: tuple[str, ...] = (),
-    build: Callable[[], Tokenizer] = byte_level,
-    eos: str = "<eos>",
-) -> PreTrainedTokenizerFast:
-    backend = build()
-    names = dict.fromkeys(("<bos>", eos, *marks))
-    backend.add_special_tokens([AddedToken(name, normalized=False) for name in names])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<bos>", eos_token=eos, chat_template=template
-    )
 
 
 @dataclass(frozen=True)
@@ -371,25 +182,248 @@ def test_a_hundred_thousand_tokens_take_about_a_millisecond(ours: Style) -> None
     assert min(seconds) < 2e-3
 
 
-def test_llama_3() -> None:
-    llama = style(LLAMA_3, LLAMA_MARKS, eos="<|eot_id|>")
+def head(role: str) -> str:
+    """Of Llama 3."""
+    return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
 
-    def head(role: str) -> str:
-        return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
 
-    today = llama.cut(user("a"))[1]
+def role(name: str) -> str:
+    """Of Granite."""
+    return f"<|start_of_role|>{name}<|end_of_role|>"
+
+
+END = "<|im_end|>\n"
+END_OF_TEXT = "<|end_of_text|>\n"
+CALL = '{"name": "find", "arguments": {"q": "x"}}'
+THOUGHT = "<think>\n\n</think>\n\n"
+BUILDS = {"byte": (byte_level,), "word": (word_pieces,), "both": (byte_level, word_pieces)}
+
+STYLES: dict[str, tuple[str, tuple[str, ...], str, str]] = {
+    "llama 3": (LLAMA_3, LLAMA_MARKS, "<|eot_id|>", "byte"),
+    "granite": (GRANITE, GRANITE_MARKS, "<|end_of_text|>", "byte"),
+    "nemotron h": (NEMOTRON_H, NEMOTRON_MARKS, "<SPECIAL_12>", "byte"),
+    "falcon h1": (FALCON_H1, CHATML, "<eos>", "byte"),
+    "mistral": (MISTRAL, MISTRAL_MARKS, "<eos>", "both"),
+    "mistral without added tokens": (MISTRAL, (), "<eos>", "word"),
+    "jamba": (JAMBA, JAMBA_MARKS, "<eos>", "byte"),
+    "qwen 3": (QWEN_3, QWEN_MARKS, "<|im_end|>", "both"),
+    "qwen 3 with tools' marks as text": (QWEN_3, CHATML, "<eos>", "byte"),
+    "llama 2": (LLAMA_2, (), "<eos>", "byte"),
+    "phi": (PHI, PHI_MARKS, "<eos>", "byte"),
+    "gemma": (GEMMA, GEMMA_MARKS, "<eos>", "byte"),
+    "vicuna": (VICUNA, (), "<eos>", "both"),
+}
+"""Template, added tokens, end of text and how the rest is cut into tokens."""
+
+TURNS = (user("a"), assistant("b"), user("c"))
+
+PROMPTS: list[tuple[str, tuple[Message, ...], dict[str, Any], list[str]]] = [
+    (
+        "llama 3",
+        TURNS,
+        {},
+        [
+            "<bos>",
+            ANY,
+            f"{head('user')}a<|eot_id|>{head('assistant')}b<|eot_id|>",
+            f"{head('user')}c<|eot_id|>{head('assistant')}",
+        ],
+    ),
+    (
+        "llama 3",
+        (system("S"), user("a"), calls("x"), tool("y")),
+        {"prompted": False},
+        [
+            "<bos>",
+            ANY,
+            f"{head('user')}a<|eot_id|>{head('assistant')}{CALL}<|eot_id|>",
+            f'{head("ipython")}"y"<|eot_id|>',
+        ],
+    ),
+    (
+        "granite",
+        (system("S"), *TURNS),
+        {},
+        [
+            "",
+            f"{role('system')}S{END_OF_TEXT}",
+            f"{role('user')}a{END_OF_TEXT}{role('assistant')}b{END_OF_TEXT}",
+            f"{role('user')}c{END_OF_TEXT}{role('assistant')}",
+        ],
+    ),
+    (
+        "granite",
+        (user("a"), calls("x", "y"), tool("1"), tool("2")),
+        {},
+        [
+            "",
+            ANY,
+            ANY,
+            f"{role('tool_response')}1{END_OF_TEXT}",
+            f"{role('tool_response')}2{END_OF_TEXT}{role('assistant')}",
+        ],
+    ),
+    (
+        "nemotron h",
+        (system("S"), user("a"), assistant("t</think>b"), user("c")),
+        {},
+        [
+            "",
+            "<SPECIAL_10>System\nS\n",
+            "<SPECIAL_11>User\na\n<SPECIAL_11>Assistant\nb\n<SPECIAL_12>\n\n",
+            "<SPECIAL_11>User\nc\n<SPECIAL_11>Assistant\n<think>\n",
+        ],
+    ),
+    (
+        "nemotron h",
+        (user("a"),),
+        {"prompted": False},
+        ["", "<SPECIAL_10>System\n\n", "<SPECIAL_11>User\na"],
+    ),
+    (
+        "falcon h1",
+        (system("S"), user("a")),
+        {},
+        [
+            "<bos>",
+            f"<|im_start|>system\nS{END}",
+            f"<|im_start|>user\na{END}<|im_start|>assistant\n",
+        ],
+    ),
+    ("mistral", (user("a"),), {}, ["<bos>", "[INST] a[/INST]"]),
+    (
+        "mistral",
+        (system("S"), *TURNS),
+        {},
+        ["<bos>", "[INST] a[/INST] b<eos>", "[INST] S\n\nc[/INST]"],
+    ),
+    (
+        "mistral",
+        (user("a"), calls("x", "y"), tool("[1]"), tool("[2]", 1), assistant("b")),
+        {},
+        [
+            ANY,
+            ANY,
+            '[TOOL_RESULTS] {"content": [1], "call_id": "abcdefgh0"}[/TOOL_RESULTS]',
+            '[TOOL_RESULTS] {"content": [2], "call_id": "abcdefgh1"}[/TOOL_RESULTS] b<eos>',
+        ],
+    ),
+    ("mistral without added tokens", TURNS, {}, [ANY, ANY, "[INST] c[/INST]"]),
+    (
+        "jamba",
+        (system("S"), user("a"), calls("x"), tool("1")),
+        {},
+        [
+            "<bos>",
+            "<|bom|><|system|> S<|eom|>",
+            f"<|bom|><|user|> a<|eom|><|bom|><|assistant|> {CALL}<|eom|>",
+            "<|bom|><|tool|> 1<|eom|><|bom|><|assistant|>",
+        ],
+    ),
+    (  # results of tools are messages in a user's turn
+        "qwen 3",
+        (system("S"), user("a"), calls("x"), tool("1")),
+        {"prompted": False},
+        [
+            "",
+            f"<|im_start|>system\nS{END}",
+            f"<|im_start|>user\na{END}<|im_start|>assistant\n{THOUGHT}"
+            f"<tool_call>\n{CALL}\n</tool_call>{END}",
+            f"<|im_start|>user\n<tool_response>\n1\n</tool_response>{END}",
+        ],
+    ),
+    (
+        "qwen 3",
+        (user("a"), calls("x", "x"), tool("1"), tool("2")),
+        {},
+        [
+            ANY,
+            ANY,
+            "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n",
+            f"<tool_response>\n2\n</tool_response>{END}<|im_start|>assistant\n",
+        ],
+    ),
+    (
+        "qwen 3",
+        TURNS,
+        {"enable_thinking": False},
+        [
+            "",
+            f"<|im_start|>user\na{END}<|im_start|>assistant\nb{END}",
+            f"<|im_start|>user\nc{END}<|im_start|>assistant\n{THOUGHT}",
+        ],
+    ),
+    (  # beside added tokens, text alone opens nothing
+        "qwen 3 with tools' marks as text",
+        (user("a"), calls("x", "x"), tool("1"), tool("2")),
+        {"prompted": False},
+        [
+            ANY,
+            ANY,
+            "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n"
+            f"<tool_response>\n2\n</tool_response>{END}",
+        ],
+    ),
+    ("llama 2", TURNS, {}, ["", "<bos>[INST] a [/INST] b <eos>", "<bos>[INST] c [/INST]"]),
+    (  # an end of text in the place of the generation prompt
+        "phi",
+        (system("S"), *TURNS),
+        {},
+        [
+            "",
+            "<|system|>\nS<|end|>\n",
+            "<|user|>\na<|end|>\n<|assistant|>\nb<|end|>\n",
+            "<|user|>\nc<|end|>\n<|assistant|>\n",
+        ],
+    ),
+    (
+        "gemma",
+        TURNS,
+        {},
+        [
+            "<bos>",
+            "<start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\nb<end_of_turn>\n",
+            "<start_of_turn>user\nc<end_of_turn>\n<start_of_turn>model\n",
+        ],
+    ),
+    ("vicuna", (system("S"), *TURNS), {}, [ANY, "USER: c ASSISTANT:"]),
+]
+"""Style, messages, variables of the rendering, and the pieces of the prompt; ANY: any text."""
+
+
+@pytest.mark.parametrize(("name", "messages", "variables", "pieces"), PROMPTS)
+def test_prompts_are_cut_where_messages_start(
+    name: str, messages: tuple[Message, ...], variables: dict[str, Any], pieces: list[str]
+) -> None:
+    template, marks, eos, cut = STYLES[name]
+    for build in BUILDS[cut]:
+        assert style(template, marks, build, eos=eos).cut(*messages, **variables) == pieces
+
+
+def test_what_llama_3_says_of_the_day_is_a_message_of_the_system() -> None:
+    begin, today, *_ = style(LLAMA_3, LLAMA_MARKS, eos="<|eot_id|>").cut(*TURNS)
+    assert begin == "<bos>"
     assert today.startswith(head("system") + "Today Date: ")
-    assert llama.cut(user("a"), assistant("b"), user("c")) == [
-        "<bos>",
-        today,
-        f"{head('user')}a<|eot_id|>{head('assistant')}b<|eot_id|>",
-        f"{head('user')}c<|eot_id|>{head('assistant')}",
-    ]
-    assert llama.cut(system("S"), user("a"), calls("x"), tool("y"), prompted=False)[-2:] == [
-        f"{head('user')}a<|eot_id|>{head('assistant')}"
-        '{"name": "find", "arguments": {"q": "x"}}<|eot_id|>',
-        f'{head("ipython")}"y"<|eot_id|>',
-    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "roles"), [("nemotron h", {"system", "user"}), ("gemma", {"user"})]
+)
+def test_a_template_that_refuses_roles(name: str, roles: set[str]) -> None:
+    template, marks, eos, _ = STYLES[name]
+    assert set(style(template, marks, eos=eos).roles.openers) == roles
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("llama 2", "<bos>Once upon a time"), ("vicuna", "A USER is no US ER: ")]
+)
+def test_a_text_opens_nothing(name: str, text: str) -> None:
+    """Neither does the begin of text alone, nor words like those of a role."""
+    template, marks, eos, cut = STYLES[name]
+    for build in BUILDS[cut]:
+        it = style(template, marks, build, eos=eos)
+        ids = it.tokenizer.encode(text, add_special_tokens=False)
+        assert it.roles.message_starts(ids) == []
 
 
 def test_a_date_in_the_template_is_no_part_of_an_opener() -> None:
@@ -399,66 +433,6 @@ def test_a_date_in_the_template_is_no_part_of_an_opener() -> None:
     granite = style(GRANITE, GRANITE_MARKS, eos="<|end_of_text|>")
     tomorrow = GRANITE.replace("strftime_now('%A')", "'Someday'")
     assert len(granite.cut(user("a"), chat_template=tomorrow)) == 3
-
-
-def test_granite() -> None:
-    granite = style(GRANITE, GRANITE_MARKS, eos="<|end_of_text|>")
-
-    def head(role: str) -> str:
-        return f"<|start_of_role|>{role}<|end_of_role|>"
-
-    end = "<|end_of_text|>\n"
-    assert granite.cut(system("S"), user("a"), assistant("b"), user("c")) == [
-        "",
-        f"{head('system')}S{end}",
-        f"{head('user')}a{end}{head('assistant')}b{end}",
-        f"{head('user')}c{end}{head('assistant')}",
-    ]
-    assert granite.cut(user("a"), calls("x", "y"), tool("1"), tool("2"))[-2:] == [
-        f"{head('tool_response')}1{end}",
-        f"{head('tool_response')}2{end}{head('assistant')}",
-    ]
-
-
-def test_nemotron_h() -> None:
-    nemotron = style(NEMOTRON_H, NEMOTRON_MARKS, eos="<SPECIAL_12>")
-    assert nemotron.cut(system("S"), user("a"), assistant("t</think>b"), user("c")) == [
-        "",
-        "<SPECIAL_10>System\nS\n",
-        "<SPECIAL_11>User\na\n<SPECIAL_11>Assistant\nb\n<SPECIAL_12>\n\n",
-        "<SPECIAL_11>User\nc\n<SPECIAL_11>Assistant\n<think>\n",
-    ]
-    assert nemotron.cut(user("a"), prompted=False) == [
-        "",
-        "<SPECIAL_10>System\n\n",
-        "<SPECIAL_11>User\na",
-    ]
-    assert "tool" not in nemotron.roles.openers
-
-
-def test_falcon_h1() -> None:
-    falcon = style(FALCON_H1, CHATML)
-    assert falcon.cut(system("S"), user("a")) == [
-        "<bos>",
-        "<|im_start|>system\nS<|im_end|>\n",
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n",
-    ]
-
-
-@pytest.mark.parametrize("build", [byte_level, word_pieces])
-def test_mistral(build: Callable[[], Tokenizer]) -> None:
-    mistral = style(MISTRAL, MISTRAL_MARKS, build)
-    assert mistral.cut(user("a")) == ["<bos>", "[INST] a[/INST]"]
-    assert mistral.cut(system("S"), user("a"), assistant("b"), user("c")) == [
-        "<bos>",
-        "[INST] a[/INST] b<eos>",
-        "[INST] S\n\nc[/INST]",
-    ]
-    called = mistral.cut(user("a"), calls("x", "y"), tool("[1]"), tool("[2]", 1), assistant("b"))
-    assert called[2:] == [
-        '[TOOL_RESULTS] {"content": [1], "call_id": "abcdefgh0"}[/TOOL_RESULTS]',
-        '[TOOL_RESULTS] {"content": [2], "call_id": "abcdefgh1"}[/TOOL_RESULTS] b<eos>',
-    ]
 
 
 def test_the_id_of_a_call_is_no_part_of_an_opener() -> None:
@@ -476,86 +450,8 @@ def test_a_template_that_wants_the_user_last() -> None:
         assert strict.roles.openers == loose.roles.openers
 
 
-def test_without_added_tokens_the_brackets_of_mistral_are_text() -> None:
-    mistral = style(MISTRAL, (), word_pieces)
-    assert mistral.cut(user("a"), assistant("b"), user("c"))[-1] == "[INST] c[/INST]"
-
-
-def test_jamba() -> None:
-    jamba = style(JAMBA, JAMBA_MARKS)
-    assert jamba.cut(system("S"), user("a"), calls("x"), tool("1")) == [
-        "<bos>",
-        "<|bom|><|system|> S<|eom|>",
-        '<|bom|><|user|> a<|eom|><|bom|><|assistant|> {"name": "find", "arguments": {"q": "x"}}'
-        "<|eom|>",
-        "<|bom|><|tool|> 1<|eom|><|bom|><|assistant|>",
-    ]
-
-
-@pytest.mark.parametrize("build", [byte_level, word_pieces])
-def test_qwen_3_results_of_tools_are_messages_in_a_user_turn(
-    build: Callable[[], Tokenizer],
-) -> None:
-    qwen = style(QWEN_3, QWEN_MARKS, build, eos="<|im_end|>")
-    end = "<|im_end|>\n"
-    call = '<tool_call>\n{"name": "find", "arguments": {"q": "x"}}\n</tool_call>'
-    assert qwen.cut(system("S"), user("a"), calls("x"), tool("1"), prompted=False) == [
-        "",
-        f"<|im_start|>system\nS{end}",
-        f"<|im_start|>user\na{end}<|im_start|>assistant\n<think>\n\n</think>\n\n{call}{end}",
-        f"<|im_start|>user\n<tool_response>\n1\n</tool_response>{end}",
-    ]
-    assert qwen.cut(user("a"), calls("x", "x"), tool("1"), tool("2"))[2:] == [
-        "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n",
-        f"<tool_response>\n2\n</tool_response>{end}<|im_start|>assistant\n",
-    ]
-    assert qwen.cut(user("a"), assistant("b"), user("c"), enable_thinking=False) == [
-        "",
-        f"<|im_start|>user\na{end}<|im_start|>assistant\nb{end}",
-        f"<|im_start|>user\nc{end}<|im_start|>assistant\n<think>\n\n</think>\n\n",
-    ]
-
-
-def test_beside_added_tokens_text_alone_opens_nothing() -> None:
-    qwen = style(QWEN_3, CHATML)
-    assert qwen.cut(user("a"), calls("x", "x"), tool("1"), tool("2"), prompted=False)[2:] == [
-        "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n"
-        "<tool_response>\n2\n</tool_response><|im_end|>\n"
-    ]
-
-
-def test_the_begin_of_text_alone_opens_nothing() -> None:
-    llama = style(LLAMA_2)
-    assert llama.cut(user("a"), assistant("b"), user("c")) == [
-        "",
-        "<bos>[INST] a [/INST] b <eos>",
-        "<bos>[INST] c [/INST]",
-    ]
-    assert llama.roles.message_starts(llama.tokenizer.encode("<bos>Once upon a time")) == []
-
-
 def test_a_single_token_of_text_opens_nothing() -> None:
     assert not style(VICUNA.replace("USER: ", "user")).roles
-
-
-def test_an_end_of_text_in_the_place_of_the_generation_prompt() -> None:
-    phi = style(PHI, PHI_MARKS)
-    assert phi.cut(system("S"), user("a"), assistant("b"), user("c")) == [
-        "",
-        "<|system|>\nS<|end|>\n",
-        "<|user|>\na<|end|>\n<|assistant|>\nb<|end|>\n",
-        "<|user|>\nc<|end|>\n<|assistant|>\n",
-    ]
-
-
-def test_a_template_that_refuses_roles() -> None:
-    gemma = style(GEMMA, GEMMA_MARKS)
-    assert set(gemma.roles.openers) == {"user"}
-    assert gemma.cut(user("a"), assistant("b"), user("c")) == [
-        "<bos>",
-        "<start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\nb<end_of_turn>\n",
-        "<start_of_turn>user\nc<end_of_turn>\n<start_of_turn>model\n",
-    ]
 
 
 @pytest.mark.parametrize("template", [ALWAYS_PROMPTED, PARTS_ONLY])
@@ -568,16 +464,6 @@ def test_with_the_same_prompt_always_or_never(template: str) -> None:
     *_, first, second = chatml.cut(*messages)
     assert first.startswith("<|im_start|>user\na")
     assert second.startswith("<|im_start|>user\nc")
-
-
-@pytest.mark.parametrize("build", [byte_level, word_pieces])
-def test_roles_that_are_all_text(build: Callable[[], Tokenizer]) -> None:
-    vicuna = style(VICUNA, (), build)
-    assert vicuna.cut(system("S"), user("a"), assistant("b"), user("c"))[-1] == (
-        "USER: c ASSISTANT:"
-    )
-    text = vicuna.tokenizer.encode("A USER is no US ER: ", add_special_tokens=False)
-    assert vicuna.roles.message_starts(text) == []
 
 
 @pytest.mark.parametrize(
