@@ -1,7 +1,7 @@
 """Published sizes of hybrid models that people run, as the config.json of each has them.
 
-Sizes are here, and what differs from the defaults of a model's class. Qwen4-Exp has no published sizes: it has Qwen3.5's with its own
-model's defaults.
+Sizes are here, and what differs from the defaults of a model's class. Qwen4-Exp has no published
+sizes: it has Qwen3.5's with its own model's defaults.
 """
 
 from __future__ import annotations
