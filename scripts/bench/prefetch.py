@@ -8,8 +8,8 @@ from typing import Annotated
 
 import numpy as np
 
+from scripts.bench.queue_rows import Row, at_load, in_processes, orders, rows
 from scripts.bench.report import Table
-from scripts.bench.schedule_replay import Row, at_load, in_processes, orders, rows
 from scripts.bench.traces import COST, TRACES, Folder
 from sglang_hybrid.core.queue.prefetch import PrefetchCounts
 from sglang_hybrid.core.queue.queue_order import QueueOrder
