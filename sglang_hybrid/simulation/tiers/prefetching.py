@@ -143,7 +143,7 @@ class LoadingServer:
             self.prefetcher.runs(index)
 
     def _prefilled(self, index: int, now: float) -> None:
-        self._cache.prefilled(self._tickets[index])
+        self._cache.end_prefill(self._tickets[index])
         self._times[index][2] = now
         request = self._requests[index]
         tokens = len(request.tokens) - request.input_len
@@ -153,7 +153,7 @@ class LoadingServer:
 
     def _finished(self, index: int, now: float) -> None:
         request = self._requests[index]
-        self._cache.finished(self._tickets.pop(index))
+        self._cache.finish(self._tickets.pop(index))
         self._times[index][3] = now
         del self._running[index]
         self._lengths.ended(_keys(request), len(request.tokens) - request.input_len)
