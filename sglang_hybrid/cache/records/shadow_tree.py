@@ -165,7 +165,7 @@ class ShadowTree:
 
     def on_time(self, seconds: float) -> None:
         """It is `seconds` now, on all ranks: pins whose time is over end."""
-        self.clock.passes(seconds)
+        self.clock.advance_to(seconds)
         self.tree.pins.expire()
 
     def on_hit(self, node: UnifiedTreeNode) -> None:
