@@ -1,4 +1,4 @@
-"""The tuner in a replay: it decides as in the server, and its choice comes into force as there."""
+"""The tuner in a replay: it decides, and its choices take effect, as in the server."""
 
 from __future__ import annotations
 
