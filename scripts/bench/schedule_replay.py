@@ -23,7 +23,6 @@ from scripts.bench.traces import TRACES, Folder
 from sglang_hybrid.core.queue.orders import (
     Order,
 )
-from sglang_hybrid.core.queue.queue_order import QueueOrder
 from sglang_hybrid.core.queue.waiting import Bound
 from sglang_hybrid.simulation.prefill_time import PAPER
 from sglang_hybrid.simulation.simulator import hit_rate
@@ -48,7 +47,7 @@ class Served:
 
 
 def serve(row: Row, order: Order, bound: Bound) -> Served:
-    timeline = Timeline(cache_of(row), PAPER, order=QueueOrder(order, bound))
+    timeline = Timeline(cache_of(row), PAPER, order=order, bound=bound)
     served = timeline.run(row.requests)
     ttft = np.array([one.ttft for one in served])
     tokens = sum(one.outcome.input_len for one in served)

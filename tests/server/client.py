@@ -4,6 +4,7 @@ import random
 import re
 from dataclasses import dataclass
 
+import psutil
 import requests
 
 TOLERANCE = 1e-3
@@ -19,6 +20,14 @@ class Answer:
     cached_tokens: int
     prompt_logprobs: list[float]
     logprobs: list[float]
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether a process runs, and is more than an entry that its parent has not read yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def random_prompt(length: int, seed: int) -> list[int]:
