@@ -118,7 +118,10 @@ def add_options(parser: argparse.ArgumentParser, function: Callable[..., object]
         if parameter.kind is parameter.VAR_POSITIONAL:
             settings = _settings(hints[name])
             if "choices" in settings:
-                settings["choices"].append([])  # argparse looks for none among them, too
+                settings["choices"] = [
+                    *settings["choices"],
+                    [],
+                ]  # argparse looks for none there, too
             parser.add_argument(name, nargs="*", **settings)
         else:
             option = f"--{name.strip('_').replace('_', '-')}"
