@@ -84,8 +84,7 @@ def test_a_position_that_is_there_already_is_pinned_too() -> None:
     assert 60 in states(it)
     req = it.arrive([*PREFIX, *run(9, 7)], 3.0, pins=[PinRequest(60, 300), PinRequest(69, 60)])
     assert it.admit(req)
-    while not it.prefill_step(req):
-        pass
+    it.prefill(req)
     assert pinned(it) == [60]
     report = it.cache.lookups.report(req).as_dict()
     assert report["declared"]["pinned"] == [60]

@@ -15,7 +15,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from tests.cache.backends import options
-from tests.cache.driver import Server, Sizes, build_cache
+from tests.cache.driver import Server, Sizes
 from tests.cache.test_rules import run
 
 REQUEST = SimpleNamespace()
@@ -73,8 +73,7 @@ def test_one_that_fits_whole_fills_the_room_beside_it(
 
 
 def server(*, one_pass: bool = True, **sizes: int) -> Server:
-    where = Sizes(**sizes)
-    return Server(build_cache(where, options("reuse"), one_pass=one_pass), where)
+    return Server.on(Sizes(**sizes), options("reuse"), one_pass=one_pass)
 
 
 def test_without_chunked_prefill_a_prefill_is_split_where_kernels_need_that() -> None:
@@ -187,8 +186,7 @@ class Crowded:
     """
 
     def __init__(self, layout: str, free: int) -> None:
-        where = Sizes(**LAYOUTS[layout])
-        self.it = it = Server(build_cache(where, options("reuse")), where, chunk=CHUNK)
+        self.it = it = Server.on(Sizes(**LAYOUTS[layout]), options("reuse"), CHUNK)
         self.decodes = it.arrive(run(16, 1))
         assert it.admit(self.decodes) and it.prefill_step(self.decodes)
         self.prefills = it.arrive(run(300, 2))
@@ -230,8 +228,7 @@ def test_a_chunk_that_does_not_fit_waits_and_nobody_joins_before_it(layout: str)
     here.new_adder()
     assert here.go_on() is here.prefills and adder is not here.adder
     assert here.adder.can_run_list == [here.prefills]
-    while not it.prefill_step(here.prefills):
-        pass
+    it.prefill(here.prefills)
     it.finish(here.prefills)
     it.check()
 
@@ -265,8 +262,7 @@ def test_a_prefill_gives_its_memory_to_those_that_could_not_go_on(layout: str) -
     it.decode(here.decodes, [7] * CHUNK)
     it.finish(here.decodes)
     assert it.admit(here.prefills)
-    while not it.prefill_step(here.prefills):
-        pass
+    it.prefill(here.prefills)
     it.check()
 
 

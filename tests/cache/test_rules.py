@@ -19,13 +19,12 @@ from sglang.srt.runtime_context import get_serving
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.core.records.nodes import Kind
 from tests.cache.backends import COST, match_prefix, options
-from tests.cache.driver import Server, Sizes, build_cache
+from tests.cache.driver import Server, Sizes
 
 
 def server(policy: str = "marconi", admission: str = "all", chunk: int = 0, **sizes: Any) -> Server:
-    where = Sizes(**sizes)
     more = {"hybrid_alpha": 10.0} if policy == "marconi" else {}
-    return Server(build_cache(where, options(policy, admission, **more)), where, chunk)
+    return Server.on(Sizes(**sizes), options(policy, admission, **more), chunk)
 
 
 def run(length: int, start: int = 0) -> list[int]:
@@ -269,8 +268,9 @@ def test_under_all_a_chunks_end_pushes_out_the_oldest() -> None:
 
 def test_a_chunks_end_pushes_out_no_other_where_sglang_tracks_states() -> None:
     """As for speculative decoding."""
-    sizes = Sizes(extra_buffer=True, grid=64, kv=2_048, states=5)
-    it = Server(build_cache(sizes, options("marconi"), plans=False), sizes, chunk=64)
+    it = Server.on(
+        Sizes(extra_buffer=True, grid=64, kv=2_048, states=5), options("marconi"), 64, plans=False
+    )
     it.serve(run(64), [7])
     assert states(it) == [64]
     it.serve(run(5 * 64, 1), [7])  # 3 of 5 slots are its own; one chunk end finds a free slot
@@ -282,9 +282,8 @@ def test_a_chunks_end_pushes_out_no_other_where_sglang_tracks_states() -> None:
 
 @pytest.mark.parametrize("gain, wanted", [(99, False), (100, True)])
 def test_a_branch_that_gains_too_little_gets_no_state(gain: int, wanted: bool) -> None:
-    sizes = Sizes(states=24, extra_buffer=True, grid=64, kv=2_048)
     how = options("marconi", hybrid_min_branch_tokens=100)
-    it = Server(build_cache(sizes, how), sizes)
+    it = Server.on(Sizes(states=24, extra_buffer=True, grid=64, kv=2_048), how)
     it.serve(run(320), [7])
     it.serve([*run(gain), *run(150, 3)], [7])
     it.check()
@@ -299,8 +298,11 @@ def test_a_branch_that_gains_too_little_gets_no_state(gain: int, wanted: bool) -
 def test_kernels_that_cannot_stop_in_a_forward_get_shorter_ones(
     one_pass: bool, extra_buffer: bool
 ) -> None:
-    sizes = Sizes(states=24, extra_buffer=extra_buffer, grid=64, kv=2_048)
-    it = Server(build_cache(sizes, options("marconi"), one_pass=one_pass), sizes)
+    it = Server.on(
+        Sizes(states=24, extra_buffer=extra_buffer, grid=64, kv=2_048),
+        options("marconi"),
+        one_pass=one_pass,
+    )
     it.serve([*run(100), *run(40, 1)], run(9, 3))
     req = it.arrive([*run(100), *run(50, 2)])
     assert it.admit(req)
@@ -318,14 +320,10 @@ def test_kernels_that_cannot_stop_in_a_forward_get_shorter_ones(
 @pytest.mark.parametrize("one_pass", [True, False])
 @pytest.mark.parametrize("chunk", [0, 16])
 def test_declared_positions_get_checkpoints_on_the_first_visit(one_pass: bool, chunk: int) -> None:
-    sizes = Sizes()
-    it = Server(build_cache(sizes, options("reuse", "judicious"), one_pass=one_pass), sizes, chunk)
+    it = Server.on(Sizes(), options("reuse", "judicious"), chunk, one_pass=one_pass)
     req = it.arrive(run(50), declared=[7, 16, 33])
     assert it.admit(req)
-    while not it.prefill_step(req):
-        pass
-    it.decode(req, run(2, 1))
-    it.finish(req)
+    it.complete(req, run(2, 1))
     it.check()
     report = it.cache.lookups.report(req).as_dict()
     kinds = {each["position"]: each["kind"] for each in report["checkpoints"]}
@@ -350,9 +348,7 @@ def test_a_declared_position_takes_the_slot_of_the_cheapest_state() -> None:
         it.serve(run(30, start), [7])
     req = it.arrive(run(60), declared=[31])
     assert it.admit(req)
-    it.prefill_step(req)
-    it.decode(req, [7])
-    it.finish(req)
+    it.complete(req, [7])
     it.check()
     assert it.probe([*run(31), 9]) == 31
 
@@ -457,8 +453,7 @@ def test_every_slot_comes_back(policy: str, extra_buffer: bool, how: str) -> Non
 @pytest.mark.parametrize("how", ["abort", "retract"])
 def test_states_under_way_come_back_when_their_request_leaves(how: str, one_pass: bool) -> None:
     """It leaves between the start of a forward and its results."""
-    sizes = Sizes(grid=16)
-    it = Server(build_cache(sizes, options("reuse"), one_pass=one_pass), sizes)
+    it = Server.on(Sizes(grid=16), options("reuse"), one_pass=one_pass)
     start = it.free()
     req = it.arrive(run(60), declared=[20, 40])
     assert it.admit(req)
@@ -478,8 +473,7 @@ def test_states_under_way_come_back_when_their_request_leaves(how: str, one_pass
 
 
 def test_the_history_is_as_large_as_the_flag_says() -> None:
-    sizes = Sizes(states=16)
-    it = Server(build_cache(sizes, options("reuse", hybrid_history_mb=0)), sizes)
+    it = Server.on(Sizes(states=16), options("reuse", hybrid_history_mb=0))
     for k in range(5):
         it.serve(run(20, k), [7])
     history = it.cache.shadow_tree.history
@@ -544,17 +538,13 @@ def test_a_model_without_states_is_served_too() -> None:
 
 @pytest.mark.parametrize("policy", ["reuse", "sglang-lru"])
 def test_a_health_probe_is_no_traffic(policy: str, tmp_path: Path) -> None:
-    where = Sizes()
     flags = options(policy, "judicious", hybrid_record=str(tmp_path / "trace.jsonl"))
-    it = Server(build_cache(where, flags, rank=0), where)
+    it = Server.on(Sizes(), flags, rank=0)
     it.serve(run(100), [1, 2])
     seen, free = stats(it), it.free()
     probe = it.arrive(run(20), rid="HEALTH_CHECK_1")
     assert it.admit(probe)
-    while not it.prefill_step(probe):
-        pass
-    it.decode(probe, [5])
-    it.finish(probe)
+    it.complete(probe, [5])
     it.check()
     assert (stats(it), it.free()) == (seen, free)
     it.cache.tuning.file.close()

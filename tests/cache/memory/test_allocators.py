@@ -251,8 +251,9 @@ def test_traffic_to_and_fro_within_the_budget_moves_nothing(states: int, settles
     """Three long documents and twelve short sessions in turn, always the same: where the budget
     holds what both have, nothing moves after the first time; in a smaller one, bytes go to and fro.
     """
-    sizes = Sizes(kv=1_200, states=states, rows=4, one_memory=True, state_bytes=STATE)
-    server = Server(build_cache(sizes, options("lru")), sizes)
+    server = Server.on(
+        Sizes(kv=1_200, states=states, rows=4, one_memory=True, state_bytes=STATE), options("lru")
+    )
     documents = [[1_000 * n + k for k in range(300)] for n in range(1, 4)]
     sessions = [[100_000 + 100 * n + k for k in range(20)] for n in range(12)]
     moved = []

@@ -1,4 +1,6 @@
-"""Loads that begin before their requests' turns, on the real cache and pools."""
+"""The queue over a device with a host behind it: what must be loaded comes last, loads begin before
+their requests' turns, and nothing is held when its request has gone.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,38 @@ import pytest
 from sglang_hybrid.cache.queue.clock import ClockTick
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.tiers.rates import Link, Speeds
-from tests.cache.queue.test_tiers import TieredScheduler
+from sglang_hybrid.serving.config import HybridConfig, Schedule
+from tests.cache.driver import Sizes
+from tests.cache.queue.test_queue import Scheduler
 from tests.cache.test_rules import run
+from tests.cache.tiers import TieredServer, set_speeds
 
 SLOW_COMPUTE = Speeds.of(1e6, Link(1e9), Link(1e9))
 """With which loading always pays."""
+
+
+SIZES = Sizes(states=7, kv=160, rows=6, context=128)
+
+
+class TieredScheduler(Scheduler):
+    """A scheduler over a tiered server."""
+
+    def __init__(self, schedule: Schedule = Schedule.WINDOW, **flags: Any) -> None:
+        options = HybridConfig(hybrid_schedule=schedule, **flags)
+        self.server = TieredServer.on(SIZES, options)
+        self.cache: Any = self.server.cache
+        self.queue = []
+
+    def round(self, most: int = 1) -> list[Any]:
+        admitted = super().round(most)
+        if admitted:
+            self.cache.ready_to_load_host_cache()
+        return admitted
+
+    def settle(self) -> None:
+        """Copies and loads under way are done."""
+        for _ in range(4):
+            self.server.poll()
 
 
 class Ahead(TieredScheduler):
@@ -22,7 +51,7 @@ class Ahead(TieredScheduler):
 
     def __init__(self, **flags: Any) -> None:
         super().__init__(**flags)
-        self.cache.speeds.speeds = SLOW_COMPUTE
+        set_speeds(self.cache, SLOW_COMPUTE)
         self.loads = self.cache.schedule.loads
         self.counts = self.loads.prefetcher.counts
         self.loads.places = 1
@@ -48,9 +77,26 @@ class Ahead(TieredScheduler):
         return document
 
 
-def test_there_are_none_without_a_host_or_an_order_of_ours() -> None:
-    from tests.cache.queue.test_queue import Scheduler
+@pytest.mark.parametrize("schedule", [Schedule.WINDOW, Schedule.CAR])
+def test_what_must_be_loaded_does_not_come_first(schedule: Schedule) -> None:
+    """In the window it is first-come, with what reuses nothing; in CaR it is last."""
+    it = TieredScheduler(schedule)
+    away, here = run(60, 1), run(50, 2)
+    it.warm(away)
+    it.settle()
+    it.warm(run(90, 3))  # pushes it off the device
+    it.settle()
+    it.warm(here)
+    it.settle()
+    load = it.arrive([*away, 7, 8])
+    cold = it.arrive(run(40, 4))
+    warm = it.arrive([*here, 7, 8])
+    it.cache.schedule.arrange(it.queue)
+    assert load.host_hit_length > 0, "it was meant to be on the host only"
+    assert it.queue == [warm, *([load, cold] if schedule is Schedule.WINDOW else [cold, load])]
 
+
+def test_there_are_none_without_a_host_or_an_order_of_ours() -> None:
     assert Scheduler().cache.schedule.loads is None
 
 

@@ -14,8 +14,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 
 from sglang_hybrid.cache.queue.clock import ClockTick
 from sglang_hybrid.serving.config import HybridConfig, Schedule
-from tests.cache.backends import COST
-from tests.cache.driver import Server, Sizes, build_cache
+from tests.cache.driver import Server, Sizes
 from tests.cache.test_rules import run
 
 
@@ -28,7 +27,7 @@ class Scheduler:
         sizes = sizes or Sizes(kv=2_048, states=24)
         flags = {name: more.pop(name) for name in list(more) if name.startswith("hybrid")}
         options = HybridConfig(hybrid_schedule=schedule, **flags)
-        self.server = Server(build_cache(sizes, options, COST, **more), sizes)
+        self.server = Server.on(sizes, options, **more)
         self.cache: Any = self.server.cache
         self.queue: list[Req] = []
 
@@ -62,10 +61,7 @@ class Scheduler:
         return list(adder.can_run_list)
 
     def finish(self, req: Req) -> None:
-        while not self.server.prefill_step(req):
-            pass
-        self.server.decode(req, [1, 2])
-        self.server.finish(req)
+        self.server.complete(req, [1, 2])
 
     def abort(self, req: Req) -> None:
         """It waits, and its client goes away (scheduler.py, abort_request)."""
