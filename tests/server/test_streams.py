@@ -83,8 +83,8 @@ def test_the_official_client_gets_a_whole_chat_and_the_same_in_pieces(url: str) 
     """Each says by its id why it was not hit further, and in its `meta_info` if asked."""
     client = openai.OpenAI(base_url=url + "/v1", api_key="none")
     chat: dict[str, Any] = CHAT | {"max_tokens": 8, "temperature": 0}
-    chat["extra_body"] = {"return_meta_info": True}
-    first, again = (client.chat.completions.create(**chat) for _ in range(2))
+    told: dict[str, Any] = {"extra_body": {"return_meta_info": True}}
+    first, again = (client.chat.completions.create(**chat, **told) for _ in range(2))
     reports = [answer.choices[0].meta_info["hybrid_cache"] for answer in (first, again)]
     assert [report["missed"] for report in reports] == ["not_stored", "nothing"]
     for answer, report in zip((first, again), reports, strict=True):
