@@ -17,12 +17,13 @@ from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
 from sglang_hybrid.core.records.nodes import Kind
 from sglang_hybrid.core.returns.hazards import (
     BINS,
+    CLASSES,
     FIRST_GUESS,
     PRIOR_WEIGHT,
     ClassTree,
     best_rates,
+    reuse_class_of,
 )
-from sglang_hybrid.core.returns.reuse_classes import CLASSES, reuse_class_of
 from sglang_hybrid.explain.decisions import (
     EMPTY_PREFIX_HASH,
     Decisions,
@@ -89,7 +90,7 @@ def explain() -> Iterator[str]:
     whole = extend_prefix_hash(half, prompt, 16, 32)
     yield f"hash of tokens [0, 16): {half:08x}; of [0, 32), from that: {whole:08x}"
     request = CheckpointRequest(32, Kind.BRANCH, "request-1")
-    decisions.add("tenant", 32, whole, NotTaken(0, (1, 1.0), request, Skip.NO_SLOT))
+    decisions.add("tenant", 32, whole, NotTaken(0, 1.0, request, Skip.NO_SLOT))
     for name, whose, tokens in (
         ("the same prompt", "tenant", prompt),
         ("another token at 20", "tenant", other),

@@ -228,11 +228,16 @@ def check_hooks(
 
 
 def hook_hashes(targets: Iterable[str], release: Release) -> Iterator[str]:
-    """A line with the sha256 of each hooked function, as `sglang_hybrid.hooks` reads them."""
+    """A line with the sha256 of each hooked function, and then of each file that was read for them,
+    as `sglang_hybrid.hooks` reads them.
+    """
+    files = Sources(release.text)
     for target in sorted(set(targets)):
-        source = release.source(target)
+        source = files.source(target)
         if source is not None:
             yield f"SHA256 ({target}) = {digest(source)}"
+    for path, text in sorted(files.files.items()):
+        yield f"SHA256 ({path}) = {digest(text)}"
 
 
 # Names.

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Never
 
 from sglang_hybrid.hooks import patching
-from sglang_hybrid.serving.startup import STARTUP_ERROR, cannot_start, fail, failure, private_files
+from sglang_hybrid.serving.startup import (
+    STARTUP_ERROR,
+    StartupError,
+    cannot_start,
+    fail,
+    failure,
+    private_files,
+)
 
 if __name__ == "__mp_main__":  # a process of the server; it ends with the first one, at Ctrl-C, too
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -49,7 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     _choose_device(arguments)
     from sglang_hybrid.hooks.hook import HookError
     from sglang_hybrid.plugin import UnsupportedSGLang, check_sglang_version
-    from sglang_hybrid.serving.preflight import StartupError
 
     try:
         check_sglang_version()
@@ -84,6 +90,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     from sglang_hybrid.platforms.memory import memory_available
     from sglang_hybrid.platforms.sizing import check_memory
     from sglang_hybrid.prompts.endpoints import warm_file
+    from sglang_hybrid.serving import preflight
     from sglang_hybrid.serving.backend import (
         check_disk,
         choose_backend,
@@ -91,21 +98,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         has_recurrent_state,
     )
     from sglang_hybrid.serving.config import HybridConfig
-    from sglang_hybrid.serving.preflight import (
-        HOST_RESERVE,
-        SLOTS_PER_REQUEST,
-        StartupError,
-        check_adapters,
-        check_device,
-        check_host_room,
-        check_model,
-        check_overrides,
-        check_pools,
-        check_port,
-        check_ranges,
-        check_ranks,
-        check_tokenizer,
-    )
+    from sglang_hybrid.serving.preflight import HOST_RESERVE, SLOTS_PER_REQUEST
     from sglang_hybrid.serving.variables import replaced
     from sglang_hybrid.simulation.tuner import trace_file
 
@@ -128,18 +121,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     flags = parser.parse_args(argv)
     if note:
         print(f"{PROGRAM}: {note}", flush=True)
-    check_ranges(flags)
-    check_overrides(flags.json_model_override_args)
-    check_port(flags.host, flags.port)
-    check_device(flags.device)
-    check_adapters(flags.lora_paths)
-    check_tokenizer(flags.tokenizer_path)
-    check_model(
-        flags.model_path,
-        weights=flags.load_format != "dummy",
-        tokenizer=flags.tokenizer_path is None and not flags.skip_tokenizer_init,
-    )
-    check_ranks(flags.model_path, 1 if flags.enable_dp_attention else flags.tp_size)
+    preflight.check(flags)
     try:
         options, sglang_argv = HybridConfig.split(argv)
     except ValueError as error:
@@ -147,7 +129,9 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     counted = 1 if flags.disable_radix_cache else SLOTS_PER_REQUEST
     counted = options.hybrid_slots_per_request or counted
     states = has_recurrent_state(flags.model_path)
-    check_pools(flags.max_total_tokens, flags.max_mamba_cache_size, counted if states else 0)
+    preflight.check_pools(
+        flags.max_total_tokens, flags.max_mamba_cache_size, counted if states else 0
+    )
     if isinstance(current_platform, HybridCpuPlatform):
         check_flags(flags)
         check_memory(
@@ -156,7 +140,8 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     if flags.enable_hierarchical_cache and flags.hicache_size:
         ranks = max(1, flags.tp_size * flags.pp_size // flags.nnodes)
         free = (memory_available() - HOST_RESERVE) / ranks
-        check_host_room(f"--hicache-size {flags.hicache_size}", flags.hicache_size * 1e9, free)
+        asked = f"--hicache-size {flags.hicache_size}"
+        preflight.check_host_room(asked, flags.hicache_size * 1e9, free)
     check_disk(flags, options)
     for name, instead in options.overrides(os.environ).items():
         print(
@@ -221,7 +206,6 @@ def _with_default_model(argv: list[str]) -> tuple[list[str], str]:
         return argv, ""
     from sglang_hybrid.models import ensure_default_model
     from sglang_hybrid.serving.config import HybridConfig
-    from sglang_hybrid.serving.preflight import StartupError
 
     parser = _Parser(add_help=False)
     HybridConfig.add_flags(parser)

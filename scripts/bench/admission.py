@@ -21,7 +21,9 @@ patching.install()
 from scripts.bench.report import Table  # noqa: E402
 from scripts.bench.traces import SIZES, find, preset_of  # noqa: E402
 from sglang_hybrid.core.costs.cost import CostModel  # noqa: E402
-from sglang_hybrid.simulation.traces.requests import Request, read_compact, read_mooncake  # noqa: E402
+from sglang_hybrid.simulation.traces.formats import read_trace  # noqa: E402
+from sglang_hybrid.simulation.traces.lines import Reading  # noqa: E402
+from sglang_hybrid.simulation.traces.requests import Request  # noqa: E402
 from tests.cache.backends import options  # noqa: E402
 from tests.cache.driver import Server, Sizes, build_cache  # noqa: E402
 
@@ -75,8 +77,8 @@ def hit_rate(
 
 
 def read(path: Path, preset: Preset) -> list[Request]:
-    read_trace = read_mooncake if path.name.startswith("mooncake") else read_compact
-    requests = [r for r in read_trace(path, 4 * preset.requests) if len(r.tokens) < LONGEST]
+    reading = Reading(4 * preset.requests, max_input=32_768)
+    requests = [r for r in read_trace(path, reading) if len(r.tokens) < LONGEST]
     return requests[: preset.requests]
 
 

@@ -34,7 +34,7 @@ from scripts.bench.traces import (
 from sglang_hybrid.core.records.nodes import Clock
 from sglang_hybrid.core.returns import answers
 from sglang_hybrid.core.returns.history import History, TimeUnit
-from sglang_hybrid.replay.runner import Job, Runner, run_all
+from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.simulation.traces.declared_hints import KINDS, with_hints
 from sglang_hybrid.simulation.traces.generators import generate, traffic
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
         for rules in options.rules
         for spec, hinted in variants
     ]
-    results = iter(run_all(Runner(traces), jobs, options.workers))
+    results = iter(Runner(traces).run_all(jobs, options.workers))
     heads = ["without", "answers", *(f"hints: {kind}" for kind in options.hints)]
     table = Table("trace", "GB", *(f"{rules}: {head}" for rules in options.rules for head in heads))
     gains: list[list[float]] = []

@@ -51,7 +51,7 @@ async def look_for_workers(server: ServerProcess, steps: Steps) -> None:
         running = False
         for process in await asyncio.to_thread(server.processes):
             with contextlib.suppress(psutil.Error):
-                running |= "sglang_hybrid.simulation.tuner.worker" in process.cmdline()
+                running |= "sglang_hybrid.simulation.workers" in process.cmdline()
         steps.looks.append((time.perf_counter(), running))
         await asyncio.sleep(LOOK_SECONDS)
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from scripts.bench.prewarm import SIZES, choose
 from scripts.bench.report import Table, positive
 from scripts.bench.servers import exactly, flush, hybrid_cache, post
+from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.prompts.endpoints.prewarm import prompts_for
 from sglang_hybrid.prompts.schemas.budget import all_prefixes
@@ -27,7 +28,7 @@ from sglang_hybrid.prompts.schemas.registry import Registry
 from sglang_hybrid.prompts.schemas.schema import Schema, Union
 from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer
 from sglang_hybrid.prompts.schemas.tree import prefix_tree
-from sglang_hybrid.serving.requests.kv_hints import checkpoint_hint
+from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.server_process import ServerProcess
 
 WORDS = [
@@ -140,7 +141,7 @@ class Traffic:
         plan = all_prefixes(root, budget, state_bytes, kv_bytes)
         for one in prompts_for(self.registry, self.registered, plan.nodes):
             inside = [at for at in one.positions if at < len(one.ids)]
-            hints = {"kv_hints": checkpoint_hint(inside)} if inside else {}
+            hints = {"kv_hints": kv_hints.write(PromptHints(tuple(inside)))} if inside else {}
             post(self.url, "/generate", {"input_ids": one.ids, **hints, **exactly(0)})
 
     def _pml(self, prompt: tuple[str, ...]) -> str:

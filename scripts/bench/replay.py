@@ -19,13 +19,14 @@ from scripts.bench.traces import find
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.core.victims.eviction import POLICIES
-from sglang_hybrid.replay.runner import Job, Runner, run_all
+from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.systems import Setting, Spec, systems
 from sglang_hybrid.simulation.future import Oracle
 from sglang_hybrid.simulation.prefill_time import PAPER
 from sglang_hybrid.simulation.simulator import Simulator
-from sglang_hybrid.simulation.traces.formats import Reading, read_trace
+from sglang_hybrid.simulation.traces.formats import read_trace
 from sglang_hybrid.simulation.traces.generators import generate, traffic
+from sglang_hybrid.simulation.traces.lines import Reading
 from sglang_hybrid.simulation.traces.requests import Request
 
 COST = CostModel.paper_7b()
@@ -73,7 +74,7 @@ def candidates(requests: list[Request], budget: int, workers: int) -> None:
     for clock in (None, PAPER):
         jobs = [Job(spec, "window", COST, budget, clock) for spec in specs]
         begin = time.perf_counter()
-        run_all(Runner({"window": requests}), jobs, workers)
+        Runner({"window": requests}).run_all(jobs, workers)
         spent = time.perf_counter() - begin
         table.row("at once" if clock is None else "in time", f"{spent:.1f}")
 

@@ -28,7 +28,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from scripts.bench.report import Table, versions
 from scripts.bench.rounds import ANSWER, GROUP, waiting_requests
-from sglang_hybrid.serving.config import HybridConfig, Schedule
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import Schedule
 from tests.cache.driver import Server, Sizes, build_cache
 
 ROUNDS = 20

@@ -25,8 +25,9 @@ from scripts.bench.traffic import Steps, beside, drive, hit_rate, probe
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.serving.server_process import ServerProcess
+from sglang_hybrid.simulation.traces.formats import read_trace
 from sglang_hybrid.simulation.traces.requests import Request
-from sglang_hybrid.simulation.traces.slices import read_trace, to_vocabulary
+from sglang_hybrid.simulation.traces.slices import to_vocabulary
 
 TRACE = "sharegpt_55"
 KV_TOKENS, STATE_SLOTS = 60_000, 500

@@ -27,8 +27,9 @@ from scripts.bench.traffic import drive, hit_rate
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.serving.server_process import ServerProcess
+from sglang_hybrid.simulation.traces.formats import read_trace
 from sglang_hybrid.simulation.traces.requests import Request
-from sglang_hybrid.simulation.traces.slices import read_trace, reusable_tokens, to_vocabulary
+from sglang_hybrid.simulation.traces.slices import reusable_tokens, to_vocabulary
 
 
 @dataclass(frozen=True)

@@ -185,14 +185,14 @@ class Bits:
 
     def __init__(self, index: ReuseIndex) -> None:
         self.sum, self.intervals = 0.0, 0
-        self._index, self._ends = index, index.returned
-        index.returned = self._returned  # type: ignore[method-assign]
+        self._index, self._ends = index, index.on_return
+        index.on_return = self._on_return  # type: ignore[method-assign]
 
-    def _returned(self, interval_id: int, time: float) -> float:
+    def _on_return(self, interval_id: int, time: float) -> float:
         index = self._index
         number = index._number[interval_id]
-        row = index._row.item(index._seen._classes[number])
-        hazard = index._hazard[row]
+        estimate = index._estimate
+        hazard = estimate._hazard[estimate._row.item(index._seen._classes[number])]
         end = index._bin(time - index.since(interval_id))
         if index.version:
             chance = float(hazard[end] * np.prod(1 - hazard[:end]))

@@ -11,8 +11,9 @@ from scripts.bench.report import ROOT, BenchFailed
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.replay.runner import Runner
 from sglang_hybrid.simulation.traces.arrivals import Draw
-from sglang_hybrid.simulation.traces.formats import Reading, read_trace
+from sglang_hybrid.simulation.traces.formats import read_trace
 from sglang_hybrid.simulation.traces.generators import Traffic, generate, traffic
+from sglang_hybrid.simulation.traces.lines import Reading
 from sglang_hybrid.simulation.traces.requests import Request
 from sglang_hybrid.simulation.traces.slices import to_vocabulary
 

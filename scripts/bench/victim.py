@@ -38,7 +38,7 @@ def measure(name: str, options: dict[str, float], count: int, rounds: int) -> li
         index = policy.history.index
         for _ in range(400):
             slot = index.open(rng.randrange(252), 0.0)
-            index.returned(slot, rng.expovariate(1 / 60))
+            index.on_return(slot, rng.expovariate(1 / 60))
         index.rebuild()
     pool = Pool(Scarce.SHARED, CostModel.paper_7b(), policy, tree.clock)
     tree.listen(pool)

@@ -23,8 +23,9 @@ from typing import Any
 import requests
 
 from scripts.gpu_check.findings import tell
+from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.models import ARCHITECTURES, build_tiny_model
-from sglang_hybrid.serving.requests.kv_hints import checkpoint_hint
+from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 
 SPLIT = {"falcon-mamba": "Mamba1 has no states inside its prefill"}
@@ -64,7 +65,7 @@ def generate(url: str, tokens: list[int], declared: tuple[int, ...] = ()) -> dic
         "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
         "return_logprob": True,
         "logprob_start_len": -1,
-        **({"kv_hints": checkpoint_hint(list(declared))} if declared else {}),
+        **({"kv_hints": kv_hints.write(PromptHints(tuple(declared)))} if declared else {}),
     }
     response = requests.post(url + "/generate", json=body, timeout=60)
     response.raise_for_status()

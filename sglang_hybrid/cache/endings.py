@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from sglang_hybrid.core.returns.hints import Hint
-from sglang_hybrid.serving.requests.kv_hints import session_hint
+from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.tenants import tenant_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Endings:
             starts,
             tenant_of(req),
             cache.plans.history_match(req),
-            session_hint(req.kv_hints),
+            kv_hints.read(req.kv_hints).session,
         )
         if self._learning is not None:
             self._learning.finished()

@@ -31,7 +31,7 @@ from sglang_hybrid.core.systems import Spec, make_policies
 from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.explainer import Explainer
-from sglang_hybrid.serving.config import Eviction
+from sglang_hybrid.serving.flag_values import Eviction
 from sglang_hybrid.serving.telemetry.stats import CacheStats
 from sglang_hybrid.serving.telemetry.tiers import TierStats
 
@@ -173,5 +173,5 @@ def _plan(parts: Parts, params: CacheInitParams, *, one_pass: bool) -> None:
         min_branch_tokens=parts.options.hybrid_min_branch_tokens,
         grid=grid,
         one_pass=one_pass,
-        note=parts.decision_log.not_taken,
+        note=parts.decision_log.on_skip,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.checkpoints.prefix_wait import PrefixWait
 from sglang_hybrid.serving.per_request import PerRequest
-from sglang_hybrid.serving.requests.kv_hints import declared_positions
+from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.tenants import tenant_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class PrefillPlans:
             history_match = self._shadow_tree.match_history(prompt, tenant_of(req), last)
         if history_match is not None:
             self._history_matches[req] = history_match
-            self._decision_log.history_matched(req, history_match.known_len)
+            self._decision_log.on_history_match(req, history_match.known_len)
         self.planner.plan_request(
             req,
             len(prompt),
@@ -70,7 +70,7 @@ class PrefillPlans:
             history_match=history_match,
             shared=self.prefix_wait.shared(req),
             message_starts=self.message_starts(req),
-            declared=declared_positions(req.kv_hints),
+            declared=kv_hints.read(req.kv_hints).positions,
         )
 
     def on_admitted(self, req: Req) -> None:

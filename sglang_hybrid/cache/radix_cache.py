@@ -189,7 +189,7 @@ class HybridRadixCache(HostTierCache):
 
     def reset(self) -> None:
         super().reset()
-        self.decision_log.emptied()
+        self.decision_log.on_flush()
         self.plans.forget_all()
         if self.schedule is not None:
             self.schedule.emptied()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_hybrid.cache.state_slots.slots import free_slots
-from sglang_hybrid.serving.telemetry.metrics import CacheMetrics
+from sglang_hybrid.serving.telemetry.metrics import cache_metrics
 
 if TYPE_CHECKING:
     from sglang_hybrid.cache.parts import Parts
@@ -39,7 +39,7 @@ class CacheReport:
         self.stats, self.account = parts.stats, parts.account
         self.tier_stats = None if parts.speeds is None else parts.tier_stats
         self._cache, self._parts = cache, parts
-        self._metrics = CacheMetrics(self) if metrics else None
+        self._metrics = cache_metrics(self) if metrics else None
 
     @property
     def policy_name(self) -> str:

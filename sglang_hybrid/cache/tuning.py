@@ -18,14 +18,14 @@ from sglang_hybrid.cache.tiers.measured_speeds import SpeedsMeasured
 from sglang_hybrid.cache.tiers.served_tiers import ServedCache, served_tiers
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import make_policies
-from sglang_hybrid.serving.config import Eviction
-from sglang_hybrid.serving.requests.kv_hints import session_hint
+from sglang_hybrid.serving.flag_values import Eviction
+from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.tenants import TenantNames, tenant_of
 from sglang_hybrid.simulation.tuner.candidates import CANDIDATES, MARCONI_ALONE
 from sglang_hybrid.simulation.tuner.recorder import Finished, compact
-from sglang_hybrid.simulation.tuner.search import Limits
 from sglang_hybrid.simulation.tuner.trace_file import TraceFile
 from sglang_hybrid.simulation.tuner.tuner import PolicySwitch, Rules, Tuner
+from sglang_hybrid.simulation.workers import Limits
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -81,7 +81,7 @@ class Tuning:
             self._room(),
             message_starts=tuple(message_starts),
             tenant=self._names.name(tenant_of(req)),
-            hint=session_hint(req.kv_hints),
+            hint=kv_hints.read(req.kv_hints).session,
         )
         if self.file is not None:
             self.file.add(record)

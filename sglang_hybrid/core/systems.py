@@ -1,7 +1,7 @@
 """What can be replayed, by name: `NAME` or `NAME:OPTION=VALUE,..`, as `marconi:alpha=0.3`.
 
-A system is a cache with its policy. `replay.systems` registers what it can build. In the server a
-`Spec` names the policy in force.
+A system is a cache with its policy. `replay.systems` enters in `SYSTEMS` what it can build. In the
+server a `Spec` names the policy in force.
 """
 
 from __future__ import annotations
@@ -71,14 +71,7 @@ class System:
 
 
 SYSTEMS: dict[str, System] = {}
-"""Those that were registered, by name."""
-
-
-def register(name: str, system: System) -> None:
-    """From now on `name` is `system`. Raises ValueError if it is another one already."""
-    if name in SYSTEMS:
-        raise ValueError(f"a system {name!r} is registered already")
-    SYSTEMS[name] = system
+"""What can be built, by name."""
 
 
 def systems(*, tiered: bool) -> list[str]:
@@ -133,7 +126,7 @@ class Spec:
         return " ".join([self.name, *shown])
 
     def build(self, setting: Setting) -> Any:
-        """The cache; its system must be registered. Raises ValueError if it knows no tiers where
+        """The cache; its system must be in `SYSTEMS`. Raises ValueError if it knows no tiers where
         there are some, or nothing else where there are none.
         """
         system, tiered = SYSTEMS[self.name], setting.tiers is not None

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 class Records(Protocol):
-    """The records of a tree's nodes. asked: the pool that chose the last victim."""
+    """The records of a tree's nodes. asked: the pool that chose the last victim; None before the
+    first one.
+    """
 
     clock: Clock
     asked: Pool | None
@@ -32,9 +34,15 @@ class Records(Protocol):
     def match_history(self, prompt: array[int], tenant: Hashable = None) -> HistoryMatch | None: ...
 
 
-class LoggedCache(Protocol):
-    """A cache whose decisions are recorded; `shadow_tree` is None where SGLang's own order decides
-    what is evicted.
+class Ways(Protocol):
+    """How a cache with tiers reaches a point that is stored."""
+
+    def of_node(self, node: UnifiedTreeNode, prompt_len: int) -> tuple[Way, Way, Way]: ...
+
+
+class ExplainedCache(Protocol):
+    """A cache whose decisions are recorded and whose misses are explained. shadow_tree: None where
+    SGLang's own order decides what is evicted. ways: None without tiers.
     """
 
     @property
@@ -46,24 +54,14 @@ class LoggedCache(Protocol):
     @property
     def page_size(self) -> int: ...
 
-    is_mamba_enabled: bool
-    tree_core: Any
-
-
-class Ways(Protocol):
-    """How a cache with tiers reaches a point that is stored."""
-
-    def of_node(self, node: UnifiedTreeNode, prompt_len: int) -> tuple[Way, Way, Way]: ...
-
-
-class ExplainedCache(LoggedCache, Protocol):
-    """A cache whose misses are explained. ways: None without tiers."""
-
     @property
     def message_boundaries(self) -> MessageBoundaries: ...
 
     @property
     def ways(self) -> Ways | None: ...
+
+    @property
+    def plans_checkpoints(self) -> bool: ...
 
     options: HybridConfig
     account: Account | None
@@ -72,6 +70,5 @@ class ExplainedCache(LoggedCache, Protocol):
     components: Mapping[ComponentType, Any]
     req_to_token_pool: Any
     token_to_kv_pool_allocator: Any
-
-    @property
-    def plans_checkpoints(self) -> bool: ...
+    is_mamba_enabled: bool
+    tree_core: Any

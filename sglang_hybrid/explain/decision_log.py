@@ -15,19 +15,26 @@ from typing import TYPE_CHECKING
 
 from sglang_hybrid.core.checkpoints.admission import Skip
 from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
-from sglang_hybrid.core.records.nodes import Clock, Node
-from sglang_hybrid.explain.cache_view import LoggedCache, Records
+from sglang_hybrid.core.records.latest import Latest
+from sglang_hybrid.core.records.nodes import Node
+from sglang_hybrid.core.victims.pool import Scarce
+from sglang_hybrid.explain.cache_view import ExplainedCache, Records
 from sglang_hybrid.explain.decisions import (
     EMPTY_PREFIX_HASH,
     NAME_LENGTH,
     Decisions,
     KvLost,
-    Moment,
     NotTaken,
     StateLost,
     extend_prefix_hash,
 )
-from sglang_hybrid.explain.recent import RecentRequest, RecentRequests, ResumedFrom
+from sglang_hybrid.explain.recent import (
+    BYTES,
+    REQUESTS,
+    RecentRequest,
+    RecentRequests,
+    ResumedFrom,
+)
 from sglang_hybrid.serving.telemetry.stats import Evicted, RequestReport
 from sglang_hybrid.serving.tenants import Tenant, tenant, tenant_of
 
@@ -39,13 +46,13 @@ if TYPE_CHECKING:
 class DecisionLog:
     """The decisions and the recent requests of one cache, apart for each tenant.
 
-    one_tenant: no second one has come yet. Scores are compared with those of other tenants' states,
-    so they are told only then.
+    one_tenant: no second tenant has come yet. Scores are compared with those of other tenants'
+    states, so they are told only while this is true.
     """
 
-    def __init__(self, cache: LoggedCache) -> None:
+    def __init__(self, cache: ExplainedCache) -> None:
         self.decisions = Decisions()
-        self.recent = RecentRequests()
+        self.recent: RecentRequests = Latest(BYTES, REQUESTS)
         self._cache = cache
         self.one_tenant = True
         self._someone_came = False
@@ -53,10 +60,10 @@ class DecisionLog:
         self._recipient: CheckpointRequest | None = None
         self._hashed: tuple[object, int, int] = None, 0, EMPTY_PREFIX_HASH  # tokens, end, hash
 
-    def now(self) -> Moment | None:
-        """The cache's time; None where nothing counts it."""
+    def now(self) -> float | None:
+        """Seconds of the cache's clock; None where nothing counts them."""
         shadow_tree = self._cache.shadow_tree
-        return None if shadow_tree is None else moment(shadow_tree.clock)
+        return None if shadow_tree is None else shadow_tree.clock.stamp
 
     # What became of states and KV.
 
@@ -69,17 +76,17 @@ class DecisionLog:
         finally:
             self._recipient = None
 
-    def not_taken(self, req: Req, request: CheckpointRequest, skip: Skip) -> None:
+    def on_skip(self, req: Req, request: CheckpointRequest, skip: Skip) -> None:
         """The prefill of `req` wanted a state and did not get it."""
         shadow_tree = self._cache.shadow_tree
         if shadow_tree is None or request.position <= 0:
             return
         prefix_hash = self._prefix_hash_in(shadow_tree, req, request.position)
-        order, now = self.decisions.count, moment(shadow_tree.clock)
+        order, now = self.decisions.count, shadow_tree.clock.stamp
         decision = NotTaken(order, now, _short(request), skip)
         self.decisions.add(tenant_of(req), request.position, prefix_hash, decision)
 
-    def state_lost(self, node: UnifiedTreeNode, what: Evicted) -> None:
+    def on_state_eviction(self, node: UnifiedTreeNode, what: Evicted) -> None:
         """The state of `node` is evicted; the node is still in the tree."""
         shadow_tree = self._records()
         record = shadow_tree.record(node)
@@ -88,55 +95,46 @@ class DecisionLog:
         whose = _tenant_of_node(node)
         recipient = self._recipient
         lost = StateLost(
-            self.decisions.count,
-            moment(shadow_tree.clock),
+            *self._eviction(shadow_tree),
             record.kind,
             what,
-            None if pool is None else pool.scarce,
-            pool.policy.name if pool else self._cache.policy_name,
             score,
             recipient if recipient is not None and recipient.tenant == whose else None,
             record.hits,
-            record.taken,
-            (record.last_used, record.stamp),
+            record.stamp,
             _return_expected(record),
             record.pin is not None,
         )
         self.decisions.add(whose, record.depth, self.prefix_hash(record), lost)
 
-    def kv_lost(self, node: UnifiedTreeNode) -> None:
+    def on_kv_eviction(self, node: UnifiedTreeNode) -> None:
         """The KV of the leaf `node` is evicted; the node is still in the tree."""
         shadow_tree = self._records()
         record = shadow_tree.record(node)
-        start = record.depth - record.tokens
-        end_hash = self.prefix_hash(record)
         assert record.parent is not None
-        above = record.parent.prefix_hash
-        if above is None:
-            above = EMPTY_PREFIX_HASH
         first = min(self._cache.page_size, record.tokens)
-        pool = shadow_tree.asked
-        lost = KvLost(
-            self.decisions.count,
-            moment(shadow_tree.clock),
-            start,
-            record.depth,
-            end_hash,
-            None if pool is None else pool.scarce,
-            pool.policy.name if pool else self._cache.policy_name,
-            (record.last_used, record.stamp),
-        )
+        above = self.prefix_hash(record.parent)
         prefix_hash = extend_prefix_hash(above, node.key.token_ids, 0, first)
-        self.decisions.add(_tenant_of_node(node), start + first, prefix_hash, lost)
+        position = record.depth - record.tokens + first
+        eviction = self._eviction(shadow_tree)
+        lost = KvLost(*eviction, record.depth, self.prefix_hash(record))
+        self.decisions.add(_tenant_of_node(node), position, prefix_hash, lost)
 
-    def emptied(self) -> None:
+    def _eviction(self, records: Records) -> tuple[int, float, Scarce | None, str]:
+        """Order, time, short pool and policy of an eviction that happens now."""
+        pool = records.asked
+        policy = pool.policy.name if pool else self._cache.policy_name
+        short = None if pool is None else pool.scarce
+        return self.decisions.count, records.clock.stamp, short, policy
+
+    def on_flush(self) -> None:
         """The cache was flushed."""
         if len(self.recent):  # not the first time, when the cache is built
             self.decisions.clear(self.now())
 
     # What requests found.
 
-    def looked_up(self, req: Req, report: RequestReport, kv: int, node: UnifiedTreeNode) -> None:
+    def on_lookup(self, req: Req, report: RequestReport, kv: int, node: UnifiedTreeNode) -> None:
         """`req` was looked up, again perhaps, and would resume from `node`, whose use by it is not
         counted yet.
         """
@@ -145,13 +143,12 @@ class DecisionLog:
             self._someone_came, self._first = True, whose
         self.one_tenant = self.one_tenant and whose == self._first
         known = self.recent.get(whose, req.rid)
-        used = self.used(node, report.hit_tokens)
+        used = self.checkpoint_of(node, report.hit_tokens)
         if known is not None and known.used is not None and used is not None:
             same = known.used.position == used.position
             used = known.used if same else used  # its own use is counted by now
         seen = RecentRequest(
             req.origin_input_ids,
-            whose,
             report,
             kv,
             used,
@@ -159,28 +156,27 @@ class DecisionLog:
             self.now(),
             None if known is None else known.known,
         )
-        self.recent.put(whose, req.rid, seen)
+        self.recent.put(whose, req.rid, seen, seen.size(req.rid))
 
-    def history_matched(self, req: Req, known_len: int) -> None:
+    def on_history_match(self, req: Req, known_len: int) -> None:
         """So much of the prompt of `req` was sent before by its tenant."""
         seen = self.recent.get(tenant_of(req), req.rid)
         if seen is not None:
             seen.known = known_len
 
-    def used(self, node: UnifiedTreeNode, position: int) -> ResumedFrom | None:
+    def checkpoint_of(self, node: UnifiedTreeNode, position: int) -> ResumedFrom | None:
         """The checkpoint of `node`, at `position`; None for the root and where there are none."""
         if position == 0 or not self._cache.is_mamba_enabled:
             return None
         if self._cache.shadow_tree is None:
             return ResumedFrom(position)
         record = self._cache.shadow_tree.record(node)
-        last_used = (record.last_used, record.stamp)
         return ResumedFrom(
             position,
             record.kind,
             record.hits,
-            record.taken,
-            last_used,
+            record.taken[1],
+            record.stamp,
             _return_expected(record),
             None if record.pin is None else record.pin.until,
         )
@@ -220,10 +216,6 @@ class DecisionLog:
         records = self._cache.shadow_tree
         assert records is not None, "only what our policies evict is recorded"
         return records
-
-
-def moment(clock: Clock) -> Moment:
-    return clock.tick, clock.stamp
 
 
 def _return_expected(record: Node) -> float | None:

@@ -31,10 +31,6 @@ ENTRIES = 4_096
 NAME_LENGTH = 64
 """Characters that are kept of a request's name, which a client may choose."""
 
-Moment = tuple[int, float]
-"""A tick (requests) and a stamp (seconds) of the cache's clock."""
-
-
 EMPTY_PREFIX_HASH = 0
 """The prefix hash of position 0."""
 
@@ -49,10 +45,12 @@ def extend_prefix_hash(prefix_hash: int, tokens: npt.ArrayLike, start: int, end:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """order: how many decisions came before; at: when."""
+    """Something that the cache decided about a position. order: number of decisions before this
+    one. at: when, in seconds of the cache's clock.
+    """
 
     order: int
-    at: Moment
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,44 +62,47 @@ class NotTaken(Decision):
 
 
 @dataclass(frozen=True, slots=True)
-class StateLost(Decision):
+class Eviction(Decision):
+    """short: the pool that ran short, None if no pool of ours was asked. policy: the eviction
+    policy's name.
+    """
+
+    short: Scarce | None
+    policy: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateLost(Eviction):
     """A state was evicted.
 
-    what: whether its KV went too. short: the pool that ran short. score: what `policy` gave it;
-    None for the leaves that go first. recipient: the state that got its slot; None if a running
-    request did. hits, taken, last_used: of the state. return_expected: the probability of a return
-    by the last answer there, None if that told nothing. pinned: a client had pinned it.
+    what: whether its KV was evicted too. score: what `policy` gave the state; None for leaves,
+    which are evicted first. recipient: the state that got its slot; None if a running request did.
+    hits, last_used: of the state. return_expected: the probability of a return by the last answer
+    there, None if that told nothing. pinned: a client had pinned it.
     """
 
     kind: Kind
     what: Evicted
-    short: Scarce | None
-    policy: str
     score: float | None
     recipient: CheckpointRequest | None
     hits: int
-    taken: Moment
-    last_used: Moment
+    last_used: float
     return_expected: float | None = None
     pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class KvLost(Decision):
-    """The KV of tokens [start, end) was evicted, filed under its first page's end; end_hash: that
-    of `end`.
+class KvLost(Eviction):
+    """The KV of an edge was evicted. The entry is filed under the end of the edge's first page.
+    end: position of the edge's end. end_hash: prefix hash of `end`.
     """
 
-    start: int
     end: int
     end_hash: int
-    short: Scarce | None
-    policy: str
-    last_used: Moment
 
 
 class TenantLog:
-    """The latest decisions about one tenant's prompts. full: older ones were forgotten."""
+    """The latest decisions about one tenant's prompts. full: whether older ones were forgotten."""
 
     def __init__(self) -> None:
         self.full = False
@@ -143,13 +144,14 @@ class TenantLog:
 class Decisions:
     """The logs of all tenants, `entries` in all.
 
-    count: of all there ever were. emptied: when the cache was emptied, None if it never was.
+    count: of all decisions there ever were. emptied: when the cache was emptied, in seconds of its
+    clock; None if it never was.
     """
 
     def __init__(self, entries: int = ENTRIES) -> None:
         self.entries = entries
         self.count = 0
-        self.emptied: Moment | None = None
+        self.emptied: float | None = None
         self._logs: dict[Hashable, TenantLog] = {}
         self._shares = Shares()
         self._nothing = TenantLog()
@@ -176,7 +178,7 @@ class Decisions:
             if not len(self._logs[largest]):
                 del self._logs[largest]
 
-    def clear(self, now: Moment | None) -> None:
+    def clear(self, now: float | None) -> None:
         """The cache was emptied: nothing that happened before says why something is missing."""
         self._logs.clear()
         self._shares = Shares()

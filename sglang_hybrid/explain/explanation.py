@@ -181,9 +181,10 @@ class Explanation:
     def unknown(self, request_id: str) -> str:
         """That no request of this tenant has this id, in one sentence."""
         recent = self._decision_log.recent
+        count = len(recent.of(self._tenant))
         return (
             f"no request {request_id!r} with this extra key, salt and adapter is among the last "
-            f"{recent.of(self._tenant)} that came; at most {recent.requests} are kept, and fewer "
+            f"{count} that came; at most {recent.most_values} are kept, and fewer "
             "if their prompts are long."
         )
 

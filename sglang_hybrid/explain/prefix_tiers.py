@@ -15,6 +15,8 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.messages import ResidencyReq, ResidencyReqOutput
+from sglang_hybrid.explain.stored import prefix_key, stored_path
+from sglang_hybrid.serving.tenants import tenant
 
 logger = logging.getLogger(__name__)
 
@@ -48,36 +50,28 @@ class Residency:
     def _places(self, asked: ResidencyReq) -> list[Place]:
         on_disk = DiskPrefixes(self._cache)
         prefixes: list[RadixKey] = []
-        page, is_bigram = self._cache.page_size, self._cache.tree_core.is_eagle
+        page, whose = self._cache.page_size, tenant(asked.extra_key, asked.cache_salt)
         for parent, edge in asked.prefixes:
             ids = (prefixes[parent].token_ids if parent >= 0 else array("q")) + array("q", edge)
-            limit = len(ids) // page * page
-            extra_key, salt = asked.extra_key, asked.cache_salt
-            key = RadixKey(ids, extra_key, is_bigram=is_bigram, limit=limit, cache_salt=salt)
+            key = prefix_key(self._cache, ids, whose, len(ids) // page * page)
             prefixes.append(key)
             on_disk.add(parent, key)
         return [self._place(number, key, on_disk) for number, key in enumerate(prefixes)]
 
     def _place(self, number: int, key: RadixKey, on_disk: DiskPrefixes) -> Place:
-        tree, page = self._cache.tree_core, self._cache.page_size
-        kv, state, depth, node = StoredIn.DEVICE, StoredIn.NOWHERE, 0, tree.root_node
-        while depth + page <= len(key):
-            child = node.children.get(key.child_key_at(depth, page))
-            tier = StoredIn.NOWHERE if child is None else _tier(child, ComponentType.FULL)
-            same = 0 if child is None else child.key.match_at(key, depth, page_size=page)
-            if tier is StoredIn.NOWHERE or not same:
-                break
-            kv, depth, node = max(kv, tier), depth + same, child
-            if same < len(child.key):
-                break
-            if depth == len(key) and self._cache.is_mamba_enabled:
-                state = _tier(child, ComponentType.MAMBA)
-        stored = 0 < depth == len(key)
-        if not stored or (self._cache.is_mamba_enabled and state is StoredIn.NOWHERE):
+        has_states = self._cache.is_mamba_enabled
+        path = stored_path(self._cache, key)
+        kv = state = StoredIn.NOWHERE
+        stored = 0 < path.kv == len(key)
+        if stored:
+            nodes = [node for _, node in path.nodes] + [path.part] * (path.part is not None)
+            kv = max(_tier(node, ComponentType.FULL) for node in nodes)
+            if has_states and path.part is None:
+                state = _tier(nodes[-1], ComponentType.MAMBA)
+        if not stored or (has_states and state is StoredIn.NOWHERE):
             kv_on_disk, state_on_disk = on_disk.holds(number)
             kv = kv if stored else StoredIn.DISK if kv_on_disk else StoredIn.NOWHERE
             state = StoredIn.DISK if state_on_disk and kv is not StoredIn.NOWHERE else state
-        has_states = self._cache.is_mamba_enabled
         return kv.name.lower(), state.name.lower() if has_states else None
 
 

@@ -15,7 +15,6 @@ from sglang_hybrid.explain.decisions import (
     EMPTY_PREFIX_HASH,
     Decision,
     KvLost,
-    Moment,
     NotTaken,
     StateLost,
     extend_prefix_hash,
@@ -27,7 +26,7 @@ from sglang_hybrid.explain.miss_report import (
     Unstored,
     UnstoredReason,
 )
-from sglang_hybrid.explain.recent import ResumedFrom
+from sglang_hybrid.explain.recent import ResumedFrom, newest
 from sglang_hybrid.serving.telemetry.stats import Evicted
 from sglang_hybrid.serving.tenants import Tenant
 
@@ -42,7 +41,7 @@ class Reasons:
         self._cache = cache
         self._decision_log = decision_log
         self.log = decision_log.decisions.of(whose)
-        self._now = decision_log.recent.newest(whose)
+        self._now = newest(decision_log.recent, whose)
 
     def missed_checkpoints(
         self, events: Events, hit: int, usable: int
@@ -93,7 +92,7 @@ class Reasons:
                 None if comparison is None else comparison.new,
             ),
             hits=event.hits,
-            unused=_between(event.last_used, event.at),
+            unused=max(0.0, event.at - event.last_used),
             return_expected=event.return_expected,
             with_kv=event.what is Evicted.LEAF,
             pinned=event.pinned,
@@ -143,17 +142,12 @@ class Reasons:
     def pinned_for(self, used: ResumedFrom) -> float | None:
         if used.pinned_until is None or self._now is None:
             return None
-        return max(0.0, used.pinned_until - self._now[1])
+        return max(0.0, used.pinned_until - self._now)
 
-    def ago(self, at: Moment | None) -> float | None:
-        return None if at is None or self._now is None else _between(at, self._now)
+    def ago(self, at: float | None) -> float | None:
+        return None if at is None or self._now is None else max(0.0, self._now - at)
 
 
 def grid(cache: ExplainedCache) -> int:
     """Tokens between the states that SGLang tracks."""
     return int(cache.components[ComponentType.MAMBA].mamba_checkpoint_grid)
-
-
-def _between(then: Moment, now: Moment) -> float:
-    """Seconds."""
-    return max(0.0, now[1] - then[1])

@@ -1,20 +1,15 @@
 """`POST /hybrid_cache/explain`: from HTTP to the schedulers and back (hooks/scheduling.py)."""
 
-from functools import lru_cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from sglang.srt.arg_groups.overrides import resolving_view
-from sglang.srt.managers.communicator import FanOutCommunicator
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.auth import AuthLevel, auth_level
-from sglang.utils import TypeBasedDispatcher
 
 from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput
-from sglang_hybrid.serving.config import BACKEND
+from sglang_hybrid.explain.ranks import ask_ranks, has_our_cache
 from sglang_hybrid.serving.requests import fields
 from sglang_hybrid.serving.requests.bodies import read_json
 from sglang_hybrid.serving.tenants import put_tenant, stored_under
@@ -66,7 +61,7 @@ async def explain(request: Request) -> JSONResponse:
     from sglang.srt.entrypoints.http_server import get_global_state
 
     manager = get_global_state().tokenizer_manager
-    if resolving_view(manager.server_args).radix_cache_backend != BACKEND:
+    if not has_our_cache(manager):
         return _refuse(
             HTTPStatus.NOT_FOUND,
             "this server does not run sglang_hybrid's cache (--radix-cache-backend hybrid).",
@@ -81,15 +76,13 @@ async def explain(request: Request) -> JSONResponse:
         if loaded is None:
             return _refuse(HTTPStatus.NOT_FOUND, f"no adapter {question.lora_path!r} is loaded.")
         adapter = loaded.lora_id
-    manager.auto_create_handle_loop()
-    answers: list[ExplainReqOutput] = await _communicator(manager)(
-        ExplainReq(
-            input_ids=question.input_ids,
-            request_id=question.request_id,
-            extra_key=stored_under(question.extra_key, adapter),
-            cache_salt=question.cache_salt,
-        )
+    asked = ExplainReq(
+        input_ids=question.input_ids,
+        request_id=question.request_id,
+        extra_key=stored_under(question.extra_key, adapter),
+        cache_salt=question.cache_salt,
     )
+    answers: list[ExplainReqOutput] = await ask_ranks(manager, asked, ExplainReqOutput)
     reports = [answer.report for answer in answers if answer.report is not None]
     if not reports:
         return _refuse(HTTPStatus.NOT_FOUND, answers[0].error or "no answer.")
@@ -118,18 +111,6 @@ async def _read(request: Request, manager: "TokenizerManager") -> Question:
             )
         fields.token_ids("input_ids", ids, manager.model_config.vocab_size)
     return question
-
-
-@lru_cache(maxsize=1)
-def _communicator(manager: "TokenizerManager") -> FanOutCommunicator:
-    """What carries questions to all data-parallel ranks, one at a time, and gathers the answers;
-    as SGLang makes its own (tokenizer_control_mixin.py, init_communicators).
-    """
-    communicator = FanOutCommunicator(manager._dispatch_to_scheduler, get_parallel().num_dp_ranks)
-    manager._result_dispatcher += TypeBasedDispatcher(
-        [(ExplainReqOutput, communicator.handle_recv)]
-    )
-    return communicator
 
 
 def _refuse(status: HTTPStatus, why: str) -> JSONResponse:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -17,6 +17,44 @@ from sglang_hybrid.serving.tenants import Tenant
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+
+class StoredPath(NamedTuple):
+    """What the tree holds of a key. nodes: those that the key covers to their end, each with its
+    depth. part: the node within whose edge the key ends or leaves the tree. kv: tokens with KV on
+    the device or in host memory.
+    """
+
+    nodes: list[tuple[int, UnifiedTreeNode]]
+    part: UnifiedTreeNode | None
+    kv: int
+
+
+def stored_path(cache: ExplainedCache, key: RadixKey) -> StoredPath:
+    """As SGLang's own walk (unified_tree_core.py:906-955), which cuts the edge that `key` covers in
+    part.
+    """
+    tree, page = cache.tree_core, cache.page_size
+    node, depth = tree.root_node, 0
+    nodes: list[tuple[int, UnifiedTreeNode]] = []
+    while depth + page <= len(key):
+        child = node.children.get(key.child_key_at(depth, page))
+        if child is None or (child.evicted and not child.backuped):
+            break
+        same = child.key.match_at(key, depth, page_size=page)
+        depth += same
+        if same < len(child.key):
+            return StoredPath(nodes, child, depth)
+        nodes.append((depth, child))
+        node = child
+    return StoredPath(nodes, None, depth)
+
+
+def prefix_key(cache: ExplainedCache, tokens: array[int], whose: Tenant, limit: int) -> RadixKey:
+    """The key of the first `limit` tokens, at most, of a tenant's prompt."""
+    extra_key, salt = whose or (None, None)
+    is_bigram = cache.tree_core.is_eagle
+    return RadixKey(tokens, extra_key, is_bigram=is_bigram, limit=limit, cache_salt=salt)
 
 
 class StoredPrefixes:
@@ -35,28 +73,12 @@ class StoredPrefixes:
     def walk(
         self, prompt: array[int], usable: int
     ) -> tuple[list[tuple[int, UnifiedTreeNode]], int]:
-        """Nodes that the prompt covers to their end, with their depths, and how far KV is stored,
-        part of an edge included. As SGLang's own walk (unified_tree_core.py:906-955), which cuts
-        that edge.
+        """Nodes that the usable prompt covers to their end, with their depths, and the tokens whose
+        KV is stored, part of an edge included.
         """
-        tree, page = self._cache.tree_core, self._cache.page_size
-        extra_key, cache_salt = self._tenant or (None, None)
-        key = RadixKey(
-            prompt, extra_key, is_bigram=tree.is_eagle, limit=usable, cache_salt=cache_salt
-        )
-        node, depth = tree.root_node, 0
-        path: list[tuple[int, UnifiedTreeNode]] = []
-        while depth + page <= len(key):
-            child = node.children.get(key.child_key_at(depth, page))
-            if child is None or (child.evicted and not child.backuped):
-                break
-            same = child.key.match_at(key, depth, page_size=page)
-            depth += same
-            if same < len(child.key):
-                break
-            path.append((depth, child))
-            node = child
-        return path, depth
+        key = prefix_key(self._cache, prompt, self._tenant, usable)
+        found = stored_path(self._cache, key)
+        return found.nodes, found.kv
 
     def deepest(self, path: Sequence[tuple[int, UnifiedTreeNode]]) -> ResumedFrom | None:
         """The deepest state on a path."""
@@ -65,7 +87,7 @@ class StoredPrefixes:
         for depth, node in reversed(path):
             state = node.component_data[ComponentType.MAMBA]
             if state.value is not None or state.host_value is not None:
-                return self._decision_log.used(node, depth)
+                return self._decision_log.checkpoint_of(node, depth)
         return None
 
     def below(

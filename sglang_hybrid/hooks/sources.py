@@ -26,7 +26,9 @@ def parse_hashes(text: str) -> dict[str, str]:
 
 
 def load_hashes(release: str) -> dict[str, str]:
-    """The hash of each hooked function of a release of SGLang, by the hook's target."""
+    """Hashes of a release of SGLang: of each hooked function, by the hook's target, and of
+    the files that was read for them, by their paths.
+    """
     file = files("sglang_hybrid") / "hooks" / f"sglang-{release}.sha256"
     return parse_hashes(file.read_text(encoding="utf-8"))
 
@@ -48,7 +50,7 @@ def known_release() -> str:
 
 
 def digest(source: str) -> str:
-    """The SHA-256 of a definition, in hexadecimal."""
+    """The SHA-256 of a definition, or of a file's text, in hexadecimal."""
     return hashlib.sha256(source.encode()).hexdigest()
 
 
@@ -85,6 +87,7 @@ class Sources:
     def __init__(self, read: Callable[[str], str | None]) -> None:
         self._read = read
         self._modules: dict[str, tuple[str, ast.Module] | None] = {}
+        self.files: dict[str, str] = {}  # texts of the modules read so far, by path
 
     def source(self, target: str) -> str | None:
         """The source of `module:name` or `module:Class.name`, wherever it is defined; None if it is
@@ -137,10 +140,14 @@ class Sources:
 
     def _load(self, name: str) -> tuple[str, ast.Module] | None:
         if name not in self._modules:
-            path = name.replace(".", "/")
-            text = self._read(f"{path}.py")
-            text = self._read(f"{path}/__init__.py") if text is None else text
-            self._modules[name] = None if text is None else (text, ast.parse(text))
+            self._modules[name] = None
+            place = name.replace(".", "/")
+            for path in (f"{place}.py", f"{place}/__init__.py"):
+                text = self._read(path)
+                if text is not None:
+                    self.files[path] = text
+                    self._modules[name] = text, ast.parse(text)
+                    break
         return self._modules[name]
 
 

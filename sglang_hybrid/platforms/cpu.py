@@ -28,7 +28,7 @@ from sglang_hybrid.platforms.sizing import (
 )
 from sglang_hybrid.serving.config import CPU_ATTENTION, HybridConfig
 from sglang_hybrid.serving.flag_values import flag_name
-from sglang_hybrid.serving.preflight import StartupError
+from sglang_hybrid.serving.startup import StartupError
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

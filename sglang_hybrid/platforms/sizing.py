@@ -6,7 +6,8 @@ from typing import Any
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.platforms.memory import memory_available, memory_limit
-from sglang_hybrid.serving.preflight import StartupError, read_config, weight_bytes
+from sglang_hybrid.serving.model_directory import read_config, weight_bytes
+from sglang_hybrid.serving.startup import StartupError
 
 MEMORY_FRACTION = 0.4
 """Share of the machine's memory for weights and pools, unless --mem-fraction-static says other."""

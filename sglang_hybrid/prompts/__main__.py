@@ -23,7 +23,8 @@ from sglang_hybrid.prompts.linter.recorded import TenantReport, analyse, sentenc
 from sglang_hybrid.prompts.schemas.schema import read_schema
 from sglang_hybrid.prompts.schemas.xml import MarkupError
 from sglang_hybrid.simulation.prefill_time import PAPER, PrefillTime
-from sglang_hybrid.simulation.traces.formats import FORMATS, Reading, read_trace
+from sglang_hybrid.simulation.traces.formats import FORMATS, read_trace
+from sglang_hybrid.simulation.traces.lines import Reading
 
 
 def main() -> int:

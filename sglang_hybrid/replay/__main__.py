@@ -15,9 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sglang_hybrid.replay.command_line import jobs_of, parser, traffic_of
 from sglang_hybrid.replay.reports.tables import show_results
-from sglang_hybrid.replay.runner import Job, Result, Runner, run_all
+from sglang_hybrid.replay.runner import Job, Result, Runner
 from sglang_hybrid.simulation.traces.formats import find_format, write_trace
-from sglang_hybrid.simulation.traces.requests import whole_file
+from sglang_hybrid.simulation.traces.lines import whole_file
 
 AVMP = "avmp"
 """In the place of a trace: the comparison of the AVMP paper."""
@@ -85,7 +85,7 @@ def _run(runner: Runner, jobs: list[Job], workers: int, console: Console) -> lis
     with progress:
         total = sum(runner.steps(job) for job in jobs)
         task = progress.add_task("requests replayed", total=total)
-        return run_all(runner, jobs, workers, lambda count: progress.advance(task, count))
+        return runner.run_all(jobs, workers, lambda count: progress.advance(task, count))
 
 
 def _summary(

@@ -19,9 +19,10 @@ from sglang_hybrid.simulation.tiers.tier_budgets import EXAMPLE, TierBudgets, pa
 from sglang_hybrid.simulation.traces.arrivals import Azure, Draw
 from sglang_hybrid.simulation.traces.declared_hints import KINDS as HINTS
 from sglang_hybrid.simulation.traces.declared_hints import with_hints
-from sglang_hybrid.simulation.traces.formats import FORMATS, Reading, read_trace
+from sglang_hybrid.simulation.traces.formats import FORMATS, read_trace
 from sglang_hybrid.simulation.traces.generators import KINDS, generate, traffic
-from sglang_hybrid.simulation.traces.requests import Request, Skipped
+from sglang_hybrid.simulation.traces.lines import Reading, Skipped
+from sglang_hybrid.simulation.traces.requests import Request
 
 ONE_MEMORY = "one"
 TIER_POLICIES = "hicache,lru,reuse,clairvoyant,unbounded"

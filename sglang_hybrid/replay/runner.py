@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
-from multiprocessing.sharedctypes import Synchronized
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel
+from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel, FloatArray, IntArray
 from sglang_hybrid.core.server_settings import Budget, Serving, Split
 from sglang_hybrid.core.systems import Setting, Spec
 from sglang_hybrid.replay import systems  # noqa: F401, it registers them
@@ -27,12 +22,7 @@ from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets, TierCounts
 from sglang_hybrid.simulation.tiers.tier_simulator import TieredSimulator
 from sglang_hybrid.simulation.timing import Timeline, paper_ttft
 from sglang_hybrid.simulation.traces.requests import Request
-
-LOOK_EVERY = 0.2
-"""Seconds between two looks at how far the workers are."""
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from sglang_hybrid.simulation.workers import run_all
 
 
 @dataclass(frozen=True)
@@ -64,10 +54,10 @@ class Result:
     """
 
     job: Job
-    input_len: Ints
-    hit_len: Ints
-    paper_ttft: Floats
-    ttft: Floats
+    input_len: IntArray
+    hit_len: IntArray
+    paper_ttft: FloatArray
+    ttft: FloatArray
     seconds: float
     chosen: Spec | None = None
     blocks: tuple[int, int, int] | None = None
@@ -124,26 +114,37 @@ class Result:
 
 @dataclass
 class Runner:
-    """Traces by name, and what is known of their future. served: called after each request."""
+    """Traces by name, and what is known of their future."""
 
     traces: dict[str, Sequence[Request]]
     oracles: dict[int, Oracle] = field(default_factory=dict)
-    served: Callable[[], None] = lambda: None
 
     def steps(self, job: Job) -> int:
         """Requests that `run` serves."""
         return len(job.spec.candidates()) * len(self.traces[job.trace])
 
-    def run(self, job: Job) -> Result:
-        """The best in hindsight is that with the most hit tokens; the first of equals."""
-        results = [self._run(job, spec) for spec in job.spec.candidates()]
-        best = max(results, key=lambda result: result.hit_tokens)
-        seconds = sum(result.seconds for result in results)
-        chosen = best.chosen if len(results) > 1 else None
-        fields = {**best.__dict__, "seconds": seconds, "chosen": chosen}
-        return Result(**fields)
+    def run_all(
+        self,
+        jobs: Sequence[Job],
+        workers: int = 1,
+        progress: Callable[[int], None] = lambda requests: None,
+    ) -> list[Result]:
+        """Results in the jobs' order, as `simulation.workers.run_all` finds them. progress: called
+        with the number of requests served since it was called last.
+        """
+        apart = workers > 1  # oracles are known by the addresses of traces in this process
+        return run_all(Runner.run, Runner(self.traces) if apart else self, jobs, workers, progress)
 
-    def _run(self, job: Job, spec: Spec) -> Result:
+    def run(self, job: Job, count_request: Callable[[], None] = lambda: None) -> Result:
+        """What `job` finds: of the systems that the best in hindsight is chosen from, that with the
+        most hit tokens, the first of equals. count_request: called after each request.
+        """
+        results = [self._run(job, spec, count_request) for spec in job.spec.candidates()]
+        best = max(results, key=lambda result: result.hit_tokens)
+        chosen = best.chosen if len(results) > 1 else None
+        return replace(best, seconds=sum(result.seconds for result in results), chosen=chosen)
+
+    def _run(self, job: Job, spec: Spec, count_request: Callable[[], None]) -> Result:
         requests = self.traces[job.trace]
         setting = Setting(
             job.cost,
@@ -157,23 +158,22 @@ class Runner:
         )
         begin = time.perf_counter()
         cache = spec.build(setting)
-        if job.losses and isinstance(cache, TieredSimulator):
-            cache.losses = Losses()
-        outcomes: list[Outcome]
+        tiered = cache if isinstance(cache, TieredSimulator) else None
+        if tiered is not None and job.losses:
+            tiered.losses = Losses()
+        outcomes: list[Outcome] = []
         ttft: list[float] = []
         if job.time is None:
-            outcomes = []
             for request in requests:
                 outcomes.append(cache.serve(request))
-                self.served()
+                count_request()
         else:
-            served = Timeline(cache, job.time, self.served).run(requests)
+            served = Timeline(cache, job.time, count_request).run(requests)
             outcomes = [one.outcome for one in served]
             ttft = [one.ttft for one in served]
-        lost = None
-        if isinstance(cache, TieredSimulator) and cache.losses is not None:
-            lost = {loss.value: cache.losses.tokens[loss] for loss in Loss}
-        blocks = None
+        lost = blocks = None
+        if tiered is not None and tiered.losses is not None:
+            lost = {loss.value: tiered.losses.tokens[loss] for loss in Loss}
         if isinstance(cache, BlockCache):
             blocks = (cache.stored, cache.kv_reused, cache.state_reused)
         return Result(
@@ -185,65 +185,6 @@ class Runner:
             time.perf_counter() - begin,
             spec,
             blocks,
-            cache.counts if isinstance(cache, TieredSimulator) else None,
+            None if tiered is None else tiered.counts,
             lost,
         )
-
-
-def run_all(
-    runner: Runner,
-    jobs: Sequence[Job],
-    workers: int = 1,
-    served: Callable[[int], None] = lambda _: None,
-) -> list[Result]:
-    """Results in the jobs' order.
-
-    Args:
-        runner: holds the traces.
-        jobs: what to run.
-        workers: processes; with one, none is started.
-        served: called with the number of requests served since it was called last.
-
-    Raises:
-        ChildProcessError: a process died.
-    """
-    if workers <= 1 or len(jobs) <= 1:
-        alone = Runner(runner.traces, runner.oracles, lambda: served(1))
-        return [alone.run(job) for job in jobs]
-    context = multiprocessing.get_context("spawn")
-    count = context.Value("q", 0)
-    seen = 0
-    with ProcessPoolExecutor(workers, context, _start_worker, (runner.traces, count)) as pool:
-        futures = [pool.submit(_work, job) for job in jobs]
-        waiting = set(futures)
-        try:
-            while waiting:
-                done, waiting = wait(waiting, LOOK_EVERY, FIRST_COMPLETED)
-                now = count.value
-                served(now - seen)
-                seen = now
-                for future in done:
-                    future.result()  # one that failed ends it all
-        except BrokenProcessPool as error:
-            raise ChildProcessError("a worker died, perhaps for memory: use fewer") from error
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        return [future.result() for future in futures]
-
-
-def _start_worker(traces: dict[str, Sequence[Request]], count: Synchronized[int]) -> None:
-    global _worker
-
-    def served() -> None:
-        with count.get_lock():
-            count.value += 1
-
-    _worker = Runner(traces, served=served)
-
-
-def _work(job: Job) -> Result:
-    return _worker.run(job)
-
-
-_worker: Runner

@@ -1,4 +1,4 @@
-"""What a replay can build, by name: registered in `core.systems`, where the names are parsed."""
+"""What a replay can build, by name: entered in `core.systems`, where the names are parsed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from sglang_hybrid.core.systems import (
     Spec,
     System,
     options_of,
-    register,
     systems,
 )
 from sglang_hybrid.core.tiers.rates import Speeds
@@ -161,21 +160,22 @@ def _unbounded(setting: Setting) -> Cache:
     return Simulator(setting.cost, None, Lru(), setting.min_branch_tokens)
 
 
-_OWN: dict[str, System] = {
-    "none": System(_none),
-    "vllm+": System(_vllm, ("block",)),
-    "sglang+": System(_sglang_plus),
-    "sglang": System(_sglang, ("grid", "chunk", "interval")),
-    **{name: _evicting(make) for name, make in POLICIES.items()},
-    "sglang-lru": _evicting(SglangLru),
-    "tlru": _evicting(TailLru),
-    "density": _evicting(Density),
-    "hicache": System(None, ("grid", "chunk", "interval"), _hicache),
-    "clairvoyant": System(_clairvoyant, ("remember",), _tiered_clairvoyant),
-    "unbounded": System(_unbounded, (), _unbounded),
-}
-for _name, _system in (_OWN | TUNED).items():
-    register(_name, _system)
+SYSTEMS.update(
+    {
+        "none": System(_none),
+        "vllm+": System(_vllm, ("block",)),
+        "sglang+": System(_sglang_plus),
+        "sglang": System(_sglang, ("grid", "chunk", "interval")),
+        **{name: _evicting(make) for name, make in POLICIES.items()},
+        "sglang-lru": _evicting(SglangLru),
+        "tlru": _evicting(TailLru),
+        "density": _evicting(Density),
+        "hicache": System(None, ("grid", "chunk", "interval"), _hicache),
+        "clairvoyant": System(_clairvoyant, ("remember",), _tiered_clairvoyant),
+        "unbounded": System(_unbounded, (), _unbounded),
+        **TUNED,
+    }
+)
 
 
 def smallest_budget(cost: CostModel) -> int:

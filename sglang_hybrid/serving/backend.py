@@ -11,9 +11,10 @@ from pathlib import Path
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.serving.advice import RADIX_CACHE_DISABLED
-from sglang_hybrid.serving.config import BACKEND, Eviction, HybridConfig, Schedule
-from sglang_hybrid.serving.flag_values import flag_name
-from sglang_hybrid.serving.preflight import StartupError, read_config
+from sglang_hybrid.serving.config import BACKEND, HybridConfig
+from sglang_hybrid.serving.flag_values import Eviction, Schedule, flag_name
+from sglang_hybrid.serving.model_directory import read_config
+from sglang_hybrid.serving.startup import StartupError
 
 REFUSED = {
     "enable_int8_mamba_checkpoint": "its states live in a pool of their own",

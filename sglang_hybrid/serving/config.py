@@ -16,7 +16,17 @@ from typing import Any
 
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.records.pin import DEFAULT_SHARE
-from sglang_hybrid.serving.flag_values import DEFAULT_ALPHA, ORDER_OPTIONS, TIER_CODECS, flag_name
+from sglang_hybrid.serving.flag_values import (
+    DEFAULT_ALPHA,
+    ORDER_OPTIONS,
+    TIER_CODECS,
+    Admission,
+    Eviction,
+    Memory,
+    NativeKernels,
+    Schedule,
+    flag_name,
+)
 from sglang_hybrid.serving.flags import add_flags
 from sglang_hybrid.serving.variables import PARTS, VARIABLES, add_old_flags, variable
 
@@ -25,57 +35,6 @@ BACKEND = "hybrid"
 
 CPU_ATTENTION = "hybrid_cpu"
 """Our name for SGLang's --attention-backend, on the CPU platform."""
-
-
-class Eviction(Enum):
-    """What is evicted first when a pool is full. SGLANG_LRU: SGLang's own order, without our tree
-    of records; LRU: the least recently used by our records.
-    """
-
-    AUTO = "auto"
-    MARCONI = "marconi"
-    REUSE = "reuse"
-    SGLANG_LRU = "sglang-lru"
-    LRU = "lru"
-    SEGLEN = "seglen"
-    GDSF = "gdsf"
-
-
-class Admission(Enum):
-    """Which positions of a prefill get a checkpoint."""
-
-    JUDICIOUS = "judicious"
-    ALL = "all"
-
-
-class Schedule(Enum):
-    """In which order waiting requests run. SGLANG: as --schedule-policy says."""
-
-    SGLANG = "sglang"
-    WINDOW = "window"
-    CAR = "car"
-    FCFS = "fcfs"
-    LPM = "lpm"
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this package orders the queue; otherwise one of SGLang's policies does."""
-        return self in (Schedule.WINDOW, Schedule.CAR)
-
-
-class Memory(Enum):
-    """Whether KV and states share their bytes."""
-
-    AUTO = "auto"
-    ONE = "one"
-    SPLIT = "split"
-
-
-class NativeKernels(Enum):
-    """Whether the CPU platform compiles kernels of its own."""
-
-    AUTO = "auto"
-    OFF = "off"
 
 
 @dataclass(frozen=True)

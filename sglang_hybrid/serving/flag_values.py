@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -16,19 +16,64 @@ TIER_CODECS = ("exact", "bf16", "int8")
 AUTO_ALPHA = "auto"
 DEFAULT_ALPHA = 1.0
 
-
 Fields = dict[str, Any]
 """What one flag says of several settings, by the names of `HybridConfig`'s fields."""
+
+
+class Eviction(Enum):
+    """What is evicted first when a pool is full. SGLANG_LRU: SGLang's own order, without our tree
+    of records; LRU: the least recently used by our records.
+    """
+
+    AUTO = "auto"
+    MARCONI = "marconi"
+    REUSE = "reuse"
+    SGLANG_LRU = "sglang-lru"
+    LRU = "lru"
+    SEGLEN = "seglen"
+    GDSF = "gdsf"
+
+
+class Admission(Enum):
+    """Which positions of a prefill get a checkpoint."""
+
+    JUDICIOUS = "judicious"
+    ALL = "all"
+
+
+class Schedule(Enum):
+    """In which order waiting requests run. SGLANG: as --schedule-policy says."""
+
+    SGLANG = "sglang"
+    WINDOW = "window"
+    CAR = "car"
+    FCFS = "fcfs"
+    LPM = "lpm"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this package orders the queue; otherwise one of SGLang's policies does."""
+        return self in (Schedule.WINDOW, Schedule.CAR)
+
+
+class Memory(Enum):
+    """Whether KV and states share their bytes."""
+
+    AUTO = "auto"
+    ONE = "one"
+    SPLIT = "split"
+
+
+class NativeKernels(Enum):
+    """Whether the CPU platform compiles kernels of its own."""
+
+    AUTO = "auto"
+    OFF = "off"
 
 
 def flag_name(field: str) -> str:
     """The flag of a field of our settings, or of SGLang's arguments."""
     return "--" + field.replace("_", "-")
-
-
-def values_of(member: Enum) -> list[str]:
-    """What a flag with this default may be."""
-    return [each.value for each in type(member)]
 
 
 def nonnegative(text: str) -> float:
@@ -47,41 +92,31 @@ def alpha(text: str) -> float | None:
     return None if text == AUTO_ALPHA else nonnegative(text)
 
 
-def eviction(policies: Sequence[str]) -> Callable[[str], Fields]:
-    """Reads a policy, or `marconi:ALPHA`."""
-
-    def read(text: str) -> Fields:
-        policy, colon, weight = text.partition(":")
-        if policy not in policies:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(policies)}")
-        if colon and policy != "marconi":
-            raise argparse.ArgumentTypeError(f"{text!r}: only marconi takes an alpha")
-        found: Fields = {"hybrid_eviction": policy}
-        return found | {"hybrid_alpha": alpha(weight)} if colon else found
-
-    return read
-
-
-def order(names: Sequence[str]) -> Callable[[str], Fields]:
-    """Reads an order of waiting requests, or `NAME:size=N,overtaken=N,seconds=S` of ours."""
-
-    def read(text: str) -> Fields:
-        name, colon, more = text.partition(":")
-        if name not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
-        if colon and name not in ("window", "car"):
-            raise argparse.ArgumentTypeError(f"{text!r}: only window and car take options")
-        found: Fields = {"hybrid_schedule": name}
-        for option in filter(None, more.split(",")):
-            key, _, value = option.partition("=")
-            if key not in ORDER_OPTIONS:
-                known = ", ".join(ORDER_OPTIONS)
-                raise argparse.ArgumentTypeError(f"{option!r} in {text!r} is none of {known}")
-            field, of_text = ORDER_OPTIONS[key]
-            found[field] = of_text(value)
+def eviction(text: str) -> Fields:
+    """A policy, or `marconi:ALPHA`."""
+    policy, colon, weight = text.partition(":")
+    found: Fields = {"hybrid_eviction": one_of(Eviction)(policy)}
+    if not colon:
         return found
+    if policy != Eviction.MARCONI.value:
+        raise argparse.ArgumentTypeError(f"{text!r}: only marconi takes an alpha")
+    return found | {"hybrid_alpha": alpha(weight)}
 
-    return read
+
+def order(text: str) -> Fields:
+    """An order of waiting requests, or `NAME:size=N,overtaken=N,seconds=S` of ours."""
+    name, colon, more = text.partition(":")
+    found: Fields = {"hybrid_schedule": one_of(Schedule)(name)}
+    if colon and not Schedule(name).is_ours:
+        raise argparse.ArgumentTypeError(f"{text!r}: only window and car take options")
+    for option in filter(None, more.split(",")):
+        key, _, value = option.partition("=")
+        if key not in ORDER_OPTIONS:
+            known = ", ".join(ORDER_OPTIONS)
+            raise argparse.ArgumentTypeError(f"{option!r} in {text!r} is none of {known}")
+        field, read = ORDER_OPTIONS[key]
+        found[field] = read(value)
+    return found
 
 
 def codec(text: str) -> Fields:
@@ -95,8 +130,9 @@ def codec(text: str) -> Fields:
     return {"hybrid_tier_codec": text}
 
 
-def one_of(names: Sequence[str]) -> Callable[[str], str]:
-    """Reads one of these words."""
+def one_of(kind: type[Enum]) -> Callable[[str], str]:
+    """Reads a value of an Enum, still as text."""
+    names = [each.value for each in kind]
 
     def read(text: str) -> str:
         if text not in names:

@@ -8,15 +8,15 @@ import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from sglang_hybrid.serving.flag_values import flag_name
-
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+from sglang_hybrid.serving.model_directory import (
+    check_model,
+    has_tokenizer,
+    is_elsewhere,
+    read_config,
+)
+from sglang_hybrid.serving.startup import StartupError
 
 LAST_PORT = 65_535
 
@@ -54,8 +54,20 @@ RECURRENT_HEADS = (
 """Fields of models' configs: heads that ranks share, of Mamba2 layers and of gated delta nets."""
 
 
-class StartupError(RuntimeError):
-    """The server cannot start; the message is one sentence for the person who started it."""
+def check(flags: argparse.Namespace) -> None:
+    """Raise `StartupError` for SGLang's flags that are known to fail whatever ours say."""
+    check_ranges(flags)
+    check_overrides(flags.json_model_override_args)
+    check_port(flags.host, flags.port)
+    check_device(flags.device)
+    check_adapters(flags.lora_paths)
+    check_tokenizer(flags.tokenizer_path)
+    check_model(
+        flags.model_path,
+        weights=flags.load_format != "dummy",
+        tokenizer=flags.tokenizer_path is None and not flags.skip_tokenizer_init,
+    )
+    check_ranks(flags.model_path, 1 if flags.enable_dp_attention else flags.tp_size)
 
 
 def check_port(host: str, port: int) -> None:
@@ -173,7 +185,7 @@ def check_adapters(given: Sequence[object] | None) -> None:
                     f"--lora-paths: directory {str(path)!r} has no adapter_config.json; is it an "
                     "adapter's?"
                 )
-        elif not _HUB_NAME.fullmatch(str(path)) and "://" not in str(path):
+        elif not is_elsewhere(str(path)):
             raise StartupError(
                 f"--lora-paths: {str(path)!r} does not exist; give an adapter's directory, or a "
                 "name on the Hugging Face hub."
@@ -187,14 +199,12 @@ def check_tokenizer(path: str | None) -> None:
     if path is None:
         return
     there = Path(path).expanduser()
-    if there.is_dir() and not _has_tokenizer(there):
+    if there.is_dir() and not has_tokenizer(there):
         raise StartupError(
             f"--tokenizer-path {path!r} has no tokenizer (tokenizer.json or tokenizer.model); give "
             "another directory, or leave it out."
         )
-    if there.exists():
-        return
-    if not _HUB_NAME.fullmatch(path) and "://" not in path:
+    if not there.exists() and not is_elsewhere(path):
         raise StartupError(
             f"--tokenizer-path {path!r} does not exist; give a directory, or a name on the Hugging "
             "Face hub, or leave it out."
@@ -211,92 +221,3 @@ def check_overrides(text: str) -> None:
         raise StartupError(
             f"--json-model-override-args {text!r} is no JSON object; give one, or leave it out."
         )
-
-
-def check_model(model_path: str, *, weights: bool = True, tokenizer: bool = True) -> None:
-    """Raise `StartupError` if `model_path` is a directory that SGLang cannot load.
-
-    A name on the Hugging Face hub (`owner/name`) and a URL are left to SGLang.
-    """
-    path = Path(model_path).expanduser()
-    if not path.exists():
-        if _HUB_NAME.fullmatch(model_path) or "://" in model_path:
-            return
-        raise StartupError(
-            f"model path {model_path!r} does not exist; give a directory, a name on the Hugging "
-            "Face hub, or no --model-path at all for the embedded default model."
-        )
-    if path.is_file():
-        if path.suffix == ".gguf":
-            return
-        raise StartupError(f"model path {model_path!r} is a file; give the model's directory.")
-    config = read_config(path)
-    if not config.get("architectures"):
-        raise StartupError(f"{path / 'config.json'} names no `architectures`; is it a model's?")
-    if weights:
-        _check_weights(path)
-    if tokenizer and not _has_tokenizer(path):
-        raise StartupError(
-            f"model directory {model_path!r} has no tokenizer (tokenizer.json or tokenizer.model); "
-            "copy it there or give --tokenizer-path."
-        )
-
-
-def _has_tokenizer(directory: Path) -> bool:
-    return any((directory / name).exists() for name in _TOKENIZERS)
-
-
-def read_config(model_directory: Path) -> dict[str, Any]:
-    """The model's config.json; raises `StartupError` if it is missing or broken."""
-    file = model_directory / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise StartupError(
-            f"model directory {str(model_directory)!r} has no config.json; is it a model's?"
-        ) from None
-    except PermissionError:
-        raise StartupError(
-            f"{file} cannot be read by this user; give it the right to, or another --model-path."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise StartupError(f"{file} cannot be read: {error}; copy the model again.") from None
-    if not isinstance(config, dict):
-        raise StartupError(f"{file} is no JSON object; copy the model again.")
-    return config
-
-
-def weight_bytes(model_directory: Path) -> int:
-    """Size of the weight files in a model directory, in bytes; 0 if there are none."""
-    for pattern in _WEIGHTS:
-        found = list(model_directory.glob(pattern))
-        if found:
-            return sum(file.stat().st_size for file in found)
-    return 0
-
-
-def _check_weights(path: Path) -> None:
-    found = [file for pattern in _WEIGHTS for file in path.glob(pattern)]
-    if not found:
-        raise StartupError(
-            f"model directory {str(path)!r} has no weights (*.safetensors); copy them there, or "
-            "give --load-format dummy to serve random ones."
-        )
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StartupError(f"{index} cannot be read: {error}; copy the model again.") from None
-        missing = sorted(name for name in wanted if not (path / name).exists())
-        if missing:
-            raise StartupError(
-                f"model directory {str(path)!r} lacks {len(missing)} of {len(wanted)} weight "
-                f"files, {missing[0]} among them; copy the model again."
-            )
-    for file in path.glob("*.safetensors"):
-        try:
-            with safe_open(str(file), framework="numpy"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise StartupError(f"{file} is damaged ({error}); copy the model again.") from None

@@ -30,6 +30,10 @@ LONGEST = 500
 _private: Path | None = None
 
 
+class StartupError(RuntimeError):
+    """The server cannot start; the message is one sentence for the person who started it."""
+
+
 @contextmanager
 def private_files() -> Iterator[None]:
     """A directory for this process's temporary files, among them the sockets of all its processes,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_hybrid.serving.flag_values import (
+    NativeKernels,
     alpha,
     count,
     flag_name,
@@ -32,7 +33,7 @@ VARIABLES: dict[str, Callable[[str], Any]] = {
     "hybrid_tuner_window": count,
     "hybrid_offload_watermark": share,
     "hybrid_simulate_bandwidth": links,
-    "hybrid_native_kernels": one_of(("auto", "off")),
+    "hybrid_native_kernels": one_of(NativeKernels),
 }
 """By the field of `HybridConfig`, what reads the variable's text."""
 

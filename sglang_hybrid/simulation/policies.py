@@ -8,7 +8,7 @@ import numpy as np
 
 from sglang_hybrid.core.costs.cost import FloatArray
 from sglang_hybrid.core.records.nodes import NEVER, Clock, Node
-from sglang_hybrid.core.returns.reuse_classes import DEPTHS, depth_bucket
+from sglang_hybrid.core.returns.hazards import DEPTHS, depth_bucket
 from sglang_hybrid.core.victims.eviction import Policy
 from sglang_hybrid.core.victims.table import Table
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from sglang_hybrid.simulation.traces.requests import whole_file, write_line
+from sglang_hybrid.simulation.traces.lines import whole_file, write_line
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from sglang_hybrid.core.checkpoints.admission import Prefill, SlotBudget, decide
+from sglang_hybrid.core.checkpoints.admission import Prefill, screen
 from sglang_hybrid.core.checkpoints.checkpoint_plan import hypothetical_node
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel
 from sglang_hybrid.core.records.nodes import Kind, Node
@@ -286,8 +286,8 @@ class Simulator:
 
     def _checkpoints(self, prefill: Prefill) -> dict[int, Kind]:
         branches = [(position, Kind.BRANCH) for position in prefill.branch_points()]
-        decided = decide(branches, prefill, SlotBudget(len(branches)), self.min_branch_tokens)
-        return {c.position: c.kind for c in decided if c.admitted}
+        screened = screen(branches, prefill, self.min_branch_tokens)
+        return {c.position: c.kind for c in screened if c.admitted}
 
     def _match_history(self, request: Request) -> HistoryMatch | None:
         """What its prompt has in common with the history."""

@@ -9,7 +9,8 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResul
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.serving.config import Admission, Eviction, HybridConfig
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import Admission, Eviction
 
 POLICIES = ("reuse", "marconi", "sglang-lru", "seglen", "gdsf")
 

@@ -49,9 +49,9 @@ from sglang_hybrid.cache.releases import tracking_slots_used
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.memory.account import Account, MemoryKind
 from sglang_hybrid.core.records.pin import PinRequest
-from sglang_hybrid.core.returns.hints import Hint
+from sglang_hybrid.core.returns.hints import Hint, PromptHints
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.serving.requests.kv_hints import checkpoint_hint, pin_hint, with_session
+from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.simulation.traces.requests import Request
 from tests.cache.backends import COST
 
@@ -271,11 +271,7 @@ class Server:
     ) -> Req:
         """A request that waits. session: what its client says of the session."""
         self._rid += 1
-        said = checkpoint_hint(declared) if declared else None
-        if pins:
-            said = pin_hint(pins)
-        if session is not None:
-            said = with_session(said, session)
+        said = kv_hints.write(PromptHints(tuple(declared), tuple(pins), session))
         req = Req(
             rid=str(self._rid) if rid is None else rid,
             extra_key=extra_key,
@@ -284,7 +280,7 @@ class Server:
             origin_input_text="",
             origin_input_ids=array("q", tokens),
             sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
-            kv_hints=None if said is None else decode_kv_hints_envelope(said),
+            kv_hints=decode_kv_hints_envelope(said) if said["actions"] else None,
         )
         req.time_stats.created_time = stamp
         req.priority = 0

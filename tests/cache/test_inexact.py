@@ -15,7 +15,8 @@ from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_hybrid.serving.requests.kv_hints import with_exact
+from sglang_hybrid.core.returns.hints import PromptHints
+from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.storage.codecs import coded_rows
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
@@ -26,7 +27,7 @@ from tests.cache.tiers import PollingServer, TieredServer, mark
 from tests.releases import smaller_copies
 
 SIZES = Sizes(states=7, kv=160, rows=6, context=128)
-EXACT = decode_kv_hints_envelope(with_exact(None))
+EXACT = decode_kv_hints_envelope(kv_hints.write(PromptHints(exact=True)))
 
 
 @pytest.fixture(autouse=True)

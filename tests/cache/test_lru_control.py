@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.simulation.traces.requests import Request, read_compact
+from sglang_hybrid.simulation.traces.formats import read_trace
+from sglang_hybrid.simulation.traces.lines import Reading
+from sglang_hybrid.simulation.traces.requests import Request
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes
 
@@ -31,7 +33,7 @@ def read(name: str, limit: int | None = None) -> list[Request]:
     path = TRACES / f"{name}.jsonl.gz"
     if not path.exists():
         pytest.skip(f"{path} is not there: the traces are shared beside the repository")
-    return read_compact(path, limit)
+    return read_trace(path, Reading(limit))
 
 
 def sizes_for(kv: int, states: int, requests: list[Request]) -> Sizes:

@@ -16,7 +16,7 @@ from sglang_hybrid.cache.tiers.host_room import share_host_room
 from sglang_hybrid.core.tiers.places import copies_of
 from sglang_hybrid.core.tiers.rates import Link, Tier
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
-from sglang_hybrid.serving.preflight import StartupError
+from sglang_hybrid.serving.startup import StartupError
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
 from tests.cache.tiers import TieredServer, build_tiered_cache

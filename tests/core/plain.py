@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.node_tree import NodeTree
 from sglang_hybrid.core.records.nodes import Node
-from sglang_hybrid.core.returns.reuse_classes import reuse_class_of
+from sglang_hybrid.core.returns.hazards import reuse_class_of
 from sglang_hybrid.core.victims.eviction import Lru, Marconi, Policy, Reuse, SegLen
 from sglang_hybrid.core.victims.pool import Scarce
 

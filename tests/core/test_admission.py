@@ -1,8 +1,6 @@
-"""Which positions deserve a checkpoint: one example per rule."""
+"""Which positions deserve a checkpoint: one row per rule."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 
@@ -11,46 +9,92 @@ from sglang_hybrid.core.checkpoints.admission import (
     Prefill,
     Skip,
     SlotBudget,
-    decide,
     judicious,
     last_boundary,
+    screen,
+    worth,
 )
 from sglang_hybrid.core.records.nodes import Kind
 
-PLENTY = SlotBudget(free_slots=10)
+MICRO, DUPLICATE, NOT_COMPUTED = Skip.MICRO_BRANCH, Skip.DUPLICATE, Skip.NOT_COMPUTED
+END = (999, Kind.PROMPT_END, None)
+
+Wanted = tuple[int, Kind, Skip | None]
 
 
-def skips(decided: list[Checkpoint]) -> dict[Kind, Skip | None]:
-    return {checkpoint.kind: checkpoint.skip for checkpoint in decided}
+@pytest.mark.parametrize(
+    ("prefill", "expected"),
+    [
+        pytest.param(
+            Prefill(1000, hit_len=100, kv_len=400, message_starts=[50, 600, 900]),
+            [(400, Kind.BRANCH, None), (900, Kind.MESSAGE, None), END],
+            id="branch, last message and prompt end",
+        ),
+        pytest.param(
+            Prefill(1000, hit_len=100, kv_len=400, message_starts=[905], declared=[105, 395, 900]),
+            [
+                *((at, Kind.DECLARED, None) for at in (900, 395, 105)),
+                (400, Kind.BRANCH, MICRO),
+                (905, Kind.MESSAGE, MICRO),
+                END,
+            ],
+            id="declared positions come first and may be close to others",
+        ),
+        pytest.param(
+            Prefill(1000, hit_len=0, kv_len=300, known_branch=800),
+            [(800, Kind.BRANCH, None), (300, Kind.BRANCH, None), END],
+            id="others share KV to 300; only its own session returns to 800, whose KV is gone",
+        ),
+        *(
+            pytest.param(
+                Prefill(1000, hit_len=100, kv_len=kv_len),
+                [(min(kv_len, 999), Kind.BRANCH, skip), END],
+                id=f"a branch must gain enough tokens: {kv_len - 100}",
+            )
+            for kv_len, skip in ((100, DUPLICATE), (115, MICRO), (116, None))
+        ),
+        pytest.param(
+            Prefill(1000, hit_len=0, kv_len=999, message_starts=[999]),
+            [
+                (999, Kind.BRANCH, None),
+                (999, Kind.MESSAGE, DUPLICATE),
+                (999, Kind.PROMPT_END, DUPLICATE),
+            ],
+            id="a position is taken once",
+        ),
+        pytest.param(
+            Prefill(1000, hit_len=500, kv_len=500, message_starts=[300]),
+            [(500, Kind.BRANCH, DUPLICATE), (300, Kind.MESSAGE, NOT_COMPUTED), END],
+            id="what the prefill does not pass cannot be taken",
+        ),
+        pytest.param(
+            Prefill(1000, hit_len=64, kv_len=411, message_starts=[70], page_size=16),
+            [
+                (400, Kind.BRANCH, None),
+                (64, Kind.MESSAGE, DUPLICATE),
+                (992, Kind.PROMPT_END, None),
+            ],
+            id="positions fall on pages",
+        ),
+        pytest.param(
+            Prefill(1000, hit_len=0, kv_len=0, shared=[300, 310, 700]),
+            [
+                (700, Kind.BRANCH, None),
+                (310, Kind.BRANCH, None),
+                (300, Kind.BRANCH, MICRO),
+                END,
+            ],
+            id="what waits is a branch too",
+        ),
+    ],
+)
+def test_positions_are_taken_or_skipped(prefill: Prefill, expected: list[Wanted]) -> None:
+    assert screen(judicious(prefill), prefill) == [Checkpoint(*one) for one in expected]
 
 
-def test_judicious_takes_branch_last_message_and_prompt_end() -> None:
-    prefill = Prefill(1000, hit_len=100, kv_len=400, message_starts=[50, 600, 900])
-    assert decide(judicious(prefill), prefill, PLENTY) == [
-        Checkpoint(400, Kind.BRANCH),
-        Checkpoint(900, Kind.MESSAGE),
-        Checkpoint(999, Kind.PROMPT_END),
-    ]
-
-
-def test_declared_positions_come_first_and_may_be_close_to_others() -> None:
-    prefill = Prefill(1000, hit_len=100, kv_len=400, message_starts=[905], declared=[105, 395, 900])
-    assert decide(judicious(prefill), prefill, PLENTY) == [
-        Checkpoint(900, Kind.DECLARED),
-        Checkpoint(395, Kind.DECLARED),
-        Checkpoint(105, Kind.DECLARED),
-        Checkpoint(400, Kind.BRANCH, Skip.MICRO_BRANCH),
-        Checkpoint(905, Kind.MESSAGE, Skip.MICRO_BRANCH),
-        Checkpoint(999, Kind.PROMPT_END),
-    ]
-
-
-def test_a_declared_position_is_worth_the_cheapest_victim() -> None:
-    prefill = Prefill(1000, hit_len=0, kv_len=0, declared=[400])
-    full = SlotBudget(0, evictable=True, beats_victim=lambda position, kind: False)
-    assert skips(decide(judicious(prefill), prefill, full))[Kind.DECLARED] is None
-    locked = SlotBudget(0, evictable=False)
-    assert skips(decide(judicious(prefill), prefill, locked))[Kind.DECLARED] is Skip.NO_SLOT
+def test_the_end_of_the_prompt_is_always_computed() -> None:
+    prefill = Prefill(1000, hit_len=500, kv_len=500)
+    assert screen([(1000, Kind.PROMPT_END)], prefill)[0].skip is NOT_COMPUTED
 
 
 def test_the_history_knows_a_branch_whose_kv_is_gone() -> None:
@@ -59,109 +103,29 @@ def test_the_history_knows_a_branch_whose_kv_is_gone() -> None:
     assert Prefill(1000, hit_len=100, kv_len=1000).branch_points() == [999]
 
 
-def test_the_branch_of_the_stored_kv_is_wanted_beside_that_of_the_history() -> None:
-    """Others share the KV up to 300; only its own session comes back to 800, whose KV is gone."""
-    prefill = Prefill(1000, hit_len=0, kv_len=300, known_branch=800)
-    assert [c.position for c in decide(judicious(prefill), prefill, PLENTY)] == [800, 300, 999]
-
-
 @pytest.mark.parametrize(
-    ("kv_len", "skip"),
-    [(100, Skip.DUPLICATE), (115, Skip.MICRO_BRANCH), (116, None), (999, None)],
+    ("kind", "evictable", "beats_victim", "knows_returns", "skip"),
+    [
+        (Kind.BRANCH, True, True, True, None),
+        (Kind.BRANCH, True, False, True, Skip.NOT_WORTH),
+        (Kind.BRANCH, True, None, False, None),  # as with LRU, where what is new is worth more
+        (Kind.BRANCH, False, True, True, Skip.NO_SLOT),
+        (Kind.DECLARED, True, False, True, None),  # the client said that it comes back
+        (Kind.DECLARED, False, True, True, Skip.NO_SLOT),
+        (Kind.PROMPT_END, True, True, True, None),
+        (Kind.PROMPT_END, True, True, False, Skip.NOT_WORTH),  # nobody knows how often
+        (Kind.CHUNK, True, True, True, Skip.NOT_WORTH),
+    ],
 )
-def test_a_branch_must_gain_enough_tokens(kv_len: int, skip: Skip | None) -> None:
-    prefill = Prefill(1000, hit_len=100, kv_len=kv_len)
-    assert skips(decide(judicious(prefill), prefill, PLENTY))[Kind.BRANCH] is skip
+def test_a_full_pool_takes_what_is_worth_more_than_it_pushes_out(
+    kind: Kind, evictable: bool, beats_victim: bool | None, knows_returns: bool, skip: Skip | None
+) -> None:
+    def beats(position: int, kind: Kind) -> bool:
+        assert position == 400
+        return bool(beats_victim)
 
-
-def test_a_position_is_taken_once() -> None:
-    prefill = Prefill(1000, hit_len=0, kv_len=999, message_starts=[999])
-    decided = decide(judicious(prefill), prefill, PLENTY)
-    assert [c.skip for c in decided] == [None, Skip.DUPLICATE, Skip.DUPLICATE]
-
-
-def test_what_the_prefill_does_not_pass_cannot_be_taken() -> None:
-    prefill = Prefill(1000, hit_len=500, kv_len=500, message_starts=[300])
-    assert skips(decide(judicious(prefill), prefill, PLENTY))[Kind.MESSAGE] is Skip.NOT_COMPUTED
-    after = decide([(1000, Kind.PROMPT_END)], prefill, PLENTY)
-    assert after[0].skip is Skip.NOT_COMPUTED
-
-
-def test_positions_fall_on_pages() -> None:
-    prefill = Prefill(1000, hit_len=64, kv_len=411, message_starts=[70], page_size=16)
-    assert decide(judicious(prefill), prefill, PLENTY) == [
-        Checkpoint(400, Kind.BRANCH),
-        Checkpoint(64, Kind.MESSAGE, Skip.DUPLICATE),
-        Checkpoint(992, Kind.PROMPT_END),
-    ]
-
-
-def test_the_first_wish_takes_the_last_free_slot() -> None:
-    prefill = Prefill(1000, hit_len=0, kv_len=400)
-    decided = decide(judicious(prefill), prefill, SlotBudget(free_slots=1))
-    assert skips(decided) == {Kind.BRANCH: None, Kind.PROMPT_END: Skip.NO_SLOT}
-
-
-def test_a_full_pool_takes_what_is_worth_more_than_it_pushes_out() -> None:
-    prefill = Prefill(1000, hit_len=0, kv_len=400)
-
-    def beats_victim(position: int, kind: Kind) -> bool:
-        return kind is Kind.BRANCH
-
-    slot_budget = SlotBudget(
-        free_slots=0, evictable=True, beats_victim=beats_victim, knows_returns=True
-    )
-    decided = decide(judicious(prefill), prefill, slot_budget)
-    assert skips(decided) == {Kind.BRANCH: None, Kind.PROMPT_END: Skip.NOT_WORTH}
-    cheap = replace(slot_budget, beats_victim=lambda position, kind: True)
-    assert all(checkpoint.admitted for checkpoint in decide(judicious(prefill), prefill, cheap))
-
-
-def test_where_returns_are_not_known_a_prompts_end_takes_a_free_slot_only() -> None:
-    prefill = Prefill(1000, hit_len=0, kv_len=400)
-    untold = SlotBudget(free_slots=0, evictable=True)
-    decided = decide(judicious(prefill), prefill, untold)
-    assert skips(decided) == {Kind.BRANCH: None, Kind.PROMPT_END: Skip.NOT_WORTH}
-    assert all(c.admitted for c in decide(judicious(prefill), prefill, PLENTY))
-
-
-def every_chunk(prefill: Prefill, chunk: int) -> list[tuple[int, Kind]]:
-    """Admission `all`, SGLang's own: every chunk end, counted from where the prefill starts, and
-    the prompt's end.
-    """
-    ends = range(prefill.hit_len + chunk, prefill.prompt_len - 1, chunk)
-    return [*((end, Kind.CHUNK) for end in ends), (prefill.prompt_len - 1, Kind.PROMPT_END)]
-
-
-def test_all_takes_every_chunk_end() -> None:
-    prefill = Prefill(1000, hit_len=100, kv_len=400)
-    decided = decide(every_chunk(prefill, 256), prefill, PLENTY)
-    assert [(c.position, c.kind) for c in decided] == [
-        (356, Kind.CHUNK),
-        (612, Kind.CHUNK),
-        (868, Kind.CHUNK),
-        (999, Kind.PROMPT_END),
-    ]
-    assert all(checkpoint.admitted for checkpoint in decided)
-
-
-def test_what_waits_is_a_branch_too() -> None:
-    prefill = Prefill(1000, hit_len=0, kv_len=0, shared=[300, 310, 700])
-    decided = decide(judicious(prefill), prefill, PLENTY)
-    assert [(c.position, c.skip) for c in decided] == [
-        (700, None),
-        (310, None),
-        (300, Skip.MICRO_BRANCH),
-        (999, None),
-    ]
-
-
-def test_a_chunks_end_is_worth_a_free_slot_only() -> None:
-    prefill = Prefill(1000, hit_len=0, kv_len=0)
-    asked = [(512, Kind.CHUNK)]
-    assert decide(asked, prefill, PLENTY)[0].admitted
-    full = SlotBudget(free_slots=0, evictable=True, beats_victim=lambda position, kind: True)
-    assert decide(asked, prefill, full)[0].skip is Skip.NOT_WORTH
+    how = None if beats_victim is None else beats
+    assert worth(400, kind, SlotBudget(0, evictable, how, knows_returns)) is skip
 
 
 @pytest.mark.parametrize(

@@ -57,18 +57,18 @@ def agents(model: AnswerModel, rng: random.Random, sessions: int, *, tells: bool
         for turn in range(turns):
             time += 1.0
             if waiting is not None:
-                model.returned(waiting, time)
+                model.on_return(waiting, time)
             model.give_up(time)
             answer = [rng.randrange(100, 1_000) for _ in range(30)]
             if turn == turns - 1 if tells else rng.random() < 0.3:
                 answer[-1] = GOODBYE
-            waiting = model.ended(answer, time)
+            waiting = model.on_end(answer, time)
 
 
 def test_it_learns_what_last_answers_look_like() -> None:
     model = AnswerModel()
     agents(model, random.Random(1), 1_000, tells=True)
-    assert model.tells
+    assert model.can_predict
     rng = random.Random(2)
     for _ in range(20):
         answer = [rng.randrange(100, 1_000) for _ in range(30)]
@@ -80,29 +80,29 @@ def test_it_learns_what_last_answers_look_like() -> None:
 def test_where_answers_tell_nothing_it_says_nothing(seed: int) -> None:
     model = AnswerModel()
     agents(model, random.Random(seed), 400, tells=False)
-    assert not model.tells
+    assert not model.can_predict
     assert model.expect(features_of([GOODBYE])) is None
 
 
 def test_a_late_return_takes_a_label_back() -> None:
     model = AnswerModel()
     for time in range(20):
-        model.returned(model.ended([time], float(time)), time + 1.0)
-    late = model.ended([GOODBYE], 20.0)
+        model.on_return(model.on_end([time], float(time)), time + 1.0)
+    late = model.on_end([GOODBYE], 20.0)
     model.give_up(21.5)
     assert late.returned is None, "1.5 is less than twice the usual interval"
     model.give_up(23.0)
     assert late.returned is False and model.labels == [1, 20]
-    model.returned(late, 30.0)
+    model.on_return(late, 30.0)
     assert late.returned is True and model.labels == [0, 21]
-    model.returned(late, 31.0)
+    model.on_return(late, 31.0)
     assert model.labels == [0, 21], "only the first return counts"
 
 
 def test_answers_that_nobody_comes_back_to_are_bounded() -> None:
     """Without any return, nothing is known of how long to wait."""
     model = AnswerModel()
-    answers = [model.ended([1, 2, 3], float(time)) for time in range(WAITING + 10)]
+    answers = [model.on_end([1, 2, 3], float(time)) for time in range(WAITING + 10)]
     model.give_up(float(WAITING + 10))
     assert [answer.returned for answer in answers[:11]] == 10 * [False] + [None]
     assert model.labels == [10, 0]

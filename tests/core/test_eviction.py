@@ -15,9 +15,9 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.node_tree import NodeTree
 from sglang_hybrid.core.records.nodes import Clock, Kind, Node
 from sglang_hybrid.core.records.pin import Pin, Priority
+from sglang_hybrid.core.returns.hazards import CLASSES, reuse_class_of
 from sglang_hybrid.core.returns.history import History, TimeUnit
 from sglang_hybrid.core.returns.history_tree import HistoryPath, fingerprint_tokens
-from sglang_hybrid.core.returns.reuse_classes import CLASSES, reuse_class_of
 from sglang_hybrid.core.victims.eviction import (
     NEVER,
     Gdsf,
@@ -49,7 +49,7 @@ def trained_history(unit: TimeUnit = TimeUnit.SECONDS) -> History:
     for _ in range(300):
         slot = history.index.open(rng.randrange(CLASSES), 0.0)
         if rng.random() < 0.5:
-            history.index.returned(slot, rng.expovariate(0.05))
+            history.index.on_return(slot, rng.expovariate(0.05))
     history.index.rebuild()
     return history
 
@@ -248,9 +248,9 @@ def test_reuse_prefers_what_is_known_to_come_back() -> None:
     tree.give_state(first, Kind.BRANCH)
     index = policy.history.index
     for _ in range(20):
-        index.returned(index.open(reuse_class_of(0, 1000, second.turn), 0.0), 5.0)
+        index.on_return(index.open(reuse_class_of(0, 1000, second.turn), 0.0), 5.0)
         index.open(reuse_class_of(0, 1000, first.turn), 0.0)
-    index.observed(200.0)
+    index.on_request(200.0)
     assert pool.victim() is first
 
 
@@ -390,7 +390,7 @@ def test_the_return_of_what_is_pinned_is_certain() -> None:
     node = tree.add(tree.root, "a", 1_000)
     tree.give_state(node, Kind.TAIL)
     for tick in range(100):
-        policy.history.index.observed(float(tick))
+        policy.history.index.on_request(float(tick))
         policy.history.index.open(reuse_class_of(0, 1_000, node.turn), float(tick))
     tree.clock.advance()
     assert policy.return_probability(node, tree.clock) < 0.5

@@ -9,7 +9,8 @@ import pytest
 
 from sglang_hybrid.core.records.nodes import Clock
 from sglang_hybrid.core.returns.answers import EXPECTATIONS, AnswerModel, bucket_of
-from sglang_hybrid.core.returns.hints import Hint, HintRecord, SaidTimes
+from sglang_hybrid.core.returns.hint_record import HintRecord, SaidTimes
+from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.history import History, TimeUnit
 from sglang_hybrid.core.returns.history_tree import HistoryNode, fingerprint_tokens
 
@@ -50,9 +51,9 @@ def test_hints_given_at_random_do_not_count(returns: float) -> None:
     model, rng = AnswerModel(), random.Random(1)
     for time in range(400):
         hint = Hint.ENDS if rng.random() < 0.25 else None
-        answer = model.ended([], float(time), hint)
+        answer = model.on_end([], float(time), hint)
         if rng.random() < returns:
-            model.returned(answer, time + 0.5)
+            model.on_return(answer, time + 0.5)
         model.give_up(float(time))
     assert model.expect(answer.features, Hint.ENDS) is None
 
@@ -61,9 +62,9 @@ def test_hints_that_say_nothing_do_not_count() -> None:
     model = AnswerModel()
     rng = random.Random(1)
     for time in range(200):
-        answer = model.ended([], float(time), Hint.ENDS)
+        answer = model.on_end([], float(time), Hint.ENDS)
         if rng.random() < 0.5:
-            model.returned(answer, time + 0.5)
+            model.on_return(answer, time + 0.5)
         model.give_up(float(time))
     assert model.expect(answer.features, Hint.ENDS) is None
     assert model.expect(answer.features) is None
@@ -202,9 +203,9 @@ def test_when_is_worth_knowing_where_all_sessions_go_on() -> None:
     """A return is as likely without a hint; but nobody else says when."""
     model = AnswerModel()
     for time in range(200):
-        answer = model.ended([], 10.0 * time, Hint.after(5) if time % 4 == 0 else None)
-        model.returned(answer, 10.0 * time + 5.0)
+        answer = model.on_end([], 10.0 * time, Hint.after(5) if time % 4 == 0 else None)
+        model.on_return(answer, 10.0 * time + 5.0)
     assert model.expect(answer.features, Hint.RETURNS) is None
-    said = model.ended([], 9_000.0, Hint.after(5))
+    said = model.on_end([], 9_000.0, Hint.after(5))
     assert said.return_after == pytest.approx(5.0)
     assert bucket_of(said.expected, said.wait) == EXPECTATIONS

@@ -163,7 +163,7 @@ def watched(history: History) -> Counter[str]:
 
         return told
 
-    for name in ("returned", "close"):
+    for name in ("on_return", "close"):
         setattr(history.index, name, counted(name, getattr(history.index, name)))
     return happened
 
@@ -188,9 +188,9 @@ def test_a_session_and_a_template() -> None:
     assert history.match(np.concatenate([template, question()])).branch == 100
     ask(template, question())  # finds the branch
     ask(template, question())  # resumes from it
-    assert happened["returned"] == 1
+    assert happened["on_return"] == 1
     turn2, _ = ask(first, question())
-    assert happened["returned"] == 2
+    assert happened["on_return"] == 2
     history_path = history.observe(turn2, len(turn2) - 20, clock)
     fork = history_path.at(100)
     assert fork is not None
@@ -275,7 +275,7 @@ def test_tenants_know_nothing_of_one_another() -> None:
     assert sorted((p.depth, p.branches, p.turn) for p in mine) == sorted(
         (p.depth, p.branches, p.turn) for p in its
     )
-    assert of_both["returned"] == 2 * of_one["returned"] > 0
+    assert of_both["on_return"] == 2 * of_one["on_return"] > 0
     assert shared.held_bytes == sum(shared.tree(tenant).held_bytes for tenant in "ab")
 
 

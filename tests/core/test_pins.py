@@ -13,8 +13,8 @@ from sglang_hybrid.core.records.node_tree import NodeTree
 from sglang_hybrid.core.records.nodes import Kind, Node
 from sglang_hybrid.core.records.pin import MOST_OF_ALL, PinRequest, Priority
 from sglang_hybrid.core.records.pins import PinRoom, Pins
+from sglang_hybrid.core.returns.hazards import reuse_class_of
 from sglang_hybrid.core.returns.history import History, TimeUnit
-from sglang_hybrid.core.returns.reuse_classes import reuse_class_of
 from sglang_hybrid.core.victims.eviction import Gdsf, Lru, Marconi, Policy, Reuse, SegLen
 from sglang_hybrid.core.victims.pool import Pool, Scarce
 
@@ -28,7 +28,7 @@ LOW, NORMAL, HIGH = Priority.LOW, Priority.NORMAL, Priority.HIGH
 def reuse() -> Reuse:
     """A policy that has seen requests, so that it expects some to return."""
     policy = Reuse(History(TimeUnit.REQUESTS))
-    policy.history.index.observed(1.0)
+    policy.history.index.on_request(1.0)
     return policy
 
 

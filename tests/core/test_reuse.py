@@ -15,20 +15,18 @@ from hypothesis import strategies as st
 from sglang_hybrid.core.returns.answers import BUCKETS as ANSWERS
 from sglang_hybrid.core.returns.hazards import (
     BINS,
-    FIRST_GUESS,
-    PRIOR_WEIGHT,
-    ClassTree,
-    best_rates,
-)
-from sglang_hybrid.core.returns.reuse import REBUILD_EVERY, SEARCHED, ReuseIndex
-from sglang_hybrid.core.returns.reuse_classes import (
     CLASSES,
     DEPTHS,
+    FIRST_GUESS,
     INTERVAL_BUCKETS,
     NEVER_REUSED,
+    PRIOR_WEIGHT,
     TURNS,
+    ClassTree,
+    best_rates,
     reuse_class_of,
 )
+from sglang_hybrid.core.returns.reuse import REBUILD_EVERY, SEARCHED, ReuseIndex
 
 
 def features(reuse_class: int) -> tuple[int, int, int, int, int]:
@@ -106,7 +104,7 @@ def test_ages_fall_into_the_same_bins_one_by_one_and_together(unit: float) -> No
     edges = unit * 2.0 ** np.arange(-2, BINS + 3)
     ages = np.concatenate([[-1.0, 0.0], edges, np.nextafter(edges, 0), np.nextafter(edges, 1e300)])
     index.open(0, 0.0)
-    index.observed(0.0)
+    index.on_request(0.0)
     weights, expiry = index.weights(np.zeros(len(ages), dtype=np.int64), ages)
     many = np.tile(ages, 1 + SEARCHED // len(ages))
     again, _ = index.weights(np.zeros(len(many), dtype=np.int64), many)
@@ -125,7 +123,7 @@ def test_an_index_that_knows_nothing_guesses() -> None:
     """The less the older, for all alike; nothing is resumed nowhere."""
     index = ReuseIndex(unit=1.0)
     assert index.weight(5, 3.0) == 0
-    index.observed(10.0)
+    index.on_request(10.0)
     weights = [index.weight(5, age) for age in (1.0, 3.0, 100.0, 1000.0)]
     assert weights == sorted(weights, reverse=True)
     assert weights[-1] > 0
@@ -153,7 +151,7 @@ def test_memoryless_returns_have_one_rate_at_every_age() -> None:
     interval_id, now = index.open(7, 0.0), 0.0
     for gap in rng.exponential(100.0, 20_000):
         now += gap
-        index.returned(interval_id, now)
+        index.on_return(interval_id, now)
     index.rebuild()
     for age in (0.0, 20.0, 100.0, 200.0):
         assert index.weight(7, age) == pytest.approx(0.01, rel=0.15)
@@ -162,7 +160,7 @@ def test_memoryless_returns_have_one_rate_at_every_age() -> None:
 def test_a_return_that_is_due_is_worth_more_than_one_that_is_far_off() -> None:
     index = ReuseIndex(unit=1.0)
     for _ in range(100):
-        index.returned(index.open(7, 0.0), 60.0)
+        index.on_return(index.open(7, 0.0), 60.0)
     index.rebuild()
     weights = [index.weight(7, age) for age in (0.0, 20.0, 40.0, 50.0)]
     assert weights == sorted(weights)
@@ -178,12 +176,12 @@ def test_open_and_forgotten_intervals_lower_the_hazard() -> None:
         for i in range(1000):
             interval_id = index.open(7, 0.0)
             if i % 10 == 0:
-                index.returned(interval_id, 30.0)
+                index.on_return(interval_id, 30.0)
                 index.close(interval_id)
             elif forget:
-                index.observed(1000.0)
+                index.on_request(1000.0)
                 index.close(interval_id)
-        index.observed(1000.0)
+        index.on_request(1000.0)
         index.rebuild()
         return index.weight(7, 0.0)
 
@@ -194,9 +192,9 @@ def test_open_and_forgotten_intervals_lower_the_hazard() -> None:
 def test_a_new_class_borrows_from_its_relatives() -> None:
     index = ReuseIndex(unit=1.0)
     for _ in range(500):
-        index.returned(index.open(reuse_class_of(2, 1000, 1), 0.0), 10.0)
+        index.on_return(index.open(reuse_class_of(2, 1000, 1), 0.0), 10.0)
         index.open(reuse_class_of(0, 1000, 1), 0.0)
-    index.observed(5000.0)
+    index.on_request(5000.0)
     index.rebuild()
     fork, leaf = (index.weight(reuse_class_of(n, 1000, 5), 5.0) for n in (2, 0))
     assert fork > 10 * leaf
@@ -208,11 +206,11 @@ def test_the_probability_of_a_return_is_the_share_of_a_class_that_returned() -> 
     often, never = reuse_class_of(0, 1_000, 1), reuse_class_of(1, 10, 0)
     assert index.return_probability(never, 0.0) == 1.0, "nothing is known yet"
     for number in range(400):
-        index.observed(float(number))
+        index.on_request(float(number))
         index.open(never, float(number))
         interval_id = index.open(often, float(number))
         if number % 4:
-            index.returned(interval_id, number + 10.0)
+            index.on_return(interval_id, number + 10.0)
             index.close(interval_id)
     index.rebuild()
     assert index.return_probability(often, 0.0) == pytest.approx(0.75, abs=0.05)
@@ -225,7 +223,7 @@ def test_vector_and_scalar_weights_agree_until_they_expire() -> None:
     index = ReuseIndex(unit=0.125)
     rng = np.random.default_rng(3)
     for _ in range(500):
-        index.returned(index.open(int(rng.integers(CLASSES)), 0.0), float(rng.exponential(50)))
+        index.on_return(index.open(int(rng.integers(CLASSES)), 0.0), float(rng.exponential(50)))
     index.rebuild()
     reuse_classes, ages = rng.integers(0, CLASSES, 200), rng.exponential(50, 200)
     weights, until = index.weights(reuse_classes, ages)
@@ -241,7 +239,7 @@ def test_the_table_is_rebuilt_often_at_first_then_every_some_requests() -> None:
     rebuilt = []
     for request in range(1000):
         version = index.version
-        index.observed(float(request))
+        index.on_request(float(request))
         if index.version != version:
             rebuilt.append(request)
     gaps = np.diff(rebuilt)
@@ -269,7 +267,7 @@ class Traffic:
             self.now += 1.0
             while self.ready and self.ready[0][0] <= self.now:
                 time, interval_id = heapq.heappop(self.ready)
-                self.index.returned(interval_id, time)
+                self.index.on_return(interval_id, time)
             interval_id = self.index.open(self.reuse_class, self.now)
             self.waiting.append(interval_id)
             if self.source.random() < share:
@@ -278,7 +276,7 @@ class Traffic:
                 )
             if len(self.waiting) > 2_000:
                 self.index.close(self.waiting.popleft())
-            self.index.observed(self.now)
+            self.index.on_request(self.now)
 
     def requests_until_known(self, share: float, gap: float, rate: float) -> int:
         """After how many positions the index is within a factor of 1.5 of `rate`, for good."""

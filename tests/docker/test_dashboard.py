@@ -55,8 +55,8 @@ def test_our_metrics_are_there() -> None:
 cache.stats.admitted["branch"] = cache.stats.skipped["no_slot"] = cache.stats.evicted["leaf"] = 1
 metrics.update()
 from sglang_hybrid.core.memory.account import Account
-from sglang_hybrid.serving.telemetry.memory import MemoryMetrics
-MemoryMetrics(Account(1))
+from sglang_hybrid.serving.telemetry.metrics import memory_metrics
+Metrics(memory_metrics(Account(1)))
 """
     tuner = {"runs": 1, "failures": 0, "seconds": 0.5, "switches": 0}
     exported = {name.split("[")[0] for name in read(steps, "marconi", 1.0, tuner)}

@@ -17,9 +17,8 @@ from sglang_hybrid.explain.decisions import (
 
 
 def decision(order: int) -> NotTaken:
-    return NotTaken(
-        order, (order, float(order)), CheckpointRequest(order, Kind.BRANCH), Skip.NO_SLOT
-    )
+    request = CheckpointRequest(order, Kind.BRANCH)
+    return NotTaken(order, float(order), request, Skip.NO_SLOT)
 
 
 def prefix_hash(tokens: list[int], position: int) -> int:
@@ -69,8 +68,8 @@ def test_the_oldest_are_forgotten() -> None:
         log.add("me", 20, prefix_hash([*range(50)], 20), decision(order))
     assert [position for position, _ in log.of("me").along(tokens)] == [20]
     assert len(log.of("me")._at) == 1  # nothing is left of position 10
-    log.clear((9, 9.0))
-    assert (len(log), log.count, log.emptied) == (0, 8, (9, 9.0))
+    log.clear(9.0)
+    assert (len(log), log.count, log.emptied) == (0, 8, 9.0)
     assert list(log.of("me").along(tokens)) == []
 
 

@@ -9,11 +9,17 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
+from sglang_hybrid.core.records.latest import Latest
 from sglang_hybrid.explain.decisions import Decisions
 from sglang_hybrid.explain.explanation import Explanation
 from sglang_hybrid.explain.messages import ExplainReq
-from sglang_hybrid.explain.miss_report import MissReport, Reason, UnstoredReason
-from sglang_hybrid.explain.recent import RecentRequests
+from sglang_hybrid.explain.miss_report import (
+    ExplainedRequest,
+    MissReport,
+    Reason,
+    Unstored,
+    UnstoredReason,
+)
 from sglang_hybrid.explain.render import remedy, render
 from sglang_hybrid.serving.tenants import tenant
 from tests.cache.backends import options
@@ -26,6 +32,12 @@ def server(policy: str = "reuse", admission: str = "judicious", **more: Any) -> 
     how = {name: more.pop(name) for name in ("plans", "one_pass", "rank") if name in more}
     where = Sizes(**sizes)
     return Server(build_cache(where, options(policy, admission, **more), **how), where)
+
+
+def serve(it: Server, length: int, *kinds: int) -> None:
+    """Requests with prompts of `length` tokens, one of each kind, which share nothing."""
+    for kind in kinds:
+        it.serve(run(length, kind), [7])
 
 
 def explain(it: Server, tokens: list[int], **whose: str | None) -> MissReport:
@@ -50,6 +62,16 @@ def reasons(report: MissReport) -> dict[int, Reason]:
     return {missed.position: missed.reason for missed in report.deeper}
 
 
+def unstored(report: MissReport) -> Unstored:
+    assert report.unstored is not None
+    return report.unstored
+
+
+def request(report: MissReport) -> ExplainedRequest:
+    assert report.request is not None
+    return report.request
+
+
 def said(report: MissReport) -> str:
     return "\n".join(render(report))
 
@@ -61,7 +83,7 @@ def test_a_prompt_that_nobody_sent() -> None:
     report = explain(server(), run(100))
     assert (report.prompt, report.usable, report.kv, report.hit) == (100, 99, 0, 0)
     assert (report.checkpoint, report.deeper) == (None, [])
-    assert report.unstored is not None and report.unstored.why is UnstoredReason.NEW
+    assert unstored(report).why is UnstoredReason.NEW
     assert report.leaves == [(99, "prompt_end")]
     assert "Tokens 0 to 99 were never sent before." in said(report)
 
@@ -74,7 +96,7 @@ def test_the_checkpoint_that_is_used() -> None:
     report = explain(it, [*run(100), *run(9, 4)])
     assert report.hit == 100
     used = report.checkpoint
-    assert used is not None and used.taken is not None and used.last_used is not None
+    assert used is not None
     assert (used.position, used.kind, used.hits) == (100, "tail", 1)
     assert (used.taken, used.last_used) == (21.0, 1.0)
     assert "token 100: answer's end; taken 21 s ago, 1 hit, the last one 1.0 s ago" in said(report)
@@ -139,14 +161,12 @@ def test_no_slot_was_free_and_nothing_could_go() -> None:
     assert reasons(report) == {49: Reason.NO_SLOT}
     assert report.deeper[0].request == "1"
     assert "no slot was free and nothing could be pushed out" in said(report)
-    advice = remedy(report)
-    assert advice is not None and "--max-mamba-cache-size above 1" in advice
+    assert "--max-mamba-cache-size above 1" in (remedy(report) or "")
 
 
 def test_a_prompts_end_takes_free_slots_only() -> None:
     it = server("marconi", hybrid_alpha=1.0, states=2)
-    it.serve(run(100), [7])
-    it.serve(run(100, 1), [7])
+    serve(it, 100, 0, 1)
     report = explain(it, run(100, 1)[:100])
     assert reasons(report) == {99: Reason.NOT_WORTH}
     assert report.deeper[0].kind == "prompt_end"
@@ -164,11 +184,8 @@ def test_worth_no_more_than_the_cheapest() -> None:
     report = explain(it, [*run(20, 3), *run(9, 6)])
     missed = report.deeper[0]
     assert (missed.position, missed.reason, missed.kind) == (20, Reason.NOT_WORTH, "branch")
-    assert (
-        missed.score is not None
-        and missed.victim_score is not None
-        and missed.score <= missed.victim_score
-    )
+    assert missed.score is not None and missed.victim_score is not None
+    assert missed.score <= missed.victim_score
     assert f"{missed.score:.3g} against {missed.victim_score:.3g} by marconi" in said(report)
 
 
@@ -176,23 +193,17 @@ def test_evicted_for_a_state_that_was_worth_more() -> None:
     it = server(states=4)
     it.serve(run(100), run(5, 1))
     it.serve([*run(60), *run(30, 2)], [3])
-    for k in range(5, 9):
-        it.serve(run(80, k), [1])
+    serve(it, 80, *range(5, 9))
     report = explain(it, [*run(60), *run(30, 3)])
     (missed,) = report.deeper
     assert (missed.position, missed.reason, missed.kind) == (60, Reason.EVICTED, "branch")
     assert (missed.short, missed.policy, missed.with_kv) == ("states", "reuse", True)
-    assert (
-        missed.recipient is not None
-        and missed.recipient.score is not None
-        and missed.score is not None
-    )
-    assert (missed.recipient.position, missed.recipient.kind) == (79, "prompt_end")
-    assert missed.recipient.score > missed.score
-    assert report.unstored is not None and report.unstored.why is UnstoredReason.EVICTED
-    assert report.unstored.known == 60
-    advice = remedy(report)
-    assert advice is not None and "--max-mamba-cache-size above 4" in advice
+    gets, score = missed.recipient, missed.score
+    assert gets is not None and gets.score is not None and score is not None
+    assert (gets.position, gets.kind) == (79, "prompt_end") and gets.score > score
+    assert unstored(report).why is UnstoredReason.EVICTED
+    assert unstored(report).known == 60
+    assert "--max-mamba-cache-size above 4" in (remedy(report) or "")
 
 
 def test_a_state_that_went_alone() -> None:
@@ -211,34 +222,27 @@ def test_a_state_that_went_alone() -> None:
 
 def test_evicted_when_kv_ran_short() -> None:
     it = server(kv=400)
-    it.serve(run(150), [7])
-    for k in (1, 2, 3):
-        it.serve(run(150, k), [7])
+    serve(it, 150, 0, 1, 2, 3)
     report = explain(it, [*run(150), 9])
     assert report.kv == 0
     assert {missed.short for missed in report.deeper} == {"kv"}
     assert all(missed.with_kv for missed in report.deeper)
-    assert report.unstored is not None
-    assert (report.unstored.why, report.unstored.short) == (UnstoredReason.EVICTED, "kv")
-    assert report.unstored.known == 150
-    advice = remedy(report)
-    assert advice is not None and "more KV" in advice
+    assert (unstored(report).why, unstored(report).short) == (UnstoredReason.EVICTED, "kv")
+    assert unstored(report).known == 150
+    assert "more KV" in (remedy(report) or "")
     stranger = explain(it, [1, *run(150)])
     assert stranger.deeper == []
-    assert stranger.unstored is not None and stranger.unstored.why is UnstoredReason.NEW
+    assert unstored(stranger).why is UnstoredReason.NEW
 
 
 def test_evicted_when_one_memory_ran_short() -> None:
     """Neither kind has a pool that could be larger."""
     it = server(kv=300, states=4, one_memory=True, state_bytes=160)
-    it.serve(run(150), [7])
-    for k in (1, 2, 3):
-        it.serve(run(150, k), [7])
+    serve(it, 150, 0, 1, 2, 3)
     report = explain(it, [*run(150), 9])
-    assert report.unstored is not None and report.unstored.why is UnstoredReason.EVICTED
+    assert unstored(report).why is UnstoredReason.EVICTED
     assert "when room ran short" in said(report)
-    advice = remedy(report)
-    assert advice is not None and f"share {it.sizes.budget:,} bytes" in advice
+    assert f"share {it.sizes.budget:,} bytes" in (remedy(report) or "")
 
 
 def test_one_memory_does_not_tell_what_other_tenants_store() -> None:
@@ -253,11 +257,9 @@ def test_one_memory_does_not_tell_what_other_tenants_store() -> None:
 def test_kv_that_went_so_long_ago_that_only_the_history_knows() -> None:
     it = server(kv=400)
     it.cache.decision_log.decisions = Decisions(entries=1)
-    for k in range(4):
-        it.serve(run(150, k), [7])
+    serve(it, 150, *range(4))
     report = explain(it, run(150))
-    assert report.unstored is not None
-    assert (report.unstored.why, report.unstored.known) == (UnstoredReason.GONE, 149)
+    assert (unstored(report).why, unstored(report).known) == (UnstoredReason.GONE, 149)
     assert report.deeper == []
     assert len(it.cache.decision_log.decisions) == 1
 
@@ -265,12 +267,9 @@ def test_kv_that_went_so_long_ago_that_only_the_history_knows() -> None:
 def test_a_leaf_that_a_prompt_shares_in_part() -> None:
     """What was evicted reached further than this prompt goes along with it."""
     it = server(kv=400)
-    it.serve(run(150), [7])
-    for k in (1, 2, 3):
-        it.serve(run(150, k), [7])
+    serve(it, 150, 0, 1, 2, 3)
     report = explain(it, [*run(40), *run(30, 9)])
-    assert report.unstored is not None
-    assert (report.unstored.why, report.unstored.known) == (UnstoredReason.EVICTED, 40)
+    assert (unstored(report).why, unstored(report).known) == (UnstoredReason.EVICTED, 40)
 
 
 def test_states_on_a_grid() -> None:
@@ -302,49 +301,45 @@ def test_a_model_without_states() -> None:
     it.serve([*run(60), *run(30, 2)], [7])
     assert of_request(it, "2").hit == 60
     assert "this model needs no states" in said(of_request(it, "2"))
-    for k in (1, 2, 3):
-        it.serve(run(150, k), [7])
+    serve(it, 150, 1, 2, 3)
     report = explain(it, run(150))
     assert report.hit < 149
-    assert report.unstored is not None and report.unstored.why is UnstoredReason.EVICTED
+    assert unstored(report).why is UnstoredReason.EVICTED
 
 
 def test_under_lru_it_says_what_is_not_recorded() -> None:
     it = server("sglang-lru", states=3)
-    it.serve(run(100), [7])
-    it.serve(run(100, 1), [7])
+    serve(it, 100, 0, 1)
     report = explain(it, [*run(100, 1), 5])
     assert report.checkpoint is not None
     assert (report.checkpoint.position, report.checkpoint.kind) == (100, None)
     report = explain(it, [*run(60, 1), *run(30, 2)])
     assert reasons(report) == {60: Reason.UNKNOWN}
-    assert report.unstored is not None and report.unstored.why is UnstoredReason.UNKNOWN
+    assert unstored(report).why is UnstoredReason.UNKNOWN
     assert "Under --hybrid-eviction sglang-lru nothing is recorded" in said(report)
     assert of_request(it, "2").hit == 0
 
 
 def test_an_emptied_cache() -> None:
     it = server(states=4)
-    for k in range(6):
-        it.serve(run(80, k), [1])
+    serve(it, 80, *range(6))
     assert explain(it, run(80)).deeper
     it.flush()
     report = explain(it, run(80))
     assert report.deeper == []
-    assert report.unstored is not None and report.unstored.why is UnstoredReason.GONE
+    assert unstored(report).why is UnstoredReason.GONE
     assert report.cache.emptied is not None
     assert "The cache was emptied" in said(report)
 
 
 def test_prompts_with_another_key_share_nothing() -> None:
     it = server(states=4)
-    for k in range(6):
-        it.serve(run(80, k), [1])
+    serve(it, 80, *range(6))
     assert explain(it, run(80)).deeper
     for scope in ({"extra_key": "adapter"}, {"cache_salt": "tenant"}):
         report = explain(it, run(80), **scope)
         assert (report.kv, report.deeper) == (0, [])
-        assert report.unstored is not None and report.unstored.why is UnstoredReason.NEW
+        assert unstored(report).why is UnstoredReason.NEW
 
 
 def test_what_was_sent_with_a_key_is_found_with_it() -> None:
@@ -383,8 +378,7 @@ def test_a_request_is_explained_as_of_when_it_came() -> None:
     second = of_request(it, "2")
     assert (second.kv, second.hit) == (60, 0)
     assert reasons(second) == {60: Reason.NOT_WANTED}
-    assert second.request is not None
-    assert (60, "branch") in second.request.left
+    assert (60, "branch") in request(second).left
     third = of_request(it, "3")
     assert third.checkpoint is not None
     assert (third.checkpoint.position, third.checkpoint.kind) == (60, "branch")
@@ -392,7 +386,7 @@ def test_a_request_is_explained_as_of_when_it_came() -> None:
     it.cache.evict(EvictParams(num_tokens=0, mamba_num=100))
     again = of_request(it, "2")  # the branch's state went, but for this one it was not there yet
     assert reasons(again) == {60: Reason.NOT_WANTED}
-    assert again.request is not None and again.request.now == 0
+    assert request(again).now == 0
     it.serve([*run(60), *run(30, 4)], [3])
     assert reasons(of_request(it, "4")) == {60: Reason.EVICTED}
 
@@ -404,9 +398,8 @@ def test_a_position_that_was_left_for_another_reason_was_not_refused() -> None:
     it.serve([*run(100), *run(10, 1)], [7])  # a micro-branch at its end, which is kept as such
     report = of_request(it, "3")
     assert (report.hit, report.kv) == (100, 109)
-    assert report.request is not None
-    assert (109, "prompt_end") in report.request.left
-    assert report.request.refused == []
+    assert (109, "prompt_end") in request(report).left
+    assert request(report).refused == []
 
 
 def test_a_request_that_is_looked_up_again_and_again() -> None:
@@ -419,18 +412,16 @@ def test_a_request_that_is_looked_up_again_and_again() -> None:
     report = of_request(it, req.rid)
     assert report.checkpoint is not None and report.checkpoint.last_used is not None
     assert (report.checkpoint.hits, report.checkpoint.last_used) == (0, 8.0)
-    assert report.request is not None and not report.request.started
+    assert not request(report).started
     assert "which has not been prefilled yet" in said(report)
 
 
 def test_what_a_request_wanted_to_leave_and_did_not() -> None:
     it = server("marconi", hybrid_alpha=1.0, states=2)
-    it.serve(run(100), [7])
-    it.serve(run(100, 1), [7])
+    serve(it, 100, 0, 1)
     report = of_request(it, "2")
-    assert report.request is not None
-    assert report.request.left == [(100, "tail")]
-    assert [(missed.position, missed.reason) for missed in report.request.refused] == [
+    assert request(report).left == [(100, "tail")]
+    assert [(missed.position, missed.reason) for missed in request(report).refused] == [
         (99, Reason.NOT_WORTH)
     ]
     assert "It left none at token 99" in said(report)
@@ -446,27 +437,27 @@ def test_a_state_was_there_but_no_slot_to_copy_it_into() -> None:
     it.look_up(req)
     report = of_request(it, req.rid)
     it.send_back(req)
-    assert report.request is not None and report.request.missed == "no_slot"
+    assert request(report).missed == "no_slot"
     assert (report.hit, report.kv, report.deeper) == (0, 99, [])  # the tail went for the holder
     assert "no free slot to copy it into" in said(report)
-    advice = remedy(report)
-    assert advice is not None and "--max-mamba-cache-size above 2" in advice
+    assert "--max-mamba-cache-size above 2" in (remedy(report) or "")
 
 
 def test_an_unknown_request_and_an_empty_prompt() -> None:
     it = server()
     it.serve(run(20), [7])
-    answer = it.cache.explainer.answer(ExplainReq(request_id="nobody"))
-    assert answer.report is None
-    assert (
-        "no request 'nobody' with this extra key, salt and adapter is among the last 1"
-        in answer.error
-    )
-    assert it.cache.explainer.answer(ExplainReq(input_ids=[])).error == "the prompt has no tokens."
-    assert it.cache.explainer.answer(ExplainReq(input_ids=run(30))).report["kv"] == 20
-    impossible = it.cache.explainer.answer(ExplainReq(input_ids=[1 << 70]))
+
+    def answer(**asked: Any) -> Any:
+        return it.cache.explainer.answer(ExplainReq(**asked))
+
+    nobody = answer(request_id="nobody")
+    told = "no request 'nobody' with this extra key, salt and adapter is among the last 1"
+    assert nobody.report is None and told in nobody.error
+    assert answer(input_ids=[]).error == "the prompt has no tokens."
+    assert answer(input_ids=run(30)).report["kv"] == 20
+    impossible = answer(input_ids=[1 << 70])
     assert impossible.report is None and "the server's log says why" in impossible.error
-    assert it.cache.explainer.answer(ExplainReq(request_id="1")).report["prompt"] == 20
+    assert answer(request_id="1").report["prompt"] == 20
 
 
 def test_health_checks_are_not_kept() -> None:
@@ -481,20 +472,11 @@ def test_health_checks_are_not_kept() -> None:
 
 def test_recent_requests_are_bounded_in_number_and_bytes() -> None:
     it = server()
-    it.cache.decision_log.recent = RecentRequests(requests=3)
-    for k in range(5):
-        it.serve(run(30, k), [7])
-    kept = it.cache.decision_log.recent
-    assert [kept.get(tenant(None, None), str(rid)) is not None for rid in range(1, 6)] == [
-        False,
-        False,
-        True,
-        True,
-        True,
-    ]
-    it.cache.decision_log.recent = small = RecentRequests(max_bytes=8 * 50)
-    for k in range(5):
-        it.serve(run(40, k), [7])
+    it.cache.decision_log.recent = kept = Latest(8 * 1_000, 3)
+    serve(it, 30, *range(5))
+    assert [kept.get(None, str(rid)) is not None for rid in range(1, 6)] == [False] * 2 + [True] * 3
+    it.cache.decision_log.recent = small = Latest(8 * 50)
+    serve(it, 40, *range(5))
     assert len(small) == 1
 
 

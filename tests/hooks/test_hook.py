@@ -201,8 +201,13 @@ def test_a_file_and_a_process_say_the_same_source(folder: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("release", SGLANG_VERSIONS)
-def test_each_release_has_a_hash_of_every_function(release: str) -> None:
-    assert list(load_hashes(release)) == sorted({hook.target for hook in HOOKS})
+def test_each_release_has_a_hash_of_every_function_and_its_file(release: str) -> None:
+    functions = sorted({hook.target for hook in HOOKS})
+    known = list(load_hashes(release))
+    assert known[: len(functions)] == functions
+    files = known[len(functions) :]
+    modules = {target.partition(":")[0].replace(".", "/") for target in functions}
+    assert files == sorted(files) and {path.removesuffix(".py") for path in files} >= modules
 
 
 def test_every_hook_says_what_it_does() -> None:

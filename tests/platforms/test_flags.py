@@ -10,7 +10,7 @@ import pytest
 import sglang.srt.platforms  # noqa: F401 (finds our platform; that cannot be imported before it)
 
 from sglang_hybrid.platforms.cpu import HybridCpuPlatform, check_flags
-from sglang_hybrid.serving.preflight import StartupError
+from sglang_hybrid.serving.startup import StartupError
 
 
 def flags(**given: Any) -> argparse.Namespace:

@@ -8,7 +8,7 @@ import pytest
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.platforms import sizing
 from sglang_hybrid.platforms.sizing import MAX_MAMBA_CACHE_SIZE, Sizes, check_memory, model_sizes
-from sglang_hybrid.serving.preflight import StartupError
+from sglang_hybrid.serving.startup import StartupError
 
 
 @pytest.fixture(scope="module")

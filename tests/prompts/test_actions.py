@@ -9,16 +9,12 @@ from typing import Any, cast
 
 import pytest
 
+from sglang_hybrid.core.returns.hints import Imported, PromptHints
 from sglang_hybrid.prompts.endpoints.actions import imported_prompt, prepare_prewarm, take_turn
 from sglang_hybrid.prompts.endpoints.prewarm import Prepared, Turns, prefill
 from sglang_hybrid.prompts.schemas.modular import Segment
 from sglang_hybrid.prompts.schemas.resolve import read_prompt
-from sglang_hybrid.serving.requests.kv_hints import (
-    Imported,
-    composed_key,
-    with_checkpoints,
-    with_segments,
-)
+from sglang_hybrid.serving.requests.kv_hints import composed_key, write
 
 
 def hints(kind: str, payload: Any = None) -> dict[str, Any]:
@@ -32,6 +28,7 @@ def request(kv_hints: Any, **more: Any) -> Any:
     return SimpleNamespace(**{**fields, **more})
 
 
+SEGMENTS = PromptHints(imported=Imported(((0, 4),), 9))
 PLAN = {"name": "travel-plan", "parameters": {"duration": "a week"}, "imports": ["domestic"]}
 
 
@@ -50,7 +47,7 @@ def test_an_import_is_the_prompt_that_markup_says() -> None:
 
 
 def test_other_actions_stay_beside_an_import() -> None:
-    both = with_checkpoints(hints("hybrid.import", {"name": "travel"}), [7])
+    both = write(PromptHints((7,)), hints("hybrid.import", {"name": "travel"}))
     asked = request(both)
     assert imported_prompt(asked) is not None
     assert [one["action_type"] for one in asked.kv_hints["actions"]] == ["hybrid.checkpoint"]
@@ -69,12 +66,12 @@ def test_other_actions_stay_beside_an_import() -> None:
         (hints("hybrid.import", {"name": "s"}), {"text": ["a", "b"]}, "of one prompt"),
         (hints("hybrid.import", {"name": "s"}), {"input_ids": [[1], [2]]}, "of one prompt"),
         (
-            with_segments(hints("hybrid.import", {"name": "s"}), Imported(((0, 4),), 9)),
+            write(SEGMENTS, hints("hybrid.import", {"name": "s"})),
             {},
             "kv_hints has hybrid.segments, which only the server itself sends",
         ),
         (
-            with_checkpoints(hints("hybrid.import", {"name": "s", "mode": "modular"}), [7]),
+            write(PromptHints((7,)), hints("hybrid.import", {"name": "s", "mode": "modular"})),
             {},
             "with mode 'modular' and other actions",
         ),
@@ -186,16 +183,15 @@ def test_a_prewarming_ends_when_its_client_goes(*, busy: bool, computed: int) ->
 
 def test_modules_are_computed_while_somebody_waits_for_them() -> None:
     pytest.importorskip("sglang")
-    from sglang_hybrid.prompts.endpoints.apart import compute
+    from sglang_hybrid.prompts.endpoints.apart import compute_apart
 
+    composed = composed_key(None, ""), None
     segments = [Segment((1, 2), start) for start in range(5)]
     manager, client = Manager(busy=False), Client(looks=2)
     with pytest.raises(ValueError, match="the client went away"):
-        asyncio.run(
-            compute(cast(Any, manager), composed_key(None, ""), None, segments, cast(Any, client))
-        )
+        asyncio.run(compute_apart(cast(Any, manager), composed, segments, cast(Any, client)))
     assert len(manager.given) == 2
-    asyncio.run(compute(cast(Any, manager), composed_key(None, ""), None, segments))
+    asyncio.run(compute_apart(cast(Any, manager), composed, segments))
     assert len(manager.given) == 2 + len(segments)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.prompts.chats.breakpoints import MARK, BlockEnd, common_prefix, token_positions
+from sglang_hybrid.prompts.chats.breakpoints import MARK, BlockEnd, common_start, token_positions
 from sglang_hybrid.prompts.chats.rendering import Rendering, encoded, rendered
 
 
@@ -21,8 +21,8 @@ def position(tokenizer: Any, before: str, after: str, *, open_ended: bool = True
 
 
 @given(st.text("ab \n1<", max_size=40), st.text("ab \n1<", max_size=20))
-def test_the_common_prefix_of_two_texts(one: str, other: str) -> None:
-    shared = common_prefix(one, other)
+def test_the_common_start_of_two_texts(one: str, other: str) -> None:
+    shared = common_start(one, other)
     assert one[:shared] == other[:shared]
     assert shared in (len(one), len(other)) or one[shared] != other[shared]
 

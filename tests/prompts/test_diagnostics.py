@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 
+from sglang_hybrid.core.records.latest import Latest
 from sglang_hybrid.prompts.chats import anthropic, diagnostics
 from sglang_hybrid.prompts.chats.diagnostics import (
     PartKind,
     RequestPart,
     SentPrompt,
-    SentPrompts,
     compare,
 )
 
 MARKED = {"type": "ephemeral"}
 
 
-def prompt(*texts: str, ids: list[int] | None = None, sender: Any = None) -> SentPrompt:
+def prompt(*texts: str, ids: list[int] | None = None) -> SentPrompt:
     """Texts of a system prompt, by their index."""
     parts = [RequestPart(PartKind.SYSTEM, f"system.{at}", text) for at, text in enumerate(texts)]
-    return SentPrompt(sender, parts, np.array(ids or [], np.int32))
+    return SentPrompt(None, parts, np.array(ids or [], np.int32))
 
 
 def chat(*texts: str) -> SentPrompt:
@@ -82,28 +82,9 @@ def test_what_prompts_depend_on_first_is_named_first() -> None:
         assert found is not None and found.kind is kind
 
 
-def test_a_tenant_finds_its_own_requests_only() -> None:
-    kept = SentPrompts()
-    kept.keep("one", prompt("secret", sender=("a", None)))
-    assert kept.find("one", ("b", None)) is None and kept.find("one", None) is None
-    assert kept.find("one", ("a", None)) is not None
-
-
-def test_who_sends_most_is_forgotten_first() -> None:
-    large = "x" * 1_000
-    kept = SentPrompts(most_bytes=5_000)
-    kept.keep("b", prompt(large, sender=("b", None)))
-    for number in range(20):
-        kept.keep(str(number), prompt(large, sender=("a", None)))
-    assert kept.find("b", ("b", None)) is not None
-    assert kept.find("0", ("a", None)) is None and kept.find("19", ("a", None)) is not None
-    kept.keep("huge", prompt("x" * 6_000, sender=("c", None)))
-    assert kept.find("huge", ("c", None)) is None and kept.find("19", ("a", None)) is not None
-
-
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = SentPrompts()
+    kept: Latest[SentPrompt] = Latest(1_000_000)
     monkeypatch.setattr(anthropic, "sent_prompts", lambda: kept)
 
 
@@ -153,4 +134,4 @@ def test_nothing_is_kept_of_who_does_not_ask() -> None:
     request = SimpleNamespace(diagnostics=None)
     assert anthropic.sent(request, None) is None
     assert anthropic.diagnose(request, None, "one") is None
-    assert diagnostics.sent_prompts().find("one", None) is None
+    assert diagnostics.sent_prompts().get(None, "one") is None

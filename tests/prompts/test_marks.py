@@ -152,7 +152,7 @@ def test_a_marked_block_is_pinned_for_its_lifetime(tmp_path: Path) -> None:
     adapted = SimpleNamespace(input_ids=ids, kv_hints=None)
     found = declare(adapted, tokenizer, 2 * text + "Why?", blocks, process)
     assert [mark.ttl for mark in found] == ["12h", "5m"]
-    pins = kv_hints.pins(decode_kv_hints_envelope(adapted.kv_hints))
+    pins = kv_hints.read(decode_kv_hints_envelope(adapted.kv_hints)).pins
     assert [(pin.position, pin.ttl) for pin in pins] == [
         (found[0].position, 43_200),
         (found[1].position, 300),

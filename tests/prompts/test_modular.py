@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from sglang_hybrid.core.returns.hints import Imported, PromptHints
 from sglang_hybrid.prompts.schemas.modular import Layout, modular, prepared_segments
 from sglang_hybrid.prompts.schemas.resolve import read_prompt, resolve
 from sglang_hybrid.prompts.schemas.schema import read_schema
 from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer
 from sglang_hybrid.serving.requests import kv_hints
-from sglang_hybrid.serving.requests.kv_hints import Imported, composed_key, segment_key
+from sglang_hybrid.serving.requests.kv_hints import composed_key, segment_key
 
 SCHEMA = """<schema name="s">ab<module name="one">cde<parameter name="p" length="4"/>fg</module>
 <union><module name="two">hi</module>
@@ -121,13 +122,13 @@ def test_no_client_names_a_key_of_the_servers(key: str) -> None:
 
 
 def test_only_the_server_imports() -> None:
-    asked = kv_hints.with_segments(None, Imported(((0, 4),), 9))
+    said = PromptHints(imported=Imported(((0, 4),), 9))
+    asked = kv_hints.write(said)
     action = SimpleNamespace(**asked["actions"][0])
     envelope = SimpleNamespace(actions=[action])
-    kv_hints.check(envelope, 10, own=True)
-    assert kv_hints.imported(envelope) == Imported(((0, 4),), 9)
+    assert kv_hints.read(envelope, 10, own=True) == said
     with pytest.raises(ValueError, match=r"the action 'hybrid\.segments'"):
-        kv_hints.check(envelope, 10)
+        kv_hints.read(envelope, 10, own=False)
 
 
 def test_an_unknown_mode_is_refused() -> None:

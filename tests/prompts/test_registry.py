@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from sglang_hybrid.prompts.schemas import registry
-from sglang_hybrid.prompts.schemas.registry import Registry
+from sglang_hybrid.prompts.schemas.registry import NoSchema, Registry
 
 A, B = ("a", None), ("b", None)
+NO_TOKENIZER: Any = None
 
 
 def schema(name: str, size: int = 40) -> str:
@@ -17,24 +18,24 @@ def schema(name: str, size: int = 40) -> str:
     return f'<schema name="{name}">{"x" * size}</schema>'
 
 
-def schemas(tokenizer: Any = None) -> Registry:
-    return Registry(tokenizer)
-
-
 def test_tenants_have_their_own() -> None:
-    kept = schemas()
+    kept = Registry(NO_TOKENIZER)
     kept.register(A, schema("one"))
     assert [one.schema.name for one in kept.of(A)] == ["one"]
     assert kept.of(B) == []
-    with pytest.raises(KeyError, match="there is no schema 'one'"):
+    with pytest.raises(NoSchema, match="there is no schema 'one'"):
         kept.get(B, "one")
-    with pytest.raises(KeyError):
+    with pytest.raises(NoSchema):
         kept.delete(B, "one")
+    with pytest.raises(NoSchema):
+        kept.expand(B, '<prompt schema="one"/>')
+    kept.delete(A, "one")
+    assert kept.of(A) == []
 
 
 def test_bytes_of_a_tenant_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MOST_TENANT_BYTES", 250)
-    kept = schemas()
+    kept = Registry(NO_TOKENIZER)
     kept.register(A, schema("one", 100))
     with pytest.raises(ValueError, match="those of a tenant may have 250"):
         kept.register(A, schema("two", 150))
@@ -48,7 +49,7 @@ def test_bytes_of_all_are_bounded_and_nothing_is_told_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(registry, "MOST_BYTES", 250)
-    kept = schemas()
+    kept = Registry(NO_TOKENIZER)
     kept.register(A, schema("one", 150))
     with pytest.raises(ValueError, match="of all tenants may have 250 bytes") as error:
         kept.register(B, schema("two", 150))
@@ -58,9 +59,9 @@ def test_bytes_of_all_are_bounded_and_nothing_is_told_of_others(
 
 def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MOST_SCHEMAS", 1)
-    kept = schemas()
+    kept = Registry(NO_TOKENIZER)
     kept.register(A, schema("one"))
-    with pytest.raises(ValueError, match="a tenant may have 1"):
+    with pytest.raises(ValueError, match="there are 1 schemas already; a tenant may have 1"):
         kept.register(A, schema("two"))
     kept.register(A, schema("one"))
 
@@ -72,7 +73,7 @@ def test_places_of_modular_mode_are_laid_out_once() -> None:
         def length(self, text: str) -> int:
             return len(text)
 
-    kept = schemas(Lengths())
+    kept = Registry(cast(Any, Lengths()))
     registered = kept.register(A, schema("one"))
     first = kept.layout(registered)
     assert first.end == 40
@@ -81,7 +82,7 @@ def test_places_of_modular_mode_are_laid_out_once() -> None:
 
 
 def test_schemas_are_listed_without_their_texts_being_tokenized() -> None:
-    kept = schemas()  # which cannot tokenize
+    kept = Registry(NO_TOKENIZER)
     kept.register(A, schema("one"))
     (told,) = (one.summary() for one in kept.of(A))
     assert (told["name"], told["bytes"], told["requests"]) == ("one", len(schema("one")), 0)
@@ -95,7 +96,7 @@ def test_a_text_of_a_schema_is_tokenized_once_however_many_others_come() -> None
             Counts.asked += 1
             return len(text)
 
-    kept = schemas()
+    kept = Registry(NO_TOKENIZER)
     registered = kept.register(A, '<schema name="one"><module name="m">text</module></schema>')
     first, again = registered.as_dict(Counts()), registered.as_dict(Counts())
     assert first == again and Counts.asked == 1

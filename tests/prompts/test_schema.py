@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from sglang_hybrid.prompts.schemas.registry import MOST_SCHEMAS, Registry
+from sglang_hybrid.prompts.schemas.registry import Registry
 from sglang_hybrid.prompts.schemas.resolve import Import, Prompt, read_prompt, resolve
 from sglang_hybrid.prompts.schemas.schema import Schema, read_schema, tidy
 from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer
@@ -186,48 +187,50 @@ def test_imports_out_of_order_are_put_in_order_with_a_warning() -> None:
 # What it comes to.
 
 
-def test_every_selection_of_the_largest_schema_is_a_path_of_its_own(registry: Registry) -> None:
-    schema = read("education")
-    paths = set()
+def pupils() -> Iterator[tuple[Import, ...]]:
     for names in itertools.product(*schemas.PUPIL.values()):
-        imports = tuple(Import(name) for name in names)
-        paths.add(resolve(schema, Prompt("education", imports)).pieces)
-    assert len(paths) == 14_400
+        yield tuple(Import(name) for name in names)
 
 
-def test_every_selection_of_traits_is_a_path_of_its_own() -> None:
-    """A value of each trait, or none; each trait is a module around a union."""
-    schema = read("persona")
-    paths = set()
+def persons() -> Iterator[tuple[Import, ...]]:
+    """A value of each trait; each trait is a module around a union."""
     for names in itertools.product(*schemas.PERSON.values()):
-        imports = tuple(
-            Import(trait, imports=(Import(name),))
-            for trait, name in zip(schemas.PERSON, names, strict=True)
-        )
-        paths.add(resolve(schema, Prompt("persona", imports)).pieces)
-    assert len(paths) == 5**5 * 4
+        traits = zip(schemas.PERSON, names, strict=True)
+        yield tuple(Import(trait, imports=(Import(name),)) for trait, name in traits)
 
 
-def test_every_journey_is_a_path_of_its_own() -> None:
-    schema = read("travel")
+def journeys() -> Iterator[tuple[Import, ...]]:
     abroad = [(Import("overseas", imports=(Import(place),)),) for place in schemas.PLACES]
-    ways = [(), (Import("domestic", {"city": "Berne"}),), (Import("overseas"),), *abroad]
-    paths = {
-        resolve(
-            schema, Prompt("travel", (Import("travel-plan", {"duration": "a week"}, way),))
-        ).pieces
-        for way in ways
-    }
-    assert len(paths) == 11
+    for way in [(), (Import("domestic", {"city": "Berne"}),), (Import("overseas"),), *abroad]:
+        yield (Import("travel-plan", {"duration": "a week"}, way),)
 
 
-@pytest.mark.parametrize("name", schemas.FILES)
-def test_every_subset_of_files_is_a_path_of_its_own(registry: Registry, name: str) -> None:
-    found = set()
+def files(name: str) -> Iterator[tuple[Import, ...]]:
     for count in range(6):
         for names in itertools.combinations(schemas.FILES[name], count):
-            tokens = registry.expand_path(registry.get(None, name), [Import(it) for it in names])
-            found.add(tuple(tokens.ids))
+            yield tuple(Import(name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "selections", "count"),
+    [
+        ("education", pupils(), 14_400),
+        ("persona", persons(), 5**5 * 4),
+        ("travel", journeys(), 11),
+        *((name, files(name), 2**5) for name in schemas.FILES),
+    ],
+)
+def test_every_selection_is_a_path_of_its_own(
+    name: str, selections: Iterator[tuple[Import, ...]], count: int
+) -> None:
+    schema = read(name)
+    paths = {resolve(schema, Prompt(name, imports)).pieces for imports in selections}
+    assert len(paths) == count
+
+
+def test_every_subset_of_files_has_tokens_of_its_own(registry: Registry) -> None:
+    game = registry.get(None, "code-generation-game")
+    found = {tuple(registry.expand_path(game, each).ids) for each in files(game.schema.name)}
     assert len(found) == 2**5
 
 
@@ -279,25 +282,3 @@ def test_a_value_that_is_too_long_is_named_with_its_limit(registry: Registry) ->
     plan = '<travel-plan duration="one two three four five six seven"/>'
     with pytest.raises(ValueError, match=r"'duration' has \d+ tokens; it may have 5 at most"):
         registry.expand(None, f'<prompt schema="travel">{plan}</prompt>')
-
-
-# Who has it.
-
-
-def test_tenants_have_schemas_of_their_own(registry: Registry) -> None:
-    registry.register(("a", None), '<schema name="mine">text</schema>')
-    with pytest.raises(KeyError):
-        registry.get(None, "mine")
-    with pytest.raises(ValueError, match="there is no schema 'mine'"):
-        registry.expand(("b", None), '<prompt schema="mine"/>')
-    assert [one.schema.name for one in registry.of(("a", None))] == ["mine"]
-    registry.delete(("a", None), "mine")
-    assert registry.of(("a", None)) == []
-
-
-def test_a_tenant_may_have_so_many_schemas(registry: Registry) -> None:
-    for number in range(MOST_SCHEMAS):
-        registry.register(("a", None), f'<schema name="s{number}">text</schema>')
-    with pytest.raises(ValueError, match="there are 64 schemas already"):
-        registry.register(("a", None), '<schema name="more">text</schema>')
-    registry.register(("a", None), '<schema name="s7">other text</schema>')

@@ -17,18 +17,18 @@ from PIL import Image
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.systems import ALPHAS, Spec
 from sglang_hybrid.core.victims.eviction import Lru
-from sglang_hybrid.replay import runner
 from sglang_hybrid.replay.__main__ import main
 from sglang_hybrid.replay.reports import plots
 from sglang_hybrid.replay.reports.figures import cached_bytes, flop_efficiency
 from sglang_hybrid.replay.reports.report import MARK, leads
 from sglang_hybrid.replay.reports.study import paper_model
-from sglang_hybrid.replay.runner import Job, Result, Runner, run_all
+from sglang_hybrid.replay.runner import Job, Result, Runner
 from sglang_hybrid.simulation.prefill_time import PAPER
 from sglang_hybrid.simulation.simulator import Simulator, hit_rate
 from sglang_hybrid.simulation.tiers.tier_budgets import parse_bytes
-from sglang_hybrid.simulation.traces.formats import Reading, read_trace, recognise
+from sglang_hybrid.simulation.traces.formats import read_trace, recognise
 from sglang_hybrid.simulation.traces.generators import generate, traffic
+from sglang_hybrid.simulation.traces.lines import Reading
 
 COST = CostModel.paper_7b()
 CHAT = ["--generate", "chat", "--sessions", "12"]
@@ -121,7 +121,7 @@ def test_workers_find_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     results: list[list[Result]] = []
     for workers in (1, 2):
         steps: list[int] = []
-        found = run_all(Runner(dict(traces)), jobs, workers, steps.append)
+        found = Runner(dict(traces)).run_all(jobs, workers, steps.append)
         assert sum(steps) == len(jobs) * len(traces["chat"])
         assert max(steps) < sum(steps), "progress within the jobs"
         results.append(found)
@@ -132,14 +132,14 @@ def test_workers_find_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         assert np.array_equal(one.ttft, other.ttft)
 
 
-def die(job: Job) -> None:
+def die(*_: object) -> Result:
     os._exit(9)
 
 
 def test_a_worker_that_dies_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runner, "_work", die)
+    monkeypatch.setattr(Runner, "run", die)
     arguments = [*CHAT, "--cache", "1GB", "--policy", "lru,reuse", "--workers", "2", "--instant"]
     assert main([*arguments, "--json", str(tmp_path / "out.json")]) != 0
     assert capsys.readouterr().err == "error: a worker died, perhaps for memory: use fewer\n"

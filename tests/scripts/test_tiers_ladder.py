@@ -41,9 +41,9 @@ def test_an_index_that_knows_the_intervals_needs_fewer_bits() -> None:
     bits = Bits(index)
     for step in range(200):
         time += 10.0
-        index.observed(time)
+        index.on_request(time)
         before = bits.sum
-        index.returned(interval, time)
+        index.on_return(interval, time)
         if step < 5:
             early += bits.sum - before
         if step >= 195:

@@ -9,7 +9,8 @@ import json
 import sys
 from typing import Any
 
-from sglang_hybrid.serving.requests.kv_hints import checkpoint_hint
+from sglang_hybrid.core.returns.hints import PromptHints
+from sglang_hybrid.serving.requests import kv_hints
 from tests.server.client import random_prompt
 
 DECLARED, BRANCH = 301, 423
@@ -22,7 +23,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
     for prompt in _PROMPTS
 ]
-REQUESTS[0]["kv_hints"] = checkpoint_hint([DECLARED])
+REQUESTS[0]["kv_hints"] = kv_hints.write(PromptHints((DECLARED,)))
 HITS = [0, DECLARED, DECLARED, BRANCH]
 """The second request goes on behind the declared position. The third one branches off further on,
 where its own prefill leaves a state for the fourth.

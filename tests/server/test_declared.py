@@ -9,7 +9,8 @@ import pytest
 import requests
 
 from sglang_hybrid.core.records.pin import PinRequest
-from sglang_hybrid.serving.requests.kv_hints import checkpoint_hint, pin_hint
+from sglang_hybrid.core.returns.hints import PromptHints
+from sglang_hybrid.serving.requests import kv_hints
 from tests.server.client import TOLERANCE, flush, hybrid_cache, logprobs, random_prompt
 
 
@@ -24,9 +25,17 @@ def send(url: str, prompt: Any, hints: Any = None) -> requests.Response:
     return requests.post(url + "/generate", json=body, timeout=300)
 
 
+def at(*positions: int) -> Any:
+    return kv_hints.write(PromptHints(positions))
+
+
+def pinned_at(position: int, ttl: float) -> Any:
+    return kv_hints.write(PromptHints(pins=(PinRequest(position, ttl),)))
+
+
 def test_a_declared_position_is_hit_exactly_the_first_time_it_is_shared(url: str) -> None:
     prompt = random_prompt(700, seed=1)
-    first = send(url, prompt, checkpoint_hint([123, 301])).json()
+    first = send(url, prompt, at(123, 301)).json()
     report = first["meta_info"]["hybrid_cache"]
     kinds = {each["position"]: each["kind"] for each in report["checkpoints"]}
     assert (kinds[123], kinds[301]) == ("declared", "declared")
@@ -39,18 +48,18 @@ def test_a_declared_position_is_hit_exactly_the_first_time_it_is_shared(url: str
         cold = send(url, other).json()
         assert warm["output_ids"] == cold["output_ids"]
         assert logprobs(warm) == pytest.approx(logprobs(cold), abs=TOLERANCE)
-        send(url, prompt, checkpoint_hint([123, 301]))
+        send(url, prompt, at(123, 301))
 
 
 def test_a_pin_lasts_for_its_time_on_an_idle_server(url: str) -> None:
     """It is counted over all tenants, and it ends although no request arrives."""
     prompt = random_prompt(300, seed=5)
     before = pins(url)
-    report = send(url, prompt, pin_hint([PinRequest(100, 3_000)])).json()["meta_info"]
+    report = send(url, prompt, pinned_at(100, 3_000)).json()["meta_info"]
     assert report["hybrid_cache"]["declared"]["pinned"] == [100]
     held = pins(url)
     assert held["pins"] == before["pins"] + 1 and held["bytes"] > before["bytes"]
-    send(url, random_prompt(300, seed=6), pin_hint([PinRequest(200, 0.5)]))
+    send(url, random_prompt(300, seed=6), pinned_at(200, 0.5))
     while pins(url)["expired"] == before["expired"]:
         time.sleep(0.05)
     after = pins(url)
@@ -66,7 +75,7 @@ def pins(url: str) -> dict[str, Any]:
 
 def test_each_prompt_of_a_batch_declares_its_own(url: str) -> None:
     prompts = [random_prompt(200, seed=2), random_prompt(300, seed=3)]
-    answers = send(url, prompts, [checkpoint_hint([50]), checkpoint_hint([260])]).json()
+    answers = send(url, prompts, [at(50), at(260)]).json()
     kept = [answer["meta_info"]["hybrid_cache"]["declared"]["kept"] for answer in answers]
     assert kept == [[50], [260]]
 
@@ -80,7 +89,7 @@ def test_each_prompt_of_a_batch_declares_its_own(url: str) -> None:
     ],
 )
 def test_what_is_malformed_is_refused(url: str, positions: list[int], sentence: str) -> None:
-    response = send(url, random_prompt(40, seed=4), checkpoint_hint(positions))
+    response = send(url, random_prompt(40, seed=4), at(*positions))
     assert response.status_code == 400
     assert sentence in response.json()["error"]["message"]
 

@@ -20,8 +20,9 @@ import pytest
 import requests
 
 from sglang_hybrid.core.records.pin import PinRequest
+from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.serving.requests.kv_hints import pin_hint
+from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.cache import test_learning
 from tests.cache import test_tenants as on_the_tree
@@ -144,7 +145,7 @@ def residency(world: World) -> None:
 
 def pins(world: World) -> None:
     prompt = random_prompt(300, seed=9)
-    hint = pin_hint([PinRequest(200, 3_000)])
+    hint = kv_hints.write(PromptHints(pins=(PinRequest(200, 3_000),)))
     told = world.report(input_ids=prompt, kv_hints=hint, **A)
     assert told["declared"]["pinned"] == [200]
     assert "declared" not in world.report(input_ids=prompt, **B)

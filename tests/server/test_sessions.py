@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_hybrid.core.returns.hints import Hint
-from sglang_hybrid.serving.requests.kv_hints import with_session
+from sglang_hybrid.core.returns.hints import Hint, PromptHints
+from sglang_hybrid.serving.requests import kv_hints
 from tests.server.client import random_prompt
 
 
@@ -45,7 +45,7 @@ def test_a_request_says_it(
 ) -> None:
     prompt = random_prompt(200, seed)
     tenant = f"sessions {seed}"  # what hints are worth is learnt: from none that came before
-    said = {} if hint is None else {"kv_hints": with_session(None, hint)}
+    said = {} if hint is None else {"kv_hints": kv_hints.write(PromptHints(session=hint))}
     answer = send(url, prompt, headers, extra_key=tenant, **said)
     assert answer.status_code == 200
     found = expected(url, prompt, answer.json()["output_ids"], tenant)

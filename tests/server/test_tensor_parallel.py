@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid.core.records.pin import PinRequest
+from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.serving.requests.kv_hints import pin_hint
+from sglang_hybrid.serving.requests import kv_hints
 from tests.server.client import Serve, ask, cached, completed, hybrid_cache, metric, random_prompt
 from tests.server.expected import agree, expect
 
@@ -53,8 +54,8 @@ def test_two_ranks_keep_the_same_pins(serve: Serve) -> None:
         def send(number: int) -> dict:
             prompt = prompts[number % 12]
             ttl = 0.05 + 0.2 * (number % 4) if number % 3 else 60.0
-            said = pin_hint([PinRequest(50, ttl), PinRequest(len(prompt) - 1, ttl)])
-            return ask(server.url, prompt, 4, kv_hints=said)
+            pins = (PinRequest(50, ttl), PinRequest(len(prompt) - 1, ttl))
+            return ask(server.url, prompt, 4, kv_hints=kv_hints.write(PromptHints(pins=pins)))
 
         with ThreadPoolExecutor(3) as pool:
             assert completed(pool.map(send, range(72))) == [4] * 72

@@ -52,7 +52,7 @@ def workers(server: ServerProcess) -> list[psutil.Process]:
     found = []
     for process in server.processes():
         try:
-            if "sglang_hybrid.simulation.tuner.worker" in process.cmdline():
+            if "sglang_hybrid.simulation.workers" in process.cmdline():
                 found.append(process)
         except psutil.Error:
             continue

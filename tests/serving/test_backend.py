@@ -11,8 +11,9 @@ import pytest
 
 from sglang_hybrid.serving import backend
 from sglang_hybrid.serving.backend import REFUSED, check_disk, choose_backend, choose_schedule
-from sglang_hybrid.serving.config import Eviction, HybridConfig, Schedule
-from sglang_hybrid.serving.preflight import StartupError
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import Eviction, Schedule
+from sglang_hybrid.serving.startup import StartupError
 
 OURS = ["--radix-cache-backend", "hybrid"]
 HYBRID = {

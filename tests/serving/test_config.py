@@ -8,8 +8,8 @@ from dataclasses import fields
 
 import pytest
 
-from sglang_hybrid.serving.config import Admission, Eviction, HybridConfig, Schedule
-from sglang_hybrid.serving.flag_values import TIER_CODECS, flag_name
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import TIER_CODECS, Admission, Eviction, Schedule, flag_name
 from sglang_hybrid.serving.variables import OLD_FLAGS, PARTS, VARIABLES, replaced, variable
 
 

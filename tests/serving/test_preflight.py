@@ -11,21 +11,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from sglang_hybrid.serving.model_directory import check_model, read_config, weight_bytes
 from sglang_hybrid.serving.preflight import (
-    StartupError,
     check_adapters,
     check_device,
     check_host_room,
-    check_model,
     check_overrides,
     check_pools,
     check_port,
     check_ranges,
     check_ranks,
     check_tokenizer,
-    read_config,
-    weight_bytes,
 )
+from sglang_hybrid.serving.startup import StartupError
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid import launch_server
-from sglang_hybrid.serving.preflight import StartupError
 from sglang_hybrid.serving.startup import (
     REPORT,
     STARTUP_ERROR,
+    StartupError,
     cannot_start,
     one_line,
     private_files,

@@ -29,7 +29,9 @@ from sglang_hybrid.simulation.baselines import (
 from sglang_hybrid.simulation.future import Oracle
 from sglang_hybrid.simulation.policies import TailLru
 from sglang_hybrid.simulation.simulator import Cache, Outcome, Simulator, hit_rate
-from sglang_hybrid.simulation.traces.requests import Request, read_compact
+from sglang_hybrid.simulation.traces.formats import read_trace
+from sglang_hybrid.simulation.traces.lines import Reading
+from sglang_hybrid.simulation.traces.requests import Request
 from tests.simulation.interleaved import interleaved
 
 PAPER = CostModel.paper_7b()
@@ -44,7 +46,7 @@ def trace(name: str, limit: int | None = None) -> list[Request]:
     path = TRACES / f"{name}.jsonl.gz"
     if not path.exists():
         pytest.skip(f"../shared/traces/{path.name} is not here")
-    return read_compact(path, limit)
+    return read_trace(path, Reading(limit))
 
 
 def request(prompt: list[int], answer: list[int], arrival: float = 0.0) -> Request:

@@ -13,18 +13,14 @@ import pytest
 
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.simulation.traces.arrivals import Azure, Draw
-from sglang_hybrid.simulation.traces.formats import (
-    FORMATS,
-    Reading,
-    read_trace,
-    recognise,
-    write_trace,
-)
-from sglang_hybrid.simulation.traces.requests import Request, Skipped, TraceError
+from sglang_hybrid.simulation.traces.formats import FORMATS, read_trace, recognise, write_trace
+from sglang_hybrid.simulation.traces.lines import Reading, Skipped, TraceError
+from sglang_hybrid.simulation.traces.requests import Request
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 WRITABLE = [known.name for known in FORMATS.values() if known.write]
 MARCONI = {"session_id": 3, "turn_id": 1, "ts": 0.5, "input_tokens": [1, 2], "output_tokens": [7]}
+COMPACT = {"session": 0, "turn": 0, "t": 0.5, "base": None, "new": [1, 2, 3], "out": [4, 5]}
 RECORDED = {"t": 1, "input_ids": [5, 6, 7], "output_ids": [8], "message_starts": [0, 2]}
 
 
@@ -42,17 +38,39 @@ def same(one: list[Request], other: list[Request]) -> bool:
 
 
 def test_marconi(tmp_path: Path) -> None:
-    (request,) = read_trace(write(tmp_path / "trace.jsonl", MARCONI), Reading())
+    (request,) = read_trace(write(tmp_path / "trace.jsonl", MARCONI))
     assert (request.session, request.turn, request.arrival, request.input_len) == (3, 1, 0.5, 2)
     assert request.tokens.tolist() == [1, 2, 7]
 
 
 def test_recorded(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.jsonl", RECORDED, {**RECORDED, "t": 2, "model": "any"})
-    first, second = read_trace(path, Reading())
+    first, second = read_trace(path)
     assert first.tokens.tolist() == [5, 6, 7, 8]
     assert first.message_starts == (0, 2)
     assert (first.session, second.session) == (0, 1)
+
+
+def test_compact(tmp_path: Path) -> None:
+    later = {**COMPACT, "turn": 1, "t": 2, "base": [0, 4], "new": [9], "out": []}
+    first, second = read_trace(write(tmp_path / "trace.jsonl", COMPACT, later))
+    assert (first.tokens.tolist(), first.input_len, first.arrival) == ([1, 2, 3, 4, 5], 3, 0.5)
+    assert (second.tokens.tolist(), second.input_len, second.turn) == ([1, 2, 3, 4, 9], 5, 1)
+
+
+def test_mooncake(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "trace.jsonl",
+        {"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [0, 7]},
+        {"timestamp": 5, "input_length": 40000, "output_length": 2, "hash_ids": [0] * 79},
+        {"timestamp": 1500, "input_length": 520, "output_length": 1, "hash_ids": [0, 8]},
+    )
+    assert len(read_trace(path)) == 3
+    first, second = read_trace(path, Reading(max_input=32_768))
+    assert (len(first.tokens), first.input_len, second.arrival) == (602, 600, 1.5)
+    assert (first.tokens[:512] == second.tokens[:512]).all()
+    assert first.tokens[512] != second.tokens[512]
+    assert len({*first.tokens[600:].tolist(), *second.tokens[520:].tolist()}) == 3
 
 
 def test_azure(tmp_path: Path) -> None:
@@ -61,7 +79,7 @@ def test_azure(tmp_path: Path) -> None:
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
     )
-    first, second = read_trace(path, Reading())
+    first, second = read_trace(path)
     assert (first.input_len, len(first.tokens), first.arrival) == (374, 418, 0.0)
     assert second.arrival == pytest.approx(4.314579)
     assert not set(first.tokens.tolist()) & set(second.tokens.tolist())
@@ -92,7 +110,7 @@ def conversation(**more: object) -> dict[str, object]:
 def test_blocks_are_stitched_to_what_continues_them(tmp_path: Path) -> None:
     path = tmp_path / "one.json"
     path.write_text(json.dumps(conversation()))
-    first, second = read_trace(path, Reading())
+    first, second = read_trace(path)
     assert (first.input_len, len(first.tokens), second.input_len) == (14, 17, 21)
     assert np.array_equal(first.tokens, second.tokens[:17])
     assert second.tokens[20] < 0 <= second.tokens[19]
@@ -113,7 +131,7 @@ def test_global_blocks_are_shared(tmp_path: Path) -> None:
     for name in "ab":
         text = json.dumps(conversation(hash_id_scope="global"))
         (tmp_path / f"{name}.json").write_text(text)
-    one, other = (r for r in read_trace(tmp_path, Reading()) if r.turn == 0)
+    one, other = (r for r in read_trace(tmp_path) if r.turn == 0)
     assert np.array_equal(one.tokens[:12], other.tokens[:12])
 
 
@@ -122,7 +140,7 @@ def test_an_agent_of_a_conversation_is_a_session_of_its_own(tmp_path: Path) -> N
     outer = [*conversation()["requests"], inner]  # type: ignore[misc]
     path = tmp_path / "one.json"
     path.write_text(json.dumps(conversation(requests=outer)))
-    requests = read_trace(path, Reading())
+    requests = read_trace(path)
     assert sorted((r.session, r.turn) for r in requests) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
@@ -169,7 +187,7 @@ def test_what_is_written_is_read_again(tmp_path: Path, name: str, suffix: str) -
     path = tmp_path / f"trace.{suffix}"
     write_trace(path, requests, name)
     assert recognise(path).name == name
-    assert same(read_trace(path, Reading()), requests)
+    assert same(read_trace(path), requests)
     assert len(read_trace(path, Reading(limit=2))) == 2
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
@@ -178,7 +196,7 @@ def test_tenants_are_recorded_and_in_no_other_format(tmp_path: Path) -> None:
     tokens = np.arange(50, dtype=np.int32)
     requests = [Request(k, 0, float(k), tokens, 40, (), tenant) for k, tenant in enumerate("aab")]
     write_trace(tmp_path / "t.jsonl", requests, "recorded")
-    read = read_trace(tmp_path / "t.jsonl", Reading())
+    read = read_trace(tmp_path / "t.jsonl")
     assert [request.tenant for request in read] == ["a", "a", "b"]
     for name in set(WRITABLE) - {"recorded"}:
         with pytest.raises(ValueError, match="write them as 'recorded'"):
@@ -191,7 +209,7 @@ def test_hints_are_recorded(tmp_path: Path) -> None:
     hints = [None, Hint.ENDS, Hint.RETURNS, Hint.after(2.5)]
     requests = [Request(k, 0, float(k), tokens, 40, hint=hint) for k, hint in enumerate(hints)]
     write_trace(tmp_path / "t.jsonl", requests, "recorded")
-    read = read_trace(tmp_path / "t.jsonl", Reading())
+    read = read_trace(tmp_path / "t.jsonl")
     assert [request.hint for request in read] == hints
 
 
@@ -220,6 +238,8 @@ BAD = [
     ("marconi", {**MARCONI, "input_tokens": []}, r":2: .*its prompt is empty"),
     ("marconi", {"session_id": 3}, r":2: .*missing required field `turn_id`"),
     ("marconi", {**MARCONI, "output_tokens": [2**31]}, r":2: .*output_tokens"),
+    ("compact", {**COMPACT, "base": [5, 4]}, r":2: not a line of a compact trace .*line 6"),
+    ("compact", {**COMPACT, "base": [0, 9]}, r":2: .*its base has 5 tokens, not 9"),
     ("recorded", {**RECORDED, "message_starts": [3]}, r":2: .*message_starts do not rise"),
     ("recorded", {**RECORDED, "first": 0.5}, r":2: .*older than its arrival"),
 ]
@@ -229,10 +249,10 @@ BAD = [
 def test_a_bad_line_is_named_or_skipped(
     tmp_path: Path, name: str, line: dict[str, object], message: str
 ) -> None:
-    good = MARCONI if name == "marconi" else RECORDED
+    good = {"marconi": MARCONI, "compact": COMPACT, "recorded": RECORDED}[name]
     path = write(tmp_path / "trace.jsonl", good, line, {**good})
     with pytest.raises(TraceError, match=message) as raised:
-        read_trace(path, Reading(), name)
+        read_trace(path, name=name)
     assert "\n" not in str(raised.value)
     reading = Reading(skipped=Skipped(allow=True))
     assert len(read_trace(path, reading, name)) == 2
@@ -244,11 +264,11 @@ def test_a_truncated_line_and_a_truncated_archive(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text[:-20])
     with pytest.raises(TraceError, match=r"trace.jsonl:3000: not JSON \(Input data was truncated"):
-        read_trace(path, Reading())
+        read_trace(path)
     packed = tmp_path / "trace.jsonl.gz"
     packed.write_bytes(gzip.compress(text.encode())[:-30])
     with pytest.raises(TraceError, match=r"trace.jsonl.gz:\d+: the gzip file is damaged"):
-        read_trace(packed, Reading(), "marconi")
+        read_trace(packed, name="marconi")
     reading = Reading(skipped=Skipped(allow=True))
     assert 0 < len(read_trace(packed, reading, "marconi")) <= 3000
     assert reading.skipped.count == 1
@@ -264,7 +284,7 @@ def test_the_torn_last_line_of_a_recording_is_counted(tmp_path: Path) -> None:
     assert reading.skipped.count == 1
     path.write_text(text[:-20] + "\n" + text)
     with pytest.raises(TraceError, match=r":3: not JSON .*; --skip-bad leaves such lines out"):
-        read_trace(path, Reading())
+        read_trace(path)
 
 
 @pytest.mark.parametrize(
@@ -278,29 +298,29 @@ def test_what_is_no_trace(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(content)
     with pytest.raises(TraceError, match=message):
-        read_trace(path, Reading())
+        read_trace(path)
 
 
 def test_other_errors_are_sentences(tmp_path: Path, tokenizer: str) -> None:
     path = write(tmp_path / "t.jsonl", MARCONI)
     with pytest.raises(TraceError, match="there is no trace"):
-        read_trace(tmp_path / "missing", Reading())
+        read_trace(tmp_path / "missing")
     with pytest.raises(ValueError, match="unknown trace format 'x'; known are recorded"):
-        read_trace(path, Reading(), "x")
+        read_trace(path, name="x")
     with pytest.raises(ValueError, match="cannot be written; recorded, compact, marconi can"):
         write_trace(path, [], "mooncake")
     with pytest.raises(ValueError, match="give the model's directory as --tokenizer"):
-        read_trace(path, Reading(), "openai")
+        read_trace(path, name="openai")
     with pytest.raises(ValueError, match=r"there is no tokenizer .*tokenizer\.json"):
         read_trace(path, Reading(tokenizer=str(tmp_path)), "openai")
     with pytest.raises(TraceError, match=":1: not a conversation"):
         read_trace(path, Reading(tokenizer=tokenizer), "sharegpt")
     path.write_text('{"requests": [\n{"t": 0}, 1\n')
     with pytest.raises(TraceError, match=r"t.jsonl:3: no JSON"):
-        read_trace(path, Reading(), "blocks")
+        read_trace(path, name="blocks")
     path.write_text(json.dumps(conversation(requests=[{"t": 0}])))
     with pytest.raises(TraceError, match=r"request 1: Object missing required field `in`"):
-        read_trace(path, Reading(), "blocks")
+        read_trace(path, name="blocks")
 
 
 @pytest.mark.parametrize("text", ["normal:1:2", "const", "exp:-1", "uniform:5:2", "lognormal:a:1"])

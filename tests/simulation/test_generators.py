@@ -12,8 +12,8 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.victims.eviction import Lru
 from sglang_hybrid.simulation.simulator import Simulator, hit_rate
 from sglang_hybrid.simulation.traces.arrivals import Azure, Draw
-from sglang_hybrid.simulation.traces.formats import common_prefix
 from sglang_hybrid.simulation.traces.generators import KINDS, generate, retime, traffic
+from sglang_hybrid.simulation.traces.requests import common_prefix
 
 
 def fingerprint(kind: str, seed: int) -> list[tuple[float, int, int]]:

@@ -16,7 +16,9 @@ from sglang_hybrid.core.records.pin import PinRequest, Priority
 from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.simulation.server_simulator import ServerSimulator
-from sglang_hybrid.simulation.traces.requests import Request, read_compact, read_mooncake
+from sglang_hybrid.simulation.traces.formats import read_trace
+from sglang_hybrid.simulation.traces.lines import Reading
+from sglang_hybrid.simulation.traces.requests import Request
 
 pytest.importorskip("sglang")
 from sglang_hybrid.core.memory.account import MemoryKind
@@ -61,8 +63,8 @@ def trace(name: str, limit: int | None = None) -> list[Request]:
     if not path.exists():
         pytest.skip(f"../shared/traces/{path.name} is not here")
     if name.startswith("mooncake"):
-        return read_mooncake(path, limit or 2_000)
-    return read_compact(path, limit)
+        limit = limit or 2_000
+    return read_trace(path, Reading(limit, max_input=32_768))
 
 
 def _pins(number: int, request: Request) -> tuple[PinRequest, ...]:

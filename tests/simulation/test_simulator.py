@@ -15,7 +15,8 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.victims.eviction import POLICIES, Lru, Marconi, Policy, Reuse, make_policy
 from sglang_hybrid.simulation.simulator import Simulator, hit_rate
 from sglang_hybrid.simulation.token_tree import TOKEN_BYTES
-from sglang_hybrid.simulation.traces.requests import Request, read_compact
+from sglang_hybrid.simulation.traces.formats import read_trace
+from sglang_hybrid.simulation.traces.requests import Request
 from tests.core.plain import PaperLru
 
 PAPER = CostModel.paper_7b()
@@ -29,7 +30,7 @@ def trace(name: str) -> list[Request]:
     path = TRACES / f"{FILES[name]}.jsonl.gz"
     if not path.exists():
         pytest.skip(f"../shared/traces/{path.name} is not here")
-    return read_compact(path)
+    return read_trace(path)
 
 
 def request(prompt: list[int], answer: list[int], arrival: float = 0.0) -> Request:

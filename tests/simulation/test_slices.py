@@ -1,14 +1,10 @@
 """A slice of a trace keeps what a prefix cache sees: which prefixes are equal and which are not."""
 
-import gzip
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from sglang_hybrid.simulation.traces.requests import Request
-from sglang_hybrid.simulation.traces.slices import Slice, read_trace, reusable_tokens, to_vocabulary
+from sglang_hybrid.simulation.traces.slices import Slice, reusable_tokens, to_vocabulary
 
 
 def request(tokens: list[int], prompt: int, session: int = 0, arrival: float = 0.0) -> Request:
@@ -84,20 +80,3 @@ def test_ids_that_do_not_fit_are_spread() -> None:
     assert reusable_tokens(mapped) < 0.002 * 64_000
     again, _ = to_vocabulary(blocks, 261, 32_768)
     assert all((a.tokens == b.tokens).all() for a, b in zip(mapped, again, strict=True))
-
-
-def test_both_formats_are_told_apart(tmp_path: Path) -> None:
-    compact = {"session": 3, "turn": 0, "t": 1.5, "base": None, "new": [1, 2], "out": [3]}
-    (tmp_path / "compact.jsonl").write_text(json.dumps(compact) + "\n")
-    mooncake = {"timestamp": 2000, "input_length": 600, "output_length": 2, "hash_ids": [7, 9]}
-    with gzip.open(tmp_path / "mooncake.jsonl.gz", "wt") as file:
-        file.write(json.dumps(mooncake) + "\n")
-    (one,), (two,) = (read_trace(tmp_path / n) for n in ("compact.jsonl", "mooncake.jsonl.gz"))
-    assert one.session == 3 and one.tokens.tolist() == [1, 2, 3]
-    assert two.input_len == 600 and len(two.tokens) == 602
-
-
-def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("hello\n")
-    with pytest.raises(ValueError, match=r"notes\.txt: its first line is not JSON"):
-        read_trace(tmp_path / "notes.txt")

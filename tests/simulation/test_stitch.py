@@ -10,7 +10,8 @@ import pytest
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.simulation.simulator import hit_rate
-from sglang_hybrid.simulation.traces.formats import Reading, read_trace
+from sglang_hybrid.simulation.traces.formats import read_trace
+from sglang_hybrid.simulation.traces.lines import Reading
 from sglang_hybrid.simulation.traces.requests import Fresh, Request, block_tokens, make_request
 from sglang_hybrid.simulation.traces.stitch import stitched
 

@@ -21,11 +21,10 @@ from sglang_hybrid.core.tiers.rates import Link, Speeds, Tier
 from sglang_hybrid.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.simulation.tiers.tiered_server import TieredServerSimulator
 from sglang_hybrid.simulation.traces.requests import Request, make_request
-from sglang_hybrid.simulation.tuner.candidates import replay
-from sglang_hybrid.simulation.tuner.recorder import Finished
-from sglang_hybrid.simulation.tuner.search import TokensFound
+from sglang_hybrid.simulation.tuner.candidates import TokensFound, replay
+from sglang_hybrid.simulation.tuner.recorder import Finished, RequestWindow
 from sglang_hybrid.simulation.tuner.tuner import Rules, Tuner
-from sglang_hybrid.simulation.tuner.window import RequestWindow, packed, unpack
+from sglang_hybrid.simulation.workers import packed, unpack
 from tests.simulation.tuner.traffic import conversations, fashions, records, requests, templates
 
 REQUESTS = requests(templates(60) + fashions(60) + conversations(60) + templates(60, seed=1))

@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 
+from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.storage.codecs import coded_rows
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
 from sglang_hybrid.storage.codecs.exactness import apart_if_exact, is_exact_part
 
-EXACT = decode_kv_hints_envelope(kv_hints.with_exact(None))
+EXACT = decode_kv_hints_envelope(kv_hints.write(PromptHints(exact=True)))
 keys = st.none() | st.text(alphabet="\0aexct", max_size=9) | st.just("\0exact\0")
 
 

@@ -13,9 +13,8 @@ import pytest
 from sglang_hybrid.core.records.nodes import Clock
 from sglang_hybrid.core.returns.answers import MODEL_BYTES
 from sglang_hybrid.core.returns.hints import Hint
-from sglang_hybrid.core.returns.history import History, TimeUnit
+from sglang_hybrid.core.returns.history import History, Learnt, TimeUnit
 from sglang_hybrid.core.returns.history_tree import HistoryNode, fingerprint_tokens
-from sglang_hybrid.core.returns.learnt import Learnt
 from sglang_hybrid.serving.tenants import TenantNames
 from sglang_hybrid.storage.disk.learnt_file import load, pack, save, unpack
 from sglang_hybrid.storage.disk.object_file import BadFile

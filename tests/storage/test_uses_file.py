@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_hybrid.core.returns.reuse_classes import INTERVAL_BUCKETS
+from sglang_hybrid.core.returns.hazards import INTERVAL_BUCKETS
 from sglang_hybrid.storage.disk import store_start
 from sglang_hybrid.storage.disk.folder import RankFolder
 from sglang_hybrid.storage.disk.object_file import NAME_BYTES, BadFile

@@ -18,8 +18,9 @@ from sglang_hybrid.cache.memory.allocators import OneMemoryPages, OneMemorySlots
 from sglang_hybrid.cache.memory.granules import GranulePool
 from sglang_hybrid.cache.memory.pages import Planes, Reserved, reserve, rows_of_whole_pages
 from sglang_hybrid.core.memory.account import Account, MemoryKind
-from sglang_hybrid.serving.config import Eviction, HybridConfig, Memory
-from sglang_hybrid.serving.preflight import StartupError
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import Eviction, Memory
+from sglang_hybrid.serving.startup import StartupError
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator

@@ -20,7 +20,8 @@ from sglang_hybrid.core.queue.orders import Car, Order, Window
 from sglang_hybrid.core.queue.queue_order import QueueOrder
 from sglang_hybrid.core.queue.standings import Standings
 from sglang_hybrid.core.queue.waiting import Bound, Prospect, ReuseKind
-from sglang_hybrid.serving.config import HybridConfig, Schedule
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import Schedule
 from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.telemetry.schedule import ScheduleStats
 

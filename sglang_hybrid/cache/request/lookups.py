@@ -12,7 +12,7 @@ from sglang_hybrid.cache.request.tree_match import is_plain, resumable_tokens
 from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.checkpoints import batching_window
 from sglang_hybrid.serving.per_request import PerRequest
-from sglang_hybrid.serving.requests.kv_hints import declared_positions, imported
+from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.telemetry.stats import CacheStats, Missed, RequestReport
 from sglang_hybrid.serving.tenants import stored_under
 from sglang_hybrid.storage.codecs.coded_rows import chosen
@@ -133,7 +133,7 @@ class LookUps:
         report = self._reports[req] = self._report_of(req, params.key, result)
         if known is None and self._shadow_tree is not None:
             self._shadow_tree.arrived(self._cache.step_clock.arrival(req))
-        self._decision_log.looked_up(req, report, result.full_kv_hit_length, node)
+        self._decision_log.on_lookup(req, report, result.full_kv_hit_length, node)
         if known is None and self._shadow_tree is not None:
             self._shadow_tree.hit(node)
         if report.composed == 0:  # it will not enter the tree, which is where others are reported
@@ -157,7 +157,7 @@ class LookUps:
             hit,
             kv_only,
             missed,
-            declared=declared_positions(req.kv_hints),
+            declared=kv_hints.read(req.kv_hints).positions,
             has_states=self._cache.is_mamba_enabled,
             found=found,
             composed=self._composed(req),
@@ -165,7 +165,7 @@ class LookUps:
 
     def _composed(self, req: Req) -> int | None:
         """Tokens of segments that were put together for it; None if it has none."""
-        asked = imported(req.kv_hints)
+        asked = kv_hints.read(req.kv_hints).imported
         if asked is None or not asked.segments:
             return None
         return 0 if req.skip_radix_cache_insert else asked.length

@@ -1,5 +1,5 @@
 """Prompts that are put together from segments: the KV of each is in the tree under a key of its own
-(`prompts/schemas/modular.py` says why, `serving/requests/kv_hints.py` how a request names them).
+(`prompts/schemas/modular.py` says why, `core/returns/hints.py` how a request names them).
 
 Before such a prompt is looked up, its segments' KV is copied to the beginning of a path of its own;
 on a GPU by the stream of the forwards, after what they and loads still write.
@@ -19,9 +19,10 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hybrid.cache.sglang_cache import SglangCache
+from sglang_hybrid.core.returns.hints import Imported
 from sglang_hybrid.serving.device_streams import given_to
 from sglang_hybrid.serving.per_request import PerRequest
-from sglang_hybrid.serving.requests.kv_hints import Imported, imported, segment_key
+from sglang_hybrid.serving.requests import kv_hints
 
 if TYPE_CHECKING:
     from array import array
@@ -71,7 +72,7 @@ class ModularPrompts:
     def prepare(self, params: MatchPrefixParams) -> MatchPrefixParams:
         """What to look up for a request: its prompt, or nothing if that must be computed whole."""
         req = params.req
-        asked = None if req is None else imported(req.kv_hints)
+        asked = None if req is None else kv_hints.read(req.kv_hints).imported
         if req is None or asked is None:
             return params
         known = self._known.get(req)
@@ -103,7 +104,7 @@ class ModularPrompts:
         parts, nodes, at = [], [], 0
         for start, tokens in asked.segments:
             ids = key.token_ids[at : at + tokens]
-            found, node = self._lookup(ids, key, segment_key(key.extra_key, start))
+            found, node = self._lookup(ids, key, kv_hints.segment_key(key.extra_key, start))
             if len(found) < tokens:
                 return 0
             parts.append(found)

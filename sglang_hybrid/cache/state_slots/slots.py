@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.runtime_context import get_schedule
 
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.serving.preflight import StartupError
+from sglang_hybrid.serving.startup import StartupError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

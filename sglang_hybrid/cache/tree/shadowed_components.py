@@ -48,7 +48,7 @@ class ShadowedMamba(_HostByValue, RobustMamba):
 
     def state_dropped(self, node: UnifiedTreeNode, what: Evicted) -> None:
         if node.component_data[self.component_type].host_value is None:
-            self._parts.decision_log.state_lost(node, what)
+            self._parts.decision_log.on_state_eviction(node, what)
         else:
             self._parts.tier_stats.demoted += 1
         self._shadow_tree.state_dropped(node)
@@ -123,7 +123,7 @@ class ShadowedFull(_HostByValue, CountedFull):
 
     def kv_dropped(self, node: UnifiedTreeNode) -> None:
         if not node.backuped:
-            self._parts.decision_log.kv_lost(node)
+            self._parts.decision_log.on_kv_eviction(node)
         elif not self._shadow_tree.has_states:
             self._parts.tier_stats.demoted += 1
 

@@ -109,7 +109,7 @@ class RobustMamba(MambaComponent):
             skip = self._skip(req, kind)
             if skip is not None:
                 self._parts.stats.skipped[skip.value] += 1
-                self._parts.decision_log.not_taken(
+                self._parts.decision_log.on_skip(
                     req, CheckpointRequest(position, kind, req.rid), skip
                 )
                 return 0

@@ -109,26 +109,6 @@ def last_boundary(start: int, end: int, grid: int) -> int | None:
     return boundary if boundary > start else None
 
 
-def decide(
-    wanted: Sequence[tuple[int, Kind]],
-    prefill: Prefill,
-    slot_budget: SlotBudget,
-    min_branch_tokens: int = MIN_BRANCH_TOKENS,
-) -> list[Checkpoint]:
-    """Admit or skip each wanted position, in the order given; what is admitted takes a slot from
-    those that follow.
-    """
-    decided: list[Checkpoint] = []
-    free = slot_budget.free_slots
-    for checkpoint in screen(wanted, prefill, min_branch_tokens):
-        skip = checkpoint.skip
-        if skip is None and free <= 0:
-            skip = worth(checkpoint.position, checkpoint.kind, slot_budget)
-        free -= skip is None
-        decided.append(Checkpoint(checkpoint.position, checkpoint.kind, skip))
-    return decided
-
-
 def screen(
     wanted: Sequence[tuple[int, Kind]], prefill: Prefill, min_branch_tokens: int = MIN_BRANCH_TOKENS
 ) -> list[Checkpoint]:

@@ -17,6 +17,7 @@ from sglang_hybrid.core.costs.model_parts import (
     mixer_kinds,
     mlp_of,
     moe_of,
+    named,
     number,
     size,
 )
@@ -41,10 +42,8 @@ def read_layers(config: Config) -> ModelLayers:
     try:
         return _read(config)
     except (ArithmeticError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"the config of model_type {config.get('model_type')!r} cannot be read "
-            f"({type(error).__name__}: {error})"
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{named(config)} cannot be read ({reason})") from error
 
 
 def _read(config: Config) -> ModelLayers:
@@ -216,7 +215,7 @@ def _blocks(
 ) -> list[Layer]:
     """Blocks of one mixer and one MLP."""
     if not kinds:
-        raise ValueError(f"the config of model_type {config.get('model_type')!r} lacks layer_types")
+        raise ValueError(f"{named(config)} lacks layer_types")
     layers = []
     for kind in kinds:
         layers += [attention_of(config) if kind == "attention" else mixer(config), feed_forward]
@@ -237,11 +236,9 @@ def _decoder(config: Config) -> list[Layer]:
         )
     else:
         feed_forward = mlp_of(config)
-    layers = []
-    for kind in kinds:
-        layers.append(attention_of(config, window=window if kind == "sliding_attention" else 0))
-        layers.append(feed_forward)
-    return layers
+    whole, sliding = attention_of(config), attention_of(config, window=window)
+    mixers = [sliding if kind == "sliding_attention" else whole for kind in kinds]
+    return [layer for mixer in mixers for layer in (mixer, feed_forward)]
 
 
 FAMILIES: dict[str, Callable[[Config], list[Layer]]] = {

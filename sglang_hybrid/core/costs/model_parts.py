@@ -17,6 +17,11 @@ LARGEST = 10**9
 MOST_LAYERS = 10_000
 
 
+def named(config: Config) -> str:
+    """What errors call `config`."""
+    return f"the config of model_type {config.get('model_type')!r}"
+
+
 def first(config: Config, *names: str, default: Any = None) -> Any:
     """The first of `names` that the config sets; an error that names them if none is set and there
     is no default.
@@ -26,9 +31,7 @@ def first(config: Config, *names: str, default: Any = None) -> Any:
         if value is not None:
             return value
     if default is None:
-        raise ValueError(
-            f"the config of model_type {config.get('model_type')!r} lacks {' / '.join(names)}"
-        )
+        raise ValueError(f"{named(config)} lacks {' / '.join(names)}")
     return default
 
 
@@ -42,8 +45,7 @@ def number(config: Config, *names: str, default: float) -> float:
     value = first(config, *names, default=default)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(
-            f"the config of model_type {config.get('model_type')!r} has {str(value)[:40]!r} as "
-            f"{' / '.join(names)}, which is no number"
+            f"{named(config)} has {str(value)[:40]!r} as {' / '.join(names)}, which is no number"
         )
     return value
 
@@ -56,8 +58,8 @@ def size(config: Config, value: Any, *names: str) -> int:
         number = -1
     if isinstance(value, bool) or not 0 <= number <= LARGEST:
         raise ValueError(
-            f"the config of model_type {config.get('model_type')!r} has {str(value)[:40]!r} as "
-            f"{' / '.join(names)}, which is no size of a model"
+            f"{named(config)} has {str(value)[:40]!r} as {' / '.join(names)}, which is no size of "
+            "a model"
         )
     return number
 
@@ -66,10 +68,7 @@ def layer_count(config: Config, *names: str) -> int:
     """The number of layers. Raises ValueError for more than any model has."""
     count = integer(config, *(names or ("num_hidden_layers",)))
     if count > MOST_LAYERS:
-        raise ValueError(
-            f"the config of model_type {config.get('model_type')!r} has {count} layers, which are "
-            "more than a model has"
-        )
+        raise ValueError(f"{named(config)} has {count} layers, which are more than a model has")
     return count
 
 
@@ -79,8 +78,7 @@ def mixer_kinds(config: Config, default: list[str]) -> list[str]:
     kinds = config.get("layer_types") or config.get("layers_block_type") or default
     if not isinstance(kinds, list | tuple):
         raise ValueError(
-            f"the config of model_type {config.get('model_type')!r} has {str(kinds)[:40]!r} for "
-            "its kinds of layers, which is no list"
+            f"{named(config)} has {str(kinds)[:40]!r} for its kinds of layers, which is no list"
         )
     return [names.get(str(kind), str(kind)) for kind in kinds]
 

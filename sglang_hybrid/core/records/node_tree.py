@@ -87,7 +87,7 @@ class NodeTree:
         self._attach(parent, head_key, head)
         self._attach(head, tail_key, node)
         node.tokens -= head_tokens
-        self.pins.was_split(head, node)
+        self.pins.on_split(head, node)
         self.mark_dirty(head)
         self.mark_dirty(node)
         return head
@@ -96,7 +96,7 @@ class NodeTree:
         """Take away a leaf with all it holds."""
         if node.children or node.parent is None:
             raise ValueError(f"only a leaf can be removed, not {node!r}")
-        self.pins.lost(node)
+        self.pins.on_loss(node)
         node.changes += 1
         if node.has_state:
             self._mark_anchor_dirty(node)
@@ -124,7 +124,7 @@ class NodeTree:
     def drop_state(self, node: Node) -> None:
         """`node` loses its checkpoint: what it anchored falls to its own anchor."""
         if node.has_state:
-            self.pins.lost(node)
+            self.pins.on_loss(node)
             node.has_state = False
             self._re_anchor(node)
             self.mark_dirty(node)
@@ -135,7 +135,7 @@ class NodeTree:
         node.hits += 1
         node.last_used = self.clock.tick
         node.stamp = self.clock.stamp
-        self.pins.used(node)
+        self.pins.on_hit(node)
         self.mark_dirty(node)
 
     def lock(self, node: Node, *, kv: bool, state: bool) -> None:

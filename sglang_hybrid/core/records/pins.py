@@ -108,7 +108,7 @@ class Pins:
         self._note(pin)
         return True
 
-    def used(self, node: Node) -> None:
+    def on_hit(self, node: Node) -> None:
         """A request resumed from `node`: the lifetimes of pins on its path begin anew."""
         at: Node | None = node if self._below else None
         while at is not None:
@@ -122,12 +122,12 @@ class Pins:
         while (first := self._expiry.least()) is not None and first.until <= self._now:
             self._release(first, "expired")
 
-    def lost(self, node: Node) -> None:
+    def on_loss(self, node: Node) -> None:
         """`node` is about to lose its state, or to leave the tree."""
         if node.pin is not None:
             self._release(node.pin, "evicted")
 
-    def was_split(self, head: Node, tail: Node) -> None:
+    def on_split(self, head: Node, tail: Node) -> None:
         """The edge of `tail` was cut; `head` is the new node above it. A pin whose position is on
         `head` moves there.
         """
@@ -213,15 +213,15 @@ class Pins:
             return False
         tenant = pin.tenant
         while not self._fit(self._new_tokens(node), self.share, lambda held: held.of(tenant)):
-            if not self._gives_way(tenant, pin.weight):
+            if not self._release_least(tenant, pin.weight):
                 return False
         while not self._fit(self._new_tokens(node), MOST_OF_ALL, lambda held: held.total):
             held = self._kv if self._kv.total >= self._states.total else self._states
-            if not held.total or not self._gives_way(held.largest(), math.inf):
+            if not held.total or not self._release_least(held.largest(), math.inf):
                 return False
         return True
 
-    def _gives_way(self, tenant: Hashable, most: float) -> bool:
+    def _release_least(self, tenant: Hashable, most: float) -> bool:
         """Release the least pin of `tenant` if its weight is `most` or less."""
         least = self._of_tenant[tenant].least() if tenant in self._of_tenant else None
         if least is None or least.weight > most:

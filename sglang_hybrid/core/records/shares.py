@@ -6,15 +6,13 @@ flood therefore replaces its own entries and not those of the others.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable
 from typing import Final
 
-STALE: Final = 64
-"""Outdated heap entries that are kept before the heap is built anew."""
+from sglang_hybrid.core.records.changing_queue import ChangingQueue
 
 NOBODY: Final = object()
-"""A tenant that there is not."""
+"""No tenant; None may be one."""
 
 
 class Shares:
@@ -29,7 +27,9 @@ class Shares:
         self._amounts: dict[Hashable, int] = {}
         self._order: dict[Hashable, int] = {}
         self._came = 0
-        self._heap: list[tuple[int, int, Hashable]] = []
+        self._largest_first: ChangingQueue[Hashable] = ChangingQueue(
+            lambda tenant: (-self._amounts[tenant], self._order[tenant])
+        )
 
     def __len__(self) -> int:
         return len(self._amounts)
@@ -40,38 +40,27 @@ class Shares:
 
     def change(self, tenant: Hashable, by: int) -> None:
         """`tenant` holds `by` more, or less if `by` is negative; at 0 it is forgotten."""
-        amount = self._amounts.get(tenant, 0) + by
+        amount = self.of(tenant) + by
         self.total += by
-        if amount == 0:
-            self._amounts.pop(tenant, None)
-            self._order.pop(tenant, None)
-            return
-        if tenant not in self._order:
-            self._order[tenant] = self._came
-            self._came += 1
-        self._amounts[tenant] = amount
-        heapq.heappush(self._heap, (-amount, self._order[tenant], tenant))
-        if len(self._heap) > 2 * len(self._amounts) + STALE:
-            self._heap = [(-held, self._order[name], name) for name, held in self._amounts.items()]
-            heapq.heapify(self._heap)
+        if amount:
+            if tenant not in self._order:
+                self._order[tenant] = self._came
+                self._came += 1
+            self._amounts[tenant] = amount
+            self._largest_first.put(tenant)
+        elif tenant in self._amounts:
+            self._largest_first.drop(tenant)
+            del self._amounts[tenant], self._order[tenant]
 
     def largest(self, besides: Hashable = NOBODY) -> Hashable:
         """The tenant that holds most, `besides` left out. Raises KeyError if there is none."""
-        skipped = None
-        self._drop_outdated()
-        while self._heap and self._heap[0][2] == besides:
-            skipped = heapq.heappop(self._heap)
-            self._drop_outdated()
-        found = self._heap[0][2] if self._heap else NOBODY
-        if skipped is not None:
-            heapq.heappush(self._heap, skipped)
+        queue = self._largest_first
+        left_out = besides in self._amounts
+        if left_out:
+            queue.drop(besides)
+        found = queue.least() if len(queue) else NOBODY
+        if left_out:
+            queue.put(besides)
         if found is NOBODY:
             raise KeyError("no tenant holds anything")
         return found
-
-    def _drop_outdated(self) -> None:
-        while self._heap:
-            held, order, tenant = self._heap[0]
-            if self._order.get(tenant) == order and self._amounts[tenant] == -held:
-                return
-            heapq.heappop(self._heap)

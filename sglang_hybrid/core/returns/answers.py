@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hybrid.core.returns.hints import Hint, HintRecord
-from sglang_hybrid.core.returns.learnt import LearntAnswers
+from sglang_hybrid.core.returns.hint_record import HintRecord
+from sglang_hybrid.core.returns.hints import Hint
 
 WEIGHT_BITS = 16
 TOKENS_AT_EACH_END = 64
@@ -123,6 +123,21 @@ class Answer:
         self.expected = self.wait = None
 
 
+@dataclass(frozen=True)
+class LearntAnswers:
+    """What a model has learnt, for a file. features [n]: those that some answer had; weights,
+    squares [n]: theirs. numbers: what else the regression knows (`AnswerModel.NUMBERS`).
+    intervals: seconds until the last returns. hints: `HintRecord.as_list`.
+    """
+
+    features: npt.NDArray[np.uint16]
+    weights: npt.NDArray[np.float32]
+    squares: npt.NDArray[np.float32]
+    numbers: list[float]
+    intervals: list[float]
+    hints: list[float]
+
+
 class Calibration:
     """What was expected of answers, against what happened; over all tenants.
 
@@ -173,7 +188,7 @@ class AnswerModel:
         self.labels = [0, 0]  # of each sign so far, those taken back left out
 
     @property
-    def tells(self) -> bool:
+    def can_predict(self) -> bool:
         """Whether predictions have been better than knowing no more than how often somebody comes
         back.
         """
@@ -200,7 +215,7 @@ class AnswerModel:
             p = self.hints.probability(hint)
             if not THRESHOLDS[0] < p <= THRESHOLDS[-1]:
                 return p
-        return predicted if self.tells else None
+        return predicted if self.can_predict else None
 
     def wait(self, hint: Hint | None) -> float | None:
         """Seconds after which a return is expected by such a hint, or None."""
@@ -208,7 +223,7 @@ class AnswerModel:
             return None
         return self.hints.times.expected(hint.seconds)
 
-    def ended(self, tokens: npt.ArrayLike, time: float, hint: Hint | None = None) -> Answer:
+    def on_end(self, tokens: npt.ArrayLike, time: float, hint: Hint | None = None) -> Answer:
         """An answer [n] of token ids ended; from now on it waits for a return."""
         features = features_of(tokens)
         predicted = self.predict(features)
@@ -217,8 +232,10 @@ class AnswerModel:
         self._open.append(answer)
         return answer
 
-    def returned(self, answer: Answer, time: float) -> None:
-        """Somebody came back to it. If it had been given up, that is taken back."""
+    def on_return(self, answer: Answer, time: float) -> None:
+        """A request resumed from a position of `answer`. If the answer had been given up, that is
+        taken back.
+        """
         if answer.returned:
             return
         if answer.returned is False:

@@ -1,16 +1,47 @@
-"""From counts of intervals to hazards of return, and from these to the best rates of return and to
-how likely a return is within some time.
+"""Classes of positions, and from the intervals of each to how likely a return is.
+
+Positions of one class are taken to return alike. From counts of its intervals follow hazards of
+return by age (`ClassTree`); from these follow the best rate of returns that keeping a position can
+buy, and the probability of a return within some time (`ReturnEstimate`).
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 
 from sglang_hybrid.core.costs.cost import FloatArray, IntArray
 from sglang_hybrid.core.returns.answers import BUCKETS as ANSWERS
-from sglang_hybrid.core.returns.reuse_classes import CLASSES, PER_ANSWER, SHAPE
+
+# Features of a class: children none/one/many; depth to 64 tokens, 128, .. more than 64 Ki; what the
+# answer says (core/returns/answers.py); bucket of the interval that ended before: none, or in steps
+# of four; turn 0 .. 6 and more.
+SHAPE: Final = (3, 12, ANSWERS, 9, 7)
+CHILDREN, DEPTHS, _, INTERVAL_BUCKETS, TURNS = SHAPE
+CLASSES: Final = CHILDREN * DEPTHS * ANSWERS * INTERVAL_BUCKETS * TURNS
+PER_ANSWER: Final = INTERVAL_BUCKETS * TURNS
+NEVER_REUSED: Final = CLASSES  # the class of what is never resumed
+
+
+def reuse_class_of(
+    children: int, depth: int, turn: int, interval_bucket: int = 0, answer: int = 0
+) -> int:
+    """Class of a position.
+
+    children: of its node. depth: tokens from the root. turn: sequence ends on its path.
+    interval_bucket: `ReuseIndex.interval_bucket` of the interval that ended before, 0 if none did.
+    answer: `Answer.bucket` of the answer at the position, 0 if nothing is expected.
+    """
+    shape = (min(children, 2) * DEPTHS + depth_bucket(depth)) * ANSWERS + answer
+    return (shape * INTERVAL_BUCKETS + interval_bucket) * TURNS + min(turn, TURNS - 1)
+
+
+def depth_bucket(depth: int) -> int:
+    """0 for up to 64 tokens from the root, 1 for up to 128, and so on to DEPTHS - 1."""
+    return min(max((depth - 1).bit_length() - 6, 0), DEPTHS - 1)
+
 
 BINS: Final = 24  # of age, each twice as wide as the one before
 FIRST_GUESS: Final = 0.05  # of the hazard per bin, while nothing is known
@@ -93,60 +124,66 @@ def best_rates(hazard: FloatArray, widths: FloatArray) -> FloatArray:
     return best.T
 
 
-class RateTable:
-    """Best rates by class and bin of age, and the age until which each holds: the end of its bin,
-    or never where it is 0.
+class ReturnEstimate:
+    """What follows from hazards of return, for each class and age. Each table is made when it is
+    first asked for: while nothing must be chosen, nobody needs it.
 
     Args:
-        hazard: [R, BINS].
-        row: [CLASSES], of `hazard`, for each class.
-        edges: [BINS], upper ends of the bins.
-
-    peak: the highest rate.
+        hazard: [R, K]: of the positions that reach a bin of age, the share resumed within it.
+        row: [C]: the row of each class. Class C, NEVER_REUSED, has hazards of 0.
+        edges: [K]: upper ends of the bins, rising.
     """
 
     def __init__(self, hazard: FloatArray, row: IntArray, edges: FloatArray) -> None:
-        rates = best_rates(hazard, np.diff(edges, prepend=0.0))
-        self.peak = float(rates.max())
-        # Rates and ends [2, rows * BINS]; the last row is that of NEVER_REUSED.
-        table = np.concatenate([rates, np.zeros((1, BINS))])
-        self._table = np.stack([table, np.where(table > 0, edges, np.inf)]).reshape(2, -1)
-        self._first_cell = np.append(row, len(rates)) * BINS
+        self._hazard = np.concatenate([hazard, np.zeros((1, len(edges)))])
+        self._row = np.append(row, len(hazard))
+        self._edges = edges
+
+    @cached_property
+    def _rates(self) -> tuple[FloatArray, IntArray]:
+        """Best rates and the ages until which they hold [2, rows * K], and the first cell of each
+        class.
+        """
+        rates = best_rates(self._hazard, np.diff(self._edges, prepend=0.0))
+        until = np.where(rates > 0, self._edges, np.inf)
+        return np.stack([rates, until]).reshape(2, -1), self._row * len(self._edges)
+
+    @cached_property
+    def _survival(self) -> FloatArray:
+        """The probability [rows, K + 1] that a position has not been resumed at age 0 and at the
+        end of each bin.
+        """
+        ones = np.ones((len(self._hazard), 1))
+        return np.concatenate([ones, np.cumprod(1.0 - self._hazard, axis=1)], axis=1)
+
+    @cached_property
+    def peak(self) -> float:
+        """The highest rate."""
+        return float(self._rates[0][0].max())
 
     def rate_until(self, reuse_class: int, age_bin: int) -> tuple[float, float]:
-        """Of one class at one age."""
-        cell = self._first_cell.item(reuse_class) + age_bin
-        return self._table.item(0, cell), self._table.item(1, cell)
+        """The best rate of one class at one age, and the age until which it holds: the end of its
+        bin, or never where it is 0.
+        """
+        table, first_cell = self._rates
+        cell = first_cell.item(reuse_class) + age_bin
+        return table.item(0, cell), table.item(1, cell)
 
     def rates_until(
         self, reuse_classes: IntArray, age_bins: IntArray
     ) -> tuple[FloatArray, FloatArray]:
-        """Of classes [n] at ages [n]."""
-        cells = self._first_cell.take(reuse_classes)
+        """`rate_until` of classes [n] at ages [n]."""
+        table, first_cell = self._rates
+        cells = first_cell.take(reuse_classes)
         cells += age_bins
-        rates, ends = self._table.take(cells, axis=1)
+        rates, ends = table.take(cells, axis=1)
         return rates, ends
-
-
-class ReturnTimes:
-    """Survival curves of waiting: S(t) is the probability that a position has not been resumed at
-    age t.
-
-    Args:
-        edges [K]: upper ends of the bins of age, rising. hazard [R, K]: of what reaches a bin, the
-            share that is resumed within it. row [C]: the row of each class.
-    """
-
-    def __init__(self, edges: FloatArray, hazard: FloatArray, row: IntArray) -> None:
-        self._ages = np.concatenate([[0.0], edges])
-        ones = np.ones((len(hazard), 1))
-        self._survival = np.concatenate([ones, np.cumprod(1.0 - hazard, axis=1)], axis=1)
-        self._row = row
 
     def probability(self, reuse_class: int, age: float, horizon: float) -> float:
         """Of a return within `horizon`, of a position that was last used `age` ago. Within a bin
         returns are spread evenly.
         """
+        ages = np.concatenate([[0.0], self._edges])
         survival = self._survival[self._row[reuse_class]]
-        now, then = np.interp([age, age + horizon], self._ages, survival).tolist()
+        now, then = np.interp([age, age + horizon], ages, survival).tolist()
         return 1.0 - then / now if now > 0 else 0.0

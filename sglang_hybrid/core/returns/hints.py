@@ -1,22 +1,70 @@
-"""What a client says of its session when a request ends, and how far that may be believed."""
+"""What a client may say beforehand of a prompt and of its session: the fields of these hints, their
+bounds and their meaning.
+
+Requests are checked by this definition (`serving/requests/kv_hints.py`), the cache acts on what it
+reads by it, and traces have hints of sessions as their text (`Hint.parse`).
+
+    hybrid.checkpoint  the prefill leaves a checkpoint at each of its positions
+    hybrid.pin         so it does, and each is used again within seconds (core/records/pin.py)
+    hybrid.session     whether another request follows in the session, and when (`Hint`)
+    hybrid.exact       only what comes from exact copies may be hit
+    hybrid.prewarm     the prompt is computed and nothing generated (`read_rate`)
+    hybrid.import      the prompt begins with modules of a schema (prompts/endpoints/actions.py)
+    hybrid.segments    only in the server's own requests: `Imported`
+
+A position counts tokens from the start of the prompt. What is wrong with a hint is a ValueError
+with one sentence that names the field, its value and what it may be.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final, Self
+
+from sglang_hybrid.core.records.pin import PinRequest, Priority
+from sglang_hybrid.core.sentences import shown
+
+CHECKPOINT: Final = "hybrid.checkpoint"
+PIN: Final = "hybrid.pin"
+SESSION: Final = "hybrid.session"
+EXACT: Final = "hybrid.exact"
+IMPORT: Final = "hybrid.import"
+PREWARM: Final = "hybrid.prewarm"
+SEGMENTS: Final = "hybrid.segments"
+
+FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+    CHECKPOINT: ("positions",),
+    PIN: ("positions", "ttl", "priority"),
+    PREWARM: ("tokens_per_second",),
+    SESSION: ("next", "seconds"),
+    EXACT: (),
+}
+"""The fields that the payload of an action may have; those of a schema are in
+prompts/endpoints/chat.py.
+"""
+
+MOST_POSITIONS: Final = 16
+"""Positions that one request may declare. Each takes a state slot, if need be another state's."""
+
+MOST_LIFETIME: Final = 86_400
+"""Seconds that a pin may last: a day."""
+
+LEAST_SECONDS: Final = 0.125
+"""Shorter waits until a session returns are taken to be so long."""
 
 MOST_SECONDS: Final = 604_800
-"""Of a hint: a week."""
+"""Until a session returns: a week."""
 
 _TIMED: Final = re.compile(r"return *; *seconds *= *(?P<seconds>[0-9]+(\.[0-9]+)?)\Z")
 
 
 class Next(Enum):
-    """ENDS: this was the session's last request. RETURNS: another one will follow. RETURNS_AFTER:
-    so many seconds after the end of this one.
+    """What follows a request in its session. ENDS: nothing. RETURNS: another request.
+    RETURNS_AFTER: another request, so many seconds after the end of this one.
     """
 
     ENDS = "end"
@@ -26,7 +74,9 @@ class Next(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What comes next. seconds: until then, of RETURNS_AFTER; None where they tell nothing."""
+    """What follows in the session. seconds: until the next request, of RETURNS_AFTER; None where
+    `HintRecord` found that they tell nothing.
+    """
 
     next: Next
     seconds: float | None = None
@@ -46,128 +96,162 @@ class Hint:
 
     @classmethod
     def parse(cls, text: str) -> Hint:
-        """`end`, `return`, or `return; seconds=20`. Raises ValueError for anything else."""
+        """`end`, `return`, or `return; seconds=20`, as headers and traces say it. Raises ValueError
+        for anything else.
+        """
         if timed := _TIMED.match(text.strip()):
             return cls.after(float(timed["seconds"]))
-        known = {Next.ENDS.value: cls.ENDS, Next.RETURNS.value: cls.RETURNS}
-        if text not in known:
+        if text not in _UNTIMED:
             raise ValueError("it is neither 'end' nor 'return' nor 'return; seconds=N'")
-        return known[text]
+        return _UNTIMED[text]
+
+    @classmethod
+    def from_payload(cls, payload: Mapping[str, Any]) -> Hint:
+        """What the payload of `hybrid.session` says. Raises ValueError."""
+        check_fields(SESSION, payload)
+        follows, seconds = payload.get("next"), payload.get("seconds")
+        if not isinstance(follows, str) or follows not in _UNTIMED:
+            raise ValueError(
+                f"the payload of {SESSION} says {shown(follows)} of the session; say 'end' or "
+                "'return'."
+            )
+        if seconds is None:
+            return _UNTIMED[follows]
+        if follows == Next.ENDS.value or type(seconds) not in (int, float):
+            raise ValueError(
+                f"seconds in the payload of {SESSION} is {shown(seconds)}; it is a number, and "
+                "only for a session that returns."
+            )
+        try:
+            return cls.after(seconds)
+        except ValueError as error:
+            raise ValueError(f"the payload of {SESSION}: {error}.") from None
+
+    def payload(self) -> dict[str, Any]:
+        """The payload of `hybrid.session` that says it."""
+        seconds = {} if self.seconds is None else {"seconds": self.seconds}
+        return {"next": "end" if self.next is Next.ENDS else "return", **seconds}
 
     def __str__(self) -> str:
+        """The text that `parse` reads."""
         if self.seconds is None:
             return "end" if self.next is Next.ENDS else "return"
         return f"return; seconds={self.seconds:g}"
 
     def without_time(self) -> Hint:
-        """The same, for those whose time does not count seconds."""
+        """The same hint, for those whose time does not count seconds."""
         return self if self.seconds is None else replace(self, seconds=None)
 
 
 Hint.ENDS = Hint(Next.ENDS)
 Hint.RETURNS = Hint(Next.RETURNS)
-
-FIRST_BELIEF: Final = {Next.ENDS: 0.1, Next.RETURNS: 0.9, Next.RETURNS_AFTER: 0.9, None: 0.5}
-"""Probability of a return after a hint from a tenant that gave none of this kind before; None:
-without a hint.
-"""
-
-LEAST_DIFFERENCE: Final = 0.2
-"""Between the probabilities with a hint and without one, from which on the hint says something."""
-
-BELIEF_WEIGHT: Final = 2.0
-"""Hints that the first belief counts for: one that proves false is enough to doubt the next."""
-
-MEMORY: Final = 64
-"""Hints of a kind after which what one of them proved counts half."""
-
-MOST_SPREAD: Final = 1.0
-"""Octaves (root mean square) between seconds that were said and those that passed, up to which the
-seconds tell something.
-"""
-
-LEAST_SECONDS: Final = 0.125
-"""Shorter waits are taken to be so long."""
+_UNTIMED: Final = {"end": Hint.ENDS, "return": Hint.RETURNS}
 
 
-class HintRecord:
-    """How often a return followed the hints of one tenant, by kind, and requests without one; and
-    how true the seconds were that it named. Old ones fade.
+@dataclass(frozen=True)
+class Imported:
+    """What a prompt takes from elsewhere in the cache, as the server's own requests say it.
+
+    segments: (position of the first token, tokens) of each. position: of the first token behind
+    all segments.
     """
 
-    def __init__(self) -> None:
-        self.times = SaidTimes()
-        self._given: dict[Next | None, float] = dict.fromkeys(FIRST_BELIEF, 0.0)
-        self._returned: dict[Next | None, float] = dict.fromkeys(FIRST_BELIEF, 0.0)
+    segments: tuple[tuple[int, int], ...]
+    position: int
 
-    def tells(self, hint: Hint) -> bool:
-        """Whether returns after `hint` are not as frequent as without a hint."""
-        return abs(self.probability(hint) - self.probability(None)) > LEAST_DIFFERENCE
+    @classmethod
+    def from_payload(cls, payload: Mapping[str, Any]) -> Self:
+        """What the payload of `hybrid.segments` says."""
+        segments = tuple((start, length) for start, length in payload["segments"])
+        return cls(segments, payload["position"])
 
-    def probability(self, hint: Hint | None) -> float:
-        """Of a return after `hint`: the share of those so far, shrunk towards `FIRST_BELIEF`."""
-        kind = None if hint is None else hint.next
-        believed = BELIEF_WEIGHT * FIRST_BELIEF[kind]
-        return (believed + self._returned[kind]) / (BELIEF_WEIGHT + self._given[kind])
+    def payload(self) -> dict[str, Any]:
+        """The payload of `hybrid.segments` that says it."""
+        return {"segments": [list(one) for one in self.segments], "position": self.position}
 
-    def followed(self, hint: Hint | None, *, returned: bool, after: float = 0.0) -> None:
-        """A return followed a request with this hint, `after` seconds, or none did."""
-        kind = None if hint is None else hint.next
-        fade = 0.5 ** (1 / MEMORY)
-        self._given[kind] = fade * self._given[kind] + 1
-        self._returned[kind] = fade * self._returned[kind] + returned
-        if hint is not None and hint.seconds is not None and returned:
-            self.times.passed(hint.seconds, after)
-
-    def take_back(self, hint: Hint | None) -> None:
-        """One of the hints that no return seemed to follow was followed by one after all:
-        `followed` is called again for it.
-        """
-        kind = None if hint is None else hint.next
-        self._given[kind] = max(self._given[kind] - 1, self._returned[kind])
-
-    def as_list(self) -> list[float]:
-        """All that was learnt, for a file."""
-        times = self.times
-        return [
-            *self._given.values(),
-            *self._returned.values(),
-            *(times.weight, times.octaves, times.squares),
-        ]
-
-    def restore(self, values: list[float]) -> None:
-        """What `as_list` gave. Raises ValueError for another number of values."""
-        kinds = len(FIRST_BELIEF)
-        if len(values) != 2 * kinds + 3:
-            raise ValueError(f"a record of hints has {2 * kinds + 3} values, not {len(values)}")
-        self._given = dict(zip(FIRST_BELIEF, values, strict=False))
-        self._returned = dict(zip(FIRST_BELIEF, values[kinds:], strict=False))
-        self.times.weight, self.times.octaves, self.times.squares = values[2 * kinds :]
+    @property
+    def length(self) -> int:
+        """Tokens of all segments."""
+        return sum(length for _, length in self.segments)
 
 
-class SaidTimes:
-    """Seconds until a return that a tenant named, against those that passed.
+@dataclass(frozen=True)
+class PromptHints:
+    """All that one request says.
 
-    weight, octaves, squares: of the hints so far, sums of 1, x and x^2 for x = log2(passed / said);
-    old ones fade.
+    checkpoints: positions of `hybrid.checkpoint`, ascending. pins: ascending by position, one for
+    each. session: None if it says nothing of it. exact: only exact copies may be hit. imported:
+    None for a prompt that the cache has no segments of.
     """
 
-    def __init__(self) -> None:
-        self.weight = self.octaves = self.squares = 0.0
+    checkpoints: tuple[int, ...] = ()
+    pins: tuple[PinRequest, ...] = ()
+    session: Hint | None = None
+    exact: bool = False
+    imported: Imported | None = None
 
-    def passed(self, said: float, passed: float) -> None:
-        """A hint said so many seconds, and so many passed until the return."""
-        x = math.log2(max(passed, LEAST_SECONDS) / max(said, LEAST_SECONDS))
-        fade = 0.5 ** (1 / MEMORY)
-        self.weight = fade * self.weight + 1
-        self.octaves = fade * self.octaves + x
-        self.squares = fade * self.squares + x * x
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Positions at which a checkpoint is wanted, those of pins among them, ascending."""
+        return tuple(sorted({*self.checkpoints, *(pin.position for pin in self.pins)}))
 
-    def expected(self, said: float) -> float | None:
-        """Seconds until a return where `said` are named: so many times as many as has been usual.
-        None where that varies too much to tell anything. The first one is believed.
-        """
-        weight = BELIEF_WEIGHT + self.weight
-        usual = self.octaves / weight
-        spread = max(self.squares / weight - usual * usual, 0.0)
-        return None if spread > MOST_SPREAD**2 else said * 2.0**usual
+
+def check_fields(kind: str, payload: Mapping[str, Any]) -> None:
+    """The payload of an action of this kind has none but its fields. Raises ValueError."""
+    fields = FIELDS[kind]
+    unknown = payload.keys() - {*fields}
+    if unknown:
+        raise ValueError(
+            f"the payload of {kind} has the field {shown(min(unknown))}; "
+            f"{'it has only ' + ', '.join(fields) if fields else 'it has none'}."
+        )
+
+
+def read_positions(kind: str, payload: Mapping[str, Any], prompt_len: float) -> list[int]:
+    """The positions in the payload of an action of this kind, which lie within a prompt of
+    `prompt_len` tokens and before its last one. Raises ValueError.
+    """
+    positions = payload.get("positions")
+    if not isinstance(positions, list) or not positions:
+        raise ValueError(
+            f"positions of {kind} is {shown(positions)}; it must be a list of one position "
+            "at least."
+        )
+    for at, position in enumerate(positions):
+        if type(position) is not int or not 0 < position < prompt_len:
+            raise ValueError(
+                f"positions[{at}] of {kind} is {shown(position)}; in a prompt of "
+                f"{prompt_len:,} tokens a position is a whole number from 1 to {prompt_len - 1:,}."
+            )
+    return positions
+
+
+def read_lifetime(where: str, ttl: Any) -> float:
+    """The seconds of a pin; `where` names the field. Raises ValueError."""
+    if type(ttl) not in (int, float) or not 0 < ttl <= MOST_LIFETIME:
+        raise ValueError(
+            f"{where} is {shown(ttl)}; it is a number of seconds, above 0 and at most "
+            f"{MOST_LIFETIME:,}."
+        )
+    return float(ttl)
+
+
+def read_priority(where: str, priority: Any) -> Priority:
+    """The priority of a pin; `where` names the field. Raises ValueError."""
+    known = [each.value for each in Priority]
+    if priority not in known:
+        raise ValueError(f"{where} is {shown(priority)}; it may be {', '.join(map(repr, known))}.")
+    return Priority(priority)
+
+
+def read_rate(payload: Mapping[str, Any]) -> float | None:
+    """Tokens per second at which a payload of `hybrid.prewarm` lets a prompt be computed while
+    others run; None: only while none does. Raises ValueError.
+    """
+    check_fields(PREWARM, payload)
+    rate = payload.get("tokens_per_second")
+    if rate is not None and (type(rate) not in (int, float) or not 0 < rate < math.inf):
+        raise ValueError(
+            f"tokens_per_second of {PREWARM} is {shown(rate)}; it is a number above 0, or null."
+        )
+    return rate

@@ -15,7 +15,7 @@ the tenant that holds most forgets its oldest leaves.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.records.nodes import Clock, Node
 from sglang_hybrid.core.records.shares import Shares
-from sglang_hybrid.core.returns.answers import Answer, AnswerModels, Calibration
+from sglang_hybrid.core.returns.answers import Answer, AnswerModels, Calibration, LearntAnswers
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.history_tree import (
     NO_INTERVAL,
@@ -35,8 +35,7 @@ from sglang_hybrid.core.returns.history_tree import (
     HistoryTree,
     fingerprint_tokens,
 )
-from sglang_hybrid.core.returns.learnt import Learnt
-from sglang_hybrid.core.returns.reuse import ReuseIndex
+from sglang_hybrid.core.returns.reuse import LearntClasses, ReuseIndex
 
 MOST_CHILDREN = 2
 """Of a history node whose returns say something of the answer before them."""
@@ -88,6 +87,19 @@ class HistoryMatch:
     def is_of(self, tokens: int) -> bool:
         """Whether the prompt that was looked up has so many tokens."""
         return len(self.fingerprints) == tokens * TOKEN_BYTES
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What a history has learnt, as plain arrays: for a file that outlives the server. Positions,
+    prompts and answers are not in it.
+
+    classes: common to all tenants. answers: by a name of the tenant, the one that was here last
+    at the end.
+    """
+
+    classes: LearntClasses
+    answers: dict[str, LearntAnswers] = field(default_factory=dict)
 
 
 class History:
@@ -195,15 +207,15 @@ class History:
         answer = None
         if model is not None:
             if history_match.reused is not None and history_match.reused.last is not None:
-                model.returned(history_match.reused.last, now)
+                model.on_return(history_match.reused.last, now)
             model.give_up(now)
             if len(ids) > input_len or hint is not None:
-                answer = model.ended(ids[input_len:], now, self._in_its_time(hint))
+                answer = model.on_end(ids[input_len:], now, self._in_its_time(hint))
                 if not self.answers_count:
                     answer.believe_nothing()
         interval_bucket = 0
         if history_match.reused is not None:
-            interval = self.index.returned(history_match.reused.interval_id, now)
+            interval = self.index.on_return(history_match.reused.interval_id, now)
             interval_bucket = self.index.interval_bucket(interval)
             if answer is not None and self.time_unit is TimeUnit.SECONDS:
                 answer.pace = interval
@@ -222,7 +234,7 @@ class History:
             tree.hold_answer(nodes[-1])
         self._changed(tenant, tree, held)
         self._forget_oldest(tenant)
-        self.index.observed(now)
+        self.index.on_request(now)
         return HistoryPath(nodes)
 
     def hint(self, tokens: npt.ArrayLike, hint: Hint, tenant: Hashable = None) -> None:
@@ -247,7 +259,7 @@ class History:
 
     def restore(self, learnt: Learnt, name_of: Callable[[Any], str]) -> bool:
         """Begin with what an earlier server has learnt; False if requests were seen before."""
-        if self.index.observed_any:
+        if self.index.has_observed:
             return False
         self.index.restore(learnt.classes)
         self._answers.restore(learnt.answers, name_of)

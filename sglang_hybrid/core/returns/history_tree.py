@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from sglang_hybrid.core.records.edges import common_bytes
 from sglang_hybrid.core.returns.answers import Answer
+from sglang_hybrid.core.returns.hazards import reuse_class_of
 from sglang_hybrid.core.returns.reuse import ReuseIndex
-from sglang_hybrid.core.returns.reuse_classes import reuse_class_of
 
 HISTORY_NODE_BYTES = 600
 ANSWER_BYTES = 500

@@ -16,23 +16,42 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from dataclasses import dataclass
 from math import frexp
 from typing import Final
 
 import numpy as np
 
 from sglang_hybrid.core.costs.cost import FloatArray, IntArray
-from sglang_hybrid.core.returns.hazards import BINS, ClassTree, RateTable, ReturnTimes
-from sglang_hybrid.core.returns.interval_counts import IntervalCounts, as_ints
-from sglang_hybrid.core.returns.interval_news import IntervalNews
-from sglang_hybrid.core.returns.learnt import LearntClasses
-from sglang_hybrid.core.returns.reuse_classes import CLASSES, INTERVAL_BUCKETS, NEVER_REUSED
+from sglang_hybrid.core.returns.hazards import (
+    BINS,
+    CLASSES,
+    INTERVAL_BUCKETS,
+    NEVER_REUSED,
+    ClassTree,
+    ReturnEstimate,
+)
+from sglang_hybrid.core.returns.intervals import (
+    IntervalCounts,
+    IntervalNews,
+    LearntCounts,
+    as_ints,
+)
 
 REBUILD_EVERY: Final = 32  # requests
 SEARCHED: Final = 1_000  # ages that are searched for among the bins
 LONG = 2_048  # half-lives, in intervals of a class
 SHORT = 32
 UNSEEN: Final = -1  # the number of a class that had no position yet
+
+
+@dataclass(frozen=True)
+class LearntClasses:
+    """classes [C]: rising. long, short: as the reuse index remembers them."""
+
+    classes: IntArray
+    long: LearntCounts
+    short: LearntCounts
 
 
 class SeenClasses:
@@ -74,8 +93,7 @@ class ReuseIndex:
     """Intervals in, weights out. Times are whatever the caller counts in; `unit` scales the
     youngest age bin: a power of two, so that an age's bin is its exponent.
 
-    Memory: 40 bytes per open interval, 1.2 KB per class that was seen, and half a megabyte. The
-    table of rates is made when it is asked for: while nothing must be chosen, nobody needs it.
+    Memory: 40 bytes per open interval, 1.2 KB per class that was seen, and half a megabyte.
     """
 
     def __init__(self, unit: float) -> None:
@@ -91,16 +109,14 @@ class ReuseIndex:
         self._long = IntervalCounts(LONG, BINS)
         self._short = IntervalCounts(SHORT, BINS)
         self._news = IntervalNews(BINS)
+        self._observers = (self._long, self._short, self._news)
         self._number = array("q", [-1] * 64)  # by interval id: that of its class; -1: free
         self._since = array("d", [0.0] * 64)
         self._free = list(range(63, -1, -1))
         self._now = 0.0
         self._began = 0.0
-        # Hazards [R, BINS], and the row of each class; what follows from them, once it is asked for
-        self._hazard: FloatArray = np.zeros((1, BINS))
-        self._row: IntArray = np.zeros(CLASSES, dtype=np.int64)
-        self._rates: RateTable | None = None
-        self._returns: ReturnTimes | None = None
+        no_hazard, one_row = np.zeros((1, BINS)), np.zeros(CLASSES, dtype=np.int64)
+        self._estimate = ReturnEstimate(no_hazard, one_row, self._edges)
         self._observed = 0
         self._rebuild_at = 1
 
@@ -121,23 +137,23 @@ class ReuseIndex:
         number = self._seen.number(reuse_class)
         if number != UNSEEN:
             return number
-        for counts in (self._long, self._short, self._news):
-            counts.add_class()
+        for observer in self._observers:
+            observer.add_class()
         return self._seen.add(reuse_class)
 
     def _begins(self, interval_id: int, number: int, time: float) -> None:
         self._since[interval_id] = time
-        self._long.begins(interval_id, number)
-        self._short.begins(interval_id, number)
-        self._news.begins(interval_id)
+        for observer in self._observers:
+            observer.on_begin(interval_id, number)
 
-    def returned(self, interval_id: int, time: float) -> float:
-        """It was resumed: its interval ends, and the next one begins. Returns how long it was."""
+    def on_return(self, interval_id: int, time: float) -> float:
+        """A position was resumed: its interval ends, and the next one begins. Returns the length of
+        the interval that ended.
+        """
         interval = time - self._since[interval_id]
         number, age_bin = self._number[interval_id], self._bin(interval)
-        self._long.ends(interval_id, number, age_bin)
-        self._short.ends(interval_id, number, age_bin)
-        self._news.ends(interval_id, number, age_bin)
+        for observer in self._observers:
+            observer.on_end(interval_id, number, age_bin)
         self._begins(interval_id, number, time)
         return interval
 
@@ -153,21 +169,20 @@ class ReuseIndex:
         """It now belongs to `reuse_class`, and so will its present interval."""
         before, after = self._number[interval_id], self._number_of(reuse_class)
         if before != after:
-            self._long.moves(interval_id, before, after)
-            self._short.moves(interval_id, before, after)
+            for observer in self._observers:
+                observer.on_move(interval_id, before, after)
             self._number[interval_id] = after
 
     def close(self, interval_id: int) -> None:
         """It is forgotten: its interval lasted until now at least."""
         number = self._number[interval_id]
         age_bin = self._bin(self._now - self._since[interval_id])
-        self._long.is_lost(interval_id, number, age_bin)
-        self._short.is_lost(interval_id, number, age_bin)
-        self._news.survived(interval_id, number, age_bin)
+        for observer in self._observers:
+            observer.on_close(interval_id, number, age_bin)
         self._number[interval_id] = -1
         self._free.append(interval_id)
 
-    def observed(self, time: float) -> None:
+    def on_request(self, time: float) -> None:
         """One more request, at `time`. The table is rebuilt every REBUILD_EVERY of them, sooner in
         the beginning.
         """
@@ -191,11 +206,9 @@ class ReuseIndex:
             self._short.of(known, waiting, numbers, cells),
         )
         ended, unended = (np.stack(counts) for counts in zip(*both, strict=True))
-        self._hazard, short = tree.hazards(ended, unended)
-        self._row = tree.row
-        own = tree.own
-        self._news.expect(known, self._hazard[own], short[own])
-        self._rates = self._returns = None
+        long, short = tree.hazards(ended, unended)
+        self._news.expect(known, long[tree.own], short[tree.own])
+        self._estimate = ReturnEstimate(long, tree.row, self._edges)
         self.version += 1
 
     def _open_now(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
@@ -228,21 +241,14 @@ class ReuseIndex:
         self.rebuild()
 
     @property
-    def observed_any(self) -> bool:
+    def has_observed(self) -> bool:
         """Whether a request was observed."""
         return self._observed > 0
 
     @property
     def peak(self) -> float:
         """The highest weight that any position can have."""
-        return self._table.peak
-
-    @property
-    def _table(self) -> RateTable:
-        """The best rates by the hazards of now."""
-        if self._rates is None:
-            self._rates = RateTable(self._hazard, self._row, self._edges)
-        return self._rates
+        return self._estimate.peak
 
     def weight(self, reuse_class: int, age: float) -> float:
         """Best rate of returns per unit of time for a position of `reuse_class` last used `age`
@@ -252,7 +258,7 @@ class ReuseIndex:
 
     def weight_until(self, reuse_class: int, age: float) -> tuple[float, float]:
         """`weights` for one position."""
-        return self._table.rate_until(reuse_class, self._bin(age))
+        return self._estimate.rate_until(reuse_class, self._bin(age))
 
     def return_probability(self, reuse_class: int, age: float) -> float:
         """Probability that a position of `reuse_class`, last used `age` ago, is resumed at all. No
@@ -263,15 +269,13 @@ class ReuseIndex:
             return 0.0
         if not self.version or self._observed < REBUILD_EVERY:
             return 1.0
-        if self._returns is None:
-            self._returns = ReturnTimes(self._edges, self._hazard, self._row)
-        return self._returns.probability(reuse_class, age, self._now - self._began)
+        return self._estimate.probability(reuse_class, age, self._now - self._began)
 
     def weights(self, reuse_classes: IntArray, ages: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Weights [n] of classes [n] at ages [n], and the ages [n] at which each weight expires:
         the end of its bin, or never where they are 0.
         """
-        return self._table.rates_until(reuse_classes, self._bins(ages))
+        return self._estimate.rates_until(reuse_classes, self._bins(ages))
 
     def _bin(self, age: float) -> int:
         return bisect_right(self._cut_list, age)

@@ -19,9 +19,9 @@ import numpy as np
 
 from sglang_hybrid.core.costs.cost import FloatArray
 from sglang_hybrid.core.records.nodes import NEVER, Clock, Node, anchor
+from sglang_hybrid.core.returns.hazards import NEVER_REUSED, reuse_class_of
 from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.returns.history_tree import NO_INTERVAL, HistoryNode
-from sglang_hybrid.core.returns.reuse_classes import NEVER_REUSED, reuse_class_of
 from sglang_hybrid.core.victims.table import Table
 
 FEW = 3

@@ -12,7 +12,8 @@ from functools import cache
 from time import perf_counter
 
 from sglang_hybrid.platforms.native.build import NotBuilt, build
-from sglang_hybrid.serving.config import HybridConfig, NativeKernels
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import NativeKernels
 
 logger = logging.getLogger(__name__)
 

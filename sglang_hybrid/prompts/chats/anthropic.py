@@ -125,10 +125,10 @@ def diagnose(request: Any, prompt: SentPrompt | None, message_id: str) -> dict[s
     if prompt is None:
         return None
     previous = request.diagnostics.previous_message_id
-    sent_prompts().keep(message_id, prompt)
+    sent_prompts().put(prompt.sender, message_id, prompt, prompt.size)
     if previous is None:
         return None
-    before = sent_prompts().find(previous, prompt.sender)
+    before = sent_prompts().get(prompt.sender, previous)
     if before is None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
     found = compare(before, prompt)

@@ -45,8 +45,8 @@ class BlockEnd:
     open_ended: bool
 
 
-def common_prefix(one: str, other: str) -> int:
-    """Characters that two texts share at their beginning."""
+def common_start(one: str, other: str) -> int:
+    """The number of characters that two texts share at their beginning."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -94,7 +94,7 @@ def token_positions(
 
 def _end(text: str, place: BlockEnd) -> int | None:
     """Characters before a place; None if no variant differs from the prompt."""
-    shared = min((common_prefix(text, variant) for variant in place.variants), default=len(text))
+    shared = min((common_start(text, variant) for variant in place.variants), default=len(text))
     return shared if shared < len(text) else None
 
 

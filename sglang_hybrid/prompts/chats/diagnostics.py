@@ -9,20 +9,20 @@ Source of the fields: the vendors' pages on cache diagnostics, as of November 20
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hybrid.core.records.shares import Shares
-from sglang_hybrid.prompts.chats.breakpoints import common_prefix
+from sglang_hybrid.core.records.latest import Latest
+from sglang_hybrid.prompts.chats.breakpoints import common_start
 from sglang_hybrid.serving.tenants import Tenant, tenant_of_prompt
+from sglang_hybrid.simulation.traces.requests import common_prefix
 
 MOST_BYTES = 64 << 20
 """Of all requests that are kept; the tenant that holds most loses its oldest one first."""
@@ -109,53 +109,22 @@ def compare(before: SentPrompt, now: SentPrompt) -> Divergence | None:
         found = _first_difference(earlier, later, whole=kind is not PartKind.MESSAGES)
         if found is not None:
             path, one, other = found
-            at = common_prefix(one, other)
-            shared = _shared(before.ids, now.ids)
+            at = common_start(one, other)
+            shared = common_prefix(before.ids, now.ids)
             return Divergence(
                 kind, path, _around(one, at), _around(other, at), shared, len(before.ids) - shared
             )
     return None
 
 
-class SentPrompts:
-    """Recent requests by the id of their answer, apart for each tenant.
-
-    Args:
-        most_bytes: of all of them.
-    """
-
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._most = most_bytes
-        self._kept: dict[Tenant, OrderedDict[str, SentPrompt]] = {}
-        self._shares = Shares()
-
-    def keep(self, answer_id: str, prompt: SentPrompt) -> None:
-        """Remember what `answer_id` answered; one that is larger than the bound is not kept."""
-        if prompt.size > self._most:
-            return
-        kept = self._kept.setdefault(prompt.sender, OrderedDict())
-        replaced = kept.pop(answer_id, None)
-        kept[answer_id] = prompt
-        self._shares.change(prompt.sender, prompt.size - (replaced.size if replaced else 0))
-        while self._shares.total > self._most:
-            self._drop_oldest(self._shares.largest())
-
-    def find(self, answer_id: str, sender: Tenant) -> SentPrompt | None:
-        """What `answer_id` answered, if this tenant had sent it and it is still kept."""
-        return self._kept.get(sender, OrderedDict()).get(answer_id)
-
-    def _drop_oldest(self, sender: Any) -> None:
-        kept = self._kept[sender]
-        _, prompt = kept.popitem(last=False)
-        self._shares.change(sender, -prompt.size)
-        if not kept:
-            del self._kept[sender]
+SentPrompts: TypeAlias = Latest[SentPrompt]
+"""Recent requests of each tenant by the id of their answer."""
 
 
 @lru_cache(maxsize=1)
 def sent_prompts() -> SentPrompts:
     """Those of this process."""
-    return SentPrompts()
+    return Latest(MOST_BYTES)
 
 
 def text_of(value: Any) -> str:
@@ -196,13 +165,6 @@ def _first_difference(
     if len(before) > len(now):
         return before[len(now)].path, before[len(now)].text, ""
     return now[len(before)].path, "", now[len(before)].text
-
-
-def _shared(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
-    """Tokens that two prompts share at their beginning."""
-    length = min(len(one), len(other))
-    differing = np.flatnonzero(one[:length] != other[:length])
-    return int(differing[0]) if len(differing) else length
 
 
 def _around(text: str, at: int) -> str:

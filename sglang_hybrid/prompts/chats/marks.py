@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sglang_hybrid.core.records.pin import PinRequest
+from sglang_hybrid.core.returns.hints import MOST_POSITIONS, PromptHints
 from sglang_hybrid.prompts.chats.breakpoints import BlockEnd, token_positions
 from sglang_hybrid.prompts.chats.rendering import Rendering, rendered
-from sglang_hybrid.serving.requests.kv_hints import MOST_POSITIONS, pin_hint
+from sglang_hybrid.serving.requests import kv_hints
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,9 @@ def declare(
     }
     if found:
         wanted = sorted({*imported, *found})[-MOST_POSITIONS:]
-        pins = [PinRequest(at, SECONDS[found[at].ttl]) for at in wanted if at in found]
-        adapted.kv_hints = pin_hint(pins, [at for at in wanted if at not in found])
+        pins = tuple(PinRequest(at, SECONDS[found[at].ttl]) for at in wanted if at in found)
+        said = PromptHints(tuple(at for at in wanted if at not in found), pins)
+        adapted.kv_hints = kv_hints.write(said)
     return [found[position] for position in sorted(found)]
 
 

@@ -130,11 +130,11 @@ def _diagnosis(
     if prompt is None:
         return None
     if request.store:
-        sent_prompts().keep(request.request_id, prompt)
+        sent_prompts().put(prompt.sender, request.request_id, prompt, prompt.size)
     options = request.prompt_cache_options
     if options is None or options.comparison_response_id is None:
         return None
-    before = sent_prompts().find(options.comparison_response_id, prompt.sender)
+    before = sent_prompts().get(prompt.sender, options.comparison_response_id)
     if before is None:
         return {"type": "comparison_response_not_found"}
     found = compare(before, prompt)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from sglang_hybrid.core.returns.hints import IMPORT, PREWARM, SEGMENTS, read_rate
+from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.prompts.endpoints.chat import PromptSchema, prompt_of
 from sglang_hybrid.prompts.endpoints.prewarm import gone_from, turns_of
-from sglang_hybrid.serving.requests.fields import shown
-from sglang_hybrid.serving.requests.hint_payloads import prewarm_rate
-from sglang_hybrid.serving.requests.kv_hints import IMPORT, PREWARM, SEGMENTS, take
+from sglang_hybrid.serving.requests.kv_hints import take
 
 if TYPE_CHECKING:
     import fastapi
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Waits:
-    """A request that waits for its turn. rate: as in `hint_payloads.prewarm_rate`."""
+    """A request that waits for its turn. rate: tokens per second, as `read_rate` returns it."""
 
     rate: float | None
 
@@ -66,7 +66,7 @@ def prepare_prewarm(request: Any) -> None:
     _one_prompt(request, PREWARM)
     if isinstance(request.sampling_params, list):
         raise ValueError(f"sampling_params is a list; a request with {PREWARM} has one prompt.")
-    request.prewarm = Waits(prewarm_rate(payload))
+    request.prewarm = Waits(read_rate(payload))
     request.sampling_params = {**(request.sampling_params or {}), "max_new_tokens": 0}
     request.kv_hints = rest
 

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.prompts.endpoints.prewarm import Unasked, gone_from
+from sglang_hybrid.core.returns.hints import Imported, PromptHints
+from sglang_hybrid.prompts.endpoints.prewarm import compute, gone_from
 from sglang_hybrid.prompts.schemas.modular import Layout, ModularPrompt, Segment, prepared_segments
 from sglang_hybrid.prompts.schemas.registry import Expanded
 from sglang_hybrid.serving.config import BACKEND
-from sglang_hybrid.serving.requests.kv_hints import (
-    Imported,
-    check_key,
-    composed_key,
-    segment_key,
-    with_checkpoints,
-    with_segments,
-)
+from sglang_hybrid.serving.requests import kv_hints
+from sglang_hybrid.serving.requests.kv_hints import check_key, composed_key, segment_key
 from sglang_hybrid.serving.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -57,7 +51,8 @@ def ask(manager: TokenizerManager, request: GenerateReqInput, expanded: Expanded
     """Make `request` one for a prompt of modules. Raises ValueError if it cannot be."""
     check_key(request.extra_key)
     if expanded.positions:
-        request.kv_hints = with_checkpoints(request.kv_hints, expanded.positions)
+        said = PromptHints(tuple(expanded.positions))
+        request.kv_hints = kv_hints.write(said, request.kv_hints)
     if expanded.modular is not None:
         expanded.compute_segments = _ask_apart(manager, request, expanded.modular)
     request.expanded = expanded
@@ -82,44 +77,37 @@ def _ask_apart(
     request.input_ids = prompt.ids
     request.extra_key = composed_key(request.extra_key, prompt.digest)
     places = tuple((one.start, len(one.ids)) for one in prompt.segments)
-    request.kv_hints = with_segments(request.kv_hints, Imported(places, prompt.position))
+    said = PromptHints(imported=Imported(places, prompt.position))
+    request.kv_hints = kv_hints.write(said, request.kv_hints)
     key, salt = request.extra_key, request.cache_salt
 
     def compute_segments() -> None:
-        task = asyncio.get_running_loop().create_task(compute(manager, key, salt, prompt.segments))
+        task = asyncio.get_running_loop().create_task(
+            compute_apart(manager, (key, salt), prompt.segments)
+        )
         _computing.add(task)
         task.add_done_callback(_computing.discard)
 
     return compute_segments
 
 
-async def compute(
+async def compute_apart(
     manager: TokenizerManager,
-    key: str,
-    cache_salt: str | None,
+    composed: tuple[str, str | None],
     segments: Iterable[Segment],
     http: fastapi.Request | None = None,
 ) -> None:
-    """Compute each of these segments apart. key: of a prompt made of segments. http: the request
-    that waits for them, if one does; raises ValueError when its client goes away.
+    """Compute each of these segments apart. composed: the tenant of prompts made of segments. http:
+    the request that waits for them, if one does; raises ValueError when its client goes away.
     """
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
+    key, cache_salt = composed
     gone = gone_from(http)
     for one in segments:
         if gone is not None and await gone():
             raise ValueError("the client went away before its modules were computed.")
-        request: Any = GenerateReqInput(
-            rid=f"segment-{uuid.uuid4().hex}",
-            input_ids=list(one.ids),
-            sampling_params={"max_new_tokens": 0, "temperature": 0},
-            extra_key=segment_key(key, one.start),
-            cache_salt=cache_salt,
-            kv_hints=with_segments(None, Imported((), one.start)),
-        )
-        request.expanded = Unasked()
-        async for _ in manager.generate_request(request, http):
-            pass
+        owner = segment_key(key, one.start), cache_salt
+        hints = kv_hints.write(PromptHints(imported=Imported((), one.start)))
+        await compute(manager, "segment", owner, one.ids, hints, http)
 
 
 async def compute_all(
@@ -134,5 +122,5 @@ async def compute_all(
         raise ValueError(why.replace(", so the prompt was computed as a whole", ""))
     extra_key, cache_salt = own or (None, None)
     segments = prepared_segments(layout)
-    await compute(manager, composed_key(extra_key, ""), cache_salt, segments, http)
+    await compute_apart(manager, (composed_key(extra_key, ""), cache_salt), segments, http)
     return {"segments": len(segments), "tokens": sum(len(one.ids) for one in segments)}

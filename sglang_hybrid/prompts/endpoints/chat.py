@@ -21,6 +21,7 @@ from sglang_hybrid.prompts.endpoints import apart
 from sglang_hybrid.prompts.endpoints.server_registry import registry_of
 from sglang_hybrid.prompts.schemas.registry import Draft, Registry
 from sglang_hybrid.prompts.schemas.resolve import Import, Piece, Prompt, read_prompt
+from sglang_hybrid.prompts.schemas.roles import split_at
 from sglang_hybrid.prompts.schemas.tokens import Frame, Frames, PromptTokenizer, Tokenized
 from sglang_hybrid.serving.tenants import tenant
 
@@ -177,7 +178,7 @@ class _Writer:
 
     def _begun(self, frames: Frames, rest: str) -> Beginning:
         if not frames:  # nothing is imported: the chat is the template's alone
-            ids = [*self._tokenizer.ids(Piece(rest, (), is_new=True))]
+            ids = [*self._tokenizer.ids(Piece(rest, ()))]
             exact = replace(self._draft.prompt, modular=False)
             draft = replace(self._draft, prompt=exact)
             return Beginning(draft, Tokenized(ids, [], []), 0, plain=False)
@@ -191,7 +192,13 @@ class _Writer:
     def _frames(self, text: str) -> tuple[Frames, str]:
         """What the template wrote around each message of the schema, and behind the last one."""
         roles = self._roles()
-        head, *gaps = _split(text, [_mark(number) for number in roles])
+        try:
+            head, *gaps = split_at(text, [_mark(number) for number in roles])
+        except ValueError:
+            raise ValueError(
+                "the chat template does not write each message once, in their order, so it cannot "
+                "stand behind modules of a schema."
+            ) from None
         frames: dict[int, Frame] = {}
         for at, (number, role) in enumerate(roles.items()):
             gap, ending = gaps[at], self._tokenizer.ending(role)
@@ -224,16 +231,3 @@ def _imports(asked: Sequence[str | ImportedModule]) -> tuple[Import, ...]:
 
 def _mark(number: int) -> str:
     return f"{_MARK}{number}\ue001"
-
-
-def _split(text: str, marks: Sequence[str]) -> list[str]:
-    parts = []
-    for mark in marks:
-        head, found, text = text.partition(mark)
-        if not found or mark in text:
-            raise ValueError(
-                "the chat template does not write each message once, in their order, so it cannot "
-                "stand behind modules of a schema."
-            )
-        parts.append(head)
-    return [*parts, text]

@@ -11,10 +11,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.core.records.pin import PinRequest, Priority
+from sglang_hybrid.core.returns.hints import MOST_POSITIONS, PromptHints
 from sglang_hybrid.prompts.schemas.budget import Plan, best_prefixes
 from sglang_hybrid.prompts.schemas.registry import Registered, Registry
 from sglang_hybrid.prompts.schemas.tree import PrefixNode, as_imports, prefix_tree
-from sglang_hybrid.serving.requests.kv_hints import MOST_POSITIONS, checkpoint_hint, pin_hint
+from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -120,27 +121,42 @@ async def prefill(
     that asked for it, if one did. When its client goes away, the prompt that is being computed is
     aborted (SGLang asks every few seconds), the others are left out, and ValueError is raised.
     """
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
-    extra_key, cache_salt = tenant or (None, None)
     for one in prepared:
         await turns_of(manager).take(len(one.ids), rate, gone_from(http))
         positions = one.positions[-MOST_POSITIONS:]
-        inside = [at for at in positions if at < len(one.ids)]
-        hints = checkpoint_hint(inside) if inside else None
-        if pinned is not None:
-            hints = pin_hint([PinRequest(at, *pinned) for at in positions])
-        request: Any = GenerateReqInput(
-            rid=f"prewarm-{uuid.uuid4().hex}",
-            input_ids=one.ids,
-            sampling_params={"max_new_tokens": 0, "temperature": 0},
-            extra_key=extra_key,
-            cache_salt=cache_salt,
-            kv_hints=hints,
-        )
-        request.expanded = Unasked()
-        async for _ in manager.generate_request(request, http):
-            pass
+        if pinned is None:
+            said = PromptHints(tuple(at for at in positions if at < len(one.ids)))
+        else:
+            said = PromptHints(pins=tuple(PinRequest(at, *pinned) for at in positions))
+        hints = kv_hints.write(said) if said.positions else None
+        await compute(manager, "prewarm", tenant, one.ids, hints, http)
+
+
+async def compute(
+    manager: TokenizerManager,
+    purpose: str,
+    tenant: Tenant,
+    ids: Sequence[int],
+    hints: dict[str, Any] | None,
+    http: fastapi.Request | None,
+) -> None:
+    """Prefill one prompt of the server itself; nothing is generated. purpose: begins its id. http:
+    the request that waits for it, if one does.
+    """
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    extra_key, cache_salt = tenant or (None, None)
+    request: Any = GenerateReqInput(
+        rid=f"{purpose}-{uuid.uuid4().hex}",
+        input_ids=list(ids),
+        sampling_params={"max_new_tokens": 0, "temperature": 0},
+        extra_key=extra_key,
+        cache_salt=cache_salt,
+        kv_hints=hints,
+    )
+    request.expanded = Unasked()
+    async for _ in manager.generate_request(request, http):
+        pass
 
 
 def gone_from(http: fastapi.Request | None) -> Callable[[], Awaitable[bool]] | None:

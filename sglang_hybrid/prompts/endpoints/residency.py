@@ -5,17 +5,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+from sglang_hybrid.explain.ranks import ask_ranks, has_our_cache
 from sglang_hybrid.prompts.schemas.registry import Registered, Registry
 from sglang_hybrid.prompts.schemas.tree import PrefixNode, as_imports, prefix_tree
-from sglang_hybrid.serving.config import BACKEND
 from sglang_hybrid.serving.requests.long_requests import in_thread
 from sglang_hybrid.serving.tenants import Tenant, stored_under
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.communicator import FanOutCommunicator
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 MOST_PREFIXES: Final = 256
@@ -43,9 +41,7 @@ async def residency(
     """The likeliest prefixes of a schema, each with the tiers of its KV and of its state; None
     where that cannot be told. more: whether there are others.
     """
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    if resolving_view(manager.server_args).radix_cache_backend != BACKEND:
+    if not has_our_cache(manager):
         return None
     try:
         prefixes, more = await in_thread(_likeliest, registry, registered)
@@ -94,34 +90,16 @@ def _likeliest(registry: Registry, registered: Registered) -> tuple[list[AskedPr
 async def _places(
     manager: TokenizerManager, own: Tenant, prefixes: Sequence[AskedPrefix]
 ) -> list[tuple[str, str | None]]:
-    from sglang_hybrid.explain.messages import ResidencyReq
+    from sglang_hybrid.explain.messages import ResidencyReq, ResidencyReqOutput
     from sglang_hybrid.explain.prefix_tiers import fastest
 
     if not prefixes:
         return []
     extra_key, cache_salt = own or (None, None)
-    manager.auto_create_handle_loop()
-    answers = await _communicator(manager)(
-        ResidencyReq(
-            prefixes=[(asked.parent, asked.edge) for asked in prefixes],
-            extra_key=stored_under(extra_key, None),
-            cache_salt=cache_salt,
-        )
+    asked = ResidencyReq(
+        prefixes=[(prefix.parent, prefix.edge) for prefix in prefixes],
+        extra_key=stored_under(extra_key, None),
+        cache_salt=cache_salt,
     )
+    answers = await ask_ranks(manager, asked, ResidencyReqOutput)
     return fastest([answer.places for answer in answers])
-
-
-@lru_cache(maxsize=1)
-def _communicator(manager: TokenizerManager) -> FanOutCommunicator[Any, Any]:
-    """Carries the question to all data-parallel ranks, one at a time, and gathers the answers."""
-    from sglang.srt.managers.communicator import FanOutCommunicator
-    from sglang.srt.runtime_context import get_parallel
-    from sglang.utils import TypeBasedDispatcher
-
-    from sglang_hybrid.explain.messages import ResidencyReqOutput
-
-    communicator = FanOutCommunicator(manager._dispatch_to_scheduler, get_parallel().num_dp_ranks)
-    manager._result_dispatcher += TypeBasedDispatcher(
-        [(ResidencyReqOutput, communicator.handle_recv)]
-    )
-    return communicator

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_hybrid.core.records.pin import Priority
+from sglang_hybrid.core.returns import hints
 from sglang_hybrid.prompts.endpoints import apart
 from sglang_hybrid.prompts.endpoints import prewarm as prewarming
 from sglang_hybrid.prompts.endpoints.actions import imported_prompt
 from sglang_hybrid.prompts.endpoints.residency import residency
 from sglang_hybrid.prompts.endpoints.server_registry import registry_of
 from sglang_hybrid.prompts.linter.lint import lint
-from sglang_hybrid.prompts.schemas.registry import Registered, Registry
+from sglang_hybrid.prompts.schemas.registry import NoSchema, Registry
 from sglang_hybrid.prompts.schemas.resolve import read_prompt
 from sglang_hybrid.prompts.schemas.xml import MOST_BYTES, MarkupError
-from sglang_hybrid.serving.requests import hint_payloads, kv_hints
 from sglang_hybrid.serving.requests.bodies import read_json
 from sglang_hybrid.serving.requests.long_requests import LONG, in_thread, in_thread_if_long
 from sglang_hybrid.serving.requests.texts import check_text
@@ -32,7 +34,28 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-router = APIRouter(prefix="/v1/prompt_schemas")
+
+class _Route(APIRoute):
+    """Answers a ValueError with its sentence: status 404 if there is no such schema, else 400."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handled(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except ValueError as error:
+                lacks = isinstance(error, NoSchema)
+                told: dict[str, Any] = {"message": str(error)}
+                if isinstance(error, MarkupError):
+                    told |= {"line": error.line, "column": error.column}
+                status = HTTPStatus.NOT_FOUND if lacks else HTTPStatus.BAD_REQUEST
+                return JSONResponse({"error": told}, status)
+
+        return handled
+
+
+router = APIRouter(prefix="/v1/prompt_schemas", route_class=_Route)
 
 MOST_MEGABYTES = 1 << 20
 
@@ -63,119 +86,91 @@ class Prewarm(msgspec.Struct, forbid_unknown_fields=True):
     cache_salt: str | None = None
 
 
+def _tenant(extra_key: str | None = None, cache_salt: str | None = None) -> Tenant:
+    """The tenant that the query of a request names."""
+    return tenant(extra_key, cache_salt)
+
+
+Own = Annotated[Tenant, Depends(_tenant)]
+
 _, DEFINITIONS = msgspec.json.schema_components([NewSchema, Prewarm])
 
 
 def _body(kind: str) -> dict[str, Any]:
-    return {"content": {"application/json": {"schema": DEFINITIONS[kind]}}, "required": True}
+    content = {"application/json": {"schema": DEFINITIONS[kind]}}
+    return {"requestBody": {"content": content, "required": True}}
 
 
-BODY, PREWARM_BODY = _body("NewSchema"), _body("Prewarm")
-
-
-@router.post("", openapi_extra={"requestBody": BODY})
+@router.post("", openapi_extra=_body("NewSchema"))
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def register(request: Request) -> JSONResponse:
     """Keep a schema, in place of an earlier one of its name."""
-    try:
-        registry = _registry()
-        new = await read_json(request, NewSchema, MOST_BODY, "that of a schema may have", "schema")
-        put_tenant(new, request)
-        registered = registry.register(tenant(new.extra_key, new.cache_salt), new.pml)
-        return JSONResponse(await in_thread_if_long(registered.as_dict, registry.tokenizer))
-    except ValueError as error:
-        return _refused(str(error), error)
+    registry = _registry()
+    new = await read_json(request, NewSchema, MOST_BODY, "that of a schema may have", "schema")
+    put_tenant(new, request)
+    registered = registry.register(tenant(new.extra_key, new.cache_salt), new.pml)
+    return JSONResponse(await in_thread_if_long(registered.as_dict, registry.tokenizer))
 
 
 @router.get("")
 @auth_level(AuthLevel.NORMAL)
-async def all_schemas(extra_key: str | None = None, cache_salt: str | None = None) -> JSONResponse:
+async def all_schemas(own: Own) -> JSONResponse:
     """All schemas of a tenant: their sizes and counts."""
-    own = tenant(extra_key, cache_salt)
     return JSONResponse([one.summary() for one in _registry().of(own)])
 
 
 @router.get("/{name}")
 @auth_level(AuthLevel.NORMAL)
-async def one_schema(
-    name: str, extra_key: str | None = None, cache_salt: str | None = None
-) -> JSONResponse:
-    """A schema: its modules, their tokens, how often each was imported."""
-    own = tenant(extra_key, cache_salt)
-    try:
-        found = _registry().get(own, name)
-    except KeyError as error:
-        return _refused(error.args[0], status=HTTPStatus.NOT_FOUND)
-    return JSONResponse(await _told(own, found))
-
-
-async def _told(own: Tenant, registered: Registered) -> dict[str, Any]:
-    """A schema, and where its prefixes are stored."""
+async def one_schema(name: str, own: Own) -> JSONResponse:
+    """A schema: its modules, their tokens, how often each was imported, and where its prefixes are
+    stored.
+    """
     registry = _registry()
-    told = await in_thread(registered.as_dict, registry.tokenizer)
-    return {**told, "residency": await residency(_manager(), registry, own, registered)}
+    found = registry.get(own, name)
+    told = await in_thread(found.as_dict, registry.tokenizer)
+    places = await residency(_manager(), registry, own, found)
+    return JSONResponse({**told, "residency": places})
 
 
 @router.delete("/{name}")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def delete(
-    name: str, extra_key: str | None = None, cache_salt: str | None = None
-) -> JSONResponse:
+async def delete(name: str, own: Own) -> JSONResponse:
     """Forget a schema."""
-    try:
-        _registry().delete(tenant(extra_key, cache_salt), name)
-    except KeyError as error:
-        return _refused(error.args[0], status=HTTPStatus.NOT_FOUND)
+    _registry().delete(own, name)
     return JSONResponse({"deleted": name})
 
 
-@router.post("/{name}/prewarm", openapi_extra={"requestBody": PREWARM_BODY})
+@router.post("/{name}/prewarm", openapi_extra=_body("Prewarm"))
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def prewarm(name: str, request: Request) -> JSONResponse:
     """Compute the prefixes of a schema that are worth most within a budget of memory, each while
     no other request runs; the answer comes when all are done. Nothing more is computed once the
     client has gone.
     """
-    try:
-        registry, manager = _registry(), _manager()
-        asked = await read_json(
-            request, Prewarm, MOST_BODY, "that of a pre-warming may have", "request to pre-warm"
-        )
-        put_tenant(asked, request)
-        own = tenant(asked.extra_key, asked.cache_salt)
-        registered = registry.get(own, name)
-        if asked.mode == "modular":
-            layout = await in_thread(registry.layout, registered)
-            return JSONResponse(await apart.compute_all(manager, own, layout, request))
-        if asked.budget_mb is None or not 0 < asked.budget_mb <= MOST_MEGABYTES:
-            raise ValueError(
-                f"budget_mb is {asked.budget_mb}; it must be above 0 and at most "
-                f"{MOST_MEGABYTES:,}."
-            )
-        if asked.tokens_per_second is not None and not 0 < asked.tokens_per_second < math.inf:
-            raise ValueError(f"tokens_per_second is {asked.tokens_per_second}; it must be above 0.")
-        pinned = None
-        if asked.ttl is not None:
-            priority = hint_payloads.check_priority("priority", asked.priority)
-            pinned = hint_payloads.check_lifetime("ttl", asked.ttl), priority
-        sizes = (await manager.get_internal_state())[0].get("hybrid_cache")
-        if not sizes:
-            raise ValueError("this server does not run sglang_hybrid's cache.")
-        plan = await in_thread(
-            prewarming.plan_for,
-            registry,
-            registered,
-            int(asked.budget_mb * (1 << 20)),
-            sizes["state_bytes"],
-            sizes["kv_bytes_per_token"],
-        )
-        prompts = await in_thread(prewarming.prompts_for, registry, registered, plan.nodes)
-        rate = asked.tokens_per_second
-        await prewarming.prefill(manager, own, prompts, rate, pinned, request)
-    except KeyError as error:
-        return _refused(error.args[0], status=HTTPStatus.NOT_FOUND)
-    except ValueError as error:
-        return _refused(str(error), error)
+    registry, manager = _registry(), _manager()
+    asked = await read_json(
+        request, Prewarm, MOST_BODY, "that of a pre-warming may have", "request to pre-warm"
+    )
+    put_tenant(asked, request)
+    own = tenant(asked.extra_key, asked.cache_salt)
+    registered = registry.get(own, name)
+    if asked.mode == "modular":
+        layout = await in_thread(registry.layout, registered)
+        return JSONResponse(await apart.compute_all(manager, own, layout, request))
+    budget, rate, pinned = _checked(asked)
+    sizes = await _sizes(manager)
+    if not sizes:
+        raise ValueError("this server does not run sglang_hybrid's cache.")
+    plan = await in_thread(
+        prewarming.plan_for,
+        registry,
+        registered,
+        int(budget * (1 << 20)),
+        sizes["state_bytes"],
+        sizes["kv_bytes_per_token"],
+    )
+    prompts = await in_thread(prewarming.prompts_for, registry, registered, plan.nodes)
+    await prewarming.prefill(manager, own, prompts, rate, pinned, request)
     return JSONResponse(
         {
             "prefixes": len(plan.nodes),
@@ -186,18 +181,30 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
     )
 
 
+def _checked(asked: Prewarm) -> tuple[float, float | None, tuple[float, Priority] | None]:
+    """Budget in MB, tokens per second, and lifetime (seconds) and priority of pins. Raises
+    ValueError.
+    """
+    budget, rate = asked.budget_mb, asked.tokens_per_second
+    if budget is None or not 0 < budget <= MOST_MEGABYTES:
+        raise ValueError(
+            f"budget_mb is {budget}; it must be above 0 and at most {MOST_MEGABYTES:,}."
+        )
+    if rate is not None and not 0 < rate < math.inf:
+        raise ValueError(f"tokens_per_second is {rate}; it must be above 0.")
+    if asked.ttl is None:
+        return budget, rate, None
+    priority = hints.read_priority("priority", asked.priority)
+    return budget, rate, (hints.read_lifetime("ttl", asked.ttl), priority)
+
+
 @router.post("/{name}/lint")
 @auth_level(AuthLevel.NORMAL)
-async def lint_schema(
-    name: str, extra_key: str | None = None, cache_salt: str | None = None
-) -> JSONResponse:
+async def lint_schema(name: str, own: Own) -> JSONResponse:
     """What keeps prompts of a schema from being cached, by what was imported so far."""
-    try:
-        registry, manager = _registry(), _manager()
-        found = registry.get(tenant(extra_key, cache_salt), name)
-    except KeyError as error:
-        return _refused(error.args[0], status=HTTPStatus.NOT_FOUND)
-    sizes = (await manager.get_internal_state())[0].get("hybrid_cache") or {}
+    registry = _registry()
+    found = registry.get(own, name)
+    sizes = await _sizes(_manager())
     kv = sizes.get("kv_bytes_per_token") or 0
     findings = await in_thread(
         lint,
@@ -215,7 +222,7 @@ async def expand(manager: TokenizerManager, request: GenerateReqInput) -> None:
     behind that, into it. Raises ValueError.
     """
     pml = getattr(request, "pml", None)
-    by = "pml" if pml is not None else kv_hints.IMPORT
+    by = "pml" if pml is not None else hints.IMPORT
     if pml is not None and getattr(request, "kv_hints", None) is not None:
         raise ValueError("the request has pml and kv_hints; give one of them.")
     asked = imported_prompt(request) if pml is None else pml
@@ -249,8 +256,6 @@ def _manager() -> Any:
     return get_global_state().tokenizer_manager
 
 
-def _refused(
-    why: str, error: Any = None, status: HTTPStatus = HTTPStatus.BAD_REQUEST
-) -> JSONResponse:
-    place = {"line": error.line, "column": error.column} if isinstance(error, MarkupError) else {}
-    return JSONResponse({"error": {"message": why, **place}}, status)
+async def _sizes(manager: Any) -> dict[str, Any]:
+    """Bytes of states and of KV, and what else the cache tells; empty without our cache."""
+    return (await manager.get_internal_state())[0].get("hybrid_cache") or {}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from sglang_hybrid.prompts.schemas.budget import saved
 from sglang_hybrid.prompts.schemas.schema import Module, Parameter, Part, Role, Schema, Text, Union
@@ -58,7 +59,8 @@ def lint(
         *_changing_text(pieces, total),
     ]
     if sum(1 for _ in schema.modules()) <= MOST_MODULES:
-        found += _early_unions(schema, length, counts or {}, requests)
+        saving = partial(_saving, length=length, counts=counts or {}, requests=requests)
+        found += _early_choices(schema, saving)
     return sorted(found, key=lambda finding: finding.line)
 
 
@@ -80,13 +82,12 @@ def _pieces(
             inner = [_Placed(part, line, before, length(part.text))]
         elif isinstance(part, Parameter):
             inner = [_Placed(part, part.line, before, part.length)]
-        elif isinstance(part, Module):
-            inner = list(_pieces(part.parts, length, part.line, before))
-        elif isinstance(part, Role):
-            inner = list(_pieces(part.parts, length, line, before))
-        else:
+        elif isinstance(part, Union):
             ways = [list(_pieces((module,), length, line, before)) for module in part.modules]
             inner = max(ways, key=_tokens)
+        else:
+            around = part.line if isinstance(part, Module) else line
+            inner = list(_pieces(part.parts, length, around, before))
         yield from inner
         before += _tokens(inner)
 
@@ -135,46 +136,31 @@ def _changing_text(pieces: list[_Placed], total: int) -> Iterator[Finding]:
             )
 
 
-def _early_unions(
-    schema: Schema, length: Callable[[str], int], counts: Mapping[Path, int], requests: int
-) -> Iterator[Finding]:
+def _early_choices(schema: Schema, saving: Callable[[Schema], float]) -> Iterator[Finding]:
     """Unions and modules whose place would better be another one's: those that vary most belong
-    behind those that vary least. Told for neighbours whose exchange saves most, with one state held
-    at each of the positions that most prompts pass.
+    behind those that vary least. Of each list of parts the neighbours are told whose exchange saves
+    most.
+
+    saving: expected tokens that a schema's prompts save.
     """
-    for owner, parts in _lists(schema.parts):
-        choices = [at for at, part in enumerate(parts) if isinstance(part, Module | Union)]
-        best: tuple[float, int, int] | None = None
-        for first, second in itertools.pairwise(choices):
-            if second != first + 1:
+    before = saving(schema)
+    for parts in _lists(schema.parts):
+        best: tuple[float, Module | Union, Module | Union] | None = None
+        for at, (first, second) in enumerate(itertools.pairwise(parts)):
+            if not (isinstance(first, Module | Union) and isinstance(second, Module | Union)):
                 continue
-            gain = _gain(schema, parts, first, second, length, counts, requests)
+            swapped = (*parts[:at], second, first, *parts[at + 2 :])
+            gain = saving(_replaced(schema, parts, swapped)) - before
             if gain > 1 and (best is None or gain > best[0]):
                 best = (gain, first, second)
         if best is not None:
             gain, first, second = best
             yield Finding(
-                _line(parts[first], owner),
+                first.modules[0].line if isinstance(first, Union) else first.line,
                 "early-choice",
-                f"{_name(parts[first])} varies more than {_name(parts[second])} behind it; in the "
-                f"other order a state at the likeliest prefixes would save {gain:,.0f} tokens more "
-                "per prompt.",
+                f"{_name(first)} varies more than {_name(second)} behind it; in the other order a "
+                f"state at the likeliest prefixes would save {gain:,.0f} tokens more per prompt.",
             )
-
-
-def _gain(
-    schema: Schema,
-    parts: tuple[Part, ...],
-    first: int,
-    second: int,
-    length: Callable[[str], int],
-    counts: Mapping[Path, int],
-    requests: int,
-) -> float:
-    swapped = list(parts)
-    swapped[first], swapped[second] = parts[second], parts[first]
-    other = _replaced(schema, parts, tuple(swapped))
-    return _saving(other, length, counts, requests) - _saving(schema, length, counts, requests)
 
 
 def _saving(
@@ -193,38 +179,28 @@ def _saving(
 
 
 def _replaced(schema: Schema, old: tuple[Part, ...], new: tuple[Part, ...]) -> Schema:
+    """The schema with `new` in the place of its list of parts `old`."""
+
     def of(parts: tuple[Part, ...]) -> tuple[Part, ...]:
         if parts is old:
             return new
         return tuple(
-            Role(part.role, of(part.parts))
-            if isinstance(part, Role)
-            else Module(part.name, of(part.parts), part.line)
-            if isinstance(part, Module)
-            else part
+            replace(part, parts=of(part.parts)) if isinstance(part, Role | Module) else part
             for part in parts
         )
 
-    return Schema(schema.name, of(schema.parts))
+    return replace(schema, parts=of(schema.parts))
 
 
-def _lists(parts: tuple[Part, ...], owner: int = 0) -> Iterator[tuple[int, tuple[Part, ...]]]:
+def _lists(parts: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
     """Lists of parts whose order could be another: of the schema, its roles and its modules."""
-    yield owner, parts
+    yield parts
     for part in parts:
-        if isinstance(part, Role):
-            yield from _lists(part.parts, owner)
-        elif isinstance(part, Module):
-            yield from _lists(part.parts, part.line)
+        if isinstance(part, Role | Module):
+            yield from _lists(part.parts)
 
 
-def _line(part: Part, owner: int) -> int:
-    if isinstance(part, Union):
-        return part.modules[0].line
-    return part.line if isinstance(part, Module) else owner
-
-
-def _name(part: Part) -> str:
+def _name(part: Module | Union) -> str:
     if isinstance(part, Union):
         return f"the union of {part.modules[0].name!r}"
-    return f"module {part.name!r}" if isinstance(part, Module) else "text"
+    return f"module {part.name!r}"

@@ -9,16 +9,13 @@ never share anything with exact ones.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from sglang_hybrid.prompts.schemas.resolve import Piece, Resolved
+from sglang_hybrid.prompts.schemas.resolve import Resolved
 from sglang_hybrid.prompts.schemas.schema import Module, Parameter, Part, Role, Schema, Text, Union
 from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer
-
-Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -54,57 +51,67 @@ class ModularPrompt:
         return blake2b(f"{places},{self.position}".encode(), digest_size=12).hexdigest()
 
 
+@dataclass(frozen=True)
+class Run:
+    """Texts and parameters of one module that no optional part separates. They are computed
+    together, one behind the other. start: position of the first token.
+    """
+
+    start: int
+    parts: list[Text | Parameter]
+
+
 class Layout:
     """The place of each text of a schema: modules that exclude each other share theirs, and a
     parameter has room for its longest value.
 
-    Texts and values of one module that nothing optional parts are a run: they are computed
-    together, one behind the other.
+    runs: in the schema's order. end: position behind all of them.
     """
 
     def __init__(self, schema: Schema, tokenizer: PromptTokenizer) -> None:
         self.schema = schema
         self.tokenizer = tokenizer
-        self._runs: dict[tuple[Path, int], int | None] = {}
-        self._counts: Counter[Path] = Counter()
+        self.runs: list[Run] = []
         self._opened: list[int] = []
         self._closed: list[int] = []
         in_messages = any(isinstance(part, Role) for part in schema.parts)
-        self.end = self._of(schema.parts, (), 0 if in_messages else len(tokenizer.start))
+        self.end = self._place(schema.parts, 0 if in_messages else len(tokenizer.start))
+        self._starts = {id(run.parts[0]): run.start for run in self.runs}
 
-    def run(self, path: Path, number: int) -> int | None:
-        """Position of the run that begins with this text, counted among those directly in the
-        module at `path`; None if it goes on with the run before it.
+    def start_of(self, part: Text | Parameter) -> int | None:
+        """Position of the run that begins with `part`, a part of this layout's schema; None if
+        `part` continues the run of the part before it.
         """
-        return self._runs[path, number]
+        return self._starts.get(id(part))
 
     def opened(self, message: int) -> int:
         """Position of what the chat template writes before a message, counted from 1."""
         return self._opened[message - 1]
 
     def closed(self, message: int) -> int:
-        """Position of what it writes after it."""
+        """Position of what the chat template writes after a message, counted from 1."""
         return self._closed[message - 1]
 
-    def _of(self, parts: Sequence[Part], path: Path, at: int) -> int:
-        """Lay out parts from position `at`; returns the position behind them."""
+    def _place(self, parts: Sequence[Part], at: int) -> int:
+        """Place parts from position `at` on; returns the position behind them."""
         begins = True
         for part in parts:
             if isinstance(part, Text | Parameter):
-                self._runs[path, self._counts[path]] = at if begins else None
-                self._counts[path] += 1
+                if begins:
+                    self.runs.append(Run(at, []))
+                self.runs[-1].parts.append(part)
                 at += self.tokenizer.length(part.text) if isinstance(part, Text) else part.length
                 begins = False
                 continue
             begins = True
             if isinstance(part, Module):
-                at = self._of(part.parts, (*path, part.name), at)
+                at = self._place(part.parts, at)
             elif isinstance(part, Union):
-                at = max(self._of(one.parts, (*path, one.name), at) for one in part.modules)
+                at = max(self._place(one.parts, at) for one in part.modules)
             else:
                 before, after = self.tokenizer.around(part.role)
                 self._opened.append(at)
-                at = self._of(part.parts, path, at + before)
+                at = self._place(part.parts, at + before)
                 self._closed.append(at)
                 at += after
         return at
@@ -113,23 +120,21 @@ class Layout:
 def modular(layout: Layout, resolved: Resolved) -> ModularPrompt:
     """A prompt whose imports are segments. Raises ValueError like `PromptTokenizer.tokenized`.
 
-    layout: of the schema that it imports from.
+    layout: of the schema from which `resolved` imports.
     """
     tokenizer = layout.tokenizer
     segments: list[Segment] = []
     new: list[int] = []
-    counts: Counter[Path] = Counter()
     if not any(piece.role for piece in resolved.pieces):
         segments.append(Segment(tuple(tokenizer.start), 0))
     for before, piece, after in tokenizer.framed(resolved.pieces):
         ids = tokenizer.ids(piece)
-        if piece.is_new:
+        if piece.part is None:
             new += [*before, *ids, *after]
             continue
         if before:
             segments.append(Segment(before, layout.opened(piece.message)))
-        start = layout.run(piece.path, counts[piece.path])
-        counts[piece.path] += 1
+        start = layout.start_of(piece.part)
         if start is None:
             last = segments.pop()
             segments.append(Segment(last.ids + ids, last.start))
@@ -141,34 +146,14 @@ def modular(layout: Layout, resolved: Resolved) -> ModularPrompt:
 
 
 def prepared_segments(layout: Layout) -> list[Segment]:
-    """Runs of every module that hold no values, and so can be computed before any prompt comes."""
-    return [run for run in _runs(layout.schema.parts, (), layout, Counter()) if run.ids]
-
-
-def _runs(
-    parts: Sequence[Part], path: Path, layout: Layout, counts: Counter[Path]
-) -> Iterator[Segment]:
-    run: Segment | None = None
-    for part in (*parts, None):
-        if isinstance(part, Text | Parameter):
-            start = layout.run(path, counts[path])
-            counts[path] += 1
-            ids = layout.tokenizer.ids(Piece(part.text, path)) if isinstance(part, Text) else ()
-            if start is not None:
-                run = Segment((), start)
-            if isinstance(part, Parameter):
-                run = None  # what is computed with it depends on its value
-            elif run is not None:
-                run = Segment(run.ids + ids, run.start)
-            continue
-        if run is not None:
-            yield run
-            run = None
-        if isinstance(part, Role):
-            yield from _runs(part.parts, path, layout, counts)
-        elif part is not None:
-            for one in part.modules if isinstance(part, Union) else (part,):
-                yield from _runs(one.parts, (*path, one.name), layout, counts)
+    """The runs that hold no values, and so can be computed before any prompt comes."""
+    found = []
+    for run in layout.runs:
+        texts = [part for part in run.parts if isinstance(part, Text)]
+        if len(texts) == len(run.parts):
+            ids = [token for part in texts for token in layout.tokenizer.stored_ids(part.text)]
+            found.append(Segment(tuple(ids), run.start))
+    return [segment for segment in found if segment.ids]
 
 
 def _ending_in_new(

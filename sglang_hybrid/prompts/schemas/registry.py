@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sglang_hybrid.core.returns.hints import MOST_POSITIONS
+from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.prompts.schemas.described import described
 from sglang_hybrid.prompts.schemas.modular import Layout, ModularPrompt, modular
 from sglang_hybrid.prompts.schemas.resolve import (
@@ -21,8 +23,6 @@ from sglang_hybrid.prompts.schemas.resolve import (
 from sglang_hybrid.prompts.schemas.saved import SavedSchemas
 from sglang_hybrid.prompts.schemas.schema import Schema, read_schema
 from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer, Tokenized
-from sglang_hybrid.serving.requests.fields import shown
-from sglang_hybrid.serving.requests.kv_hints import MOST_POSITIONS
 from sglang_hybrid.serving.tenants import Tenant
 
 MOST_SCHEMAS = 64
@@ -36,6 +36,10 @@ MOST_BYTES = 64 << 20
 
 MOST_VALUES = 1_024
 """Values of parameters that are remembered for each schema."""
+
+
+class NoSchema(ValueError):
+    """The tenant has no schema of that name; the message is one sentence."""
 
 
 @dataclass
@@ -105,7 +109,7 @@ class Draft:
 
     def followed_by(self, text: str) -> Draft:
         """The same with new text behind it, as it is."""
-        new = Piece(text, (), is_new=True)
+        new = Piece(text, ())
         return replace(self, resolved=replace(self.resolved, pieces=(*self.resolved.pieces, new)))
 
 
@@ -176,10 +180,10 @@ class Registry:
         return registered
 
     def get(self, tenant: Tenant, name: str) -> Registered:
-        """A schema of this tenant; raises KeyError."""
+        """A schema of this tenant; raises NoSchema."""
         found = self._own(tenant).get(name)
         if found is None:
-            raise KeyError(
+            raise NoSchema(
                 f"there is no schema {shown(name)}; register it with POST /v1/prompt_schemas."
             )
         return found
@@ -194,7 +198,7 @@ class Registry:
         return [one for _, one in sorted(self._own(tenant).items())]
 
     def delete(self, tenant: Tenant, name: str) -> None:
-        """Forget a schema; raises KeyError. Its prompts stay in the cache like any others."""
+        """Forget a schema; raises NoSchema. Its prompts stay in the cache like any others."""
         self.get(tenant, name)
         del self._schemas[tenant][name]
         if not self._schemas[tenant]:
@@ -251,10 +255,7 @@ class Registry:
 
     def draft(self, tenant: Tenant, prompt: Prompt) -> Draft:
         """What a prompt of this tenant imports, in the schema's order."""
-        try:
-            registered = self.get(tenant, prompt.schema)
-        except KeyError as error:
-            raise ValueError(error.args[0]) from None
+        registered = self.get(tenant, prompt.schema)
         return Draft(registered, prompt, resolve(registered.schema, prompt))
 
     def counted(self, draft: Draft, tokenized: Tokenized, *, whole: str = "") -> Expanded:

@@ -54,7 +54,8 @@ class Piece:
 
     role: of its message; None outside of any. message: counts messages, so that two of one role are
     told apart. path: names of the modules it stands in. ends: whether a module ends behind it, or
-    prompts part there. parameter: the one whose value it is. is_new: it is no part of the schema.
+    prompts part there. part: the text of the schema that it is, or the parameter whose value it is;
+    None for text that is no part of the schema.
     """
 
     text: str
@@ -62,8 +63,12 @@ class Piece:
     role: str | None = None
     message: int = 0
     ends: bool = False
-    parameter: Parameter | None = None
-    is_new: bool = False
+    part: Text | Parameter | None = None
+
+    @property
+    def parameter(self) -> Parameter | None:
+        """The parameter whose value it is."""
+        return self.part if isinstance(self.part, Parameter) else None
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ def resolve(schema: Schema, prompt: Prompt) -> Resolved:
     message = max((piece.message for piece in pieces), default=0)
     for role, text in prompt.tail:
         message += 1
-        pieces.append(Piece(text, (), role, message if role else 0, is_new=True))
+        pieces.append(Piece(text, (), role, message if role else 0))
     return Resolved(tuple(pieces), tuple(resolver.warnings))
 
 
@@ -139,20 +144,15 @@ class _Resolver:
         role: str | None,
     ) -> Iterator[Piece]:
         for at, part in enumerate(parts):
-            branches = at + 1 == len(parts) or isinstance(parts[at + 1], Module | Union)
-            if isinstance(part, Text):
-                yield Piece(part.text, path, role, self._message if role else 0, branches)
-            elif isinstance(part, Parameter):
-                value = values.get(part.name, part.default)
-                assert value is not None  # the import was checked
-                message = self._message if role else 0
-                yield Piece(value, path, role, message, branches, part)
+            if isinstance(part, Text | Parameter):
+                text = _text_of(part, values)
+                branches = at + 1 == len(parts) or isinstance(parts[at + 1], Module | Union)
+                yield Piece(text, path, role, self._message if role else 0, branches, part)
             elif isinstance(part, Role):
                 self._message += 1
                 yield from self._of(part.parts, path, asked, values, part.role)
             else:
-                modules = (part,) if isinstance(part, Module) else part.modules
-                for module in modules:
+                for module in (part,) if isinstance(part, Module) else part.modules:
                     if module.name in asked:
                         yield from self._module(module, path, asked[module.name], role)
 
@@ -170,8 +170,7 @@ class _Resolver:
                     "attribute."
                 )
         inner = self._asked(module.parts, asked.imports, f"module {module.name!r}")
-        pieces = [*self._of(module.parts, (*path, module.name), inner, asked.values, role)]
-        yield from pieces
+        yield from self._of(module.parts, (*path, module.name), inner, asked.values, role)
 
     def _asked(
         self, parts: tuple[Part, ...], imports: tuple[Import, ...], where: str
@@ -201,6 +200,14 @@ class _Resolver:
             last = max(last, at)
             asked[one.name], taken[at] = one, one.name
         return asked
+
+
+def _text_of(part: Text | Parameter, values: Mapping[str, str]) -> str:
+    if isinstance(part, Text):
+        return part.text
+    value = values.get(part.name, part.default)
+    assert value is not None  # the import was checked
+    return value
 
 
 def _flat(parts: tuple[Part, ...]) -> Iterator[Module | Union]:

@@ -34,9 +34,8 @@ def role_texts(render: Callable[[Sequence[Message], bool], str]) -> RoleTexts:
     roles = ("system", "user", "assistant", "user")
     chat = [{"role": role, "content": mark} for role, mark in zip(roles, MARKS, strict=True)]
     try:
-        opening, system_user, user_assistant, assistant_user, after_user = _split(
-            render(chat, False)
-        )
+        parts = split_at(render(chat, False), MARKS)
+        opening, system_user, user_assistant, assistant_user, after_user = parts
         alone = render(chat[:1], False).partition(MARKS[0])[2]
         first_user = render(chat[1:2], False).partition(MARKS[1])[0]
         asked = render(chat, True).partition(MARKS[3])[2]
@@ -58,12 +57,15 @@ def role_texts(render: Callable[[Sequence[Message], bool], str]) -> RoleTexts:
     return texts
 
 
-def _split(text: str) -> list[str]:
+def split_at(text: str, marks: Sequence[str]) -> list[str]:
+    """The texts before, between and behind `marks`. Raises ValueError if `text` does not have each
+    mark once, in their order.
+    """
     parts = []
-    for mark in MARKS:
+    for mark in marks:
         head, found, text = text.partition(mark)
-        if not found:
-            raise ValueError("a message's content is missing")
+        if not found or mark in text:
+            raise ValueError("it does not write each message once, in their order")
         parts.append(head)
     return [*parts, text]
 

@@ -89,6 +89,13 @@ def read_schema(text: str, folder: Path | None = None) -> Schema:
     return _SchemaReader(folder, len(text)).schema(root)
 
 
+def inside(part: Part) -> tuple[Part, ...]:
+    """The parts directly within a part; those of a union are its modules."""
+    if isinstance(part, Union):
+        return part.modules
+    return part.parts if isinstance(part, Module | Role) else ()
+
+
 def module_names(part: Module | Union) -> list[str]:
     """Names that a prompt may import here."""
     return [part.name] if isinstance(part, Module) else [each.name for each in part.modules]
@@ -243,11 +250,7 @@ def _modules(parts: tuple[Part, ...]) -> Iterator[Module]:
     for part in parts:
         if isinstance(part, Module):
             yield part
-            yield from _modules(part.parts)
-        elif isinstance(part, Union):
-            yield from _modules(part.modules)
-        elif isinstance(part, Role):
-            yield from _modules(part.parts)
+        yield from _modules(inside(part))
 
 
 def _these(tags: tuple[str, ...]) -> str:

@@ -50,23 +50,23 @@ class PromptTokenizer:
     """Tokenizes pieces apart, so that each one's tokens depend on its own text only.
 
     tokenizer: of transformers. Its chat template writes what stands around the messages.
+    stored_ids: the tokens of a text that many prompts have; those of the latest texts are kept.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self.stored_ids: Callable[[str], Ids] = lru_cache(CACHED_PIECES)(self._encode)
 
-        self._encode: Callable[[str], Ids] = lru_cache(CACHED_PIECES)(self._encode_now)
-
-    def _encode_now(self, text: str) -> Ids:
+    def _encode(self, text: str) -> Ids:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def length(self, text: str) -> int:
         """Tokens of a piece."""
-        return len(self._encode(text))
+        return len(self.stored_ids(text))
 
-    def ids(self, piece: Piece) -> tuple[int, ...]:
+    def ids(self, piece: Piece) -> Ids:
         """Tokens of a piece. Raises ValueError if it is a value that is too long."""
-        own = self._encode_now(piece.text) if piece.is_new else self._encode(piece.text)
+        own = self._encode(piece.text) if piece.part is None else self.stored_ids(piece.text)
         if piece.parameter is not None and len(own) > piece.parameter.length:
             raise ValueError(
                 f"the value of parameter {piece.parameter.name!r} has {len(own):,} tokens; it may "
@@ -134,7 +134,7 @@ class PromptTokenizer:
                     before = frame.before
                 if at + 1 == len(pieces) or pieces[at + 1].message != piece.message:
                     after = frame.after
-            framed.append((self._encode(before), piece, self._encode(after)))
+            framed.append((self.stored_ids(before), piece, self.stored_ids(after)))
         return framed
 
     def frames(self, pieces: Sequence[Piece]) -> dict[int, Frame]:

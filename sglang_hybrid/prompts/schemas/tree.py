@@ -14,7 +14,16 @@ from functools import cached_property
 from typing import TypeAlias
 
 from sglang_hybrid.prompts.schemas.resolve import Import
-from sglang_hybrid.prompts.schemas.schema import Module, Parameter, Part, Role, Schema, Text, Union
+from sglang_hybrid.prompts.schemas.schema import (
+    Module,
+    Parameter,
+    Part,
+    Role,
+    Schema,
+    Text,
+    Union,
+    inside,
+)
 
 LONGEST_CHAIN = 150
 """Texts and choices that may follow each other on one path."""
@@ -103,15 +112,11 @@ def prefix_tree(
 
 
 def _chain(parts: tuple[Part, ...]) -> int:
-    """Parts on the longest path."""
+    """The number of parts on the longest path."""
     total = 0
     for part in parts:
-        inner = 0
-        if isinstance(part, Union):
-            inner = max(_chain(module.parts) for module in part.modules)
-        elif isinstance(part, Module | Role):
-            inner = _chain(part.parts)
-        total += 1 + inner
+        ways = [_chain(way.parts) for way in part.modules] if isinstance(part, Union) else []
+        total += 1 + max(ways, default=_chain(inside(part)))
     return total
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -15,6 +13,7 @@ from sglang_hybrid.replay.avmp.paged import Padded, TwoPools
 from sglang_hybrid.replay.avmp.queueing import Capacity, queue
 from sglang_hybrid.replay.avmp.requests import WORKLOADS
 from sglang_hybrid.replay.avmp.shared import OneWayDonor, PlainShared, SharedByValue
+from sglang_hybrid.simulation.workers import run_all
 
 SGLANGS_SHARE = 0.474
 """Of the memory, 0.9 / 1.9: what SGLang's --mamba-full-memory-ratio gives to states by default."""
@@ -68,7 +67,7 @@ def cells(workloads: Sequence[str], allocators: Sequence[str], seeds: int) -> It
                         yield Cell(allocator, workload, model, total, replicate)
 
 
-def counted(cell: Cell) -> Counts:
+def counted(_: None, cell: Cell, count_step: Callable[[], None]) -> Counts:
     """Requests that come when they come."""
     memory = ALLOCATORS[cell.allocator](cell.model, cell.total)
     return run(memory, cell.model, WORKLOADS[cell.workload].requests(cell.replicate))
@@ -79,9 +78,7 @@ def compare(
 ) -> dict[tuple[str, str], Row]:
     """A row for each allocator and workload."""
     chosen = list(cells(workloads, allocators, seeds))
-    context = multiprocessing.get_context("spawn")  # a fork may keep a lock of another thread
-    with ProcessPoolExecutor(workers, context) as pool:
-        found = dict(zip(chosen, pool.map(counted, chosen, chunksize=4), strict=True))
+    found = dict(zip(chosen, run_all(counted, None, chosen, workers), strict=True))
     rows = {}
     for workload in workloads:
         for allocator in allocators:

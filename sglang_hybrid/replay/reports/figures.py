@@ -14,6 +14,8 @@ from sglang_hybrid.replay.reports import plots
 from sglang_hybrid.replay.reports.breakdown import NEVER, hits_by_tier, lost_tokens
 from sglang_hybrid.replay.reports.study import BLOCKS, Study, order, paper_model
 
+HIT_RATE = "token hit rate (%)"
+
 
 @dataclass(frozen=True)
 class Plot:
@@ -36,11 +38,10 @@ def hit_rate(study: Study) -> Plot:
     sizes, series = study.sizes()
     middle = study.at_middle()
     if len(sizes) < 2 or not series:
-        values = {name: 100 * result.hit_rate for name, result in middle.items()}
-        figure = plots.bars(values, "token hit rate (%)")
+        values = {name: {"": 100 * result.hit_rate} for name, result in middle.items()}
+        figure = plots.bars(values, HIT_RATE)
     else:
-        x, label = _axis(sizes)
-        figure = plots.lines(x, series, label, "token hit rate (%)", log=True)
+        figure = plots.lines([_by_size(sizes, series)], HIT_RATE)
     ranked = sorted(
         (r.hit_rate, n) for n, r in middle.items() if n.split(" ")[0] not in plots.BOUNDS
     )
@@ -66,7 +67,7 @@ def p95(study: Study) -> Plot | None:
         return None
     without = found["none"].ttft_percentile(95)
     values = {
-        name: 100 * result.ttft_percentile(95) / without
+        name: {"": 100 * result.ttft_percentile(95) / without}
         for name, result in found.items()
         if name != "none"
     }
@@ -120,10 +121,8 @@ def contention(study: Study) -> Plot | None:
         for name, values in series.items()
         if name != reference and name.split(" ")[0] not in ("none", "unbounded", "vllm+")
     }
-    x, label = _axis(sizes)
-    figure = plots.lines(
-        x, gains, label, f"hit rate over {reference} (points)", log=True, zero=True
-    )
+    label = f"hit rate over {reference} (points)"
+    figure = plots.lines([_by_size(sizes, gains)], label, zero=True)
     text = f"What a policy adds to {reference}: little where everything fits, and where nothing"
     return Plot("contention", "Contention", f"{text} does.", figure, "11")
 
@@ -133,13 +132,9 @@ def mixes(study: Study) -> Plot | None:
     values, series = study.sweep("mix")
     if not values:
         return None
-    figure = plots.lines(
-        range(len(values)),
-        series,
-        "state-space : attention layers",
-        "token hit rate (%)",
-        ticks=[str(value) for value in values],
-    )
+    ticks = [str(value) for value in values]
+    panel = plots.Panel(range(len(values)), series, "state-space : attention layers", ticks)
+    figure = plots.lines([panel], HIT_RATE)
     return Plot("layers", "Layer mix", _geometry(study), figure, "12a")
 
 
@@ -148,22 +143,19 @@ def states(study: Study) -> Plot | None:
     values, series = study.sweep("state")
     if not values:
         return None
-    x = [float(value) for value in values]
-    figure = plots.lines(x, series, "state dimension N", "token hit rate (%)", log=True)
+    panel = plots.Panel([float(value) for value in values], series, "state dimension N")
+    figure = plots.lines([panel], HIT_RATE)
     return Plot("state_size", "State size", _geometry(study), figure, "12b")
 
 
 def arrivals(study: Study) -> Plot:
     """Hit rate by how often sessions come and how fast they go on."""
-    rates, by_rate = study.sweep("rate")
-    pauses, by_pause = study.sweep("think")
-    figure = plots.pair(
-        [
-            ([float(v) for v in rates], by_rate, "sessions a second (times the trace's)"),
-            ([float(v) for v in pauses], by_pause, "think time (times the trace's)"),
-        ],
-        "token hit rate (%)",
-    )
+    panels = []
+    for kind, label in (("rate", "sessions a second"), ("think", "think time")):
+        factors, series = study.sweep(kind)
+        x = [float(factor) for factor in factors]
+        panels.append(plots.Panel(x, series, f"{label} (times the trace's)"))
+    figure = plots.lines(panels, HIT_RATE)
     text = f"The same sessions, closer together or slower, at {study.where}."
     return Plot("arrivals", "Arrival patterns", text, figure, "13")
 
@@ -193,7 +185,7 @@ def tiers(study: Study) -> Plot | None:
     parts = hits_by_tier(study.at_middle())
     if not parts:
         return None
-    figure = plots.stacked(parts, "prompt tokens (%)")
+    figure = plots.bars(parts, "prompt tokens (%)")
     text = "Prompt tokens that were not computed: what the device alone would have given, what the"
     text += " host would have added to that, and the disk to both."
     return Plot("tiers", "Hits by tier", text, figure, "")
@@ -204,7 +196,7 @@ def losses(study: Study) -> Plot | None:
     parts = lost_tokens(study.at_middle())
     if not any(parts.values()):
         return None
-    figure = plots.stacked(parts, "prompt tokens (%)")
+    figure = plots.bars(parts, "prompt tokens (%)")
     text = "Prompt tokens that would not have been computed if no state had been lost, by what"
     text += " became of the deepest state of each prompt: it found no room; it was not worth its"
     text += " copy in the next tier; a tier dropped it; or it is there, and computing was faster."
@@ -274,10 +266,10 @@ def _gigabytes(cost: CostModel, length: float, block: float) -> float:
     return cached_bytes(cost, int(length), int(block)) / 1e9
 
 
-def _axis(sizes: Sequence[Budget]) -> tuple[list[float], str]:
+def _by_size(sizes: Sequence[Budget], series: plots.Series) -> plots.Panel:
     if isinstance(sizes[0], Split):
-        return [float(order(size)) for size in sizes], "state slots"
-    return [order(size) / 1e9 for size in sizes], "cache (GB)"
+        return plots.Panel([float(order(size)) for size in sizes], series, "state slots")
+    return plots.Panel([order(size) / 1e9 for size in sizes], series, "cache (GB)")
 
 
 ALL: tuple[Callable[[Study], Plot | None], ...] = (

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, ParamSpec
 
 import numpy as np
-import numpy.typing as npt
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-Floats = npt.NDArray[np.float64]
+from sglang_hybrid.core.costs.cost import FloatArray
+
 Series = Mapping[str, Sequence[float]]
+Params = ParamSpec("Params")
 
 # A policy's colour, everywhere; mostly Okabe and Ito's, which the colour-blind can tell apart.
 COLOURS = {
@@ -63,120 +66,119 @@ def colour(policy: str) -> str:
     return COLOURS.get("marconi" if name.startswith("marconi") else name, "#555555")
 
 
-def lines(
-    x: Sequence[float],
-    series: Series,
-    x_label: str,
-    y_label: str,
-    *,
-    log: bool = False,
-    ticks: Sequence[str] | None = None,
-    zero: bool = False,
-) -> Figure:
-    """One line per policy over common x. ticks: names for the values of x, evenly spaced; log: x on
-    a scale of factors; zero: a line to compare with at 0.
+def _styled(draw: Callable[Params, Figure]) -> Callable[Params, Figure]:
+    """`draw` in the style of all plots."""
+
+    @wraps(draw)
+    def styled(*args: Params.args, **kwargs: Params.kwargs) -> Figure:
+        with rc_context(STYLE):
+            return draw(*args, **kwargs)
+
+    return styled
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lines of policies over common x. ticks: names for the values of x, evenly spaced; otherwise x
+    is on a scale of factors.
     """
-    with rc_context(STYLE):
-        figure, (axes,) = _figure()
-        _lines(axes, x, series, x_label, y_label, log=log, ticks=ticks, zero=zero)
-        _legend(figure, axes, len(series))
-        return figure
+
+    x: Sequence[float]
+    series: Series
+    x_label: str
+    ticks: Sequence[str] | None = None
 
 
-def pair(panels: Sequence[tuple[Sequence[float], Series, str]], y_label: str) -> Figure:
-    """Panels side by side with one y axis: (x, series, x label) each, x on a scale of factors."""
-    with rc_context(STYLE):
-        figure, all_axes = _figure(len(panels))
-        for axes, (x, series, x_label) in zip(all_axes, panels, strict=True):
-            _lines(axes, x, series, x_label, y_label if axes is all_axes[0] else "", log=True)
+@_styled
+def lines(panels: Sequence[Panel], y_label: str, *, zero: bool = False) -> Figure:
+    """Panels side by side with one y axis. zero: a line to compare with at 0."""
+    figure, all_axes = _figure(len(panels))
+    for axes, panel in zip(all_axes, panels, strict=True):
+        places = list(range(len(panel.x))) if panel.ticks else list(panel.x)
+        for name, values in panel.series.items():
+            axes.plot(places, values, **_look(name))
+        axes.set(xlabel=panel.x_label, ylabel=y_label if axes is all_axes[0] else "")
+        if not panel.ticks:
+            axes.set_xscale("log")
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.minorticks_off()
+        axes.set_xticks(places, panel.ticks or [f"{value:g}" for value in panel.x])
+    if zero:
+        all_axes[0].axhline(0, color="#555555", linewidth=0.8)
+    else:
         top = max(axes.get_ylim()[1] for axes in all_axes)
         for axes in all_axes:
             axes.set_ylim(0, top)
-        _legend(figure, all_axes[0], len(panels[0][1]))
-        return figure
+    _legend(figure, all_axes[0], len(panels[0].series))
+    return figure
 
 
-def bars(values: Mapping[str, float], x_label: str, form: str = "{:.1f}") -> Figure:
-    """One bar per policy, each with its number."""
-    with rc_context(STYLE):
-        figure, (axes,) = _figure(height=0.9 + 0.33 * len(values))
-        names = list(values)[::-1]
-        heights = [values[name] for name in names]
-        axes.barh(names, heights, color=[colour(name) for name in names], height=0.65)
-        for row, value in enumerate(heights):
-            axes.annotate(
-                form.format(value), (value, row), (4, 0), textcoords="offset points", va="center"
-            )
-        axes.set_xlabel(x_label)
-        axes.margins(x=0.12)
-        axes.grid(axis="y", visible=False)
-        return figure
-
-
-def stacked(values: Mapping[str, Mapping[str, float]], x_label: str) -> Figure:
-    """One bar per policy, of parts with the same names in each; parts that are 0 in all are left
-    out.
+@_styled
+def bars(values: Mapping[str, Mapping[str, float]], x_label: str) -> Figure:
+    """One bar per policy with its number, of parts with the same names in each; parts that are 0 in
+    all are left out. A bar of one part has the policy's colour.
     """
-    with rc_context(STYLE):
-        names = list(values)[::-1]
-        figure, (axes,) = _figure(height=1.3 + 0.33 * len(names))
-        parts = [part for part in values[names[0]] if any(values[name][part] > 0 for name in names)]
-        start = np.zeros(len(names))
-        for number, part in enumerate(parts):
-            widths = np.array([values[name][part] for name in names])
-            shade = PARTS[number % len(PARTS)]
-            axes.barh(names, widths, left=start, color=shade, height=0.65, label=part)
-            start += widths
-        for row, total in enumerate(start):
-            axes.annotate(
-                f"{total:.1f}", (total, row), (4, 0), textcoords="offset points", va="center"
-            )
-        axes.set_xlabel(x_label)
-        axes.margins(x=0.12)
-        axes.grid(axis="y", visible=False)
-        _legend(figure, axes, len(parts))
-        return figure
+    names = list(values)[::-1]
+    parts = [part for part in values[names[0]] if any(values[name][part] for name in names)]
+    several = len(values[names[0]]) > 1
+    figure, (axes,) = _figure(height=(1.3 if several else 0.9) + 0.33 * len(names))
+    ends = np.zeros(len(names))
+    for number, part in enumerate(parts):
+        widths = np.array([values[name][part] for name in names])
+        shade = PARTS[number % len(PARTS)] if several else [colour(name) for name in names]
+        axes.barh(names, widths, left=ends, color=shade, height=0.65, label=part)
+        ends += widths
+    for row, end in enumerate(ends):
+        axes.annotate(f"{end:.1f}", (end, row), (4, 0), textcoords="offset points", va="center")
+    axes.set_xlabel(x_label)
+    axes.margins(x=0.12)
+    axes.grid(axis="y", visible=False)
+    _legend(figure, axes, len(parts) if several else 0)
+    return figure
 
 
-def distribution(series: Mapping[str, Floats], x_label: str) -> Figure:
+@_styled
+def distribution(series: Mapping[str, FloatArray], x_label: str) -> Figure:
     """Cumulative distributions on a logarithmic axis; the 5th, 50th and 95th percentile marked."""
-    with rc_context(STYLE):
-        figure, (axes,) = _figure()
-        shares = np.linspace(0, 100, 201)
-        for name, values in series.items():
-            axes.plot(np.percentile(values, shares), shares, **_look(name, marker=""))
-        for share in (5, 50, 95):
-            axes.axhline(share, color="#bbbbbb", linewidth=0.7, zorder=0)
-        axes.set(xscale="log", xlabel=x_label, ylabel="requests (%)", ylim=(0, 100.5))
-        axes.set_yticks([0, 5, 25, 50, 75, 95, 100])
-        _plain_numbers(axes)
-        _legend(figure, axes, len(series))
-        return figure
+    figure, (axes,) = _figure()
+    shares = np.linspace(0, 100, 201)
+    for name, values in series.items():
+        axes.plot(np.percentile(values, shares), shares, **_look(name, marker=""))
+    for share in (5, 50, 95):
+        axes.axhline(share, color="#bbbbbb", linewidth=0.7, zorder=0)
+    axes.set(xscale="log", xlabel=x_label, ylabel="requests (%)", ylim=(0, 100.5))
+    axes.set_yticks([0, 5, 25, 50, 75, 95, 100])
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    _legend(figure, axes, len(series))
+    return figure
 
 
+@_styled
 def by_bin(
     edges: Sequence[float], series: Series, counts: Sequence[int], x_label: str, y_label: str
 ) -> Figure:
     """Grouped bars, one group per bin of `edges` [n + 1], with the number of requests in each."""
-    with rc_context(STYLE):
-        figure, (axes,) = _figure()
-        groups = len(edges) - 1
-        width = 0.8 / max(len(series), 1)
-        for number, (name, values) in enumerate(series.items()):
-            places = np.arange(groups) + (number - (len(series) - 1) / 2) * width
-            axes.bar(places, values, width * 0.92, color=colour(name), label=name)
-        axes.axhline(0, color="#555555", linewidth=0.8)
-        names = [
-            f"{short(low)} to {short(high)}\n({count:,})"
-            for low, high, count in zip(edges, edges[1:], counts, strict=False)
-        ]
-        axes.set_xticks(range(groups), names, fontsize=8)
-        axes.set(xlabel=x_label, ylabel=y_label)
-        axes.grid(axis="x", visible=False)
-        _legend(figure, axes, len(series))
-        return figure
+    figure, (axes,) = _figure()
+    groups = len(edges) - 1
+    width = 0.8 / max(len(series), 1)
+    for number, (name, values) in enumerate(series.items()):
+        places = np.arange(groups) + (number - (len(series) - 1) / 2) * width
+        axes.bar(places, values, width * 0.92, color=colour(name), label=name)
+    axes.axhline(0, color="#555555", linewidth=0.8)
+    names = [
+        f"{short(low)} to {short(high)}\n({count:,})"
+        for low, high, count in zip(edges, edges[1:], counts, strict=False)
+    ]
+    axes.set_xticks(range(groups), names, fontsize=8)
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.grid(axis="x", visible=False)
+    _legend(figure, axes, len(series))
+    return figure
 
 
+@_styled
 def blocks(
     sizes: Sequence[int],
     reused: Mapping[str, Sequence[float]],
@@ -184,39 +186,30 @@ def blocks(
     memory: Series,
 ) -> Figure:
     """The paper's figure 3: reuse by block size, and bytes of one sequence by its length."""
-    with rc_context(STYLE):
-        figure, (left, right) = _figure(2)
-        places = np.arange(len(sizes))
-        for number, (name, values) in enumerate(reused.items()):
-            shift = (number - 0.5) * 0.38
-            shade = ("#56b4e9", "#d55e00")[number]
-            drawn = left.bar(places + shift, values, 0.36, label=name, color=shade)
-            left.bar_label(drawn, fmt="%.1f", fontsize=8)
-        left.set_xticks(places, [str(size) for size in sizes])
-        left.set(xlabel="block size (tokens)", ylabel="reused at least once (%)")
-        left.grid(axis="x", visible=False)
-        left.legend()
-        for number, (name, values) in enumerate(memory.items()):
-            shade = ("#333333", "#009e73", "#e69f00", "#d55e00")[number % 4]
-            right.plot(lengths, values, label=name, color=shade)
-        right.set(xlabel="sequence (tokens)", ylabel="cached for one sequence (GB)")
-        right.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-        right.legend()
-        return figure
+    figure, (left, right) = _figure(2)
+    places = np.arange(len(sizes))
+    for number, (name, values) in enumerate(reused.items()):
+        shift = (number - 0.5) * 0.38
+        shade = ("#56b4e9", "#d55e00")[number]
+        drawn = left.bar(places + shift, values, 0.36, label=name, color=shade)
+        left.bar_label(drawn, fmt="%.1f", fontsize=8)
+    left.set_xticks(places, [str(size) for size in sizes])
+    left.set(xlabel="block size (tokens)", ylabel="reused at least once (%)")
+    left.grid(axis="x", visible=False)
+    left.legend()
+    shades = ("#333333", "#009e73", "#e69f00", "#d55e00")
+    _curves(right, lengths, memory, shades, "sequence (tokens)", "cached for one sequence (GB)")
+    return figure
 
 
+@_styled
 def curves(x: Sequence[float], series: Series, x_label: str, y_label: str) -> Figure:
     """Plain curves that are no policies, y on a scale of factors."""
-    with rc_context(STYLE):
-        figure, (axes,) = _figure()
-        shades = ("#333333", "#0072b2", "#009e73", "#d55e00")
-        for number, (name, values) in enumerate(series.items()):
-            axes.plot(x, values, label=name, color=shades[number % 4])
-        axes.set(xlabel=x_label, ylabel=y_label, yscale="log")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-        axes.legend()
-        return figure
+    figure, (axes,) = _figure()
+    _curves(axes, x, series, ("#333333", "#0072b2", "#009e73", "#d55e00"), x_label, y_label)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    return figure
 
 
 def short(value: float) -> str:
@@ -249,38 +242,19 @@ def _look(name: str, marker: str = "o") -> dict[str, Any]:
     }
 
 
-def _lines(
+def _curves(
     axes: Axes,
     x: Sequence[float],
     series: Series,
+    shades: Sequence[str],
     x_label: str,
     y_label: str,
-    *,
-    log: bool = False,
-    ticks: Sequence[str] | None = None,
-    zero: bool = False,
 ) -> None:
-    places = list(range(len(x))) if ticks else x
-    for name, values in series.items():
-        axes.plot(places, values, **_look(name))
+    for (name, values), shade in zip(series.items(), shades, strict=False):
+        axes.plot(x, values, label=name, color=shade)
     axes.set(xlabel=x_label, ylabel=y_label)
-    if log:
-        axes.set_xscale("log")
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_xticks(list(x), [f"{value:g}" for value in x])
-        axes.minorticks_off()
-    if ticks:
-        axes.set_xticks(list(places), ticks)
-    if zero:
-        axes.axhline(0, color="#555555", linewidth=0.8)
-    else:
-        axes.set_ylim(bottom=0)
-
-
-def _plain_numbers(axes: Axes) -> None:
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axes.legend()
 
 
 def _legend(figure: Figure, axes: Axes, count: int) -> None:

@@ -67,24 +67,16 @@ def json_shape(body: bytes) -> JsonShape:
 async def read_json(request: Request, kind: type[Body], most: int, why: str, what: str) -> Body:
     """The body of `request` as a `kind`.
 
-    Raises ValueError with a sentence if it has more than `most` bytes (the sentence ends with
+    `BodyBounds` (long_requests.py) has read it and bounds the bytes that any body may have. Raises
+    ValueError with a sentence if this one has more than `most` bytes (the sentence ends with
     `why`), is nested too deep, or is no `kind`, which the sentence calls `what`.
     """
-    body = await _read(request, most, why)
+    body = await request.body()
+    if len(body) > most:
+        raise ValueError(f"the body has {len(body):,} bytes; {why} {most:,} at most.")
     if may_be_deep(body):
         json_shape(body).check()
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"the body is no {what}: {error}.") from None
-
-
-async def _read(request: Request, most: int, why: str) -> bytes:
-    body, size = bytearray(), 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= most:
-            body += part  # the rest is read too: a client that still sends takes no answer
-    if size > most:
-        raise ValueError(f"the body has {size:,} bytes; {why} {most:,} at most.")
-    return bytes(body)

@@ -15,7 +15,9 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
 
-from sglang_hybrid.serving.requests import fields, hint_payloads, kv_hints
+from sglang_hybrid.core.returns.hints import EXACT
+from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.serving.requests import fields, kv_hints
 
 if TYPE_CHECKING:
     import fastapi
@@ -56,14 +58,6 @@ INTERNAL = frozenset(
 HEAVY = ("input_ids", "input_text", "mm_inputs", "time_stats")
 """Of a tokenized request: fields that are large, and whose types are right."""
 
-SESSION_HEADER = "X-Hybrid-Session"
-"""What an HTTP client says of its session, as the action `hybrid.session`: `end`, `return`, or
-`return; seconds=20`.
-"""
-
-EXACT_HEADER = "X-Hybrid-Exact"
-"""`true`: to be answered from exact copies only, as the action `hybrid.exact`."""
-
 _PLACE = re.compile(r" - at `\$\[(?P<index>\d+)\](?P<rest>[^`]*)`")
 
 
@@ -78,17 +72,8 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
     if not path.startswith("/health"):
         _no_health_check(request.rid)
     _samples(request.sampling_params)
-    said = None if http is None else http.headers.get(SESSION_HEADER)
-    if said is not None and isinstance(request, GenerateReqInput):
-        hint = hint_payloads.session_of_header(SESSION_HEADER, said)
-        request.kv_hints = kv_hints.with_session(request.kv_hints, hint)
-    exact = None if http is None else http.headers.get(EXACT_HEADER)
-    if exact is not None and isinstance(request, GenerateReqInput):
-        if exact != "true":
-            raise ValueError(
-                f"the header {EXACT_HEADER} is {fields.shown(exact)}; it may be 'true'."
-            )
-        request.kv_hints = kv_hints.with_exact(request.kv_hints)
+    if http is not None and isinstance(request, GenerateReqInput):
+        request.kv_hints = kv_hints.with_headers(request.kv_hints, http.headers)
     try:
         request.normalize_batch_and_arguments()
         if not request.is_single:
@@ -114,7 +99,7 @@ def check(
     in_session = bool((getattr(request, "session_params", None) or {}).get("id"))
     if not ids and not media and not in_session and getattr(request, "input_embeds", None) is None:
         given = "input_ids" if request.text is None else "text"
-        value = fields.shown(getattr(request, given))
+        value = shown(getattr(request, given))
         raise ValueError(f"{given} is {value}; a prompt must have one token at least.")
     if not media:  # a processor has put ids of its own there
         context = manager.context_len
@@ -130,12 +115,12 @@ def check(
             fields.positions(name, positions, len(ids))
     if isinstance(request, GenerateReqInput):
         own = getattr(request, "expanded", None) is not None
-        kv_hints.check(request.kv_hints, len(ids), own=own)
+        said = kv_hints.read(request.kv_hints, len(ids), own=own)
         if not own:
             kv_hints.check_key(request.extra_key)
-        if in_session and kv_hints.wants_exact(request.kv_hints):
+        if in_session and said.exact:
             raise ValueError(
-                f"a request of a session asks for {kv_hints.EXACT}; its session's KV may come from "
+                f"a request of a session asks for {EXACT}; its session's KV may come from "
                 "smaller copies, so send it without session_params."
             )
         _check_logprobs(manager, request, len(ids))
@@ -151,7 +136,7 @@ def from_json(kind: type, fields_of_it: dict[str, Any]) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{place} is {fields.shown(first['input'])}: {first['msg']}.") from None
+        raise ValueError(f"{place} is {shown(first['input'])}: {first['msg']}.") from None
 
 
 def check_tokens(manager: TokenizerManager, tokens: Sequence[Any]) -> None:
@@ -192,7 +177,7 @@ def _only_what_clients_set(request: GenerateReqInput | EmbeddingReqInput) -> Non
         value = getattr(request, name, None)
         if value is not None:
             raise ValueError(
-                f"{name} is {fields.shown(value)}; the server sets it itself, so leave it out."
+                f"{name} is {shown(value)}; the server sets it itself, so leave it out."
             )
 
 
@@ -201,7 +186,7 @@ def _no_health_check(rid: object) -> None:
     for one in rid if isinstance(rid, list) else [rid]:
         if isinstance(one, str) and one.startswith(HEALTH_CHECK_RID_PREFIX):
             raise ValueError(
-                f"rid is {fields.shown(one)}; names that begin with {HEALTH_CHECK_RID_PREFIX} are "
+                f"rid is {shown(one)}; names that begin with {HEALTH_CHECK_RID_PREFIX} are "
                 "the server's own."
             )
 
@@ -212,12 +197,12 @@ def _samples(params: object) -> None:
         if one is None:
             continue
         if not isinstance(one, dict):
-            raise ValueError(f"sampling_params is {fields.shown(one)}; it must be an object.")
+            raise ValueError(f"sampling_params is {shown(one)}; it must be an object.")
         count = one.get("n", 1)
         if count is None:
             one["n"] = 1  # as in SamplingParams
         elif type(count) is not int:
-            raise ValueError(f"sampling_params.n is {fields.shown(count)}; it must be an int.")
+            raise ValueError(f"sampling_params.n is {shown(count)}; it must be an int.")
         else:
             fields.within("sampling_params.n", count, *fields.RANGES["n"])
 
@@ -227,7 +212,7 @@ def _check_logprobs(manager: TokenizerManager, request: GenerateReqInput, prompt
     start, top = request.logprob_start_len, request.top_logprobs_num
     for name, value in (("logprob_start_len", start), ("top_logprobs_num", top)):
         if type(value) is not int:
-            raise ValueError(f"{name} is {fields.shown(value)}; it must be an int.")
+            raise ValueError(f"{name} is {shown(value)}; it must be an int.")
     longest = max(0, manager.context_len - prompt)
     asked = request.sampling_params.get("max_new_tokens")
     answer = longest if asked is None else min(longest, asked)

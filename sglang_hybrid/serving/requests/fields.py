@@ -6,13 +6,14 @@ Each function raises ValueError with a sentence that names the field, its value 
 from __future__ import annotations
 
 import re
-import reprlib
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+
+from sglang_hybrid.core.sentences import shown
 
 MOST_SAMPLES = 1_024
 """Answers to one prompt (`n`). SGLang copies the prompt that many times before it looks at it."""
@@ -38,15 +39,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
 }
 """Of sampling parameters, beside what SGLang itself checks (sampling_params.py, `verify`)."""
 
-LONGEST_NUMBER = 200
-"""Bits of a number that a sentence shows."""
-
 LONGEST_NAME = 128
 """Characters of what becomes part of a file's name."""
-
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 60
-_short.maxlist = _short.maxdict = 4
 
 _EXPECTED = re.compile(
     r"Expected `(?P<wanted>[^`]*)`, got `(?P<got>[^`]*)`(?: - at `(?P<where>[^`]*)`)?"
@@ -164,13 +158,6 @@ def of_types(error: msgspec.ValidationError, where: str, value: Any = None) -> s
         shows = f" is {shown(value[name[1]])}; it"
     wanted = found["wanted"].replace(" | ", " or ")
     return f"{where}{path}{shows} must be {wanted}, not {found['got']}."
-
-
-def shown(value: object) -> str:
-    """`value` as Python writes it, shortened."""
-    if isinstance(value, int) and value.bit_length() > LONGEST_NUMBER:
-        return f"a number of {value.bit_length():,} bits"
-    return _short.repr(value)
 
 
 def _number(value: float) -> str:

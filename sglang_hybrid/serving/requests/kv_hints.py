@@ -1,61 +1,52 @@
 """Our actions in the `kv_hints` envelope that SGLang carries from a request to its cache.
 
 SGLang 0.5.23 checks the envelope (srt/managers/kv_hints.py) and leaves each action's payload to
-whatever implements it. Ours have types that begin with `hybrid.`; all others are ignored. Knows
-nothing of SGLang.
+whatever implements it. Ours have types that begin with `hybrid.`; all others are ignored. What they
+may say is defined in `core/returns/hints.py`. This file needs nothing of SGLang.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from sglang_hybrid.core.records.pin import PinRequest, Priority
-from sglang_hybrid.core.returns.hints import Hint
-from sglang_hybrid.serving.requests.fields import shown
-from sglang_hybrid.serving.requests.hint_payloads import (
-    VERSION,
-    Action,
+from sglang_hybrid.core.returns.hints import (
+    CHECKPOINT,
+    EXACT,
+    IMPORT,
+    MOST_POSITIONS,
+    PIN,
+    PREWARM,
+    SEGMENTS,
+    SESSION,
+    Hint,
+    Imported,
+    PromptHints,
     check_fields,
-    check_lifetime,
-    check_positions,
-    check_priority,
-    check_version,
-    said_of_session,
+    read_lifetime,
+    read_positions,
+    read_priority,
 )
+from sglang_hybrid.core.sentences import shown
 
 PREFIX = "hybrid."
-CHECKPOINT = "hybrid.checkpoint"
-PIN = "hybrid.pin"
-SESSION = "hybrid.session"
-EXACT = "hybrid.exact"
-IMPORT = "hybrid.import"
-PREWARM = "hybrid.prewarm"
 KNOWN = (CHECKPOINT, PIN, IMPORT, PREWARM, SESSION, EXACT)
-SEGMENTS = "hybrid.segments"
+VERSION = "1"
+"""Of all our actions."""
 
-MOST_POSITIONS = 16
-"""Positions that one request may declare. Each takes a state slot, if need be another state's."""
+SESSION_HEADER = "X-Hybrid-Session"
+"""What an HTTP client says of its session, as the action `hybrid.session`: `end`, `return`, or
+`return; seconds=20`.
+"""
 
+EXACT_HEADER = "X-Hybrid-Exact"
+"""`true`: to be answered from exact copies only, as the action `hybrid.exact`."""
 
-@dataclass(frozen=True)
-class Imported:
-    """What a prompt takes from elsewhere in the cache, as the server itself asks for it.
-
-    segments: position of the first token, and tokens, of each. position: of the first token behind
-    them.
-    """
-
-    segments: tuple[tuple[int, int], ...]
-    position: int
-
-    @property
-    def length(self) -> int:
-        """Tokens of all segments."""
-        return sum(length for _, length in self.segments)
+NOTHING = PromptHints()
 
 
 class Envelope(Protocol):
@@ -64,98 +55,135 @@ class Envelope(Protocol):
     actions: Sequence[Any]
 
 
-def checkpoint_hint(positions: Iterable[int]) -> dict[str, Any]:
-    """An envelope that declares `positions`, as JSON."""
-    return _envelope(_action(CHECKPOINT, {"positions": sorted(positions)}))
+def read(
+    envelope: Envelope | None, prompt_len: float = math.inf, *, own: bool = True
+) -> PromptHints:
+    """All that our actions say; the last one about a position, or about the session, counts.
 
+    Args:
+        envelope: of a request, None if it has none.
+        prompt_len: tokens of its prompt; left out for a request that was checked before.
+        own: the server made the request, so it may pin the end of its prompt and take segments
+            from the cache.
 
-def pin_hint(pins: Iterable[PinRequest], positions: Sequence[int] = ()) -> dict[str, Any]:
-    """An envelope that declares the positions of `pins` and wants them kept, and declares other
-    `positions`, as JSON.
+    Raises ValueError with one sentence for what a request may not say.
     """
-    together: dict[tuple[float, Priority], list[int]] = {}
-    for pin in pins:
-        together.setdefault((pin.ttl, pin.priority), []).append(pin.position)
-    actions = [
-        _action(PIN, {"positions": sorted(pinned), "ttl": ttl, "priority": priority.value})
-        for (ttl, priority), pinned in together.items()
-    ]
-    if positions:
-        actions.append(_action(CHECKPOINT, {"positions": sorted(positions)}))
-    return _envelope(*actions)
-
-
-def imported(envelope: Envelope | None) -> Imported | None:
-    """What a checked request takes from elsewhere in the cache, or None."""
-    asked = [] if envelope is None else _ours(envelope, SEGMENTS)
-    if not asked:
-        return None
-    payload = asked[0].payload
-    segments = tuple((start, length) for start, length in payload["segments"])
-    return Imported(segments, payload["position"])
-
-
-def composed_key(extra_key: str | None, digest: str) -> str:
-    """The extra key under which prompts made of segments are stored, apart from all others of this
-    tenant. digest: of where the segments stand.
-    """
-    return f"modular/{digest}/" + ("-" if extra_key is None else f"+{extra_key}")
-
-
-def segment_key(composed: str, start: int) -> str:
-    """The extra key of a segment that begins at position `start`, for a prompt under the key
-    `composed`. What stands before that key, as the mark of exact requests, stays.
-    """
-    head, _, tenant = composed.split("/", 2)
-    return f"{head.removesuffix('modular')}module/{start}/{tenant}"
-
-
-def check_key(extra_key: object) -> None:
-    """A client's extra key is none of those that the server makes. Raises ValueError."""
-    if isinstance(extra_key, str) and extra_key.startswith(("modular/", "module/")):
+    if envelope is None:
+        return NOTHING
+    checkpoints: set[int] = set()
+    pins: dict[int, PinRequest] = {}
+    session, exact, imported = None, False, None
+    for action in envelope.actions:
+        kind, payload = action.action_type, action.payload
+        if not kind.startswith(PREFIX):
+            continue
+        if own and kind == SEGMENTS:
+            imported = imported or Imported.from_payload(payload)
+            continue
+        _check_kind(action)
+        if kind == SESSION:
+            session = Hint.from_payload(payload)
+            continue
+        check_fields(kind, payload)
+        if kind == EXACT:
+            exact = True
+        elif kind == CHECKPOINT:
+            checkpoints.update(read_positions(kind, payload, prompt_len))
+        else:
+            positions = read_positions(kind, payload, prompt_len + own)
+            ttl = read_lifetime(f"ttl of {kind}", payload.get("ttl"))
+            priority = read_priority(f"priority of {kind}", payload.get("priority", "normal"))
+            pins.update((at, PinRequest(at, ttl, priority)) for at in positions)
+    by_position = tuple(pins[at] for at in sorted(pins))
+    said = PromptHints(tuple(sorted(checkpoints)), by_position, session, exact, imported)
+    count = len(said.positions)
+    if count > MOST_POSITIONS:
         raise ValueError(
-            f"extra_key is {shown(extra_key)}; names that begin with modular/ or module/ are the "
-            "server's own."
+            f"kv_hints declares {count} positions; a request may declare {MOST_POSITIONS} at most."
+        )
+    return said
+
+
+def _check_kind(action: Any) -> None:
+    """The action is one that a request of any kind may have, of the version that is known."""
+    kind = action.action_type
+    if kind not in KNOWN:
+        raise ValueError(
+            f"kv_hints has the action {shown(kind)}; of those that begin with {PREFIX} this server "
+            f"knows {', '.join(KNOWN)}."
+        )
+    _check_version(kind, action.action_version)
+    if kind in (IMPORT, PREWARM):
+        raise ValueError(
+            f"kv_hints has {kind}, which is for requests of one prompt to /generate; leave it out."
         )
 
 
-def with_session(kv_hints: Any, hint: Hint) -> Any:
-    """The `kv_hints` of a request as it came, which also say what becomes of the session."""
-    payload = {"next": "end" if hint == Hint.ENDS else "return", "seconds": hint.seconds}
-    said = {name: value for name, value in payload.items() if value is not None}
-    return _with(kv_hints, _action(SESSION, said))
+def _check_version(kind: str, version: Any) -> None:
+    if version != VERSION:
+        raise ValueError(
+            f"kv_hints has version {shown(version)} of {kind}; this server knows version "
+            f"{VERSION!r}."
+        )
 
 
-def with_exact(kv_hints: Any) -> Any:
-    """The `kv_hints` of a request as it came, which also ask for exact copies only."""
-    return _with(kv_hints, _action(EXACT, {}))
+def write(said: PromptHints, kv_hints: Any = None) -> Any:
+    """The `kv_hints` of a request, as JSON: what `said` says, behind what they say already.
 
-
-def _with(kv_hints: Any, action: dict[str, Any]) -> Any:
-    """`kv_hints` (an envelope, None, or a list with one for each prompt of a batch) and `action`.
+    kv_hints: as the request came: an envelope, None, or a list with one for each prompt of a batch.
     What is no envelope stays, for SGLang to refuse.
     """
     if isinstance(kv_hints, list):
-        return [_with(each, action) for each in kv_hints]
-    if not kv_hints:
-        return _envelope(action)
-    envelope = msgspec.to_builtins(kv_hints)
+        return [write(said, each) for each in kv_hints]
+    envelope = msgspec.to_builtins(kv_hints or {})
     if not isinstance(envelope, dict) or not isinstance(envelope.get("actions", []), list):
         return kv_hints
-    return {**envelope, "actions": [*envelope.get("actions", []), action]}
+    head = envelope or {"protocol_version": "1", "message_id": "hybrid"}
+    return {**head, "actions": [*envelope.get("actions", []), *_actions(said)]}
 
 
-def with_checkpoints(kv_hints: Any, positions: Iterable[int]) -> Any:
-    """The `kv_hints` of a request as it came, which also declare `positions`."""
-    return _with(kv_hints, _action(CHECKPOINT, {"positions": sorted(positions)}))
+def _actions(said: PromptHints) -> list[dict[str, Any]]:
+    together: dict[tuple[float, Priority], list[int]] = {}
+    for pin in said.pins:
+        together.setdefault((pin.ttl, pin.priority), []).append(pin.position)
+    payloads: list[tuple[str, dict[str, Any]]] = [
+        (PIN, {"positions": sorted(pinned), "ttl": ttl, "priority": priority.value})
+        for (ttl, priority), pinned in together.items()
+    ]
+    if said.checkpoints:
+        payloads.append((CHECKPOINT, {"positions": sorted(said.checkpoints)}))
+    if said.imported is not None:
+        payloads.append((SEGMENTS, said.imported.payload()))
+    if said.session is not None:
+        payloads.append((SESSION, said.session.payload()))
+    if said.exact:
+        payloads.append((EXACT, {}))
+    return [
+        {
+            "action_id": kind.removeprefix(PREFIX),
+            "action_type": kind,
+            "action_version": VERSION,
+            "payload": payload,
+        }
+        for kind, payload in payloads
+    ]
 
 
-def with_segments(kv_hints: Any, imported: Imported) -> Any:
-    """The `kv_hints` of a request as it came, which also take segments from the cache. Only the
-    server itself may send them (`check` refuses them from clients).
+def with_headers(kv_hints: Any, headers: Mapping[str, str]) -> Any:
+    """The `kv_hints` of a request as it came, which also say what its HTTP headers do. Raises
+    ValueError with one sentence.
     """
-    segments = [list(segment) for segment in imported.segments]
-    return _with(kv_hints, _action(SEGMENTS, {"segments": segments, "position": imported.position}))
+    session, exact = headers.get(SESSION_HEADER), headers.get(EXACT_HEADER)
+    if session is not None:
+        try:
+            kv_hints = write(PromptHints(session=Hint.parse(session)), kv_hints)
+        except ValueError as error:
+            raise ValueError(f"the header {SESSION_HEADER} is {shown(session)}; {error}.") from None
+    if exact is not None:
+        if exact != "true":
+            raise ValueError(f"the header {EXACT_HEADER} is {shown(exact)}; it may be 'true'.")
+        kv_hints = write(PromptHints(exact=True), kv_hints)
+    return kv_hints
 
 
 def take(kv_hints: Any, kind: str) -> tuple[Mapping[str, Any] | None, Any]:
@@ -183,7 +211,7 @@ def take(kv_hints: Any, kind: str) -> tuple[Mapping[str, Any] | None, Any]:
         return None, kv_hints
     if len(found) > 1:
         raise ValueError(f"kv_hints has {kind} {len(found)} times; it may stand there once.")
-    check_version(kind, found[0].get("action_version"))
+    _check_version(kind, found[0].get("action_version"))
     payload = found[0].get("payload", {})
     if not isinstance(payload, dict):
         raise ValueError(f"the payload of {kind} is {shown(payload)}; it must be an object.")
@@ -191,96 +219,25 @@ def take(kv_hints: Any, kind: str) -> tuple[Mapping[str, Any] | None, Any]:
     return payload, {**envelope, "actions": rest} if rest else None
 
 
-def wants_exact(envelope: Envelope | None) -> bool:
-    """Whether a checked request is to be answered from exact copies only."""
-    return envelope is not None and bool(_ours(envelope, EXACT))
-
-
-def session_hint(envelope: Envelope | None) -> Hint | None:
-    """What a checked request says of its session: the last one of such actions."""
-    said = [] if envelope is None else _ours(envelope, SESSION)
-    return said_of_session(said[-1]) if said else None
-
-
-def declared_positions(envelope: Envelope | None) -> tuple[int, ...]:
-    """Positions (tokens from the start of the prompt) at which a checked request wants
-    checkpoints, ascending.
+def composed_key(extra_key: str | None, digest: str) -> str:
+    """The extra key under which prompts made of segments are stored, apart from all others of this
+    tenant. digest: of where the segments stand.
     """
-    if envelope is None:
-        return ()
-    asked = {
-        position
-        for kind in (CHECKPOINT, PIN)
-        for action in _ours(envelope, kind)
-        for position in action.payload["positions"]
-    }
-    return tuple(sorted(asked))
+    return f"modular/{digest}/" + ("-" if extra_key is None else f"+{extra_key}")
 
 
-def pins(envelope: Envelope | None) -> tuple[PinRequest, ...]:
-    """What a checked request wants kept, by ascending position; the last word about each counts."""
-    found = {
-        position: PinRequest(
-            position, action.payload["ttl"], Priority(action.payload.get("priority", "normal"))
-        )
-        for action in ([] if envelope is None else _ours(envelope, PIN))
-        for position in action.payload["positions"]
-    }
-    return tuple(found[position] for position in sorted(found))
-
-
-def check(envelope: Envelope | None, prompt_len: int, *, own: bool = False) -> None:
-    """Our actions are known ones and name positions in a prompt of `prompt_len` tokens. own: the
-    server made the request, and may pin its end. Raises ValueError with one sentence.
+def segment_key(composed: str, start: int) -> str:
+    """The extra key of a segment that begins at position `start`, for a prompt under the key
+    `composed`. What stands before that key, as the mark of exact requests, stays.
     """
-    if envelope is None:
-        return
-    for action in _ours(envelope):
-        if own and action.action_type == SEGMENTS:
-            continue
-        if action.action_type not in KNOWN:
-            raise ValueError(
-                f"kv_hints has the action {shown(action.action_type)}; of those that begin with "
-                f"{PREFIX} this server knows {', '.join(KNOWN)}."
-            )
-        check_version(action.action_type, action.action_version)
-        if action.action_type == SESSION:
-            said_of_session(action)
-            check_fields(action, "next", "seconds")
-        elif action.action_type in (IMPORT, PREWARM):
-            raise ValueError(
-                f"kv_hints has {action.action_type}, which is for requests of one prompt to "
-                "/generate; leave it out."
-            )
-        elif action.action_type == EXACT:
-            check_fields(action)
-        elif action.action_type == PIN:
-            check_fields(action, "positions", "ttl", "priority")
-            check_positions(action, prompt_len + own)
-            check_lifetime(f"ttl of {PIN}", action.payload.get("ttl"))
-            check_priority(f"priority of {PIN}", action.payload.get("priority", "normal"))
-        else:
-            check_fields(action, "positions")
-            check_positions(action, prompt_len)
-    count = len(declared_positions(envelope))
-    if count > MOST_POSITIONS:
+    head, _, tenant = composed.split("/", 2)
+    return f"{head.removesuffix('modular')}module/{start}/{tenant}"
+
+
+def check_key(extra_key: object) -> None:
+    """A client's extra key is none of those that the server makes. Raises ValueError."""
+    if isinstance(extra_key, str) and extra_key.startswith(("modular/", "module/")):
         raise ValueError(
-            f"kv_hints declares {count} positions; a request may declare {MOST_POSITIONS} at most."
+            f"extra_key is {shown(extra_key)}; names that begin with modular/ or module/ are the "
+            "server's own."
         )
-
-
-def _action(action_type: str, payload: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "action_id": action_type.removeprefix(PREFIX),
-        "action_type": action_type,
-        "action_version": VERSION,
-        "payload": payload,
-    }
-
-
-def _envelope(*actions: dict[str, Any]) -> dict[str, Any]:
-    return {"protocol_version": "1", "message_id": "hybrid", "actions": list(actions)}
-
-
-def _ours(envelope: Envelope, prefix: str = PREFIX) -> list[Action]:
-    return [action for action in envelope.actions if action.action_type.startswith(prefix)]

@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import (
     SlowDownReqInput,
 )
 
+from sglang_hybrid.core.sentences import shown
 from sglang_hybrid.serving.requests import fields
 from sglang_hybrid.serving.requests.errors import Refused
 from sglang_hybrid.serving.requests.folders import profile_folder
@@ -99,15 +100,15 @@ def profile(scheduler: Scheduler, request: ProfileReq) -> None:
     for name in ("profile_id", "profile_prefix"):
         text = getattr(request, name) or ""
         if "/" in text or "\0" in text or len(text) > fields.LONGEST_NAME:
-            raise Refused(f"{name} is {fields.shown(text)}; it becomes part of a file's name.")
+            raise Refused(f"{name} is {shown(text)}; it becomes part of a file's name.")
     directory = request.output_dir or profile_folder()
     try:
         path = Path(directory).expanduser()
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError, RuntimeError) as error:
-        raise Refused(f"output_dir is {fields.shown(directory)}: {error}.") from None
+        raise Refused(f"output_dir is {shown(directory)}: {error}.") from None
     if not os.access(path, os.W_OK):
-        raise Refused(f"output_dir is {fields.shown(directory)}, which cannot be written.")
+        raise Refused(f"output_dir is {shown(directory)}, which cannot be written.")
 
 
 REFUSALS: Sequence[tuple[type, Callable[[Scheduler, Any], None]]] = (
@@ -124,13 +125,13 @@ def _tags(given: list[str] | None) -> list[str]:
     for tag in tags:
         _one_of("tags", tag, GPU_MEMORY_ALL_TYPES)
         if tags.count(tag) > 1:
-            raise Refused(f"tags has {fields.shown(tag)} more than once.")
+            raise Refused(f"tags has {shown(tag)} more than once.")
     return tags
 
 
 def _one_of(field: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise Refused(f"{field} has {fields.shown(value)}; known are {_list(known)}.")
+        raise Refused(f"{field} has {shown(value)}; known are {_list(known)}.")
 
 
 def _within(field: str, value: float, least: float, most: float) -> None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from sglang_hybrid.serving.telemetry.answers import AnswerMetrics
-from sglang_hybrid.serving.telemetry.memory import MemoryMetrics
-from sglang_hybrid.serving.telemetry.schedule import ScheduleMetrics
-from sglang_hybrid.serving.telemetry.tiers import TierMetrics
+from sglang_hybrid.serving.telemetry.metric import Metric, Metrics
+from sglang_hybrid.serving.telemetry.schedule import schedule_metrics
+from sglang_hybrid.serving.telemetry.tiers import tier_metrics
 
 if TYPE_CHECKING:
-    from prometheus_client import Counter, Gauge
-
     from sglang_hybrid.core.memory.account import Account
     from sglang_hybrid.core.returns.answers import Calibration
     from sglang_hybrid.serving.telemetry.schedule import ScheduleStats
@@ -23,6 +19,28 @@ if TYPE_CHECKING:
     from sglang_hybrid.serving.telemetry.tiers import TierStats
 
 PREFIX = "sglang_hybrid:"
+
+TOTALS = {
+    "requests": "Requests whose prefill began.",
+    "prompt_tokens": "Prompt tokens of those requests.",
+    "hit_tokens": "Prompt tokens that were not prefilled.",
+    "kv_only_tokens": "Prompt tokens whose KV was stored but lay behind the deepest state.",
+    "flops_saved": "FLOPs that hits made unnecessary.",
+}
+"""Counters: attributes of `CacheStats`."""
+
+TUNER = {
+    "runs": "Comparisons of policies on recorded requests.",
+    "failures": "Worker processes that did not end well.",
+    "seconds": "Seconds that comparisons took.",
+    "switches": "Changes of the policy in force.",
+    "taken_back": "Changes that a later comparison undid.",
+    "regret_tokens": "Tokens that the policy in force missed against the best one.",
+}
+"""Counters of the tuner, those that it has."""
+
+EXPECTED = ("nothing", "unlikely", "possible", "likely")
+"""Names of the buckets of `Answer.bucket`."""
 
 
 class HasStats(Protocol):
@@ -49,101 +67,128 @@ class HasStats(Protocol):
     def schedule_stats(self) -> ScheduleStats | None: ...
 
 
-class CacheMetrics:
-    """Counters that follow a cache's `CacheStats`; `update` copies what has been added since."""
+def cache_metrics(cache: HasStats) -> Metrics:
+    """All metrics of one cache; `update` brings them up to its counts."""
+    metrics = [*_totals(cache), *_policy(cache)]
+    if cache.calibration is not None:
+        metrics += answer_metrics(cache.calibration)
+    if cache.account is not None:
+        metrics += memory_metrics(cache.account)
+    if cache.tier_stats is not None:
+        metrics += tier_metrics(cache.tier_stats)
+    if cache.schedule_stats is not None:
+        metrics += schedule_metrics(cache.schedule_stats)
+    return Metrics(metrics)
 
-    def __init__(self, cache: HasStats) -> None:
-        # Imported here: prometheus_client chooses its multiprocess mode at import, and SGLang sets
-        # the directory for it only when metrics are enabled.
-        from prometheus_client import Counter, Gauge
 
-        self._cache = cache
-        self._seen: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self._counters: dict[str, Counter] = {
-            "requests": Counter(PREFIX + "requests", "Requests whose prefill began."),
-            "prompt_tokens": Counter(PREFIX + "prompt_tokens", "Prompt tokens of those requests."),
-            "hit_tokens": Counter(PREFIX + "hit_tokens", "Prompt tokens that were not prefilled."),
-            "kv_only_tokens": Counter(
-                PREFIX + "kv_only_tokens",
-                "Prompt tokens whose KV was stored but lay behind the deepest state.",
-            ),
-            "flops_saved": Counter(PREFIX + "flops_saved", "FLOPs that hits made unnecessary."),
+def _totals(cache: HasStats) -> Iterator[Metric]:
+    stats = cache.stats
+    for name, about in TOTALS.items():
+        yield Metric(PREFIX + name, about, partial(getattr, stats, name))
+    yield Metric(
+        PREFIX + "checkpoints_admitted",
+        "States put into the tree.",
+        lambda: stats.admitted,
+        ("reason",),
+    )
+    yield Metric(
+        PREFIX + "checkpoints_skipped",
+        "States not put into the tree.",
+        lambda: stats.skipped,
+        ("reason",),
+    )
+    yield Metric(
+        PREFIX + "evicted", "Evictions by what was taken.", lambda: stats.evicted, ("kind",)
+    )
+    for name, about in TUNER.items():
+        if name in cache.tuner_counts:
+            read = partial(lambda name: cache.tuner_counts[name], name)
+            yield Metric(f"{PREFIX}tuner_{name}", about, read)
+
+
+def _policy(cache: HasStats) -> Iterator[Metric]:
+    """The policy in force, and its alpha; that of a policy without one is not a number."""
+    in_force: dict[str, float] = {}
+    alphas: list[float] = []
+
+    def policy() -> Mapping[str, float]:
+        in_force.update(dict.fromkeys(in_force, 0.0))
+        in_force[cache.policy_name] = 1.0
+        return in_force
+
+    def alpha() -> float | None:
+        if cache.alpha is not None:
+            alphas[:] = [cache.alpha]
+        return math.nan if alphas and cache.alpha is None else cache.alpha
+
+    about = "1 for the eviction policy in force."
+    yield Metric(PREFIX + "policy", about, policy, ("policy",), is_gauge=True)
+    yield Metric(PREFIX + "alpha", "Marconi's alpha in force.", alpha, is_gauge=True)
+
+
+def answer_metrics(seen: Calibration) -> Iterator[Metric]:
+    """What was expected of answers, against what happened. Gauges, since an answer that was given
+    up may be returned to after all.
+    """
+
+    def answers() -> Mapping[tuple[str, str], float]:
+        returned = {(name, "yes"): seen.returned[at] for at, name in enumerate(EXPECTED)}
+        return returned | {(name, "no"): seen.gone[at] for at, name in enumerate(EXPECTED)}
+
+    yield Metric(
+        PREFIX + "answers",
+        "Answers that somebody came back to, or did not in the usual time, by what was "
+        "expected of them (a return is unlikely, possible, likely; nothing was expected).",
+        answers,
+        ("expected", "returned"),
+        is_gauge=True,
+    )
+    yield Metric(
+        PREFIX + "answers_expected_returns",
+        "The sum of the probabilities of a return of the same answers: calibrated where it is "
+        "near the number of those that were returned to.",
+        lambda: dict(zip(EXPECTED[1:], seen.expected[1:], strict=True)),
+        ("expected",),
+        is_gauge=True,
+    )
+
+
+def memory_metrics(account: Account) -> Iterator[Metric]:
+    """One memory: which kind has its bytes, and which were moved."""
+    prefix = PREFIX + "memory_"
+
+    def sizes() -> dict[tuple[str, str], float]:
+        return {
+            (kind.value, part): size
+            for part in ("used", "waste", "kept")
+            for kind, size in getattr(account, part).items()
         }
-        self._labelled: dict[str, Counter] = {
-            "admitted": Counter(
-                PREFIX + "checkpoints_admitted", "States put into the tree.", ["reason"]
-            ),
-            "skipped": Counter(
-                PREFIX + "checkpoints_skipped", "States not put into the tree.", ["reason"]
-            ),
-            "evicted": Counter(PREFIX + "evicted", "Evictions by what was taken.", ["kind"]),
-        }
-        tuner = {
-            "runs": "Comparisons of policies on recorded requests.",
-            "failures": "Worker processes that did not end well.",
-            "seconds": "Seconds that comparisons took.",
-            "switches": "Changes of the policy in force.",
-            "taken_back": "Changes that a later comparison undid.",
-            "regret_tokens": "Tokens that the policy in force missed against the best one.",
-        }
-        self._tuner: dict[str, Counter] = {
-            name: Counter(f"{PREFIX}tuner_{name}", about)
-            for name, about in tuner.items()
-            if name in cache.tuner_counts
-        }
-        self._policy = Gauge(
-            PREFIX + "policy",
-            "1 for the eviction policy in force.",
-            ["policy"],
-            multiprocess_mode="mostrecent",
-        )
-        self._alpha: Gauge | None = None
-        self._make_alpha = partial(
-            Gauge, PREFIX + "alpha", "Marconi's alpha in force.", multiprocess_mode="mostrecent"
-        )
-        self._answers = None if cache.calibration is None else AnswerMetrics(cache.calibration)
-        self._memory = None if cache.account is None else MemoryMetrics(cache.account)
-        self._tiers = None if cache.tier_stats is None else TierMetrics(cache.tier_stats)
-        waiting = cache.schedule_stats
-        self._schedule = None if waiting is None else ScheduleMetrics(waiting, PREFIX)
-        self._shown = ""
-        self._show_policy()
 
-    def update(self) -> None:
-        """Bring the counters up to the cache's counts."""
-        stats = self._cache.stats
-        for name, counter in self._counters.items():
-            counter.inc(self._since(name, "", getattr(stats, name)))
-        for name, counter in self._labelled.items():
-            tally: Mapping[str, int] = getattr(stats, name)
-            for label, total in tally.items():
-                counter.labels(label).inc(self._since(name, label, total))
-        for name, counter in self._tuner.items():
-            counter.inc(self._since("tuner", name, self._cache.tuner_counts[name]))
-        if self._answers is not None:
-            self._answers.update()
-        if self._memory is not None:
-            self._memory.update()
-        if self._tiers is not None:
-            self._tiers.update()
-        if self._schedule is not None:
-            self._schedule.update()
-        self._show_policy()
+    def states() -> dict[str, float]:
+        monitor = account.monitor
+        return {state.value: float(state is monitor.state) for state in monitor.entered}
 
-    def _show_policy(self) -> None:
-        """The alpha of a policy that has none is not a number."""
-        name, alpha = self._cache.policy_name, self._cache.alpha
-        if name != self._shown:
-            if self._shown:
-                self._policy.labels(self._shown).set(0)
-            self._policy.labels(name).set(1)
-            self._shown = name
-        if alpha is not None and self._alpha is None:
-            self._alpha = self._make_alpha()
-        if self._alpha is not None:
-            self._alpha.set(math.nan if alpha is None else alpha)
-
-    def _since(self, name: str, label: str, total: float) -> float:
-        added = total - self._seen[name, label]
-        self._seen[name, label] = total
-        return added
+    yield Metric(
+        prefix + "bytes",
+        "Bytes that a kind uses, wastes (rows of granules that are partly used, padding), or "
+        "keeps for its next use.",
+        sizes,
+        ("kind", "part"),
+        is_gauge=True,
+    )
+    about = "Bytes that nobody uses or wastes."
+    yield Metric(prefix + "free_bytes", about, lambda: account.free, is_gauge=True)
+    about = "1 for the state of the memory in force."
+    yield Metric(prefix + "state", about, states, ("state",), is_gauge=True)
+    yield Metric(
+        prefix + "moved_bytes",
+        "Bytes that a kind got from the other one.",
+        lambda: {kind.value: size for kind, size in account.moved.items()},
+        ("kind",),
+    )
+    for name, about in {
+        "moves": "Times that one kind gave bytes to the other.",
+        "failed_moves": "Moves that the system refused; nothing was changed.",
+        "move_seconds": "Seconds that moves took.",
+    }.items():
+        yield Metric(prefix + name, about, partial(getattr, account, name))

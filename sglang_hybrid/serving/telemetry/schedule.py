@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from sglang_hybrid.core.queue.prefetch import PrefetchCounts
 from sglang_hybrid.core.queue.waiting import Bound, ReuseKind, Waiting
+from sglang_hybrid.serving.telemetry.metric import Metric
 
-if TYPE_CHECKING:
-    from prometheus_client import Counter as Metric
-    from prometheus_client import Gauge
+PREFIX = "sglang_hybrid:schedule_"
 
 
 @dataclass
@@ -79,66 +79,31 @@ LOADS = {
 }
 
 
-class ScheduleMetrics:
-    """Prometheus metrics that follow a `ScheduleStats`."""
-
-    def __init__(self, stats: ScheduleStats, prefix: str) -> None:
-        from prometheus_client import Counter as Metric
-        from prometheus_client import Gauge
-
-        self._stats = stats
-        self._seen: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self._labelled: dict[str, Metric] = {
-            "started": Metric(
-                prefix + "schedule_started",
-                "Requests taken from the front of the queue, by what they could reuse.",
-                ["reuse"],
-            ),
-            "bound_reached": Metric(
-                prefix + "schedule_bound_reached",
-                "Requests that were overtaken no more, by which bound was reached.",
-                ["bound"],
-            ),
-        }
-        self._totals: dict[str, Metric] = {
-            "overtaken": Metric(
-                prefix + "schedule_overtaken",
-                "How often waiting requests were overtaken by later ones.",
-            ),
-            "waited": Metric(
-                prefix + "schedule_waited_seconds", "Seconds that requests waited in the queue."
-            ),
-        }
-        self._gauges: dict[str, Gauge] = {
-            name: Gauge(prefix + "schedule_" + name, about, multiprocess_mode="mostrecent")
-            for name, about in {
-                "front": "Requests at the front of the queue in the last round.",
-                "most_overtaken": "How often the request that was overtaken most was.",
-                "longest_wait": "Seconds of the longest wait in the queue.",
-            }.items()
-        }
-
-        self._loads: dict[str, Metric] = {}
-        if stats.loads is not None:
-            self._loads = {
-                name: Metric(prefix + "schedule_loads_" + name, about)
-                for name, about in LOADS.items()
-            }
-
-    def update(self) -> None:
-        """Bring the metrics up to the counts."""
-        for name, metric in self._labelled.items():
-            tally: Mapping[str, int] = getattr(self._stats, name)
-            for label, total in tally.items():
-                metric.labels(label).inc(self._since(name, label, total))
-        for name, metric in self._totals.items():
-            metric.inc(self._since(name, "", getattr(self._stats, name)))
-        for name, gauge in self._gauges.items():
-            gauge.set(getattr(self._stats, name))
-        for name, metric in self._loads.items():
-            metric.inc(self._since("loads", name, getattr(self._stats.loads, name)))
-
-    def _since(self, name: str, label: str, total: float) -> float:
-        added = total - self._seen[name, label]
-        self._seen[name, label] = total
-        return added
+def schedule_metrics(stats: ScheduleStats) -> Iterator[Metric]:
+    """What became of waiting requests."""
+    yield Metric(
+        PREFIX + "started",
+        "Requests taken from the front of the queue, by what they could reuse.",
+        lambda: stats.started,
+        ("reuse",),
+    )
+    yield Metric(
+        PREFIX + "bound_reached",
+        "Requests that were overtaken no more, by which bound was reached.",
+        lambda: stats.bound_reached,
+        ("bound",),
+    )
+    about = "How often waiting requests were overtaken by later ones."
+    yield Metric(PREFIX + "overtaken", about, lambda: stats.overtaken)
+    about = "Seconds that requests waited in the queue."
+    yield Metric(PREFIX + "waited_seconds", about, lambda: stats.waited)
+    for name, about in {
+        "front": "Requests at the front of the queue in the last round.",
+        "most_overtaken": "How often the request that was overtaken most was.",
+        "longest_wait": "Seconds of the longest wait in the queue.",
+    }.items():
+        yield Metric(PREFIX + name, about, partial(getattr, stats, name), is_gauge=True)
+    if stats.loads is not None:
+        for name, about in LOADS.items():
+            read = partial(lambda name: getattr(stats.loads, name), name)
+            yield Metric(f"{PREFIX}loads_{name}", about, read)

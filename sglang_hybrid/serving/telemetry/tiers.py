@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from sglang_hybrid.core.tiers.rates import Link
+from sglang_hybrid.serving.telemetry.metric import Metric
 
 PREFIX = "sglang_hybrid:tier_"
 
@@ -76,28 +79,9 @@ TOTALS = {
 """Counters: attributes of `TierStats`."""
 
 
-class TierMetrics:
-    """Prometheus counters that follow a `TierStats`; `update` copies what was added since."""
-
-    def __init__(self, stats: TierStats) -> None:
-        # Imported here as in metrics.py: prometheus_client chooses its mode at import.
-        from prometheus_client import Counter
-
-        self._stats = stats
-        self._seen: dict[str, float] = {}
-        self._totals = {name: Counter(PREFIX + name, about) for name, about in TOTALS.items()}
-        self._hits = Counter(
-            PREFIX + "hit_tokens", "Prompt tokens that were not prefilled.", ["tier"]
-        )
-
-    def update(self) -> None:
-        """Bring all of them up to the counts."""
-        for name, counter in self._totals.items():
-            counter.inc(self._since(name, getattr(self._stats, name)))
-        for tier, tokens in self._stats.hit_tokens.items():
-            self._hits.labels(tier).inc(self._since(f"hit {tier}", tokens))
-
-    def _since(self, name: str, total: float) -> float:
-        added = total - self._seen.get(name, 0.0)
-        self._seen[name] = total
-        return added
+def tier_metrics(stats: TierStats) -> Iterator[Metric]:
+    """What went between the device and the host."""
+    for name, about in TOTALS.items():
+        yield Metric(PREFIX + name, about, partial(getattr, stats, name))
+    about = "Prompt tokens that were not prefilled."
+    yield Metric(PREFIX + "hit_tokens", about, lambda: stats.hit_tokens, ("tier",))

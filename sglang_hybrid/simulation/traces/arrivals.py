@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hybrid.simulation.traces.requests import Skipped, TraceError, numbered_lines
+from sglang_hybrid.simulation.traces.lines import Skipped, TraceError, numbered_lines
 
 Floats = npt.NDArray[np.float64]
 WORDS_PER_SECOND = 1.5  # a person who types 90 words a minute

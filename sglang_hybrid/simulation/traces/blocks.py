@@ -13,17 +13,15 @@ import numpy as np
 from msgspec import Meta
 
 from sglang_hybrid.simulation.traces.arrivals import session_starts
+from sglang_hybrid.simulation.traces.lines import Skipped, TraceError, numbered_lines
 from sglang_hybrid.simulation.traces.requests import (
     Count,
     Fresh,
     Request,
     Seconds,
-    Skipped,
     TokenArray,
-    TraceError,
     block_tokens,
     make_request,
-    numbered_lines,
 )
 
 

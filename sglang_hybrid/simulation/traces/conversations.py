@@ -16,13 +16,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from sglang_hybrid.simulation.traces.arrivals import WORDS_PER_SECOND, session_starts
-from sglang_hybrid.simulation.traces.requests import (
-    Request,
-    Seconds,
-    Skipped,
-    make_request,
-    numbered_lines,
-)
+from sglang_hybrid.simulation.traces.lines import Skipped, numbered_lines
+from sglang_hybrid.simulation.traces.requests import Request, Seconds, make_request
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hybrid.simulation.traces.requests import (
-    Request,
-    TokenArray,
-    read_compact,
-    read_mooncake,
-)
+from sglang_hybrid.simulation.traces.requests import Request, TokenArray, common_prefix
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, Knuth's multiplicative hash
 
@@ -61,19 +53,6 @@ class Slice:
         return [_shorten(kept, number, self.max_answer_tokens) for number in range(len(kept))]
 
 
-def read_trace(path: Path) -> list[Request]:
-    """Read a trace in the compact format or in Mooncake's, told apart by its first line."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt") as file:
-            first = json.loads(file.readline())
-    except ValueError as error:
-        raise ValueError(f"{path}: its first line is not JSON ({error})") from error
-    if "hash_ids" in first:
-        return read_mooncake(path, max_input=2**31)
-    return read_compact(path)
-
-
 def to_vocabulary(trace: Sequence[Request], low: int, high: int) -> tuple[list[Request], bool]:
     """Map token ids into [low, high); returns the requests and whether no two ids became one.
 
@@ -111,7 +90,7 @@ def reusable_tokens(trace: Sequence[Request]) -> int:
             if earlier.tenant != request.tenant:
                 continue
             if len(earlier.tokens) > best and earlier.tokens[best] == prompt[best]:
-                best = max(best, _common(prompt, earlier.tokens))
+                best = max(best, common_prefix(prompt, earlier.tokens))
         total += best
     return total
 
@@ -130,15 +109,9 @@ def _shorten(trace: Sequence[Request], number: int, limit: int) -> Request:
             continue
         end = earlier.input_len + limit
         if end < min(len(earlier.tokens), len(prompt)) and prompt[end] == earlier.tokens[end]:
-            keep[end : max(end, _common(prompt, earlier.tokens))] = False
+            keep[end : max(end, common_prefix(prompt, earlier.tokens))] = False
     return _with(request, request.tokens[keep], int(keep[: request.input_len].sum()))
 
 
 def _with(request: Request, tokens: TokenArray, input_len: int) -> Request:
     return replace(request, tokens=tokens, input_len=input_len, message_starts=())
-
-
-def _common(one: TokenArray, other: TokenArray) -> int:
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    return int(differs.argmax()) if differs.any() else length

@@ -7,12 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
-from sglang_hybrid.core.costs.cost import FloatArray
+from sglang_hybrid.core.costs.cost import FloatArray, IntArray
 from sglang_hybrid.core.systems import Spec
-
-Ints = npt.NDArray[np.int64]
 
 OLDER = 0.5
 """What a request counts for beside one of the next search."""
@@ -37,7 +34,7 @@ class Regrets:
         best = max(1.0, self._tokens.max(initial=0))
         return dict(zip(self._specs, ((best - self._tokens) / best).tolist(), strict=True))
 
-    def learn(self, hits: Mapping[Spec, Ints | FloatArray]) -> None:
+    def learn(self, hits: Mapping[Spec, IntArray | FloatArray]) -> None:
         """A search found so many tokens [n] in each request, under each candidate. Where another
         one tried other candidates, it is forgotten.
         """
@@ -79,13 +76,13 @@ class Advantages:
     def __init__(self) -> None:
         self._tokens: dict[Spec, float] = {}  # per request
 
-    def learn(self, spec: Spec, seen: Ints, replayed: Ints) -> None:
+    def learn(self, spec: Spec, seen: IntArray, replayed: IntArray) -> None:
         """`spec` was in force: tokens [n] that requests hit, and would have hit in a replay."""
         more = float(np.mean(seen - replayed))
         known = self._tokens.get(spec)
         self._tokens[spec] = more if known is None else OLDER * known + (1 - OLDER) * more
 
-    def added(self, hits: Mapping[Spec, Ints]) -> dict[Spec, FloatArray]:
+    def added(self, hits: Mapping[Spec, IntArray]) -> dict[Spec, FloatArray]:
         """What each policy would find in the server, as far as that is known."""
         return {
             spec: found.astype(np.float64) + max(0.0, self._tokens.get(spec, 0.0))

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_hybrid.simulation.traces.formats import RecordedLine
+from sglang_hybrid.simulation.traces.line_formats import RecordedLine
 from sglang_hybrid.simulation.tuner.recorder import Finished
 
 logger = logging.getLogger(__name__)

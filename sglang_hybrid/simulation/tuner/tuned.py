@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from sglang_hybrid.core.costs.cost import UNBOUNDED
 from sglang_hybrid.core.records.nodes import Node
 from sglang_hybrid.core.returns.history import History, HistoryMatch
@@ -19,11 +17,15 @@ from sglang_hybrid.core.victims.pool import Pool
 from sglang_hybrid.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.simulation.simulator import Outcome, Simulator, Ticket
 from sglang_hybrid.simulation.traces.requests import Request
-from sglang_hybrid.simulation.tuner.candidates import CANDIDATES, MARCONI_ALONE, replay
-from sglang_hybrid.simulation.tuner.recorder import Finished
-from sglang_hybrid.simulation.tuner.search import Limits, TokensFound
+from sglang_hybrid.simulation.tuner.candidates import (
+    CANDIDATES,
+    MARCONI_ALONE,
+    TokensFound,
+    counted_hits,
+)
+from sglang_hybrid.simulation.tuner.recorder import Finished, RequestWindow
 from sglang_hybrid.simulation.tuner.tuner import Rules, Tuner
-from sglang_hybrid.simulation.tuner.window import RequestWindow
+from sglang_hybrid.simulation.workers import Limits
 
 DELAY = 32
 """Requests that end while a search runs."""
@@ -183,11 +185,8 @@ class TunedCache:
     def _search(self, window: RequestWindow, candidates: Sequence[Spec], _: Limits) -> TokensFound:
         if not self._setting.as_served:
             window = replace(window, budget=self._setting.budget)
-        found = TokensFound(window.counted_tokens)
-        for spec in candidates:
-            outcomes = replay(window, spec)[window.counted_from :]
-            found.hits[spec] = np.array([outcome.hit_len for outcome in outcomes])
-        return found
+        hits = {spec: counted_hits(window, spec) for spec in candidates}
+        return TokensFound(window.counted_tokens, hits)
 
 
 def build_tuned(name: str, setting: Setting, delay: float = DELAY, window: float = 0) -> TunedCache:

@@ -14,14 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel
+from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel, IntArray
 from sglang_hybrid.core.server_settings import ServedTiers, Serving
 from sglang_hybrid.core.systems import Spec
-from sglang_hybrid.simulation.tuner.candidates import CANDIDATES
-from sglang_hybrid.simulation.tuner.recorder import Finished, Recorder
-from sglang_hybrid.simulation.tuner.regret import Advantages, Ints, Regrets
-from sglang_hybrid.simulation.tuner.search import Limits, TokensFound, search
-from sglang_hybrid.simulation.tuner.window import RequestWindow, make_window
+from sglang_hybrid.simulation.tuner.candidates import (
+    CANDIDATES,
+    TokensFound,
+    describe_failure,
+    search,
+)
+from sglang_hybrid.simulation.tuner.recorder import Finished, Recorder, RequestWindow, make_window
+from sglang_hybrid.simulation.tuner.regret import Advantages, Regrets
+from sglang_hybrid.simulation.workers import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +135,7 @@ class Tuner:
         self._switched_at = 0
         self._next_check = 0  # requests after the switch
         self._compared: Sequence[Spec] = candidates
-        self._seen_hit_lens: Ints = np.zeros(0, dtype=np.int64)  # of the requests that count
+        self._seen_hit_lens: IntArray = np.zeros(0, dtype=np.int64)  # of the requests that count
         self._window = 0  # requests; 0 until something was evicted
         self._ended = 0
         self._searched_at = 0
@@ -287,7 +291,7 @@ class Tuner:
             self._found = self._search(window, self._compared, self.rules.limits)
         except Exception as error:
             logger.debug("the search failed", exc_info=True)
-            self._found = TokensFound(0, failures=[f"{type(error).__name__}: {error}"])
+            self._found = TokensFound(0, failures=[describe_failure(error)])
 
     def _conclude(self) -> None:
         found, self._found = (

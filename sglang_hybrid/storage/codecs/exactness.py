@@ -7,14 +7,14 @@ requests that ask for the same.
 
 from __future__ import annotations
 
-from sglang_hybrid.serving.requests.kv_hints import Envelope, wants_exact
+from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.storage.codecs.coded_rows import chosen
 
 _MARK = "\0exact\0"
 _ESCAPE = "\0"
 
 
-def apart_if_exact(extra_key: str | None, envelope: Envelope | None) -> str | None:
+def apart_if_exact(extra_key: str | None, envelope: kv_hints.Envelope | None) -> str | None:
     """The extra key under which a request is stored (hooks/scheduling.py).
 
     No key that a client sends becomes the key of requests that ask for exactness: one that begins
@@ -22,7 +22,7 @@ def apart_if_exact(extra_key: str | None, envelope: Envelope | None) -> str | No
     """
     if chosen().exact:
         return extra_key
-    if wants_exact(envelope):
+    if kv_hints.read(envelope).exact:
         return _MARK if extra_key is None else f"{_MARK}+{extra_key}"
     if extra_key is not None and extra_key.startswith(_ESCAPE):
         return _ESCAPE + extra_key

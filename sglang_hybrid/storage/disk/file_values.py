@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from sglang_hybrid.core.costs.cost import FloatArray
-from sglang_hybrid.core.returns.learnt import LearntClasses
-from sglang_hybrid.core.returns.reuse import ReuseIndex
-from sglang_hybrid.core.returns.reuse_classes import reuse_class_of
+from sglang_hybrid.core.returns.hazards import reuse_class_of
+from sglang_hybrid.core.returns.reuse import LearntClasses, ReuseIndex
 from sglang_hybrid.storage.disk.object_file import Header
 
 ONE_USE = 60.0
@@ -52,11 +51,11 @@ class FileValues:
 
     def used(self, file: StoredFile, now: float) -> None:
         if now - self._index.since(file.interval_id) > ONE_USE:
-            interval = self._index.returned(file.interval_id, now)
+            interval = self._index.on_return(file.interval_id, now)
             file.uses += 1
             file.interval_bucket = self._index.interval_bucket(interval)
             self._index.reclass(file.interval_id, _class_of(file))
-            self._index.observed(now)
+            self._index.on_request(now)
             self._used = True
 
     @property
@@ -70,7 +69,7 @@ class FileValues:
 
     def restore(self, learnt: LearntClasses) -> None:
         """Begin with what was known before a restart, unless something is known already."""
-        if not self._index.observed_any:
+        if not self._index.has_observed:
             self._index.restore(learnt)
             self._restored = True
 
@@ -79,7 +78,7 @@ class FileValues:
 
     def rates(self, files: Sequence[StoredFile], now: float) -> FloatArray:
         """Expected uses per second [n] of files [n]."""
-        self._index.observed(now)
+        self._index.on_request(now)
         classes = np.array([_class_of(file) for file in files], dtype=np.int64)
         ages = np.array([max(0.0, now - file.last_use) for file in files])
         return self._index.weights(classes, ages)[0]

@@ -12,11 +12,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglang_hybrid.core.returns.answers import FIRST_SQUARES, INTERVALS, WEIGHT_BITS, AnswerModel
-from sglang_hybrid.core.returns.hazards import BINS
-from sglang_hybrid.core.returns.hints import HintRecord
-from sglang_hybrid.core.returns.learnt import Learnt, LearntAnswers, LearntClasses, LearntCounts
-from sglang_hybrid.core.returns.reuse_classes import CLASSES, SHAPE
+from sglang_hybrid.core.returns.answers import (
+    FIRST_SQUARES,
+    INTERVALS,
+    WEIGHT_BITS,
+    AnswerModel,
+    LearntAnswers,
+)
+from sglang_hybrid.core.returns.hazards import BINS, CLASSES, SHAPE
+from sglang_hybrid.core.returns.hint_record import HintRecord
+from sglang_hybrid.core.returns.history import Learnt
+from sglang_hybrid.core.returns.intervals import LearntCounts
+from sglang_hybrid.core.returns.reuse import LearntClasses
 from sglang_hybrid.storage.disk.object_file import BadFile, read_single, write_single
 
 KIND = "learnt"

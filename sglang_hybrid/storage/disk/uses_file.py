@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 
 from sglang_hybrid.core.costs.cost import IntArray
-from sglang_hybrid.core.returns.learnt import Learnt, LearntClasses
-from sglang_hybrid.core.returns.reuse_classes import INTERVAL_BUCKETS
+from sglang_hybrid.core.returns.hazards import INTERVAL_BUCKETS
+from sglang_hybrid.core.returns.history import Learnt
+from sglang_hybrid.core.returns.reuse import LearntClasses
 from sglang_hybrid.storage.disk.learnt_file import pack, unpack
 from sglang_hybrid.storage.disk.object_file import NAME_BYTES, BadFile, read_single, write_single
 

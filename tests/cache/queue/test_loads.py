@@ -12,7 +12,8 @@ import pytest
 from sglang_hybrid.cache.queue.clock import ClockTick
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.tiers.rates import Link, Speeds
-from sglang_hybrid.serving.config import HybridConfig, Schedule
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import Schedule
 from tests.cache.driver import Sizes
 from tests.cache.queue.test_queue import Scheduler
 from tests.cache.test_rules import run

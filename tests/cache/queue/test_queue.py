@@ -13,7 +13,8 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 
 from sglang_hybrid.cache.queue.clock import ClockTick
-from sglang_hybrid.serving.config import HybridConfig, Schedule
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import Schedule
 from tests.cache.driver import Server, Sizes
 from tests.cache.test_rules import run
 

@@ -8,8 +8,8 @@ import pytest
 from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 
 from sglang_hybrid.core.records.pin import PinRequest, Priority
-from sglang_hybrid.core.returns.hints import Hint
-from sglang_hybrid.serving.requests import hint_payloads, kv_hints
+from sglang_hybrid.core.returns.hints import IMPORT, PREWARM, Hint, Imported, PromptHints, read_rate
+from sglang_hybrid.serving.requests import kv_hints
 
 
 def envelope(*actions: dict[str, Any]) -> Any:
@@ -36,70 +36,63 @@ def after(seconds: Any, what: str = "return") -> dict[str, Any]:
 
 def test_positions_of_all_actions_are_declared_in_order() -> None:
     asked = envelope(checkpoint([30, 10]), {"action_type": "other.pin"}, checkpoint([10, 20]))
-    kv_hints.check(asked, 31)
-    assert kv_hints.declared_positions(asked) == (10, 20, 30)
-    assert kv_hints.declared_positions(None) == ()
-    kv_hints.check(None, 31)
-
-
-def test_the_envelope_we_write_is_one_that_we_read() -> None:
-    written = decode_kv_hints_envelope(kv_hints.checkpoint_hint([7, 3]))
-    kv_hints.check(written, 8)
-    assert kv_hints.declared_positions(written) == (3, 7)
+    assert kv_hints.read(asked, 31) == PromptHints((10, 20, 30))
+    assert kv_hints.read(None, 31) == PromptHints()
 
 
 def test_pins_declare_their_positions_and_the_last_word_about_each_counts() -> None:
     asked = envelope(pin([20, 10], 60), checkpoint([15]), pin([20], 0.5, priority="high"))
-    kv_hints.check(asked, 31)
-    assert kv_hints.declared_positions(asked) == (10, 15, 20)
-    assert kv_hints.pins(asked) == (PinRequest(10, 60), PinRequest(20, 0.5, Priority.HIGH))
-    assert kv_hints.pins(None) == kv_hints.pins(envelope(checkpoint([3]))) == ()
-
-
-def test_the_pins_that_we_write_are_those_that_we_read() -> None:
-    wanted = (PinRequest(3, 300), PinRequest(5, 3_600), PinRequest(8, 300, Priority.LOW))
-    written = decode_kv_hints_envelope(kv_hints.pin_hint(wanted))
-    kv_hints.check(written, 9)
-    assert kv_hints.pins(written) == wanted
+    said = kv_hints.read(asked, 31)
+    assert said.positions == (10, 15, 20)
+    assert said.pins == (PinRequest(10, 60), PinRequest(20, 0.5, Priority.HIGH))
 
 
 def test_only_the_server_pins_the_end_of_a_prompt() -> None:
     """A client's prompt cannot be resumed from there: its last token is computed."""
     asked = envelope(pin([8]))
-    kv_hints.check(asked, 8, own=True)
+    assert kv_hints.read(asked, 8).positions == (8,)
     with pytest.raises(ValueError, match="in a prompt of 8 tokens a position is"):
-        kv_hints.check(asked, 8)
+        kv_hints.read(asked, 8, own=False)
 
 
 def test_the_last_word_about_a_session_counts() -> None:
-    said = envelope(session("end"), checkpoint([3]), session("return"))
-    kv_hints.check(said, 8)
-    assert kv_hints.session_hint(said) is Hint.RETURNS
-    assert kv_hints.declared_positions(said) == (3,)
-    assert kv_hints.session_hint(envelope(checkpoint([3]))) is None
-    assert kv_hints.session_hint(None) is None
+    said = kv_hints.read(envelope(session("end"), checkpoint([3]), session("return")), 8)
+    assert said == PromptHints((3,), session=Hint.RETURNS)
+
+
+SAID = [
+    PromptHints(),
+    PromptHints(exact=True),
+    PromptHints((3, 7)),
+    PromptHints((2,), (PinRequest(3, 300), PinRequest(5, 60), PinRequest(8, 300, Priority.LOW))),
+    *(PromptHints(session=hint) for hint in (Hint.ENDS, Hint.RETURNS, Hint.after(0.5))),
+    PromptHints(imported=Imported(((0, 4), (7, 2)), 9), session=Hint.ENDS),
+]
+
+
+@pytest.mark.parametrize("said", SAID, ids=str)
+def test_what_we_write_is_what_we_read(said: PromptHints) -> None:
+    assert kv_hints.read(decode_kv_hints_envelope(kv_hints.write(said)), 9) == said
 
 
 @pytest.mark.parametrize(
-    "said", [Hint.ENDS, Hint.RETURNS, Hint.after(20), Hint.after(0.5)], ids=str
+    "before", [None, {}, kv_hints.write(PromptHints((7,))), envelope(session("return"))]
 )
-@pytest.mark.parametrize(
-    "before", [None, {}, kv_hints.checkpoint_hint([7]), envelope(session("end"))]
-)
-def test_what_is_said_of_a_session_joins_an_envelope(before: Any, said: Hint) -> None:
-    written = decode_kv_hints_envelope(kv_hints.with_session(before, said))
-    kv_hints.check(written, 8)
-    assert kv_hints.session_hint(written) == said
-    batch = kv_hints.with_session([before, None], Hint.ENDS)
-    assert [kv_hints.session_hint(decode_kv_hints_envelope(one)) for one in batch] == [
-        Hint.ENDS
-    ] * 2
+def test_what_is_said_joins_an_envelope(before: Any) -> None:
+    said = PromptHints(session=Hint.ENDS)
+    for written in (kv_hints.write(said, before), *kv_hints.write(said, [before, None])):
+        assert kv_hints.read(decode_kv_hints_envelope(written), 8).session == Hint.ENDS
+    joined = kv_hints.read(decode_kv_hints_envelope(kv_hints.write(said, SEVEN)), 8)
+    assert joined == PromptHints((7,), session=Hint.ENDS)
+
+
+SEVEN = kv_hints.write(PromptHints((7,)))
 
 
 @pytest.mark.parametrize("broken", [{"actions": 3}, "text", 7])
 def test_what_is_no_envelope_is_left_for_sglang_to_refuse(broken: Any) -> None:
     with pytest.raises(ValueError, match="Malformed kv_hints"):
-        decode_kv_hints_envelope(kv_hints.with_session(broken, Hint.ENDS))
+        decode_kv_hints_envelope(kv_hints.write(PromptHints(session=Hint.ENDS), broken))
 
 
 @pytest.mark.parametrize(
@@ -123,6 +116,7 @@ def test_what_is_no_envelope_is_left_for_sglang_to_refuse(broken: Any) -> None:
         (after(float("nan")), "returns after nan seconds"),
         (after(5, "end"), "seconds in the payload of hybrid.session is 5"),
         (checkpoint([5], payload={"positions": [5], "at": 1}), "has the field 'at'"),
+        ({"action_type": "hybrid.exact", "payload": {"bits": 8}}, "'bits'; it has none"),
         (pin([31]), "positions[0] of hybrid.pin is 31; in a prompt of 31 tokens"),
         (pin([]), "positions of hybrid.pin is []; it must be a list"),
         (pin([5], 0), "ttl of hybrid.pin is 0; it is a number of seconds, above 0 and at most"),
@@ -139,7 +133,7 @@ def test_what_is_no_envelope_is_left_for_sglang_to_refuse(broken: Any) -> None:
 )
 def test_what_is_malformed_is_named(action: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as error:
-        kv_hints.check(envelope(action), 31)
+        kv_hints.read(envelope(action), 31, own=False)
     assert sentence in str(error.value)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
@@ -148,11 +142,11 @@ def test_an_action_that_the_server_does_itself_is_taken_out() -> None:
     pins = {"action_id": "b", "action_version": "1", **pin([5])}
     warm = {"action_id": "a", "action_type": "hybrid.prewarm", "action_version": "1", "payload": {}}
     both = {"protocol_version": "1", "message_id": "m", "actions": [warm, pins]}
-    assert kv_hints.take(both, kv_hints.PREWARM) == ({}, {**both, "actions": [pins]})
-    assert kv_hints.take({**both, "actions": [warm]}, kv_hints.PREWARM) == ({}, None)
+    assert kv_hints.take(both, PREWARM) == ({}, {**both, "actions": [pins]})
+    assert kv_hints.take({**both, "actions": [warm]}, PREWARM) == ({}, None)
     for other in (None, {}, 7, {"actions": 3}, {"actions": [4]}, {**both, "actions": [pins]}):
-        assert kv_hints.take(other, kv_hints.PREWARM) == (None, other)
-    assert kv_hints.take([None, both], kv_hints.IMPORT) == (None, [None, both])
+        assert kv_hints.take(other, PREWARM) == (None, other)
+    assert kv_hints.take([None, both], IMPORT) == (None, [None, both])
     refused = {
         "2 times; it may stand there once": {**both, "actions": [warm, warm]},
         "version '9' of hybrid.prewarm": {**both, "actions": [{**warm, "action_version": "9"}]},
@@ -161,49 +155,48 @@ def test_an_action_that_the_server_does_itself_is_taken_out() -> None:
     }
     for sentence, hints in refused.items():
         with pytest.raises(ValueError, match=sentence):
-            kv_hints.take(hints, kv_hints.PREWARM)
+            kv_hints.take(hints, PREWARM)
     with pytest.raises(ValueError, match=r"hybrid\.prewarm, which is for requests of one prompt"):
-        kv_hints.check(envelope(warm), 8)
+        kv_hints.read(envelope(warm), 8)
 
 
 def test_the_rate_of_a_prewarming() -> None:
-    assert hint_payloads.prewarm_rate({}) is None
-    assert hint_payloads.prewarm_rate({"tokens_per_second": 0.5}) == 0.5
+    assert read_rate({}) is None
+    assert read_rate({"tokens_per_second": 0.5}) == 0.5
     for wrong in (0, -1, True, "fast", float("inf"), float("nan")):
         with pytest.raises(ValueError, match=r"tokens_per_second of hybrid\.prewarm is"):
-            hint_payloads.prewarm_rate({"tokens_per_second": wrong})
+            read_rate({"tokens_per_second": wrong})
     with pytest.raises(ValueError, match="has the field 'budget'; it has only tokens_per_second"):
-        hint_payloads.prewarm_rate({"budget": 3})
-
-
-def test_exactness_may_be_asked_for() -> None:
-    asked = decode_kv_hints_envelope(kv_hints.with_exact(kv_hints.checkpoint_hint([3])))
-    kv_hints.check(asked, 8)
-    assert kv_hints.wants_exact(asked) and kv_hints.declared_positions(asked) == (3,)
-    assert not kv_hints.wants_exact(None)
-    assert not kv_hints.wants_exact(envelope(checkpoint([3])))
-    wrong = envelope({"action_type": "hybrid.exact", "payload": {"bits": 8}})
-    with pytest.raises(ValueError, match=r"hybrid\.exact has the field 'bits'; it has none"):
-        kv_hints.check(wrong, 8)
+        read_rate({"budget": 3})
 
 
 @pytest.mark.parametrize(
-    ("header", "sentence"),
+    ("name", "header", "sentence"),
     [
-        ("perhaps", "X is 'perhaps'; it is neither 'end' nor 'return' nor 'return; seconds=N'."),
-        ("return; seconds=0", "a session returns after 0 seconds; say more than 0"),
-        ("return; seconds=1000000", "a session returns after 1e+06 seconds"),
-        ("end; seconds=3", "it is neither"),
-        ("return; seconds=1e3", "it is neither"),
+        ("Session", "perhaps", "it is neither 'end' nor 'return' nor 'return; seconds=N'."),
+        ("Session", "return; seconds=0", "a session returns after 0 seconds; say more than 0"),
+        ("Session", "return; seconds=1000000", "a session returns after 1e+06 seconds"),
+        ("Session", "end; seconds=3", "it is neither"),
+        ("Session", "return; seconds=1e3", "it is neither"),
+        ("Exact", "yes", "it may be 'true'."),
     ],
 )
-def test_a_header_that_says_something_else(header: str, sentence: str) -> None:
+def test_a_header_that_says_something_else(name: str, header: str, sentence: str) -> None:
     with pytest.raises(ValueError) as error:
-        hint_payloads.session_of_header("X", header)
-    assert sentence in str(error.value)
+        kv_hints.with_headers(None, {f"X-Hybrid-{name}": header})
+    assert str(error.value).startswith(f"the header X-Hybrid-{name} is '{header}'; {sentence}")
 
 
-def test_a_header_says_when() -> None:
-    assert hint_payloads.session_of_header("X", "return; seconds=20") == Hint.after(20)
-    assert hint_payloads.session_of_header("X", " return ;seconds=0.5 ") == Hint.after(0.5)
-    assert hint_payloads.session_of_header("X", "end") == Hint.ENDS
+@pytest.mark.parametrize(
+    ("header", "hint"),
+    [
+        ("return; seconds=20", Hint.after(20)),
+        (" return ;seconds=0.5 ", Hint.after(0.5)),
+        ("end", Hint.ENDS),
+    ],
+)
+def test_headers_join_what_a_request_says(header: str, hint: Hint) -> None:
+    headers = {"X-Hybrid-Session": header, "X-Hybrid-Exact": "true"}
+    written = decode_kv_hints_envelope(kv_hints.with_headers(SEVEN, headers))
+    assert kv_hints.read(written, 8) == PromptHints((7,), session=hint, exact=True)
+    assert kv_hints.with_headers(SEVEN, {}) is SEVEN

@@ -11,7 +11,8 @@ from pathlib import Path
 READ = """
 import json
 from prometheus_client import REGISTRY
-from sglang_hybrid.serving.telemetry.metrics import CacheMetrics
+from sglang_hybrid.serving.telemetry.metric import Metrics
+from sglang_hybrid.serving.telemetry.metrics import cache_metrics
 from sglang_hybrid.serving.telemetry.stats import CacheStats, Missed, RequestReport
 
 class Cache:
@@ -25,7 +26,7 @@ class Cache:
     tier_stats = None
 
 cache = Cache()
-metrics = CacheMetrics(cache)
+metrics = cache_metrics(cache)
 {steps}
 print(json.dumps({{
     sample.name + "".join(f"[{{value}}]" for value in sample.labels.values()): sample.value
@@ -102,10 +103,10 @@ metrics.update()
 def test_one_memory_is_shown() -> None:
     found = read("""
 from sglang_hybrid.core.memory.account import Account, MemoryKind as Kind
-from sglang_hybrid.serving.telemetry.memory import MemoryMetrics
+from sglang_hybrid.serving.telemetry.metrics import memory_metrics
 account = Account(1_000)
 account.join(Kind.STATES, lambda wanted: account.gave_back(Kind.STATES, 400) or 400)
-shown = MemoryMetrics(account)
+shown = Metrics(memory_metrics(account))
 account.claim(Kind.STATES, 800)
 account.charge(Kind.STATES, used=250, waste=50, kept=-300)
 shown.update()
@@ -128,9 +129,9 @@ shown.update()
 def test_what_was_expected_of_answers_is_shown() -> None:
     found = read("""
 from sglang_hybrid.core.returns.answers import Answer, Calibration
-from sglang_hybrid.serving.telemetry.answers import AnswerMetrics
+from sglang_hybrid.serving.telemetry.metrics import answer_metrics
 seen = Calibration()
-shown = AnswerMetrics(seen)
+shown = Metrics(answer_metrics(seen))
 for expected, returned in ((None, True), (0.9, True), (0.95, False), (0.1, False)):
     answer = Answer([], 0.0, 0.5, None, expected, returned=returned)
     seen.judge(answer)
@@ -147,9 +148,9 @@ shown.update()
 
 def test_tiers_are_shown() -> None:
     found = read("""
-from sglang_hybrid.serving.telemetry.tiers import TierMetrics, TierStats
+from sglang_hybrid.serving.telemetry.tiers import TierStats, tier_metrics
 stats = TierStats(token_bytes=10, state_bytes=1_000)
-shown = TierMetrics(stats)
+shown = Metrics(tier_metrics(stats))
 stats.written(tokens=7, states=2)
 shown.update()
 stats.loads += 3
@@ -165,9 +166,9 @@ shown.update()
 def test_the_queue_is_shown() -> None:
     found = read("""
 from sglang_hybrid.core.queue.waiting import Bound, Prospect, ReuseKind, Waiting
-from sglang_hybrid.serving.telemetry.schedule import ScheduleMetrics, ScheduleStats
+from sglang_hybrid.serving.telemetry.schedule import ScheduleStats, schedule_metrics
 stats = ScheduleStats(front=7)
-shown = ScheduleMetrics(stats, "sglang_hybrid:")
+shown = Metrics(schedule_metrics(stats))
 hit = Prospect(90, 1.0, 10.0, ReuseKind.ON_DEVICE)
 stats.runs(Waiting("a", 1, 10.0, prospect=hit), Bound(3, 60.0), 12.0)
 shown.update()
@@ -190,9 +191,9 @@ shown.update()
 def test_loads_before_their_turn_are_shown() -> None:
     found = read("""
 from sglang_hybrid.core.queue.prefetch import PrefetchCounts
-from sglang_hybrid.serving.telemetry.schedule import ScheduleMetrics, ScheduleStats
+from sglang_hybrid.serving.telemetry.schedule import ScheduleStats, schedule_metrics
 stats = ScheduleStats(loads=PrefetchCounts())
-shown = ScheduleMetrics(stats, "sglang_hybrid:")
+shown = Metrics(schedule_metrics(stats))
 stats.loads.started = 3
 shown.update()
 stats.loads.started, stats.loads.used, stats.loads.wasted_bytes = 5, 4, 100

@@ -13,10 +13,9 @@ from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.simulation.tuner.candidates import replay
-from sglang_hybrid.simulation.tuner.recorder import Finished
+from sglang_hybrid.simulation.tuner.recorder import Finished, make_window
 from sglang_hybrid.simulation.tuner.tuned import switching
 from sglang_hybrid.simulation.tuner.tuner import PolicySwitch
-from sglang_hybrid.simulation.tuner.window import make_window
 from tests.simulation.tuner.traffic import POOLS, fashions, requests, templates
 
 pytest.importorskip("sglang")

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hybrid.simulation.traces.formats import Reading, read_trace
+from sglang_hybrid.simulation.traces.formats import read_trace
+from sglang_hybrid.simulation.traces.lines import Reading
 from sglang_hybrid.simulation.tuner import trace_file
 from sglang_hybrid.simulation.tuner.recorder import Finished
 from sglang_hybrid.simulation.tuner.trace_file import RecordingError, TraceFile, check

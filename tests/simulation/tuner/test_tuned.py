@@ -11,11 +11,11 @@ from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.core.systems import HINDSIGHT, Setting, Spec
 from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.simulation.prefill_time import PAPER
-from sglang_hybrid.simulation.tuner.candidates import CANDIDATES
-from sglang_hybrid.simulation.tuner.search import Limits, TokensFound
+from sglang_hybrid.simulation.tuner.candidates import CANDIDATES, TokensFound
+from sglang_hybrid.simulation.tuner.recorder import RequestWindow
 from sglang_hybrid.simulation.tuner.tuned import CHOICES, TunedCache, build_tuned, switching
 from sglang_hybrid.simulation.tuner.tuner import Rules
-from sglang_hybrid.simulation.tuner.window import RequestWindow
+from sglang_hybrid.simulation.workers import Limits
 from tests.simulation.tuner.traffic import COST, POOLS, fashions, requests, templates
 
 REUSE, LRU = CANDIDATES[:2]

@@ -8,20 +8,21 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from sglang_hybrid.core.costs.cost import IntArray
 from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.simulation.tuner.candidates import CANDIDATES
-from sglang_hybrid.simulation.tuner.regret import Advantages, Ints, Regrets
-from sglang_hybrid.simulation.tuner.search import Limits, TokensFound, search
+from sglang_hybrid.simulation.tuner.candidates import CANDIDATES, TokensFound, search
+from sglang_hybrid.simulation.tuner.recorder import RequestWindow
+from sglang_hybrid.simulation.tuner.regret import Advantages, Regrets
 from sglang_hybrid.simulation.tuner.tuner import PolicySwitch, Rules, Tuner
-from sglang_hybrid.simulation.tuner.window import RequestWindow
+from sglang_hybrid.simulation.workers import Limits
 from tests.simulation.tuner.traffic import COST, fashions, records, templates
 
 REUSE, LRU, MARCONI = CANDIDATES[0], CANDIDATES[1], CANDIDATES[4]
 RULES = Rules(window=40)
 
 
-def even(tokens: int, requests: int = 10) -> Ints:
+def even(tokens: int, requests: int = 10) -> IntArray:
     """As many tokens in each of so many requests."""
     return np.full(requests, tokens // requests)
 

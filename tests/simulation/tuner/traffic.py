@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.simulation.traces.requests import Request, make_request
-from sglang_hybrid.simulation.tuner.recorder import Finished
-from sglang_hybrid.simulation.tuner.window import RequestWindow
+from sglang_hybrid.simulation.tuner.recorder import Finished, RequestWindow
 
 COST = CostModel(linear=1_000, quadratic=3, windows=(), kv_bytes_per_token=8, state_bytes=4_096)
 POOLS = Split(kv_tokens=3_200, slots=6)

@@ -1,20 +1,40 @@
-"""How many intervals of each class ended, or were last seen, in each bin of age; old ones fade.
+"""Intervals of the reuse index, counted by class: how many ended in which bin of age, and whether
+what happens to them is what was expected.
 
-Classes are numbered from 0 on as they are added.
+An interval is the time from one use of a position to the next. Classes are numbered from 0 on as
+they are added.
 """
 
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from sglang_hybrid.core.costs.cost import FloatArray, IntArray
-from sglang_hybrid.core.returns.learnt import LearntCounts
 
 ENDED, UNENDED = 0, 1
 FADED = 1_024
 """Weights that are computed beforehand: of what so many intervals and fewer began after."""
+REFUTED = 6.0
+"""By how much (in nats) the short estimate must foretell better."""
+LEAST: Final = 1e-4
+"""Probability of what nobody expects."""
+EVIDENCE = 64
+"""Intervals of a class after which evidence counts half."""
+
+
+@dataclass(frozen=True)
+class LearntCounts:
+    """Intervals of classes [C] that began [C], and of those by bin of age [C, BINS]: that ended,
+    and that did not, open ones among them.
+    """
+
+    begun: IntArray
+    ended: FloatArray
+    unended: FloatArray
 
 
 class IntervalCounts:
@@ -40,7 +60,7 @@ class IntervalCounts:
         self._begun.append(0)
         self._as_of.append(0)
 
-    def begins(self, interval_id: int, reuse_class: int) -> None:
+    def on_begin(self, interval_id: int, reuse_class: int) -> None:
         """Note that an interval begins. reuse_class: the number of its class."""
         if interval_id >= len(self._number):
             self._number.frombytes(bytes(8 * (interval_id + 1)))
@@ -48,17 +68,17 @@ class IntervalCounts:
         self._number[interval_id] = begun
         self._begun[reuse_class] = begun + 1
 
-    def moves(self, interval_id: int, before: int, after: int) -> None:
+    def on_move(self, interval_id: int, before: int, after: int) -> None:
         """An open interval now belongs to class `after`; it weighs there what it did before."""
         self._number[interval_id] += self._begun[after] - self._begun[before]
 
-    def ends(self, interval_id: int, reuse_class: int, age_bin: int) -> None:
-        """It ended in this bin."""
+    def on_end(self, interval_id: int, reuse_class: int, age_bin: int) -> None:
+        """An interval ended in this bin."""
         self._fade(reuse_class)
         self._counts[reuse_class, ENDED, age_bin] += self._weight(interval_id, reuse_class)
 
-    def is_lost(self, interval_id: int, reuse_class: int, age_bin: int) -> None:
-        """It is observed no more; it was in this bin then."""
+    def on_close(self, interval_id: int, reuse_class: int, age_bin: int) -> None:
+        """An interval is observed no more; it was in this bin then."""
         self._fade(reuse_class)
         self._counts[reuse_class, UNENDED, age_bin] += self._weight(interval_id, reuse_class)
 
@@ -121,6 +141,90 @@ class IntervalCounts:
         """What an interval weighs of whose class so many began after it."""
         faded: FloatArray = np.exp2(-younger / self._half_life)
         return faded
+
+
+class IntervalNews:
+    """What happened to the intervals since the last look, and how well two estimates foretold it.
+
+    Every bin of age that an interval passed through is one trial: it ended there or it did not.
+    Classes are numbered from 0 on as they are added.
+    """
+
+    def __init__(self, bins: int) -> None:
+        self._bins = bins
+        self._ended = np.zeros((0, bins))
+        self._steps = np.zeros((0, bins + 1))  # differences, along bins, of those that passed
+        self._evidence = np.zeros(0)
+        self._classes = 0
+        self._seen = array("q", bytes(8 * 64))  # by interval id: bins that were counted
+        self._known: IntArray = np.zeros(0, dtype=np.int64)
+        self._gain_if_ended = self._gain_if_not = np.zeros((0, bins))  # of the short estimate
+
+    def add_class(self) -> None:
+        """One more; nothing happened to it yet."""
+        self._ended = with_room(self._ended, self._classes)
+        self._steps = with_room(self._steps, self._classes)
+        self._evidence = with_room(self._evidence, self._classes)
+        self._classes += 1
+
+    def on_begin(self, interval: int, number: int) -> None:
+        """An interval of the class of that number begins under this id."""
+        if interval >= len(self._seen):
+            self._seen.frombytes(bytes(8 * (interval + 1)))
+        self._seen[interval] = 0
+
+    def on_end(self, interval: int, number: int, age_bin: int) -> None:
+        """An interval of the class of that number ended in this bin, having passed those before."""
+        self._ended[number, age_bin] += 1
+        self.on_close(interval, number, age_bin)
+
+    def on_move(self, interval: int, before: int, after: int) -> None:
+        """From now on an open interval counts for the class of number `after`."""
+
+    def on_close(self, interval: int, number: int, age_bin: int) -> None:
+        """An interval has passed all bins before this one, and is observed no more."""
+        seen = self._seen[interval]
+        if age_bin > seen:
+            self._steps[number, seen] += 1
+            self._steps[number, age_bin] -= 1
+            self._seen[interval] = age_bin
+
+    def look(self, intervals: IntArray, numbers: IntArray, age_bins: IntArray) -> None:
+        """The open intervals [n], of classes of these numbers [n], are in these bins [n] by now.
+        Weigh what happened.
+        """
+        every = as_ints(self._seen)
+        seen = every.take(intervals)
+        on = (age_bins > seen).nonzero()[0]
+        np.add.at(self._steps, (numbers[on], seen[on]), 1)
+        np.add.at(self._steps, (numbers[on], age_bins[on]), -1)
+        every[intervals[on]] = age_bins[on]
+        ended = self._ended[self._known]
+        passed = np.cumsum(self._steps[self._known], axis=1)[:, : self._bins]
+        gain = (ended * self._gain_if_ended + passed * self._gain_if_not).sum(axis=1)
+        fade = 2.0 ** (-ended.sum(axis=1) / EVIDENCE - passed[:, 0] / EVIDENCE)
+        self._evidence[self._known] = np.maximum(
+            fade * self._evidence[self._known] + gain, -REFUTED
+        )
+        self._ended[: self._classes] = 0
+        self._steps[: self._classes] = 0
+
+    def refuted(self) -> list[int]:
+        """Numbers of classes of which the short estimate knows more than the long one; once
+        each.
+        """
+        numbers: list[int] = (self._evidence > REFUTED).nonzero()[0].tolist()
+        self._evidence[numbers] = 0.0
+        return numbers
+
+    def expect(self, known: IntArray, long: FloatArray, short: FloatArray) -> None:
+        """The hazards [C, bins] that both estimates have from now for classes of the numbers
+        `known` [C].
+        """
+        long, short = np.clip(long, LEAST, 1 - LEAST), np.clip(short, LEAST, 1 - LEAST)
+        self._known = known
+        self._gain_if_ended = np.log(short) - np.log(long)
+        self._gain_if_not = np.log1p(-short) - np.log1p(-long)
 
 
 def with_room(values: FloatArray, used: int) -> FloatArray:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.core.returns.interval_counts import IntervalCounts
+from sglang_hybrid.core.returns.intervals import IntervalCounts
 
 CLASSES, BINS = 3, 4
 
@@ -52,21 +52,21 @@ class World:
             self.open[interval] = Interval(reuse_class, 0.0)
             self.every.append(self.open[interval])
             for one in counts:
-                one.begins(interval, reuse_class)
+                one.on_begin(interval, reuse_class)
             return
         interval = self.source.choice(sorted(self.open))
         known = self.open[interval]
         if what == "move":
             after = self.source.randrange(CLASSES)
             for one in counts:
-                one.moves(interval, known.reuse_class, after)
+                one.on_move(interval, known.reuse_class, after)
             known.reuse_class = after
             return
         known.age_bin = self.source.randrange(BINS)
         known.how = "ended" if what == "end" else "lost"
         del self.open[interval]
         for one in counts:
-            tell = one.ends if what == "end" else one.is_lost
+            tell = one.on_end if what == "end" else one.on_close
             tell(interval, known.reuse_class, known.age_bin)
 
     def plain(self, half_life: float) -> tuple[np.ndarray, np.ndarray]:
@@ -105,8 +105,8 @@ def test_every_interval_counts_by_what_began_after_it(
 def test_a_class_weighs_no_more_than_its_memory_however_long_it_goes_on() -> None:
     counts = counting(10.0, classes=1, bins=1)
     for _ in range(100_000):
-        counts.begins(0, 0)
-        counts.ends(0, 0, 0)
+        counts.on_begin(0, 0)
+        counts.on_end(0, 0, 0)
     ended, others = counts.of(np.array([0]), *np.zeros((3, 0), dtype=np.int64))
     assert ended[0, 0] == pytest.approx(1 / (1 - 2**-0.1))
     assert others[0, 0] == 0

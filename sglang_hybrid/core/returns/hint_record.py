@@ -1,0 +1,110 @@
+"""How far the hints of a tenant may be believed: how often they proved true so far."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from sglang_hybrid.core.returns.hints import LEAST_SECONDS, Hint, Next
+
+FIRST_BELIEF: Final = {Next.ENDS: 0.1, Next.RETURNS: 0.9, Next.RETURNS_AFTER: 0.9, None: 0.5}
+"""Probability of a return after a hint from a tenant that gave none of this kind before; None:
+without a hint.
+"""
+
+LEAST_DIFFERENCE: Final = 0.2
+"""Between the probabilities with a hint and without one, from which on the hint says something."""
+
+BELIEF_WEIGHT: Final = 2.0
+"""Hints that the first belief counts for: one that proves false is enough to doubt the next."""
+
+MEMORY: Final = 64
+"""Hints of a kind after which what one of them proved counts half."""
+
+MOST_SPREAD: Final = 1.0
+"""Octaves (root mean square) between seconds that were said and those that passed, up to which the
+seconds tell something.
+"""
+
+
+class HintRecord:
+    """How often a return followed the hints of one tenant, by kind, and requests without one; and
+    how true the seconds were that it named. Old ones fade.
+    """
+
+    def __init__(self) -> None:
+        self.times = SaidTimes()
+        self._given: dict[Next | None, float] = dict.fromkeys(FIRST_BELIEF, 0.0)
+        self._returned: dict[Next | None, float] = dict.fromkeys(FIRST_BELIEF, 0.0)
+
+    def tells(self, hint: Hint) -> bool:
+        """Whether returns after `hint` are not as frequent as without a hint."""
+        return abs(self.probability(hint) - self.probability(None)) > LEAST_DIFFERENCE
+
+    def probability(self, hint: Hint | None) -> float:
+        """Of a return after `hint`: the share of those so far, shrunk towards `FIRST_BELIEF`."""
+        kind = None if hint is None else hint.next
+        believed = BELIEF_WEIGHT * FIRST_BELIEF[kind]
+        return (believed + self._returned[kind]) / (BELIEF_WEIGHT + self._given[kind])
+
+    def followed(self, hint: Hint | None, *, returned: bool, after: float = 0.0) -> None:
+        """A return followed a request with this hint, `after` seconds, or none did."""
+        kind = None if hint is None else hint.next
+        fade = 0.5 ** (1 / MEMORY)
+        self._given[kind] = fade * self._given[kind] + 1
+        self._returned[kind] = fade * self._returned[kind] + returned
+        if hint is not None and hint.seconds is not None and returned:
+            self.times.passed(hint.seconds, after)
+
+    def take_back(self, hint: Hint | None) -> None:
+        """One of the hints that no return seemed to follow was followed by one after all:
+        `followed` is called again for it.
+        """
+        kind = None if hint is None else hint.next
+        self._given[kind] = max(self._given[kind] - 1, self._returned[kind])
+
+    def as_list(self) -> list[float]:
+        """All that was learnt, for a file."""
+        times = self.times
+        return [
+            *self._given.values(),
+            *self._returned.values(),
+            *(times.weight, times.octaves, times.squares),
+        ]
+
+    def restore(self, values: list[float]) -> None:
+        """What `as_list` gave. Raises ValueError for another number of values."""
+        kinds = len(FIRST_BELIEF)
+        if len(values) != 2 * kinds + 3:
+            raise ValueError(f"a record of hints has {2 * kinds + 3} values, not {len(values)}")
+        self._given = dict(zip(FIRST_BELIEF, values, strict=False))
+        self._returned = dict(zip(FIRST_BELIEF, values[kinds:], strict=False))
+        self.times.weight, self.times.octaves, self.times.squares = values[2 * kinds :]
+
+
+class SaidTimes:
+    """Seconds until a return that a tenant named, against those that passed.
+
+    weight, octaves, squares: of the hints so far, sums of 1, x and x^2 for x = log2(passed / said);
+    old ones fade.
+    """
+
+    def __init__(self) -> None:
+        self.weight = self.octaves = self.squares = 0.0
+
+    def passed(self, said: float, passed: float) -> None:
+        """A hint said so many seconds, and so many passed until the return."""
+        x = math.log2(max(passed, LEAST_SECONDS) / max(said, LEAST_SECONDS))
+        fade = 0.5 ** (1 / MEMORY)
+        self.weight = fade * self.weight + 1
+        self.octaves = fade * self.octaves + x
+        self.squares = fade * self.squares + x * x
+
+    def expected(self, said: float) -> float | None:
+        """Seconds until a return where `said` are named: so many times as many as has been usual.
+        None where that varies too much to tell anything. The first one is believed.
+        """
+        weight = BELIEF_WEIGHT + self.weight
+        usual = self.octaves / weight
+        spread = max(self.squares / weight - usual * usual, 0.0)
+        return None if spread > MOST_SPREAD**2 else said * 2.0**usual

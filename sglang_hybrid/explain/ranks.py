@@ -1,0 +1,41 @@
+"""Questions of the HTTP server to the schedulers of all data-parallel ranks."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from sglang_hybrid.serving.config import BACKEND
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.communicator import FanOutCommunicator
+    from sglang.srt.managers.io_struct import BaseReq
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+
+def has_our_cache(manager: TokenizerManager) -> bool:
+    """Whether the server runs sglang_hybrid's cache."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return bool(resolving_view(manager.server_args).radix_cache_backend == BACKEND)
+
+
+async def ask_ranks(manager: TokenizerManager, question: BaseReq, kind: Any) -> list[Any]:
+    """The answers of all ranks, which are of class `kind`. Questions with answers of one class are
+    asked one after another.
+    """
+    manager.auto_create_handle_loop()
+    answers: list[Any] = await _communicator(manager, kind)(question)
+    return answers
+
+
+@lru_cache(maxsize=2)
+def _communicator(manager: TokenizerManager, kind: type[Any]) -> FanOutCommunicator[Any, Any]:
+    """As SGLang makes its own (tokenizer_control_mixin.py, init_communicators)."""
+    from sglang.srt.managers.communicator import FanOutCommunicator
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.utils import TypeBasedDispatcher
+
+    communicator = FanOutCommunicator(manager._dispatch_to_scheduler, get_parallel().num_dp_ranks)
+    manager._result_dispatcher += TypeBasedDispatcher([(kind, communicator.handle_recv)])
+    return communicator

@@ -1,0 +1,115 @@
+"""The directory of a model: its config, its weights and its tokenizer, before anything is loaded.
+
+Each check raises `StartupError` with one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from sglang_hybrid.serving.startup import StartupError
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def check_model(model_path: str, *, weights: bool = True, tokenizer: bool = True) -> None:
+    """Raise `StartupError` if `model_path` is a directory that SGLang cannot load.
+
+    A name on the Hugging Face hub (`owner/name`) and a URL are left to SGLang.
+    """
+    path = Path(model_path).expanduser()
+    if not path.exists():
+        if is_elsewhere(model_path):
+            return
+        raise StartupError(
+            f"model path {model_path!r} does not exist; give a directory, a name on the Hugging "
+            "Face hub, or no --model-path at all for the embedded default model."
+        )
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return
+        raise StartupError(f"model path {model_path!r} is a file; give the model's directory.")
+    config = read_config(path)
+    if not config.get("architectures"):
+        raise StartupError(f"{path / 'config.json'} names no `architectures`; is it a model's?")
+    if weights:
+        _check_weights(path)
+    if tokenizer and not has_tokenizer(path):
+        raise StartupError(
+            f"model directory {model_path!r} has no tokenizer (tokenizer.json or tokenizer.model); "
+            "copy it there or give --tokenizer-path."
+        )
+
+
+def is_elsewhere(path: str) -> bool:
+    """Whether a path is a name on the Hugging Face hub or a URL, which SGLang resolves."""
+    return bool(_HUB_NAME.fullmatch(path)) or "://" in path
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory has a tokenizer's files."""
+    return any((directory / name).exists() for name in _TOKENIZERS)
+
+
+def read_config(model_directory: Path) -> dict[str, Any]:
+    """The model's config.json; raises `StartupError` if it is missing or broken."""
+    file = model_directory / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StartupError(
+            f"model directory {str(model_directory)!r} has no config.json; is it a model's?"
+        ) from None
+    except PermissionError:
+        raise StartupError(
+            f"{file} cannot be read by this user; give it the right to, or another --model-path."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{file} cannot be read: {error}; copy the model again.") from None
+    if not isinstance(config, dict):
+        raise StartupError(f"{file} is no JSON object; copy the model again.")
+    return config
+
+
+def weight_bytes(model_directory: Path) -> int:
+    """Size of the weight files in a model directory, in bytes; 0 if there are none."""
+    return sum(file.stat().st_size for file in _weight_files(model_directory))
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """Those of the first format that there are files of."""
+    found = ([*directory.glob(pattern)] for pattern in _WEIGHTS)
+    return next(filter(None, found), [])
+
+
+def _check_weights(path: Path) -> None:
+    if not _weight_files(path):
+        raise StartupError(
+            f"model directory {str(path)!r} has no weights (*.safetensors); copy them there, or "
+            "give --load-format dummy to serve random ones."
+        )
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StartupError(f"{index} cannot be read: {error}; copy the model again.") from None
+        missing = sorted(name for name in wanted if not (path / name).exists())
+        if missing:
+            raise StartupError(
+                f"model directory {str(path)!r} lacks {len(missing)} of {len(wanted)} weight "
+                f"files, {missing[0]} among them; copy the model again."
+            )
+    for file in path.glob("*.safetensors"):
+        try:
+            with safe_open(str(file), framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise StartupError(f"{file} is damaged ({error}); copy the model again.") from None
