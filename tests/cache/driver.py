@@ -406,6 +406,13 @@ class Server:
 
     # Whole requests.
 
+    def begin(self, tokens: Sequence[int], stamp: float = 0.0, **more: Any) -> Req:
+        """A request that is admitted when it arrives."""
+        req = self.arrive(tokens, stamp, **more)
+        if not self.admit(req):
+            raise RuntimeError("the request does not fit into the pools, even alone")
+        return req
+
     def prefill(self, req: Req) -> None:
         """All that is left of its prompt."""
         while not self.prefill_step(req):
@@ -427,9 +434,7 @@ class Server:
         pins: Sequence[PinRequest] = (),
     ) -> int:
         """A request from arrival to end, alone; returns its hit length."""
-        req = self.arrive(tokens, stamp, cache_salt=cache_salt, session=session, pins=pins)
-        if not self.admit(req):
-            raise RuntimeError("the request does not fit into the pools, even alone")
+        req = self.begin(tokens, stamp, cache_salt=cache_salt, session=session, pins=pins)
         hit = int(req.prefix_len)
         self.complete(req, answer)
         return hit

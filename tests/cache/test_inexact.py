@@ -124,8 +124,8 @@ def test_a_request_says_so_itself() -> None:
 def test_without_smaller_copies_nothing_is_said() -> None:
     coded_rows.use(CodecPlan())
     server = TieredServer.on(SIZES, options("reuse"))
-    req = server.arrive([5, 6, 7, 8])
-    assert server.admit(req) and server.prefill_step(req)
+    req = server.begin([5, 6, 7, 8])
+    assert server.prefill_step(req)
     server.decode(req, [7])
     server.finish(req)
     report = server.cache.lookups.report(req)

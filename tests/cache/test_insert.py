@@ -136,8 +136,7 @@ def test_a_path_stays_locked_while_its_checkpoint_is_published(
     """SGLang gives its lock up first; each node would be free and be locked again."""
     server = Server.on(SIZES["states"], options("reuse"))
     server.serve(range(40), [1])
-    req = server.arrive([*range(40), 7, 8, 9])
-    assert server.admit(req)
+    req = server.begin([*range(40), 7, 8, 9])
     held = server.cache.shadow_tree.record(server.cache.tree_core.node_by_id(req.last_node))
     freed: list[Any] = []
     lock = server.cache.shadow_tree.tree.lock

@@ -80,8 +80,7 @@ def test_without_chunked_prefill_a_prefill_is_split_where_kernels_need_that() ->
     it = server(one_pass=False)
     document = run(100)
     it.serve([*document, *run(50, 1)], [7])
-    req = it.arrive([*document, *run(50, 2)])
-    assert it.admit(req)
+    req = it.begin([*document, *run(50, 2)])
     ends = [req.extend_end]
     while not it.prefill_step(req):
         it.look_ahead(req)
@@ -112,8 +111,7 @@ def test_a_request_that_does_not_fit_is_counted_once_it_does() -> None:
     it.serve([*document, *run(60, 1)], [7])
     for seed in (2, 3):  # a state at the branch, and a prompt that leaves it 8 tokens further down
         it.serve([*document, *run(40, seed)], [7])
-    holder = it.arrive(run(180, 9))
-    assert it.admit(holder)
+    holder = it.begin(run(180, 9))
     it.prefill_step(holder)
     waiting = it.arrive([*document, *run(60, 1)[:8], *run(190, 8)])
     before = dict(it.cache.stats.skipped), it.cache.decision_log.decisions.count
@@ -161,8 +159,8 @@ def test_a_request_that_runs_keeps_its_slot() -> None:
     it = server(states=4)
     document = run(100)
     it.serve(document, [7])
-    req = it.arrive([*document, 1, 2])
-    assert it.admit(req) and it.prefill_step(req)
+    req = it.begin([*document, 1, 2])
+    assert it.prefill_step(req)
     slot = int(req.kv.mamba_pool_idx)
     it.cache.match_prefix(
         MatchPrefixParams(key=RadixKey(req.origin_input_ids), req=req, cow_mamba=False)

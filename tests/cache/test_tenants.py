@@ -37,8 +37,7 @@ def server(policy: str = "reuse", **sizes: int) -> Server:
 
 def serve(it: Server, prompt: list[int], answer: list[int], at: float, **whose: Any) -> Any:
     """A request from arrival to end; it takes the id that its sender chose."""
-    req = it.arrive(prompt, at, **whose)
-    assert it.admit(req)
+    req = it.begin(prompt, at, **whose)
     it.complete(req, answer)
     return req
 

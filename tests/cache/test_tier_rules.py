@@ -102,8 +102,7 @@ def test_a_state_inside_the_tree_is_demoted_and_found(policy: str) -> None:
 def test_a_state_that_comes_while_its_kv_is_copied_is_copied_after_it() -> None:
     """A prefill that leaves several states cuts the node that is being copied."""
     at = server(eviction="seglen")
-    req = at.arrive(list(range(100, 160)), declared=[16, 32])
-    assert at.admit(req)
+    req = at.begin(list(range(100, 160)), declared=[16, 32])
     at.complete(req, [3])
     poll(at, 3)
     held = tiers_of(at)["held"]
@@ -182,8 +181,8 @@ def test_what_computing_gives_sooner_is_neither_copied_nor_loaded() -> None:
 def test_what_a_request_holds_is_copied_when_it_ends() -> None:
     """Before that it cannot be forgotten, and nobody knows what becomes of it."""
     at = server()
-    req = at.arrive(list(range(100, 140)))
-    assert at.admit(req) and at.prefill_step(req)
+    req = at.begin(list(range(100, 140)))
+    assert at.prefill_step(req)
     at.poll()
     assert tiers_of(at)["written_bytes"] == 0
     at.decode(req, [3])
@@ -384,8 +383,7 @@ def test_tenants_stay_apart_on_the_host() -> None:
 
 def test_a_request_is_told_where_its_hit_came_from() -> None:
     at, prompt = on_the_host()
-    req = at.arrive([*prompt, 1, 2, 3])
-    assert at.admit(req)
+    req = at.begin([*prompt, 1, 2, 3])
     at.prefill_step(req)
     (report,) = req.customized_info["hybrid_cache"]
     assert report["tiers"]["way"] == "load"
@@ -412,7 +410,7 @@ def test_a_pin_goes_to_the_host_with_its_state_and_comes_back() -> None:
     """
     at = server(ratio=1.5)
     prompt = list(range(100, 160))
-    hit(at, prompt, pins=[PinRequest(40, 1e6, Priority.HIGH)])
+    hit(at, prompt, pins=[PinRequest(40, 86_400, Priority.HIGH)])
     pins = at.cache.shadow_tree.tree.pins
     empty_the_device(at)
     assert len(pins) == 1 and tiers_of(at)["held"]["device"]["states"] == 0

@@ -70,12 +70,14 @@ class Ahead(TieredScheduler):
     def on_host(self, number: int) -> list[int]:
         """A document of which the host has all and the device nothing."""
         document = run(60, number)
-        self.warm(document, self.now)
-        self.settle()
-        for other in (run(90, 100 + number), run(60, 200 + number)):
-            self.warm(other, self.now)
-            self.settle()
+        self.warm_all(document, run(90, 100 + number), run(60, 200 + number))
         return document
+
+    def warm_all(self, *documents: list[int]) -> None:
+        """One after the other, with what each one pushes out copied."""
+        for document in documents:
+            self.warm(document, self.now)
+            self.settle()
 
 
 @pytest.mark.parametrize("schedule", [Schedule.WINDOW, Schedule.CAR])
@@ -198,11 +200,7 @@ def test_a_load_pushes_out_what_a_request_behind_it_needs() -> None:
     """Both do not fit; the first has waited so long that its turn is next."""
     it = Ahead(hybrid_schedule_seconds=5.0)
     document, here = run(110, 5), run(60, 6)
-    it.warm(document, it.now)
-    it.settle()
-    for other in (run(90, 7), here):
-        it.warm(other, it.now)
-        it.settle()
+    it.warm_all(document, run(90, 7), here)
     it.cache.slots.reserve(0)  # as the adder says in each round
     first = it.arrive([*document, 7, 8], it.now - 10)
     it.arrive([*here, 7, 8], it.now)
@@ -240,9 +238,7 @@ def test_a_session_is_loaded_before_it_is_expected() -> None:
     it.finish(req)
     it.settle()
     assert len(it.loads.returns) == 1
-    for other in (run(90, 6), run(60, 7)):
-        it.warm(other, it.now)
-        it.settle()
+    it.warm_all(run(90, 6), run(60, 7))
     for _ in range(20):
         it.step(1.0)
     assert it.counts.expected == 0
@@ -270,24 +266,16 @@ def test_nothing_is_left_behind(seed: int) -> None:
             elif what < 0.52 and it.queue:
                 it.abort(rng.choice(it.queue))
             elif what < 0.57 and it.server.running:
-                req = rng.choice(it.server.running)
-                if req.kv.holds_kv:
-                    it.queue.append(it.server.retract(req))
+                it.retract(rng.choice(it.server.running))
             elif what < 0.8:
-                for req in it.round():
-                    it.server.prefill_step(req)
+                it.begin_round()
             else:
-                for req in list(it.server.running):
-                    it.server.decode(req, [1, 2])
-                    it.server.finish(req)
+                it.answer_running()
             it.step(rng.uniform(0.0, 0.3), arrived=rng.random() < 0.7)
             seen.append(([req.rid for req in it.queue], vars(it.counts).copy()))
         while it.queue or it.server.running:
-            for req in it.round():
-                it.server.prefill_step(req)
-            for req in list(it.server.running):
-                it.server.decode(req, [1, 2])
-                it.server.finish(req)
+            it.begin_round()
+            it.answer_running()
             it.step(0.1)
         it.settle()
         assert (it.standings(), it.cache.schedule.holds, len(it.loads.prefetcher)) == (0, 0, 0)
