@@ -12,9 +12,7 @@ NAME` it also writes docs/results/NAME.md. `results` makes such pages again, eac
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
-import importlib
 import io
 import logging
 import signal
@@ -22,36 +20,20 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import requests
 
-from scripts.bench.report import ROOT, BenchFailed, stamp
+from scripts.bench.commands import COMMANDS, about, add_options, call, function_of
+from scripts.bench.report import BenchFailed, stamp
 from scripts.bench.results import write_table
 from sglang_hybrid.serving.server_process import ServerFailed
 
-COMMANDS = (
-    *("results", "figure", "kernels"),
-    *("cache", "rounds", "schedule-round", "victim", "admission"),
-    *("policies", "answers", "pools", "tuner", "replay", "tiers-replay"),
-    *("tiers-ladder", "tier-codecs"),
-    *("prewarm", "pins", "schedule-replay", "prefetch"),
-    *("server", "split", "contexts", "native", "peak", "roofline", "profile", "peer"),
-    *("ab", "phases", "one-memory", "moves", "tiers", "tier-steps"),
-    *("agent", "codecs", "modular", "schedule", "prewarm-server", "loads", "beside"),
-)
-"""As `--help` lists them: pages, kernels, the cache in one process, replays, a server, servers."""
-
-
-def module_of(command: str) -> ModuleType:
-    return importlib.import_module(f"scripts.bench.{command.replace('-', '_')}")
-
 
 def build_parser(named: str) -> argparse.ArgumentParser:
-    """The parser; only of the subcommand `named` the module is imported and the options known."""
+    """The parser. Only the module of the subcommand `named` is imported, for its options."""
     parser = argparse.ArgumentParser(
         prog="bench.py",
         description=__doc__,
@@ -61,16 +43,15 @@ def build_parser(named: str) -> argparse.ArgumentParser:
     parser.add_argument("--write", metavar="NAME", help="write docs/results/NAME.md, too")
     parsers = parser.add_subparsers(dest="command", required=True, metavar="SUBCOMMAND")
     for command in COMMANDS:
-        path = ROOT / "scripts" / "bench" / f"{command.replace('-', '_')}.py"
-        about = ast.get_docstring(ast.parse(path.read_text())) or ""
+        text = about(command).replace("%", "%%")
         one = parsers.add_parser(
             command,
-            help=about.split("\n\n")[0].replace("%", "%%"),
-            description=about.replace("%", "%%"),
+            help=text.split("\n\n")[0],
+            description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if command == named:
-            module_of(command).arguments(one)
+            add_options(one, function_of(command))
     return parser
 
 
@@ -94,7 +75,9 @@ def main(arguments: Sequence[str]) -> int:
     interrupted.
     """
     given, wanted = split_write(arguments)
-    options = build_parser(given[0] if given else "").parse_args(arguments)
+    options = vars(build_parser(given[0] if given else "").parse_args(arguments))
+    command = options.pop("command")
+    del options["write"]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # servers are stopped then, too
     sys.argv[1:] = given  # a benchmark that runs itself in another process must not write
     warnings.simplefilter("ignore")
@@ -102,13 +85,13 @@ def main(arguments: Sequence[str]) -> int:
     printed = Both(sys.stdout)
     try:
         with contextlib.redirect_stdout(printed):
-            if options.command != "results":
+            if command != "results":
                 print(stamp(given), flush=True)
-            status = int(module_of(options.command).run(options) or 0)
+            status = call(function_of(command), options)
         if wanted and not status:
             write_table(wanted, given, printed.kept.getvalue())
     except (BenchFailed, ServerFailed, requests.RequestException) as error:
-        print(f"bench.py {options.command}: {error}", file=sys.stderr)
+        print(f"bench.py {command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

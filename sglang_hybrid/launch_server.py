@@ -99,7 +99,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     )
     from sglang_hybrid.serving.config import HybridConfig
     from sglang_hybrid.serving.preflight import HOST_RESERVE, SLOTS_PER_REQUEST
-    from sglang_hybrid.serving.variables import replaced
+    from sglang_hybrid.serving.variables import old_flag_notes
     from sglang_hybrid.simulation.tuner import trace_file
 
     try:
@@ -149,7 +149,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
             f"this launcher; give {instead}.",
             flush=True,
         )
-    for sentence in replaced(argv):
+    for sentence in old_flag_notes(argv):
         print(f"{PROGRAM}: {sentence}", flush=True)
     options.to_environment()
     if options.hybrid_record:

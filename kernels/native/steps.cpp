@@ -36,7 +36,6 @@ extern "C" void hybrid_mlp(const float* x, long rows, const float* up, const flo
     }
 }
 
-// Without the weights of a projection, the caller has computed it, or will.
 extern "C" void hybrid_mamba2(const float* x, long rows, long width, const float* in_weight,
                               const float* in_bias, const float* out_weight, const float* out_bias,
                               const float* scale, const float* conv_weight, const float* conv_bias,
@@ -54,17 +53,14 @@ extern "C" void hybrid_mamba2(const float* x, long rows, long width, const float
     const long inner = m.inner(), projections = m.projections();
     const Weight in = {in_weight, in_bias, projections, width, 0};
     const Weight out = {out_weight, out_bias, width, inner, 0};
-    const long values =
-        (in_weight ? projections * width : 0) + rows * (inner * size + m.conv_width());
+    const long values = projections * width + rows * (inner * size + m.conv_width());
 #pragma omp parallel if (values > ALONE)
     {
         const Part p = part();
-        if (in_weight) {
-            product(in, x, width, rows, projected, projections, NOTHING, p);
+        product(in, x, width, rows, projected, projections, NOTHING, p);
 #pragma omp barrier
-        }
         mamba2::step(m, rows, slots, projected, convolved, mixed, p);
-        if (out_weight) product(out, mixed, inner, rows, y, width, NOTHING, p);
+        product(out, mixed, inner, rows, y, width, NOTHING, p);
     }
 }
 

@@ -1,10 +1,10 @@
-"""The benchmarks. A module is a subcommand of scripts/bench.py, or what several of them share.
+"""The benchmarks: what `commands.COMMANDS` names, and what several of them share.
 
-A subcommand has `arguments(parser)`, which adds its options, and `run(options)`, which measures and
-prints Markdown. It returns an exit status, or None for success.
+A subcommand of scripts/bench.py is a function that measures and prints Markdown. `commands` makes
+its options and its help of its signature and its docstring.
 
 Shared: `report` (tables, and the line above them), `servers` (starting and asking servers),
 `traffic` (sending a trace to a server, and what is measured beside it), `measured` (one server's
-result on a trace), `traces` (reading and making traces, and the options for it), `results` (the
-pages of docs/results, and the subcommand that makes them again).
+result on a trace), `traces` (reading and making traces, and rules of replays), `results` (the pages
+of docs/results, and the subcommand that makes them again).
 """

@@ -1,22 +1,14 @@
-"""Hit rates of coding agents' conversations through /v1/messages, beside SGLang's own cache.
-
-Two conversations with the same tools and the same system prompt, one after the other. Each turn
-adds a call of a tool, its result and a question of the user's. Four blocks are marked, as agents do
-it: the last tool, the system prompt, and the last block of the last two messages of the user.
-
-With --drift, one conversation whose client writes a line that changes with each request at the top
-of the system prompt, and what the answers' diagnostics say of it.
-"""
+"""A coding agent's conversations through /v1/messages."""
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from scripts.bench.report import ROOT, Table, positive
+from scripts.bench.commands import Count
+from scripts.bench.report import ROOT, Table
 from scripts.bench.servers import LAUNCHERS, post
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
@@ -27,20 +19,28 @@ MARK = {"cache_control": {"type": "ephemeral"}}
 SYSTEMS = {"sglang_hybrid": LAUNCHERS["ours"], "SGLang's own cache": LAUNCHERS["SGLang"]}
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--turns", type=positive, default=6)
-    parser.add_argument("--drift", action="store_true", help="a line that changes, and its name")
+def agent(
+    turns: Count = 6,
+    drift: Annotated[bool, "a line that changes, and its name"] = False,
+) -> None:
+    """Hit rates of coding agents' conversations through /v1/messages, beside SGLang's own cache.
 
+    Two conversations with the same tools and the same system prompt, one after the other. Each turn
+    adds a call of a tool, its result and a question of the user's. Four blocks are marked, as
+    agents do it: the last tool, the system prompt, and the last block of the last two messages of
+    the user.
 
-def run(options: argparse.Namespace) -> None:
-    if options.drift:
-        _run_drift(options.turns)
+    With --drift, one conversation whose client writes a line that changes with each request at the
+    top of the system prompt, and what the answers' diagnostics say of it.
+    """
+    if drift:
+        _run_drift(turns)
         return
-    answers = {name: _conversations(module, options.turns) for name, module in SYSTEMS.items()}
+    answers = {name: _conversations(module, turns) for name, module in SYSTEMS.items()}
     table = Table("conversation", "turn", *SYSTEMS, text=2)
-    for at in range(2 * options.turns):
+    for at in range(2 * turns):
         row = [_share(answers[name][at]) for name in SYSTEMS]
-        table.row(at // options.turns + 1, at % options.turns + 1, *row)
+        table.row(at // turns + 1, at % turns + 1, *row)
 
 
 def _run_drift(turns: int) -> None:

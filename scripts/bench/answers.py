@@ -1,38 +1,33 @@
-"""What answers and clients' hints add to the hit rate of the reuse index.
-
-A row per trace and size of the cache, request after request, starting cold, by the paper's rules
-and as served with one memory. Token hit rates in percent without either, and the points that are
-added: by answers; by answers and hints of a kind (the option `--hints` of the replay). With --cost
-it is the time that the history takes for a request when it ends, with and without answers. With
---features it is what further features of an answer add to those that count: whether it calls a tool
-(tau-bench: its message has the token of `tool`), its length by powers of two, and, as a placebo,
-one that is the same for all.
-"""
+"""What answers and clients' hints tell the reuse index."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import mean, median
-from time import perf_counter
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
-from scripts.bench.policies import COST, RULES
-from scripts.bench.report import Table, positive
+from scripts.bench.commands import Count, one_of
+from scripts.bench.report import Table, seconds_of
 from scripts.bench.traces import (
+    COST,
     GENERATED,
+    RULES,
     SIZES,
+    TRACES,
+    Folder,
     Row,
-    add_traces,
+    Seeds,
     read_named,
     read_or_generate,
     rows_of,
 )
 from sglang_hybrid.core.records.nodes import Clock
-from sglang_hybrid.core.returns import answers
+from sglang_hybrid.core.returns import answers as model
 from sglang_hybrid.core.returns.history import History, TimeUnit
 from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.systems import Spec
@@ -44,48 +39,56 @@ WITHOUT = Spec("reuse", (("answers", 0.0),))
 WITH = Spec("reuse")
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hints", choices=[*KINDS], nargs="+", default=[*KINDS])
-    parser.add_argument("--rules", choices=[*RULES], nargs="+", default=["paper", "one"])
-    add_traces(parser, generated=True)
-    parser.add_argument(
-        "--closing",
-        type=positive,
-        metavar="TOKENS",
-        help="generated agents and chats whose last answer ends with so many tokens of its own",
-    )
-    parser.add_argument("--workers", type=positive, default=1, help="processes")
-    parser.add_argument("--cost", action="store_true", help="of a request, instead")
-    parser.add_argument("--features", action="store_true", help="further ones, instead")
+def answers(
+    hints: Annotated[tuple[str, ...], one_of(KINDS)] = tuple(KINDS),
+    rules: Annotated[tuple[str, ...], one_of(RULES)] = ("paper", "one"),
+    traces: Folder = TRACES,
+    generated: Seeds = None,
+    closing: Annotated[
+        Count | None,
+        {"metavar": "TOKENS"},
+        "generated agents and chats whose last answer ends with so many tokens of its own",
+    ] = None,
+    workers: Annotated[Count, "processes"] = 1,
+    cost: Annotated[bool, "of a request, instead"] = False,
+    features: Annotated[bool, "further ones, instead"] = False,
+) -> None:
+    """What answers and clients' hints add to the hit rate of the reuse index.
 
-
-def run(options: argparse.Namespace) -> None:
-    if options.cost:
-        cost()
+    A row per trace and size of the cache, request after request, starting cold, by the paper's
+    rules and as served with one memory. Token hit rates in percent without either, and the points
+    that are added: by answers; by answers and hints of a kind (the option `--hints` of the replay).
+    With --cost it is the time that the history takes for a request when it ends, with and without
+    answers. With --features it is what further features of an answer add to those that count:
+    whether it calls a tool (tau-bench: its message has the token of `tool`), its length by powers
+    of two, and, as a placebo, one that is the same for all.
+    """
+    if cost:
+        show_cost()
         return
-    if options.features:
-        further_features(options)
+    if features:
+        show_features(traces, rules)
         return
-    runner, rows = read_or_generate(options.traces, options.generated)
-    if options.closing:
-        runner, rows = closing(options.closing, options.generated or 1)
-    traces = dict(runner.traces)
-    for kind in options.hints:
-        traces |= {f"{name}, {kind}": with_hints(it, kind) for name, it in runner.traces.items()}
-    variants = [(WITHOUT, ""), (WITH, ""), *((WITH, f", {kind}") for kind in options.hints)]
+    runner, rows = read_or_generate(traces, generated)
+    if closing:
+        runner, rows = closing_answers(closing, generated or 1)
+    hinted = dict(runner.traces)
+    for kind in hints:
+        hinted |= {f"{name}, {kind}": with_hints(it, kind) for name, it in runner.traces.items()}
+    variants = [(WITHOUT, ""), (WITH, ""), *((WITH, f", {kind}") for kind in hints)]
     jobs = [
-        Job(spec, name + hinted, COST, int(size * 1e9), serving=RULES[rules])
+        Job(spec, name + hinted, COST, int(size * 1e9), serving=RULES[one])
         for name, size in rows
-        for rules in options.rules
+        for one in rules
         for spec, hinted in variants
     ]
-    results = iter(Runner(traces).run_all(jobs, options.workers))
-    heads = ["without", "answers", *(f"hints: {kind}" for kind in options.hints)]
-    table = Table("trace", "GB", *(f"{rules}: {head}" for rules in options.rules for head in heads))
+    results = iter(Runner(hinted).run_all(jobs, workers))
+    heads = ["without", "answers", *(f"hints: {kind}" for kind in hints)]
+    table = Table("trace", "GB", *(f"{one}: {head}" for one in rules for head in heads))
     gains: list[list[float]] = []
     for name, size in rows:
         cells, gained = [], []
-        for _ in options.rules:
+        for _ in rules:
             found = [100 * next(results).hit_rate for _ in variants]
             added = [rate - found[0] for rate in found[1:]]
             cells += [f"{found[0]:.1f}", *(f"{points:+.1f}" for points in added)]
@@ -100,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
     table.row("**mean**", "", *shown)
 
 
-def closing(tokens: int, seeds: int) -> tuple[Runner, list[Row]]:
+def closing_answers(tokens: int, seeds: int) -> tuple[Runner, list[Row]]:
     """Agents and chats whose last answer ends with so many tokens of its own, and their rows."""
     sizes: dict[str, Sequence[float]] = {}
     traces: dict[str, Sequence[Request]] = {}
@@ -112,7 +115,7 @@ def closing(tokens: int, seeds: int) -> tuple[Runner, list[Row]]:
     return Runner(traces), rows_of(sizes)
 
 
-def cost(requests: int = 300, answer: int = 200) -> None:
+def show_cost(requests: int = 300, answer: int = 200) -> None:
     """Milliseconds of `History.observe` for prompts that share all but their last 50 tokens."""
     table = Table("prompt tokens", "without answers, ms", "with answers, ms", text=0)
     for length in (4_096, 65_536):
@@ -128,23 +131,21 @@ def cost(requests: int = 300, answer: int = 200) -> None:
             clock, times = Clock(), []
             for sequence in sequences:
                 clock.advance()
-                begin = perf_counter()
-                history.observe(sequence, length, clock)
-                times.append(perf_counter() - begin)
+                times.append(seconds_of(lambda: history.observe(sequence, length, clock)))  # noqa: B023
             medians.append(f"{1e3 * median(times):.3f}")
         table.row(f"{length:,}", *medians)
 
 
-def further_features(options: argparse.Namespace) -> None:
+def show_features(folder: Path, every_rules: Sequence[str]) -> None:
     """Hit rates with one more feature of each answer, where answers tell something."""
     names = ("taubench_airline", "sharegpt_55")
-    runner = Runner({name: read_named(options.traces, name) for name in names})
+    runner = Runner({name: read_named(folder, name) for name in names})
     rows = [(name, size) for name in names for size in SIZES[name]]
-    heads = [f"{rules}: {name}" for rules in options.rules for name in ("answers", *FURTHER)]
+    heads = [f"{rules}: {name}" for rules in every_rules for name in ("answers", *FURTHER)]
     table, gains = Table("trace", "GB", *heads), []
     for name, size in rows:
         found: list[float] = []
-        for rules in options.rules:
+        for rules in every_rules:
             job = Job(WITH, name, COST, int(size * 1e9), serving=RULES[rules])
             without = 100 * runner.run(job).hit_rate
             found.append(without)
@@ -175,15 +176,15 @@ FURTHER: dict[str, Callable[[npt.NDArray[np.int64]], int]] = {
 @contextmanager
 def one_more(feature: Callable[[npt.NDArray[np.int64]], int]) -> Iterator[None]:
     """Answers have this feature, too."""
-    usual = answers.features_of
+    usual = model.features_of
 
-    def features_of(answer: npt.ArrayLike) -> answers.Features:
+    def features_of(answer: npt.ArrayLike) -> model.Features:
         ids = np.asarray(answer)
-        own = (0x9E3779B1 * (feature(ids) + 1) >> 7) % (1 << answers.WEIGHT_BITS)
+        own = (0x9E3779B1 * (feature(ids) + 1) >> 7) % (1 << model.WEIGHT_BITS)
         return np.unique(np.append(usual(ids), np.uint16(own)))
 
-    answers.features_of = features_of
+    model.features_of = features_of
     try:
         yield
     finally:
-        answers.features_of = usual
+        model.features_of = usual

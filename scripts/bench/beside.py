@@ -1,15 +1,7 @@
-"""A small request beside clients that send large ones: what is accepted, and what is refused.
-
-One client sends small requests one after another, a text and a chat in turn, while --clients others
-send one kind of large request as fast as they are answered. The first row has no others. What fits
-was sent once before, so that it is found in the cache; `new texts that fit` are computed. Times are
-milliseconds of the small requests; `answered` counts the large ones by their status. The clients
-run on the same machine as the server, in one more process.
-"""
+"""A small request beside clients that send large ones."""
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import multiprocessing
@@ -20,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from threading import Thread
-from typing import Any
+from typing import Annotated, Any
 
 import requests
 
-from scripts.bench.report import BenchFailed, Table, positive, times_of
+from scripts.bench.commands import Count
+from scripts.bench.report import BenchFailed, Table, times_of
 from scripts.bench.servers import percentile, random_tokens
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.serving.server_process import ServerProcess
@@ -52,33 +45,39 @@ class Large:
     once: bool = False
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--clients", type=positive, default=8)
-    parser.add_argument("--requests", type=positive, default=200, help="small ones of a row")
-    parser.add_argument("--seconds", type=positive, default=60, help="of a row at most")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="of these rows")
-    parser.add_argument("--interval", help="--prefill-decode-interval of the server")
+def beside(
+    clients: Count = 8,
+    requests_: Annotated[Count, "small ones of a row"] = 200,
+    seconds: Annotated[Count, "of a row at most"] = 60,
+    only: Annotated[tuple[str, ...], {"metavar": "NAME"}, "of these rows"] = (),
+    interval: Annotated[str | None, "--prefill-decode-interval of the server"] = None,
+) -> None:
+    """A small request beside clients that send large ones: what is accepted, and what is refused.
 
-
-def run(options: argparse.Namespace) -> None:
+    One client sends small requests one after another, a text and a chat in turn, while --clients
+    others send one kind of large request as fast as they are answered. The first row has no others.
+    What fits was sent once before, so that it is found in the cache; `new texts that fit` are
+    computed. Times are milliseconds of the small requests; `answered` counts the large ones by
+    their status. The clients run on the same machine as the server, in one more process.
+    """
     table = Table("beside", "P50", "P99", "of idle", "answered")
     flags = ["--model-path", str(ensure_default_model())]
-    if options.interval is not None:
-        flags += ["--prefill-decode-interval", options.interval]
+    if interval is not None:
+        flags += ["--prefill-decode-interval", interval]
     with ServerProcess(flags) as server:
         small = Small(server.url)
-        small.times(20, options.seconds)
-        idle = small.times(options.requests, options.seconds)
+        small.times(20, seconds)
+        idle = small.times(requests_, seconds)
         usual = percentile(idle, 0.99)
         table.row("nothing", *told(idle, usual), "")
         for large in kinds(server.url):
-            if options.only and large.name not in options.only:
+            if only and large.name not in only:
                 continue
             if large.once:
                 _send(server.port, large, 0, iter((False, True)).__next__, Counter())
-            with Others(server.port, large, options.clients) as others:
+            with Others(server.port, large, clients) as others:
                 time.sleep(2)
-                beside = small.times(options.requests, options.seconds)
+                beside = small.times(requests_, seconds)
             answers = ", ".join(f"{n} x {status}" for status, n in sorted(others.counts.items()))
             table.row(large.name, *told(beside, usual), answers)
 

@@ -1,17 +1,7 @@
-"""Smaller copies below the device: bytes, what they change in a model's answers, hit rates.
-
-    python scripts/bench.py codecs [--prompts 4] [--seeds 1]
-
-For each tiny architecture a prefix of 512 tokens is computed, its KV and states are encoded and
-decoded once, and the next 64 tokens are computed from them (transformers' own models, float32).
-Errors are differences of log probabilities to what the untouched copy gives: over all tokens of the
-vocabulary at all 64 positions, and of the token that is most likely. Then generated traffic is
-replayed with sizes of Nemotron-H-8B in one memory of so many gigabytes.
-"""
+"""Smaller copies below the device."""
 
 from __future__ import annotations
 
-import argparse
 import copy
 import random
 import tempfile
@@ -23,13 +13,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from scripts.bench.policies import COST
-from scripts.bench.report import Table, positive
-from scripts.bench.traces import read_or_generate
-from sglang_hybrid.core.server_settings import Serving
+from scripts.bench.commands import Count
+from scripts.bench.report import Table
+from scripts.bench.traces import COST, ONE_MEMORY, percent, read_or_generate
 from sglang_hybrid.models import ARCHITECTURES, build_tiny_model
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
-from sglang_hybrid.replay.runner import Job
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodedRows
@@ -45,13 +33,18 @@ SSM_VALUES, CONV_BYTES = 25_165_824, 1_474_560  # of a state: float32 numbers; b
 """Sizes of Nemotron-H-8B."""
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", type=positive, default=4)
-    parser.add_argument("--seeds", type=positive, default=1, help="of each kind of traffic")
-    parser.add_argument("--architectures", nargs="+", default=sorted(ARCHITECTURES))
+def codecs(
+    prompts: Count = 4,
+    seeds: Count = 1,
+) -> None:
+    """Smaller copies below the device: bytes, what they change in a model's answers, hit rates.
 
-
-def run(options: argparse.Namespace) -> None:
+    For each tiny architecture a prefix of 512 tokens is computed, its KV and states are encoded and
+    decoded once, and the next 64 tokens are computed from them (transformers' own models, float32).
+    Errors are differences of log probabilities to what the untouched copy gives: over all tokens of
+    the vocabulary at all 64 positions, and of the token that is most likely. Then generated traffic
+    is replayed with sizes of Nemotron-H-8B in one memory of so many gigabytes.
+    """
     print("Bytes of tiny models' copies, and errors of log probabilities\n")
     table = Table(
         *("architecture", "codec", "state, bytes", "KV, bytes per token"),
@@ -59,11 +52,11 @@ def run(options: argparse.Namespace) -> None:
         text=2,
     )
     with tempfile.TemporaryDirectory() as folder:
-        for architecture in options.architectures:
+        for architecture in ARCHITECTURES:
             path = build_tiny_model(architecture, Path(folder) / architecture)
-            show_errors(table, architecture, path, options.prompts)
+            show_errors(table, architecture, path, prompts)
     print("\nHit rates with sizes of Nemotron-H-8B, percent of prompt tokens\n")
-    show_hit_rates(options.seeds)
+    show_hit_rates(seeds)
 
 
 class Model:
@@ -156,7 +149,7 @@ def show_hit_rates(seeds: int) -> None:
         rates = []
         for kv, state in sizes:
             cost = COST.with_sizes(kv_bytes_per_token=kv, state_bytes=state)
-            serving = Serving(one_memory=True)
-            job = Job(Spec.parse("reuse"), trace, cost, int(gigabytes * 1e9), serving=serving)
-            rates.append(f"{100 * runner.run(job).hit_rate:.1f}")
+            budget = int(gigabytes * 1e9)
+            rate = percent(runner, Spec("reuse"), trace, budget, cost, serving=ONE_MEMORY)
+            rates.append(f"{rate:.1f}")
         table.row(trace, f"{gigabytes:.1f}", *rates)

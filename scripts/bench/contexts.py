@@ -1,24 +1,13 @@
-"""What the length of a context costs on the CPU: hits, cold prefills and decode steps.
-
-    python scripts/bench.py contexts [--contexts 100 1000 4000 8000 16000] [--rounds 5]
-                                     [--neighbour] [-- server flags]
-
-Sends requests of random tokens to one server. In each round every context is prefilled cold, then
-asked twice with 10 new tokens behind it and once with 1,000; 1,000 tokens are prefilled cold, too.
-Then 16 sequences are decoded at once. Times are a client's, over HTTP.
-
-``--neighbour`` measures something else: hits and decode steps while another program keeps one core
-busy, with OpenMP's threads waiting asleep (what the platform sets) and in a loop.
-"""
+"""What the length of a context costs on the CPU."""
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
+from typing import Annotated
 
 from scripts.bench.report import Table
 from scripts.bench.servers import Client
@@ -61,7 +50,7 @@ def decode_steps(client: Client, context: int, together: int) -> float:
     return median(client.step(prompts) for _ in range(3))
 
 
-def lengths(contexts: Sequence[int], rounds: int, flags: list[str]) -> None:
+def lengths(contexts: Sequence[int], rounds: int, flags: Sequence[str]) -> None:
     """Print the tables of contexts."""
     with ServerProcess(flags) as server:
         client = Client(server.url)
@@ -94,7 +83,7 @@ def lengths(contexts: Sequence[int], rounds: int, flags: list[str]) -> None:
 
 
 @contextmanager
-def neighbour() -> Iterator[None]:
+def busy_neighbour() -> Iterator[None]:
     """Another program that wants one core all the time."""
     program = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
@@ -104,7 +93,7 @@ def neighbour() -> Iterator[None]:
         program.wait()
 
 
-def crowded(rounds: int, flags: list[str]) -> None:
+def crowded(rounds: int, flags: Sequence[str]) -> None:
     """Print the table of a busy neighbour."""
     compared = ("with a neighbour", "ratio", "worst")
     table = Table(
@@ -129,7 +118,7 @@ def crowded(rounds: int, flags: list[str]) -> None:
 
             hits(), steps()
             alone = (hits(), steps())
-            with neighbour():
+            with busy_neighbour():
                 crowd = (hits(), steps())
         cells = []
         for quiet, busy in zip(alone, crowd, strict=True):
@@ -139,15 +128,22 @@ def crowded(rounds: int, flags: list[str]) -> None:
         table.row(name, *cells)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--contexts", type=int, nargs="+", default=[100, 1000, 4000, 8000, 16000])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--neighbour", action="store_true", help="measure beside a busy program")
-    parser.add_argument("server_flags", nargs="*", help="flags for the server, after --")
+def contexts(
+    *server_flags: Annotated[str, "flags for the server, after --"],
+    contexts: tuple[int, ...] = (100, 1000, 4000, 8000, 16000),
+    rounds: int = 5,
+    neighbour: Annotated[bool, "measure beside a busy program"] = False,
+) -> None:
+    """What the length of a context costs on the CPU: hits, cold prefills and decode steps.
 
+    Sends requests of random tokens to one server. In each round every context is prefilled cold,
+    then asked twice with 10 new tokens behind it and once with 1,000; 1,000 tokens are prefilled
+    cold, too. Then 16 sequences are decoded at once. Times are a client's, over HTTP.
 
-def run(options: argparse.Namespace) -> None:
-    if options.neighbour:
-        crowded(options.rounds, options.server_flags)
+    ``--neighbour`` measures something else: hits and decode steps while another program keeps one
+    core busy, with OpenMP's threads waiting asleep (what the platform sets) and in a loop.
+    """
+    if neighbour:
+        crowded(rounds, server_flags)
     else:
-        lengths(options.contexts, options.rounds, options.server_flags)
+        lengths(contexts, rounds, server_flags)

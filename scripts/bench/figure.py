@@ -1,18 +1,12 @@
-"""Draws README's figure from a page of results: what the cache is worth beside SGLang's own.
-
-    python scripts/bench.py figure [--page ab-paired] [--file docs/worth.svg]
-
-Of each trace of `ab --paired`: the share of its prompt tokens that each server hits, and what ours
-prefills and how long its requests wait for their first token, as a multiple of SGLang's.
-"""
+"""Draws README's figure from a page of results."""
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -97,12 +91,15 @@ def _bars(
     axes.set_xticks(range(len(names)), names, fontsize=7)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--page", default="ab-paired", help="of docs/results")
-    parser.add_argument("--file", type=Path, default=ROOT / "docs" / "worth.svg")
+def figure(
+    page: Annotated[str, "of docs/results"] = "ab-paired",
+    file: Path = ROOT / "docs" / "worth.svg",
+) -> None:
+    """Draws README's figure from a page of results: what the cache is worth beside SGLang's own.
 
-
-def run(options: argparse.Namespace) -> None:
-    pairs = read_pairs((RESULTS / f"{options.page}.md").read_text())
-    draw(pairs, options.file)
-    print(f"{len(pairs)} traces of {options.page} are drawn.")
+    Of each trace of `ab --paired`: the share of its prompt tokens that each server hits, and what
+    ours prefills and how long its requests wait for their first token, as a multiple of SGLang's.
+    """
+    pairs = read_pairs((RESULTS / f"{page}.md").read_text())
+    draw(pairs, file)
+    print(f"{len(pairs)} traces of {page} are drawn.")

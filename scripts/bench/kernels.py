@@ -1,26 +1,12 @@
-"""What exact states inside a prefill cost: one Mamba2 layer, with and without them, on a GPU.
-
-    python scripts/bench.py kernels            # the table; needs a GPU and sglang
-    python scripts/bench.py kernels --quick    # fewer sizes
-
-The layer is the projections, SGLang's convolution and SGLang's scan, in bfloat16, with a float32
-state pool. States are left at positions spread over the batch, none on a chunk's border:
-* ours: `kernels/checkpoint_states.py`, one launch for the windows and one for the states;
-* SGLang: its second varlen pass (`_track_states_at`), once for as many states as a sequence has,
-  since one pass takes one per sequence, and the copies into the pool;
-* split: the prefill stops at every position and copies the slot.
-
-Without a GPU only the kernels' results are checked, in Triton's interpreter.
-"""
+"""What exact states inside a prefill cost on a GPU."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -357,12 +343,21 @@ def check(dtype: torch.dtype) -> None:
             raise BenchFailed(f"the error is above {TOLERANCE[dtype]}")
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="one model, without 64K tokens")
+def kernels(
+    quick: Annotated[bool, "one model, without 64K tokens"] = False,
+) -> None:
+    """What exact states inside a prefill cost: one Mamba2 layer, with and without them, on a GPU.
 
+    The layer is the projections, SGLang's convolution and SGLang's scan, in bfloat16, with a
+    float32 state pool. States are left at positions spread over the batch, none on a chunk's
+    border:
+    * ours: `kernels/checkpoint_states.py`, one launch for the windows and one for the states;
+    * SGLang: its second varlen pass (`_track_states_at`), once for as many states as a sequence
+      has, since one pass takes one per sequence, and the copies into the pool;
+    * split: the prefill stops at every position and copies the slot.
 
-def run(options: argparse.Namespace) -> None:
-    quick = options.quick
+    Without a GPU only the kernels' results are checked, in Triton's interpreter.
+    """
     check(torch.float32)
     if not GPU:
         print("No GPU: the kernels ran in Triton's interpreter, and there are no timings.")

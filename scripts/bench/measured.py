@@ -8,8 +8,7 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import requests
@@ -25,32 +24,38 @@ from sglang_hybrid.simulation.traces.requests import Request
 
 WATCH_SECONDS = 2.0
 """Between looks at a server's metrics while it works."""
+KV_EVICTED = "sglang:evicted_tokens_total"
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A server to measure: SGLang's own launcher, or ours."""
+    """A server to measure: SGLang's own launcher, or ours; its flags, and variables set for it."""
 
     name: str
     flags: tuple[str, ...]
     ours: bool
+    environment: dict[str, str] = field(default_factory=dict)
 
     def server(self, common: Sequence[str]) -> ServerProcess:
         """With the flags that all have in common, and its own."""
         module = LAUNCHERS["ours" if self.ours else "SGLang"]
-        return ServerProcess([*common, *self.flags], module=module, directory=ROOT)
+        flags = [*common, *self.flags]
+        return ServerProcess(flags, module=module, directory=ROOT, environment=self.environment)
 
 
 @dataclass
 class Result:
-    """What one configuration did; an error of the server itself leaves no outcomes."""
+    """What one configuration did; an error of the server itself leaves no outcomes. counted: by how
+    much the server's own metrics grew; slots_free: the fewest state slots that they said, -1 if
+    they did not say.
+    """
 
     configuration: Configuration
     outcomes: list[Outcome] = field(default_factory=list)
     seconds: float = 0.0
     pools: tuple[str, ...] = ()
-    kv_evicted: int = 0
-    slots_free: int = 0
+    counted: dict[str, float] = field(default_factory=dict)
+    slots_free: int = -1
     error: str = ""
 
     @property
@@ -75,11 +80,6 @@ class Result:
         times = [outcome.ttft * 1000 for outcome in self.served]
         low, middle, high = np.percentile(times, (5, 50, 95)).tolist()
         return (low, middle, high)
-
-    def record(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        summary = {"hit_rate": self.hit_rate, "prefilled": self.prefilled, "ttft_ms": self.ttft}
-        return summary | asdict(self)
 
 
 async def watched(
@@ -114,7 +114,7 @@ def warm_up(url: str, concurrency: int) -> None:
         Request(n, 0, 0.0, np.full(length + answer, n % FIRST_TEXT_ID, dtype=np.int32), length)
         for n in range(2 * concurrency)
     ]
-    failed = [o.error for o in asyncio.run(drive(url, trace, concurrency, None)) if o.error]
+    failed = [o.error for o in asyncio.run(drive(url, trace, concurrency)) if o.error]
     if failed:
         raise ServerFailed(f"the warm-up failed: {failed[0]}")
     flush(url)
@@ -125,7 +125,6 @@ def measure(
     common: Sequence[str],
     trace: Sequence[Request],
     concurrency: int,
-    time_scale: float | None,
     limit: float,
 ) -> Result:
     """Start the configuration's server, warm it up, send the trace, stop it.
@@ -140,15 +139,14 @@ def measure(
             before = metrics(server.url)
             start = time.perf_counter()
             result.outcomes, result.slots_free = asyncio.run(
-                watched(server.url, drive(server.url, trace, concurrency, time_scale), limit)
+                watched(server.url, drive(server.url, trace, concurrency), limit)
             )
             result.seconds = time.perf_counter() - start
             if server.process is not None and server.process.poll() is not None:
                 result.error = f"the server ended (log: {server.log}):\n{server.tail()}"
             else:
                 after = metrics(server.url)
-                evicted = "sglang:evicted_tokens_total"
-                result.kv_evicted = int(after.get(evicted, 0) - before.get(evicted, 0))
+                result.counted = {name: after[name] - before.get(name, 0.0) for name in after}
     except TimeoutError:
         result.error = f"not done after {limit:.0f} s (--limit)"
     except (ServerFailed, requests.RequestException) as error:
@@ -224,7 +222,7 @@ def cells(result: Result, base: Result) -> list[str]:
         f"{times} ({ratio})",
         f"{result.seconds:.0f} ({times_of(result.seconds, base.seconds)})",
         f"{len(result.served)} / {len(result.outcomes) - len(result.served)}",
-        f"{result.kv_evicted:,}, {result.slots_free}",
+        f"{result.counted.get(KV_EVICTED, 0.0):,.0f}, {result.slots_free}",
     ]
 
 

@@ -1,14 +1,7 @@
-"""Modular mode: time to first token and error of modules that are computed apart, on a Transformer.
-
-A schema of five files of code, of which each prompt imports some in a selection that was not sent
-before, and a question. "whole": the prompt without a cache. "put together": the modules were
-computed apart, before. "again": the same selection with another question. The error is that of the
-log probability of the token that is likeliest after the whole prompt; the weights are random.
-"""
+"""Modules of prompts that are computed apart."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import tempfile
@@ -16,11 +9,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import requests
 
-from scripts.bench.report import Table, positive
+from scripts.bench.commands import Count
+from scripts.bench.report import Table
 from scripts.bench.servers import SCRATCH, post
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.architectures.base import Scale
@@ -31,25 +25,32 @@ FILES = ("unit", "map", "player", "game", "database")
 SCALES: tuple[Scale, ...] = ("tiny", "100m")
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--words", type=positive, default=400, help="of each file")
-    parser.add_argument("--selections", type=positive, default=3)
-    parser.add_argument("--scratch", type=Path, default=SCRATCH, help="where models are kept")
+def modular(
+    words: Annotated[Count, "of each file"] = 400,
+    selections: Count = 3,
+    scratch: Annotated[Path, "where models are kept"] = SCRATCH,
+) -> None:
+    """Modular mode: time to first token and error of modules that are computed apart, on a
+    Transformer.
 
-
-def run(options: argparse.Namespace) -> None:
+    A schema of five files of code, of which each prompt imports some in a selection that was not
+    sent before, and a question. "whole": the prompt without a cache. "put together": the modules
+    were computed apart, before. "again": the same selection with another question. The error is
+    that of the log probability of the token that is likeliest after the whole prompt; the weights
+    are random.
+    """
     heads = ("prompt tokens", "whole, ms", "put together, ms", "again, ms", "faster")
     table = Table("Transformer", *heads, "error, median", "largest")
     for scale in SCALES:
-        table.row(scale, *_measured(_model(options.scratch, scale), options))
+        table.row(scale, *_measured(_model(scratch, scale), words, selections))
 
 
-def _measured(model: Path, options: argparse.Namespace) -> Iterator[str]:
+def _measured(model: Path, words: int, selections: int) -> Iterator[str]:
     flags = ["--model-path", str(model), "--radix-cache-backend", BACKEND]
     with ServerProcess([*flags, "--context-length", "16384"], timeout=600) as running:
         url = running.url
-        post(url, "/v1/prompt_schemas", {"pml": _schema(options.words)})
-        found = [_selection(url, at, names) for at, names in enumerate(_selections(options))]
+        post(url, "/v1/prompt_schemas", {"pml": _schema(words)})
+        found = [_selection(url, at, names) for at, names in enumerate(_selections(selections))]
     tokens, whole, put_together, again, errors = zip(*found, strict=True)
     yield f"{median(tokens):,.0f}"
     times = [median(each) for each in (whole, put_together, again)]
@@ -82,9 +83,9 @@ def _until_composed(url: str, prompt: str) -> None:
     raise AssertionError("modules are never there")
 
 
-def _selections(options: argparse.Namespace) -> list[tuple[str, ...]]:
-    several = [names for count in (4, 3) for names in itertools.combinations(FILES, count)]
-    return [several[at % len(several)] for at in range(options.selections)]
+def _selections(count: int) -> list[tuple[str, ...]]:
+    several = [names for size in (4, 3) for names in itertools.combinations(FILES, size)]
+    return [several[at % len(several)] for at in range(count)]
 
 
 def _ask(url: str, prompt: str, more: dict[str, Any]) -> dict[str, Any]:

@@ -1,26 +1,17 @@
-"""What the native kernels are worth: each step with them and in plain torch, in turn.
-
-    python scripts/bench.py native [--models nemotron-h 100m] [--steps 1x100 16x100 16x6000]
-                                   [--prompts 2000 16000] [--rounds 15]
-
-Loads a model as a server's scheduler does, without the server, and switches the kernels off and on
-between steps of the same process, so that whatever else the machine does slows both alike. Steps
-are named by sequences and context.
-"""
+"""What the native kernels are worth."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 from scripts.bench import profile
-from scripts.bench.report import BenchFailed, Table
+from scripts.bench.commands import HIDDEN, one_of
+from scripts.bench.report import BenchFailed, Table, seconds_of
 from scripts.bench.servers import SCRATCH, large_model
 
 KINDS = ("native", "torch")
@@ -53,14 +44,15 @@ def in_turn(take: Callable[[str], None], run: Callable[[], object], rounds: int)
     for nth in range(rounds + 1):
         for kind in KINDS:
             take(kind)
-            begin = perf_counter()
-            run()
+            seconds = seconds_of(run)
             if nth:
-                seen[kind].append(1e3 * (perf_counter() - begin))
+                seen[kind].append(1e3 * seconds)
     return [median(seen[kind]) for kind in KINDS]
 
 
-def measure(name: str, options: argparse.Namespace) -> dict[str, list[float]]:
+def measure(
+    name: str, steps: Sequence[str], prompts: Sequence[int], rounds: int, scratch: Path
+) -> dict[str, list[float]]:
     """The times of one model, in this process."""
     from sglang_hybrid.hooks import patching
 
@@ -68,11 +60,11 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, list[float]]:
     from sglang_hybrid.models import ensure_default_model
 
     large = name == "100m"
-    directory = large_model(options.scratch) if large else ensure_default_model(name)
+    directory = large_model(scratch) if large else ensure_default_model(name)
     runner = profile.load(directory, [])
     take = switch()
     found = {}
-    for what in options.steps:
+    for what in steps:
         count, context = map(int, what.split("x"))
         runner.clear()
         take("native")
@@ -81,34 +73,36 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, list[float]]:
         def step(state: list[Any] = state) -> None:
             state[0], _ = runner.decode(state[0], state[2])
 
-        found[f"decode step of {count} at {context:,}"] = in_turn(take, step, options.rounds)
-    for length in options.prompts:
+        found[f"decode step of {count} at {context:,}"] = in_turn(take, step, rounds)
+    for length in prompts:
 
         def prefill(length: int = length) -> None:
             runner.clear()
             runner.extend(profile.requests(1, length))
 
-        few = max(2, options.rounds // 5)
+        few = max(2, rounds // 5)
         found[f"prefill of {length:,}"] = in_turn(take, prefill, few)
     return found
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--models", nargs="+", choices=profile.MODELS, default=["nemotron-h", "100m"]
-    )
-    parser.add_argument("--steps", nargs="*", default=["1x100", "16x100", "1x6000", "16x6000"])
-    parser.add_argument("--prompts", nargs="*", type=int, default=[2000, 16000])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--scratch", type=Path, default=SCRATCH, help="of the large model")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+def native(
+    models: Annotated[tuple[str, ...], one_of(profile.MODELS)] = ("nemotron-h", "100m"),
+    steps: tuple[str, ...] = ("1x100", "16x100", "1x6000", "16x6000"),
+    prompts: tuple[int, ...] = (2000, 16000),
+    rounds: int = 15,
+    scratch: Annotated[Path, "of the large model"] = SCRATCH,
+    one: Annotated[bool, {"help": HIDDEN}] = False,
+) -> None:
+    """What the native kernels are worth: each step with them and in plain torch, in turn.
 
-
-def run(options: argparse.Namespace) -> None:
-    if options.one:
-        print(json.dumps(measure(options.models[0], options)))
+    Loads a model as a server's scheduler does, without the server, and switches the kernels off and
+    on between steps of the same process, so that whatever else the machine does slows both alike.
+    Steps are named by sequences and context.
+    """
+    if one:
+        print(json.dumps(measure(models[0], steps, prompts, rounds, scratch)))
         return
     table = Table("model", "what", "native, ms", "plain torch, ms", "speedup", text=2)
-    for name in options.models:
+    for name in models:
         for what, (native, torch) in profile.in_a_process(name).items():
             table.row(name, what, f"{native:,.1f}", f"{torch:,.1f}", f"{torch / native:.2f}")

@@ -1,34 +1,40 @@
-"""One memory against static splits on a real server: long documents, short sessions, documents.
-
-    python scripts/bench.py one-memory [--megabytes 25] [--documents 150] [--sessions 70]
-    python scripts/bench.py one-memory --figure docs/one-memory.svg
-
-The same traffic for every server, one after another, with forced answers as `ab` does it: first
-questions behind long documents (the KV is what is short), then chats of short turns (states are),
-then questions behind other documents. A hit rate per phase, and what moved. --figure serves it in
-one memory only and draws what each kind holds and gets over time.
-"""
+"""One memory for KV and states on a real server, and what moves between them."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
+import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from scripts.bench.report import ROOT, Table
-from scripts.bench.servers import flags_of, hybrid_cache, vocabulary_of
-from scripts.bench.traces import chats, documents, in_phases, in_vocabulary
+from scripts.bench import traces
+from scripts.bench.commands import Count
+from scripts.bench.report import ROOT, Table, seconds_of
+from scripts.bench.servers import (
+    arrivals,
+    at_once,
+    flags_of,
+    flush,
+    greedy,
+    hybrid_cache,
+    post,
+    vocabulary_of,
+)
 from scripts.bench.traffic import drive, hit_rate
+from sglang_hybrid.cache.memory.pages import PAGE, Reserved
 from sglang_hybrid.models import ensure_default_model
-from sglang_hybrid.platforms.sizing import Sizes, model_sizes
+from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
+from sglang_hybrid.platforms.sizing import model_sizes
 from sglang_hybrid.replay.reports.plots import STYLE, WIDTH
 from sglang_hybrid.serving.server_process import ServerProcess
 from sglang_hybrid.simulation.traces.arrivals import Draw
@@ -41,11 +47,11 @@ STATES_SHARES = (0.15, 0.4, 0.7)
 PHASES = ("documents", "chats", "documents again")
 
 
-def phases(questions: int, sessions: int, seed: int) -> list[list[Request]]:
+def three_phases(questions: int, sessions: int, seed: int) -> list[list[Request]]:
     """Questions behind a dozen documents of about 1,500 tokens; chats; other documents."""
     question = Draw("lognormal", 20, 0.5)
-    behind = documents(questions, 12, Draw("lognormal", 1_500, 0.2), question)
-    turns = chats(
+    behind = traces.documents(questions, 12, Draw("lognormal", 1_500, 0.2), question)
+    turns = traces.chats(
         sessions,
         shared=Draw("const", 16),
         turns=Draw("lognormal", 5, 0.4),
@@ -53,15 +59,15 @@ def phases(questions: int, sessions: int, seed: int) -> list[list[Request]]:
         think=Draw("lognormal", 30, 0.5),
         answer=Draw("lognormal", 12, 0.5),
     )
-    return in_phases([behind, turns, behind], seed)
+    return traces.in_phases([behind, turns, behind], seed)
 
 
-def serve(flags: Sequence[str], traces: Sequence[Sequence[Request]]) -> tuple[list[float], Any]:
+def serve(flags: Sequence[str], phases: Sequence[Sequence[Request]]) -> tuple[list[float], Any]:
     """Hit rates of all phases, and the account after each."""
     rates, accounts = [], []
     with ServerProcess(flags, directory=ROOT) as server:
-        for trace in traces:
-            rates.append(hit_rate(asyncio.run(drive(server.url, trace, CONCURRENCY, None))))
+        for trace in phases:
+            rates.append(hit_rate(asyncio.run(drive(server.url, trace, CONCURRENCY))))
             accounts.append(hybrid_cache(server.url)["memory"])
     return rates, accounts
 
@@ -123,12 +129,12 @@ def draw(samples: Sequence[tuple[float, Any]], ends: Sequence[float], file: Path
         figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
-def figure_of(flags: Sequence[str], traces: Sequence[Sequence[Request]], file: Path) -> None:
+def figure_of(flags: Sequence[str], phases: Sequence[Sequence[Request]], file: Path) -> None:
     """Serve all phases in one memory and draw it."""
     with ServerProcess(flags, directory=ROOT) as server, watched(server) as samples:
         start, ends = time.monotonic(), []
-        for trace in traces:
-            asyncio.run(drive(server.url, trace, CONCURRENCY, None))
+        for trace in phases:
+            asyncio.run(drive(server.url, trace, CONCURRENCY))
             ends.append(time.monotonic() - start)
     draw(samples, ends, file)
     last = samples[-1][1]
@@ -136,40 +142,45 @@ def figure_of(flags: Sequence[str], traces: Sequence[Sequence[Request]], file: P
 
 
 def flags_of_split(
-    model: Path, sizes: Sizes, megabytes: float, share: float | None
+    model: Path, megabytes: float, share: float | None
 ) -> tuple[list[str], int, int]:
     """Flags of a server that gives states this share of the memory, None: of one memory; and the KV
     tokens and slots of its pools.
     """
+    sizes = model_sizes(str(model), "float32")
+    assert sizes is not None
     slots = int(megabytes * 1e6 * (share or STATES_SHARES[1]) / sizes.state)
     tokens = int((megabytes * 1e6 - slots * sizes.state) / sizes.kv_token)
     flags = flags_of(model, tokens, slots, CONCURRENCY + 1)
     return [*flags, "--hybrid-memory", "split" if share else "one"], tokens, slots
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--megabytes", type=float, default=25.0, help="of KV and states")
-    parser.add_argument("--documents", type=int, default=150, help="questions of a phase")
-    parser.add_argument("--sessions", type=int, default=70, help="chats")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="an SVG or PNG to draw")
+def one_memory(
+    megabytes: Annotated[float, "of KV and states"] = 25.0,
+    documents: Annotated[int, "questions of a phase"] = 150,
+    sessions: Annotated[int, "chats"] = 70,
+    seed: int = 0,
+    figure: Annotated[Path | None, {"metavar": "FILE"}, "an SVG or PNG to draw"] = None,
+) -> None:
+    """One memory against static splits on a real server: long documents, short sessions, documents.
 
-
-def run(options: argparse.Namespace) -> None:
+    The same traffic for every server, one after another, with forced answers as `ab` does it: first
+    questions behind long documents (the KV is what is short), then chats of short turns (states
+    are), then questions behind other documents. A hit rate per phase, and what moved. --figure
+    serves it in one memory only and draws what each kind holds and gets over time.
+    """
     model = ensure_default_model()
-    sizes = model_sizes(str(model), "float32")
-    assert sizes is not None
-    made = phases(options.documents, options.sessions, options.seed)
-    traces = in_vocabulary(made, vocabulary_of(model))
-    if options.figure is not None:
-        flags, _, _ = flags_of_split(model, sizes, options.megabytes, None)
-        figure_of(flags, traces, options.figure)
+    made = three_phases(documents, sessions, seed)
+    served = traces.in_vocabulary(made, vocabulary_of(model))
+    if figure is not None:
+        flags, _, _ = flags_of_split(model, megabytes, None)
+        figure_of(flags, served, figure)
         return
     table = Table("memory", "KV tokens", "slots", "documents", "sessions", "documents again", "all")
-    prompts = [sum(request.input_len for request in trace) for trace in traces]
+    prompts = [sum(request.input_len for request in trace) for trace in served]
     for share in (None, *STATES_SHARES):
-        flags, tokens, slots = flags_of_split(model, sizes, options.megabytes, share)
-        rates, accounts = serve(flags, traces)
+        flags, tokens, slots = flags_of_split(model, megabytes, share)
+        rates, accounts = serve(flags, served)
         total = sum(rate * n for rate, n in zip(rates, prompts, strict=True)) / sum(prompts)
         name = f"split, {share:.0%} for states" if share else "one"
         sized = (f"{tokens:,}", slots) if share else ("", "")
@@ -182,13 +193,90 @@ def run(options: argparse.Namespace) -> None:
         *("moves", "ms a move"),
     )
     for phase, account in zip(PHASES, kept, strict=True):
-        sizes_ = [
-            account["used"]["kv"],
-            account["used"]["states"],
-            sum(account["waste"].values()),
-            account["moved_to"]["kv"],
-            account["moved_to"]["states"],
-        ]
+        used, moved = account["used"], account["moved_to"]
+        waste = sum(account["waste"].values())
+        sizes = (used["kv"], used["states"], waste, moved["kv"], moved["states"])
         moves = account["moves"] + account["failed_moves"]
         each = 1e3 * account["move_seconds"] / moves if moves else 0.0
-        table.row(phase, *(f"{size / 1e6:.2f}" for size in sizes_), moves, f"{each:.3f}")
+        table.row(phase, *(f"{size / 1e6:.2f}" for size in sizes), moves, f"{each:.3f}")
+
+
+def gaps_of(url: str, prompts: Sequence[list[int]], tokens: int) -> list[float]:
+    """Seconds between the tokens of answers that are decoded side by side, after the first three of
+    each.
+    """
+    seen = at_once(lambda prompt: arrivals(url, greedy(prompt, tokens)), prompts)
+    return [now - before for one in seen for (before, _), (now, _) in pairwise(one[3:])]
+
+
+def decoding_steps(flags: Sequence[str], high: int, tokens: int) -> None:
+    """Long answers to short prompts, while the memory is full of states, so that granules of KV
+    take the bytes of evicted ones; then in an emptied cache, where KV keeps as many bytes.
+    """
+    random_ = random.Random(0)
+
+    def prompt(length: int) -> list[int]:
+        return [random_.randrange(FIRST_TEXT_ID, high) for _ in range(length)]
+
+    table = Table("while", "steps", "P50, ms", "P99, ms", "moves", "MB moved to KV", "ms a move")
+    with ServerProcess(flags, directory=ROOT) as server:
+        for turn in range(4):
+            full = turn % 2 == 0
+            if full:
+                for _ in range(120):
+                    post(server.url, "/generate", greedy(prompt(40), 2))
+            else:
+                flush(server.url)
+            before = hybrid_cache(server.url)["memory"]
+            gaps = np.array(gaps_of(server.url, [prompt(8) for _ in range(CONCURRENCY)], tokens))
+            after = hybrid_cache(server.url)["memory"]
+            moves = after["moves"] - before["moves"]
+            moved = (after["moved_to"]["kv"] - before["moved_to"]["kv"]) / 1e6
+            each = 1e3 * (after["move_seconds"] - before["move_seconds"]) / max(1, moves)
+            middle, last = 1e3 * np.percentile(gaps, [50, 99])
+            table.row(
+                *("bytes move" if full else "none move", f"{len(gaps):,}"),
+                *(f"{middle:.2f}", f"{last:.2f}", moves, f"{moved:.1f}", f"{each:.3f}"),
+            )
+
+
+def gigabytes_per_second(size: int, run: int) -> tuple[float, float]:
+    """Memory given back in runs of `run` bytes, and memory that is written again after it."""
+    with Reserved() as reserved:
+        rows = torch.zeros(size // run, run, dtype=torch.uint8)
+    plane = reserved.plane(rows, 0)
+    rows.fill_(1)
+
+    def give_back() -> None:
+        for row in range(size // run):
+            plane.give_back(row, row + 1)
+
+    given, written = seconds_of(give_back), seconds_of(lambda: rows.fill_(1))
+    return size / given / 1e9, size / written / 1e9
+
+
+def speeds(size: int = 256 << 20) -> None:
+    """Bytes given back and taken again, by how much each call gives back."""
+    print()
+    table = Table(
+        *("pages of a call", "given back, GB/s", "microseconds a call", "written again, GB/s"),
+        text=0,
+    )
+    for pages in (1, 16, 256):
+        back, again = gigabytes_per_second(size, pages * PAGE)
+        table.row(pages, f"{back:.1f}", f"{pages * PAGE / back / 1e3:.2f}", f"{again:.1f}")
+
+
+def moves(
+    megabytes: Annotated[float, "of KV and states"] = 25.0,
+    tokens: Annotated[Count, "of each timed answer"] = 3_000,
+) -> None:
+    """What moving bytes between KV and states costs in one memory.
+
+    The time of a decoding step in which bytes move beside one in which none do; and bytes per
+    second that go back to the system and are written again, without a server.
+    """
+    model = ensure_default_model()
+    flags, _, _ = flags_of_split(model, megabytes, None)
+    decoding_steps(flags, vocabulary_of(model), tokens)
+    speeds()

@@ -1,16 +1,7 @@
-"""llama.cpp and this server on the same cores, in float32: the same weights, the same requests.
-
-    python scripts/bench.py peer [--scratch DIR] [--rounds 3]
-
-Builds llama.cpp's server from the source that llama-cpp-python's release carries (pip, cmake, ninja
-and a C++ compiler are needed), makes a Nemotron-H of 100 M random weights, converts it with
-llama.cpp's own converter, and asks both servers in turn, over HTTP and with token ids. A second run
-finds what the first one built in the scratch directory.
-"""
+"""llama.cpp and this server on the same cores."""
 
 from __future__ import annotations
 
-import argparse
 import random
 import subprocess
 import sys
@@ -109,7 +100,7 @@ def ours(model: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def peer(program: Path, weights: Path) -> Iterator[Server]:
+def llama(program: Path, weights: Path) -> Iterator[Server]:
     def body(prompt: list[int], count: int) -> dict[str, Any]:
         sampling = {"n_predict": count, "temperature": 0, "ignore_eos": True}
         return {"prompt": prompt, "stream": True, "return_tokens": True, **sampling}
@@ -187,22 +178,27 @@ def compare(servers: Sequence[Server], rounds: int) -> dict[str, list[float]]:
     }
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--scratch", type=Path, default=SCRATCH / "cpu-peer")
-    parser.add_argument("--rounds", type=int, default=3)
+def peer(
+    scratch: Path = SCRATCH / "cpu-peer",
+    rounds: int = 3,
+) -> None:
+    """llama.cpp and this server on the same cores, in float32: the same weights, the same requests.
 
-
-def run(options: argparse.Namespace) -> None:
-    options.scratch.mkdir(parents=True, exist_ok=True)
-    program, source = build(options.scratch)
-    model = large_model(options.scratch)
+    Builds llama.cpp's server from the source that llama-cpp-python's release carries (pip, cmake,
+    ninja and a C++ compiler are needed), makes a Nemotron-H of 100 M random weights, converts it
+    with llama.cpp's own converter, and asks both servers in turn, over HTTP and with token ids. A
+    second run finds what the first one built in the scratch directory.
+    """
+    scratch.mkdir(parents=True, exist_ok=True)
+    program, source = build(scratch)
+    model = large_model(scratch)
     weights = model.with_suffix(".gguf")
     if not weights.exists():
         convert(source, model, weights)
     prompt = random_tokens(random.Random(-1), 100)
-    with ours(model) as server, peer(program, weights) as other:
+    with ours(model) as server, llama(program, weights) as other:
         answers = [one.ask(prompt, ANSWER).tokens for one in (server, other)]
-        found = compare((server, other), options.rounds)
+        found = compare((server, other), rounds)
     same = sum(a == b for a, b in zip(*answers, strict=True))
     print(f"llama.cpp of {RELEASE}.\n")
     table = Table("float32", "sglang_hybrid", "llama.cpp", "speedup of ours")

@@ -1,27 +1,19 @@
-"""Traffic in two phases on a real server: the tuner against fixed policies, and what it costs.
-
-    python scripts/bench.py phases [--few-shot 400] [--chats 120] [--workers 1]
-
-First prompts of few-shot templates, then chats, the same for every server, one server after
-another; the answers are forced as `ab` does it. Meanwhile one long answer is streamed, and the
-time between its tokens is the scheduler's step time as a client sees it: while the tuner's workers
-run, and while they do not.
-"""
+"""Traffic in two phases on a real server: the tuner against fixed policies."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 import psutil
 
+from scripts.bench import traces
 from scripts.bench.report import ROOT, Table
 from scripts.bench.servers import flags_of, hybrid_cache, vocabulary_of
-from scripts.bench.traces import chats, documents, in_phases, in_vocabulary
 from scripts.bench.traffic import Outcome, Steps, beside, drive, hit_rate, probe
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.serving.server_process import ServerProcess
@@ -34,15 +26,17 @@ LOOK_SECONDS = 0.05
 """Between looks at which workers run."""
 
 
-def phases(few_shot: int, sessions: int, seed: int) -> list[list[Request]]:
+def two_phases(few_shot: int, sessions: int, seed: int) -> list[list[Request]]:
     """Prompts of a thousand tokens behind 24 templates; then chats of some turns."""
-    turns = chats(
+    turns = traces.chats(
         sessions,
         shared=Draw("const", 100),
         think=Draw("lognormal", 20, 1.0),
         answer=Draw("lognormal", 24, 0.5),
     )
-    return in_phases([documents(few_shot, 24, Draw("lognormal", 800, 0.3)), turns], seed)
+    return traces.in_phases(
+        [traces.documents(few_shot, 24, Draw("lognormal", 800, 0.3)), turns], seed
+    )
 
 
 async def look_for_workers(server: ServerProcess, steps: Steps) -> None:
@@ -57,11 +51,11 @@ async def look_for_workers(server: ServerProcess, steps: Steps) -> None:
 
 
 async def serve(
-    server: ServerProcess, traces: Sequence[Sequence[Request]], steps: Steps
+    server: ServerProcess, phases: Sequence[Sequence[Request]], steps: Steps
 ) -> list[list[Outcome]]:
     """All phases, one after another, with the probe and the look-out beside them."""
     async with beside(probe(server.url, steps), look_for_workers(server, steps)):
-        return [await drive(server.url, trace, CONCURRENCY, None) for trace in traces]
+        return [await drive(server.url, trace, CONCURRENCY) for trace in phases]
 
 
 def milliseconds(intervals: Sequence[float]) -> str:
@@ -72,23 +66,28 @@ def milliseconds(intervals: Sequence[float]) -> str:
     return f"{middle:.1f} / {high:.1f} ({len(intervals):,})"
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--few-shot", type=int, default=400, help="requests of the first phase")
-    parser.add_argument("--chats", type=int, default=120, help="sessions of the second")
-    parser.add_argument("--workers", type=int, default=1, help="of the tuner")
-    parser.add_argument("--window", type=int, default=100, help="requests that it looks at")
-    parser.add_argument("--kv-tokens", type=int, default=16_384)
-    parser.add_argument("--state-slots", type=int, default=24)
-    parser.add_argument("--seed", type=int, default=0)
+def phases(
+    few_shot: Annotated[int, "requests of the first phase"] = 400,
+    chats: Annotated[int, "sessions of the second"] = 120,
+    workers: Annotated[int, "of the tuner"] = 1,
+    window: Annotated[int, "requests that it looks at"] = 100,
+    kv_tokens: int = 16_384,
+    state_slots: int = 24,
+    seed: int = 0,
+) -> None:
+    """Traffic in two phases on a real server: the tuner against fixed policies, and what it costs.
 
-
-def run(options: argparse.Namespace) -> None:
+    First prompts of few-shot templates, then chats, the same for every server, one server after
+    another; the answers are forced as `ab` does it. Meanwhile one long answer is streamed, and the
+    time between its tokens is the scheduler's step time as a client sees it: while the tuner's
+    workers run, and while they do not.
+    """
     model = ensure_default_model()
-    made = phases(options.few_shot, options.chats, options.seed)
-    traces = in_vocabulary(made, vocabulary_of(model))
-    common = flags_of(model, options.kv_tokens, options.state_slots, CONCURRENCY + 1)
-    tuned = f"--hybrid-tuner-workers {options.workers}"
-    variables = {"SGLANG_HYBRID_TUNER_WINDOW": str(options.window)}
+    made = two_phases(few_shot, chats, seed)
+    traffic = traces.in_vocabulary(made, vocabulary_of(model))
+    common = flags_of(model, kv_tokens, state_slots, CONCURRENCY + 1)
+    tuned = f"--hybrid-tuner-workers {workers}"
+    variables = {"SGLANG_HYBRID_TUNER_WINDOW": str(window)}
     table = Table(
         *("server", "few-shot, hit rate", "chats, hit rate", "step P50 / P99, ms (tokens)"),
         "while workers run",
@@ -98,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
         command = [*common, *flags.split()]
         with ServerProcess(command, directory=ROOT, environment=variables) as server:
             steps = Steps()
-            served = asyncio.run(serve(server, traces, steps))
+            served = asyncio.run(serve(server, traffic, steps))
             tuner = hybrid_cache(server.url).get("tuner")
         between = list(steps.between())
         calm = milliseconds([seconds for seconds, busy in between if not busy])

@@ -1,34 +1,25 @@
-"""How much of the distance from LRU to a clairvoyant eviction a policy closes.
-
-A row per trace and size of the cache, request after request, starting cold, by the paper's rules,
-as served with two pools, and as served with one memory for KV and states. Token hit rates in
-percent. Rows whose distance is below a point do not count in the mean. With --leave-one-out the
-constants that --vary names are chosen by the mean over all other traces, and what that choice
-reaches on the trace left out is reported. With --changes N the traffic is N requests of one
-generated kind and then another kind: what is hit of that, beside a server that starts with it.
-"""
+"""How much of the distance from LRU to a clairvoyant eviction a policy closes."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import ModuleType
+from typing import Annotated
 
+from scripts.bench.commands import one_of
 from scripts.bench.report import BenchFailed, Table
-from scripts.bench.traces import Row, add_traces, read_or_generate
-from sglang_hybrid.core.costs.cost import CostModel
+from scripts.bench.traces import COST, RULES, TRACES, Folder, Row, Seeds, percent, read_or_generate
 from sglang_hybrid.core.returns import answers, reuse
 from sglang_hybrid.core.server_settings import Serving, Split
-from sglang_hybrid.replay.runner import Job, Runner
+from sglang_hybrid.replay.runner import Runner
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.simulation.traces.arrivals import Draw
 from sglang_hybrid.simulation.traces.generators import generate, traffic
 from sglang_hybrid.simulation.traces.requests import Request
 
-COST = CostModel.paper_7b()
 CHANGES = (
     ("agent", "few-shot"),
     ("few-shot", "chat"),
@@ -39,8 +30,8 @@ CHANGES_GB = 0.7
 AFTER = (100, 200, 400, 800, 1_500)
 TITLES = {"paper": "paper", "served": "two pools", "one": "one memory"}
 CLAIRVOYANT = Spec("clairvoyant")
-RULES = {"paper": None, "served": Serving(), "one": Serving(one_memory=True)}
 Constants = tuple[tuple[str, float], ...]
+VARIED = ("PRIOR_WEIGHT=2,4,8,16,32", "FIRST_GUESS=0.02,0.05,0.1,0.2")
 
 
 def lru(rules: str) -> Spec:
@@ -60,9 +51,9 @@ class Bench:
         key = (spec, row, rules, constants)
         if key not in self._known:
             trace, size = row
-            job = Job(spec, trace, COST, int(size * 1e9), serving=RULES[rules])
             with changed(constants):
-                self._known[key] = 100 * self.runner.run(job).hit_rate
+                rate = percent(self.runner, spec, trace, int(size * 1e9), serving=RULES[rules])
+            self._known[key] = rate
         return self._known[key]
 
     def limits(self, row: Row, rules: str) -> tuple[float, float]:
@@ -81,14 +72,10 @@ class Bench:
         return 100 * (self.hit_rate(spec, row, rules, constants) - low) / (high - low)
 
     def mean(
-        self,
-        spec: Spec,
-        rows: Sequence[Row],
-        rules: str,
-        constants: Constants = (),
-        gap: str | None = None,
+        self, spec: Spec, rows: Sequence[Row], rules: str, constants: Constants = (), **gap: str
     ) -> float:
-        closed = [self.closed(spec, row, rules, constants, gap) for row in rows]
+        """The mean of `closed` over the rows in which there is something to close."""
+        closed = [self.closed(spec, row, rules, constants, **gap) for row in rows]
         counted = [share for share in closed if share is not None]
         return sum(counted) / max(len(counted), 1)
 
@@ -153,7 +140,7 @@ def conclude(bench: Bench, spec: Spec, rules: str) -> None:
         print(f"It closes {mean:.1f} % of the distance that there is with two pools.")
 
 
-def leave_one_out(bench: Bench, grid: Sequence[Constants], rules: str) -> None:
+def show_left_out(bench: Bench, grid: Sequence[Constants], rules: str) -> None:
     spec = Spec("reuse")
     print(f"\nRules: {rules}; chosen from {len(grid)} settings\n")
     table = Table("trace left out", "chosen on the others", "closed % with it", "as it is", text=2)
@@ -184,7 +171,7 @@ def small(kind: str, requests: int, seed: int) -> list[Request]:
     return generate(kind, how, seed)
 
 
-def changes(requests: int) -> None:
+def show_changes(requests: int) -> None:
     """Hit rates of the first requests of a new kind of traffic, after another one and fresh."""
     print(f"Reuse, as served, {CHANGES_GB} GB; after the change / fresh\n")
     table = Table("change", *(f"first {count:,}" for count in AFTER))
@@ -216,28 +203,35 @@ def parse_grid(varied: Sequence[str]) -> list[Constants]:
     return list(itertools.product(*axes))
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policy", default="reuse", help="as NAME or NAME:OPTION=VALUE, by comma")
-    parser.add_argument("--rules", choices=[*RULES], nargs="+", default=[*RULES])
-    add_traces(parser, generated=True)
-    parser.add_argument(
-        "--vary",
-        nargs="+",
-        metavar="NAME=V,V",
-        default=["PRIOR_WEIGHT=2,4,8,16,32", "FIRST_GUESS=0.02,0.05,0.1,0.2"],
-        help="constants of core.returns.reuse, or answers.NAME, for --leave-one-out",
-    )
-    parser.add_argument("--leave-one-out", action="store_true")
-    parser.add_argument("--changes", type=int, metavar="N", help="requests before a change of kind")
+def policies(
+    policy: Annotated[str, "as NAME or NAME:OPTION=VALUE, by comma"] = "reuse",
+    rules: Annotated[tuple[str, ...], one_of(RULES)] = tuple(RULES),
+    traces: Folder = TRACES,
+    generated: Seeds = None,
+    vary: Annotated[
+        tuple[str, ...],
+        {"metavar": "NAME=V,V"},
+        "constants of core.returns.reuse, or answers.NAME, for --leave-one-out",
+    ] = VARIED,
+    leave_one_out: bool = False,
+    changes: Annotated[int | None, {"metavar": "N"}, "requests before a change of kind"] = None,
+) -> None:
+    """How much of the distance from LRU to a clairvoyant eviction a policy closes.
 
-
-def run(options: argparse.Namespace) -> None:
-    if options.changes is not None:
-        changes(options.changes)
+    A row per trace and size of the cache, request after request, starting cold, by the paper's
+    rules, as served with two pools, and as served with one memory for KV and states. Token hit
+    rates in percent. Rows whose distance is below a point do not count in the mean. With
+    --leave-one-out the constants that --vary names are chosen by the mean over all other traces,
+    and what that choice reaches on the trace left out is reported. With --changes N the traffic is
+    N requests of one generated kind and then another kind: what is hit of that, beside a server
+    that starts with it.
+    """
+    if changes is not None:
+        show_changes(changes)
         return
-    bench = Bench(*read_or_generate(options.traces, options.generated))
-    if not options.leave_one_out:
-        show(bench, [Spec.parse(text) for text in options.policy.split(",")], options.rules)
+    bench = Bench(*read_or_generate(traces, generated))
+    if not leave_one_out:
+        show(bench, [Spec.parse(text) for text in policy.split(",")], rules)
         return
-    for rules in options.rules:
-        leave_one_out(bench, parse_grid(options.vary), rules)
+    for one in rules:
+        show_left_out(bench, parse_grid(vary), one)

@@ -1,33 +1,16 @@
-"""Loads from the host, replayed: started when a request has its turn, or so that they end then.
-
-The host has the bytes that the device has in `schedule-replay`, the device a quarter;
-`tiers-replay` has the rules, those of the paper. `never`: the device alone. Prefills run one after
-the other, --places requests decode beside them; times are the Marconi paper's fit. Requests come as
-in `schedule-replay`, in the order of `window`.
-
-A request runs when a place is free and the device has room for it beside those that run.
-
-`loads`: requests that had to load something; `no time`: of these, those that waited less than their
-load takes; `no room`: those for which the device had none before their turn, beside running
-requests and those with an earlier turn. `complete`: of the others, the share whose load was
-complete at their turn. `in vain`: bytes loaded for requests that did not use them. Seconds to the
-first token of all requests, P50 and mean.
-"""
+"""Loads from the host, replayed."""
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from scripts.bench.report import Table
-from scripts.bench.schedule_replay import Row, at_load, orders, rows
-from scripts.bench.traces import add_traces
-from sglang_hybrid.core.costs.cost import CostModel
+from scripts.bench.schedule_replay import Row, at_load, in_processes, orders, rows
+from scripts.bench.traces import COST, TRACES, Folder
 from sglang_hybrid.core.queue.prefetch import PrefetchCounts
 from sglang_hybrid.core.queue.queue_order import QueueOrder
 from sglang_hybrid.core.systems import Setting, Spec
@@ -37,7 +20,6 @@ from sglang_hybrid.simulation.simulator import Simulator
 from sglang_hybrid.simulation.tiers.prefetching import Loading, LoadingServer
 from sglang_hybrid.simulation.tiers.tier_budgets import BANDWIDTH, TierBudgets
 
-COST = CostModel.paper_7b()
 QUARTER = 4
 """Bytes of the host for each of the device."""
 
@@ -75,28 +57,39 @@ def cache_of(row: Row, tiers: TierBudgets | None) -> Simulator:
     return cache
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.8])
-    parser.add_argument("--requests", type=int, default=300, help="of each trace, at most")
-    add_traces(parser)
-    parser.add_argument("--bandwidths", type=float, nargs="+", default=[12, 25, 64], help="GB/s")
-    parser.add_argument("--places", type=int, nargs="+", default=[16])
-    parser.add_argument("--workers", type=int, default=2)
+def prefetch(
+    loads: tuple[float, ...] = (0.8,),
+    requests: Annotated[int, "of each trace, at most"] = 300,
+    traces: Folder = TRACES,
+    bandwidths: Annotated[tuple[float, ...], "GB/s"] = (12, 25, 64),
+    places: tuple[int, ...] = (16,),
+    workers: int = 2,
+) -> None:
+    """Loads from the host, replayed: started when a request has its turn, or so that they end then.
 
+    The host has the bytes that the device has in `schedule-replay`, the device a quarter;
+    `tiers-replay` has the rules, those of the paper. `never`: the device alone. Prefills run one
+    after the other, --places requests decode beside them; times are the Marconi paper's fit.
+    Requests come as in `schedule-replay`, in the order of `window`.
 
-def run(options: argparse.Namespace) -> None:
-    options.tiers, options.seeds = True, 1  # loads are of what a device with tiers has to do
-    asked = [row for row in rows(options) if not row.azure]
+    A request runs when a place is free and the device has room for it beside those that run.
+
+    `loads`: requests that had to load something; `no time`: of these, those that waited less than
+    their load takes; `no room`: those for which the device had none before their turn, beside
+    running requests and those with an earlier turn. `complete`: of the others, the share whose load
+    was complete at their turn. `in vain`: bytes loaded for requests that did not use them. Seconds
+    to the first token of all requests, P50 and mean.
+    """
+    # Loads are of what a device with tiers has to do.
+    asked = [row for row in rows(traces, loads, requests, tiers=True) if not row.azure]
     jobs = [
-        (row, bandwidth, loading, places)
+        (row, bandwidth, loading, count)
         for row in asked
-        for bandwidth in options.bandwidths
-        for places in options.places
+        for bandwidth in bandwidths
+        for count in places
         for loading in (None, *Loading)
     ]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.workers, context) as pool:
-        show(jobs, list(pool.map(serve, jobs)))
+    show(jobs, in_processes(serve, jobs, workers))
 
 
 def show(jobs: Sequence[tuple[Row, float, Loading | None, int]], found: Sequence[Found]) -> None:

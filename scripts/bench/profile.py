@@ -1,15 +1,7 @@
-"""Where the time of a prefill and of a decode step goes on the CPU, percent by percent.
-
-Loads models as a server's scheduler does, without the server, and measures the parts of their
-forward passes: each part without the parts that it calls.
-
-    python scripts/bench.py profile [--models nemotron-h 100m ...] [--prompt 2000] [--batch 1 16]
-    python scripts/bench.py profile --models 100m --trace DIR      # for chrome://tracing
-"""
+"""Where the time of a prefill and of a decode step goes on the CPU."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import logging
@@ -19,12 +11,13 @@ import sys
 import tempfile
 from array import array
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
+from scripts.bench.commands import HIDDEN, one_of
 from scripts.bench.report import ROOT, BenchFailed, Table
 from sglang_hybrid.platforms import wait_briefly
 
@@ -159,7 +152,7 @@ def time_modules(runner: Any) -> None:
     runner.sample = timed("sampling", runner.sample)
 
 
-def load(directory: Path, flags: list[str]) -> Any:
+def load(directory: Path, flags: Sequence[str]) -> Any:
     """SGLang's runner of a model, without prefix cache and scheduler."""
     from sglang.benchmark import one_batch
     from sglang.srt.plugins import load_plugins
@@ -217,7 +210,15 @@ def measured(run: Callable[[], object], trace: Path | None) -> dict[str, float]:
     return dict(sorted(seen, key=lambda parts: sum(parts.values()))[len(seen) // 2])
 
 
-def profile_one(name: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def profile_one(
+    name: str,
+    server_flags: Sequence[str],
+    prompt: int,
+    batch: Sequence[int],
+    context: int,
+    traces: Path | None,
+    scratch: Path,
+) -> dict[str, dict[str, float]]:
     """Seconds of the parts of a prefill and of decode steps of one model, in this process."""
     from sglang_hybrid.hooks import patching
 
@@ -227,22 +228,21 @@ def profile_one(name: str, options: argparse.Namespace) -> dict[str, dict[str, f
     from sglang_hybrid.models import ensure_default_model
 
     large = name == "100m"
-    directory = large_model(options.scratch) if large else ensure_default_model(name)
-    runner = load(directory, options.server_flags)
+    directory = large_model(scratch) if large else ensure_default_model(name)
+    runner = load(directory, server_flags)
     time_modules(runner.torch_runner)
 
     def trace(what: str) -> Path | None:
-        folder: Path | None = options.trace
-        return folder and folder / f"{name}-{what}.json"
+        return traces and traces / f"{name}-{what}.json"
 
     def prefill() -> None:
         runner.clear()
-        runner.extend(requests(1, options.prompt))
+        runner.extend(requests(1, prompt))
 
-    found = {f"prefill of {options.prompt:,}": measured(prefill, trace("prefill"))}
-    for count in options.batch:
+    found = {f"prefill of {prompt:,}": measured(prefill, trace("prefill"))}
+    for count in batch:
         runner.clear()
-        state: list[Any] = list(runner.extend(requests(count, options.context)))
+        state: list[Any] = list(runner.extend(requests(count, context)))
 
         def step(state: list[Any] = state) -> None:
             state[0], _ = runner.decode(state[0], state[2])
@@ -251,24 +251,29 @@ def profile_one(name: str, options: argparse.Namespace) -> dict[str, dict[str, f
     return found
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prefill")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="sizes of decodes")
-    parser.add_argument("--context", type=int, default=100, help="tokens before a decode step")
-    parser.add_argument("--trace", type=Path, help="also write torch.profiler's traces there")
-    parser.add_argument("--scratch", type=Path, default=SCRATCH, help="of the large model")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("server_flags", nargs="*", help="flags for the server, after --")
+def profile(
+    *server_flags: Annotated[str, "flags for the server, after --"],
+    models: Annotated[tuple[str, ...], one_of(MODELS)] = MODELS,
+    prompt: Annotated[int, "tokens of the prefill"] = 2000,
+    batch: Annotated[tuple[int, ...], "sizes of decodes"] = (1, 16),
+    context: Annotated[int, "tokens before a decode step"] = 100,
+    trace: Annotated[Path | None, "also write torch.profiler's traces there"] = None,
+    scratch: Annotated[Path, "of the large model"] = SCRATCH,
+    one: Annotated[bool, {"help": HIDDEN}] = False,
+) -> None:
+    """Where the time of a prefill and of a decode step goes on the CPU, percent by percent.
 
-
-def run(options: argparse.Namespace) -> None:
-    if options.one:
-        print(json.dumps(profile_one(options.models[0], options)))
+    Loads models as a server's scheduler does, without the server, and measures the parts of their
+    forward passes: each part without the parts that it calls.
+    """
+    if one:
+        print(
+            json.dumps(profile_one(models[0], server_flags, prompt, batch, context, trace, scratch))
+        )
         return
     print("Percent of the milliseconds.\n")
     table = Table("model", "what", "ms", *PARTS, text=2)
-    for name in options.models:
+    for name in models:
         for what, parts in in_a_process(name).items():
             total = sum(parts.values())
             shares = (f"{100 * parts.get(part, 0) / total:.0f}" for part in PARTS)

@@ -1,22 +1,16 @@
-"""How fast a replay is.
-
-Per policy; for a tuner's candidates on two workers; how the cost of a request grows with its length
-and with the number of checkpoints. Processor time in one process, except for the workers, where it
-is wall time.
-"""
+"""How fast a replay is."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable
+from typing import Annotated
 
 import numpy as np
 
-from scripts.bench.report import BenchFailed, Table
-from scripts.bench.traces import find
-from sglang_hybrid.core.costs.cost import CostModel
+from scripts.bench.report import BenchFailed, Table, seconds_of
+from scripts.bench.traces import COST, find
 from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.core.victims.eviction import POLICIES
 from sglang_hybrid.replay.runner import Job, Runner
@@ -29,18 +23,12 @@ from sglang_hybrid.simulation.traces.generators import generate, traffic
 from sglang_hybrid.simulation.traces.lines import Reading
 from sglang_hybrid.simulation.traces.requests import Request
 
-COST = CostModel.paper_7b()
 ALPHAS = [0.0, *np.geomspace(0.01, 10, 19).round(3).tolist()]
 
 
 def processor(work: Callable[[], object], rounds: int) -> float:
     """The least processor time of `rounds` runs, in seconds."""
-    spent = []
-    for _ in range(rounds):
-        begin = time.process_time()
-        work()
-        spent.append(time.process_time() - begin)
-    return min(spent)
+    return min(seconds_of(work, time.process_time) for _ in range(rounds))
 
 
 def per_policy(
@@ -73,9 +61,7 @@ def candidates(requests: list[Request], budget: int, workers: int) -> None:
     table = Table("each request", "seconds")
     for clock in (None, PAPER):
         jobs = [Job(spec, "window", COST, budget, clock) for spec in specs]
-        begin = time.perf_counter()
-        Runner({"window": requests}).run_all(jobs, workers)
-        spent = time.perf_counter() - begin
+        spent = seconds_of(lambda: Runner({"window": requests}).run_all(jobs, workers))  # noqa: B023
         table.row("at once" if clock is None else "in time", f"{spent:.1f}")
 
 
@@ -119,9 +105,8 @@ def by_checkpoints(rounds: int) -> None:
             ]
             cache = simulator(name, count * (COST.state_bytes + 48 * COST.kv_bytes_per_token))
             cache.run(requests[:count])
-            begin = time.process_time()
-            cache.run(requests[count:])
-            spent.append((time.process_time() - begin) / 2_000 * 1e6)
+            seconds = processor(lambda: cache.run(requests[count:]), 1)  # noqa: B023
+            spent.append(seconds / 2_000 * 1e6)
         table.row(name, *(f"{one:,.0f}" for one in spent))
 
 
@@ -131,25 +116,29 @@ def simulator(name: str, budget: int) -> Simulator:
     return cache
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trace", help="instead of tau-bench, or of generated agents")
-    parser.add_argument("--gigabytes", type=float, default=10.0)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+def replay(
+    trace: Annotated[str, "instead of tau-bench, or of generated agents"] = "",
+    gigabytes: float = 10.0,
+    workers: int = 2,
+    rounds: int = 3,
+) -> None:
+    """How fast a replay is.
 
-
-def run(options: argparse.Namespace) -> None:
-    name = options.trace or "taubench_airline"
+    Per policy; for a tuner's candidates on two workers; how the cost of a request grows with its
+    length and with the number of checkpoints. Processor time in one process, except for the
+    workers, where it is wall time.
+    """
+    name = trace or "taubench_airline"
     try:
         requests = read_trace(find(name), Reading())
     except BenchFailed:
-        if options.trace:
+        if trace:
             raise
         print("There is no tau-bench trace beside the repository: generated agents instead.")
         requests = generate("agent", traffic("agent", sessions=150), 0)
-    budget = int(options.gigabytes * 1e9)
-    per_policy(requests, budget, options.rounds)
-    per_policy(requests, budget, options.rounds, Serving())
-    candidates(requests, budget, options.workers)
-    by_length(options.rounds)
-    by_checkpoints(options.rounds)
+    budget = int(gigabytes * 1e9)
+    per_policy(requests, budget, rounds)
+    per_policy(requests, budget, rounds, Serving())
+    candidates(requests, budget, workers)
+    by_length(rounds)
+    by_checkpoints(rounds)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import platform
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from time import perf_counter
 
 import psutil
 
@@ -50,12 +50,11 @@ def times_of(value: float, base: float) -> str:
     return f"{value / base:.2f}x" if base else "-"
 
 
-def positive(text: str) -> int:
-    """A number of 1 or more, for an option."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return number
+def seconds_of(work: Callable[[], object], clock: Callable[[], float] = perf_counter) -> float:
+    """How long `work` takes by `clock`."""
+    begin = clock()
+    work()
+    return clock() - begin
 
 
 def stamp(arguments: Sequence[str]) -> str:

@@ -1,26 +1,7 @@
-"""Makes the pages of docs/results again, each by the command that it carries.
-
-    python scripts/bench.py results                # all but those that take long
-    python scripts/bench.py results rounds ab      # these
-    python scripts/bench.py results --list         # names and commands; nothing runs
-    python scripts/bench.py results --contents     # their table of contents; nothing runs
-
-A page has its table between two comments, of which the first carries the command:
-
-    <!-- bench rounds: rounds --tokens 1024 16384 -->
-    ...
-    <!-- end rounds -->
-
-Everything between them is replaced by what the command prints; what is written around them stays.
-`<!-- bench NAME (long): ... -->` marks what takes more than some minutes: it runs only where it is
-named. Where a command fails, its page stays as it is. `bench.py --write NAME SUBCOMMAND ...` writes
-what another command prints into the page NAME, and makes that page where there is none.
-"""
+"""The pages of docs/results: read, written, listed, and made again."""
 
 from __future__ import annotations
 
-import argparse
-import ast
 import re
 import shlex
 import subprocess
@@ -28,7 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from scripts.bench.commands import about as about_command
 from scripts.bench.report import RESULTS, ROOT, BenchFailed
 
 CONTENTS = "README.md"
@@ -120,8 +103,7 @@ def write_table(name: str, arguments: Sequence[str], printed: str, folder: Path 
 
 def _about(name: str, command: str) -> str:
     """Title and first paragraph of a new page, from the subcommand's docstring."""
-    module = Path(__file__).parent / f"{command.replace('-', '_')}.py"
-    about = (ast.get_docstring(ast.parse(module.read_text())) or "").split("\n\n")
+    about = about_command(command).split("\n\n")
     paragraphs = [one for one in about[1:] if not one.startswith(" ")]
     return "\n\n".join([f"# {name}: {about[0].rstrip('.')}", *paragraphs])
 
@@ -163,20 +145,36 @@ def execute(page: Page) -> None:
         raise BenchFailed(f"`{page.command}` ended with status {done.returncode}")
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="pages")
-    parser.add_argument("--list", action="store_true", help="names and commands; nothing runs")
-    parser.add_argument("--contents", action="store_true", help="only the table of contents")
+def results(
+    *names: Annotated[str, {"metavar": "NAME"}, "pages"],
+    list_: Annotated[bool, "names and commands; nothing runs"] = False,
+    contents_: Annotated[bool, "only the table of contents"] = False,
+) -> None:
+    """Makes the pages of docs/results again, each by the command that it carries.
 
+        python scripts/bench.py results                # all but those that take long
+        python scripts/bench.py results rounds ab      # these
+        python scripts/bench.py results --list         # names and commands; nothing runs
+        python scripts/bench.py results --contents     # their table of contents; nothing runs
 
-def run(options: argparse.Namespace) -> None:
+    A page has its table between two comments, of which the first carries the command:
+
+        <!-- bench rounds: rounds --tokens 1024 16384 -->
+        ...
+        <!-- end rounds -->
+
+    Everything between them is replaced by what the command prints; what is written around them
+    stays. `<!-- bench NAME (long): ... -->` marks what takes more than some minutes: it runs only
+    where it is named. Where a command fails, its page stays as it is. `bench.py --write NAME
+    SUBCOMMAND ...` writes what another command prints into the page NAME, and makes that page where
+    there is none.
+    """
     found = pages()
-    if options.contents:
+    if contents_:
         (RESULTS / CONTENTS).write_text(contents(found))
-        return
-    if not options.list:
-        make_again(found, options.names, execute)
-        return
-    for page in found:
-        if page.arguments:
-            print(f"{page.name:22}{'(long) ' if page.long else '       '}{page.command}")
+    elif not list_:
+        make_again(found, names, execute)
+    else:
+        for page in found:
+            if page.arguments:
+                print(f"{page.name:22}{'(long) ' if page.long else '       '}{page.command}")

@@ -1,43 +1,21 @@
-"""Orders of the waiting queue, replayed on traces: waits, throughput and hits.
-
-Requests are prefilled one after the other by the reuse index as served with one memory; times are
-the Marconi paper's fit. Arrivals are the trace's own; with --azure sessions begin when requests of
-Azure's conversation trace arrived, and the gaps within them are the trace's. A session's next
-request waits for the answer before. All times are stretched by one factor, so that the prefills,
-served one by one without a queue, would take the device for --loads of the time.
-
-Each row is served --seeds times. With all seeds but the first the sessions begin earlier or later,
-by up to the mean time between two beginnings, as a trace of another day might: what all seeds have
-in common is no accident of a few requests. Numbers are medians over the seeds.
-
-Seconds to the first token (P50 / P95 / P99 / worst), tokens of prompts per second, share of tokens
-hit. `misses`: what of its aims `window` misses in a row, and with how many of the seeds: P99 not
-above fcfs's, P50 not above lpm's (by a millisecond or more), a hit rate at most 0.5 points below
-lpm's, and nobody overtaken more often than the bound says. The last table: geometric means over
-rows and seeds of P50 against lpm's and P99 against fcfs's, the mean difference of hit rates from
-lpm's, rows in which the order meets each of these with most of the seeds, and the most that a
-request was overtaken.
-
-With --tiers the device has a tenth of that memory, the host all of it and the disk eight times as
-much, by the paper's rules; a request waits for its load before its prefill.
-"""
+"""Orders of the waiting queue, replayed on traces."""
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from pathlib import Path
 from statistics import median
+from typing import Annotated, TypeVar
 
 import numpy as np
 
 from scripts.bench.report import Table
-from scripts.bench.traces import add_traces, read_named
-from sglang_hybrid.core.costs.cost import CostModel
+from scripts.bench.traces import COST, ONE_MEMORY, TRACES, Folder, read_named
 from sglang_hybrid.core.queue.orders import (
     AgedPrefix,
     Car,
@@ -49,7 +27,6 @@ from sglang_hybrid.core.queue.orders import (
 )
 from sglang_hybrid.core.queue.queue_order import QueueOrder
 from sglang_hybrid.core.queue.waiting import Bound
-from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.simulation.prefill_time import PAPER
@@ -59,7 +36,8 @@ from sglang_hybrid.simulation.timing import Timeline
 from sglang_hybrid.simulation.traces.arrivals import Azure
 from sglang_hybrid.simulation.traces.requests import Request
 
-COST = CostModel.paper_7b()
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 SIZES = {
     "taubench_airline": 10.0,
     "sharegpt_55": 4.0,
@@ -126,7 +104,7 @@ def cache_of(row: Row) -> Cache:
         speeds = tiers.speeds(COST, PAPER)
         setting = Setting(COST, None, row.requests, tiers=tiers, speeds=speeds)
     else:
-        setting = Setting(COST, row.memory, row.requests, serving=Serving(one_memory=True))
+        setting = Setting(COST, row.memory, row.requests, serving=ONE_MEMORY)
     cache: Cache = Spec("reuse").build(setting)
     return cache
 
@@ -188,17 +166,20 @@ def at_load(row: Row) -> Row:
     return replace(row, requests=stretched)
 
 
-def rows(options: argparse.Namespace) -> Iterator[Row]:
+def rows(
+    folder: Path, loads: Sequence[float], most: int, seeds: int = 1, *, tiers: bool
+) -> Iterator[Row]:
+    """Of all traces, at most so many requests each."""
     for trace, gigabytes in SIZES.items():
-        requests = read_named(options.traces, trace)[: options.requests]
+        requests = read_named(folder, trace)[:most]
         arrivals = [False, True] if trace in WITH_GAPS else [False]
         for azure in arrivals:
             if azure:
-                starts = Azure.read(options.traces / AZURE).arrivals
+                starts = Azure.read(folder / AZURE).arrivals
                 requests = with_starts(requests, starts)
-            for load, seed in product(options.loads, range(options.seeds)):
+            for load, seed in product(loads, range(seeds)):
                 memory, moved = int(gigabytes * 1e9), jittered(requests, seed)
-                yield Row(trace, azure, load, moved, memory, options.tiers, seed)
+                yield Row(trace, azure, load, moved, memory, tiers, seed)
 
 
 def serve_row(row: Row) -> Orders:
@@ -284,24 +265,52 @@ def mostly_met(order: str, aim: str, rows: Sequence[tuple[Row, Sequence[Orders]]
     )
 
 
+def in_processes(
+    work: Callable[[Item], Result], items: Sequence[Item], workers: int
+) -> list[Result]:
+    """`work` for all items in so many processes; results in their order."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context) as pool:
+        return list(pool.map(work, items))
+
+
 def mean_ratio(ratios: Sequence[float]) -> float:
     """The geometric mean."""
     return float(np.exp(np.mean(np.log(ratios))))
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 0.95, 1.1])
-    parser.add_argument("--requests", type=int, default=1_000, help="of each trace, at most")
-    add_traces(parser)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=1, help="times that each row is served")
-    parser.add_argument("--tiers", action="store_true", help="device, host and disk")
+def schedule_replay(
+    loads: tuple[float, ...] = (0.5, 0.8, 0.95, 1.1),
+    requests: Annotated[int, "of each trace, at most"] = 1_000,
+    traces: Folder = TRACES,
+    workers: int = 2,
+    seeds: Annotated[int, "times that each row is served"] = 1,
+    tiers: Annotated[bool, "device, host and disk"] = False,
+) -> None:
+    """Orders of the waiting queue, replayed on traces: waits, throughput and hits.
 
+    Requests are prefilled one after the other by the reuse index as served with one memory; times
+    are the Marconi paper's fit. Arrivals are the trace's own; with --azure sessions begin when
+    requests of Azure's conversation trace arrived, and the gaps within them are the trace's. A
+    session's next request waits for the answer before. All times are stretched by one factor, so
+    that the prefills, served one by one without a queue, would take the device for --loads of the
+    time.
 
-def run(options: argparse.Namespace) -> None:
-    asked = list(rows(options))
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.workers, context) as pool:
-        served = list(pool.map(serve_row, asked))
-    seeds = options.seeds
+    Each row is served --seeds times. With all seeds but the first the sessions begin earlier or
+    later, by up to the mean time between two beginnings, as a trace of another day might: what all
+    seeds have in common is no accident of a few requests. Numbers are medians over the seeds.
+
+    Seconds to the first token (P50 / P95 / P99 / worst), tokens of prompts per second, share of
+    tokens hit. `misses`: what of its aims `window` misses in a row, and with how many of the seeds:
+    P99 not above fcfs's, P50 not above lpm's (by a millisecond or more), a hit rate at most 0.5
+    points below lpm's, and nobody overtaken more often than the bound says. The last table:
+    geometric means over rows and seeds of P50 against lpm's and P99 against fcfs's, the mean
+    difference of hit rates from lpm's, rows in which the order meets each of these with most of the
+    seeds, and the most that a request was overtaken.
+
+    With --tiers the device has a tenth of that memory, the host all of it and the disk eight times
+    as much, by the paper's rules; a request waits for its load before its prefill.
+    """
+    asked = list(rows(traces, loads, requests, seeds, tiers=tiers))
+    served = in_processes(serve_row, asked, workers)
     show([(asked[at], served[at : at + seeds]) for at in range(0, len(asked), seeds)])

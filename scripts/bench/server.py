@@ -1,46 +1,34 @@
-"""Prefill and decode tokens per second, time to first token and peak memory of a served model.
+"""How fast a server on the CPU is, and how near it comes to what the CPU can do."""
 
-Starts the server and drives it through SGLang's own `bench_serving` for the default model and one
-of about 100 M parameters.
+from __future__ import annotations
 
-    python scripts/bench.py server [--models DIR ...] [--requests 16] [-- server flags]
-"""
-
-import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from statistics import median
+from typing import Annotated, Any, Literal, Self
 
 import psutil
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
-from scripts.bench.report import BenchFailed, Table, positive
-from scripts.bench.servers import STEPS, large_model, percentile
-from sglang_hybrid.models import ensure_default_model
+from scripts.bench.commands import Count, one_of
+from scripts.bench.report import BenchFailed, Table, seconds_of
+from scripts.bench.servers import SCRATCH, STEPS, Client, large_model, percentile
+from sglang_hybrid.models import build_tiny_model, ensure_default_model
 from sglang_hybrid.serving.server_process import ServerProcess
 
 PROMPT = 2048
 """Tokens of a prompt when prefill is measured."""
 SAMPLE_SECONDS = 1.0
 """Between samples of memory: each costs the server some milliseconds."""
-
-
-@dataclass
-class Result:
-    """What one model did."""
-
-    model: str
-    parameters: float
-    prefill: float
-    decode: float
-    ttft_p50: float
-    ttft_p95: float
-    memory: float
 
 
 class PeakMemory:
@@ -96,26 +84,6 @@ def bench_serving(
     return record
 
 
-def measure(model: Path, n: int, flags: list[str]) -> Result:
-    """Prompts of `PROMPT` tokens for prefill, answers of `STEPS` for decoding, one at a time."""
-    with (
-        ServerProcess(["--model-path", str(model), *flags]) as server,
-        PeakMemory(server) as memory,
-    ):
-        prefill = bench_serving(server, model, prompt=PROMPT, output=1, n=n)
-        decode = bench_serving(server, model, prompt=16, output=STEPS, n=max(2, n // 4))
-    ttfts = sorted(prefill["ttfts"])
-    return Result(
-        model=model.name,
-        parameters=parameters(model) / 1e6,
-        prefill=PROMPT / percentile(ttfts, 0.5),
-        decode=1000 / decode["median_tpot_ms"],
-        ttft_p50=percentile(ttfts, 0.5) * 1000,
-        ttft_p95=percentile(ttfts, 0.95) * 1000,
-        memory=memory.peak / 2**30,
-    )
-
-
 def parameters(model: Path) -> int:
     """Number of weights in a model directory."""
     from safetensors import safe_open
@@ -123,38 +91,151 @@ def parameters(model: Path) -> int:
     total = 0
     for file in model.glob("*.safetensors"):
         with safe_open(str(file), framework="numpy") as weights:
-            for name in weights.keys():  # noqa: SIM118 (safe_open is no mapping)
-                size = 1
-                for length in weights.get_slice(name).get_shape():
-                    size *= length
-                total += size
+            names = weights.keys()
+            total += sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
     return total
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--models",
-        nargs="*",
-        type=Path,
-        help="model directories to measure (default: the embedded one and 100 M)",
-    )
-    parser.add_argument("--requests", type=positive, default=16, help="prompts per model")
-    parser.add_argument("server_flags", nargs="*", help="flags for the server, after --")
+def server(
+    *server_flags: Annotated[str, "flags for the server, after --"],
+    models: Annotated[
+        tuple[Path, ...], "model directories to measure (default: the embedded one and 100 M)"
+    ] = (),
+    requests: Annotated[Count, "prompts per model"] = 16,
+) -> None:
+    """Prefill and decode tokens per second, time to first token and peak memory of a served model.
 
-
-def run(options: argparse.Namespace) -> None:
+    Starts the server and drives it through SGLang's own `bench_serving` for the default model and
+    one of about 100 M parameters.
+    """
     start = time.monotonic()
-    models = options.models or [ensure_default_model(), large_model()]
     table = Table(
         *("model", "parameters, M", "prefill, tokens/s", "decode, tokens/s", "TTFT P50, ms"),
         *("TTFT P95, ms", "peak memory, GiB"),
     )
-    for model in models:
-        r = measure(model, options.requests, options.server_flags)
+    for model in models or (ensure_default_model(), large_model()):
+        flags = ["--model-path", str(model), *server_flags]
+        with ServerProcess(flags) as running, PeakMemory(running) as memory:
+            prefill = bench_serving(running, model, prompt=PROMPT, output=1, n=requests)
+            few = max(2, requests // 4)
+            decode = bench_serving(running, model, prompt=16, output=STEPS, n=few)
+        p50, p95 = (percentile(sorted(prefill["ttfts"]), share) for share in (0.5, 0.95))
         table.row(
-            *(r.model, f"{r.parameters:.0f}", f"{r.prefill:,.0f}", f"{r.decode:,.0f}"),
-            *(f"{r.ttft_p50:.0f}", f"{r.ttft_p95:.0f}", f"{r.memory:.2f}"),
+            *(model.name, f"{parameters(model) / 1e6:.0f}", f"{PROMPT / p50:,.0f}"),
+            f"{1000 / decode['median_tpot_ms']:,.0f}",
+            *(f"{1000 * p50:.0f}", f"{1000 * p95:.0f}", f"{memory.peak / 2**30:.2f}"),
         )
     print(
         f"\nPrompts of {PROMPT:,} tokens, one at a time. {time.monotonic() - start:.0f} s in all."
+    )
+
+
+FORWARDS = (1, 2, 3, 9)  # none, one, two and eight states inside
+
+
+def ttft(model: Path, forwards: int, n: int) -> float:
+    """Median seconds to the first token, one request at a time."""
+    size = -(-PROMPT // forwards)
+    flags = ["--model-path", str(model), "--disable-radix-cache"]
+    with ServerProcess([*flags, "--chunked-prefill-size", str(size)]) as server:
+        record = bench_serving(server, model, prompt=PROMPT, output=1, n=n)
+    return percentile(sorted(record["ttfts"]), 0.5)
+
+
+def split(
+    architecture: str = "falcon-mamba",
+    scale: Literal["tiny", "100m"] = "tiny",
+    requests: Count = 16,
+) -> None:
+    """What splitting a prefill costs: prompts of 2,048 tokens in 1, 2, 3 and 9 forwards.
+
+    Where kernels leave no states inside a prefill (Mamba1), it is split at every checkpoint. Here
+    the server splits it evenly (--chunked-prefill-size) and keeps nothing.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch) / architecture
+        model = build_tiny_model(architecture, directory, scale=scale)
+        found = {k: ttft(model, k, requests) for k in FORWARDS}
+    table = Table("model", "states inside", "forwards", "TTFT P50, ms", "against one forward")
+    for k, seconds in found.items():
+        ratio = f"{seconds / found[1]:.2f}"
+        table.row(architecture, k - 1, k, f"{1e3 * seconds:.0f}", ratio)
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def seconds(run: Callable[[], object], times: int = 3) -> float:
+    """The median of some runs, after one that does not count."""
+    run()
+    return median(seconds_of(run) for _ in range(times))
+
+
+def products(weights: list[Tensor]) -> dict[str, float]:
+    """Seconds of the layers' products with `PROMPT` rows: as torch computes them by default, and in
+    oneDNN, with weights in its own layout.
+    """
+    inputs = {w.shape[1]: torch.randn(PROMPT, w.shape[1], dtype=w.dtype) for w in weights}
+    pairs = [(inputs[w.shape[1]], w) for w in weights]
+    packed = [(x, torch.ops.mkldnn._reorder_linear_weight(w)) for x, w in pairs]
+    linear, onednn = torch.nn.functional.linear, torch.ops.mkldnn._linear_pointwise.default
+    return {
+        "torch's products": seconds(lambda: [linear(*pair) for pair in pairs]),
+        "oneDNN's products": seconds(lambda: [onednn(*p, None, "none", [], "") for p in packed]),
+    }
+
+
+def roofline(
+    *server_flags: Annotated[str, "flags for the server, after --"],
+    scratch: Path = SCRATCH,
+    rounds: int = 5,
+    dtype: Annotated[str, one_of(DTYPES)] = "float32",
+) -> None:
+    """How near a model of 100 M parameters comes to what the CPU can do.
+
+    Prefill: the FLOPs of a prompt's products with weights per second until the first token, as a
+    share of what the same products do in torch alone. Decode: the time of a step, against the time
+    that reading all weights once takes. Both over HTTP, one request at a time; in turn with the
+    bare products and reads, which run while the server idles.
+    """
+    model = large_model(scratch)
+    tensors = {
+        name: tensor.to(DTYPES[dtype])
+        for name, tensor in load_file(str(next(model.glob("*.safetensors")))).items()
+        if tensor.dim() == 2 and "embeddings" not in name
+    }
+    layers = [tensor for name, tensor in tensors.items() if "lm_head" not in name]
+    operations = 2 * PROMPT * sum(w.numel() for w in layers)
+    everything = torch.cat([tensor.flatten() for tensor in tensors.values()])
+    words = everything.view(torch.int64)  # sums of integers are as fast as the memory
+
+    seen: dict[str, list[float]] = {}
+    flags = ["--model-path", str(model), "--dtype", dtype, *server_flags]
+    with ServerProcess(flags) as server:
+        client = Client(server.url)
+        client.first_token(client.tokens(PROMPT), 0)
+        for _ in range(rounds):
+            times = {
+                "prefill": client.first_token(client.tokens(PROMPT), 0),
+                "decode": client.step([client.tokens(16)]),
+                **products(layers),
+                "read": seconds(words.sum),
+            }
+            for name, value in times.items():
+                seen.setdefault(name, []).append(value)
+    found = {name: median(values) for name, values in seen.items()}
+    table = Table(dtype, "ms", "GFLOP/s", "prefill's share")
+    prefill = found["prefill"]
+    for what, spent, share in (
+        (f"prefill of {PROMPT:,} ({PROMPT / prefill:,.0f} tokens/s)", prefill, ""),
+        *(
+            (name, found[name], f"{100 * found[name] / prefill:.0f} %")
+            for name in ("torch's products", "oneDNN's products")
+        ),
+    ):
+        table.row(what, f"{1e3 * spent:,.0f}", f"{operations / spent / 1e9:,.0f}", share)
+    size = everything.numel() * everything.element_size()
+    print(
+        f"\nA decode step takes {1e3 * found['decode']:.1f} ms, reading {size / 1e6:,.0f} MB of "
+        f"weights {1e3 * found['read']:.1f} ms: {found['decode'] / found['read']:.2f} times."
     )

@@ -1,28 +1,20 @@
-"""What the order of the host lacks where `tiers-replay` misses its aim: `reuse` is told more and
-more of the rest of the trace. Percent of the hit rate of an unbounded cache.
-
-reuse: told nothing. sessions: the host's order knows which positions the last prompt of a session
-has passed, and no other prompt will. ends: which positions no prompt passes any more. times: when
-each position is passed next. device: the device's order knows that, too. writes: so does the
-choice of what is written at all. clairvoyant: nothing is learnt any more.
-
---weights asks instead what another weight of a coarser class is worth (`core/returns/hazards.py`),
-and how well each foretells when positions return: bits per interval that ended, fewer being better.
-"""
+"""What the order of the host lacks."""
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
+from scripts.bench.commands import one_of
+from scripts.bench.memory import ENOUGH
 from scripts.bench.report import Table
-from scripts.bench.tiers_replay import COST, ENOUGH
-from scripts.bench.traces import add_traces, read_named
+from scripts.bench.traces import COST, TRACES, Folder, percent, read_named
 from sglang_hybrid.core.costs.cost import CostModel, FloatArray
 from sglang_hybrid.core.records.nodes import NEVER, Clock, Node
 from sglang_hybrid.core.returns import hazards
@@ -30,7 +22,7 @@ from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.returns.reuse import ReuseIndex
 from sglang_hybrid.core.victims.eviction import Policy, Reuse
 from sglang_hybrid.core.victims.table import Table as Candidates
-from sglang_hybrid.replay.runner import Job, Runner
+from sglang_hybrid.replay.runner import Runner
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.simulation.future import Oracle
 from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets
@@ -151,8 +143,7 @@ def tiers_of(device: float) -> TierBudgets:
 
 def unbounded(trace: str, requests: Sequence[Request], tiers: TierBudgets) -> float:
     """The hit rate where nothing is ever evicted."""
-    job = Job(Spec.parse("unbounded"), trace, COST, None, tiers=tiers)
-    return Runner({trace: requests}).run(job).hit_rate
+    return percent(Runner({trace: requests}), Spec("unbounded"), trace, None, tiers=tiers) / 100
 
 
 def shares(trace: str, requests: Sequence[Request], device: float) -> list[float]:
@@ -213,29 +204,39 @@ def weigh(trace: str, requests: Sequence[Request], device: float, weight: float)
     return [f"{share:.1f}", f"{bits.sum / max(1, bits.intervals):.2f}"]
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", nargs="+", choices=MISSED, default=list(MISSED))
-    parser.add_argument("--weights", nargs="+", type=float, help="of a coarser class, intervals")
-    add_traces(parser)
+def tiers_ladder(
+    only: Annotated[tuple[str, ...], one_of(MISSED)] = tuple(MISSED),
+    weights: Annotated[tuple[float, ...], "of a coarser class, intervals"] = (),
+    traces: Folder = TRACES,
+) -> None:
+    """What the order of the host lacks where `tiers-replay` misses its aim: `reuse` is told more
+    and more of the rest of the trace. Percent of the hit rate of an unbounded cache.
 
+    reuse: told nothing. sessions: the host's order knows which positions the last prompt of a
+    session has passed, and no other prompt will. ends: which positions no prompt passes any more.
+    times: when each position is passed next. device: the device's order knows that, too. writes: so
+    does the choice of what is written at all. clairvoyant: nothing is learnt any more.
 
-def run(options: argparse.Namespace) -> None:
-    if options.weights:
-        show_weights(options)
+    --weights asks instead what another weight of a coarser class is worth
+    (`core/returns/hazards.py`), and how well each foretells when positions return: bits per
+    interval that ended, fewer being better.
+    """
+    if weights:
+        show_weights(traces, only, weights)
         return
     names = [*RUNGS, "clairvoyant"]
     table = Table("trace", "device GB", *names, f"{ENOUGH:g} % from")
-    for trace in options.only:
-        found = shares(trace, read_named(options.traces, trace), MISSED[trace])
+    for trace in only:
+        found = shares(trace, read_named(traces, trace), MISSED[trace])
         enough = (name for name, share in zip(names, found, strict=True) if share >= ENOUGH)
         cells = (f"{share:.1f}" for share in found)
         table.row(trace, f"{MISSED[trace]:g}", *cells, next(enough, "none"))
 
 
-def show_weights(options: argparse.Namespace) -> None:
-    heads = [(f"{weight:g}: % of unbounded", "bits") for weight in options.weights]
+def show_weights(folder: Path, only: Sequence[str], weights: Sequence[float]) -> None:
+    heads = [(f"{weight:g}: % of unbounded", "bits") for weight in weights]
     table = Table("trace", "device GB", *(name for pair in heads for name in pair))
-    for trace in options.only:
-        requests, device = read_named(options.traces, trace), MISSED[trace]
-        cells = [weigh(trace, requests, device, weight) for weight in options.weights]
+    for trace in only:
+        requests, device = read_named(folder, trace), MISSED[trace]
+        cells = [weigh(trace, requests, device, weight) for weight in weights]
         table.row(trace, f"{device:g}", *(cell for pair in cells for cell in pair))

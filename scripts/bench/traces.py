@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
 
 from scripts.bench.report import ROOT, BenchFailed
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.server_settings import Budget, Serving
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
-from sglang_hybrid.replay.runner import Runner
+from sglang_hybrid.replay.runner import Job, Runner
+from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.simulation.traces.arrivals import Draw
 from sglang_hybrid.simulation.traces.formats import read_trace
 from sglang_hybrid.simulation.traces.generators import Traffic, generate, traffic
@@ -32,18 +34,20 @@ GENERATED: dict[str, tuple[float, ...]] = {
     "fan-out": (2, 5),
     "transcript": (1, 2, 3, 5),
 }
+Folder = Annotated[Path, "the folder of the traces"]
+Seeds = Annotated[int | None, {"metavar": "SEEDS"}, "generated traffic instead, from these seeds"]
+"""For options: where traces are, and how many seeds of generated traffic replace them."""
+
+COST = CostModel.paper_7b()
+NEMOTRON_H_8B = COST.with_sizes(kv_bytes_per_token=16_384, state_bytes=102_137_856)
+TWO_POOLS, ONE_MEMORY = Serving(), Serving(one_memory=True)
+RULES = {"paper": None, "served": TWO_POOLS, "one": ONE_MEMORY}
+"""How requests are served in a replay: by the paper's rules, or as a server does."""
+
 Preset = TypeVar("Preset")
 Row = tuple[str, float]  # trace, GB
 Phase = tuple[str, Traffic]
 """A kind of generated traffic, and its parameters."""
-
-
-def add_traces(parser: argparse.ArgumentParser, *, generated: bool = False) -> None:
-    """The option that names the traces' folder, and the one for generated traffic instead."""
-    parser.add_argument("--traces", type=Path, default=TRACES, help="the folder they are in")
-    if generated:
-        what = "generated traffic instead"
-        parser.add_argument("--generated", type=int, metavar="SEEDS", help=what)
 
 
 def find(name: str, folder: Path = TRACES) -> Path:
@@ -80,6 +84,13 @@ def read_or_generate(folder: Path, seeds: int | None) -> tuple[Runner, list[Row]
             traces[f"{kind} {seed}"] = generate(kind, how, seed)
             sizes[f"{kind} {seed}"] = gigabytes
     return Runner(traces), rows_of(sizes)
+
+
+def percent(
+    runner: Runner, spec: Spec, trace: str, budget: Budget, cost: CostModel = COST, **how: Any
+) -> float:
+    """The share of the prompt tokens that a policy hits; how: as in `Job`."""
+    return 100 * runner.run(Job(spec, trace, cost, budget, **how)).hit_rate
 
 
 def rows_of(sizes: Mapping[str, Sequence[float]]) -> list[Row]:

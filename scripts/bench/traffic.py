@@ -82,20 +82,12 @@ def read_outcome(
     return Outcome(prompt, meta["cached_tokens"], ttft, seconds)
 
 
-async def drive(
-    url: str, trace: Sequence[Request], concurrency: int, time_scale: float | None
-) -> list[Outcome]:
-    """Send every request of `trace`; outcomes in the trace's order.
-
-    At most `concurrency` are under way. With `time_scale` none is sent before its arrival, counted
-    in that many seconds per second of the trace.
-    """
+async def drive(url: str, trace: Sequence[Request], concurrency: int) -> list[Outcome]:
+    """Send every request of `trace`, at most `concurrency` at a time; outcomes in its order."""
     processor = ForcedAnswer.to_str()
     outcomes = [Outcome(error="not sent")] * len(trace)
     waiting, busy = list(range(len(trace))), set[int]()
     changed = asyncio.Condition()
-    origin = trace[0].arrival if trace else 0.0
-    start = time.perf_counter()
 
     async def work(client: aiohttp.ClientSession) -> None:
         while True:
@@ -106,9 +98,6 @@ async def drive(
                     await changed.wait()
                 waiting.remove(number)
                 busy.add(trace[number].session)
-            if time_scale is not None:
-                due = start + (trace[number].arrival - origin) * time_scale
-                await asyncio.sleep(max(0.0, due - time.perf_counter()))
             outcomes[number] = await send(client, trace[number], processor)
             async with changed:
                 busy.discard(trace[number].session)

@@ -1,33 +1,29 @@
-"""What the tuner's choices are worth, on real traces and on traffic that changes.
-
-Every trace is replayed, request after request, under each candidate from the start, and with the
-tuner, which starts with `--start` and whose searches take `--delay` requests. Three numbers:
-
-* whole: hit tokens of the tuned cache over those of the best single candidate in hindsight.
-* rest: at the tuner's first decision, request n, the cache is as the starting policy left it. From
-  there on each candidate alone chooses the victims. Hit tokens of the tuner's choice in the rest
-  of the trace over those of the best of them, or of the best of those that were in force from the
-  start, if that hit more in the rest.
-* start: hit tokens of the starting policy alone over those of the best single candidate.
-
-"gain" is what the tuned cache hit more than the starting policy alone, in points of the hit rate.
-"""
+"""What the tuner's choices are worth."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
-from scripts.bench.policies import COST, RULES
+from scripts.bench.commands import one_of
 from scripts.bench.report import Table
-from scripts.bench.traces import GENERATED, SIZES, TRACES, in_phases, read_named
+from scripts.bench.traces import (
+    COST,
+    GENERATED,
+    RULES,
+    SIZES,
+    TRACES,
+    Folder,
+    in_phases,
+    read_named,
+)
 from sglang_hybrid.replay.systems import Setting, Spec
-from sglang_hybrid.simulation.traces.generators import generate, traffic
+from sglang_hybrid.simulation.traces import generators
 from sglang_hybrid.simulation.traces.requests import Request
 from sglang_hybrid.simulation.tuner.candidates import CANDIDATES
 from sglang_hybrid.simulation.tuner.tuned import DELAY, TunedCache, switching
@@ -115,7 +111,10 @@ def hits(setting: Setting, start: Spec, at: int = 0, then: Spec | None = None) -
 
 def phases(kinds: Sequence[str], seed: int) -> list[Request]:
     """Traffic of each kind after the one before it has ended, under names of its own."""
-    how = [(kind, traffic(kind, sessions=400 if kind == "few-shot" else 60)) for kind in kinds]
+    how = [
+        (kind, generators.traffic(kind, sessions=400 if kind == "few-shot" else 60))
+        for kind in kinds
+    ]
     requests: list[Request] = []
     begin = 0.0
     for some in in_phases(how, seed):
@@ -124,46 +123,61 @@ def phases(kinds: Sequence[str], seed: int) -> list[Request]:
     return requests
 
 
-def all_rows(options: argparse.Namespace) -> Iterator[tuple[str, float, list[Request]]]:
+def all_rows(
+    kinds: Sequence[str], folder: Path, seed: int
+) -> Iterator[tuple[str, float, list[Request]]]:
     """Names, GB and requests."""
-    if "traces" in options.traffic:
+    if "traces" in kinds:
         for name, sizes in SIZES.items():
-            requests = read_named(options.traces, name)
+            requests = read_named(folder, name)
             yield from ((name, size, requests) for size in sizes)
-    if "transcripts" in options.traffic:
-        requests = generate("transcript", traffic("transcript"), options.seed)
-        name = f"transcript, seed {options.seed}"
+    if "transcripts" in kinds:
+        requests = generators.generate("transcript", generators.traffic("transcript"), seed)
+        name = f"transcript, seed {seed}"
         yield from ((name, size, requests) for size in GENERATED["transcript"])
-    if "phases" in options.traffic:
+    if "phases" in kinds:
         for name, sizes in PHASES.items():
-            requests = phases(name.split(", "), options.seed)
+            requests = phases(name.split(", "), seed)
             yield from ((name, size, requests) for size in sizes)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--traces", type=Path, default=TRACES, metavar="DIR", help="where the traces lie")
-    add("--traffic", nargs="+", choices=TRAFFIC, default=TRAFFIC)
-    add("--seed", type=int, default=0, help="of generated traffic")
-    add("--rules", choices=[*RULES], default="served")
-    add("--start", type=Spec.parse, default=CANDIDATES[0], help="the starting policy (reuse)")
-    add("--delay", type=int, default=DELAY, help="requests that a search takes (%(default)s)")
+def tuner(
+    traces: Folder = TRACES,
+    traffic: Annotated[tuple[str, ...], one_of(TRAFFIC)] = TRAFFIC,
+    seed: Annotated[int, "of generated traffic"] = 0,
+    rules: Annotated[str, one_of(RULES)] = "served",
+    start: Annotated[Spec, Spec.parse, "the starting policy (reuse)"] = CANDIDATES[0],
+    delay: Annotated[int, f"requests that a search takes ({DELAY})"] = DELAY,
+) -> None:
+    """What the tuner's choices are worth, on real traces and on traffic that changes.
 
+    Every trace is replayed, request after request, under each candidate from the start, and with
+    the tuner, which starts with `--start` and whose searches take `--delay` requests. Three
+    numbers:
 
-def run(options: argparse.Namespace) -> None:
+    * whole: hit tokens of the tuned cache over those of the best single candidate in hindsight. *
+    rest: at the tuner's first decision, request n, the cache is as the starting policy left it.
+    From there on each candidate alone chooses the victims. Hit tokens of the tuner's choice in the
+    rest of the trace over those of the best of them, or of the best of those that were in force
+    from the start, if that hit more in the rest. * start: hit tokens of the starting policy alone
+    over those of the best single candidate.
+
+    "gain" is what the tuned cache hit more than the starting policy alone, in points of the hit
+    rate.
+    """
     table = Table(
         *("traffic", "GB", "requests", "best alone", "hit %", "start", "whole", "gain"),
         *("first decision", "its choice", "rest", "searches", "switches", "taken back"),
     )
-    for name, size, requests in all_rows(options):
-        setting = Setting(COST, int(size * 1e9), requests, serving=RULES[options.rules])
-        row = measure(setting, options.start, Rules(), options.delay)
+    for name, size, requests in all_rows(traffic, traces, seed):
+        setting = Setting(COST, int(size * 1e9), requests, serving=RULES[rules])
+        row = measure(setting, start, Rules(), delay)
         best = row.alone[row.best]
         never = row.at == len(requests)
         cells = (
             *(name, size, f"{len(requests):,}", row.best, percent(best / row.prompt_tokens)),
-            *(percent(row.alone[options.start] / best), percent(row.whole)),
-            f"{100 * row.gain(options.start):+.2f}",
+            *(percent(row.alone[start] / best), percent(row.whole)),
+            f"{100 * row.gain(start):+.2f}",
             *("never" if never else row.at, row.choice, "" if never else percent(row.rest)),
             *(row.searches, row.switches, row.taken_back),
         )

@@ -37,7 +37,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     cost = cost_of_model(context.model_config.hf_config)
 
     unplanned = why_unplanned(context.server_args)
-    judicious = options.judicious
+    judicious = options.is_judicious
     if unplanned and judicious and context.is_hybrid_ssm:
         logger.warning(
             "sglang_hybrid: with %s states are taken where SGLang tracks them.", unplanned
@@ -109,11 +109,11 @@ def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Se
         page_size=cache.page_size,
         pages_needed=not set(attention_backends()) <= set(WITHOUT_PAGES),
         planned=cache.plans_checkpoints,
-        all_admitted=not cache.options.judicious,
+        all_admitted=not cache.options.is_judicious,
         no_buffer=not mamba.enable_mamba_extra_buffer,
         no_buffer_asked=context.server_args.mamba_radix_cache_strategy == "no_buffer",
         tuner_workers=cache.options.hybrid_tuner_workers,
-        pinned=cache.options.untunable,
+        pinned=cache.options.pinning_flag,
         shards=shards,
     )
 

@@ -183,7 +183,7 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
         finally:
             self.dec_host_lock_ref(kept, lock)
         after = self._host_copies(node_ids)
-        self.tier_stats.written(after[0] - before[0], after[1] - before[1])
+        self.tier_stats.on_write(after[0] - before[0], after[1] - before[1])
 
     def _host_copies(self, node_ids: list[int]) -> tuple[int, int]:
         """Tokens and states of these nodes that the host has."""
@@ -275,7 +275,7 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
         left, link = self._acks("ack_load_queue"), self.speeds.speeds.loads[Tier.HOST]
         for ack in acks[: len(acks) - len(left)]:
             self.speeds.loaded(ack)
-            self.tier_stats.loaded(ack, link)
+            self.tier_stats.on_load(ack, link)
         self.ways.backlog = sum(link.seconds(ack.num_bytes) for ack in left)
 
     def _acks(self, queue: str) -> list[Any]:

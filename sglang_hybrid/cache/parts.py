@@ -151,7 +151,7 @@ def build_parts(
     if tiers and shadow_tree is not None and shadow_tree.history is not None:
         parts.learning = Learning(shadow_tree.history, partial(disk_of, cache))
     if has_states and not params.disable:
-        if plans and options.judicious:
+        if plans and options.is_judicious:
             _plan(parts, params, one_pass=one_pass)
         decode.plan_for_pages_of(None if parts.planner is None else params.page_size)
     return parts

@@ -157,7 +157,7 @@ def make_tuning(cache: TunedCache, parts: Parts, rank: int | None) -> Tuning:
     if rank is None or cache.disable:
         return Tuning(cache, parts)
     tuner = file = None
-    if options.tuned:
+    if options.is_tuned:
         tuner = Tuner(
             parts.cost,
             Rules(

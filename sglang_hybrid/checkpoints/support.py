@@ -42,7 +42,7 @@ def plans_checkpoints(flags: Any) -> bool:
     return (
         flags.radix_cache_backend == BACKEND
         and not flags.disable_radix_cache
-        and HybridConfig.from_environment().judicious
+        and HybridConfig.from_environment().is_judicious
         and why_unplanned(flags) is None
     )
 

@@ -105,7 +105,7 @@ class Reasons:
         kind = Kind.BRANCH.value if branch else None
         if not cache.plans_checkpoints and position % grid(self._cache):
             return MissedCheckpoint(position, gain, Reason.GRID, kind)
-        if cache.options.judicious and gain < cache.options.hybrid_min_branch_tokens:
+        if cache.options.is_judicious and gain < cache.options.hybrid_min_branch_tokens:
             return MissedCheckpoint(position, gain, Reason.MICRO_BRANCH, kind)
         forgotten = cache.shadow_tree is None or self.log.full
         return MissedCheckpoint(

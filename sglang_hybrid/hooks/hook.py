@@ -61,12 +61,14 @@ class Hook:
 _held: set[str] = set()
 
 
-def takes_hold(target: str) -> bool:
+def is_in_place(target: str) -> bool:
     """Whether the hooks on `target` are in place in this process."""
     return target in _held
 
 
-def hold(module: ModuleType, hooks: Iterable[Hook], sha256: dict[str, str], release: str) -> None:
+def put_around(
+    module: ModuleType, hooks: Iterable[Hook], sha256: dict[str, str], release: str
+) -> None:
     """Put `hooks` around the functions of `module`, which has just been imported.
 
     Args:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import wrapt
 
-from sglang_hybrid.hooks.hook import Hook, check, hold
+from sglang_hybrid.hooks.hook import Hook, check, put_around
 from sglang_hybrid.hooks.sources import Sources, digest, load_hashes
 from sglang_hybrid.hooks.table import HOOKS
 
@@ -33,7 +33,7 @@ def on_import(release: str) -> None:
     for name, hooks in by_module().items():
 
         def take(module: ModuleType, hooks: tuple[Hook, ...] = hooks) -> None:
-            hold(module, hooks, sha256, release)
+            put_around(module, hooks, sha256, release)
 
         wrapt.register_post_import_hook(take, name)
 

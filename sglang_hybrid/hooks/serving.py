@@ -45,13 +45,13 @@ def note_shared_memory(_: Any, *__: Any, **___: Any) -> None:
 
 def track_load_snapshots(init: Callable[..., None], writer: Any, *args: Any, **named: Any) -> None:
     """Shared memory of load snapshots is known to Python's resource tracker, once it is there."""
-    from sglang_hybrid.serving.processes import shared_memory_made
+    from sglang_hybrid.serving.processes import register_shared_memory
 
     try:
         init(writer, *args, **named)
     finally:
         if getattr(writer, "fd", -1) >= 0:
-            shared_memory_made(writer.path)
+            register_shared_memory(writer.path)
 
 
 def hide_keys(info: dict[str, Any], *_: Any) -> dict[str, Any]:

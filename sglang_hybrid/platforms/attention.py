@@ -3,16 +3,14 @@
 It serves what SGLang's `torch_native` serves, and sliding-window pools, capped scores and attention
 sinks as well. Only new tokens have queries, so a prefix that is cached costs its keys and values
 once, not an attention of its own. Native kernels compute it where they can (`native/attention.py`),
-plain torch elsewhere (`kernels/attention.py`).
+plain torch sequence by sequence elsewhere (`kernels/attention.py`).
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
@@ -20,8 +18,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 
-from sglang_hybrid.kernels.attention import Rule, decode, extend
-from sglang_hybrid.kernels.kv_slots import BatchReads, SlotArray, Slots, batch_reads, prefix_slots
+from sglang_hybrid.kernels.attention import Rule, attention
 from sglang_hybrid.platforms.native import attention as native
 from sglang_hybrid.platforms.native.library import library
 from sglang_hybrid.serving.config import CPU_ATTENTION
@@ -32,10 +29,6 @@ if TYPE_CHECKING:
 
 Pool = tuple[Tensor, Tensor]
 """One layer's keys [slots, Hkv, D] and values [slots, Hkv, Dv]."""
-
-SPAN_BYTES = 1 << 17
-"""Keys and values of one layer in consecutive slots that are read through a view of the pool. Below
-this, gathering them with others costs less than another call of the attention kernel."""
 
 
 def register() -> None:
@@ -85,22 +78,7 @@ class HybridCpuAttnBackend(AttentionBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """The newest token of every sequence: [b, Hq * Dv] for queries [b, Hq * D]."""
-        self._store(layer, forward_batch, k, v, save_kv_cache)
-        pool = self._pool(layer)
-        rule = rule_of(layer, sinks)
-        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        if self._native is not None and native.serves(q, *pool, 1):
-            return self._in_one_call(self._native, q, pool, layer, rule)
-        reads = self._batch.reads(
-            encoder=layer.is_cross_attention,
-            window=rule.window,
-            window_pool=layer.layer_id in self._window_pool_layers,
-            shortest=_shortest_span(pool),
-            whole=rule.cap > 0,
-        )
-        if reads is None:
-            return q.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
-        return decode(q, pool, reads, rule)[..., : layer.v_head_dim].flatten(1)
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks=sinks)
 
     def forward_extend(
         self,
@@ -114,32 +92,23 @@ class HybridCpuAttnBackend(AttentionBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """The new tokens of every sequence, packed: [n, Hq * Dv] for queries [n, Hq * D]."""
-        self._store(layer, forward_batch, k, v, save_kv_cache)
-        pool = self._pool(layer)
-        rule = rule_of(layer, sinks)
-        window_pool = layer.layer_id in self._window_pool_layers
-        in_order = rule.cap > 0 or rule.window is not None
-        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        most = max((new.stop - new.start for new in self._batch.new), default=0)
-        if self._native is not None and native.serves(q, *pool, most):
-            return self._in_one_call(self._native, q, pool, layer, rule)
-        out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
-        fresh: Pool | None = None
-        if save_kv_cache and k is not None and v is not None and pool[0] is not pool[1]:
-            fresh = (k, v) if k.dtype == pool[0].dtype else None
-        for i, new in enumerate(self._batch.new):
-            before = self._batch.slots(i, encoder=layer.is_cross_attention, window_pool=window_pool)
-            own: Pool | None = None
-            if not layer.is_cross_attention:
-                at = len(before) - (new.stop - new.start)
-                before, written = before[:at], Slots.of(before[at:])
-                own = (written.rows(pool[0]), written.rows(pool[1]))
-                if fresh is not None:
-                    own = (fresh[0][new], fresh[1][new])
-            if rule.window is not None:
-                before = before[max(0, len(before) - rule.window) :]
-            prefix = prefix_slots(before, _shortest_span(pool), in_order=in_order)
-            out[new] = extend(q[new], own, pool, prefix, rule)[..., : layer.v_head_dim]
+        if save_kv_cache and k is not None and v is not None:
+            slots = self._batch.window_pool_slots
+            where = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=slots)
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
+        pool, rule, width = self._pool(layer), rule_of(layer, sinks), layer.v_head_dim
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        sequences = self._batch.sequences(
+            encoder=layer.is_cross_attention,
+            window_pool=layer.layer_id in self._window_pool_layers,
+        )
+        if self._native is not None and native.serves(q, *pool, sequences.most):
+            return native.attention(self._native, q, *pool, sequences, rule, width).flatten(1)
+        out, counts = q.new_empty(*q.shape[:2], width), sequences.counts.tolist()
+        read = zip(*(torch.split(t, counts) for t in (out, q)), sequences.slots(), strict=True)
+        for place, new, slots in read:
+            keys, values = (t.index_select(0, slots) for t in pool)
+            place.copy_(attention(new, keys, values, rule)[..., :width])
         return out.flatten(1)
 
     def plain_pool(self, layer: RadixAttention) -> Pool | None:
@@ -155,17 +124,6 @@ class HybridCpuAttnBackend(AttentionBackend):
         """Where the KV of each sequence lies, in a batch that only decodes."""
         return self._batch.sequences(encoder=False, window_pool=False)
 
-    def _in_one_call(
-        self, kernels: ctypes.CDLL, q: Tensor, pool: Pool, layer: RadixAttention, rule: Rule
-    ) -> Tensor:
-        """Native kernel: [n, Hq * Dv] for queries [n, Hq, D], whose keys have been stored."""
-        sequences = self._batch.sequences(
-            encoder=layer.is_cross_attention,
-            window_pool=layer.layer_id in self._window_pool_layers,
-        )
-        width = layer.v_head_dim
-        return native.attention(kernels, q, *pool, sequences, rule, width).flatten(1)
-
     def _pool(self, layer: RadixAttention) -> Pool:
         """Latent attention keeps a token's value in the front of its key: there keys stand for
         values, too, and what they yield is cut to the values' width.
@@ -173,20 +131,6 @@ class HybridCpuAttnBackend(AttentionBackend):
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         return keys, keys if values.data_ptr() == keys.data_ptr() else values
-
-    def _store(
-        self,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        k: Tensor | None,
-        v: Tensor | None,
-        save_kv_cache: bool,
-    ) -> None:
-        if save_kv_cache and k is not None and v is not None:
-            where = KVWriteLoc.for_layer(
-                forward_batch, layer, swa_loc=self._batch.window_pool_slots
-            )
-            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
 
 
 class _Batch:
@@ -204,32 +148,25 @@ class _Batch:
         self._lengths: list[int] = forward_batch.seq_lens.tolist()
         encoder = forward_batch.encoder_lens
         self._encoder = [0] * len(self._rows) if encoder is None else encoder.tolist()
-        self._reads: dict[tuple[object, ...], BatchReads | None] = {}
         self._sequences: dict[tuple[bool, bool], native.Sequences] = {}
-        self.new: list[slice] = []
+        lengths = forward_batch.extend_seq_lens
+        self._new: list[int] | None = None if lengths is None else lengths.tolist()
         self.window_pool_slots: Tensor | None = None
         if to_window_pool is not None and forward_batch.out_cache_loc is not None:
             self.window_pool_slots = to_window_pool(forward_batch.out_cache_loc)
-        if forward_batch.extend_seq_lens is not None:
-            ends = np.cumsum(forward_batch.extend_seq_lens.tolist()).tolist()
-            self.new = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
-
-    def slots(self, i: int, *, encoder: bool, window_pool: bool) -> SlotArray:
-        """Slots of sequence i's tokens, or of what its encoder left, in their order."""
-        slots: SlotArray = self._slots(i, encoder=encoder, window_pool=window_pool).numpy()
-        return slots
 
     def sequences(self, *, encoder: bool, window_pool: bool) -> native.Sequences:
-        """`slots` of all sequences, as the native kernel wants them."""
+        """Slots of all sequences' tokens, or of what their encoders left, in their order."""
         key = (encoder, window_pool)
-        in_place = self._table.dtype == torch.int32 and not (window_pool or any(self._encoder))
-        if key not in self._sequences and in_place and not (encoder or self.new):
-            self._sequences[key] = native.Sequences.of_rows(self._table, self._rows, self._lengths)
         if key not in self._sequences:
-            rows = range(len(self._rows))
-            slots = [self._slots(i, encoder=encoder, window_pool=window_pool) for i in rows]
-            counts = [new.stop - new.start for new in self.new] or [1] * len(slots)
-            self._sequences[key] = native.Sequences.of(slots, counts)
+            in_place = self._table.dtype == torch.int32 and not (window_pool or any(self._encoder))
+            if in_place and not encoder and self._new is None:
+                found = native.Sequences.of_rows(self._table, self._rows, self._lengths)
+            else:
+                rows = range(len(self._rows))
+                slots = [self._slots(i, encoder=encoder, window_pool=window_pool) for i in rows]
+                found = native.Sequences.of(slots, self._new or [1] * len(slots))
+            self._sequences[key] = found
         return self._sequences[key]
 
     def _slots(self, i: int, *, encoder: bool, window_pool: bool) -> Tensor:
@@ -239,22 +176,6 @@ class _Batch:
         if window_pool and self._to_window_pool is not None:
             found = self._to_window_pool(found)
         return found
-
-    def reads(
-        self, *, encoder: bool, window: int | None, window_pool: bool, shortest: int, whole: bool
-    ) -> BatchReads | None:
-        """What the newest token of every sequence reads; None where there is nothing at all."""
-        key = (encoder, window, window_pool, shortest, whole)
-        if key not in self._reads:
-            every = [
-                self.slots(i, encoder=encoder, window_pool=window_pool)
-                for i in range(len(self._rows))
-            ]
-            if window is not None:
-                every = [slots[max(0, len(slots) - 1 - window) :] for slots in every]
-            some = any(len(slots) for slots in every)
-            self._reads[key] = batch_reads(every, shortest, whole=whole) if some else None
-        return self._reads[key]
 
 
 def rule_of(layer: RadixAttention, sinks: Tensor | None = None) -> Rule:
@@ -268,9 +189,3 @@ def rule_of(layer: RadixAttention, sinks: Tensor | None = None) -> Rule:
         cap=layer.logit_cap or 0.0,
         sinks=sinks,
     )
-
-
-def _shortest_span(pool: Pool) -> int:
-    """Slots that hold `SPAN_BYTES`."""
-    bytes_of_a_slot = sum(t[0].numel() * t.element_size() for t in pool)
-    return max(1, SPAN_BYTES // bytes_of_a_slot)

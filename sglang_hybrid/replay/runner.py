@@ -158,7 +158,7 @@ class Runner:
         )
         begin = time.perf_counter()
         cache = spec.build(setting)
-        tiered = cache if isinstance(cache, TieredSimulator) else None
+        tiered = cache.memory if isinstance(cache, TieredSimulator) else None
         if tiered is not None and job.losses:
             tiered.losses = Losses()
         outcomes: list[Outcome] = []

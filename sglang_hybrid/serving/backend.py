@@ -95,7 +95,7 @@ def check_disk(flags: argparse.Namespace, options: HybridConfig) -> None:
 
 def _choose(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
     ordered = options.hybrid_schedule.is_ours
-    asked = flags.radix_cache_backend == BACKEND or options.pinned or ordered
+    asked = flags.radix_cache_backend == BACKEND or options.is_pinned or ordered
     known = registered_backends()
     if flags.radix_cache_backend not in (None, *known):
         raise StartupError(
@@ -108,7 +108,7 @@ def _choose(flags: argparse.Namespace, options: HybridConfig) -> list[str]:
                 f"--hybrid-schedule {options.hybrid_schedule.value} needs --radix-cache-backend "
                 f"{BACKEND}, not {flags.radix_cache_backend}."
             )
-        if options.pinned:
+        if options.is_pinned:
             raise StartupError(
                 f"--hybrid-eviction {options.policy.value} needs --radix-cache-backend "
                 f"{BACKEND}, not {flags.radix_cache_backend}."
@@ -156,7 +156,7 @@ def choose_schedule(flags: argparse.Namespace, options: HybridConfig) -> list[st
 
 def _without_effect(options: HybridConfig) -> list[str]:
     """A line for each setting that was given and that only our cache would read."""
-    given = options.given()
+    given = options.changed()
     return [
         f"{given[name]} does nothing without the {BACKEND} cache; leave "
         f"it out, or give --radix-cache-backend {BACKEND}."

@@ -85,7 +85,7 @@ class HybridConfig:
         if self.policy is not Eviction.MARCONI:
             return None
         if self.hybrid_alpha is None:
-            return 0.0 if self.tuned else DEFAULT_ALPHA
+            return 0.0 if self.is_tuned else DEFAULT_ALPHA
         return self.hybrid_alpha
 
     @property
@@ -97,17 +97,17 @@ class HybridConfig:
         return f"--hybrid-tier-codec {self.hybrid_tier_codec}" if smaller else ""
 
     @property
-    def judicious(self) -> bool:
+    def is_judicious(self) -> bool:
         """Whether states are kept only where they are likely to be used again."""
         return self.hybrid_admission is Admission.JUDICIOUS
 
     @property
-    def pinned(self) -> bool:
+    def is_pinned(self) -> bool:
         """Whether a policy was asked for by name or by its alpha."""
         return self.hybrid_eviction is not Eviction.AUTO or self.hybrid_alpha is not None
 
     @property
-    def untunable(self) -> str:
+    def pinning_flag(self) -> str:
         """The flag that pins a policy so that no other is tried, with its value; "" without one."""
         if self.hybrid_alpha is not None:
             return f"--hybrid-eviction marconi:{self.hybrid_alpha:g}"
@@ -115,9 +115,9 @@ class HybridConfig:
         return "" if tunable else f"--hybrid-eviction {self.hybrid_eviction.value}"
 
     @property
-    def tuned(self) -> bool:
+    def is_tuned(self) -> bool:
         """Whether other policies are tried on the traffic."""
-        return not self.untunable and self.hybrid_tuner_workers > 0
+        return not self.pinning_flag and self.hybrid_tuner_workers > 0
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -167,7 +167,7 @@ class HybridConfig:
                 found[variable(name)] = becomes.format(environment[variable(name)])
         return found
 
-    def given(self) -> dict[str, str]:
+    def changed(self) -> dict[str, str]:
         """The settings that are not the defaults, by the names of their fields, as flags or as
         variables that say them.
         """

@@ -29,7 +29,7 @@ def order_behind(event: Any, stream: Any = None) -> None:
 
 
 @contextmanager
-def given_to(stream: Any, *reads: torch.Tensor) -> Iterator[None]:
+def on_stream(stream: Any, *reads: torch.Tensor) -> Iterator[None]:
     """Within it, `stream` is the current one, and begins after what was current. stream: None if
     it is the current one already. reads: tensors of the current stream that it reads.
     """

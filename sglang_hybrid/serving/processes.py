@@ -71,7 +71,7 @@ def remove_shared_memory() -> None:
         _tell_tracker("UNREGISTER", entry.name)
 
 
-def shared_memory_made(path: str) -> None:
+def register_shared_memory(path: str) -> None:
     """`path` was made by other means than Python's: the resource tracker must know of it."""
     _tell_tracker("REGISTER", Path(path).name)
 

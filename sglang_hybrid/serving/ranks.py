@@ -57,7 +57,7 @@ class Ranks:
         """This rank failed; the others are told when they agree the next time."""
         self._largest(1.0, 0.0)
 
-    def end_alike(self, *, failed: bool) -> bool:
+    def has_equal_end(self, *, failed: bool) -> bool:
         """Called on all ranks when each has done the same thing, or failed at it. Returns whether
         all failed or none did.
         """

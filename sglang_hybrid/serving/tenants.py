@@ -6,7 +6,7 @@ the name that `tenant` gives, and nothing else makes such a name:
 
     a prompt in a scheduler     `tenant_of(req)`
     a prompt before that        `tenant_of_prompt(request)`
-    any HTTP request            `asking()`
+    any HTTP request            `current_tenant()`
 
 An HTTP request says its tenant in the fields `extra_key` and `cache_salt` of its body (JSON or a
 form) or in query parameters of these names, on every route: `put_tenant` refuses what a route could
@@ -64,25 +64,25 @@ def tenant_of_prompt(request: Any) -> Tenant:
     return tenant(stored_under(request.extra_key, adapter), request.cache_salt)
 
 
-def asking() -> Tenant:
+def current_tenant() -> Tenant:
     """The tenant of the HTTP request that is served now, whatever its adapter. Raises ValueError if
     it names several, as a batch may.
     """
     http = _served.get()
-    said = {} if http is None else said_by(http)
+    said = {} if http is None else tenant_fields(http)
     for name, value in said.items():
         if isinstance(value, list):
             raise ValueError(f"{name} is a list; this request has one tenant.")
     return tenant(*(said.get(name) for name in FIELDS))  # type: ignore[arg-type]
 
 
-def serving(http: Http) -> Http:
-    """Let `asking` know the HTTP request that this task serves; returns it."""
+def serve_for(http: Http) -> Http:
+    """Let `current_tenant` know the HTTP request that this task serves; returns it."""
     _served.set(http)
     return http
 
 
-def said_by(http: Request) -> dict[str, str | list[str]]:
+def tenant_fields(http: Request) -> dict[str, str | list[str]]:
     """What an HTTP request says of its tenant: of `FIELDS`, those that it names. Its body must have
     been read, as FastAPI does before it calls an endpoint. Raises ValueError.
     """
@@ -111,7 +111,7 @@ def put_tenant(request: Any, http: Request | None) -> None:
     """Put what `http` says of its tenant into `request`, which an endpoint made of it; an empty key
     or salt becomes none. Raises ValueError where `request` has no place for it.
     """
-    said = {} if http is None else said_by(http)
+    said = {} if http is None else tenant_fields(http)
     for name in FIELDS:
         wanted = said.get(name)
         if not hasattr(request, name):
@@ -143,22 +143,22 @@ class PerTenant(MutableMapping[str, Value]):
         self._values: dict[Tenant, dict[str, Value]] = {}
 
     def __getitem__(self, key: str) -> Value:
-        return self._values.get(asking(), {})[key]
+        return self._values.get(current_tenant(), {})[key]
 
     def __setitem__(self, key: str, value: Value) -> None:
-        self._values.setdefault(asking(), {})[key] = value
+        self._values.setdefault(current_tenant(), {})[key] = value
 
     def __delitem__(self, key: str) -> None:
-        own = asking()
+        own = current_tenant()
         del self._values.get(own, {})[key]
         if not self._values[own]:
             del self._values[own]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._values.get(asking(), {}))
+        return iter(self._values.get(current_tenant(), {}))
 
     def __len__(self) -> int:
-        return len(self._values.get(asking(), {}))
+        return len(self._values.get(current_tenant(), {}))
 
 
 def apart_from_adapters(extra_key: str) -> str:

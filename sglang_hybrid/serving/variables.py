@@ -68,7 +68,7 @@ def add_old_flags(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def replaced(argv: Sequence[str]) -> list[str]:
+def old_flag_notes(argv: Sequence[str]) -> list[str]:
     """A sentence for each old flag of a command line, which says what replaces it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for field in OLD_FLAGS:

@@ -221,7 +221,7 @@ class SglangPlus(Simulator):
         super().__init__(cost, budget, PathLru(), min_branch_tokens, PathLru(), running_states)
 
     def _passed(self, request: Request, path: list[Node]) -> None:
-        for pool in {self.pool, self.state_pool}:
+        for pool in {self.memory.pool, self.memory.state_pool}:
             assert isinstance(pool.policy, PathLru)
             pool.policy.touch(path, self.tree.clock.tick)
             for node in path:
@@ -296,7 +296,7 @@ class SglangRules(Simulator):
     def _passed(self, request: Request, path: list[Node]) -> None:
         self.kv_policy.touch(path, self.tree.clock.tick)
         for node in path:
-            self.pool.mark_dirty(node)
+            self.memory.pool.mark_dirty(node)
 
 
 class SglangSimulator(SglangRules):
@@ -383,12 +383,12 @@ class ServedClairvoyant(ServerSimulator):
     def __init__(
         self,
         cost: CostModel,
-        memory: Split | int,
+        budget: Split | int,
         oracle: Oracle,
         min_branch_tokens: int = MIN_BRANCH_TOKENS,
         serving: Serving | None = None,
     ) -> None:
-        super().__init__(cost, memory, Clairvoyant(), Clairvoyant(), min_branch_tokens, serving)
+        super().__init__(cost, budget, Clairvoyant(), Clairvoyant(), min_branch_tokens, serving)
         self._oracle = oracle
         self._now = 0
         self._history = History(max_bytes=UNBOUNDED)

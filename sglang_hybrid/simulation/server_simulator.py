@@ -22,7 +22,7 @@ from sglang_hybrid.core.records.nodes import Kind, Node
 from sglang_hybrid.core.records.pins import PinRoom, Pins
 from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.core.victims.eviction import Policy
-from sglang_hybrid.core.victims.pool import Pool
+from sglang_hybrid.simulation.device_memory import DeviceMemory
 from sglang_hybrid.simulation.policies import SglangLru
 from sglang_hybrid.simulation.simulator import Outcome, Simulator, Ticket, serve_in_steps
 from sglang_hybrid.simulation.traces.requests import Request, TokenArray
@@ -44,34 +44,35 @@ class Running(Ticket):
 
 
 class SimulatedStateSlots:
-    """The slots of a `ServerSimulator`, as `core.checkpoints.checkpoint_plan` sees them: numbers
-    that nobody reads.
+    """The state slots of `memory`, as `core.checkpoints.checkpoint_plan` sees them. A slot's number
+    means nothing.
     """
 
-    def __init__(self, cache: ServerSimulator) -> None:
-        self._cache = cache
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
 
     def free(self) -> int:
-        return self._cache.free_states
+        return self._memory.free_states
 
     def take(self, request: CheckpointRequest | None = None) -> int | None:
         if not self.make_room():
             return None
-        self._cache.slots_in_use += 1
-        return self._cache.slots_in_use
+        self._memory.slots_in_use += 1
+        return self._memory.slots_in_use
 
     def make_room(self) -> bool:
         """Whether a slot is free, evicting if that helps."""
+        memory = self._memory
         while self.free() <= 0:
-            if not self._cache.evict_for_a_state():
+            if not memory.evict_one(memory.state_pool, spare_forks=False):
                 return False
         return True
 
     def give_back(self, slot: int) -> None:
-        self._cache.slots_in_use -= 1
+        self._memory.slots_in_use -= 1
 
     def budget(self, plan: CheckpointPlan[int]) -> SlotBudget:
-        pool = self._cache.state_pool
+        pool = self._memory.state_pool
         if isinstance(pool.policy, SglangLru):  # there what is new is worth more than what is old
             return SlotBudget(self.free(), evictable=pool.evictable)
         return slot_budget_for(plan, self.free(), pool)
@@ -79,8 +80,8 @@ class SimulatedStateSlots:
 
 class ServerSimulator(Simulator):
     """Planned checkpoints and chunked prefill, in two pools or in one memory of so many bytes. What
-    a running request has computed beyond the tree takes room too: `kv_in_use`, and in
-    `slots_in_use` its own state and those that are not published yet.
+    a running request has computed beyond the tree takes room too: `memory.kv_in_use`,
+    and in `memory.slots_in_use` its own state and those that are not published yet.
 
     A request that does not fit, alone or beside those that run, is served without the cache; the
     server would refuse it or let it wait. Under `SglangLru` victims are SGLang's own choice.
@@ -89,20 +90,19 @@ class ServerSimulator(Simulator):
     def __init__(
         self,
         cost: CostModel,
-        memory: Split | int,
+        budget: Split | int,
         policy: Policy,
         state_policy: Policy,
         min_branch_tokens: int = MIN_BRANCH_TOKENS,
         serving: Serving | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
-        super().__init__(cost, memory, policy, min_branch_tokens, state_policy)
-        self._serve_in(memory, serving)
-
-    def _serve_in(self, memory: Split | int, serving: Serving | None) -> None:
-        self.memory = memory
+        super().__init__(
+            cost, budget, policy, min_branch_tokens, state_policy=state_policy, memory=memory
+        )
         self.serving = serving or Serving()
-        self._slots = SimulatedStateSlots(self)
-        room = PinRoom(memory) if isinstance(memory, int) else _room(memory, self.cost)
+        self._slots = SimulatedStateSlots(self.memory)
+        room = PinRoom(budget) if isinstance(budget, int) else _room(budget, self.cost)
         self.tree.pins = Pins(self.cost, room, self.serving.pin_share)
         self.tree.pins.follow(self.tree.clock, self.tree.mark_dirty)
 
@@ -111,7 +111,7 @@ class ServerSimulator(Simulator):
 
     def begin(self, request: Request) -> Running:
         """Look the prompt up, hold what it hit, and take a slot for its own state."""
-        if not self._could_hold(computed_tokens(request), states=1):
+        if not self.memory.could_hold(computed_tokens(request), states=1):
             return Running(request, Outcome(request.input_len, 0, 0), {})
         hit, kv_len = self._match(request)
         self.tree.clock.advance(request.arrival or None)  # 0 is no stamp for the server
@@ -169,24 +169,6 @@ class ServerSimulator(Simulator):
         self._lock(ticket, None)
         ticket.plan = None
 
-    @property
-    def free_states(self) -> int:
-        """States for which there is room now."""
-        if isinstance(self.memory, Split):
-            return self.memory.slots - self.states_used - self.slots_in_use
-        return (self.memory - self.used) // max(1, self.cost.state_bytes)
-
-    def evict_for_a_state(self) -> bool:
-        """Whether something could be pushed out that makes room for states."""
-        return self._push_out(self.state_pool)
-
-    def _could_hold(self, kv: int, states: int) -> bool:
-        """Whether so many tokens and states fit into the memory if nothing else is there."""
-        if isinstance(self.memory, Split):
-            return kv <= self.memory.kv_tokens and states <= self.memory.slots
-        bytes_ = kv * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
-        return bytes_ <= self.memory
-
     def _match(self, request: Request) -> tuple[Node, int]:
         """The node to resume from, and how far KV alone reaches."""
         path, matched = self._find(request)
@@ -218,7 +200,7 @@ class ServerSimulator(Simulator):
 
     def _room_beside(self, source: Node) -> bool:
         """Whether a request can have a slot beside the state that it copies."""
-        if not self._could_hold(source.depth, states=2):
+        if not self.memory.could_hold(source.depth, states=2):
             return False
         if self._slots.free() > 0:
             return True
@@ -234,26 +216,20 @@ class ServerSimulator(Simulator):
         more, if there is none.
         """
         needed = length - running.allocated
-        while self._short(needed, 0) is not None:
-            if not self._push_out(self.pool):
+        memory = self.memory
+        while memory.short_of(needed, 0) is not None:
+            if not memory.evict_one(memory.pool, spare_forks=False):
                 self._give_up(running)
                 return False
-        self.kv_in_use += needed
+        memory.kv_in_use += needed
         running.allocated = length
         return True
 
     def _give_up(self, running: Running) -> None:
-        self.kv_in_use -= running.allocated - running.shared
-        self.slots_in_use -= 1
+        self.memory.kv_in_use -= running.allocated - running.shared
+        self.memory.slots_in_use -= 1
         running.plan = None
         self._lock(running, None)
-
-    def _push_out(self, pool: Pool) -> bool:
-        victim = pool.victim(last_resort=True)
-        if victim is None:
-            return False
-        self._evict_from(pool, victim)
-        return True
 
     def _publish_states(self, running: Running, ready: list[PendingCheckpoint[int]]) -> None:
         """Put states and the KV up to the deepest one, which comes first, into the tree, and hold
@@ -272,7 +248,7 @@ class ServerSimulator(Simulator):
             deepest = self.tree.grow(deepest, tokens[matched:], tenant)
         self._touch([deepest])
         self._take_kv(running, deepest, end - matched)
-        self.kv_in_use -= end - running.shared
+        self.memory.kv_in_use -= end - running.shared
         running.shared = running.inserted = end
         self._give_state(deepest, ready[0].kind)
         self._lock(running, deepest)
@@ -284,7 +260,7 @@ class ServerSimulator(Simulator):
         """`running` gives the tree the KV of the path to `deepest`, of which `new` tokens are not
         stored yet.
         """
-        self.kv_used += new
+        self.memory.add(new, 0)
 
     def _published(self, running: Running) -> None:
         """The way to what `running` holds has new nodes: for caches that note them."""
@@ -304,13 +280,13 @@ class ServerSimulator(Simulator):
 
     def _give_state(self, node: Node, kind: Kind) -> None:
         """A slot in use becomes the tree's, or is given back if the tree has this state."""
-        self.slots_in_use -= 1
+        self.memory.slots_in_use -= 1
         self._take_state(node, kind)
         self._touch_state(node)
 
     def _take_state(self, node: Node, kind: Kind) -> None:
         if not node.has_state:
-            self.states_used += 1
+            self.memory.add(0, 1)
             self.tree.give_state(node, kind)
 
     def _pin(self, running: Running) -> None:
@@ -350,13 +326,13 @@ class ServerSimulator(Simulator):
         if isinstance(self.policy, SglangLru):
             for node in nodes:
                 self.policy.touch(node)
-                self.pool.mark_dirty(node)
+                self.memory.pool.mark_dirty(node)
 
     def _touch_state(self, node: Node) -> None:
-        policy = self.state_pool.policy
+        policy = self.memory.state_pool.policy
         if isinstance(policy, SglangLru):
             policy.touch(node)
-            self.state_pool.mark_dirty(node)
+            self.memory.state_pool.mark_dirty(node)
 
 
 def way_to(node: Node | None) -> Iterator[Node]:

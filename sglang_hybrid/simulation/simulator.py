@@ -19,9 +19,9 @@ from sglang_hybrid.core.checkpoints.checkpoint_plan import hypothetical_node
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel
 from sglang_hybrid.core.records.nodes import Kind, Node
 from sglang_hybrid.core.returns.history import HistoryMatch
-from sglang_hybrid.core.server_settings import Budget, Split
+from sglang_hybrid.core.server_settings import Budget
 from sglang_hybrid.core.victims.eviction import Policy
-from sglang_hybrid.core.victims.pool import Pool, Scarce
+from sglang_hybrid.simulation.device_memory import DeviceMemory, device_pools
 from sglang_hybrid.simulation.token_tree import TokenTree
 from sglang_hybrid.simulation.traces.requests import Request, TokenArray
 
@@ -95,8 +95,8 @@ class Simulator:
 
     state_policy: the policy of the state slots of a split budget, where `policy` is the KV's.
     running_states: where it is not None, the budget also holds what running requests compute: the
-    KV beyond what they hold of the cache, and so many states each. A model without state resumes
-    wherever its KV reaches.
+    KV beyond what they hold of the cache, and so many states each. memory: what it holds; by
+    default a device alone. A model without state resumes wherever its KV reaches.
     """
 
     page = 1
@@ -109,35 +109,27 @@ class Simulator:
         min_branch_tokens: int = MIN_BRANCH_TOKENS,
         state_policy: Policy | None = None,
         running_states: int | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
+        if memory is None:
+            tree = TokenTree(self.page)
+            pools = device_pools(budget, cost, tree.clock, policy, state_policy)
+            memory = DeviceMemory(tree, cost, budget, pools)
         self.cost = cost
         self.budget = budget
         self.min_branch_tokens = min_branch_tokens
-        self.tree = TokenTree(self.page)
+        self.memory = memory
+        self.tree = memory.tree
         self.policy = policy
         self.running_states = running_states
-        self.kv_used = 0  # tokens that are cached
-        self.states_used = 0
-        self.kv_in_use = 0  # of running requests, beside those
-        self.slots_in_use = 0
         self._running: Counter[Node] = Counter()
-        kv_scarce = Scarce.KV if isinstance(budget, Split) else Scarce.SHARED
-        self.pool = self.state_pool = self._new_pool(kv_scarce, policy)
-        if isinstance(budget, Split):
-            if state_policy is None:
-                raise ValueError("a split budget needs a policy for its state slots")
-            self.state_pool = self._new_pool(Scarce.STATES, state_policy)
-
-    def _new_pool(self, scarce: Scarce, policy: Policy) -> Pool:
-        pool = Pool(scarce, self.cost, policy, self.tree.clock)
-        self.tree.listen(pool)
-        return pool
 
     @property
     def used(self) -> int:
-        """Bytes that it holds now, of running requests too where the budget holds those."""
-        kv, states = self.kv_used + self.kv_in_use, self.states_used + self.slots_in_use
-        return kv * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
+        """Bytes on the device that are cached, and those of running requests where the budget
+        holds these too.
+        """
+        return self.memory.used
 
     def run(self, requests: Iterable[Request]) -> list[Outcome]:
         """Serve every request, in order."""
@@ -217,7 +209,7 @@ class Simulator:
         if self.running_states is None:
             return
         kv, states = ticket.request.input_len - ticket.outcome.hit_len, self.running_states
-        if self._make_room(kv, states, []):
+        if self.memory.make_room(kv, states, []):
             self._own(ticket, kv, states)
         else:
             ticket.apart = True
@@ -231,8 +223,8 @@ class Simulator:
 
     def _own(self, ticket: Ticket, kv: int, states: int) -> None:
         """`ticket` takes so much of the budget from now on, instead of what it took."""
-        self.kv_in_use += kv - ticket.own_kv
-        self.slots_in_use += states - ticket.own_states
+        self.memory.kv_in_use += kv - ticket.own_kv
+        self.memory.slots_in_use += states - ticket.own_states
         ticket.own_kv, ticket.own_states = kv, states
 
     def _look_up(self, request: Request) -> tuple[Ticket, list[Node], int]:
@@ -277,11 +269,11 @@ class Simulator:
         at = history_match.branch
         if not history_match.only_continues or at <= prefill.hit_len:
             return True
-        if self._short(prefill.prompt_len - prefill.kv_len, 2) is None:
+        if self.memory.short_of(prefill.prompt_len - prefill.kv_len, 2) is None:
             return True
         clock = self.tree.clock
         new = hypothetical_node(at, Kind.BRANCH, prefill.hit_len, history_match, clock)
-        comparison = self.state_pool.compare_with_victim(new)
+        comparison = self.memory.state_pool.compare_with_victim(new)
         return comparison is None or comparison.beats_victim
 
     def _checkpoints(self, prefill: Prefill) -> dict[int, Kind]:
@@ -342,12 +334,9 @@ class Simulator:
             self.tree.lock(node, kv=True, state=True)
         if before is not None:
             self._running[before] -= 1
-            self._unlock(before)
-
-    def _unlock(self, node: Node) -> None:
-        if self._running[node] <= 0:
-            del self._running[node]
-            self.tree.lock(node, kv=False, state=False)
+            if self._running[before] <= 0:
+                del self._running[before]
+                self.tree.lock(before, kv=False, state=False)
 
     def _insert(
         self,
@@ -364,10 +353,9 @@ class Simulator:
         kv = len(tokens) - matched
         states = sum(1 for end, kind in ends.items() if kind and end not in stored)
         touched = self.tree.beyond(path, matched, tokens, tenant)
-        if not self._make_room(kv, states, touched):
+        if not self.memory.make_room(kv, states, touched):
             return path
-        self.kv_used += kv
-        self.states_used += states
+        self.memory.add(kv, states)
         return self._grow_path(tokens, path, touched, matched, ends, tenant)
 
     def _grow_path(
@@ -395,54 +383,3 @@ class Simulator:
             if kind:
                 self.tree.give_state(at[end], kind)
         return list(at.values())
-
-    def _short(self, kv: int, states: int) -> Pool | None:
-        """The pool that must evict before so many tokens and states fit, None if they do."""
-        if self.budget is None:
-            return None
-        if isinstance(self.budget, Split):
-            if self.states_used + self.slots_in_use + states > self.budget.slots:
-                return self.state_pool
-            kv += self.kv_used + self.kv_in_use
-            return self.pool if kv > self.budget.kv_tokens else None
-        needed = kv * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
-        return self.pool if self.used + needed > self.budget else None
-
-    def _make_room(self, kv: int, states: int, path: list[Node]) -> bool:
-        """Evict until so many tokens and states fit; False if they cannot. `path` stays."""
-        if self._short(kv, states) is None:
-            return True
-        if not self._could_fit(kv, states, path):
-            return False
-        at_risk = [node for node in path if node.has_state or node is path[-1]]
-        for node in at_risk:
-            self.tree.lock(node, kv=True, state=True)
-        while pool := self._short(kv, states):
-            victim = pool.victim() or pool.victim(last_resort=True)
-            if victim is None:
-                break
-            self._evict_from(pool, victim)
-        for node in at_risk:
-            self._unlock(node)
-        return self._short(kv, states) is None
-
-    def _could_fit(self, kv: int, states: int, path: list[Node]) -> bool:
-        """Whether it would fit beside nothing but `path` and what running requests compute."""
-        kv += self.kv_in_use + (path[-1].depth if path else 0)
-        states += self.slots_in_use + sum(node.has_state for node in path)
-        if isinstance(self.budget, Split):
-            return kv <= self.budget.kv_tokens and states <= self.budget.slots
-        needed = kv * self.cost.kv_bytes_per_token + states * self.cost.state_bytes
-        return self.budget is None or needed <= self.budget
-
-    def _evict_from(self, pool: Pool, node: Node) -> None:
-        """`node`, the victim of `pool`, gives up what it can."""
-        self._evict(node)
-
-    def _evict(self, node: Node) -> None:
-        self.states_used -= node.has_state
-        if node.children:
-            self.tree.drop_state(node)
-        else:
-            self.kv_used -= node.tokens
-            self.tree.remove(node)

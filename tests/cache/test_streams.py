@@ -24,7 +24,7 @@ from sglang_hybrid.cache.tiers.ahead_loads import AheadLoads
 from sglang_hybrid.cache.tiers.background_copies import Offload
 from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks
 from sglang_hybrid.prompts.endpoints.positions import shifted
-from sglang_hybrid.serving.requests.kv_hints import composed_key
+from sglang_hybrid.serving.requests.kv_hints import composed_key, segment_key
 from sglang_hybrid.storage.codecs import coded_rows
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan, CodedRows
@@ -343,13 +343,13 @@ def test_segments_are_copied_behind_the_forward_that_writes_them(
     still writes to them.
     """
     if not ordered:
-        monkeypatch.setattr(modular, "given_to", lambda *used: plainly())
+        monkeypatch.setattr(modular, "on_stream", lambda *used: plainly())
     gpu = pretend(monkeypatch)
     with gpu.watching():
         at = pretended_server(gpu, KV_ONLY, options("reuse"))
         gpu.waits.clear()
         own = composed_key("a", "b")
-        segment, key = list(range(50, 70)), modular.segment_key(own, 0)
+        segment, key = list(range(50, 70)), segment_key(own, 0)
         req = at.begin(segment, extra_key=key)
         assert not at.prefill_step(req)  # launched
         done = gpu.forwards.done

@@ -19,20 +19,20 @@ def test_the_first_hint_is_believed_and_a_false_one_doubted() -> None:
     record = HintRecord()
     assert record.probability(Hint.ENDS) == pytest.approx(0.1)
     assert record.probability(Hint.RETURNS) == pytest.approx(0.9)
-    record.followed(Hint.ENDS, returned=True)
+    record.on_outcome(Hint.ENDS, returned=True)
     assert record.probability(Hint.ENDS) > 0.2
     assert record.probability(Hint.RETURNS) == pytest.approx(0.9), "kinds are judged apart"
     for _ in range(4):
-        record.followed(Hint.ENDS, returned=False)
+        record.on_outcome(Hint.ENDS, returned=False)
     assert record.probability(Hint.ENDS) < 0.2
 
 
 def test_what_is_taken_back_is_as_if_it_had_never_been() -> None:
     record = HintRecord()
     for _ in range(3):
-        record.followed(Hint.ENDS, returned=False)
-    record.take_back(Hint.ENDS)
-    record.followed(Hint.ENDS, returned=True)
+        record.on_outcome(Hint.ENDS, returned=False)
+    record.retract(Hint.ENDS)
+    record.on_outcome(Hint.ENDS, returned=True)
     assert record.probability(Hint.ENDS) == pytest.approx((0.2 + 1) / (2 + 3), rel=0.05)
 
 
@@ -41,7 +41,7 @@ def test_hints_that_are_always_wrong_are_known_by_what_follows(always: bool, buc
     record = HintRecord()
     hint = Hint.ENDS if always else Hint.RETURNS
     for _ in range(40):
-        record.followed(hint, returned=always)
+        record.on_outcome(hint, returned=always)
     assert bucket_of(record.probability(hint)) == bucket
 
 
@@ -138,12 +138,12 @@ def test_seconds_are_believed_as_far_as_they_are_usual() -> None:
     times = SaidTimes()
     assert times.expected(20.0) == pytest.approx(20.0)
     for _ in range(60):
-        times.passed(10.0, 20.0)
+        times.on_return(10.0, 20.0)
     assert times.expected(10.0) == pytest.approx(20.0, rel=0.05)
     rng = random.Random(1)
     wild = SaidTimes()
     for _ in range(60):
-        wild.passed(10.0, 10.0 * 4 ** rng.uniform(-2, 2))
+        wild.on_return(10.0, 10.0 * 4 ** rng.uniform(-2, 2))
     assert wild.expected(10.0) is None
 
 
@@ -189,8 +189,8 @@ def test_seconds_say_nothing_where_time_counts_requests() -> None:
 def test_a_record_is_kept_whole() -> None:
     record = HintRecord()
     for seconds in (3.0, 5.0):
-        record.followed(Hint.after(seconds), returned=True, after=4.0)
-    record.followed(Hint.ENDS, returned=False)
+        record.on_outcome(Hint.after(seconds), returned=True, after=4.0)
+    record.on_outcome(Hint.ENDS, returned=False)
     other = HintRecord()
     other.restore(record.as_list())
     assert other.as_list() == record.as_list()

@@ -10,7 +10,7 @@ from sglang_hybrid.core.records.nodes import Kind, Node
 from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.tiers.places import Placement, copies_of
 from sglang_hybrid.core.tiers.rates import Link, Rates, Speeds, Tier
-from sglang_hybrid.core.tiers.tier_pool import ServedTierPool, TierPool
+from sglang_hybrid.core.tiers.tier_pool import TierPool
 from sglang_hybrid.core.victims.eviction import Lru, Marconi, Policy, Reuse
 from sglang_hybrid.core.victims.pool import Scarce
 
@@ -31,7 +31,9 @@ class Cache:
 
     def pool(self, tier: Tier, policy: Policy, below: Tier | None) -> TierPool:
         clock = self.tree.clock
-        pool = TierPool(tier, Scarce.SHARED, COST, policy, clock, self.rates, below)
+        pool = TierPool(
+            tier, Scarce.SHARED, COST, policy, clock, self.rates, below, tells_on_choice=False
+        )
         self.tree.listen(pool)
         return pool
 
@@ -132,10 +134,10 @@ def test_a_lost_state_leaves_its_demand_to_its_anchor_and_a_demoted_one_to_kv_ab
     cache.placement.add_kv(between, DEVICE)
     node = cache.leaf(100, DEVICE, HOST, parent=between)
     cache.tree.link_history(node, path.at(300))
-    cache.device.leaves(node, lost=False)
+    cache.device.tell_policy(node, lost=False)
     assert between.inherited_demand is not None
     assert above.inherited_demand is None
-    cache.device.leaves(node, lost=True)
+    cache.device.tell_policy(node, lost=True)
     assert above.inherited_demand is not None
 
 
@@ -150,7 +152,7 @@ def test_a_state_that_is_computed_as_fast_as_loaded_goes_first_and_leaves_its_de
     assert unit is not None
     assert unit.saves == 0
     assert cache.host.victim() is node
-    cache.host.leaves(node, lost=True)
+    cache.host.tell_policy(node, lost=True)
     assert above.inherited_demand is not None
 
 
@@ -178,7 +180,7 @@ def test_a_copy_that_is_worth_more_outranks_what_it_pushes_out_on_one_scale() ->
     """Marconi's scores are normalised over the candidates; alone, all of these are alike."""
     policy = Marconi(1.0)
     cache = Cache(policy)
-    pool = ServedTierPool(HOST, Scarce.SHARED, COST, policy, cache.tree.clock, cache.rates)
+    pool = TierPool(HOST, Scarce.SHARED, COST, policy, cache.tree.clock, cache.rates)
     cache.tree.listen(pool)
     for _ in range(100):
         cache.tree.clock.advance()

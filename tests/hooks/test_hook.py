@@ -15,7 +15,7 @@ import pytest
 from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
 from sglang_hybrid.hooks import hook as hooks
 from sglang_hybrid.hooks import install
-from sglang_hybrid.hooks.hook import Hook, HookError, Kind, hold, takes_hold
+from sglang_hybrid.hooks.hook import Hook, HookError, Kind, is_in_place, put_around
 from sglang_hybrid.hooks.sources import Sources, digest, load_hashes, loaded_source
 from sglang_hybrid.hooks.table import HOOKS
 
@@ -91,7 +91,7 @@ def hooked(folder: Path, *rows: tuple[str, Kind, Callable[..., Any]]) -> ModuleT
     files = sources(folder)
     sha256 = {one.target: digest(str(files.source(one.target))) for one in all_hooks}
     module = importlib.import_module("toyhooks.module")
-    hold(module, all_hooks, sha256, SGLANG_VERSION)
+    put_around(module, all_hooks, sha256, SGLANG_VERSION)
     return module
 
 
@@ -104,7 +104,7 @@ def test_before_may_change_what_a_function_is_called_with(folder: Path) -> None:
 def test_after_may_change_the_result(folder: Path) -> None:
     module = hooked(folder, ("plain", Kind.AFTER, lambda result, n: -result if n else None))
     assert (module.plain(3), module.plain(0)) == (-6, 0)
-    assert takes_hold("toyhooks.module:plain") and not takes_hold("toyhooks.module:calls")
+    assert is_in_place("toyhooks.module:plain") and not is_in_place("toyhooks.module:calls")
 
 
 def test_around_decides_whether_the_function_runs(folder: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_target_that_is_not_there_is_named(folder: Path) -> None:
         target = f"toyhooks.module:{name}"
         here = [Hook(target, Kind.AFTER, print)]
         with pytest.raises(HookError, match=rf"{target}, which .*is not in .*sglang==9"):
-            hold(module, here, {target: "0"}, "9.9")
+            put_around(module, here, {target: "0"}, "9.9")
 
 
 def test_another_source_than_the_released_one_is_refused_before_anything_is_changed(
@@ -167,14 +167,14 @@ def test_another_source_than_the_released_one_is_refused_before_anything_is_chan
     sha256 = {one.target: digest(str(sources(folder).source(one.target))) for one in both}
     sha256[both[1].target] = digest("another")
     with pytest.raises(HookError, match=r"toyhooks\.module:plain of the installed sglang .*9\.9"):
-        hold(module, both, sha256, "9.9")
-    assert not takes_hold(both[0].target) and not hasattr(module.calls, "__wrapped__")
+        put_around(module, both, sha256, "9.9")
+    assert not is_in_place(both[0].target) and not hasattr(module.calls, "__wrapped__")
 
 
 def test_a_hook_without_a_hash_is_refused(folder: Path) -> None:
     module = importlib.import_module("toyhooks.module")
     with pytest.raises(HookError, match="has no hash"):
-        hold(module, [Hook("toyhooks.module:plain", Kind.AFTER, print)], {}, "9.9")
+        put_around(module, [Hook("toyhooks.module:plain", Kind.AFTER, print)], {}, "9.9")
 
 
 def test_it_happens_when_the_module_is_imported(

@@ -165,13 +165,13 @@ def test_patches_come_before_any_module_they_change() -> None:
     code = (
         "import sys, importlib\n"
         "import sglang.srt.managers.scheduler\n"
-        "from sglang_hybrid.hooks.hook import takes_hold\n"
+        "from sglang_hybrid.hooks.hook import is_in_place\n"
         f"for name in {names!r}:\n"
         "    module = sys.modules.get(name)\n"
         "    assert module is None or type(module.__loader__).__name__ == '_PatchedLoader', name\n"
         f"for target in {targets!r}:\n"
         "    importlib.import_module(target.partition(':')[0])\n"
-        "    assert takes_hold(target), target\n"
+        "    assert is_in_place(target), target\n"
         "print('ok')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -332,3 +332,10 @@ def test_a_scan_that_is_not_packed_is_refused():
     arguments["cu_seqlens"] = None
     with pytest.raises(ValueError, match="packed batches only"):
         mamba2.mamba_chunk_scan_combined(*positional, chunk_size=16, **arguments)
+
+
+def test_last_slot_of_each_prefix():
+    table = torch.arange(100, 140, dtype=torch.int32).view(4, 10)
+    last = pool_states.last_slots(table, torch.tensor([2, 0, 3]), torch.tensor([10, 0, 1]))
+    assert last.tolist() == [129, -1, 130]
+    assert last.dtype == torch.int64

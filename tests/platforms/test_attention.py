@@ -40,12 +40,6 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip("there is no C++ compiler")
 
 
-@pytest.fixture(autouse=True)
-def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Views of the pool are used for prefixes as short as those of these tests."""
-    monkeypatch.setattr(attention, "SPAN_BYTES", 1 << 12)
-
-
 class World:
     """Pools with requests in them, whose keys and values are random, and both backends."""
 

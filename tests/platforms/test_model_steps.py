@@ -35,10 +35,10 @@ if __name__ == "__main__":
     name, *flags = sys.argv[1:]
     runner = profile.load(ensure_default_model(name), flags)
     from sglang_hybrid.platforms.cpu_ops import linear, model_steps
-    described, taken = model_steps.described, []
+    find, taken = model_steps.find_description, []
 
     def as_described(*asked):
-        taken.append(described(*asked))
+        taken.append(find(*asked))
         return taken[-1]
 
     def steps(count):
@@ -54,7 +54,7 @@ if __name__ == "__main__":
     for count in forced:
         found = []
         for choose in (as_described, lambda *asked: None):
-            model_steps.described = choose
+            model_steps.find_description = choose
             found.append(torch.stack(list(steps(count))))
         error = max(error, float((found[0] - found[1]).abs().max()))
     print(json.dumps([sum(one is not None for one in taken), error]))
@@ -153,12 +153,12 @@ def test_a_layer_of_another_kind_leaves_the_model_to_sglang() -> None:
     backend = SimpleNamespace()
     model = nn.Module()
     model.norm_f, model.layers = RMSNorm(8), [nn.Linear(8, 8)]
-    found = model_steps._describe(model_steps.nemotron_h, library(), model, backend)
+    found = model_steps._describe(model_steps.describe_nemotron_h, library(), model, backend)
     assert found is None
 
 
 def test_a_model_with_a_hook_is_not_described() -> None:
-    model, norm = nn.Sequential(nn.Linear(2, 2)), nn.LayerNorm(2)
+    model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_forward_hook(print)
     with pytest.raises(Unserved, match="a Linear with a hook"):
-        model_steps.Description(None, model, norm, None)  # type: ignore[arg-type]
+        model_steps.Description(None, model, None)  # type: ignore[arg-type]

@@ -189,9 +189,9 @@ def test_modules_are_computed_while_somebody_waits_for_them() -> None:
     segments = [Segment((1, 2), start) for start in range(5)]
     manager, client = Manager(busy=False), Client(looks=2)
     with pytest.raises(ValueError, match="the client went away"):
-        asyncio.run(compute_apart(cast(Any, manager), composed, segments, cast(Any, client)))
+        asyncio.run(compute_apart(cast(Any, manager), *composed, segments, cast(Any, client)))
     assert len(manager.given) == 2
-    asyncio.run(compute_apart(cast(Any, manager), composed, segments))
+    asyncio.run(compute_apart(cast(Any, manager), *composed, segments))
     assert len(manager.given) == 2 + len(segments)
 
 

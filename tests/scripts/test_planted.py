@@ -65,7 +65,7 @@ def test_what_a_test_notices_is_caught_and_the_rest_lives(tmp_path: Path) -> Non
 
 def test_a_copy_has_the_package_and_what_lies_beside_it() -> None:
     with planted.checkout() as copy:
-        for path in (PACKAGE, "tests", f"{PACKAGE}/kernels/kv_slots.py"):
+        for path in (PACKAGE, "tests", f"{PACKAGE}/kernels/attention.py"):
             assert (copy / path).exists()
         assert not (copy / ".git").exists()
         assert (copy.parent / "shared").exists() == (ROOT.parent / "shared").exists()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.bench import tiers_ladder
 from scripts.bench.tiers_ladder import RUNGS, Told, hit_rate, shares, weigh
+from scripts.bench.traces import COST
 from sglang_hybrid.core.returns import hazards
 from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets
 from sglang_hybrid.simulation.traces import generators
@@ -53,5 +53,5 @@ def test_an_index_that_knows_the_intervals_needs_fewer_bits() -> None:
 
 
 def test_hit_rates_are_shares_of_prompt_tokens() -> None:
-    cache = Told(tiers_ladder.COST, TierBudgets.of(10**10, 10**11), "reuse", REQUESTS)
+    cache = Told(COST, TierBudgets.of(10**10, 10**11), "reuse", REQUESTS)
     assert 0 < hit_rate(cache, REQUESTS) < 1

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import TIER_CODECS, Admission, Eviction, Schedule, flag_name
-from sglang_hybrid.serving.variables import OLD_FLAGS, PARTS, VARIABLES, replaced, variable
+from sglang_hybrid.serving.variables import OLD_FLAGS, PARTS, VARIABLES, old_flag_notes, variable
 
 
 def parse(*argv: str) -> HybridConfig:
@@ -25,10 +25,10 @@ def test_auto_is_the_reuse_index() -> None:
 
 def test_an_alpha_pins_marconi() -> None:
     config = parse("--hybrid-eviction", "marconi:0.7")
-    assert (config.policy, config.alpha, config.pinned) == (Eviction.MARCONI, 0.7, True)
-    assert config.untunable == "--hybrid-eviction marconi:0.7"
+    assert (config.policy, config.alpha, config.is_pinned) == (Eviction.MARCONI, 0.7, True)
+    assert config.pinning_flag == "--hybrid-eviction marconi:0.7"
     auto = parse("--hybrid-eviction", "marconi:auto")
-    assert (auto.alpha, auto.pinned) == (1.0, True)
+    assert (auto.alpha, auto.is_pinned) == (1.0, True)
 
 
 def test_an_order_has_options() -> None:
@@ -46,15 +46,17 @@ def test_a_codec_follows_from_a_bound_on_the_error() -> None:
 
 def test_what_is_not_pinned_is_tuned() -> None:
     workers = ("--hybrid-tuner-workers", "1")
-    assert parse(*workers).tuned and parse(*workers, "--hybrid-eviction", "marconi:auto").tuned
-    assert not parse().tuned
-    assert not parse(*workers, "--hybrid-eviction", "reuse").tuned
-    assert not parse(*workers, "--hybrid-eviction", "marconi:0").tuned
+    assert (
+        parse(*workers).is_tuned and parse(*workers, "--hybrid-eviction", "marconi:auto").is_tuned
+    )
+    assert not parse().is_tuned
+    assert not parse(*workers, "--hybrid-eviction", "reuse").is_tuned
+    assert not parse(*workers, "--hybrid-eviction", "marconi:0").is_tuned
 
 
 def test_marconi_without_an_alpha_is_tuned_from_0_on() -> None:
     tuned = parse("--hybrid-tuner-workers", "1", "--hybrid-eviction", "marconi")
-    assert (tuned.policy, tuned.alpha, tuned.tuned) == (Eviction.MARCONI, 0.0, True)
+    assert (tuned.policy, tuned.alpha, tuned.is_tuned) == (Eviction.MARCONI, 0.0, True)
     assert parse("--hybrid-eviction", "marconi").alpha == 1.0
 
 
@@ -195,7 +197,7 @@ VALUES = {
 @pytest.mark.parametrize("name", OLD_FLAGS)
 def test_an_old_flag_says_what_replaces_it_and_that_says_the_same(name: str) -> None:
     text = VALUES.get(name, "7")
-    (said,) = replaced(["--model-path", "m", flag_name(name), text, "--hybrid-memory", "one"])
+    (said,) = old_flag_notes(["--model-path", "m", flag_name(name), text, "--hybrid-memory", "one"])
     assert said.startswith(f"{flag_name(name)} goes with the next release; instead give ")
     new = said.partition("; instead give ")[2].rstrip(".")
     schedule = ["--hybrid-schedule", "window"] if "schedule" in name else []
@@ -206,7 +208,7 @@ def test_an_old_flag_says_what_replaces_it_and_that_says_the_same(name: str) -> 
     else:
         assert parse(*new.split()) == old
     assert old != parse(*schedule)
-    assert replaced(["--model-path", "m", "--hybrid-memory", "one"]) == []
+    assert old_flag_notes(["--model-path", "m", "--hybrid-memory", "one"]) == []
 
 
 def test_a_flag_goes_before_a_variable() -> None:

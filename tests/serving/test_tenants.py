@@ -19,8 +19,8 @@ from sglang_hybrid.serving.requests.sessions import (
     MOST_SESSIONS,
     has_too_many,
     open_session,
-    owned,
     put_owner,
+    scheduler_id,
     shown_id,
 )
 from sglang_hybrid.serving.routes import KeyHeader
@@ -28,12 +28,12 @@ from sglang_hybrid.serving.tenants import (
     PerTenant,
     TenantNames,
     apart_from_adapters,
-    asking,
+    current_tenant,
     put_tenant,
     refuse_tenants,
-    said_by,
-    serving,
+    serve_for,
     tenant,
+    tenant_fields,
     tenant_of,
     tenant_of_prompt,
 )
@@ -116,8 +116,8 @@ def test_a_request_says_its_tenant(request_: Request) -> None:
     made = prompt()
     put_tenant(made, request_)
     assert (made.extra_key, made.cache_salt) == ("k", "s")
-    serving(request_)
-    assert asking() == ("k", "s")
+    serve_for(request_)
+    assert current_tenant() == ("k", "s")
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,9 @@ def test_who_says_nothing_is_nobody(request_: Request | None) -> None:
 
 def test_two_values_are_refused() -> None:
     with pytest.raises(ValueError, match="two values of cache_salt"):
-        said_by(http({"cache_salt": "s"}, query="cache_salt=t"))
+        tenant_fields(http({"cache_salt": "s"}, query="cache_salt=t"))
     with pytest.raises(ValueError, match="two values of cache_salt"):
-        said_by(http(query="cache_salt=s&cache_salt=t"))
+        tenant_fields(http(query="cache_salt=s&cache_salt=t"))
     with pytest.raises(ValueError, match="two values of cache_salt"):
         put_tenant(prompt(cache_salt="t"), http({"cache_salt": "s"}))
 
@@ -149,7 +149,7 @@ def test_two_values_are_refused() -> None:
 @pytest.mark.parametrize("value", [5, 0, True, {"a": "b"}, ["a", 1]])
 def test_what_is_no_text_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r"cache_salt is .*; it must be a text"):
-        said_by(http({"cache_salt": value}))
+        tenant_fields(http({"cache_salt": value}))
 
 
 def test_a_batch_has_one_for_each_prompt() -> None:
@@ -160,9 +160,9 @@ def test_a_batch_has_one_for_each_prompt() -> None:
     spread = GenerateReqInput(text=["x", "y"], cache_salt=["a", "a"])
     put_tenant(spread, http({"cache_salt": "a"}))
     assert spread.cache_salt == ["a", "a"]
-    serving(http(body))
+    serve_for(http(body))
     with pytest.raises(ValueError, match="cache_salt is a list; this request has one tenant"):
-        asking()
+        current_tenant()
 
 
 def test_what_has_no_place_for_a_tenant_is_refused() -> None:
@@ -179,20 +179,20 @@ def test_an_instance_names_no_tenant_of_its_own() -> None:
 
 def test_a_tenants_dictionary_is_its_own() -> None:
     stored: PerTenant[int] = PerTenant()
-    serving(http({"cache_salt": "a"}))
+    serve_for(http({"cache_salt": "a"}))
     stored["resp_1"] = 1
-    serving(http(query="cache_salt=b"))
+    serve_for(http(query="cache_salt=b"))
     assert stored.get("resp_1") is None
     assert (len(stored), list(stored), "resp_1" in stored) == (0, [], False)
     with pytest.raises(KeyError):
         del stored["resp_1"]
     assert stored.pop("resp_1", None) is None
     stored["resp_1"] = 2
-    serving(http(query="cache_salt=a"))
+    serve_for(http(query="cache_salt=a"))
     assert (len(stored), list(stored), stored["resp_1"]) == (1, ["resp_1"], 1)
     assert stored.pop("resp_1") == 1
     assert len(stored) == 0
-    serving(http({"cache_salt": "b"}))
+    serve_for(http({"cache_salt": "b"}))
     assert stored["resp_1"] == 2
 
 
@@ -200,7 +200,7 @@ def test_requests_that_are_served_at_once_do_not_mix() -> None:
     stored: PerTenant[str] = PerTenant()
 
     async def serve(salt: str) -> None:
-        serving(http({"cache_salt": salt}))
+        serve_for(http({"cache_salt": salt}))
         stored["id"] = salt
         await asyncio.sleep(0)
         later = asyncio.create_task(asyncio.sleep(0, stored["id"]))
@@ -226,7 +226,7 @@ class Manager:
 
 
 def opened(manager: Manager, salt: str, session_id: str | None = "s") -> str:
-    request = serving(http({"cache_salt": salt}))
+    request = serve_for(http({"cache_salt": salt}))
     asked: Any = SimpleNamespace(session_id=session_id)
     return asyncio.run(open_session(manager, asked, request))  # type: ignore[arg-type]
 
@@ -289,7 +289,7 @@ def test_a_batch_of_several_tenants_is_in_no_session() -> None:
 
 
 def test_names_of_sessions_do_not_tell_the_salt() -> None:
-    assert "secret" not in owned("s", tenant("secret key", "secret salt"))
+    assert "secret" not in scheduler_id("s", tenant("secret key", "secret salt"))
 
 
 def test_anthropics_clients_send_their_key_elsewhere() -> None:

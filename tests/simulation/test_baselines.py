@@ -210,7 +210,7 @@ def test_running_requests_are_in_the_budget(system: int, seed: int, states: int)
         assert cache.used == len(cache._blocks) * cache.used_by_block
         assert not any(block.held for block in cache._blocks.values())
     else:
-        assert (cache.kv_in_use, cache.slots_in_use, cache._running) == (0, 0, {})
+        assert (cache.memory.kv_in_use, cache.memory.slots_in_use, cache._running) == (0, 0, {})
 
 
 @pytest.mark.parametrize("system", range(3))
@@ -321,14 +321,14 @@ def test_requests_may_overlap(name: str, seed: int, split: bool) -> None:
 
 def check(cache: Simulator) -> None:
     nodes = list(cache.tree.walk())
-    assert cache.kv_used == sum(node.tokens for node in nodes)
-    assert cache.states_used == sum(node.has_state for node in nodes)
+    assert cache.memory.kv_used == sum(node.tokens for node in nodes)
+    assert cache.memory.states_used == sum(node.has_state for node in nodes)
     if isinstance(cache.budget, Split):
-        assert cache.kv_used <= cache.budget.kv_tokens
-        assert cache.states_used <= cache.budget.slots
+        assert cache.memory.kv_used <= cache.budget.kv_tokens
+        assert cache.memory.states_used <= cache.budget.slots
     elif cache.budget is not None:
         assert cache.used <= cache.budget
-    for pool in {cache.pool, cache.state_pool}:
+    for pool in {cache.memory.pool, cache.memory.state_pool}:
         assert not pool.check(nodes)
 
 
@@ -363,8 +363,8 @@ def test_a_split_as_we_default_it_has_a_state_per_thousand_tokens() -> None:
 def test_two_pools_that_learn_share_one_history() -> None:
     cache = Spec("reuse").build(Setting(PAPER, Split(100, 4), []))
     assert isinstance(cache, Simulator)
-    assert cache.pool.policy is not cache.state_pool.policy
-    assert cache.pool.policy.history is cache.state_pool.policy.history is not None
+    assert cache.memory.pool.policy is not cache.memory.state_pool.policy
+    assert cache.memory.pool.policy.history is cache.memory.state_pool.policy.history is not None
 
 
 ATTENTION = replace(PAPER, state_bytes=0)

@@ -124,8 +124,8 @@ def simulated(
     simulator = Spec.parse(policy).build(setting)
     assert isinstance(simulator, ServerSimulator)
     hits = [outcome.hit_len for outcome in simulator.run(requests)]
-    assert simulator.kv_in_use == simulator.slots_in_use == 0
-    return Played(hits, (simulator.kv_used, simulator.states_used))
+    assert simulator.memory.kv_in_use == simulator.memory.slots_in_use == 0
+    return Played(hits, (simulator.memory.kv_used, simulator.memory.states_used))
 
 
 def compare(name: str, limit: int | None, pools: Split, policy: str) -> None:

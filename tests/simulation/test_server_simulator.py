@@ -133,23 +133,23 @@ def test_requests_may_overlap(name: str, seed: int) -> None:
         for one in running:
             assert 0 <= one.outcome.hit_len <= one.outcome.kv_len < one.outcome.input_len
         check(cache, running)
-    assert cache.kv_in_use == cache.slots_in_use == 0
+    assert cache.memory.kv_in_use == cache.memory.slots_in_use == 0
     assert not any(node.kv_locked or node.state_locked for node in cache.tree.walk())
 
 
 def check(cache: ServerSimulator, running: list[Running]) -> None:
     nodes = list(cache.tree.walk())
-    assert cache.kv_used == sum(node.tokens for node in nodes)
-    assert cache.states_used == sum(node.has_state for node in nodes)
+    assert cache.memory.kv_used == sum(node.tokens for node in nodes)
+    assert cache.memory.states_used == sum(node.has_state for node in nodes)
     inside = [one for one in running if one.plan is not None]
-    assert cache.kv_in_use == sum(one.allocated - one.shared for one in inside)
-    assert cache.slots_in_use == len(inside)
-    if isinstance(cache.memory, Split):
-        assert cache.kv_used + cache.kv_in_use <= cache.memory.kv_tokens
-        assert cache.states_used + cache.slots_in_use <= cache.memory.slots
+    assert cache.memory.kv_in_use == sum(one.allocated - one.shared for one in inside)
+    assert cache.memory.slots_in_use == len(inside)
+    if isinstance(cache.budget, Split):
+        assert cache.memory.kv_used + cache.memory.kv_in_use <= cache.budget.kv_tokens
+        assert cache.memory.states_used + cache.memory.slots_in_use <= cache.budget.slots
     else:
-        assert cache.used <= cache.memory
-    for pool in (cache.pool, cache.state_pool):
+        assert cache.used <= cache.budget
+    for pool in (cache.memory.pool, cache.memory.state_pool):
         assert not pool.check(nodes)
 
 

@@ -58,11 +58,15 @@ def check(cache: TieredServerSimulator) -> None:
     """Each tier holds what a walk counts, within its room; KV has no gap on the device or on the
     host, and nothing is left pinned or locked.
     """
+    memory, placement = cache.memory, cache.memory.placement
     nodes = list(cache.tree.walk())
-    for tier, room in cache.room.items():
+    for tier, room in memory.room.items():
         kv = sum(node.tokens for node in nodes if copies_of(node).has_kv(tier))
         states = sum(copies_of(node).has_state(tier) for node in nodes)
-        assert (kv, states) == (cache.placement.kv_tokens[tier], cache.placement.states[tier])
+        assert (kv, states) == (
+            placement.kv_tokens[tier],
+            placement.states[tier],
+        )
         if isinstance(room, Split):
             assert kv <= room.kv_tokens
             assert states <= room.slots
@@ -73,12 +77,12 @@ def check(cache: TieredServerSimulator) -> None:
         assert copies.kv
         assert not copies.pinned
         assert not node.kv_locked
-        assert node.has_state == bool(copies.state & cache.counted)
+        assert node.has_state == bool(copies.state & placement.counted)
         if above is not None and above is not cache.tree.root:
             for tier in (Tier.DEVICE, Tier.HOST):
                 assert copies_of(above).has_kv(tier) or not copies.has_kv(tier)
-    assert not cache.kv_in_use
-    assert not cache.slots_in_use
+    assert not memory.kv_in_use
+    assert not memory.slots_in_use
 
 
 SLOW = pytest.mark.slow
@@ -120,10 +124,10 @@ def test_the_simulator_is_the_server(name: str, writes: str, *, one_memory: bool
         check(ours)
     assert found == theirs
     alone = ServerSimulator(
-        cache.cost, ours.memory, *make_policies(Spec.parse(name)), 16, ours.serving
+        cache.cost, ours.budget, *make_policies(Spec.parse(name)), 16, ours.serving
     )
     assert [alone.serve(request).hit_len for request in REQUESTS] != theirs
-    assert server.loads == ours.counts.loads[Tier.HOST] > 0
+    assert server.loads == ours.memory.counts.loads[Tier.HOST] > 0
 
 
 @pytest.fixture
@@ -176,10 +180,10 @@ def test_with_a_codec_the_simulator_hits_and_marks_what_the_server_does(
     server = MarkingServer(cache, sizes, 64)
     hits, marks = [], []
     for request in REQUESTS:
-        before = ours.counts.inexact_hits
+        before = ours.memory.counts.inexact_hits
         hits.append((server.play([request])[0], ours.serve(request).hit_len))
         server.poll()
-        marks.append(ours.counts.inexact_hits > before)
+        marks.append(ours.memory.counts.inexact_hits > before)
         check(ours)
     assert [theirs for theirs, _ in hits] == [found for _, found in hits]
     assert marks == inexact
@@ -223,7 +227,7 @@ def test_above_a_disk_the_simulator_hits_about_what_the_server_hits(
             check(ours)
         read = server.store.info()["read"]
     assert read > 0
-    alone = simulator(name, replace(below, disk=0), ours.memory, cache.cost)
+    alone = simulator(name, replace(below, disk=0), ours.budget, cache.cost)
     without_disk = sum(alone.serve(request).hit_len for request in REQUESTS)
     assert sum(theirs) > without_disk
     assert sum(found) == pytest.approx(sum(theirs), rel=0.05)
@@ -266,7 +270,7 @@ def test_the_tuner_of_a_server_knows_its_tiers() -> None:
 def test_where_running_requests_leave_nothing_nothing_is_found() -> None:
     cache = simulator("lru", ServedTiers(Split(1_000, 5), SPEEDS), Split(0, 0))
     assert not any(cache.serve(request).hit_len for request in sessions(2, 2))
-    assert not cache.counts.written
+    assert not cache.memory.counts.written
 
 
 def traffic(seed: int, count: int) -> list[Request]:
@@ -300,8 +304,8 @@ def test_no_tier_holds_more_than_it_has_room_for(
         outcome = cache.serve(request)
         assert outcome.hit_len <= outcome.kv_len < request.input_len
         check(cache)
-    assert cache.counts.written[Tier.HOST]
-    assert bool(cache.counts.written[Tier.DISK]) == bool(disk)
+    assert cache.memory.counts.written[Tier.HOST]
+    assert bool(cache.memory.counts.written[Tier.DISK]) == bool(disk)
 
 
 def sessions(count: int, turns: int) -> list[Request]:

@@ -83,10 +83,10 @@ class PlainTiers:
         self.kv: dict[Tier, set[Prefix]] = {tier: set() for tier in TIERS}
         self.states: dict[Tier, set[Prefix]] = {tier: set() for tier in TIERS}
         for name in ("add_kv", "drop_kv", "add_state", "drop_state"):
-            monkeypatch.setattr(cache.placement, name, self.following(name))
+            monkeypatch.setattr(cache.memory.placement, name, self.following(name))
 
     def following(self, name: str) -> object:
-        real = getattr(self.cache.placement, name)
+        real = getattr(self.cache.memory.placement, name)
 
         def follow(node: Node, tier: Tier) -> None:
             prefix = self.prefix(node)
@@ -132,7 +132,7 @@ class PlainTiers:
         return loads + COST.savings(one.input_len, depth) / SPEEDS.prefill
 
     def check_room(self) -> None:
-        for tier, room in self.cache.room.items():
+        for tier, room in self.cache.memory.room.items():
             kv, states = len(self.kv[tier]), len(self.states[tier])
             if isinstance(room, Split):
                 assert kv <= room.kv_tokens
@@ -152,7 +152,7 @@ def test_random_traffic_finds_what_a_plain_model_of_three_tiers_holds(
     requests = traffic(7, 80)
     cache = build(name, sizes, requests)
     plain = PlainTiers(cache, monkeypatch)
-    tiers = list(cache.room)
+    tiers = list(cache.memory.room)
     hit_tokens = 0
     for one in requests:
         usable = range(one.input_len)
@@ -162,9 +162,9 @@ def test_random_traffic_finds_what_a_plain_model_of_three_tiers_holds(
         hit_tokens += outcome.hit_len
         plain.check_room()
         check_copies(cache)
-    assert sum(cache.counts.hit_tokens.values()) == hit_tokens
-    assert all(cache.counts.hit_tokens[tier] for tier in tiers)
-    assert cache.counts.written[tiers[1]]
+    assert sum(cache.memory.counts.hit_tokens.values()) == hit_tokens
+    assert all(cache.memory.counts.hit_tokens[tier] for tier in tiers)
+    assert cache.memory.counts.written[tiers[1]]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -176,7 +176,7 @@ def test_what_is_lost_is_what_the_deepest_state_there_ever_was_would_have_saved(
         sizes = (6_000, 8_000, 0)
     requests = traffic(9, 80)
     cache = build(name, sizes, requests)
-    losses = cache.losses = Losses()
+    losses = cache.memory.losses = Losses()
     plain = PlainTiers(cache, monkeypatch)
     ever: set[Prefix] = set()
     lost = 0
@@ -190,7 +190,7 @@ def test_what_is_lost_is_what_the_deepest_state_there_ever_was_would_have_saved(
         lost += losses.reachable[-1] - outcome.hit_len
         ever = ever.union(*plain.states.values())
     assert lost == sum(losses.tokens.values()) > 0
-    lowest = list(cache.room)[-1]
+    lowest = list(cache.memory.room)[-1]
     assert losses.tokens[Loss.HOST if lowest is HOST else Loss.DISK]
 
 
@@ -235,9 +235,9 @@ def check_copies(cache: TieredSimulator) -> None:
         if copies.has_kv(DEVICE) and above is not cache.tree.root:
             assert above is not None
             assert copies_of(above).has_kv(DEVICE)
-    for tier in cache.room:
+    for tier in cache.memory.room:
         kv = sum(n.tokens for n in nodes if copies_of(n).has_kv(tier))
-        assert cache.placement.kv_tokens[tier] == kv
+        assert cache.memory.placement.kv_tokens[tier] == kv
 
 
 @pytest.mark.parametrize("name", ["lru", "reuse", "marconi:alpha=1", "clairvoyant"])
@@ -246,7 +246,7 @@ def test_victims_are_the_lowest_of_all_whatever_the_tables_remember(
 ) -> None:
     requests = traffic(3, 80)
     cache = build(name, (3_000, 4_000, 6_000), requests)
-    evict, seen = cache._evict_from, set()
+    evict, seen = cache.memory.evict, set()
 
     def evict_the_lowest(pool: TierPool, victim: Node) -> None:
         seen.add(pool.tier)
@@ -269,7 +269,7 @@ def test_victims_are_the_lowest_of_all_whatever_the_tables_remember(
             assert scores[table.row(victim)] == pytest.approx(scores.min())
         evict(pool, victim)
 
-    monkeypatch.setattr(cache, "_evict_from", evict_the_lowest)
+    monkeypatch.setattr(cache.memory, "evict", evict_the_lowest)
     for one in requests:
         cache.serve(one)
     assert seen == {*TIERS}
@@ -297,13 +297,13 @@ def test_what_the_device_forgot_is_loaded_from_the_host_and_then_from_the_disk()
     hits = [cache.serve(first).hit_len, cache.serve(second).hit_len]
     for one in others(3, 5.0):
         cache.serve(one)
-    assert cache.placement.used(DEVICE, COST) <= 3_000
+    assert cache.memory.placement.used(DEVICE, COST) <= 3_000
     hits.append(cache.serve(third).hit_len)
     assert hits == [0, 50, 100]
-    assert cache.counts.loads == {HOST: 1, DEVICE: 0}
+    assert cache.memory.counts.loads == {HOST: 1, DEVICE: 0}
     loaded = 100 * COST.kv_bytes_per_token + COST.state_bytes
-    assert cache.counts.loaded[HOST] == loaded
-    assert cache.counts.load_seconds == pytest.approx(SPEEDS.loads[HOST].seconds(loaded))
+    assert cache.memory.counts.loaded[HOST] == loaded
+    assert cache.memory.counts.load_seconds == pytest.approx(SPEEDS.loads[HOST].seconds(loaded))
 
 
 def test_a_victim_with_a_copy_below_is_freed_without_another() -> None:
@@ -311,11 +311,11 @@ def test_a_victim_with_a_copy_below_is_freed_without_another() -> None:
     cache = build("lru", (3_000, 50_000, 0))
     for one in (first, second, *others(4, 5.0), third):
         cache.serve(one)
-    written = cache.counts.written[HOST]
+    written = cache.memory.counts.written[HOST]
     new = 50 * COST.kv_bytes_per_token + COST.state_bytes  # the third turn's own
     for one in others(4, 20.0):  # already on the host: found again, and nothing new but `third`
         cache.serve(one)
-    assert cache.counts.written[HOST] - written <= new + 2 * (63 * 10 + COST.state_bytes)
+    assert cache.memory.counts.written[HOST] - written <= new + 2 * (63 * 10 + COST.state_bytes)
 
 
 def test_a_state_inside_the_tree_is_demoted_and_found_there() -> None:
@@ -325,20 +325,20 @@ def test_a_state_inside_the_tree_is_demoted_and_found_there() -> None:
     cache.serve(request([*shared, 7, *numbers(500, 20)], [8], 1.0))
     (inner,) = [node for node in cache.tree.walk() if node.depth == 51]
     assert inner.children
-    pool = cache.pools[DEVICE][1]
-    cache._evict_from(pool, inner)
+    pool = cache.memory.pools[DEVICE][1]
+    cache.memory.evict(pool, inner)
     assert copies_of(inner).state_tier is HOST
     assert copies_of(inner).kv_tier is DEVICE
     outcome = cache.serve(request([*shared, 7, *numbers(600, 20)], [9], 2.0))
     assert outcome.hit_len == 51
-    assert cache.counts.loaded[HOST] == COST.state_bytes
+    assert cache.memory.counts.loaded[HOST] == COST.state_bytes
 
 
 def test_what_finds_no_room_on_the_device_is_written_down_and_found() -> None:
     cache = build("lru", (1_200, 50_000, 0))
     long = numbers(0, 150)
     cache.serve(request(long, [7], 0.0))
-    assert cache.placement.used(DEVICE, COST) == 0
+    assert cache.memory.placement.used(DEVICE, COST) == 0
     outcome = cache.serve(request([*long, 7, *numbers(500, 5)], [8], 1.0))
     assert outcome.hit_len == 151
 
@@ -381,17 +381,17 @@ def test_hicache_writes_everything_through_and_drops_by_recency() -> None:
     first, second = session(2)
     cache.serve(first)
     for tier in (DEVICE, HOST):
-        assert cache.placement.used(tier, COST) == 40 * 10 + COST.state_bytes
-    assert cache.counts.written[HOST] == cache.placement.used(HOST, COST)
+        assert cache.memory.placement.used(tier, COST) == 40 * 10 + COST.state_bytes
+    assert cache.memory.counts.written[HOST] == cache.memory.placement.used(HOST, COST)
     for one in others(8, 5.0):
         cache.serve(one)
     assert cache.serve(second).hit_len == 40
-    assert cache.counts.loads[HOST] == 1
+    assert cache.memory.counts.loads[HOST] == 1
 
 
 def test_hicache_splits_the_host_as_the_device() -> None:
     cache = build("hicache", (6_000, 60_000, 0))
-    device, host = cache.room[DEVICE], cache.room[HOST]
+    device, host = cache.memory.room[DEVICE], cache.memory.room[HOST]
     assert isinstance(device, Split)
     assert isinstance(host, Split)
     assert host.slots // device.slots == pytest.approx(10, abs=1)
@@ -472,12 +472,12 @@ def test_smaller_copies_make_room_for_more_and_hits_on_them_are_counted_apart() 
     exact, small = in_codec("exact", requests), in_codec("int8", requests)
     hits = [sum(cache.serve(one).hit_len for one in requests) for cache in (exact, small)]
     assert hits[1] > hits[0]
-    assert exact.counts.inexact_hits == exact.counts.inexact_tokens == 0
-    assert small.counts.inexact_tokens == hits[1]
-    assert small.counts.inexact_hits == small.counts.loads[HOST] == 6
-    assert small.counts.as_dict()["inexact_hits"] == 6
-    for tier in small.tiers.present:
-        assert small.placement.used(tier, small.cost) <= small.room[tier]
+    assert exact.memory.counts.inexact_hits == exact.memory.counts.inexact_tokens == 0
+    assert small.memory.counts.inexact_tokens == hits[1]
+    assert small.memory.counts.inexact_hits == small.memory.counts.loads[HOST] == 6
+    assert small.memory.counts.as_dict()["inexact_hits"] == 6
+    for tier in small.memory.room:
+        assert small.memory.placement.used(tier, small.cost) <= small.memory.room[tier]
 
 
 def test_a_loaded_copy_takes_its_smaller_size_over_the_link() -> None:
@@ -487,7 +487,7 @@ def test_a_loaded_copy_takes_its_smaller_size_over_the_link() -> None:
         cache = in_codec(codec, requests, disk=codec)
         for one in requests[:4]:
             cache.serve(one)
-        loads.append(sum(cache.counts.loaded.values()))
+        loads.append(sum(cache.memory.counts.loaded.values()))
     assert loads[1] * 256 == loads[0] * 132
 
 
@@ -499,10 +499,10 @@ def test_what_is_computed_behind_a_smaller_copy_is_not_exact() -> None:
         cache.serve(one)
     again = request([*first.tokens[:87].tolist(), 9, 9], [5], 4.0)
     cache.serve(again)
-    assert (cache.counts.inexact_hits, cache.counts.loads[HOST]) == (1, 1)
+    assert (cache.memory.counts.inexact_hits, cache.memory.counts.loads[HOST]) == (1, 1)
     later = request([*again.tokens.tolist(), 6, 6], [5], 5.0)
     assert cache.serve(later).hit_len == len(again.tokens)
-    assert (cache.counts.inexact_hits, cache.counts.loads[HOST]) == (2, 1)
+    assert (cache.memory.counts.inexact_hits, cache.memory.counts.loads[HOST]) == (2, 1)
 
 
 def test_what_never_left_the_device_is_exact() -> None:
@@ -511,7 +511,7 @@ def test_what_never_left_the_device_is_exact() -> None:
     cache.serve(first)
     again = request([*first.tokens.tolist(), 9, 9], [5], 4.0)
     assert cache.serve(again).hit_len == len(first.tokens)
-    assert cache.counts.inexact_hits == 0
+    assert cache.memory.counts.inexact_hits == 0
 
 
 @pytest.mark.parametrize("codec", list(CopyCodec))

@@ -132,19 +132,24 @@ def damaged(learnt: Learnt) -> list[bytes]:
     """Contents with a right checksum that contradict themselves."""
     import msgspec
 
-    found = []
+    found, owner = [], NAMES(("a", None))
     for change in (
         lambda it: it.update(shape=[1, 2, 3]),
-        lambda it: it.update(classes=it["classes"][8:]),
-        lambda it: it.update(classes=np.arange(10**6, dtype=np.int64).tobytes()),
-        lambda it: it["long"].__setitem__(1, it["long"][1][:-8]),
-        lambda it: it["short"].__setitem__(2, b"\xff" * len(it["short"][2])),
-        lambda it: it["answers"][NAMES(("a", None))].__setitem__(
-            1, b"\xff" * len(it["answers"][NAMES(("a", None))][1])
+        lambda it: it["learnt"]["classes"].update(classes=b""),
+        lambda it: it["learnt"]["classes"].update(classes=np.arange(10**6).tobytes()),
+        lambda it: it["learnt"]["classes"]["long"].update(ended=bytes(8)),
+        lambda it: it["learnt"]["classes"]["long"].update(ended=bytes(7)),
+        lambda it: it["learnt"]["classes"]["short"].update(
+            unended=b"\xff" * len(it["learnt"]["classes"]["short"]["unended"])
         ),
-        lambda it: it["answers"][NAMES(("a", None))].__setitem__(3, [1.0]),
-        lambda it: it["answers"][NAMES(("a", None))].__setitem__(5, [1.0] * 99),
-        lambda it: it.pop("answers"),
+        lambda it: it["learnt"]["answers"][owner].update(
+            weights=b"\xff" * len(it["learnt"]["answers"][owner]["weights"])
+        ),
+        lambda it: it["learnt"]["answers"][owner].update(features="no bytes"),
+        lambda it: it["learnt"]["answers"][owner].update(numbers=[1.0]),
+        lambda it: it["learnt"]["answers"][owner].update(hints=[1.0] * 99),
+        lambda it: it["learnt"].pop("classes"),
+        lambda it: it.pop("learnt"),
     ):
         content = msgspec.msgpack.decode(pack(learnt))
         change(content)

@@ -100,7 +100,7 @@ class QueueSchedule:
         if self.loads is not None:
             self.loads.admitted(req, self.clock.now - self._arrived(req))
         if waiting is not None and not req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
-            self.stats.runs(waiting, self.bound, self.clock.now)
+            self.stats.on_start(waiting, self.bound, self.clock.now)
 
     # What the cache calls.
 

@@ -17,7 +17,7 @@ from sglang_hybrid.core.records.nodes import Kind
 from sglang_hybrid.core.records.pins import Pins
 from sglang_hybrid.core.tiers.places import Placement, copies_of
 from sglang_hybrid.core.tiers.rates import Tier
-from sglang_hybrid.core.tiers.tier_pool import ServedTierPool, SpeedsInForce
+from sglang_hybrid.core.tiers.tier_pool import SpeedsInForce, TierPool
 from sglang_hybrid.core.victims.pool import Pool, Scarce
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class TieredShadowTree(ShadowTree):
     """
 
     follows_copies = True
-    kv_pool: ServedTierPool
-    state_pool: ServedTierPool
+    kv_pool: TierPool
+    state_pool: TierPool
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class TieredShadowTree(ShadowTree):
         for pool in self.pools:
             self.tree.listen(pool)
 
-    def _pool(self, tier: Tier, scarce: Scarce, policy: Policy) -> ServedTierPool:
-        return ServedTierPool(tier, scarce, self.cost, policy, self.clock, self.speeds)
+    def _pool(self, tier: Tier, scarce: Scarce, policy: Policy) -> TierPool:
+        return TierPool(tier, scarce, self.cost, policy, self.clock, self.speeds)
 
     @property
     def pools(self) -> list[Pool]:
@@ -149,7 +149,7 @@ class TieredShadowTree(ShadowTree):
         found = [
             record
             for pool in super().pools
-            if isinstance(pool, ServedTierPool)
+            if isinstance(pool, TierPool)
             for record in pool.next_victims(needed(pool.scarce))
         ]
         return [record.payload for record in dict.fromkeys(found)]

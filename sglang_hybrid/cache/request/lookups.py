@@ -191,7 +191,7 @@ class LookUps:
         if not chosen().exact:
             core = self._cache.tree_core
             report.exact = core.is_exact(core.node_by_id(req.last_node))
-        self._stats.served(report, self._cost.flops(report.hit_tokens))
+        self._stats.on_prefill(report, self._cost.flops(report.hit_tokens))
         if report.found is not None:
             self._tier_stats.hit_tokens["device"] += report.found.device_tokens
             self._tier_stats.hit_tokens["host"] += report.found.host_tokens

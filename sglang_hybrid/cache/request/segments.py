@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.core.returns.hints import Imported
-from sglang_hybrid.serving.device_streams import given_to
+from sglang_hybrid.serving.device_streams import on_stream
 from sglang_hybrid.serving.per_request import PerRequest
 from sglang_hybrid.serving.requests import kv_hints
 
@@ -122,7 +122,7 @@ class ModularPrompts:
         if target is None:
             return 0
         pool = cache.token_to_kv_pool_allocator.get_kvcache()
-        with given_to(cache.forward_stream, source, target):  # after the forward under way
+        with on_stream(cache.forward_stream, source, target):  # after the forward under way
             cache.order_behind_loads()
             for layer in range(pool.start_layer, pool.start_layer + pool.layer_num):
                 for rows in pool.get_kv_buffer(layer):

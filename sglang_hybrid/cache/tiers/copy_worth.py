@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sglang_hybrid.core.tiers.writes import CopyJudge, average_returns, refuse, was_refused
+from sglang_hybrid.core.tiers.writes import CopyJudge, average_returns
 from sglang_hybrid.core.victims.pool import Scarce
 
 if TYPE_CHECKING:
@@ -45,31 +45,16 @@ class WriteJudge:
         )
 
     def takes(self, node: UnifiedTreeNode) -> bool:
-        """Whether `node` should be copied now. If it is not worth it, it is judged again only after
-        its next use.
+        """Whether `node` should be copied now, with the KV that it needs above it. If it is not
+        worth it, it is judged again only after its next use.
         """
         record = self._shadow_tree.record(node)
-        seldom = not node.backuped and node.hit_count < self._least_uses()
-        if seldom or was_refused(record):
+        if not self._judge.can_judge(record, node.hit_count, self._least_uses()):
             return False
-        if self._worth(node):
+        if self._judge.accepts(record):
             return True
-        refuse(record)
         self._stats.not_written += 1
         return False
-
-    def _worth(self, node: UnifiedTreeNode) -> bool:
-        """Whether `node`, and the KV that it needs above it, should be copied.
-
-        Where nothing can be resumed from `node`, its KV is copied only with something below. What
-        the host continues from `node` already is worth nothing without its KV.
-        """
-        if not node.backuped and any(child.backuped for child in node.children.values()):
-            return True  # what the host has below it would be lost
-        stateless = node.component_data[ComponentType.MAMBA].value is None
-        if self._shadow_tree.has_states and stateless:
-            return False
-        return self.worth_resuming(node)
 
     def worth_resuming(self, node: UnifiedTreeNode) -> bool:
         """Whether the state of `node` should be copied, and the path to it that the host lacks."""

@@ -61,7 +61,7 @@ class RobustMamba(MambaComponent):
             return result._replace(mamba_branching_seqlen=None)
         options = self._parts.options
         gain = branch - result.device_prefix_len - result.host_hit_length
-        if options.judicious and gain < options.hybrid_min_branch_tokens:
+        if options.is_judicious and gain < options.hybrid_min_branch_tokens:
             if params.cow_mamba and params.req not in self._parts.lookups:
                 self._parts.stats.skipped[Skip.MICRO_BRANCH.value] += 1
             result = result._replace(mamba_branching_seqlen=None)
@@ -209,7 +209,7 @@ class RobustMamba(MambaComponent):
         # It would push out a state that was kept for a reason. Without the extra buffer SGLang
         # takes no state at a branch point: there a chunk's end is all that two prompts can share.
         branches = self.cache.enable_mamba_extra_buffer
-        if self._parts.options.judicious and branches and kind is Kind.CHUNK:
+        if self._parts.options.is_judicious and branches and kind is Kind.CHUNK:
             return Skip.NOT_WORTH
         if self._gives_up_its_source(req):
             return None

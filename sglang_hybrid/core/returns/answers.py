@@ -211,7 +211,7 @@ class AnswerModel:
 
     def _expected(self, predicted: float, hint: Hint | None) -> float | None:
         """What `expect` returns where the regression says `predicted`."""
-        if hint is not None and (self.hints.tells(hint) or self.wait(hint) is not None):
+        if hint is not None and (self.hints.is_telling(hint) or self.wait(hint) is not None):
             p = self.hints.probability(hint)
             if not THRESHOLDS[0] < p <= THRESHOLDS[-1]:
                 return p
@@ -241,7 +241,7 @@ class AnswerModel:
         if answer.returned is False:
             self.labels[0] -= 1
             self._calibration.judge(answer, -1)
-            self.hints.take_back(answer.hint)
+            self.hints.retract(answer.hint)
         answer.returned = True
         self.labels[1] += 1
         self._intervals.append(time - answer.time)
@@ -297,7 +297,7 @@ class AnswerModel:
     def _learn(self, answer: Answer, after: float = 0.0) -> None:
         """`answer` got its label; a return came `after` so many seconds."""
         self._calibration.judge(answer)
-        self.hints.followed(answer.hint, returned=bool(answer.returned), after=after)
+        self.hints.on_outcome(answer.hint, returned=bool(answer.returned), after=after)
         if not len(answer.features):  # no answer, only a hint
             return
         self._judge(answer)

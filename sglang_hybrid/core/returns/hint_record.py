@@ -37,7 +37,7 @@ class HintRecord:
         self._given: dict[Next | None, float] = dict.fromkeys(FIRST_BELIEF, 0.0)
         self._returned: dict[Next | None, float] = dict.fromkeys(FIRST_BELIEF, 0.0)
 
-    def tells(self, hint: Hint) -> bool:
+    def is_telling(self, hint: Hint) -> bool:
         """Whether returns after `hint` are not as frequent as without a hint."""
         return abs(self.probability(hint) - self.probability(None)) > LEAST_DIFFERENCE
 
@@ -47,18 +47,18 @@ class HintRecord:
         believed = BELIEF_WEIGHT * FIRST_BELIEF[kind]
         return (believed + self._returned[kind]) / (BELIEF_WEIGHT + self._given[kind])
 
-    def followed(self, hint: Hint | None, *, returned: bool, after: float = 0.0) -> None:
+    def on_outcome(self, hint: Hint | None, *, returned: bool, after: float = 0.0) -> None:
         """A return followed a request with this hint, `after` seconds, or none did."""
         kind = None if hint is None else hint.next
         fade = 0.5 ** (1 / MEMORY)
         self._given[kind] = fade * self._given[kind] + 1
         self._returned[kind] = fade * self._returned[kind] + returned
         if hint is not None and hint.seconds is not None and returned:
-            self.times.passed(hint.seconds, after)
+            self.times.on_return(hint.seconds, after)
 
-    def take_back(self, hint: Hint | None) -> None:
+    def retract(self, hint: Hint | None) -> None:
         """One of the hints that no return seemed to follow was followed by one after all:
-        `followed` is called again for it.
+        `on_outcome` is called again for it.
         """
         kind = None if hint is None else hint.next
         self._given[kind] = max(self._given[kind] - 1, self._returned[kind])
@@ -92,7 +92,7 @@ class SaidTimes:
     def __init__(self) -> None:
         self.weight = self.octaves = self.squares = 0.0
 
-    def passed(self, said: float, passed: float) -> None:
+    def on_return(self, said: float, passed: float) -> None:
         """A hint said so many seconds, and so many passed until the return."""
         x = math.log2(max(passed, LEAST_SECONDS) / max(said, LEAST_SECONDS))
         fade = 0.5 ** (1 / MEMORY)

@@ -12,7 +12,7 @@ seconds and the bytes. The tree holds every node that has KV in some tier; a nod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang_hybrid.core.costs.cost import CostModel
@@ -33,17 +33,19 @@ class Copies:
     kv, state: tiers that hold the KV of its edge, and its state. pinned: tiers whose copies a
     transfer reads or writes now, so that they are no victims; on the device the node's own locks
     say so besides. kv_children: number of children with KV, by tier. refused: the node's last use
-    (tick) when a tier below the device forgot the state, or was not given it, while a faster tier
-    kept it. inexact: what the device has was loaded from a smaller copy that is not exact.
+    (tick) when a tier below the device evicted the state, or was not given it, while a faster tier
+    kept it. inexact: what the device has was loaded from a smaller copy that is not exact. uses:
+    requests that have computed or passed the node, where a replay counts them.
     """
 
-    __slots__ = ("inexact", "kv", "kv_children", "pinned", "refused", "state")
+    __slots__ = ("inexact", "kv", "kv_children", "pinned", "refused", "state", "uses")
 
     def __init__(self, kv: int = 0, state: int = 0) -> None:
         self.kv = kv
         self.state = state
         self.pinned = 0
         self.refused = -1
+        self.uses = 0
         self.inexact = False
         self.kv_children = [0] * len(TIERS)
 
@@ -65,7 +67,7 @@ class Copies:
     def of_head(self) -> Copies:
         """Those of the new node above, when the edge of this node is cut: the same KV, no state."""
         head = Copies(self.kv)
-        head.pinned, head.inexact = self.pinned, self.inexact
+        head.pinned, head.inexact, head.uses = self.pinned, self.inexact, self.uses
         head.kv_children = [self.kv >> tier & 1 for tier in TIERS]
         return head
 
@@ -89,6 +91,13 @@ def copies_of(node: Node) -> Copies:
     """The copies of a node of a tree that a `Placement` follows."""
     copies: Copies = node.copies
     return copies
+
+
+def is_exact(path: Iterable[Node]) -> bool:
+    """Whether no node of `path`, which begins at the root, is marked inexact. What is computed
+    behind a marked node is inexact without a mark.
+    """
+    return not any(copies_of(node).inexact for node in path)
 
 
 class Placement:
@@ -217,24 +226,17 @@ def ways(path: Sequence[Node], prompt_len: int, cost: CostModel, speeds: Speeds)
         yield Way(node.depth, resumes, tuple(loaded), seconds, rest)
 
 
-def cheapest_way(path: Sequence[Node], prompt_len: int, cost: CostModel, speeds: Speeds) -> Way:
-    """The way of `ways` that takes the fewest seconds; the deepest of equals."""
-    return min(ways(path, prompt_len, cost, speeds), key=lambda way: (way.seconds, -way.depth))
+def cheapest(known: Iterable[Way]) -> Way:
+    """The way that takes the fewest seconds; the deepest of equals."""
+    return min(known, key=lambda way: (way.seconds, -way.depth))
 
 
 def way_without_loads(
     path: Sequence[Node], prompt_len: int, cost: CostModel, speeds: Speeds
 ) -> Way:
-    """The cheapest of those that load nothing: what a request falls back to."""
-    resident = (way for way in ways(path, prompt_len, cost, speeds) if not any(way.load_bytes))
-    return min(resident, key=lambda way: (way.seconds, -way.depth))
-
-
-def patience(way: Way, fallback: Way) -> float:
-    """Seconds after which the load of `way` is not worth waiting for any more: then `fallback`,
-    which loads nothing, would have been as fast.
-    """
-    return max(0.0, fallback.seconds - way.compute_seconds)
+    """The cheapest of `ways` that loads nothing, which a request falls back to."""
+    known = ways(path, prompt_len, cost, speeds)
+    return cheapest(way for way in known if not any(way.load_bytes))
 
 
 def load_seconds(load_bytes: Sequence[int], speeds: Speeds) -> float:

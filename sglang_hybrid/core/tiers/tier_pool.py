@@ -1,5 +1,5 @@
-"""Candidates of one tier: what it forgets first, by what a copy saves over the next best way; and
-what copies to come would be worth there. In a replay, and in a running server.
+"""Candidates of one tier: which copies it evicts first, by what each saves over the next best way,
+and what copies that are not made yet would be worth there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOOKED_AT: Final = 64
 
 
 class SpeedsInForce(Protocol):
-    """What tells the speeds to decide with; another object once they changed."""
+    """Where the speeds to decide with are read. `speeds` is another object after a change."""
 
     speeds: Speeds
 
@@ -29,12 +29,14 @@ class TierPool(Pool):
     """A pool whose candidates are copies in `tier`. Savings are those of `places.seconds_saved`, in
     FLOPs of the prefill that takes as long, so that they compare with what a new state would save.
 
-    A copy that saves nothing, since computing is as fast as the way that it belongs to, goes first.
-    A victim gives up its unit (`places.unit_of`): the cache writes that to the tier below or not,
-    says which by `leaves`, and drops it here.
+    A copy that saves nothing, since computing is as fast as the way that it belongs to, is evicted
+    first. A victim gives up its unit (`places.unit_of`). A copy below the device that a request
+    waits for is no candidate.
 
-    demotes_to: the tier that victims are written to, None if they are lost. counted: a mask of
-    tiers; copies in others change nothing here.
+    demotes_to: the tier that victims are written to as they are evicted; None if they are not.
+    counted: a mask of tiers; copies in others change nothing here. tells_on_choice: the policy is
+    told of each victim when it is chosen. Otherwise the cache calls `tell_policy` before it drops
+    the victim, when it knows whether a slower tier has a copy.
     """
 
     def __init__(
@@ -47,11 +49,14 @@ class TierPool(Pool):
         speeds: SpeedsInForce,
         demotes_to: Tier | None = None,
         counted: int = ALL_TIERS,
+        *,
+        tells_on_choice: bool = True,
     ) -> None:
         super().__init__(scarce, cost, policy, clock)
         self.tier = tier
         self.counted = counted
         self.demotes_to = demotes_to
+        self._tells_on_choice = tells_on_choice
         self._in_force = speeds
         self._speeds = speeds.speeds  # with which the tables were filled
 
@@ -63,9 +68,9 @@ class TierPool(Pool):
         return super().cheapest(last_resort=last_resort)
 
     def next_victims(self, needed: int) -> list[Node]:
-        """The candidates that would go next, until `needed` bytes of what is scarce are given back;
-        without those that save nothing, though they count. The KV above a leaf that nothing else
-        keeps goes after it, and counts with it.
+        """The next victims, in order, until `needed` bytes of what is scarce are freed. Those that
+        save nothing are left out, but their bytes count. The KV above a leaf that nothing else
+        keeps is freed after the leaf, and counts with it.
         """
         self._describe()
         gone: set[Node] = set()
@@ -84,8 +89,8 @@ class TierPool(Pool):
         return found
 
     def _gives_back(self, node: Node, gone: set[Node]) -> int:
-        """Bytes of what is scarce that go with `node`, after the KV of all in `gone`, to which what
-        goes now is added.
+        """Bytes of what is scarce that evicting `node` frees, once the KV of all nodes in `gone`
+        has been evicted. Nodes whose KV is freed with it are added to `gone`.
         """
         unit, freed = self.unit(node), self._weigh(node)[0]
         if self.scarce is Scarce.STATES or unit is None or not unit.kv or node in gone:
@@ -99,7 +104,7 @@ class TierPool(Pool):
         return freed
 
     def _only_leads_to(self, node: Node, gone: set[Node]) -> bool:
-        """Whether this tier keeps the KV of `node` for what is in `gone` alone."""
+        """Whether this tier keeps the KV of `node` only for nodes in `gone`."""
         copies = copies_of(node)
         if node.parent is None or node.has_state or node.kv_locked or copies.is_pinned(self.tier):
             return False
@@ -107,14 +112,19 @@ class TierPool(Pool):
         return all(child in gone for child in kept)
 
     def unit(self, node: Node) -> Unit | None:
-        """What evicting `node` takes from this tier now."""
+        """What evicting `node` would free in this tier now; None if nothing."""
         if node.copies is None:
+            return None
+        waits = node.kv_locked and not copies_of(node).has_kv(Tier.DEVICE)
+        if waits and self.tier is not Tier.DEVICE:
             return None
         to, counted = self.demotes_to, self.counted
         return unit_of(node, self.tier, self.cost, self._speeds, to, counted)
 
-    def leaves(self, node: Node, *, lost: bool) -> None:
-        """The last victim, `node`, is about to leave this tier. lost: its state is in no other."""
+    def tell_policy(self, node: Node, *, lost: bool) -> None:
+        """Tell the policy that the last victim, `node`, is evicted from this tier. lost: no other
+        tier has its state.
+        """
         if self._has_demand(node):
             tell = self.policy.evicted if lost else self.policy.demoted
             tell(node, self.last_score)
@@ -127,6 +137,27 @@ class TierPool(Pool):
         if len(self._stateless) or not len(self._candidates):
             return None
         return self._compared(node)
+
+    def outranks_pushed_out(self, node: Node, needed: int) -> bool:
+        """Whether a copy of all of `node` is worth more than each of the first victims that
+        together free `needed` bytes. LOOKED_AT victims are compared at most. False if all victims
+        together free less: what would have to be evicted after them is worth more. True where the
+        victims have no score.
+        """
+        self._describe()
+        scored = None
+        if not len(self._stateless) and len(self._candidates):
+            scored = self._scored(node)
+        if scored is None:
+            return True
+        new, scores, nodes = scored
+        for row in np.argsort(scores, kind="stable")[:LOOKED_AT].tolist():
+            if new <= float(scores[row]):
+                return False
+            needed -= self._weigh(nodes[row])[0]
+            if needed <= 0:
+                return True
+        return len(nodes) > LOOKED_AT
 
     def score_of_copy(self, node: Node) -> float:
         """The score that a copy of all of `node` would have in this tier; 0 where none can be."""
@@ -191,44 +222,6 @@ class TierPool(Pool):
         return super()._is_fork(node) and counted_children(node, self.counted) > 1
 
     def _tell_policy(self, node: Node, score: float) -> None:
-        """`leaves` does, when it is known whether the victim is written down."""
-
-
-class ServedTierPool(TierPool):
-    """A pool whose victims are on their way as soon as they are chosen.
-
-    What a request waits for stays on the host, though the device does not have it yet.
-    """
-
-    def unit(self, node: Node) -> Unit | None:
-        waits = node.kv_locked and not copies_of(node).has_kv(Tier.DEVICE)
-        if waits and self.tier is not Tier.DEVICE:
-            return None
-        return super().unit(node)
-
-    def victim(self, *, last_resort: bool = False) -> Node | None:
-        node = super().victim(last_resort=last_resort)
-        if node is not None:
+        if self._tells_on_choice:
             others = copies_of(node).state & self.counted & ~(1 << self.tier)
-            self.leaves(node, lost=not others and self.demotes_to is None)
-        return node
-
-    def outranks_pushed_out(self, node: Node, needed: int) -> bool:
-        """Whether a copy of all of `node` is worth more than the dearest of the first victims that
-        give back `needed` bytes together, as far as LOOKED_AT of them do; not if all there are do
-        not: what is above them is dearer. True where what goes has no score.
-        """
-        self._describe()
-        scored = None
-        if not len(self._stateless) and len(self._candidates):
-            scored = self._scored(node)
-        if scored is None:
-            return True
-        new, scores, nodes = scored
-        for row in np.argsort(scores, kind="stable")[:LOOKED_AT].tolist():
-            if new <= float(scores[row]):
-                return False
-            needed -= self._weigh(nodes[row])[0]
-            if needed <= 0:
-                return True
-        return len(nodes) > LOOKED_AT
+            self.tell_policy(node, lost=not others and self.demotes_to is None)

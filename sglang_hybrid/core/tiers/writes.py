@@ -9,7 +9,7 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.nodes import Clock, Node
 from sglang_hybrid.core.tiers.places import ALL_TIERS, copies_of, without_up_to
 from sglang_hybrid.core.tiers.rates import Speeds, Tier
-from sglang_hybrid.core.tiers.tier_pool import ServedTierPool, SpeedsInForce
+from sglang_hybrid.core.tiers.tier_pool import SpeedsInForce, TierPool
 from sglang_hybrid.core.victims.pool import Scarce
 
 WRITE_PRICE = 0.1
@@ -20,24 +20,24 @@ the whole second costs up to 5 percent of the hits (docs/benchmarks.md)."""
 
 
 def was_refused(node: Node) -> bool:
-    """Whether a tier below the device forgot the state of `node`, or was not given it, and `node`
-    has not been resumed from since: what it was worth less than then, it is worth less than now.
+    """Whether a copy of `node` below the device was refused or evicted, and no request has resumed
+    from `node` since. What was worth more than that copy then is worth more now.
     """
     return copies_of(node).refused == node.last_used
 
 
 def refuse(node: Node) -> None:
-    """A copy of `node` in a tier below the device was not worth its writing."""
+    """Note that a copy of `node` below the device was not worth its writing."""
     copies_of(node).refused = node.last_used
 
 
 def copy_saves(
     node: Node, tier: Tier, cost: CostModel, speeds: Speeds, counted: int = ALL_TIERS
 ) -> float:
-    """Seconds that copies of `node` in `tier`, of its state and of the KV that leads to it, save a
-    request that returns to it when faster tiers have forgotten both: over resuming from the next
-    state above that `tier` or a slower one has. Below 0 where computing takes less than loading.
-    counted: a mask of tiers; states in others are left out.
+    """Seconds that copies in `tier` of the state of `node` and of the KV on the path to it save a
+    request that returns to `node` after faster tiers have evicted both. They are compared with
+    resuming from the next state above that `tier` or a slower one has. Below 0 where computing is
+    faster than loading. counted: a mask of tiers; states in others are left out.
     """
     anchor = 0
     above = node.parent
@@ -59,8 +59,10 @@ def write_pays(size: int, saves: float, returns: float, tier: Tier, speeds: Spee
 
 
 class HostPools(Protocol):
-    """What competes on the host of a server: a pool of KV and one of states. It may change to other
-    pools when another policy comes into force.
+    """The pools of KV and of states on the host of a server. They are other objects after another
+    policy has come into force.
+
+    has_states: False for a model without recurrent state; its nodes are resumed from by their KV.
     """
 
     cost: CostModel
@@ -71,15 +73,15 @@ class HostPools(Protocol):
     @property
     def clock(self) -> Clock: ...
     @property
-    def host_kv_pool(self) -> ServedTierPool: ...
+    def host_kv_pool(self) -> TierPool: ...
     @property
-    def host_state_pool(self) -> ServedTierPool: ...
+    def host_state_pool(self) -> TierPool: ...
 
 
 class CopyJudge:
-    """Says for a server's cache what is worth a copy on the host.
+    """Decides for the cache of a server, running or replayed, what is copied to the host.
 
-    Whether a copy will serve a return is what the reuse index says of its class and age. Policies
+    How likely a copy serves a return is what the reuse index says of its class and age. Policies
     without an index know only how many returns copies have served on average.
 
     Args:
@@ -97,6 +99,29 @@ class CopyJudge:
         self._pools = pools
         self._room = room
         self._average_returns = average_returns
+
+    def can_judge(self, node: Node, uses: int, least_uses: int) -> bool:
+        """Whether `accepts` is to be asked of `node`, which `uses` requests have passed: not if KV
+        that the host lacks was passed by fewer than `least_uses`, nor if a copy was refused since
+        the last use.
+        """
+        seldom = not copies_of(node).has_kv(Tier.HOST) and uses < least_uses
+        return not seldom and not was_refused(node)
+
+    def accepts(self, node: Node) -> bool:
+        """Whether `node` should be copied, with the KV that it needs above it. If not, that is
+        noted: `can_judge` is False until the next use.
+
+        Where nothing can be resumed from `node`, its KV is copied only with something below.
+        """
+        copies = copies_of(node)
+        if copies.kv_children[Tier.HOST] and not copies.has_kv(Tier.HOST):
+            return True  # what the host has below it would be lost
+        resumable = copies.has_state(Tier.DEVICE) or not self._pools.has_states
+        if resumable and self.worth_resuming(node):
+            return True
+        refuse(node)
+        return False
 
     def worth_resuming(self, node: Node) -> bool:
         """Whether what is resumed from at `node`, its state or without states its KV, should be
@@ -136,12 +161,12 @@ class CopyJudge:
 
 
 LEAST_RETURNS = 0.05
-"""Returns that a copy is expected to serve at least: one that is not made is not seen to serve."""
+"""Returns that a copy is expected to serve at least: one that is not made cannot show its use."""
 
 
 def average_returns(loads: int, demoted: int) -> float:
-    """Requests that resumed from the host (`loads`) for each copy that was left alone there
-    (`demoted`), with one of either before the first.
+    """Requests that resumed from the host (`loads`) for each state that the device evicted and the
+    host kept (`demoted`). Both begin at one.
     """
     return max(LEAST_RETURNS, (loads + 1) / (demoted + 1))
 

@@ -31,14 +31,18 @@ logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_native_model"
 
+LAST_NORMS = ("norm", "norm_f", "final_layernorm")
+"""Names that SGLang's models have for the norm behind their last layer."""
+
 
 class Description:
     """The layers of one of SGLang's models, given to the kernels one by one."""
 
-    def __init__(self, kernels: ctypes.CDLL, model: Any, norm: Any, backend: Any) -> None:
+    def __init__(self, kernels: ctypes.CDLL, model: Any, backend: Any) -> None:
         for module in model.modules():
             if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
                 raise Unserved(f"a {type(module).__name__} with a hook")
+        norm: Any = next(filter(None, (getattr(model, name, None) for name in LAST_NORMS)), None)
         self.native = NativeModel(kernels, norm, norm.weight.dtype)
         self.recurrent: list[tuple[int, Any]] = []  # layers, and their states
         self.attending: list[int] = []
@@ -122,42 +126,34 @@ class Description:
         return y
 
 
-Describe = Callable[[ctypes.CDLL, Any, Any], Description]
-"""A model's layers for the kernels, SGLang's module of it, and its attention backend."""
+Describe = Callable[[Description, Any], None]
+"""Gives the layers of SGLang's module of a model to its description."""
 
 
-def nemotron_h(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
-    found = Description(kernels, model, model.norm_f, backend)
+def describe_nemotron_h(found: Description, model: Any) -> None:
     for index, layer in enumerate(model.layers):
-        kind, place = type(layer).__name__, LayerWiring(layer.norm)
+        kind, place, block = type(layer).__name__, LayerWiring(layer.norm), layer.mixer
         if kind == "NemotronHMambaDecoderLayer":
-            found.mamba2(place, layer.mixer, index)
+            found.mamba2(place, block, index)
         elif kind == "NemotronHAttentionDecoderLayer":
-            found.attention(place, layer.mixer)
+            found.attention(place, block)
         elif kind == "NemotronHMLPDecoderLayer":
-            block = layer.mixer
             found.native.mlp(place, block.up_proj, block.down_proj, Activation.SQUARED_RELU)
         else:
             raise Unserved(f"a {kind}")
-    return found
 
 
-def mamba2(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
-    found = Description(kernels, model, model.norm, backend)
+def describe_mamba2(found: Description, model: Any) -> None:
     for index, layer in enumerate(model.layers):
         found.mamba2(LayerWiring(layer.norm), layer.mixer, index)
-    return found
 
 
-def mamba1(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
-    found = Description(kernels, model, model.norm, backend)
+def describe_mamba1(found: Description, model: Any) -> None:
     for index, layer in enumerate(model.layers):
         found.mamba1(LayerWiring(layer.norm), layer.mixer, index)
-    return found
 
 
-def llama(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
-    found = Description(kernels, model, model.norm, backend)
+def describe_llama(found: Description, model: Any) -> None:
     if type(model).__name__ != "LlamaModel":
         raise Unserved("another model with Llama's layers")
     for layer in model.layers:
@@ -167,11 +163,9 @@ def llama(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
         found.attention(LayerWiring(layer.input_layernorm), attend, attend.rotary_emb)
         place = LayerWiring(layer.post_attention_layernorm)
         found.gated_mlp(place, block.gate_up_proj, block.act_fn, block.down_proj)
-    return found
 
 
-def granite_hybrid(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
-    found = Description(kernels, model, model.norm, backend)
+def describe_granite_hybrid(found: Description, model: Any) -> None:
     for index, layer in enumerate(model.layers):
         place = LayerWiring(layer.input_layernorm, out_scale=layer.residual_multiplier)
         if hasattr(layer, "mamba"):
@@ -183,11 +177,9 @@ def granite_hybrid(kernels: ctypes.CDLL, model: Any, backend: Any) -> Descriptio
             raise Unserved("experts")
         place = replace(place, norm=layer.post_attention_layernorm)
         found.gated_mlp(place, block.input_linear, block.act_fn, block.output_linear)
-    return found
 
 
-def falcon_h1(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
-    found = Description(kernels, model, model.final_layernorm, backend)
+def describe_falcon_h1(found: Description, model: Any) -> None:
     for index, layer in enumerate(model.layers):
         norm, block = layer.input_layernorm, layer.feed_forward
         place = LayerWiring(norm, layer.attention_in_multiplier, layer.attn_out_multiplier)
@@ -201,59 +193,39 @@ def falcon_h1(kernels: ctypes.CDLL, model: Any, backend: Any) -> Description:
             block.down_proj,
             block.gate_multiplier,
         )
-    return found
 
 
-def forward_of(describe: Describe, scale: str | None = None) -> Callable[..., Any]:
+def forward_of(
+    describe: Describe, *, scale: str | None = None, positions: bool = True
+) -> Callable[..., Any]:
     """What stands for the forward function of a model of SGLang. ``scale`` names the model's
-    attribute that multiplies its embeddings.
+    attribute that multiplies its embeddings. ``positions``: whether the function is given them, as
+    it is not where all layers are recurrent.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
-        def forward(
-            self: Any,
-            input_ids: Tensor,
-            positions: Tensor,
-            forward_batch: Any,
-            *more: Any,
-            **named: Any,
-        ) -> Any:
+        def forward(self: Any, input_ids: Tensor, *given: Any, **named: Any) -> Any:
+            batch, *more = given[1:] if positions else given
             plain = not any(one is not None for one in (*more, *named.values()))
-            known = described(describe, self, forward_batch) if plain else None
+            known = find_description(describe, self, batch) if plain else None
             if known is None:
-                return original(self, input_ids, positions, forward_batch, *more, **named)
+                return original(self, input_ids, *given, **named)
             x = self.embed_tokens(input_ids)
             x = x if scale is None else x * getattr(self, scale)
-            return known.step(x, positions, forward_batch)
+            return known.step(x, given[0] if positions else batch.positions, batch)
 
         return forward
 
     return wrapper
 
 
-def forward_without_positions(describe: Describe) -> Callable[..., Any]:
-    """`forward_of` a model whose layers are all recurrent."""
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def forward(self: Any, input_ids: Tensor, forward_batch: Any) -> Any:
-            known = described(describe, self, forward_batch)
-            if known is None:
-                return original(self, input_ids, forward_batch)
-            return known.step(self.embed_tokens(input_ids), forward_batch.positions, forward_batch)
-
-        return forward
-
-    return wrapper
-
-
-nemotron_h_forward = forward_of(nemotron_h)
-mamba2_forward = forward_without_positions(mamba2)
-mamba1_forward = forward_without_positions(mamba1)
-llama_forward = forward_of(llama)
-granite_hybrid_forward = forward_of(granite_hybrid, "embedding_multiplier")
-falcon_h1_forward = forward_of(falcon_h1, "embedding_multiplier")
+nemotron_h_forward = forward_of(describe_nemotron_h)
+mamba2_forward = forward_of(describe_mamba2, positions=False)
+mamba1_forward = forward_of(describe_mamba1, positions=False)
+llama_forward = forward_of(describe_llama)
+granite_hybrid_forward = forward_of(describe_granite_hybrid, scale="embedding_multiplier")
+falcon_h1_forward = forward_of(describe_falcon_h1, scale="embedding_multiplier")
 
 
 @dataclass(frozen=True)
@@ -265,7 +237,7 @@ class _Known:
     description: Description | None
 
 
-def described(describe: Describe, model: Any, forward_batch: Any) -> Description | None:
+def find_description(describe: Describe, model: Any, forward_batch: Any) -> Description | None:
     """The description of a model for this batch; None where SGLang's own forward must serve it."""
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
@@ -275,7 +247,8 @@ def described(describe: Describe, model: Any, forward_batch: Any) -> Description
     backend = get_attn_backend()
     known: _Known | None = model.__dict__.get(_ATTRIBUTE)
     if known is None or not _is_current(known, backend):
-        known = _Known(backend, linear.changes(), _describe(describe, kernels, model, backend))
+        found = _describe(describe, kernels, model, backend)
+        known = _Known(backend, linear.changes(), found)
         model.__dict__[_ATTRIBUTE] = known
     return known.description
 
@@ -308,7 +281,9 @@ def _describe(
 ) -> Description | None:
     try:
         with torch.no_grad():
-            return describe(kernels, model, backend)
+            found = Description(kernels, model, backend)
+            describe(found, model)
+            return found
     except (Unserved, AttributeError) as error:  # or a layer that lacks what its kind has
         logger.info("sglang_hybrid: decode steps are computed layer by layer: %s.", error)
         return None

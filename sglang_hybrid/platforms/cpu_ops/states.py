@@ -1,4 +1,4 @@
-"""Batch rows, the slots they own in a pool of states, and decode steps of these states."""
+"""Batch rows, the slots that they own in a pool, and decode steps of states in these slots."""
 
 from collections.abc import Callable
 
@@ -24,6 +24,17 @@ def owned(
         return None, slots
     kept = live.nonzero(as_tuple=True)[0]
     return kept, slots[kept]
+
+
+def last_slots(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor) -> Tensor:
+    """The slot of the last of ``prefix_lens`` [b] tokens of every request, -1 for an empty prefix.
+
+    Shapes: req_to_token [requests, context], req_pool_indices [b]; the result has the type of
+    ``prefix_lens``. SGLang has a torch form of its own, which it takes for `torch_native` only
+    (mem_cache/allocation.py, get_last_loc).
+    """
+    last = req_to_token[req_pool_indices, (prefix_lens - 1).clamp_min(0)].to(prefix_lens.dtype)
+    return last.masked_fill(prefix_lens == 0, -1)
 
 
 def advance(pool: Tensor, slots: Tensor, step: Callable[[Tensor, slice], Tensor]) -> Tensor:

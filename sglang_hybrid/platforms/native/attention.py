@@ -30,9 +30,9 @@ has products in half precision."""
 class Sequences:
     """Where a batch's keys and values are.
 
-    ``addresses`` [b] of each sequence's slots (int32, in the order of its tokens), ``lengths`` [b],
-    how many they are, ``counts`` [b], new tokens of each, and ``most``, the largest of these.
-    ``kept`` are tensors that must outlive the addresses.
+    ``addresses`` [b]: of each sequence's slots (int32, in the order of its tokens). ``lengths``
+    [b]: how many slots these are. ``counts`` [b]: new tokens of each sequence. ``most``: the
+    largest of the counts. ``kept``: the slots of each sequence, or those and more behind them.
     """
 
     addresses: NDArray[np.int64]
@@ -47,7 +47,8 @@ class Sequences:
         kept = [t.to(torch.int32).contiguous() for t in slots]
         addresses = np.array([t.data_ptr() for t in kept], np.int64)
         lengths = np.array([len(t) for t in kept], np.int64)
-        return Sequences(addresses, lengths, np.array(counts, np.int64), max(counts), kept)
+        most = max(counts, default=0)
+        return Sequences(addresses, lengths, np.array(counts, np.int64), most, kept)
 
     @staticmethod
     def of_rows(table: Tensor, rows: Sequence[int], lengths: Sequence[int]) -> Sequences:
@@ -57,7 +58,12 @@ class Sequences:
         size = table.stride(0) * table.element_size()
         addresses = table.data_ptr() + np.array(rows, np.int64) * size
         found = np.array(lengths, np.int64)
-        return Sequences(addresses, found, np.ones_like(found), 1, [table])
+        return Sequences(addresses, found, np.ones_like(found), 1, [table[row] for row in rows])
+
+    def slots(self) -> list[Tensor]:
+        """Slots [T] of each sequence."""
+        pairs = zip(self.kept, self.lengths.tolist(), strict=True)
+        return [kept[:length] for kept, length in pairs]
 
 
 def serves(q: Tensor, keys: Tensor, values: Tensor, most: int) -> bool:

@@ -74,26 +74,12 @@ def rms_norm(
     rows = x.numel() // max(1, width)
     if rows > MOST_ROWS or not _plain(x) or not _plain(weight) or weight.numel() != width:
         return None
-    y = torch.empty_like(x)
-    if residual is None:
-        kernels.hybrid_rms_norm(
-            x.data_ptr(), None, weight.data_ptr(), None, y.data_ptr(), rows, width, eps
-        )
-        return y
-    if not _plain(residual) or residual.shape != x.shape:
+    if residual is not None and not (_plain(residual) and residual.shape == x.shape):
         return None
-    total = torch.empty_like(x)
-    kernels.hybrid_rms_norm(
-        x.data_ptr(),
-        residual.data_ptr(),
-        weight.data_ptr(),
-        total.data_ptr(),
-        y.data_ptr(),
-        rows,
-        width,
-        eps,
-    )
-    return y, total
+    y, total = torch.empty_like(x), None if residual is None else torch.empty_like(x)
+    addresses = (_address(t) for t in (x, residual, weight, total, y))
+    kernels.hybrid_rms_norm(*addresses, rows, width, eps)
+    return y if total is None else (y, total)
 
 
 def mamba2(
@@ -107,27 +93,20 @@ def mamba2(
     windows, states, norm = cache.conv[0], cache.temporal, mixer.norm
     if not _few(x, MOST_ROWS) or not _serves(mixer, windows, states, scale):
         return None
-    rows, heads, groups = x.shape[0], mixer.num_heads, mixer.n_groups
-    width, size, inner = mixer.head_dim, mixer.ssm_state_size, mixer.intermediate_size
-    whole = is_whole(mixer.in_proj) and is_whole(mixer.out_proj)
-    conv_width = inner + 2 * groups * size
-    scratch = x.new_empty(rows * (conv_width + inner))
-    mixed = scratch[rows * conv_width :].view(rows, inner)
-    if whole:
-        projected, y = x.new_empty(rows, inner + conv_width + heads), torch.empty_like(x)
-    else:
-        projected, _ = mixer.in_proj(x)
-        projected = projected.contiguous()
-    slots = slots.long()
+    rows, inner, size = x.shape[0], mixer.intermediate_size, mixer.ssm_state_size
     into, out = mixer.in_proj, mixer.out_proj
+    conv_width = inner + 2 * mixer.n_groups * size
+    projected, y = x.new_empty(rows, inner + conv_width + mixer.num_heads), torch.empty_like(x)
+    convolved, mixed = x.new_empty(rows, conv_width), x.new_empty(rows, inner)
+    slots = slots.long()
     kernels.hybrid_mamba2(
         x.data_ptr(),
         rows,
         x.shape[1],
-        into.weight.data_ptr() if whole else None,
-        _address(into.bias) if whole else None,
-        out.weight.data_ptr() if whole else None,
-        _address(out.bias) if whole else None,
+        into.weight.data_ptr(),
+        _address(into.bias),
+        out.weight.data_ptr(),
+        _address(out.bias),
         _address(scale),
         mixer.conv1d.weight.data_ptr(),
         _address(mixer.conv1d.bias),
@@ -140,28 +119,24 @@ def mamba2(
         windows.stride(0),
         states.data_ptr(),
         states.stride(0),
-        heads,
-        width,
-        groups,
+        mixer.num_heads,
+        mixer.head_dim,
+        mixer.n_groups,
         size,
         windows.shape[2] + 1,
         norm.group_size,
         norm.variance_epsilon,
-        projected.data_ptr(),
-        scratch.data_ptr(),
-        mixed.data_ptr(),
-        y.data_ptr() if whole else None,
+        *(t.data_ptr() for t in (projected, convolved, mixed, y)),
     )
-    if whole:
-        return y
-    result: Tensor = out(mixed)[0]
-    return result
+    return y
 
 
 def _serves(mixer: Any, windows: Tensor, states: Tensor, scale: Tensor | None) -> bool:
     parameters = (mixer.conv1d.weight, mixer.A, mixer.D, mixer.dt_bias)
     return (
         mixer.tp_size == 1
+        and is_whole(mixer.in_proj)
+        and is_whole(mixer.out_proj)
         and mixer.activation in ("silu", "swish")
         and windows.dtype == states.dtype == torch.float32
         and windows.stride()[1:] == (mixer.conv1d.weight.shape[-1] - 1, 1)

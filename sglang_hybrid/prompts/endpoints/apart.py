@@ -15,7 +15,7 @@ from sglang_hybrid.prompts.schemas.registry import Expanded
 from sglang_hybrid.serving.config import BACKEND
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.requests.kv_hints import check_key, composed_key, segment_key
-from sglang_hybrid.serving.tenants import Tenant
+from sglang_hybrid.serving.tenants import Tenant, tenant
 
 if TYPE_CHECKING:
     import fastapi
@@ -83,7 +83,7 @@ def _ask_apart(
 
     def compute_segments() -> None:
         task = asyncio.get_running_loop().create_task(
-            compute_apart(manager, (key, salt), prompt.segments)
+            compute_apart(manager, key, salt, prompt.segments)
         )
         _computing.add(task)
         task.add_done_callback(_computing.discard)
@@ -93,19 +93,20 @@ def _ask_apart(
 
 async def compute_apart(
     manager: TokenizerManager,
-    composed: tuple[str, str | None],
+    key: str,
+    cache_salt: str | None,
     segments: Iterable[Segment],
     http: fastapi.Request | None = None,
 ) -> None:
-    """Compute each of these segments apart. composed: the tenant of prompts made of segments. http:
-    the request that waits for them, if one does; raises ValueError when its client goes away.
+    """Compute each of these segments apart. key: the extra key of prompts made of
+    segments. http: the request that waits for them, if one does; raises ValueError when its client
+    goes away.
     """
-    key, cache_salt = composed
     gone = gone_from(http)
     for one in segments:
         if gone is not None and await gone():
             raise ValueError("the client went away before its modules were computed.")
-        owner = segment_key(key, one.start), cache_salt
+        owner = tenant(segment_key(key, one.start), cache_salt)
         hints = kv_hints.write(PromptHints(imported=Imported((), one.start)))
         await compute(manager, "segment", owner, one.ids, hints, http)
 
@@ -122,5 +123,6 @@ async def compute_all(
         raise ValueError(why.replace(", so the prompt was computed as a whole", ""))
     extra_key, cache_salt = own or (None, None)
     segments = prepared_segments(layout)
-    await compute_apart(manager, (composed_key(extra_key, ""), cache_salt), segments, http)
+    composed = composed_key(extra_key, "")
+    await compute_apart(manager, composed, cache_salt, segments, http)
     return {"segments": len(segments), "tokens": sum(len(one.ids) for one in segments)}

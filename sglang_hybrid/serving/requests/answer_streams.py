@@ -6,7 +6,7 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 
-async def started(stream: AsyncIterator[Item]) -> AsyncIterator[Item]:
+async def with_first_item(stream: AsyncIterator[Item]) -> AsyncIterator[Item]:
     """`stream`, once its first item is there. Raises what `stream` raises before that.
 
     An HTTP response has its status before its first item, so what is wrong with the request must be

@@ -28,7 +28,7 @@ from sglang_hybrid.serving.requests.failures import (
     is_answered,
     ranks_of,
 )
-from sglang_hybrid.serving.requests.refusals import REFUSALS, released
+from sglang_hybrid.serving.requests.refusals import REFUSALS, is_released
 
 if TYPE_CHECKING:
     from sglang.srt.managers.communicator import FanOutCommunicator
@@ -71,7 +71,7 @@ def _control(scheduler: Scheduler, request: Any) -> Any:
         answer = _handle(scheduler, request)
     except Exception as error:
         failed = failure(request, error)
-    if not ranks.end_alike(failed=failed is not None):
+    if not ranks.has_equal_end(failed=failed is not None):
         raise RanksDiffer(type(request).__name__) from (None if failed is None else failed.error)
     if failed is None:
         return answer
@@ -82,7 +82,7 @@ def _control(scheduler: Scheduler, request: Any) -> Any:
 
 def _prompt(scheduler: Scheduler, request: Any) -> None:
     try:
-        if released(scheduler):
+        if is_released(scheduler):
             raise Refused(
                 "the memory of the model was released (/release_memory_occupation); call "
                 "/resume_memory_occupation first.",

@@ -34,7 +34,7 @@ ACTIVITIES = ("CPU", "GPU", "MEM", "CUDA_PROFILER", "RPD", "XPU")
 STAGES = ("prefill", "decode")
 
 
-def released(scheduler: Scheduler) -> bool:
+def is_released(scheduler: Scheduler) -> bool:
     """Whether weights or KV are not in memory at the moment."""
     updater = scheduler.weight_updater
     return bool(updater.memory_saver_adapter.enabled and updater.offload_tags)

@@ -23,7 +23,7 @@ STEP = 0.5
 PORTS = range(1, 1 << 16)
 
 
-async def master_listens(address: str, ports: str | int, rank: int) -> None:
+async def wait_for_master(address: str, ports: str | int, rank: int) -> None:
     """Return once something listens on all ports of `address`; raises `Refused` if nothing does.
 
     ports: one, or several with commas. rank: of the first member that this server is; rank 0 is the
@@ -35,7 +35,7 @@ async def master_listens(address: str, ports: str | int, rank: int) -> None:
         await _listens(address, port)
 
 
-def met(init_method: str, world_size: int, rank: int, group_name: str) -> dict[str, Any]:
+def meet_members(init_method: str, world_size: int, rank: int, group_name: str) -> dict[str, Any]:
     """Arguments of SGLang's `init_custom_process_group` for a group whose members have met; raises
     torch's error if they do not meet in time. What the group does later has torch's own limit.
     """

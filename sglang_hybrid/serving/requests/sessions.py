@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import HTTPConnection
 
-from sglang_hybrid.serving.tenants import Tenant, TenantNames, asking, tenant
+from sglang_hybrid.serving.tenants import Tenant, TenantNames, current_tenant, tenant
 
 if TYPE_CHECKING:
     import fastapi
@@ -35,7 +35,7 @@ async def open_session(
     ValueError if the scheduler does not open it.
     """
     known_as = asked.session_id or uuid.uuid4().hex
-    asked.session_id = owned(known_as, asking())
+    asked.session_id = scheduler_id(known_as, current_tenant())
     if await manager.open_session(asked, http) is None:
         raise ValueError(
             f"the session {known_as[:80]!r} cannot be opened: one of this id is open, or the "
@@ -57,12 +57,12 @@ def put_owner(request: Any, http: object) -> None:
         raise ValueError("extra_key or cache_salt is a list; a session has one tenant.")
     own = tenant(key, salt)
     if isinstance(of_cache, str):
-        request.session_id = owned(of_cache, own)
+        request.session_id = scheduler_id(of_cache, own)
     if isinstance(params, dict) and isinstance(params.get("id"), str):
-        request.session_params = {**params, "id": owned(params["id"], own)}
+        request.session_params = {**params, "id": scheduler_id(params["id"], own)}
 
 
-def owned(session_id: str, owner: Tenant) -> str:
+def scheduler_id(session_id: str, owner: Tenant) -> str:
     """The id by which a scheduler knows a session of `owner`; the same for an id that is one."""
     behind = f"#{_names().name(owner)}"
     return session_id if session_id.endswith(behind) else session_id + behind

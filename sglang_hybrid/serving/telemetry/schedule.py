@@ -36,7 +36,7 @@ class ScheduleStats:
     front: int = 0
     loads: PrefetchCounts | None = None
 
-    def runs(self, waiting: Waiting[Any], bound: Bound, now: float) -> None:
+    def on_start(self, waiting: Waiting[Any], bound: Bound, now: float) -> None:
         """A request was taken from the front."""
         reuse = ReuseKind.NOTHING if waiting.prospect is None else waiting.prospect.reuse
         self.started[reuse.name.lower()] += 1

@@ -136,7 +136,7 @@ class CacheStats:
     skipped: Counter[str] = field(default_factory=Counter)
     evicted: Counter[str] = field(default_factory=Counter)
 
-    def served(self, report: RequestReport, flops_saved: int) -> None:
+    def on_prefill(self, report: RequestReport, flops_saved: int) -> None:
         """A request began its prefill with what `report` says."""
         self.requests += 1
         self.prompt_tokens += report.prompt_tokens

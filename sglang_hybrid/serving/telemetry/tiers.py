@@ -46,11 +46,11 @@ class TierStats:
         """Bytes of all copies made on the host."""
         return self.written_tokens * self.token_bytes + self.written_states * self.state_bytes
 
-    def written(self, tokens: int, states: int) -> None:
+    def on_write(self, tokens: int, states: int) -> None:
         self.written_tokens += tokens
         self.written_states += states
 
-    def loaded(self, ack: Any, link: Link) -> None:
+    def on_load(self, ack: Any, link: Link) -> None:
         """SGLang acknowledges a load (`HiCacheAck`); `link` says what was expected of it."""
         self.loads += 1
         self.loaded_bytes += ack.num_bytes

@@ -11,15 +11,17 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.nodes import Kind, Node
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.tiers.places import Way, copies_of
-from sglang_hybrid.core.tiers.rates import Speeds, Tier
+from sglang_hybrid.core.tiers.rates import Rates, Speeds, Tier
 from sglang_hybrid.core.tiers.tier_pool import TierPool
-from sglang_hybrid.core.victims.eviction import Lru, Policy
+from sglang_hybrid.core.victims.eviction import Lru
 from sglang_hybrid.core.victims.pool import Scarce
 from sglang_hybrid.simulation.baselines import SGLANG_STATES_TO_KV, SglangRules
 from sglang_hybrid.simulation.policies import PathLru
 from sglang_hybrid.simulation.simulator import Ticket
 from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets
 from sglang_hybrid.simulation.tiers.tier_simulator import TieredSimulator
+from sglang_hybrid.simulation.tiers.tiered_memory import TieredMemory
+from sglang_hybrid.simulation.token_tree import TokenTree
 from sglang_hybrid.simulation.traces.requests import Request, TokenArray
 
 
@@ -54,25 +56,23 @@ class HiCache(SglangRules, TieredSimulator):
         self.chunk = chunk
         self.interval = interval
         device, host, _ = tiers.sizes
-        tiers = TierBudgets.of(device, host, 0)
         self.kv_policy = PathLru()
         self.host_policy = PathLru()
-        TieredSimulator.__init__(
-            self,
-            cost,
-            tiers,
-            speeds,
-            [self.kv_policy, self.host_policy],
-            min_branch_tokens=0,
-            room=[Split.of(size, cost, SGLANG_STATES_TO_KV) for size in (device, host)],
-            state_policies=[Lru(stateless_first=False), Lru(stateless_first=False)],
-        )
-
-    def _tier_pool(self, tier: Tier, scarce: Scarce, policy: Policy) -> TierPool:
-        kind = TierPool if tier is Tier.DEVICE else HostPool
-        pool = kind(tier, scarce, self.cost, policy, self.tree.clock, self.rates)
-        self.tree.listen(pool)
-        return pool
+        tree, rates = TokenTree(), Rates(speeds)
+        room, pools = {}, {}
+        for tier, size, policy in (
+            (Tier.DEVICE, device, self.kv_policy),
+            (Tier.HOST, host, self.host_policy),
+        ):
+            kind = TierPool if tier is Tier.DEVICE else HostPool
+            room[tier] = Split.of(size, cost, SGLANG_STATES_TO_KV)
+            pools[tier] = (
+                kind(tier, Scarce.KV, cost, policy, tree.clock, rates),
+                kind(tier, Scarce.STATES, cost, Lru(stateless_first=False), tree.clock, rates),
+            )
+        memory = TieredMemory(tree, cost, room, pools)
+        exact = TierBudgets.of(device, host)
+        TieredSimulator.__init__(self, cost, exact, speeds, [self.kv_policy], 0, memory)
 
     def _look_up(self, request: Request) -> tuple[Ticket, list[Node], int]:
         found = super()._look_up(request)
@@ -100,13 +100,11 @@ class HiCache(SglangRules, TieredSimulator):
         copies = copies_of(node)
         kv = copies.has_kv(Tier.DEVICE) and not copies.has_kv(Tier.HOST)
         state = copies.has_state(Tier.DEVICE) and not copies.has_state(Tier.HOST)
-        if (kv or state) and self._take(Tier.HOST, node, kv=kv, state=state, needed=True):
-            self._add(Tier.HOST, node, kv=kv, state=state)
+        if kv or state:
+            self.memory.copy(node, Tier.HOST, kv=kv, state=state, at_any_cost=True)
 
     def _passed(self, request: object, path: list[Node]) -> None:
-        for tier in self.room:
-            pool = self.pools[tier][0]
-            assert isinstance(pool.policy, PathLru)
-            pool.policy.touch(path, self.tree.clock.tick)
+        for tier, policy in ((Tier.DEVICE, self.kv_policy), (Tier.HOST, self.host_policy)):
+            policy.touch(path, self.tree.clock.tick)
             for node in path:
-                pool.mark_dirty(node)
+                self.memory.pools[tier][0].mark_dirty(node)

@@ -5,11 +5,13 @@ are under `--hybrid-tier-codec`, without making any.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Final
 
 from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.tiers.places import Way
 from sglang_hybrid.core.tiers.rates import INSTANT, TIERS, TIERS_BELOW, Link, Speeds, Tier
 from sglang_hybrid.simulation.prefill_time import PAPER, PrefillTime
 
@@ -192,7 +194,19 @@ class TierCounts:
     inexact_hits: int = 0
     inexact_tokens: int = 0
 
-    def resumed(self, depth: int, *, exact: bool) -> None:
+    def count_way(self, way: Way, known: Sequence[Way], tiers: Iterable[Tier]) -> None:
+        """A request takes `way`, of all that are `known` in these tiers, the fastest first."""
+        reached = 0
+        for tier in tiers:
+            without_slower = (w.depth for w in known if not any(w.load_bytes[tier + 1 :]))
+            depth = min(max(without_slower), way.depth)
+            self.hit_tokens[tier] += max(depth - reached, 0)
+            reached = max(reached, depth)
+            self.loads[tier] += way.load_bytes[tier] > 0
+            self.loaded[tier] += way.load_bytes[tier]
+        self.load_seconds += way.load_seconds
+
+    def count_resumed(self, depth: int, *, exact: bool) -> None:
         """A request resumed at `depth` tokens."""
         if depth and not exact:
             self.inexact_hits += 1

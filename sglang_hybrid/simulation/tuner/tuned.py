@@ -8,12 +8,10 @@ from functools import partial
 from typing import Any
 
 from sglang_hybrid.core.costs.cost import UNBOUNDED
-from sglang_hybrid.core.records.nodes import Node
 from sglang_hybrid.core.returns.history import History, HistoryMatch
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import Setting, Spec, System, make_policies
-from sglang_hybrid.core.victims.eviction import Policy
-from sglang_hybrid.core.victims.pool import Pool
+from sglang_hybrid.simulation.device_memory import device_pools
 from sglang_hybrid.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.simulation.simulator import Outcome, Simulator, Ticket
 from sglang_hybrid.simulation.traces.requests import Request
@@ -46,7 +44,6 @@ class Switching(Simulator):
     def __init__(self, *arguments: Any, history: History) -> None:
         super().__init__(*arguments)
         self.history = self.policy.history = history
-        self.evicted = False
 
     def switch(self, spec: Spec) -> None:
         """`spec` chooses the victims from now on. Records, holds and the history stay, as in
@@ -54,28 +51,17 @@ class Switching(Simulator):
         """
         policy, state_policy = make_policies(spec, self.history)
         policy.history = self.history
-        split = self.state_pool is not self.pool
         self.policy = policy
-        self.pool = self._refilled(self.pool, policy)
-        self.state_pool = self._refilled(self.state_pool, state_policy) if split else self.pool
+        pools = device_pools(self.budget, self.cost, self.tree.clock, policy, state_policy)
+        self.memory.use(pools)
 
     @property
     def room(self) -> Split | int:
         """What running requests leave to the cache, as in `Finished.room`."""
         return self.budget if isinstance(self.budget, Split) else Split(UNBOUNDED, UNBOUNDED)
 
-    def _refilled(self, pool: Pool, policy: Policy) -> Pool:
-        self.tree.unlisten(pool)
-        filled = Pool(pool.scarce, self.cost, policy, self.tree.clock)
-        self.tree.listen(filled)
-        return filled
-
     def _match_history(self, request: Request) -> HistoryMatch | None:
         return super()._match_history(request) if self.policy.knows_returns else None
-
-    def _evict(self, node: Node) -> None:
-        self.evicted = True
-        super()._evict(node)
 
 
 class SwitchingServed(Switching, ServerSimulator):
@@ -83,10 +69,11 @@ class SwitchingServed(Switching, ServerSimulator):
 
     @property
     def room(self) -> Split | int:
-        memory, kv, slots = self.memory, self.kv_in_use, self.slots_in_use
-        if isinstance(memory, Split):
-            return Split(memory.kv_tokens - kv, memory.slots - slots)
-        return memory - kv * self.cost.kv_bytes_per_token - slots * self.cost.state_bytes
+        kv, slots = self.memory.kv_in_use, self.memory.slots_in_use
+        if isinstance(self.budget, Split):
+            return Split(self.budget.kv_tokens - kv, self.budget.slots - slots)
+        assert self.budget is not None
+        return self.budget - self.memory.bytes_of(kv, slots)
 
 
 def switching(setting: Setting, start: Spec) -> Switching:
@@ -168,7 +155,7 @@ class TunedCache:
             self.cache.room,
             request.message_starts,
         )
-        self.tuner.finished(record, evicted=self.cache.evicted)
+        self.tuner.finished(record, evicted=self.cache.memory.has_evicted)
         if not searching:
             self._due = self._ended + self._delay
         if self.tuner.searching and self._ended >= self._due:

@@ -164,7 +164,12 @@ def _split(text: str, count: int) -> tuple[bytes, ...]:
     content = bytes.fromhex(text)
     if len(content) != count * NAME_BYTES:
         raise BadFile("its header contradicts itself")
-    return tuple(content[i : i + NAME_BYTES] for i in range(0, len(content), NAME_BYTES))
+    return cut_names(content)
+
+
+def cut_names(joined: bytes) -> tuple[bytes, ...]:
+    """The names of `NAME_BYTES` bytes each that `joined` consists of."""
+    return tuple(joined[i : i + NAME_BYTES] for i in range(0, len(joined), NAME_BYTES))
 
 
 def read_objects(

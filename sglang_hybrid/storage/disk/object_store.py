@@ -18,7 +18,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from sglang_hybrid.storage.disk.file_values import StoredFile
 from sglang_hybrid.storage.disk.folder import RankFolder
 from sglang_hybrid.storage.disk.object_file import (
     BadFile,
@@ -29,7 +28,7 @@ from sglang_hybrid.storage.disk.object_file import (
     read_header,
     read_objects,
 )
-from sglang_hybrid.storage.disk.object_index import ObjectIndex
+from sglang_hybrid.storage.disk.object_index import ObjectIndex, StoredFile
 from sglang_hybrid.storage.disk.own_files import ForeignFile, remove, write_file
 from sglang_hybrid.storage.disk.room import make_room
 from sglang_hybrid.storage.disk.uses_file import Uses, save_uses
@@ -255,7 +254,7 @@ class ObjectStore:
         """
         now = self._now()
         for file in dict.fromkeys(files):
-            self._index.used(file, now)
+            self._index.on_use(file, now)
             if now - file.touched > _TOUCH_SECONDS:
                 file.touched = now
                 with contextlib.suppress(OSError):

@@ -6,21 +6,17 @@ request would be answered from KV of the old weights (hooks/models.py).
 
 from __future__ import annotations
 
-from typing import Protocol
 from weakref import WeakSet
 
-
-class Store(Protocol):
-    def turn_off(self, why: str) -> None: ...
-
+from sglang_hybrid.storage.disk.object_store import ObjectStore
 
 WHY_OFF = "the weights were updated; a restart with them uses the disk again"
 
-_stores: WeakSet[Store] = WeakSet()
+_stores: WeakSet[ObjectStore] = WeakSet()
 _changed = False
 
 
-def watch(store: Store) -> None:
+def watch(store: ObjectStore) -> None:
     """Turn this store off as soon as weights change, or now if they have since the start."""
     _stores.add(store)
     if _changed:

@@ -8,7 +8,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from sglang_hybrid.serving.requests import rendezvous
 from sglang_hybrid.serving.requests.errors import Refused
-from sglang_hybrid.serving.requests.rendezvous import master_listens, met
+from sglang_hybrid.serving.requests.rendezvous import meet_members, wait_for_master
 from sglang_hybrid.serving.server_process import free_port
 
 
@@ -20,7 +20,7 @@ def test_a_master_that_comes_late() -> None:
     port = free_port()
 
     async def run() -> None:
-        waiting = asyncio.create_task(master_listens("127.0.0.1", f"{port},{port}", rank=1))
+        waiting = asyncio.create_task(wait_for_master("127.0.0.1", f"{port},{port}", rank=1))
         await asyncio.sleep(0.2)
         assert not waiting.done()
         server = await serve(port)
@@ -33,7 +33,7 @@ def test_a_master_that_comes_late() -> None:
 def test_a_master_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "MASTER_SECONDS", 0.2)
     with pytest.raises(Refused, match=r"no master listens on 127\.0\.0\.1:"):
-        asyncio.run(master_listens("127.0.0.1", free_port(), rank=1))
+        asyncio.run(wait_for_master("127.0.0.1", free_port(), rank=1))
 
 
 @pytest.mark.parametrize(
@@ -42,20 +42,20 @@ def test_a_master_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_is_no_address(address: str, port: str | int) -> None:
     with pytest.raises(Refused, match="is no address of a master"):
-        asyncio.run(master_listens(address, port, rank=1))
+        asyncio.run(wait_for_master(address, port, rank=1))
 
 
 def test_the_master_waits_for_nobody_here() -> None:
-    asyncio.run(master_listens("nowhere.invalid", "", rank=0))
+    asyncio.run(wait_for_master("nowhere.invalid", "", rank=0))
 
 
 def test_a_group_whose_members_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "MEMBERS", timedelta(seconds=1))
     with pytest.raises(RuntimeError, match="1"):  # torch's own sentence names the seconds
-        met(f"tcp://127.0.0.1:{free_port()}", 2, 0, "g")
+        meet_members(f"tcp://127.0.0.1:{free_port()}", 2, 0, "g")
 
 
 def test_a_group_whose_members_meet() -> None:
-    group = met(f"tcp://127.0.0.1:{free_port()}", 1, 0, "g")
+    group = meet_members(f"tcp://127.0.0.1:{free_port()}", 1, 0, "g")
     assert (group["rank"], group["world_size"]) == (0, 1)
     assert group["store"].timeout == default_pg_timeout

@@ -54,10 +54,10 @@ def read(
 
 def test_counters_follow_the_counts() -> None:
     found = read("""
-cache.stats.served(RequestReport(30, 10, 5, Missed.NO_STATE), 100)
+cache.stats.on_prefill(RequestReport(30, 10, 5, Missed.NO_STATE), 100)
 cache.stats.admitted["branch"] += 1
 metrics.update()
-cache.stats.served(RequestReport(30, 20, 0, Missed.NOTHING), 300)
+cache.stats.on_prefill(RequestReport(30, 20, 0, Missed.NOTHING), 300)
 cache.stats.skipped["no_slot"] += 2
 cache.stats.evicted["leaf"] += 3
 metrics.update()
@@ -151,7 +151,7 @@ def test_tiers_are_shown() -> None:
 from sglang_hybrid.serving.telemetry.tiers import TierStats, tier_metrics
 stats = TierStats(token_bytes=10, state_bytes=1_000)
 shown = Metrics(tier_metrics(stats))
-stats.written(tokens=7, states=2)
+stats.on_write(tokens=7, states=2)
 shown.update()
 stats.loads += 3
 stats.hit_tokens["host"] += 64
@@ -170,10 +170,10 @@ from sglang_hybrid.serving.telemetry.schedule import ScheduleStats, schedule_met
 stats = ScheduleStats(front=7)
 shown = Metrics(schedule_metrics(stats))
 hit = Prospect(90, 1.0, 10.0, ReuseKind.ON_DEVICE)
-stats.runs(Waiting("a", 1, 10.0, prospect=hit), Bound(3, 60.0), 12.0)
+stats.on_start(Waiting("a", 1, 10.0, prospect=hit), Bound(3, 60.0), 12.0)
 shown.update()
-stats.runs(Waiting("b", 2, 10.0, overtaken=3), Bound(3, 60.0), 14.0)
-stats.runs(Waiting("c", 3, 10.0, overtaken=1), Bound(3, 60.0), 80.0)
+stats.on_start(Waiting("b", 2, 10.0, overtaken=3), Bound(3, 60.0), 14.0)
+stats.on_start(Waiting("c", 3, 10.0, overtaken=1), Bound(3, 60.0), 80.0)
 shown.update()
 shown.update()
 """)

@@ -30,8 +30,8 @@ def test_a_report_says_what_was_hit_and_why_not_more() -> None:
 def test_totals_add_up_reports() -> None:
     stats = CacheStats()
     assert stats.as_dict()["hit_rate"] == 0.0
-    stats.served(RequestReport(30, 10, 5, Missed.NO_STATE), flops_saved=100)
-    stats.served(RequestReport(10, 0, 0, Missed.NOT_STORED), flops_saved=0)
+    stats.on_prefill(RequestReport(30, 10, 5, Missed.NO_STATE), flops_saved=100)
+    stats.on_prefill(RequestReport(10, 0, 0, Missed.NOT_STORED), flops_saved=0)
     stats.admitted["branch"] += 2
     found = stats.as_dict()
     assert (found["requests"], found["prompt_tokens"], found["hit_tokens"]) == (2, 40, 10)
@@ -52,7 +52,7 @@ def test_what_is_handed_out_does_not_change_later() -> None:
 def test_totals_of_years_can_be_sent() -> None:
     """SGLang's messages refuse integers beyond 64 bits."""
     stats = CacheStats()
-    stats.served(RequestReport(30, 10, 5, Missed.NO_STATE), flops_saved=2**70)
+    stats.on_prefill(RequestReport(30, 10, 5, Missed.NO_STATE), flops_saved=2**70)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats.as_dict()))["flops_saved"] == 2.0**70
 
 
@@ -60,8 +60,8 @@ def test_times_of_loads_are_seconds() -> None:
     """SGLang's events tell milliseconds."""
     events = {"start_event": SimpleNamespace(elapsed_time=lambda end: 1_500.0), "finish_event": 0}
     stats = TierStats()
-    stats.loaded(SimpleNamespace(num_bytes=4_000, timing_enabled=True, **events), Link(1_000.0))
+    stats.on_load(SimpleNamespace(num_bytes=4_000, timing_enabled=True, **events), Link(1_000.0))
     assert (stats.load_seconds, stats.expected_seconds) == (1.5, 4.0)
-    stats.loaded(SimpleNamespace(num_bytes=4_000, timing_enabled=False, **events), Link(1_000.0))
+    stats.on_load(SimpleNamespace(num_bytes=4_000, timing_enabled=False, **events), Link(1_000.0))
     assert (stats.loads, stats.loaded_bytes) == (2, 8_000)
     assert (stats.load_seconds, stats.expected_seconds) == (1.5, 4.0)

@@ -43,7 +43,7 @@ def test_while_nothing_is_chosen_it_is_the_cache_it_starts_with(setting: Setting
     alone = REUSE.build(setting)
     for request in setting.requests:
         assert cache.serve(request) == alone.serve(request)
-    assert cache.cache.evicted
+    assert cache.cache.memory.has_evicted
     assert {spec for _, spec in cache.decided} == {REUSE}
 
 

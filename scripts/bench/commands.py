@@ -1,0 +1,152 @@
+"""The subcommands of scripts/bench.py: which module each is in, its help, and its options.
+
+A subcommand is a function of the module that `COMMANDS` names, with the subcommand's name. It
+measures and prints Markdown; its docstring is its help. Its options are its parameters:
+
+    def split(
+        architecture: str = "falcon-mamba",
+        scale: Literal["tiny", "100m"] = "tiny",
+        requests: Annotated[Count, "of each model"] = 16,
+    ) -> None:
+
+A bool is a switch, a tuple takes several values, `*parameters` are what has no name. Beside the
+type of a parameter stand its help, what reads a value where the type does not, and, in a dict, what
+else `add_argument` is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+COMMANDS = {
+    "results": "results",
+    "figure": "figure",
+    "kernels": "kernels",
+    "cache": "operations",
+    "victim": "operations",
+    "admission": "operations",
+    "rounds": "rounds",
+    "schedule-round": "rounds",
+    "policies": "policies",
+    "answers": "answers",
+    "pools": "memory",
+    "tuner": "tuner",
+    "replay": "replay",
+    "tiers-replay": "memory",
+    "tiers-ladder": "tiers_ladder",
+    "tier-codecs": "memory",
+    "prewarm": "prewarm",
+    "pins": "memory",
+    "schedule-replay": "schedule_replay",
+    "prefetch": "prefetch",
+    "server": "server",
+    "split": "server",
+    "contexts": "contexts",
+    "native": "native",
+    "peak": "peak",
+    "roofline": "server",
+    "profile": "profile",
+    "peer": "peer",
+    "ab": "ab",
+    "phases": "phases",
+    "one-memory": "one_memory",
+    "moves": "one_memory",
+    "tiers": "tiers",
+    "tier-steps": "tiers",
+    "agent": "agent",
+    "codecs": "codecs",
+    "modular": "modular",
+    "schedule": "queues",
+    "prewarm-server": "prewarm",
+    "loads": "queues",
+    "beside": "beside",
+}
+"""Modules by subcommand, as `--help` lists them: pages, kernels, the cache in one process, replays,
+a server, servers."""
+
+
+def positive(text: str) -> int:
+    """A number of 1 or more, for an option."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+Count = Annotated[int, positive]
+HIDDEN = argparse.SUPPRESS
+APPENDED: dict[str, Any] = {"action": "append", "nargs": None}
+"""For a tuple whose values are given one by one, each behind the option's name."""
+
+
+def one_of(values: Iterable[object]) -> dict[str, Any]:
+    """For a parameter's type: the values that it may have."""
+    return {"choices": list(values)}
+
+
+def name_of(command: str) -> str:
+    return command.replace("-", "_")
+
+
+def function_of(command: str) -> Callable[..., int | None]:
+    """The function of a subcommand. It returns an exit status, or None for success."""
+    module = import_module(f"scripts.bench.{COMMANDS[command]}")
+    function: Callable[..., int | None] = getattr(module, name_of(command))
+    return function
+
+
+def about(command: str) -> str:
+    """The docstring of a subcommand's function, whose module is not imported."""
+    path = Path(__file__).with_name(f"{COMMANDS[command]}.py")
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name_of(command):
+            return ast.get_docstring(node) or ""
+    return ""
+
+
+def add_options(parser: argparse.ArgumentParser, function: Callable[..., object]) -> None:
+    """Options for the parameters of `function`; one that is not given is not in the namespace."""
+    hints = get_type_hints(function, include_extras=True)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            parser.add_argument(name, nargs="*", **_settings(hints[name]))
+        else:
+            option = f"--{name.strip('_').replace('_', '-')}"
+            parser.add_argument(
+                option, dest=name, default=argparse.SUPPRESS, **_settings(hints[name])
+            )
+
+
+def call(function: Callable[..., int | None], options: dict[str, Any]) -> int:
+    """Call `function` with the options that were given; returns its exit status."""
+    rest: list[Any] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            rest = options.pop(name)
+    return function(*rest, **options) or 0
+
+
+def _settings(hint: Any) -> dict[str, Any]:
+    """What `add_argument` is told of a parameter of this type."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        found = _settings(inner[0])
+        for note in inner[1:]:
+            kind = "help" if isinstance(note, str) else "type"
+            found |= note if isinstance(note, dict) else {kind: note}
+        return found
+    if origin is tuple:
+        several = {"nargs": "*", "action": "extend"}
+        return _settings(inner[0]) | (several if inner[-1] is ... else {"nargs": len(inner)})
+    if origin in (Union, UnionType):  # with None
+        return _settings(inner[0])
+    if origin is Literal:
+        return {"choices": inner}
+    return {"action": "store_true"} if hint is bool else {"type": hint}
