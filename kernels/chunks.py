@@ -64,7 +64,7 @@ class Block:
             rows = packed.index_select(0, self.tokens)
         return rows.float().view(n, self.length, *packed.shape[1:])
 
-    def counting(self, rows: Tensor) -> Tensor:
+    def without_padding(self, rows: Tensor) -> Tensor:
         """Rows [n, L, ...], zero where a token counts for nothing."""
         if self.valid is None:
             return rows
@@ -166,7 +166,7 @@ class States:
         return self.current[0][None] if len(self.current) == 1 else torch.stack(self.current)
 
 
-def inside(block: Block) -> list[Asked]:
+def find_inside(block: Block) -> list[Asked]:
     """The requested positions that are not at the end of their chunk."""
     return [asked for asked in block.asked if asked.tokens < block.counts[asked.chunk]]
 

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from sglang_hybrid.kernels.chunks import Block, Positions, Scanned, States, blocks, inside
+from sglang_hybrid.kernels.chunks import Block, Positions, Scanned, States, blocks, find_inside
 
 CHUNK = 64
 SCORES_PER_BLOCK = 1 << 20
@@ -60,8 +60,8 @@ def gated_delta_rule_prefill(
         if l2norm:
             keys, queries = l2_normalised(keys), l2_normalised(queries)
         keys, queries = keys.transpose(1, 2), (queries * scale).transpose(1, 2)
-        gate = block.counting(block.rows(beta)).transpose(1, 2)[..., None]
-        log_decay = block.counting(block.rows(g)).double().cumsum(1).transpose(1, 2)
+        gate = block.without_padding(block.rows(beta)).transpose(1, 2)[..., None]
+        log_decay = block.without_padding(block.rows(g)).double().cumsum(1).transpose(1, 2)
         future = torch.ones(length, length, dtype=torch.bool, device=v.device).triu_(1)
         decay = (log_decay[..., :, None] - log_decay[..., None, :]).float()
         decay = decay.masked_fill_(future, -math.inf).exp_()
@@ -83,7 +83,7 @@ def gated_delta_rule_prefill(
         wide_queries = queries.repeat_interleave(of_heads, dim=1)
         result += (wide_queries * since_start) @ entering.transpose(-1, -2)
         block.store(result.transpose(1, 2), o)
-        for request, at, count in inside(block):
+        for request, at, count in find_inside(block):
             kept = decay[at, :, count - 1, :count, None] * wide_keys[at, :, :count]
             added = corrections[at, :, :count].transpose(-1, -2) @ kept
             since = since_start[at, :, count - 1 : count, :]

@@ -10,7 +10,7 @@ overflows.
 import torch
 from torch import Tensor
 
-from sglang_hybrid.kernels.chunks import Positions, Scanned, States, blocks, inside
+from sglang_hybrid.kernels.chunks import Positions, Scanned, States, blocks, find_inside
 
 CHUNK = 16
 STATES_PER_BLOCK = 1 << 20
@@ -43,7 +43,7 @@ def selective_scan_prefill(
     per_block = max(1, STATES_PER_BLOCK // (chunk * channels * size))
     for block in blocks(cu_seqlens, chunk, per_block, positions, x.device):
         # Time comes first, so that one token of every chunk is one contiguous slice.
-        step = block.counting(block.rows(dt)).transpose(0, 1)
+        step = block.without_padding(block.rows(dt)).transpose(0, 1)
         inputs = step * block.rows(x).transpose(0, 1)
         decay = (step[..., None] * rate).exp_()
         states = inputs[..., None] * block.rows(B).transpose(0, 1)[:, :, None, :]
@@ -57,6 +57,6 @@ def selective_scan_prefill(
             before = states[t].addcmul_(decay[t], before)
         read = states @ block.rows(C).transpose(0, 1)[..., None]
         block.store(read[..., 0].transpose(0, 1), y)
-        for request, at, count in inside(block):
+        for request, at, count in find_inside(block):
             passed.found[request] = states[count - 1, at]
     return Scanned(y, passed.final(), passed.found)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from sglang_hybrid.kernels.chunks import Positions, Scanned, States, blocks, inside
+from sglang_hybrid.kernels.chunks import Positions, Scanned, States, blocks, find_inside
 
 CHUNK = 64
 SCORES_PER_BLOCK = 1 << 18
@@ -55,7 +55,7 @@ def ssd_prefill(
     per_block = max(1, SCORES_PER_BLOCK // (heads * chunk * chunk))
     for block in blocks(cu_seqlens, chunk, per_block, positions, x.device):
         raw, b, c = block.rows(x), block.rows(B), block.rows(C)
-        dt_ = block.counting(block.rows(step))
+        dt_ = block.without_padding(block.rows(step))
         log_decay = (dt_.double() * rate).cumsum(1)
         to_end = dt_ * (log_decay[:, -1:] - log_decay).float().exp()
         addend = _written(raw * to_end[..., None], b)
@@ -72,7 +72,7 @@ def ssd_prefill(
             if z is not None:
                 result.mul_(silu(block.rows(z)))
             block.store(result, y)
-        for request, at, count in inside(block):
+        for request, at, count in find_inside(block):
             seen = slice(0, count)
             total = log_decay[at, count - 1]
             until = dt_[at, seen] * (total - log_decay[at, seen]).float().exp()

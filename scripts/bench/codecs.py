@@ -131,8 +131,8 @@ def show_errors(table: Table, architecture: str, folder: Path, prompts: int) -> 
 
 def sizes_of_nemotron_h_8b(codec: Codec) -> tuple[int, int]:
     """Bytes of a KV token and of a state."""
-    kv = codec.fitting(HEAD_DIM, torch.bfloat16).row_bytes(HEAD_DIM, torch.bfloat16)
-    row = codec.fitting(D_STATE, torch.float32).row_bytes(D_STATE, torch.float32)
+    kv = codec.fit(HEAD_DIM, torch.bfloat16).row_bytes(HEAD_DIM, torch.bfloat16)
+    row = codec.fit(D_STATE, torch.float32).row_bytes(D_STATE, torch.float32)
     return KV_VALUES // HEAD_DIM * kv, SSM_VALUES // D_STATE * row + CONV_BYTES
 
 

@@ -132,7 +132,7 @@ class Learning:
             return
         self._last_save, self._saved_ended = self._now(), self.ended
         names = TenantNames(folder.key_for("tenants"))
-        learnt: Any = self._history.learnt(names.name)
+        learnt: Any = self._history.export(names.name)
         self._writer = threading.Thread(
             target=self._write, args=(folder, learnt), name="hybrid-learnt", daemon=True
         )

@@ -86,7 +86,7 @@ class Tuning:
         if self.file is not None:
             self.file.add(record)
         if self.tuner is not None:
-            self.tuner.finished(record, evicted=bool(self._parts.stats.evicted))
+            self.tuner.on_finish(record, evicted=bool(self._parts.stats.evicted))
 
     def _room(self) -> Split | int:
         """What running requests leave to the cache."""
@@ -117,7 +117,7 @@ class Tuning:
         shadow_tree.use(*make_policies(switch.spec, shadow_tree.history))
         self.in_force = switch.spec
         if self.tuner is not None:
-            self.tuner.adopted(switch)
+            self.tuner.on_adoption(switch)
         logger.info(
             "sglang_hybrid: eviction is %s from request %d on: %s.",
             *(switch.spec, shadow_tree.clock.tick, switch.reason),

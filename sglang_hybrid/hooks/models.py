@@ -52,4 +52,4 @@ def forget_old_weights(refused: str | None, model: Any = None) -> None:
         method: Any = getattr(module, "quant_method", None)
         if hasattr(method, "forget_derived_weights"):
             method.forget_derived_weights(module)
-    weights.changed()
+    weights.on_change()

@@ -8,8 +8,31 @@ from typing import Any
 
 
 def send_arrival(state: dict[str, Any], stats: Any) -> None:
-    """A request's arrival travels with it, so that all ranks see the same time."""
+    """A request's arrival travels with it, so that all ranks see the same time, and so does the
+    number of prompts that its process has still to send.
+    """
+    from sglang_hybrid.serving.requests import on_the_way
+
     state.setdefault("created_time", stats.created_time)
+    state["on_the_way"] = on_the_way.count()
+
+
+def count_prompts(_: None, manager: Any, body: Any, *__: Any, **___: Any) -> None:
+    """The prompts of a body are on the way to a scheduler."""
+    from sglang_hybrid.serving.requests import on_the_way
+
+    on_the_way.on_received(body)
+
+
+async def send_prompts(
+    send: Callable[[Any, Any], Awaitable[None]], manager: Any, prompts: Any
+) -> None:
+    """Tokenized prompts, one or several in a message, are sent to a scheduler."""
+    from sglang_hybrid.serving.requests import on_the_way
+
+    count = len(prompts) if isinstance(prompts, list) else 1
+    idle = len(manager.rid_to_state) == on_the_way.count()
+    await on_the_way.send(lambda: send(manager, prompts), count, idle=idle)
 
 
 def take_token_ids(decode: Callable[[Any], list[int]], value: Any) -> list[int]:

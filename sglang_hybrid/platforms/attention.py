@@ -102,7 +102,7 @@ class HybridCpuAttnBackend(AttentionBackend):
             encoder=layer.is_cross_attention,
             window_pool=layer.layer_id in self._window_pool_layers,
         )
-        if self._native is not None and native.serves(q, *pool, sequences.most):
+        if self._native is not None and native.can_compute(q, *pool, sequences.most):
             return native.attention(self._native, q, *pool, sequences, rule, width).flatten(1)
         out, counts = q.new_empty(*q.shape[:2], width), sequences.counts.tolist()
         read = zip(*(torch.split(t, counts) for t in (out, q)), sequences.slots(), strict=True)

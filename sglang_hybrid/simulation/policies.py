@@ -143,7 +143,7 @@ class Density(Policy):
         self._seen[node.id] = (node.hits, node.last_used, reuse_class)
         return (reuse_class, node.last_used, saved / freed)
 
-    def evicted(self, node: Node, score: float) -> None:
+    def on_eviction(self, node: Node, score: float) -> None:
         if node.id in self._seen:
             _, last_used, reuse_class = self._seen[node.id]
             self._count(self._ends, reuse_class, self._tick - last_used)

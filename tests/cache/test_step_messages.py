@@ -151,7 +151,7 @@ def test_every_message_arrives_on_all_ranks_at_the_same_step(
 ) -> None:
     ranks = make_ranks(interval)
     first = ranks[0]
-    content = pack(History().learnt(lambda tenant: "a"))
+    content = pack(History().export(lambda tenant: "a"))
     run(ranks, interval // 2)
     first.learning.poll.side_effect = [[LearntBefore(content, KEY)], *([] for _ in range(1000))]
     for _ in range(8):  # eight measurements: another speed than was assumed

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
-from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput
+from sglang.srt.managers.io_struct import (
+    BatchTokenizedGenerateReqInput,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+)
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_hybrid.checkpoints import batching_window
+from sglang_hybrid.checkpoints.company import Company
 from sglang_hybrid.explain.messages import ExplainReq
 from tests.messages import generation
 
@@ -43,6 +46,8 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[zmq.Socket, zmq.S
     monkeypatch.setattr(batching_window, "sock_recv", lambda socket, flags: socket.recv(flags))
     monkeypatch.setattr(batching_window, "_quiet_ms", lambda: 200.0)
     monkeypatch.setattr(batching_window, "_look_ups", [])
+    company = Company(0.2, 0.8)
+    monkeypatch.setattr(batching_window, "_company", lambda: company)
     yield pull, push
     context.destroy(linger=0)
 
@@ -61,22 +66,11 @@ def receiver(socket: zmq.Socket, last_batch: Any = None) -> SimpleNamespace:
     )
 
 
-def send_later(push: zmq.Socket, count: int) -> threading.Thread:
-    def send() -> None:
-        for number in range(count):
-            time.sleep(0.02)
-            push.send(b"%d" % number)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    return thread
-
-
 def test_what_follows_shortly_is_read_too(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
     pull, push = sockets
-    thread = send_later(push, 2)
+    push.send(b"0")
+    push.send(b"1")
     assert batching_window.requests_in_window(receiver(pull), [LONG]) == [b"0", b"1"]
-    thread.join()
 
 
 def test_an_embedding_request_is_long_too(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
@@ -101,9 +95,9 @@ def test_a_question_about_a_long_prompt_is_not_looked_up(
 
 def test_no_more_than_the_receiver_takes(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
     pull, push = sockets
-    thread = send_later(push, 5)
+    for _ in range(5):
+        send(push, pull)
     assert len(batching_window.requests_in_window(receiver(pull), [LONG])) == 3
-    thread.join()
 
 
 def test_the_window_is_at_most_so_many_quiet_periods_long(
@@ -114,11 +108,79 @@ def test_the_window_is_at_most_so_many_quiet_periods_long(
     for _ in range(10):
         send(push, pull)
     now = itertools.count(0.0, 0.15)
-    clock = SimpleNamespace(monotonic=lambda: next(now))
+    clock = SimpleNamespace(monotonic=lambda: next(now), perf_counter=lambda: 0.0)
     monkeypatch.setattr(batching_window, "time", clock)
     endless = receiver(pull)
     endless.recv_limit_reached = lambda count: False
     assert len(batching_window.requests_in_window(endless, [LONG])) == 5
+
+
+def told(others: int, *, at: float = 1.0, worker: str = "a") -> TokenizedGenerateReqInput:
+    """A long prompt that came at `at` seconds and says how many its process had still to send."""
+    prompt = generation(LONG_PROMPT)
+    prompt.time_stats = SimpleNamespace(created_time=at, on_the_way=others)
+    prompt.http_worker_ipc = worker
+    return prompt
+
+
+def alone(prompts: int = 9) -> Company:
+    """What is learnt of a tenant whose long prompts came a minute apart."""
+    company = Company(0.2, 0.8)
+    for number in range(prompts):
+        company.on_arrival(None, -60.0 * (number + 1))
+    return company
+
+
+def arrive(sockets: tuple[zmq.Socket, zmq.Socket], messages: list[Any]) -> Callable[..., Any]:
+    """A `sock_recv` that gives these messages, one for each that is read from the socket."""
+    pull, push = sockets
+    for _ in messages:
+        send(push, pull)
+    coming = iter(messages)
+
+    def read(socket: zmq.Socket, flags: int) -> Any:
+        socket.recv(flags)
+        return next(coming)
+
+    return read
+
+
+def test_a_tenant_whose_prompts_come_alone_is_not_kept_waiting(
+    sockets: tuple[zmq.Socket, zmq.Socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull, push = sockets
+    company = alone()
+    monkeypatch.setattr(batching_window, "_company", lambda: company)
+    send(push, pull)
+    assert batching_window.requests_in_window(receiver(pull), [told(0)]) == []
+
+
+def test_prompts_on_the_way_are_waited_for_whatever_was_learnt(
+    sockets: tuple[zmq.Socket, zmq.Socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of each process for itself; what else is there is not read once the last has come."""
+    pull, _ = sockets
+    company = alone()
+    monkeypatch.setattr(batching_window, "_company", lambda: company)
+    monkeypatch.setattr(batching_window, "_quiet_ms", lambda: 10_000.0)
+    coming = [told(0, at=50.0, worker="b"), told(1), told(0)]
+    short = generation(8)
+    monkeypatch.setattr(batching_window, "sock_recv", arrive(sockets, [short, *coming]))
+    waiting = receiver(pull)
+    waiting.recv_limit_reached = lambda count: count >= 5
+    received = [told(2), told(1, worker="b")]
+    assert batching_window.requests_in_window(waiting, received) == [short, *coming[:2]]
+
+
+def test_a_batch_says_what_its_last_prompt_says(
+    sockets: tuple[zmq.Socket, zmq.Socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull, _ = sockets
+    company = alone()
+    monkeypatch.setattr(batching_window, "_company", lambda: company)
+    monkeypatch.setattr(batching_window, "sock_recv", arrive(sockets, [told(0)]))
+    batch = BatchTokenizedGenerateReqInput(batch=[told(1), told(1)])
+    assert len(batching_window.requests_in_window(receiver(pull), [batch])) == 1
 
 
 @pytest.mark.parametrize(

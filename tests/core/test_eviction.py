@@ -284,7 +284,7 @@ def test_who_comes_back_for_an_evicted_state_resumes_above_it() -> None:
     above, tail = nodes.values()
     assert pool.cheapest() == (above, above.last_used - NEVER)  # between two places
     alone = policy.return_probability(above, tree.clock)
-    policy.evicted(tail, 0.0)
+    policy.on_eviction(tail, 0.0)
     assert policy.return_probability(above, tree.clock) > alone, "it inherited the return"
     assert Lru().return_probability(above, tree.clock) is None
     tree.remove(tail)
@@ -302,10 +302,10 @@ def test_a_state_between_two_places_leaves_nothing_to_the_one_above() -> None:
     depths = {"above": 1000, "middle": 1500, "tail": 2000}
     tree, policy, _, nodes, _ = session_of_states(depths, 1900)
     above, middle, tail = nodes.values()
-    policy.evicted(middle, 0.0)
+    policy.on_eviction(middle, 0.0)
     tree.drop_state(middle)
     assert above.inherited_demand is None
-    policy.evicted(tail, 0.0)
+    policy.on_eviction(tail, 0.0)
     tree.remove(tail)
     assert above.inherited_demand is not None
 

@@ -75,10 +75,10 @@ def test_a_pin_ends_with_its_lifetime(make_policy: type[Policy]) -> None:
     tree.pins.pin(nodes[0], PinRequest(100, 60))
     assert pool.cheapest() is not None and pool.cheapest()[0] is not nodes[0]  # type: ignore[index]
     assert tree.pins.next_expiry == tree.clock.stamp + 60
-    tree.clock.passes(tree.clock.stamp + 59)
+    tree.clock.advance_to(tree.clock.stamp + 59)
     tree.pins.expire()
     assert len(tree.pins) == 1
-    tree.clock.passes(tree.clock.stamp + 1)
+    tree.clock.advance_to(tree.clock.stamp + 1)
     tree.pins.expire()
     assert len(tree.pins) == 0 and tree.pins.held_bytes == 0
     assert tree.pins.counts["expired"] == 1
@@ -197,7 +197,7 @@ def test_use_begins_the_lifetime_anew() -> None:
     below = tree.add(above, "below", 50)
     tree.give_state(below, Kind.TAIL)
     tree.pins.pin(above, PinRequest(100, 60))
-    tree.clock.passes(tree.clock.stamp + 50)
+    tree.clock.advance_to(tree.clock.stamp + 50)
     tree.hit(below)
     assert above.pin is not None and above.pin.until == tree.clock.stamp + 60
     assert tree.pins.next_expiry == above.pin.until
@@ -270,7 +270,7 @@ def test_the_charge_is_that_of_the_pinned_paths(
         elif what == "remove" and not node.children:
             tree.remove(node)
         elif what == "pass":
-            tree.clock.passes(tree.clock.stamp + number)
+            tree.clock.advance_to(tree.clock.stamp + number)
             tree.pins.expire()
         elif what == "hit":
             tree.hit(node)

@@ -521,7 +521,7 @@ def test_a_replayed_codec_is_as_large_as_the_server_s(codec: CopyCodec, dtype: s
     from sglang_hybrid.storage.codecs.codecs import Codec
 
     kind = getattr(torch, dtype)
-    fitting = Codec(codec.value).fitting(ROW, kind)
+    fitting = Codec(codec.value).fit(ROW, kind)
     assert codec.bytes_of(10 * ROW * kind.itemsize, kind.itemsize) == 10 * fitting.row_bytes(
         ROW, kind
     )

@@ -10,30 +10,6 @@ import stat
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-import numpy as np
-
-from sglang_hybrid.storage.disk.object_file import Bytes
-from sglang_hybrid.storage.disk.object_store import ObjectStore
-
-SIZE = 100
-
-
-def content(number: int, size: int = SIZE) -> Bytes:
-    return np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
-
-
-def put(store: ObjectStore, *numbers: int, size: int = SIZE) -> bool:
-    return store.put("kv", [f"k{n}" for n in numbers], [content(n, size) for n in numbers])
-
-
-def held(store: ObjectStore, *numbers: int) -> list[int]:
-    """Which of the objects are found; each must have the content that was put."""
-    buffers = [np.zeros(SIZE, np.uint8) for _ in numbers]
-    found = store.get("kv", [f"k{n}" for n in numbers], buffers)
-    for number, buffer, there in zip(numbers, buffers, found, strict=True):
-        assert not there or (buffer == content(number)).all()
-    return [number for number, there in zip(numbers, found, strict=True) if there]
-
 
 def checksum(top: Path, but: Collection[Path] = ()) -> dict[str, tuple[object, ...]]:
     """Type, mode, owner, times and content of everything below a folder, by path; `but`: of which

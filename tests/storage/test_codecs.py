@@ -112,9 +112,9 @@ def test_bytes_are_as_announced(codec: Codec, shape: tuple[int, ...]) -> None:
 
 
 def test_a_codec_that_saves_nothing_is_not_used() -> None:
-    assert Codec.INT8.fitting(128, torch.float32) is Codec.INT8
-    assert Codec.INT8.fitting(3, torch.float32) is Codec.BF16, "3 + 4 bytes instead of 6"
-    assert Codec.INT8.fitting(3, torch.bfloat16) is Codec.EXACT
-    assert Codec.BF16.fitting(128, torch.bfloat16) is Codec.EXACT
-    assert Codec.INT8.fitting(128, torch.bfloat16) is Codec.INT8
-    assert Codec.EXACT.fitting(128, torch.float32) is Codec.EXACT
+    assert Codec.INT8.fit(128, torch.float32) is Codec.INT8
+    assert Codec.INT8.fit(3, torch.float32) is Codec.BF16, "3 + 4 bytes instead of 6"
+    assert Codec.INT8.fit(3, torch.bfloat16) is Codec.EXACT
+    assert Codec.BF16.fit(128, torch.bfloat16) is Codec.EXACT
+    assert Codec.INT8.fit(128, torch.bfloat16) is Codec.INT8
+    assert Codec.EXACT.fit(128, torch.float32) is Codec.EXACT

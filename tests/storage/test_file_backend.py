@@ -22,6 +22,7 @@ from sglang_hybrid.storage.disk import file_backend, weights
 from sglang_hybrid.storage.disk.file_backend import FileBackend
 from sglang_hybrid.storage.disk.other_models import identity_of
 from sglang_hybrid.storage.disk.served_model import Unidentified
+from tests.storage.objects import warnings_of
 
 PAGE = 4
 
@@ -194,13 +195,13 @@ def test_after_an_update_of_the_weights_nothing_is_found(
 ) -> None:
     made = backend()
     set_kv(made, 1)
-    weights.changed()
-    weights.changed()
+    weights.on_change()
+    weights.on_change()
     assert made.batch_exists(keys(1)) == 0
     set_kv(made, 2)
     assert made.batch_exists(keys(2)) == 0
-    lines = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(lines) == 1 and "weights were updated" in lines[0]
+    (line,) = warnings_of(caplog)
+    assert "weights were updated" in line
     made.close()
     again = backend()
     assert again.batch_exists(keys(1)) == 0, "attached again, it would have the old weights' KV"
@@ -218,16 +219,13 @@ def test_a_folder_that_cannot_be_used_is_one_line(
     made.batch_set_v2([states(keys(5), [7])])
     assert made.batch_exists(keys(1)) == 0
     assert made.batch_get(keys(1), [made.mem_pool_host.get_dummy_flat_data_page()]) == [None]
-    lines = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(lines) == 1 and "the disk tier is off" in lines[0]
+    (line,) = warnings_of(caplog)
+    assert "the disk tier is off" in line
     made.clear(), made.close()
 
 
-@pytest.mark.parametrize("changes", [{"is_mla_model": True, "tp_size": 2}])
-def test_what_is_not_kept_is_said(
-    changes: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert backend(**changes).store is None
+def test_what_is_not_kept_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert backend(is_mla_model=True, tp_size=2).store is None
     assert "ranks that share their KV" in caplog.text
 
 

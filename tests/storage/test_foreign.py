@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,22 +22,11 @@ from sglang_hybrid.storage.disk import room
 from sglang_hybrid.storage.disk.folder import RankFolder
 from sglang_hybrid.storage.disk.object_store import ObjectStore
 from sglang_hybrid.storage.disk.store_start import open_store
-from tests.storage.foreign import (
-    a_link,
-    a_pipe,
-    checksum,
-    checksum_of,
-    held,
-    home,
-    makers,
-    outside,
-    put,
-)
+from tests.storage.foreign import a_link, a_pipe, checksum, checksum_of, home, makers, outside
+from tests.storage.objects import RANK, Open, held, opened, put, put_each
 
 FACTS, OTHER = {"weights": "1234"}, {"weights": "old"}
-RANK = "rank-0-0-0-0"
 KINDS = sorted(makers(Path()))
-Open = Callable[..., ObjectStore]
 
 
 @pytest.fixture
@@ -54,10 +44,8 @@ def start(folder: Path) -> Iterator[Open]:
     stores = []
 
     def started(facts: dict[str, str] = FACTS, rank: str = RANK, **more: int) -> ObjectStore:
-        store = open_store(RankFolder(folder, facts, rank), **more)
-        assert store.ready.wait(20), "the start waits for something"
-        stores.append(store)
-        return store
+        stores.append(opened(folder, facts, rank, time.time, **more))
+        return stores[-1]
 
     yield started
     for store in stores:
@@ -67,8 +55,7 @@ def start(folder: Path) -> Iterator[Open]:
 def left_behind(start: Open, facts: dict[str, str] = OTHER, objects: int = 20) -> Path:
     """The folder of a model that no server uses any more."""
     store = start(facts)
-    for number in range(objects):
-        assert put(store, number)
+    put_each(store, range(objects))
     store.close()
     return store.folder.path.parent
 
@@ -104,8 +91,7 @@ def test_two_thousand_writes_over_the_budget(
         ours.least_free = 5_000
     else:
         ours.budget = bytes_in(left) + 10_000
-    for number in range(2_000):
-        assert put(ours, number)
+    put_each(ours, range(2_000))
     assert ours.counts.files_evicted > 1_000 and held(ours, 1_999) == [1_999]
     assert not left.exists()
     now = checksum(folder, but=[ours.folder.path.parent])
@@ -129,8 +115,7 @@ def test_what_is_put_into_the_folders_of_a_model_that_is_removed_stays(
     before = {place: checksum_of(place) for place in places}
     outside_before = checksum(elsewhere)
     store = start(budget=2_000)
-    for number in range(50):
-        assert put(store, number)
+    put_each(store, range(50))
     assert {place: checksum_of(place) for place in places} == before
     assert checksum(elsewhere) == outside_before
     assert len(list(left.rglob("*.safetensors"))) == 2
@@ -206,8 +191,7 @@ def test_without_its_own_manifest_and_locks_nothing_is_removed(
     happens(left / which)
     store = start(budget=2_000)
     before = checksum(left)
-    for number in range(50):
-        assert put(store, number)
+    put_each(store, range(50))
     readable = which.endswith("lock") and happens in (changed, no_json)  # a lock has no content
     assert readable or checksum(left) == before
     assert store.used_bytes <= 2_000
@@ -219,10 +203,10 @@ def test_what_is_locked_is_not_removed(start: Open) -> None:
     live = start(OTHER, "rank-1-0-0-0")
     before = checksum(left)
     store = start(budget=2_000)
-    assert all(put(store, number) for number in range(50))
+    put_each(store, range(50))
     assert checksum(left) == before
     live.close()
-    assert all(put(store, number) for number in range(50, 100))
+    put_each(store, range(50, 100))
     assert not left.exists()
 
 
@@ -234,8 +218,7 @@ def test_each_removal_is_a_line_that_says_what_and_why(
     size = bytes_in(left)
     store = start(budget=size + 2_000)
     with caplog.at_level(logging.WARNING):
-        for number in range(50):
-            put(store, number)
+        put_each(store, range(50))
     first, second = [record.getMessage() for record in caplog.records]
     assert str(third) in first, "what was unused for longest goes first"
     assert str(left) in second and "because the budget is used" in second
@@ -296,7 +279,7 @@ def test_what_cannot_be_removed_is_tried_once(
     asked: list[str] = []
     remove = store.folder.remove_other
     store.folder.remove_other = lambda other: asked.append("") or remove(other)  # type: ignore[func-returns-value,method-assign]
-    assert all(put(store, number) for number in range(300))
+    put_each(store, range(300))
     assert len(asked) == 1 and file.exists() and not caplog.records
 
 
@@ -325,7 +308,8 @@ def test_a_server_may_start_while_another_removes_what_it_left(start: Open, fold
 MOUNTS = f"""
 import subprocess, sys
 from pathlib import Path
-from tests.storage.foreign import checksum, outside, put
+from tests.storage.foreign import checksum, outside
+from tests.storage.objects import put
 from sglang_hybrid.storage.disk.folder import RankFolder
 from sglang_hybrid.storage.disk.store_start import open_store
 
@@ -424,8 +408,7 @@ def test_whatever_is_put_wherever(
         elif what == "restart":
             store.close()
             served = how  # type: ignore[assignment]
-            store = open_store(RankFolder(folder, served, RANK), budget)
-            assert store.ready.wait(20)
+            store = opened(folder, served, budget=budget)
         elif what == "clear":
             store.clear()
             own.clear()
@@ -472,6 +455,5 @@ def test_the_manifest_says_what_the_identity_is_the_hash_of(start: Open) -> None
     left = left_behind(start, facts)  # type: ignore[arg-type]
     assert json.loads((left / "manifest.json").read_text())["shape"] == [1, 2]
     store = start(budget=2_000)
-    for number in range(50):
-        put(store, number)
+    put_each(store, range(50))
     assert not left.exists()

@@ -67,7 +67,7 @@ def test_a_restarted_server_expects_what_it_did(tmp_path: Path) -> None:
     """Of classes and of answers; another tenant's models are not used."""
     before, _ = taught(500)
     path = tmp_path / "learnt"
-    save(path, IDENTITY, before.learnt(NAMES), 1.0)
+    save(path, IDENTITY, before.export(NAMES), 1.0)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     after, content = History(), load(path, IDENTITY)
     assert content is not None
@@ -89,39 +89,39 @@ def test_a_restarted_server_expects_what_it_did(tmp_path: Path) -> None:
 def test_nothing_changes_by_saving() -> None:
     """One rank saves and another does not: they go on alike, bit by bit."""
     two = [taught(120) for _ in range(2)]
-    two[0][0].learnt(NAMES)
+    two[0][0].export(NAMES)
     found = [expectations(*it, "a") for it in two]
     assert found[0] == found[1]
 
 
 def test_what_is_packed_is_unpacked() -> None:
-    learnt = taught(120)[0].learnt(NAMES)
+    learnt = taught(120)[0].export(NAMES)
     again = unpack(pack(learnt))
     assert pack(again) == pack(learnt)
     assert set(again.answers) == names("ab")
     other = History()
     other.restore(again, NAMES)
-    assert pack(other.learnt(NAMES)) == pack(learnt), "tenants that do not come stay in the file"
+    assert pack(other.export(NAMES)) == pack(learnt), "tenants that do not come stay in the file"
 
 
 def test_models_that_were_saved_are_bounded() -> None:
-    learnt = taught(42, tenants="abcdef")[0].learnt(NAMES)
+    learnt = taught(42, tenants="abcdef")[0].export(NAMES)
     history = History(answer_bytes=3 * MODEL_BYTES)
     history.restore(learnt, NAMES)
-    assert set(history.learnt(NAMES).answers) == names("def")
+    assert set(history.export(NAMES).answers) == names("def")
     clock = Clock()
     for tenant in "xy":
         serve(history, clock, [1] * 40, [2], tenant)
-    assert set(history.learnt(NAMES).answers) == names("fxy")
+    assert set(history.export(NAMES).answers) == names("fxy")
     without = History(answer_bytes=0)
     without.restore(learnt, NAMES)
-    assert without.learnt(NAMES).answers == {}
+    assert without.export(NAMES).answers == {}
 
 
 def test_a_history_that_saw_requests_is_not_replaced() -> None:
     history, clock = History(), Clock()
     serve(history, clock, [1] * 40, [2], "a")
-    assert not history.restore(taught(8)[0].learnt(NAMES), NAMES)
+    assert not history.restore(taught(8)[0].export(NAMES), NAMES)
 
 
 def names(tenants: str) -> set[str]:
@@ -158,7 +158,7 @@ def damaged(learnt: Learnt) -> list[bytes]:
 
 
 def test_what_contradicts_itself_is_not_believed() -> None:
-    for content in [b"", b"\x93", *damaged(taught(20)[0].learnt(NAMES))]:
+    for content in [b"", b"\x93", *damaged(taught(20)[0].export(NAMES))]:
         with pytest.raises(BadFile):
             unpack(content)
 
@@ -166,7 +166,7 @@ def test_what_contradicts_itself_is_not_believed() -> None:
 @pytest.mark.parametrize("where", [3, 40, 700, -1])
 def test_a_damaged_file_is_found(tmp_path: Path, where: int) -> None:
     path = tmp_path / "learnt"
-    save(path, IDENTITY, taught(20)[0].learnt(NAMES), 1.0)
+    save(path, IDENTITY, taught(20)[0].export(NAMES), 1.0)
     content = bytearray(path.read_bytes())
     content[where] ^= 1
     path.write_bytes(content)
@@ -179,7 +179,7 @@ def test_a_damaged_file_is_found(tmp_path: Path, where: int) -> None:
 
 def test_another_models_file_is_foreign(tmp_path: Path) -> None:
     path = tmp_path / "learnt"
-    save(path, "b" * 32, History(TimeUnit.SECONDS).learnt(NAMES), 1.0)
+    save(path, "b" * 32, History(TimeUnit.SECONDS).export(NAMES), 1.0)
     with pytest.raises(BadFile, match="another model"):
         load(path, IDENTITY)
     assert load(tmp_path / "none", IDENTITY) is None

@@ -2,42 +2,23 @@
 
 import contextlib
 import errno
-import logging
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.storage.disk import object_store, store_start
 from sglang_hybrid.storage.disk.folder import KEY_VARIABLE, RankFolder
-from sglang_hybrid.storage.disk.object_file import Bytes, Header
+from sglang_hybrid.storage.disk.object_file import Header
 from sglang_hybrid.storage.disk.object_store import RETRY_SECONDS, ObjectStore
 from sglang_hybrid.storage.disk.store_start import open_store
 from sglang_hybrid.storage.disk.tier_folder import TIER, FolderError
-
-FACTS = {"weights": "1234", "dtype": "float32"}
-SIZE = 100
-
-
-def content(number: int, size: int = SIZE) -> Bytes:
-    return np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
-
-
-class Clock:
-    now = 1_000_000.0
-
-    def __call__(self) -> float:
-        self.now += 1
-        return self.now
-
-
-Open = Callable[..., ObjectStore]
+from tests.storage.objects import FACTS, RANK, SIZE, Open, held, opened, put, warnings_of
 
 
 @pytest.fixture
@@ -49,30 +30,15 @@ def folder(tmp_path: Path) -> Path:
 def start(folder: Path) -> Iterator[Open]:
     stores = []
 
-    def start(facts: dict[str, str] = FACTS, rank: str = "rank-0", budget: int = 0) -> ObjectStore:
+    def start(facts: dict[str, str] = FACTS, rank: str = RANK, budget: int = 0) -> ObjectStore:
         for store in stores:
             store.close()
-        store = open_store(RankFolder(folder, facts, rank), budget, now=Clock())
-        store.ready.wait()
-        stores.append(store)
-        return store
+        stores.append(opened(folder, facts, rank, budget=budget))
+        return stores[-1]
 
     yield start
     for store in stores:
         store.close()
-
-
-def put(store: ObjectStore, *numbers: int, kind: str = "kv", size: int = SIZE) -> bool:
-    return store.put(kind, [f"k{n}" for n in numbers], [content(n, size) for n in numbers])
-
-
-def held(store: ObjectStore, *numbers: int, kind: str = "kv", size: int = SIZE) -> list[int]:
-    """Which of the objects are found; each must have the content that was put."""
-    buffers = [np.zeros(size, np.uint8) for _ in numbers]
-    found = store.get(kind, [f"k{n}" for n in numbers], buffers)
-    for number, buffer, there in zip(numbers, buffers, found, strict=True):
-        assert not there or (buffer == content(number, size)).all()
-    return [number for number, there in zip(numbers, found, strict=True) if there]
 
 
 def files(folder: Path) -> list[Path]:
@@ -111,7 +77,7 @@ def test_another_model_finds_nothing(start: Open, other: dict[str, str]) -> None
 
 
 def test_another_rank_finds_nothing(start: Open) -> None:
-    put(start(rank="rank-0"), 1)
+    put(start(rank=RANK), 1)
     assert not held(start(rank="rank-1"), 1)
 
 
@@ -143,7 +109,7 @@ def test_a_secret_may_be_given(start: Open, folder: Path, monkeypatch: pytest.Mo
 def test_two_servers_do_not_share_a_folder(start: Open, folder: Path) -> None:
     start()
     with pytest.raises(FolderError, match="another server uses"):
-        RankFolder(folder, FACTS, "rank-0")
+        RankFolder(folder, FACTS, RANK)
     RankFolder(folder, FACTS, "rank-1").close()
 
 
@@ -173,15 +139,14 @@ def test_any_changed_byte_is_noticed(
 ) -> None:
     folder = tmp_path_factory.mktemp("disk")
     os.chmod(folder, 0o700)
-    store = open_store(RankFolder(folder, FACTS, "rank-0"))
+    store = opened(folder)
     put(store, 1, 2, 3)
     store.close()
     path = files(folder)[0]
     whole = bytearray(path.read_bytes())
     whole[at % len(whole)] = value
     path.write_bytes(whole)
-    store = open_store(RankFolder(folder, FACTS, "rank-0"))
-    store.ready.wait()
+    store = opened(folder)
     held(store, 1, 2, 3)  # asserts that what is found is right
     store.close()
 
@@ -298,7 +263,7 @@ def test_a_file_that_is_evicted_while_the_start_reads_it_is_not_found(
 
     monkeypatch.setattr(store_start, "load_uses", put_one_first)
     monkeypatch.setattr(store_start, "read_header", put_one_meanwhile)
-    store = open_store(RankFolder(folder, FACTS, "rank-0"), budget=600)
+    store = open_store(RankFolder(folder, FACTS, RANK), budget=600)
     made.set()
     assert store.ready.wait(20) and written == [True, True]
     assert store.counts.files_evicted == 1
@@ -321,7 +286,7 @@ def test_what_is_put_during_the_start_and_what_was_there_keep_the_budget(
         assert put(later, 3)
 
     monkeypatch.setattr(store_start, "load_uses", put_meanwhile)
-    later = open_store(RankFolder(folder, FACTS, "rank-0"), budget)
+    later = open_store(RankFolder(folder, FACTS, RANK), budget)
     made.set()
     assert later.ready.wait(20) and held(later, 3) == [3]
     assert sum(path.stat().st_size for path in files(folder)) == later.used_bytes <= budget
@@ -380,7 +345,7 @@ def test_a_full_disk_is_one_line_and_tried_again(
     assert not put(store, 2), "it is not tried at once"
     store._now.now += RETRY_SECONDS  # type: ignore[attr-defined]
     assert put(store, 2) and held(store, 2) == [2]
-    lines = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    lines = warnings_of(caplog)
     assert len(lines) == 2 and "No space left" in lines[0] and "again" in lines[1]
     if store._saver is not None:
         store._saver.join()  # it writes how often files were used
@@ -394,7 +359,7 @@ def test_a_folder_that_is_removed_turns_the_tier_off(
     put(store, 1), put(store, 2)
     folder.rename(folder.with_name("elsewhere"))
     assert not held(store, 1, 2) and not put(store, 3)
-    lines = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    lines = warnings_of(caplog)
     assert len(lines) == 1 and "was removed" in lines[0]
     assert store.info()["off"] and not folder.exists()
 
@@ -449,7 +414,7 @@ def test_what_was_used_last_is_read_ahead_states_first(
     store.close()
     read: list[Path] = []
     monkeypatch.setattr(store_start, "_advise", read.append)
-    store = open_store(RankFolder(folder, FACTS, "rank-0"), warm_bytes=budget)
+    store = opened(folder, warm_bytes=budget)
     store._starter.join()
     store.close()
     names = [
@@ -484,7 +449,7 @@ def test_against_a_plain_dictionary(
 ) -> None:
     folder = tmp_path_factory.mktemp("disk") / "disk"
     plain: set[int] = set()
-    store = open_store(RankFolder(folder, FACTS, "rank-0"))
+    store = opened(folder)
     for what, numbers in steps:
         if what == "put":
             assert put(store, *numbers)
@@ -493,6 +458,5 @@ def test_against_a_plain_dictionary(
             assert held(store, *numbers) == [number for number in numbers if number in plain]
         else:
             store.close()
-            store = open_store(RankFolder(folder, FACTS, "rank-0"))
-            store.ready.wait()
+            store = opened(folder)
     store.close()

@@ -6,35 +6,21 @@ import logging
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from sglang_hybrid.core.returns.hazards import INTERVAL_BUCKETS
 from sglang_hybrid.storage.disk import store_start
-from sglang_hybrid.storage.disk.folder import RankFolder
 from sglang_hybrid.storage.disk.object_file import NAME_BYTES, BadFile
 from sglang_hybrid.storage.disk.object_store import ObjectStore
-from sglang_hybrid.storage.disk.store_start import open_store
 from sglang_hybrid.storage.disk.uses_file import Uses, load_uses, save_uses
+from tests.storage.objects import Clock, opened
 
-FACTS = {"weights": "1234"}
 SIZE = 64
-
-
-class Clock:
-    now = 1_000_000.0
-
-    def __call__(self) -> float:
-        self.now += 1e-3
-        return self.now
-
-
-def opened(folder: Path, clock: Clock, **more: int) -> ObjectStore:
-    store = open_store(RankFolder(folder, FACTS, "rank-0"), now=clock, **more)
-    store.ready.wait()
-    return store
 
 
 def put(store: ObjectStore, *names: str, kind: str = "mamba") -> None:
@@ -50,7 +36,7 @@ def taught(folder: Path, clock: Clock) -> None:
     """An hour in which `every minute` is used again and again; then `last` is written, and used by
     nobody.
     """
-    store = opened(folder, clock)
+    store = opened(folder, now=clock)
     put(store, "every minute")
     for minute in range(60):
         clock.now += 61
@@ -69,7 +55,7 @@ def read_ahead(
     """Names of the files that a start reads ahead within `budget` bytes."""
     read: list[Path] = []
     monkeypatch.setattr(store_start, "_advise", read.append)
-    store = opened(folder, clock, warm_bytes=budget)
+    store = opened(folder, now=clock, warm_bytes=budget)
     store._starter.join()
     name = {
         store.folder.name("mamba", one).hex(): one
@@ -83,7 +69,7 @@ def test_what_was_used_most_is_read_ahead_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By recency `last` would be."""
-    clock = Clock()
+    clock = Clock(step=1e-3)
     taught(tmp_path / "disk", clock)
     clock.now += 5
     first, *rest = read_ahead(tmp_path / "disk", clock, monkeypatch, 1 << 20)
@@ -95,7 +81,7 @@ def test_what_was_used_most_is_read_ahead_first(
 def test_without_what_was_known_it_is_recency(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
+    clock = Clock(step=1e-3)
     taught(tmp_path / "disk", clock)
     for path in (tmp_path / "disk").glob("*/*/*.uses"):
         path.unlink()
@@ -110,7 +96,7 @@ def test_a_damaged_or_foreign_file_is_ignored_with_one_line(
     caplog: pytest.LogCaptureFixture,
     damage: str,
 ) -> None:
-    clock = Clock()
+    clock = Clock(step=1e-3)
     taught(tmp_path / "disk", clock)
     (path,) = (tmp_path / "disk").glob("*/*/*.uses")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -131,9 +117,9 @@ def test_a_damaged_or_foreign_file_is_ignored_with_one_line(
 
 def test_what_was_used_again_and_again_outlasts_a_restart(tmp_path: Path) -> None:
     """A full disk forgets what was used once, though it is newer."""
-    clock = Clock()
+    clock = Clock(step=1e-3)
     taught(tmp_path / "disk", clock)
-    store = opened(tmp_path / "disk", clock)
+    store = opened(tmp_path / "disk", now=clock)
     store.budget = store.used_bytes + 1
     for number in range(20):
         clock.now += 1
@@ -145,8 +131,8 @@ def test_what_was_used_again_and_again_outlasts_a_restart(tmp_path: Path) -> Non
 
 def test_uses_are_saved_while_serving(tmp_path: Path) -> None:
     """A server that is killed loses the last minute at most."""
-    clock = Clock()
-    store = opened(tmp_path / "disk", clock)
+    clock = Clock(step=1e-3)
+    store = opened(tmp_path / "disk", now=clock)
     put(store, "one", "two")
     for _ in range(2):
         clock.now += 100
@@ -164,8 +150,8 @@ def test_uses_are_saved_while_serving(tmp_path: Path) -> None:
 
 def test_tenants_are_apart_and_are_not_named(tmp_path: Path) -> None:
     """The same prompt of two tenants has keys of its own, and so have its uses."""
-    clock = Clock()
-    store = opened(tmp_path / "disk", clock)
+    clock = Clock(step=1e-3)
+    store = opened(tmp_path / "disk", now=clock)
     put(store, "hash-of-alice", "hash-of-bob")
     for _ in range(3):
         clock.now += 100
@@ -180,22 +166,24 @@ def test_tenants_are_apart_and_are_not_named(tmp_path: Path) -> None:
     assert list(uses.of_file()) == [store.folder.name("mamba", "hash-of-alice")]
 
 
-def wrong(change: Callable[[Uses], Uses], uses: Uses, path: Path) -> None:
-    save_uses(path, "id", change(uses), 1.0)
-    with pytest.raises(BadFile, match="contradicts"):
-        load_uses(path, "id")
-
-
-def test_what_contradicts_itself_is_not_believed(tmp_path: Path) -> None:
-    clock = Clock()
-    taught(tmp_path / "disk", clock)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda uses: {"names": uses.names[:-1]},
+        lambda uses: {"uses": 0 * uses.uses},
+        lambda uses: {"buckets": uses.buckets + INTERVAL_BUCKETS},
+        lambda uses: {"names": uses.names * 2},
+        lambda uses: {"classes": replace(uses.classes, classes=uses.classes.classes[:0])},
+    ],
+    ids=["names", "uses", "buckets", "more names", "classes"],
+)
+def test_what_contradicts_itself_is_not_believed(
+    tmp_path: Path, change: Callable[[Uses], dict[str, Any]]
+) -> None:
+    taught(tmp_path / "disk", Clock(step=1e-3))
     (path,) = (tmp_path / "disk").glob("*/*/*.uses")
     uses = load_uses(path, path.parent.name)
-    assert uses is not None
-    classes, names, counts, buckets = uses.classes, uses.names, uses.uses, uses.buckets
-    assert len(names) == NAME_BYTES
-    copy = tmp_path / "copy.uses"
-    wrong(lambda _: Uses(classes, names[:-1], counts, buckets), uses, copy)
-    wrong(lambda _: Uses(classes, names, 0 * counts, buckets), uses, copy)
-    wrong(lambda _: Uses(classes, names, counts, buckets + INTERVAL_BUCKETS), uses, copy)
-    wrong(lambda _: Uses(classes, names * 2, counts, buckets), uses, copy)
+    assert uses is not None and len(uses.names) == NAME_BYTES
+    save_uses(path, "id", replace(uses, **change(uses)), 1.0)
+    with pytest.raises(BadFile, match="contradicts"):
+        load_uses(path, "id")

@@ -150,7 +150,7 @@ class GranulePool:
             gone, stay = leaving[:released], leaving[released:]
             self._kept = np.concatenate((self._kept[:-count], stay))
             self._absent = np.sort(np.concatenate((self._absent, gone)))
-            self.account.gave_back(self.kind, released * self.granule_bytes)
+            self.account.on_release(self.kind, released * self.granule_bytes)
         return released * self.granule_bytes
 
     def check(self) -> None:

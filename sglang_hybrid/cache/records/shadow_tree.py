@@ -165,7 +165,7 @@ class ShadowTree:
 
     def time_passes(self, seconds: float) -> None:
         """All ranks are told that it is so late."""
-        self.clock.passes(seconds)
+        self.clock.advance_to(seconds)
         self.tree.pins.expire()
 
     def hit(self, node: UnifiedTreeNode) -> None:

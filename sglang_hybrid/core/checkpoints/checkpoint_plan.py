@@ -52,10 +52,10 @@ class PendingCheckpoint(Generic[Slot]):
 
 
 class StateSlots(Protocol[Slot]):
-    """What is asked of a state pool."""
+    """A pool of state slots, as a plan uses it."""
 
     def free(self) -> int:
-        """Slots that cost nothing."""
+        """How many slots are free."""
 
     def take(self, request: CheckpointRequest | None = None) -> Slot | None:
         """A slot for `request`, pushing out the cheapest victim if none is free; None if nothing
@@ -63,7 +63,7 @@ class StateSlots(Protocol[Slot]):
         """
 
     def give_back(self, slot: Slot) -> None:
-        """`take` undone."""
+        """Return a slot that `take` gave and that holds nothing yet."""
 
     def budget(self, plan: CheckpointPlan[Slot]) -> SlotBudget:
         """What a state of `plan` competes with."""
@@ -71,7 +71,7 @@ class StateSlots(Protocol[Slot]):
 
 @dataclass
 class CheckpointPlan(Generic[Slot]):
-    """What one request's prefill should leave.
+    """Which states one request's prefill should save.
 
     prompt_len: tokens to prefill, the hit included. wanted: kind by position, none of them passed
     yet. knows_messages: whether it is known where the prompt's messages begin. placed: positions of
@@ -119,8 +119,8 @@ class CheckpointPlan(Generic[Slot]):
     def take_passed(
         self, slots: StateSlots[Slot], start: int, end: int, grid: int, min_branch_tokens: int
     ) -> tuple[list[PendingCheckpoint[Slot]], list[tuple[CheckpointRequest, Skip]]]:
-        """A forward of tokens [start, end) is about to run: the states that it takes on its way,
-        and why others are not taken.
+        """Before a forward of tokens [start, end): the states that it will save, each with its
+        slot, and the wanted ones that it will not save, each with the reason.
         """
         self._want_a_boundary(start, end, grid, min_branch_tokens)
         return self.take(slots, [at for at in self.wanted if start < at <= end], end)
@@ -128,8 +128,8 @@ class CheckpointPlan(Generic[Slot]):
     def take(
         self, slots: StateSlots[Slot], positions: Iterable[int], passed: int
     ) -> tuple[list[PendingCheckpoint[Slot]], list[tuple[CheckpointRequest, Skip]]]:
-        """Slots for those of `positions` that are worth one, and why others get none; what lies at
-        or before `passed` is wanted no more.
+        """Take a slot for each of `positions` that is worth one. Returns these, and the others with
+        the reason. Positions up to `passed` are wanted no more.
         """
         taken: list[PendingCheckpoint[Slot]] = []
         skipped: list[tuple[CheckpointRequest, Skip]] = []
@@ -152,7 +152,7 @@ class CheckpointPlan(Generic[Slot]):
         return taken, skipped
 
     def take_ready(self, up_to: int) -> list[PendingCheckpoint[Slot]]:
-        """Hand over the states under way at `up_to` tokens and before, the deepest first."""
+        """Hand over the pending states up to position `up_to`, the deepest first."""
         ready = [
             checkpoint for checkpoint in self.pending_checkpoints if checkpoint.position <= up_to
         ]
@@ -173,8 +173,8 @@ class CheckpointPlan(Generic[Slot]):
 def plan_checkpoints(
     prefill: Prefill, history_match: HistoryMatch | None, min_branch_tokens: int
 ) -> tuple[CheckpointPlan[Slot], list[Checkpoint]]:
-    """What a prefill should leave, and those of its branch points that gain too few tokens, each
-    once: stored KV and requests that wait may end at one position. history_match: what its prompt
+    """The plan of a prefill, and those of its branch points that gain too few tokens, each once:
+    the stored KV and a waiting request may name the same position. history_match: what the prompt
     has in common with the history, None without a history.
     """
     wanted: dict[int, Kind] = {}

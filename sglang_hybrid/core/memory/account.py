@@ -111,8 +111,8 @@ class Account:
         self.monitor.enter(MemoryState.BALANCED if moved else taker.short, 0 if moved else missing)
         return moved
 
-    def gave_back(self, kind: MemoryKind, size: int) -> None:
-        """`kind` keeps `size` bytes less: nothing physical is behind them any more."""
+    def on_release(self, kind: MemoryKind, size: int) -> None:
+        """`kind` has released physical memory of `size` bytes that it kept."""
         self.kept[kind] -= size
 
     def charge(self, kind: MemoryKind, *, used: int, waste: int, kept: int) -> None:

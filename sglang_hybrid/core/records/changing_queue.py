@@ -13,8 +13,8 @@ STALE: Final = 64
 
 
 class ChangingQueue(Generic[Item]):
-    """Items by a key that may change, the least first; equal ones in the order in which they were
-    put, on every rank alike.
+    """Items ordered by a key that may change, the least first. Items with equal keys keep the order
+    in which they were put, so that every rank has the same order.
     """
 
     def __init__(self, key: Callable[[Item], tuple[float, ...]]) -> None:
@@ -27,7 +27,7 @@ class ChangingQueue(Generic[Item]):
         return len(self._entry)
 
     def put(self, item: Item) -> None:
-        """`item` is there, with the key that it has now."""
+        """Add `item` with the key that it has now, or order it anew if it is there."""
         self._count += 1
         self._entry[item] = self._count
         heapq.heappush(self._heap, (self._key(item), self._count, item))
@@ -36,11 +36,11 @@ class ChangingQueue(Generic[Item]):
             heapq.heapify(self._heap)
 
     def drop(self, item: Item) -> None:
-        """`item` is there no more."""
+        """Take `item` out. Raises KeyError if it is not there."""
         del self._entry[item]
 
     def least(self) -> Item | None:
-        """The item with the least key."""
+        """The item with the least key; None if there is none."""
         while self._heap:
             if self._holds(self._heap[0]):
                 return self._heap[0][2]

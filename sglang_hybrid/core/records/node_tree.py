@@ -13,8 +13,8 @@ from sglang_hybrid.core.records.pins import Pins
 
 
 class Listener(Protocol):
-    """What is told that a record changed: a pool. settle: a function of the tree, to be called
-    before anchors are read.
+    """What hears of changed records, as a pool of candidates does. settle: a function that the tree
+    sets, to be called before anchors are read.
     """
 
     settle: Callable[[], None]
@@ -33,8 +33,8 @@ class NodeTree:
     dirty at the listeners. Anchors are right too, unless a state was added or removed above more
     than SETTLED_AT_ONCE nodes: then the next calls of `settle` do the rest.
 
-    pins: those of its nodes; by default nothing can be pinned. inner_changes: how often a state
-    came to a node with children, or went: what is below may be resumed from another node.
+    pins: those of its nodes; by default nothing can be pinned. inner_changes: how often a node
+    with children got or lost its state, so that requests below may resume elsewhere.
     """
 
     def __init__(self, clock: Clock | None = None, pins: Pins | None = None) -> None:
@@ -109,8 +109,8 @@ class NodeTree:
         self._mark_chain_dirty(parent)
 
     def give_state(self, node: Node, kind: Kind) -> None:
-        """`node` now holds a checkpoint, created at this tick; it anchors what is below it, down to
-        the next states.
+        """`node` now holds a checkpoint, created at this tick. It becomes the anchor of the nodes
+        below it, down to the next states.
         """
         if kind is Kind.TAIL and node.parent is not None and node.turn == node.parent.turn:
             node.turn += 1
@@ -122,7 +122,7 @@ class NodeTree:
         self.mark_dirty(node)
 
     def drop_state(self, node: Node) -> None:
-        """`node` loses its checkpoint: what it anchored falls to its own anchor."""
+        """`node` loses its checkpoint. The nodes that it was the anchor of get its own anchor."""
         if node.has_state:
             self.pins.on_loss(node)
             node.has_state = False
@@ -145,13 +145,13 @@ class NodeTree:
             self.mark_dirty(node)
 
     def move_standing(self, node: Node, by: int) -> None:
-        """Requests that wait or run need `node` more, or less."""
+        """Change the standing of `node` by `by`: what requests that wait or run need of it."""
         node.standing += by
         if node.parent is not None and (node.standing == by or not node.standing):
             self.mark_dirty(node)
 
     def link_history(self, node: Node, history_node: Any) -> None:
-        """A request passed `node`, and `history_node` is what the history has for its position."""
+        """Set the history node whose returns `node` serves."""
         node.history_node = history_node
         self.mark_dirty(node)
 
@@ -193,7 +193,7 @@ class NodeTree:
                 unsettled.append(list(node.children.values()))
 
     def _re_anchor(self, node: Node) -> None:
-        """A state came to `node` or went: what is below it, down to the next states, has another
+        """`node` got or lost its state: the nodes below it, down to the next states, have another
         anchor.
         """
         if not node.children:

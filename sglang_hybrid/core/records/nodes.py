@@ -45,8 +45,8 @@ class Clock:
         elif stamp > self.stamp:
             self.stamp = stamp
 
-    def passes(self, stamp: float) -> None:
-        """Time passes without a request."""
+    def advance_to(self, stamp: float) -> None:
+        """Time passes without a request, until `stamp` seconds."""
         self.stamp = max(self.stamp, stamp)
 
 

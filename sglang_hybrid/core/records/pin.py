@@ -1,9 +1,9 @@
-"""What clients declare to come back, for a time: one pin, asked for and in force.
+"""One pin, asked for and in force: a client declares that requests will return to a position.
 
-A pin is evidence of return (design.md 7), a rate of returns with a lifetime: a normal one says that
-somebody comes back before its lifetime is over. That adds to what is known of the position anyway.
-So a pin is a bias and no lock: what is worth more than all that is pinned still pushes it out, and
-the pins of a tenant may take a share of the memory and no more.
+A pin counts as evidence of a return, beside what is known of the position anyway. It is a rate of
+returns with a lifetime: a normal pin says that one request returns before its lifetime is over. So
+a pin is a bias and no lock. A state that is worth more still pushes a pinned one out, and the pins
+of a tenant take at most a share of the memory.
 """
 
 from __future__ import annotations

@@ -118,12 +118,12 @@ class Pins:
             at = at.parent
 
     def expire(self) -> None:
-        """End the pins whose time has come."""
+        """Release the pins whose lifetimes are over."""
         while (first := self._expiry.least()) is not None and first.until <= self._now:
             self._release(first, "expired")
 
     def on_loss(self, node: Node) -> None:
-        """`node` is about to lose its state, or to leave the tree."""
+        """`node` is about to lose its state, or to be removed from the tree."""
         if node.pin is not None:
             self._release(node.pin, "evicted")
 
@@ -161,7 +161,7 @@ class Pins:
         return self._clock.stamp
 
     def _note(self, pin: Pin) -> None:
-        """A pin is new, or its time or its priority changed."""
+        """Order `pin` anew, because it is new or its lifetime or its priority changed."""
         self._expiry.put(pin)
         own = self._of_tenant.get(pin.tenant)
         if own is None:
@@ -185,7 +185,7 @@ class Pins:
     # Room.
 
     def _charge(self, pin: Pin, sign: int = 1) -> None:
-        """`pin` is charged from now on, or no more."""
+        """Charge the tenant of `pin` for it, or with `sign` -1 no more."""
         assert self._cost is not None
         self._states.change(pin.tenant, sign * self._cost.state_bytes)
         at = self._nodes[pin]

@@ -1,9 +1,9 @@
-"""Whether somebody comes back after an answer: learnt from the answer's first and last tokens, and
+"""Whether a session goes on after an answer: learnt from the answer's first and last tokens, and
 from what the client says.
 
-After an agent's last answer nobody comes back, after a tool call somebody does; what such answers
-look like is learnt online, by a logistic regression per tenant. A client's hint is believed as far
-as that tenant's hints have proved true. What is expected is one more feature of the classes of the
+A session goes on after a tool call and ends with an agent's last answer. What such answers look
+like is learnt online, by a logistic regression per tenant. A client's hint is believed as far as
+that tenant's hints have proved true. The expected return is one more feature of the classes of the
 reuse index.
 """
 
@@ -91,8 +91,9 @@ class Answer:
     predicted: what the regression said then. hint: what the client said. expected: the probability
     of a return that was believed then, None if neither told anything. wait: seconds from `time` on
     after which a return is expected, None if nobody said so or that is not believed. pace: seconds
-    since the answer before it in the session, None if there was none. returned: whether somebody
-    came back to a position that its request opened or resumed from; None while that is open.
+    since the answer before it in the session, None if there was none. returned: whether a later
+    request resumed from a position that the answer's request opened or resumed from; None while
+    that is not known.
     """
 
     features: Features
@@ -110,8 +111,8 @@ class Answer:
 
     @property
     def return_after(self) -> float | None:
-        """Seconds after which a return is expected: those that the client named, else as many as
-        passed before this answer; None where no return is likely.
+        """Seconds after which a return is expected: those that the client named, else the seconds
+        between this answer and the one before it. None where no return is likely.
         """
         likely = self.expected is not None and self.expected > THRESHOLDS[-1]
         if not likely:
@@ -119,7 +120,7 @@ class Answer:
         return self.pace if self.wait is None else self.wait
 
     def believe_nothing(self) -> None:
-        """Nothing is expected of it."""
+        """Expect nothing of this answer."""
         self.expected = self.wait = None
 
 
@@ -139,10 +140,11 @@ class LearntAnswers:
 
 
 class Calibration:
-    """What was expected of answers, against what happened; over all tenants.
+    """How expected probabilities of a return compare with what happened, over all tenants.
 
-    returned, gone: answers [EXPECTATIONS], by how likely a return was, that somebody came back to,
-    and that were given up. expected: the sum of their probabilities [EXPECTATIONS]; 0 in the first.
+    returned, gone [EXPECTATIONS]: answers that a return followed, and answers that were given up,
+    by bucket of the expected probability. expected [EXPECTATIONS]: sums of these probabilities; 0
+    in the first bucket, of which nothing was expected.
     """
 
     def __init__(self) -> None:
@@ -189,13 +191,11 @@ class AnswerModel:
 
     @property
     def can_predict(self) -> bool:
-        """Whether predictions have been better than knowing no more than how often somebody comes
-        back.
-        """
+        """Whether predictions have been better than the mere share of answers with a return."""
         return min(self.labels) >= LEAST_LABELS and self._gain > max(EVIDENCE, GAIN * self._weight)
 
     def predict(self, features: Features) -> float:
-        """The probability that somebody comes back after such an answer."""
+        """The probability of a return after an answer with these features."""
         return self._probability(self._weights.take(features))
 
     def _probability(self, weights: npt.NDArray[np.float32]) -> float:
@@ -204,8 +204,9 @@ class AnswerModel:
         return 1 / (1 + math.exp(-min(max(score, -30.0), 30.0)))
 
     def expect(self, features: Features, hint: Hint | None = None) -> float | None:
-        """The probability that somebody comes back after such an answer and such a hint; None while
-        neither tells anything. A hint that says little counts for nothing, unless it says when.
+        """The probability of a return after an answer with these features and this hint; None
+        while neither says anything. A hint that says little counts for nothing, unless it says
+        when.
         """
         return self._expected(self.predict(features), hint)
 
@@ -251,7 +252,7 @@ class AnswerModel:
             self._patience = PATIENCE * float(np.quantile(self._intervals, QUANTILE))
 
     def give_up(self, now: float) -> None:
-        """Answers that waited too long by now are taken for the last ones of their sessions."""
+        """Take answers that waited too long until `now` for the last ones of their sessions."""
         while self._open and (
             len(self._open) > WAITING or now - self._open[0].time > self._patience
         ):
@@ -262,8 +263,8 @@ class AnswerModel:
                 self._negatives.append(answer)
                 self._learn(answer)
 
-    def learnt(self) -> LearntAnswers:
-        """What it knows, without the answers themselves."""
+    def export(self) -> LearntAnswers:
+        """What the model has learnt, without the answers themselves."""
         features = (self._squares != FIRST_SQUARES).nonzero()[0].astype(np.uint16)
         return LearntAnswers(
             features,
@@ -321,8 +322,8 @@ class AnswerModel:
 
 
 class AnswerModels:
-    """A model for each tenant, within `max_bytes` in all: what the tenant that was absent longest
-    taught is forgotten first.
+    """A model for each tenant, within `max_bytes` in all. The model of the tenant that was absent
+    longest is dropped first.
     """
 
     def __init__(self, max_bytes: int = 64 << 20) -> None:
@@ -333,7 +334,7 @@ class AnswerModels:
         self.calibration = Calibration()
 
     def of(self, tenant: Hashable) -> AnswerModel | None:
-        """The model of `tenant`, which is here now; None where none may be kept."""
+        """The model of `tenant`, which counts as present now; None where no model may be kept."""
         if self._most < 1:
             return None
         model = self._models.pop(tenant, None) or self._new(tenant)
@@ -351,12 +352,12 @@ class AnswerModels:
             model.restore(saved)
         return model
 
-    def learnt(self, name_of: Callable[[Any], str]) -> dict[str, LearntAnswers]:
+    def export(self, name_of: Callable[[Any], str]) -> dict[str, LearntAnswers]:
         """All tenants' models by their names, with those that were restored and not used yet."""
-        models = {name_of(tenant): model.learnt() for tenant, model in self._models.items()}
+        models = {name_of(tenant): model.export() for tenant, model in self._models.items()}
         return self._saved | models
 
     def restore(self, saved: dict[str, LearntAnswers], name_of: Callable[[Any], str]) -> None:
-        """Begin with these when their tenants come."""
+        """Use these for the models of tenants that have not come yet."""
         self._name_of = name_of
         self._saved = dict(list(saved.items())[-self._most :]) if self._most else {}

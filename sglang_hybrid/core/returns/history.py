@@ -38,7 +38,8 @@ from sglang_hybrid.core.returns.history_tree import (
 from sglang_hybrid.core.returns.reuse import LearntClasses, ReuseIndex
 
 MOST_CHILDREN = 2
-"""Of a history node whose returns say something of the answer before them."""
+"""Children up to which returns to a history node say something about the answer that ended there.
+"""
 
 
 class TimeUnit(Enum):
@@ -78,14 +79,14 @@ class HistoryMatch:
 
     @property
     def only_continues(self) -> bool:
-        """Whether the prompt goes on where a sequence ended that no other prompt has left, as the
-        next turn of a session does: then nothing says yet that `branch` is of use to others.
+        """Whether the prompt continues a sequence that no other prompt has continued, as the next
+        turn of a session does. Then nothing says yet that `branch` serves other prompts.
         """
         end = self.reused
         return end is not None and end.depth == self.branch and not end.children
 
     def is_of(self, tokens: int) -> bool:
-        """Whether the prompt that was looked up has so many tokens."""
+        """Whether this is the match of a prompt of `tokens` tokens."""
         return len(self.fingerprints) == tokens * TOKEN_BYTES
 
 
@@ -105,11 +106,11 @@ class Learnt:
 class History:
     """All recent sequences. The reuse index learns from them.
 
-    time_unit: what ages are counted in. max_offset: a checkpoint may lie at most so many tokens
-    (exclusive) above the history node whose returns it serves. page_size: positions of checkpoints
-    are rounded down to multiples of it. answer_bytes: memory for what answers and hints teach, 3
-    MiB for each tenant; 0: they teach nothing. answers_count: whether what they tell of new answers
-    counts.
+    time_unit: what ages are counted in. max_offset: a checkpoint less than this many tokens above a
+    history node serves the returns to that node. page_size: positions of checkpoints are rounded
+    down to multiples of it. answer_bytes: memory for what is learnt from answers and hints, 3 MiB
+    for each tenant; with 0 nothing is. answers_count: False: what was learnt from them is not used
+    for new answers.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class History:
 
     @property
     def calibration(self) -> Calibration:
-        """How true what was expected of answers has been."""
+        """How well the expected probabilities of a return matched what happened."""
         return self._answers.calibration
 
     def tree(self, tenant: Hashable = None) -> HistoryTree:
@@ -238,9 +239,9 @@ class History:
         return HistoryPath(nodes)
 
     def hint(self, tokens: npt.ArrayLike, hint: Hint, tenant: Hashable = None) -> None:
-        """The client says only now what becomes of the session whose last sequence is `tokens` [n],
-        as it was observed. If it is not known any more, or a later one gave it another meaning,
-        nothing happens.
+        """Use a hint that came after its request: what the client says of the session whose latest
+        observed sequence is `tokens` [n]. Nothing happens if that sequence was forgotten, or if a
+        later request resumed from it.
         """
         model = self._answers.of(tenant) if self.answers_count else None
         path, _ = self.tree(tenant).walk(fingerprint_tokens(tokens), [])
@@ -253,9 +254,11 @@ class History:
             if node.last is answer and node.interval_id != NO_INTERVAL:
                 self.index.reclass(node.interval_id, node.reuse_class)
 
-    def learnt(self, name_of: Callable[[Any], str]) -> Learnt:
-        """What could be of use after a restart. name_of: a tenant's name there. Changes nothing."""
-        return Learnt(self.index.learnt(), self._answers.learnt(name_of))
+    def export(self, name_of: Callable[[Any], str]) -> Learnt:
+        """What a restarted server can begin with. name_of: the name of a tenant there. Changes
+        nothing.
+        """
+        return Learnt(self.index.export(), self._answers.export(name_of))
 
     def restore(self, learnt: Learnt, name_of: Callable[[Any], str]) -> bool:
         """Begin with what an earlier server has learnt; False if requests were seen before."""
@@ -294,7 +297,7 @@ class History:
         )
 
     def _open(self, node: HistoryNode, now: float, interval_bucket: int, *, is_end: bool) -> None:
-        """From now on a checkpoint could exist at `node`: its interval begins."""
+        """Begin an interval of `node` if it has none: a checkpoint can exist there from now on."""
         if is_end and not node.is_end:
             node.is_end = True
             node.turn += 1
@@ -305,7 +308,7 @@ class History:
             self.index.reclass(node.interval_id, node.reuse_class)
 
     def _changed(self, tenant: Hashable, tree: HistoryTree, held: int) -> None:
-        """`tree` of `tenant`, which held `held` bytes before, is another one now."""
+        """Account for a change of `tree` of `tenant`, which held `held` bytes before it."""
         self._versions += 1
         tree.version = self._versions
         self._shares.change(tenant, tree.held_bytes - held)
@@ -329,5 +332,5 @@ class History:
 
 
 def _set_answer(node: HistoryNode, answer: Answer | None) -> None:
-    """A request that ended with `answer` opened `node` or resumed from it."""
+    """Remember at `node` the answer of the request that opened it or resumed from it last."""
     node.last = answer if node.branches <= MOST_CHILDREN else None

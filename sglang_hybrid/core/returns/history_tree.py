@@ -85,8 +85,8 @@ class HistoryNode:
         )
 
     def continued(self) -> HistoryNode:
-        """As this node will be when a prompt has gone on from it: with one child more, and its
-        latest answer, which that prompt holds, no sign of anything. It is in no tree.
+        """A copy of this node as it will be after another prompt has continued it: with one child
+        more and without its latest answer, which is part of that prompt. The copy is in no tree.
         """
         node = HistoryNode(self.parent, self.edge)
         node.turn, node.is_end, node.interval_id = self.turn, self.is_end, self.interval_id
@@ -136,8 +136,9 @@ class HistoryTree:
         self._index = index
 
     def walk(self, fingerprints: bytes, known: list[HistoryNode]) -> tuple[list[HistoryNode], int]:
-        """Nodes whose edges `fingerprints` cover completely, and how many tokens are known, a part
-        of an edge included. known: nodes from the root on that are known to be covered.
+        """Nodes whose edges `fingerprints` cover completely, shallowest first, and how many of its
+        tokens are in the tree, part of a further edge included. known: the first of these nodes,
+        where an earlier search found them.
         """
         path = list(known)
         node = path[-1] if path else self.root
@@ -176,7 +177,7 @@ class HistoryTree:
         return nodes
 
     def hold_answer(self, node: HistoryNode) -> None:
-        """The first sequence that ends at `node` has an answer that is remembered."""
+        """Count the memory of an answer that ends at `node`, where none was counted before."""
         node.answer_bytes = ANSWER_BYTES
         self.held_bytes += ANSWER_BYTES
 

@@ -55,7 +55,7 @@ class IntervalCounts:
         self._faded_by: list[float] = self._faded(np.arange(FADED)).tolist()
 
     def add_class(self) -> None:
-        """One more, without intervals."""
+        """Add a class, without intervals."""
         self._counts = with_room(self._counts, len(self._begun))
         self._begun.append(0)
         self._as_of.append(0)
@@ -96,22 +96,22 @@ class IntervalCounts:
         still_open = np.bincount(cells, self._faded(younger - 1), ended.size).reshape(ended.shape)
         return ended, self._counts[known, UNENDED] * faded + still_open
 
-    def learnt(
+    def export(
         self, known: IntArray, open_intervals: IntArray, classes: IntArray, cells: IntArray
     ) -> LearntCounts:
-        """What `of` returns for the same arguments, as it can be restored. Changes nothing."""
+        """What `of` returns for the same arguments, for `restore`. Changes nothing."""
         counts = self.of(known, open_intervals, classes, cells)
         return LearntCounts(as_ints(self._begun)[known], *counts)
 
     def restore(self, known: IntArray, learnt: LearntCounts) -> None:
-        """These classes were counted before, in another process."""
+        """Begin with the counts that another process exported for the classes `known` [C]."""
         as_ints(self._begun)[known] = as_ints(self._as_of)[known] = learnt.begun
         self._counts[known, ENDED] = learnt.ended
         self._counts[known, UNENDED] = learnt.unended
 
     def start_over(self, other: IntervalCounts, reuse_class: int, open_intervals: IntArray) -> None:
-        """Count `reuse_class`, whose open intervals are given, as `other` does, with the same
-        weights.
+        """Replace what is counted of `reuse_class` by what `other` has counted. open_intervals:
+        ids of its open intervals, which get the weights that they have in `other`.
         """
         other._fade(reuse_class)
         self._counts[reuse_class] = other._counts[reuse_class]
@@ -138,16 +138,16 @@ class IntervalCounts:
         return float(self._faded(np.array(younger)))
 
     def _faded(self, younger: FloatArray | IntArray) -> FloatArray:
-        """What an interval weighs of whose class so many began after it."""
+        """Weights of intervals after which `younger` [n] others of their class began."""
         faded: FloatArray = np.exp2(-younger / self._half_life)
         return faded
 
 
 class IntervalNews:
-    """What happened to the intervals since the last look, and how well two estimates foretold it.
+    """What happened to intervals lately, as evidence for the long estimate of hazards or the short
+    one.
 
-    Every bin of age that an interval passed through is one trial: it ended there or it did not.
-    Classes are numbered from 0 on as they are added.
+    Every bin of age that an interval reached is one trial: the interval ended in it or passed it.
     """
 
     def __init__(self, bins: int) -> None:
@@ -161,7 +161,7 @@ class IntervalNews:
         self._gain_if_ended = self._gain_if_not = np.zeros((0, bins))  # of the short estimate
 
     def add_class(self) -> None:
-        """One more; nothing happened to it yet."""
+        """Add a class, without events."""
         self._ended = with_room(self._ended, self._classes)
         self._steps = with_room(self._steps, self._classes)
         self._evidence = with_room(self._evidence, self._classes)
@@ -189,9 +189,9 @@ class IntervalNews:
             self._steps[number, age_bin] -= 1
             self._seen[interval] = age_bin
 
-    def look(self, intervals: IntArray, numbers: IntArray, age_bins: IntArray) -> None:
-        """The open intervals [n], of classes of these numbers [n], are in these bins [n] by now.
-        Weigh what happened.
+    def weigh(self, intervals: IntArray, numbers: IntArray, age_bins: IntArray) -> None:
+        """Weigh all trials since the last call. intervals, numbers, age_bins [n]: ids of the open
+        intervals, the numbers of their classes, and the bins that they have reached.
         """
         every = as_ints(self._seen)
         seen = every.take(intervals)
@@ -210,16 +210,16 @@ class IntervalNews:
         self._steps[: self._classes] = 0
 
     def refuted(self) -> list[int]:
-        """Numbers of classes of which the short estimate knows more than the long one; once
-        each.
+        """Numbers of the classes whose trials the short estimate foretold better than the long one
+        by REFUTED nats. Their evidence begins anew.
         """
         numbers: list[int] = (self._evidence > REFUTED).nonzero()[0].tolist()
         self._evidence[numbers] = 0.0
         return numbers
 
     def expect(self, known: IntArray, long: FloatArray, short: FloatArray) -> None:
-        """The hazards [C, bins] that both estimates have from now for classes of the numbers
-        `known` [C].
+        """Weigh trials from now on by these hazards [C, bins] of both estimates, for the classes of
+        numbers `known` [C].
         """
         long, short = np.clip(long, LEAST, 1 - LEAST), np.clip(short, LEAST, 1 - LEAST)
         self._known = known

@@ -55,8 +55,8 @@ class LearntClasses:
 
 
 class SeenClasses:
-    """Classes that had a position, numbered as they came: what is counted of each is kept under its
-    number, for most classes never occur.
+    """The classes that ever had a position, numbered in the order in which they came. Counts are
+    kept by these numbers, since most of the CLASSES never occur.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,9 @@ class ReuseIndex:
         self._rebuild_at = 1
 
     def open(self, reuse_class: int, time: float) -> int:
-        """A position of class `reuse_class` starts to wait. Returns the slot it is known by."""
+        """Begin the first interval of a position of class `reuse_class`. Returns the id of its
+        intervals.
+        """
         if not self._free:
             count = len(self._number)
             self._number.extend([-1] * count)
@@ -158,7 +160,7 @@ class ReuseIndex:
         return interval
 
     def since(self, interval_id: int) -> float:
-        """When its present interval began."""
+        """The time at which the present interval began."""
         return self._since[interval_id]
 
     def interval_bucket(self, interval: float) -> int:
@@ -166,7 +168,7 @@ class ReuseIndex:
         return 1 + min(self._bin(interval) // 2, INTERVAL_BUCKETS - 2)
 
     def reclass(self, interval_id: int, reuse_class: int) -> None:
-        """It now belongs to `reuse_class`, and so will its present interval."""
+        """Move a position, and its present interval, to class `reuse_class`."""
         before, after = self._number[interval_id], self._number_of(reuse_class)
         if before != after:
             for observer in self._observers:
@@ -174,7 +176,7 @@ class ReuseIndex:
             self._number[interval_id] = after
 
     def close(self, interval_id: int) -> None:
-        """It is forgotten: its interval lasted until now at least."""
+        """Forget a position. Its interval counts as one that lasted until now at least."""
         number = self._number[interval_id]
         age_bin = self._bin(self._now - self._since[interval_id])
         for observer in self._observers:
@@ -183,8 +185,8 @@ class ReuseIndex:
         self._free.append(interval_id)
 
     def on_request(self, time: float) -> None:
-        """One more request, at `time`. The table is rebuilt every REBUILD_EVERY of them, sooner in
-        the beginning.
+        """A request ended at `time`. Hazards are estimated anew every REBUILD_EVERY requests, more
+        often in the beginning.
         """
         if not self._observed:
             self._began = time
@@ -198,7 +200,7 @@ class ReuseIndex:
         """Estimate hazards from all intervals."""
         _, known, _, tree = self._seen.in_order()
         waiting, numbers, age_bins, cells = self._open_now()
-        self._news.look(waiting, numbers, age_bins)
+        self._news.weigh(waiting, numbers, age_bins)
         for number in self._news.refuted():
             self._long.start_over(self._short, number, waiting[numbers == number])
         both = (
@@ -222,14 +224,14 @@ class ReuseIndex:
         places = self._seen.in_order()[2]
         return waiting, numbers, age_bins, places.take(numbers) * BINS + age_bins
 
-    def learnt(self) -> LearntClasses:
+    def export(self) -> LearntClasses:
         """The counts of all classes, with open intervals as long as they have been. Changes
         nothing: another rank need not do the same.
         """
         classes, known, _, _ = self._seen.in_order()
         waiting, numbers, _, cells = self._open_now()
         long, short = (
-            counts.learnt(known, waiting, numbers, cells) for counts in (self._long, self._short)
+            counts.export(known, waiting, numbers, cells) for counts in (self._long, self._short)
         )
         return LearntClasses(classes, long, short)
 

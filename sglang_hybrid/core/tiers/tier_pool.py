@@ -126,7 +126,7 @@ class TierPool(Pool):
         tier has its state.
         """
         if self._has_demand(node):
-            tell = self.policy.evicted if lost else self.policy.demoted
+            tell = self.policy.on_eviction if lost else self.policy.on_demotion
             tell(node, self.last_score)
 
     def compare_copy(self, node: Node) -> VictimComparison | None:

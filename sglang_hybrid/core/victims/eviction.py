@@ -62,10 +62,10 @@ class Policy:
         """That a request resumes from the state of `node` again; None if the policy cannot tell."""
         return None
 
-    def evicted(self, node: Node, score: float) -> None:
+    def on_eviction(self, node: Node, score: float) -> None:
         """`node` was chosen at `score` and will be evicted."""
 
-    def demoted(self, node: Node, score: float) -> None:
+    def on_demotion(self, node: Node, score: float) -> None:
         """`node` was chosen at `score` and leaves one tier, while its state stays in another."""
 
     def forget(self, node: Node) -> None:
@@ -166,11 +166,11 @@ class Gdsf(Policy):
         scores: FloatArray = base + table.column(1) * (1 + pins)
         return scores
 
-    def evicted(self, node: Node, score: float) -> None:
+    def on_eviction(self, node: Node, score: float) -> None:
         self._inflation = max(self._inflation, score)
 
-    def demoted(self, node: Node, score: float) -> None:
-        self.evicted(node, score)
+    def on_demotion(self, node: Node, score: float) -> None:
+        self.on_eviction(node, score)
 
     def forget(self, node: Node) -> None:
         self._base.pop(node.id, None)
@@ -267,13 +267,13 @@ class Reuse(Policy):
             expiry[stale] = ends
         return scores
 
-    def evicted(self, node: Node, score: float) -> None:
+    def on_eviction(self, node: Node, score: float) -> None:
         above = anchor(node)
         passed_on, node.inherited_demand = self._inherited_by(node), None
         if above is not None and node.has_state:
             self._inherit(above, node, passed_on)
 
-    def demoted(self, node: Node, score: float) -> None:
+    def on_demotion(self, node: Node, score: float) -> None:
         """Later requests for what left the tier still need the KV above it, which stayed."""
         above = node.parent
         if above is not None and not above.has_state:

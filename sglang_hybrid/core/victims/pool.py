@@ -106,7 +106,7 @@ class Pool:
         self._dirty[node] = None
 
     def forget(self, node: Node) -> None:
-        """`node` is gone."""
+        """`node` left the tree."""
         self._dirty.pop(node, None)
         self._leave(node)
         self.policy.forget(node)
@@ -125,12 +125,14 @@ class Pool:
         return node
 
     def _has_demand(self, node: Node) -> bool:
-        """Whether requests may return to `node`, though it goes before all that has a score."""
+        """Whether requests may return to `node`, even if it is evicted before all nodes with a
+        score.
+        """
         return node.has_state or self._home.get(node) is not self._stateless
 
     def _tell_policy(self, node: Node, score: float) -> None:
-        """`node` was chosen at `score`."""
-        self.policy.evicted(node, score)
+        """Tell the policy that `node` was chosen at `score`."""
+        self.policy.on_eviction(node, score)
 
     def cheapest(self, *, last_resort: bool = False) -> tuple[Node, float] | None:
         """The next victim and its score, without choosing it: lowest score, then oldest use, then
@@ -149,7 +151,7 @@ class Pool:
                 return None
 
     def _lowest(self, last_resort: bool) -> tuple[Node, float] | None:
-        """The lowest of what the tables hold."""
+        """The next victim and its score, by what the tables hold."""
         if len(self._stateless):
             return self._stateless.lowest(self._stateless.last_used())[0], -math.inf
         tables = (self._candidates, self._forks) if last_resort else (self._candidates,)
@@ -159,7 +161,7 @@ class Pool:
         return self._least_wanted()
 
     def _least_wanted(self) -> tuple[Node, float] | None:
-        """Of what has a standing, that of the lowest; of equals, the lowest score."""
+        """Of the nodes with a standing, one of the lowest standing; of these, the lowest score."""
         table = self._wanted
         if not len(table):
             return None
@@ -283,7 +285,7 @@ class Pool:
         return len(node.children) > 1
 
     def _is_worthless(self, node: Node, saved: int) -> bool:
-        """Whether `node` goes before all that has a score."""
+        """Whether `node` is evicted before all nodes with a score."""
         return not node.has_state
 
 

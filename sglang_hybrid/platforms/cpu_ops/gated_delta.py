@@ -16,8 +16,8 @@ from sglang_hybrid.kernels.gated_delta_rule import (
     gated_delta_rule_prefill,
     gated_delta_rule_step,
 )
-from sglang_hybrid.platforms.cpu_ops.states import advance, owned
-from sglang_hybrid.platforms.cpu_ops.tracking import grid_is_read
+from sglang_hybrid.platforms.cpu_ops.states import advance, find_owned
+from sglang_hybrid.platforms.cpu_ops.tracking import is_grid_read
 
 if TYPE_CHECKING:
     from sglang_hybrid.checkpoints.tracks import StateWriter
@@ -75,13 +75,13 @@ def chunk_gated_delta_rule(
         )
     bounds = cu_seqlens.tolist()
     sequences = len(bounds) - 1
-    owners, slots = owned(initial_state_indices, sequences, -1, q.device)
+    owners, slots = find_owned(initial_state_indices, sequences, -1, q.device)
     states = initial_state.index_select(0, slots).float()
     if owners is not None:
         some = states
         states = initial_state.new_zeros((sequences, *initial_state.shape[1:]), dtype=torch.float32)
         states[owners] = some
-    grid = chunk_starts(bounds) if grid_is_read() else []
+    grid = chunk_starts(bounds) if is_grid_read() else []
     done = gated_delta_rule_prefill(
         q[0],
         k[0],
@@ -129,7 +129,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     """
     heads, v_dim, k_dim = initial_state.shape[1:]
     q_size = (mixed_qkv.shape[1] - heads * v_dim) // 2
-    rows, slots = owned(ssm_state_indices, mixed_qkv.shape[0], -1, mixed_qkv.device)
+    rows, slots = find_owned(ssm_state_indices, mixed_qkv.shape[0], -1, mixed_qkv.device)
     if rows is not None:
         out.zero_()
         mixed_qkv, a, b = mixed_qkv[rows], a[rows], b[rows]

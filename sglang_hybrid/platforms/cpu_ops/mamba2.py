@@ -15,8 +15,8 @@ from torch.nn.functional import silu
 
 from sglang_hybrid.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_step
 from sglang_hybrid.kernels.ssd import selective_state_step, ssd_prefill, step_inputs
-from sglang_hybrid.platforms.cpu_ops.states import advance, owned
-from sglang_hybrid.platforms.cpu_ops.tracking import grid_is_read
+from sglang_hybrid.platforms.cpu_ops.states import advance, find_owned
+from sglang_hybrid.platforms.cpu_ops.tracking import is_grid_read
 
 if TYPE_CHECKING:
     from sglang_hybrid.checkpoints.tracks import StateWriter
@@ -69,7 +69,7 @@ def causal_conv1d_fn(
     sequences, past = len(bounds) - 1, weight.shape[1] - 1
     windows, owners, slots = None, None, None
     if conv_states is not None:
-        rows, slots = owned(cache_indices, sequences, pad_slot_id, x.device)
+        rows, slots = find_owned(cache_indices, sequences, pad_slot_id, x.device)
         owners = torch.arange(sequences, device=x.device) if rows is None else rows
         if has_initial_state is not None:
             windows = x.new_zeros(sequences, x.shape[0], past, dtype=torch.float32)
@@ -118,7 +118,7 @@ def causal_conv1d_update(
         retrieve_next_token=retrieve_next_token,
         retrieve_parent_token=retrieve_parent_token,
     )
-    rows, slots = owned(conv_state_indices, x.shape[0], pad_slot_id, x.device)
+    rows, slots = find_owned(conv_state_indices, x.shape[0], pad_slot_id, x.device)
     steps = x if rows is None else x[rows]
     past = weight.shape[1] - 1
     windows = conv_state.index_select(0, slots)[:, :, :past]
@@ -192,7 +192,7 @@ def mamba_chunk_scan_combined(
     if out is None:
         raise ValueError("mamba_chunk_scan_combined on the CPU platform needs `out`.")
     bounds = cu_seqlens.tolist()
-    grid = grid_positions(bounds, chunk_size) if grid_is_read() else []
+    grid = grid_positions(bounds, chunk_size) if is_grid_read() else []
     tracked: list[tuple[int, int]] = []
     if track_seq_idx is not None and track_end_locs is not None:
         pairs = zip(track_seq_idx.tolist(), track_end_locs.tolist(), strict=True)
@@ -271,7 +271,7 @@ def selective_state_update(
             "selective_state_update on the CPU platform needs `out`, a pool of shape "
             "[slots, heads, dim, state] and x of shape [batch, heads, dim]."
         )
-    rows, slots = owned(state_batch_indices, x.shape[0], pad_slot_id, x.device)
+    rows, slots = find_owned(state_batch_indices, x.shape[0], pad_slot_id, x.device)
     if rows is not None:
         out.zero_()
         x, dt, B, C = (t[rows] for t in (x, dt, B, C))

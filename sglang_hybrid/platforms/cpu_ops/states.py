@@ -9,7 +9,7 @@ ADVANCED_IN_PLACE = 1 << 15
 """Values of a state from which on a decode step advances it in the pool."""
 
 
-def owned(
+def find_owned(
     indices: Tensor | None, rows: int, pad_slot_id: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor]:
     """Batch rows that own a slot (None: all of them), and the slots of these rows, as int64.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def grid_is_read() -> bool:
+def is_grid_read() -> bool:
     """Whether SGLang will read the states that a prefill's scan leaves on its grid.
 
     It does for states that it tracks itself, and not where checkpoints are planned. Outside of a

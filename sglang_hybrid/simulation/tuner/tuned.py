@@ -155,7 +155,7 @@ class TunedCache:
             self.cache.room,
             request.message_starts,
         )
-        self.tuner.finished(record, evicted=self.cache.memory.has_evicted)
+        self.tuner.on_finish(record, evicted=self.cache.memory.has_evicted)
         if not searching:
             self._due = self._ended + self._delay
         if self.tuner.searching and self._ended >= self._due:
@@ -166,7 +166,7 @@ class TunedCache:
         switch = self.tuner.poll()
         if switch is not None:
             self.cache.switch(switch.spec)
-            self.tuner.adopted(switch)
+            self.tuner.on_adoption(switch)
         self.decided.append((self._ended, self.tuner.current))
 
     def _search(self, window: RequestWindow, candidates: Sequence[Spec], _: Limits) -> TokensFound:

@@ -149,7 +149,7 @@ class Tuner:
         self._seen_then = 0.0
         self._offer: PolicySwitch | None = None
 
-    def finished(self, record: Finished, *, evicted: bool) -> None:
+    def on_finish(self, record: Finished, *, evicted: bool) -> None:
         """A request ended. evicted: whether the cache ever had to evict."""
         self._recorder.add(record)
         self._ended += 1
@@ -166,7 +166,7 @@ class Tuner:
             self._begin(reason)
 
     def poll(self) -> PolicySwitch | None:
-        """The switch to hand to every rank, again and again until `adopted` is called."""
+        """The switch to hand to every rank, again and again until `on_adoption` is called."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             self._conclude()
@@ -177,7 +177,7 @@ class Tuner:
         if self._thread is not None:
             self._thread.join()
 
-    def adopted(self, switch: PolicySwitch) -> None:
+    def on_adoption(self, switch: PolicySwitch) -> None:
         """`switch` is in force."""
         back = switch.spec == self._left
         self.counts.taken_back += back

@@ -29,7 +29,7 @@ class Codec(Enum):
     BF16 = "bf16"
     INT8 = "int8"
 
-    def fitting(self, width: int, dtype: torch.dtype) -> Codec:
+    def fit(self, width: int, dtype: torch.dtype) -> Codec:
         """This codec, or the next larger one if it saves nothing for rows of `width` numbers of
         `dtype`; for a short row a scale takes more than it saves.
         """

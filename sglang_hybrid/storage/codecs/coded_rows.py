@@ -70,7 +70,7 @@ class CodedRows:
         for number, tensors in enumerate(layers):
             parts = []
             for shape, dtype in tensors:
-                codec = codecs[min(number, len(codecs) - 1)].fitting(shape[-1], dtype)
+                codec = codecs[min(number, len(codecs) - 1)].fit(shape[-1], dtype)
                 size = codec.row_bytes(shape[-1], dtype)
                 for length in shape[:-1]:
                     size *= length

@@ -36,7 +36,7 @@ from sglang_hybrid.storage.disk.other_models import (
     MANIFEST,
     OtherModel,
     identity_of,
-    measured,
+    measure,
     remove_model,
     unused_models,
 )
@@ -142,7 +142,7 @@ class RankFolder:
         found = []
         for name in names - self._kept - {self.identity}:
             with contextlib.suppress(OSError):
-                found.append(measured(self.tier, name))
+                found.append(measure(self.tier, name))
         return sorted(found, key=lambda model: (model.last_use, model.identity))
 
     def remove_other(self, other: OtherModel) -> tuple[int, int]:

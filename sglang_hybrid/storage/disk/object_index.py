@@ -106,7 +106,7 @@ class ObjectIndex:
         """How often files were used again, and what that tells of others. Changes nothing."""
         again = [file for file in self.files() if file.uses]
         return Uses(
-            self._intervals.learnt(),
+            self._intervals.export(),
             b"".join(file.header.names[0] for file in again),
             np.array([file.uses for file in again], dtype=np.int64),
             np.array([file.interval_bucket for file in again], dtype=np.int64),

@@ -174,7 +174,7 @@ class ObjectStore:
         """Whether it is neither off nor closed."""
         return not (self.off or self._closed)
 
-    def found(self, path: Path, header: Header, last_use: float) -> None:
+    def add_found(self, path: Path, header: Header, last_use: float) -> None:
         """A file was there at the start, unless it was written and evicted since it was listed."""
         with self._lock:
             if path not in self._index and self.in_use and os.path.lexists(path):

@@ -27,8 +27,8 @@ from typing import Any
 from sglang_hybrid.storage.disk.object_file import has_identity, is_object_path
 from sglang_hybrid.storage.disk.own_files import (
     finished_name,
+    open_folder,
     open_regular,
-    opened_folder,
     read_file,
     remove_regular,
 )
@@ -63,19 +63,19 @@ def unused_models(tier: Path) -> list[str]:
     which a starting server might find a lock taken that is only looked at here. Raises OSError.
     """
     found = []
-    with opened_folder(tier) as top:
+    with open_folder(tier) as top:
         for name in filter(_IDENTITY.fullmatch, os.listdir(top)):
             with contextlib.suppress(OSError), _claimed(top, name):
                 found.append(name)
     return found
 
 
-def measured(tier: Path, identity: str) -> OtherModel:
+def measure(tier: Path, identity: str) -> OtherModel:
     """What an identity has on disk now. Raises OSError."""
     total, last_use = 0, 0.0
-    with opened_folder(tier) as top, opened_folder(identity, top) as model:
+    with open_folder(tier) as top, open_folder(identity, top) as model:
         for name in _ranks(model):
-            with opened_folder(name, model) as rank:
+            with open_folder(name, model) as rank:
                 last_use = max(last_use, os.lstat(LOCK, dir_fd=rank).st_mtime)
                 for folder, file in _object_files(rank):
                     with contextlib.suppress(OSError):
@@ -89,10 +89,10 @@ def remove_model(tier: Path, identity: str) -> tuple[int, int]:
     now, or if it is none.
     """
     removed = []
-    with opened_folder(tier) as top:
+    with open_folder(tier) as top:
         with _claimed(top, identity) as model:
             for name in _ranks(model):
-                with opened_folder(name, model) as rank:
+                with open_folder(name, model) as rank:
                     for folder, file in _object_files(rank):
                         if _is_unfinished(file) or has_identity(file, identity, folder):
                             with contextlib.suppress(OSError):
@@ -117,12 +117,12 @@ def _claimed(top: int, identity: str) -> Iterator[int]:
     manifest, no ranks, or a rank that is in use or has no lock.
     """
     with contextlib.ExitStack() as held:
-        model = held.enter_context(opened_folder(identity, top))
+        model = held.enter_context(open_folder(identity, top))
         ranks = _ranks(model)
         if not ranks or _manifest_identity(model) != identity:
             raise OSError(f"{identity} is no folder of objects")
         for name in ranks:
-            with opened_folder(name, model) as rank:
+            with open_folder(name, model) as rank:
                 lock = open_regular(LOCK, os.O_RDWR, rank)
             held.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,7 +143,7 @@ def _ranks(model: int) -> list[str]:
 def _object_files(rank: int) -> Iterator[tuple[int, str]]:
     """Folder and name of everything whose name is that of an object's file, finished or not."""
     for name in filter(_OBJECTS.fullmatch, os.listdir(rank)):
-        with contextlib.suppress(OSError), opened_folder(name, rank) as folder:
+        with contextlib.suppress(OSError), open_folder(name, rank) as folder:
             for file in os.listdir(folder):
                 if is_object_path(name, file):
                     yield folder, file

@@ -54,7 +54,7 @@ def _demand_regular(found: os.stat_result, path: Path | str) -> None:
 
 
 @contextlib.contextmanager
-def opened_folder(path: Path | str, within: int | None = None) -> Iterator[int]:
+def open_folder(path: Path | str, within: int | None = None) -> Iterator[int]:
     """The descriptor of a folder; `within` is one that the path begins in. Raises ForeignFile for a
     link, a mount, and what is no folder; OSError.
     """
@@ -91,7 +91,7 @@ def write_file(path: Path, content: bytes, synchronize: bool = False) -> None:
     """
     temporary = f".{path.name}{UNFINISHED}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    with opened_folder(path.parent) as folder:
+    with open_folder(path.parent) as folder:
         with contextlib.suppress(FileNotFoundError):
             _demand_regular(os.lstat(path.name, dir_fd=folder), path)
         try:
@@ -111,7 +111,7 @@ def write_file(path: Path, content: bytes, synchronize: bool = False) -> None:
 
 def remove(path: Path, size: int | None = None) -> None:
     """Remove a regular file, if that can be done, and if it has this size, where one is given."""
-    with contextlib.suppress(OSError), opened_folder(path.parent) as folder:
+    with contextlib.suppress(OSError), open_folder(path.parent) as folder:
         found = os.lstat(path.name, dir_fd=folder)
         if size is None or found.st_size == size:
             remove_regular(path.name, folder)

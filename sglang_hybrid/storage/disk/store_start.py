@@ -116,7 +116,7 @@ def _learn(store: ObjectStore, path: Path, last_use: float) -> str:
         return str(error)
     except OSError as error:
         return error.strerror or "it cannot be read"
-    store.found(path, header, last_use)
+    store.add_found(path, header, last_use)
     return ""
 
 

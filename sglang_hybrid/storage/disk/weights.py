@@ -23,7 +23,7 @@ def watch(store: ObjectStore) -> None:
         store.turn_off(WHY_OFF)
 
 
-def changed() -> None:
+def on_change() -> None:
     """Weights are about to be updated in place. Called by SGLang's weight updater."""
     global _changed
     _changed = True

@@ -105,7 +105,7 @@ def test_one_memory_is_shown() -> None:
 from sglang_hybrid.core.memory.account import Account, MemoryKind as Kind
 from sglang_hybrid.serving.telemetry.metrics import memory_metrics
 account = Account(1_000)
-account.join(Kind.STATES, lambda wanted: account.gave_back(Kind.STATES, 400) or 400)
+account.join(Kind.STATES, lambda wanted: account.on_release(Kind.STATES, 400) or 400)
 shown = Metrics(memory_metrics(account))
 account.claim(Kind.STATES, 800)
 account.charge(Kind.STATES, used=250, waste=50, kept=-300)

@@ -37,10 +37,10 @@ class Tuner:
     def __init__(self) -> None:
         self.records: list[Finished] = []
 
-    def finished(self, record: Finished, *, evicted: bool) -> None:
+    def on_finish(self, record: Finished, *, evicted: bool) -> None:
         self.records.append(record)
 
-    def adopted(self, switch: PolicySwitch) -> None:
+    def on_adoption(self, switch: PolicySwitch) -> None:
         pass
 
 

@@ -54,13 +54,13 @@ def feed(it: Tuner, count: int, hit_rate: float = 0.5, evicted: bool = True) -> 
     """`count` requests; a search is waited for, a switch adopted. Returns the last one."""
     last = None
     for record in records(templates(count), hit_rate):
-        it.finished(record, evicted=evicted)
+        it.on_finish(record, evicted=evicted)
         if it._thread is not None:
             it._thread.join()
         switch = it.poll()
         if switch is not None:
             last = switch
-            it.adopted(switch)
+            it.on_adoption(switch)
     return last
 
 
@@ -102,14 +102,14 @@ def test_a_gain_within_the_margin_changes_nothing() -> None:
 def test_a_gain_above_it_is_offered_until_it_is_adopted() -> None:
     it = tuner(Script({REUSE: 500, LRU: 600, MARCONI: 600}))
     for record in records(templates(40), 0.5):
-        it.finished(record, evicted=True)
+        it.on_finish(record, evicted=True)
     assert it._thread is not None
     it._thread.join()
     switch = it.poll()
     assert switch is not None and switch.spec == LRU, "the first of equals"
     assert it.poll() is switch
     assert it.current == REUSE
-    it.adopted(switch)
+    it.on_adoption(switch)
     assert (it.poll(), it.current, it.counts.switches) == (None, LRU, 1)
     assert it.info()["last_switch"] == switch.reason
     assert "lru instead of reuse: 600 instead of 500 of 1,000" in switch.reason
@@ -283,12 +283,12 @@ def test_two_phases_with_real_workers() -> None:
     in_force = []
     for phase, hit_rate in ((fashions, 0.4), (templates, 0.1)):
         for record in records(phase(101), hit_rate):
-            it.finished(record, evicted=True)
+            it.on_finish(record, evicted=True)
             if it._thread is not None:
                 it._thread.join()
             switch = it.poll()
             if switch is not None:
-                it.adopted(switch)
+                it.on_adoption(switch)
         in_force.append(it.current.name)
     assert in_force == ["lru", "reuse"]
     assert (it.counts.runs, it.counts.failures, it.counts.switches) == (2, 0, 1)
@@ -299,7 +299,7 @@ def test_what_was_learnt_before_the_window_is_replayed_too() -> None:
     it = Tuner(COST, Rules(window=100), serving=Serving(), search=few)
     for phase, hit_rate in ((templates, 0.4), (fashions, 0.6)):
         for record in records(phase(101), hit_rate):
-            it.finished(record, evicted=True)
+            it.on_finish(record, evicted=True)
             if it._thread is not None:
                 it._thread.join()
             assert it.poll() is None
