@@ -27,17 +27,19 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
 from importlib.util import find_spec
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
+
+import whatthepatch
 
 from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS
 from sglang_hybrid.hooks.patching import place_of
 from sglang_hybrid.hooks.sources import Sources, digest, load_hashes, statements
 from sglang_hybrid.hooks.table import HOOKS
+from sglang_hybrid.platforms.cpu_ops.bindings import BINDINGS
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 70  # columns of each of two texts beside each other
-_HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
 
 
 class Release(Sources):
@@ -104,19 +106,13 @@ class Hunk:
 def hunks(patch: str) -> dict[str, list[Hunk]]:
     """The hunks of a unified diff by the file that they change."""
     found: dict[str, list[Hunk]] = {}
-    here: list[Hunk] | None = None
-    for line in patch.split("\n"):
-        if line.startswith("diff --git"):
-            here = None
-        elif line.startswith("+++ b/"):
-            here = found.setdefault(line.removeprefix("+++ b/").split("\t")[0], [])
-        elif here is not None and (match := _HUNK.match(line)):
-            here.append(Hunk(int(match[1]) - 1, [], []))
-        elif here and line[:1] in (" ", "-", "+") and not line.startswith("---"):
-            if line[0] != "+":
-                here[-1].before.append(line[1:])
-            if line[0] != "-":
-                here[-1].after.append(line[1:])
+    for diff in whatthepatch.parse_patch(patch):
+        here = found.setdefault(diff.header.new_path.removeprefix("b/"), [])
+        for _, group in groupby(diff.changes or (), key=lambda change: change.hunk):
+            changes = list(group)
+            before = [change for change in changes if change.old is not None]
+            after = [change.line for change in changes if change.new is not None]
+            here.append(Hunk(before[0].old - 1, [change.line for change in before], after))
     return found
 
 
@@ -282,38 +278,6 @@ def overrides(package: Path) -> set[tuple[str, str]]:
     return found
 
 
-def bindings(table: Path) -> set[tuple[str, str]]:
-    """(module, name) of each `Binding(module, name, function)` of a file."""
-    tree = ast.parse(table.read_text())
-    constants: dict[str, str] = {}
-
-    def value(node: ast.expr) -> str:
-        if isinstance(node, ast.Name):
-            return constants[node.id]
-        if isinstance(node, ast.JoinedStr):
-            parts = (p.value if isinstance(p, ast.FormattedValue) else p for p in node.values)
-            return "".join(value(part) for part in parts)
-        assert isinstance(node, ast.Constant)
-        return str(node.value)
-
-    for node in tree.body:
-        if isinstance(node, ast.Assign):
-            pairs = [(node.targets[0], node.value)]
-            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
-                pairs = list(zip(node.targets[0].elts, node.value.elts, strict=True))
-            constants |= {
-                target.id: value(given)
-                for target, given in pairs
-                if isinstance(target, ast.Name) and isinstance(given, ast.Constant | ast.JoinedStr)
-            }
-
-    return {
-        (value(node.args[0]), value(node.args[1]))
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Binding"
-    }
-
-
 def signature(found: tuple[str, ast.stmt] | None) -> str | None:
     """The parameters of a function, annotations left out; None for anything else."""
     node = None if found is None else found[1]
@@ -390,7 +354,7 @@ def main() -> int:
         known = new.version() if new.version() in SGLANG_VERSIONS else SGLANG_VERSION
         held, lost = check_hooks(targets, load_hashes(known), new)
         print(f"\n# Hooks: {lost} fail", *held, sep="\n")
-        bound = bindings(package / "platforms" / "cpu_ops" / "bindings.py")
+        bound = {(binding.module, binding.attribute) for binding in BINDINGS}
         changed = list(compare(overrides(package) | bound, old, new))
         print(f"\n# Signatures of what we override or bind: {len(changed) // 3} changed")
         print(*changed, sep="\n")

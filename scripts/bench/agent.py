@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 from scripts.bench.commands import Count
 from scripts.bench.report import ROOT, Table
-from scripts.bench.servers import LAUNCHERS, post
+from scripts.bench.servers import LAUNCHERS, SCRATCH, post
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
@@ -146,5 +145,5 @@ def _words(source: random.Random, count: int) -> str:
 
 
 def _model() -> Path:
-    path = Path(tempfile.gettempdir()) / "bench-agent-model"
+    path = SCRATCH / "bench-agent-model"
     return path if path.exists() else build_tiny_model(DEFAULT_ARCHITECTURE, path)

@@ -22,6 +22,7 @@ from scripts.bench.traces import (
     Folder,
     Row,
     Seeds,
+    percent,
     read_named,
     read_or_generate,
     rows_of,
@@ -77,30 +78,42 @@ def answers(
         hinted |= {f"{name}, {kind}": with_hints(it, kind) for name, it in runner.traces.items()}
     variants = [(WITHOUT, ""), (WITH, ""), *((WITH, f", {kind}") for kind in hints)]
     jobs = [
-        Job(spec, name + hinted, COST, int(size * 1e9), serving=RULES[one])
+        Job(spec, name + suffix, COST, int(size * 1e9), serving=RULES[one])
         for name, size in rows
         for one in rules
-        for spec, hinted in variants
+        for spec, suffix in variants
     ]
     results = iter(Runner(hinted).run_all(jobs, workers))
     heads = ["without", "answers", *(f"hints: {kind}" for kind in hints)]
+    show_gains(rows, rules, heads, (100 * result.hit_rate for result in results), digits=1)
+
+
+def show_gains(
+    rows: Sequence[Row],
+    rules: Sequence[str],
+    heads: Sequence[str],
+    rates: Iterator[float],
+    digits: int,
+) -> None:
+    """Print a row for each of `rows` and the means: for each of the rules the first rate, and what
+    the others add to it. rates: by row, rules and head.
+    """
     table = Table("trace", "GB", *(f"{one}: {head}" for one in rules for head in heads))
-    gains: list[list[float]] = []
+
+    def cells(found: Sequence[float]) -> list[str]:
+        signs = ("", *["+"] * (len(heads) - 1)) * len(rules)
+        return [f"{x:{sign}.{digits}f}" for sign, x in zip(signs, found, strict=True)]
+
+    gains = []
     for name, size in rows:
-        cells, gained = [], []
+        gained: list[float] = []
         for _ in rules:
-            found = [100 * next(results).hit_rate for _ in variants]
-            added = [rate - found[0] for rate in found[1:]]
-            cells += [f"{found[0]:.1f}", *(f"{points:+.1f}" for points in added)]
-            gained += [found[0], *added]
+            first, *others = (next(rates) for _ in heads)
+            gained += [first, *(rate - first for rate in others)]
         gains.append(gained)
-        table.row(name, f"{size:g}", *cells)
+        table.row(name, f"{size:g}", *cells(gained))
     means = [mean(column) for column in zip(*gains, strict=True)]
-    shown = [
-        f"**{value:.1f}**" if nth % len(variants) == 0 else f"**{value:+.1f}**"
-        for nth, value in enumerate(means)
-    ]
-    table.row("**mean**", "", *shown)
+    table.row("**mean**", "", *(f"**{cell}**" for cell in cells(means)))
 
 
 def closing_answers(tokens: int, seeds: int) -> tuple[Runner, list[Row]]:
@@ -141,26 +154,17 @@ def show_features(folder: Path, every_rules: Sequence[str]) -> None:
     names = ("taubench_airline", "sharegpt_55")
     runner = Runner({name: read_named(folder, name) for name in names})
     rows = [(name, size) for name in names for size in SIZES[name]]
-    heads = [f"{rules}: {name}" for rules in every_rules for name in ("answers", *FURTHER)]
-    table, gains = Table("trace", "GB", *heads), []
-    for name, size in rows:
-        found: list[float] = []
-        for rules in every_rules:
-            job = Job(WITH, name, COST, int(size * 1e9), serving=RULES[rules])
-            without = 100 * runner.run(job).hit_rate
-            found.append(without)
-            for feature in FURTHER.values():
-                with one_more(feature):
-                    found.append(100 * runner.run(job).hit_rate - without)
-        gains.append(found)
-        table.row(name, f"{size:g}", *_shown(found))
-    means = [mean(column) for column in zip(*gains, strict=True)]
-    table.row("**mean**", "", *(f"**{cell}**" for cell in _shown(means)))
 
+    def rates() -> Iterator[float]:
+        for name, size in rows:
+            for one in every_rules:
+                how = (runner, WITH, name, int(size * 1e9))
+                yield percent(*how, serving=RULES[one])
+                for feature in FURTHER.values():
+                    with one_more(feature):
+                        yield percent(*how, serving=RULES[one])
 
-def _shown(found: Sequence[float]) -> list[str]:
-    every = 1 + len(FURTHER)
-    return [f"{x:+.2f}" if at % every else f"{x:.2f}" for at, x in enumerate(found)]
+    show_gains(rows, every_rules, ["answers", *FURTHER], rates(), digits=2)
 
 
 TOOL = 10_154

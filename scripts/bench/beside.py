@@ -11,14 +11,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
-from threading import Thread
 from typing import Annotated, Any
 
 import requests
 
 from scripts.bench.commands import Count
 from scripts.bench.report import BenchFailed, Table, times_of
-from scripts.bench.servers import percentile, random_tokens
+from scripts.bench.servers import at_once, percentile, random_tokens
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.serving.server_process import ServerProcess
 
@@ -196,14 +195,7 @@ class Others:
 
 def _send_all(port: int, large: Large, clients: int, end: Event, told: Any) -> None:
     counts: Counter[str] = Counter()
-    threads = [
-        Thread(target=_send, args=(port, large, number, end.is_set, counts))
-        for number in range(clients)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(lambda number: _send(port, large, number, end.is_set, counts), range(clients))
     told.put(counts)
 
 

@@ -31,7 +31,7 @@ COMMANDS = {
     "kernels": "kernels",
     "cache": "operations",
     "victim": "operations",
-    "admission": "operations",
+    "admission": "admission",
     "rounds": "rounds",
     "schedule-round": "rounds",
     "policies": "policies",

@@ -93,6 +93,17 @@ def busy_neighbour() -> Iterator[None]:
         program.wait()
 
 
+def hits_and_steps(
+    client: Client, context: list[int], rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of hits of a cached context, and of decode steps behind it."""
+    hits = [
+        client.first_token(context + client.tokens(FEW), len(context) - 1)
+        for _ in range(8 * rounds)
+    ]
+    return hits, [client.step([context]) for _ in range(rounds)]
+
+
 def crowded(rounds: int, flags: Sequence[str]) -> None:
     """Print the table of a busy neighbour."""
     compared = ("with a neighbour", "ratio", "worst")
@@ -105,21 +116,10 @@ def crowded(rounds: int, flags: Sequence[str]) -> None:
             client = Client(server.url)
             context = client.tokens(NEIGHBOUR_CONTEXT)
             client.first_token(context, 0)
-
-            def hits(client: Client = client, context: list[int] = context) -> list[float]:
-                cached = NEIGHBOUR_CONTEXT - 1
-                return [
-                    client.first_token(context + client.tokens(FEW), cached)
-                    for _ in range(8 * rounds)
-                ]
-
-            def steps(client: Client = client, context: list[int] = context) -> list[float]:
-                return [client.step([context]) for _ in range(rounds)]
-
-            hits(), steps()
-            alone = (hits(), steps())
+            hits_and_steps(client, context, rounds)
+            alone = hits_and_steps(client, context, rounds)
             with busy_neighbour():
-                crowd = (hits(), steps())
+                crowd = hits_and_steps(client, context, rounds)
         cells = []
         for quiet, busy in zip(alone, crowd, strict=True):
             usual, slow = median(quiet), median(busy)

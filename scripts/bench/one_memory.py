@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +26,7 @@ from scripts.bench.servers import (
     greedy,
     hybrid_cache,
     post,
+    sampled,
     vocabulary_of,
 )
 from scripts.bench.traffic import drive, hit_rate
@@ -43,6 +42,9 @@ from sglang_hybrid.simulation.traces.requests import Request
 CONCURRENCY = 2
 STATES_SHARES = (0.15, 0.4, 0.7)
 """Of the memory, in the static splits."""
+
+SAMPLE_SECONDS = 0.25
+"""Between looks at the account of one memory."""
 
 PHASES = ("documents", "chats", "documents again")
 
@@ -70,26 +72,6 @@ def serve(flags: Sequence[str], phases: Sequence[Sequence[Request]]) -> tuple[li
             rates.append(hit_rate(asyncio.run(drive(server.url, trace, CONCURRENCY))))
             accounts.append(hybrid_cache(server.url)["memory"])
     return rates, accounts
-
-
-@contextmanager
-def watched(server: ServerProcess, seconds: float = 0.25) -> Iterator[list[tuple[float, Any]]]:
-    """The account of one memory, again and again: seconds since the start, and what it says."""
-    samples: list[tuple[float, Any]] = []
-    done, start = threading.Event(), time.monotonic()
-
-    def watch() -> None:
-        while not done.wait(seconds):
-            account = hybrid_cache(server.url)["memory"]
-            samples.append((time.monotonic() - start, account))
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield samples
-    finally:
-        done.set()
-        thread.join()
 
 
 def draw(samples: Sequence[tuple[float, Any]], ends: Sequence[float], file: Path) -> None:
@@ -131,8 +113,13 @@ def draw(samples: Sequence[tuple[float, Any]], ends: Sequence[float], file: Path
 
 def figure_of(flags: Sequence[str], phases: Sequence[Sequence[Request]], file: Path) -> None:
     """Serve all phases in one memory and draw it."""
-    with ServerProcess(flags, directory=ROOT) as server, watched(server) as samples:
-        start, ends = time.monotonic(), []
+    start, ends = time.monotonic(), []
+
+    def look() -> tuple[float, Any]:
+        return time.monotonic() - start, hybrid_cache(server.url)["memory"]
+
+    with ServerProcess(flags, directory=ROOT) as server, sampled(look, SAMPLE_SECONDS) as samples:
+        start = time.monotonic()
         for trace in phases:
             asyncio.run(drive(server.url, trace, CONCURRENCY))
             ends.append(time.monotonic() - start)

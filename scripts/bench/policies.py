@@ -12,7 +12,7 @@ from typing import Annotated
 from scripts.bench.commands import one_of
 from scripts.bench.report import BenchFailed, Table
 from scripts.bench.traces import COST, RULES, TRACES, Folder, Row, Seeds, percent, read_or_generate
-from sglang_hybrid.core.returns import answers, reuse
+from sglang_hybrid.core.returns import answers, hazards
 from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.replay.runner import Runner
 from sglang_hybrid.replay.systems import Setting, Spec
@@ -82,21 +82,23 @@ class Bench:
 
 @contextmanager
 def changed(constants: Constants) -> Iterator[None]:
-    """Constants at other values."""
+    """In the block, constants have other values."""
     before = {name: getattr(*place_of(name)) for name, _ in constants}
     for name, value in constants:
         setattr(*place_of(name), type(before[name])(value))
-    yield
-    for name, value in before.items():
-        setattr(*place_of(name), value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(*place_of(name), value)
 
 
 def place_of(constant: str) -> tuple[ModuleType, str]:
-    """The module and the name of NAME in `core.returns.reuse`, or of answers.NAME in its
+    """The module and the name of NAME in `core.returns.hazards`, or of answers.NAME in its
     neighbour `answers`.
     """
     module, _, name = constant.rpartition(".")
-    return (answers if module == "answers" else reuse), name
+    return (answers if module == "answers" else hazards), name
 
 
 def show(bench: Bench, specs: Sequence[Spec], rules: Sequence[str]) -> None:
@@ -198,7 +200,7 @@ def parse_grid(varied: Sequence[str]) -> list[Constants]:
     for text in varied:
         name, _, values = text.partition("=")
         if not isinstance(getattr(*place_of(name), None), int | float):
-            raise BenchFailed(f"neither reuse nor answers of core.returns has a number {name!r}")
+            raise BenchFailed(f"neither hazards nor answers of core.returns has a number {name!r}")
         axes.append([(name, float(value)) for value in values.split(",")])
     return list(itertools.product(*axes))
 
@@ -211,7 +213,7 @@ def policies(
     vary: Annotated[
         tuple[str, ...],
         {"metavar": "NAME=V,V"},
-        "constants of core.returns.reuse, or answers.NAME, for --leave-one-out",
+        "constants of core.returns.hazards, or answers.NAME, for --leave-one-out",
     ] = VARIED,
     leave_one_out: bool = False,
     changes: Annotated[int | None, {"metavar": "N"}, "requests before a change of kind"] = None,

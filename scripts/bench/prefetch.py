@@ -8,11 +8,10 @@ from typing import Annotated
 
 import numpy as np
 
+from scripts.bench.queue_rows import Row, at_load, in_processes, orders, rows
 from scripts.bench.report import Table
-from scripts.bench.schedule_replay import Row, at_load, in_processes, orders, rows
 from scripts.bench.traces import COST, TRACES, Folder
-from sglang_hybrid.core.queue.prefetch import PrefetchCounts
-from sglang_hybrid.core.queue.queue_order import QueueOrder
+from sglang_hybrid.core.queue.loads import LoadCounts
 from sglang_hybrid.core.systems import Setting, Spec
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.simulation.prefill_time import PAPER
@@ -28,7 +27,7 @@ QUARTER = 4
 class Found:
     """What loading did in one row."""
 
-    moved: PrefetchCounts
+    moved: LoadCounts
     p50: float
     mean: float
 
@@ -38,14 +37,18 @@ def serve(job: tuple[Row, float, Loading | None, int]) -> Found:
     row = at_load(row)
     bandwidths = {Tier.HOST: bandwidth * 1e9, Tier.DISK: BANDWIDTH[Tier.DISK]}
     tiers = TierBudgets.of(row.memory // QUARTER, row.memory, 0, bandwidths)
-    order: QueueOrder[int] = QueueOrder(*orders()["window"])
     cache = cache_of(row, None if loading is None else tiers)
     it = LoadingServer(
-        cache, tiers.links[Tier.HOST], PAPER, order, loading or Loading.ON_TURN, places
+        cache,
+        tiers.links[Tier.HOST],
+        PAPER,
+        *orders()["window"],
+        loading or Loading.ON_TURN,
+        places,
     )
     served = it.run(row.requests)
     ttft = np.array([one.ttft for one in served])
-    return Found(it.prefetcher.counts, float(np.median(ttft)), float(ttft.mean()))
+    return Found(it.loads.counts, float(np.median(ttft)), float(ttft.mean()))
 
 
 def cache_of(row: Row, tiers: TierBudgets | None) -> Simulator:

@@ -8,7 +8,6 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -19,9 +18,9 @@ from typing import Annotated, Any
 
 from scripts.bench.commands import HIDDEN, one_of
 from scripts.bench.report import ROOT, BenchFailed, Table
+from scripts.bench.servers import SCRATCH, large_model
 from sglang_hybrid.platforms import wait_briefly
 
-SCRATCH = Path(tempfile.gettempdir())
 MODELS = (
     "nemotron-h",
     "falcon-h1",
@@ -224,7 +223,6 @@ def profile_one(
 
     patching.install()
     time_kernels()
-    from scripts.bench.servers import large_model
     from sglang_hybrid.models import ensure_default_model
 
     large = name == "100m"

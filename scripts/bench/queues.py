@@ -25,7 +25,7 @@ from scripts.bench.servers import (
     percentile,
     random_tokens,
 )
-from sglang_hybrid.core.queue.prefetch import PrefetchCounts
+from sglang_hybrid.core.queue.loads import LoadCounts
 from sglang_hybrid.models import ensure_default_model
 from sglang_hybrid.serving.server_process import ServerProcess
 
@@ -167,16 +167,16 @@ class Loading:
                 new.append(client.first_token(client.tokens(len(document) + QUESTION), 0))
             return 1e3 * median(again), 1e3 * median(new), loads_so_far(url) - before
 
-    def queue(self, order: str, answer: int) -> tuple[list[float], PrefetchCounts]:
+    def queue(self, order: str, answer: int) -> tuple[list[float], LoadCounts]:
         """Seconds that requests waited, ascending, and what was loaded."""
         with self.server("--hybrid-schedule", order) as url:
             before = loads_so_far(url)
             most = len(self.traffic.prompts[0])
             answered = asyncio.run(ask_all(url, self.traffic, most, answer))
             told = hybrid_cache(url)["schedule"]
-            moved = PrefetchCounts(on_turn=loads_so_far(url) - before)
+            moved = LoadCounts(on_turn=loads_so_far(url) - before)
         waits = sorted(one.seconds for one in answered)
-        return waits, moved if told is None else PrefetchCounts(**told["loads"])
+        return waits, moved if told is None else LoadCounts(**told["loads"])
 
 
 def loads_so_far(url: str) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import time
 from array import array
 from collections import defaultdict
@@ -13,37 +11,35 @@ from functools import partial
 from statistics import median
 from typing import Annotated, Any
 
-import numpy as np
-import psutil
 import torch
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from scripts.bench.commands import HIDDEN
-from scripts.bench.report import ROOT, Table, seconds_of, versions
+from scripts.bench.report import Table, seconds_of, versions
+from scripts.bench.tree_memory import (
+    CACHES,
+    leaf,
+    measure_trees,
+    memory_table,
+)
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import Schedule
-from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes, build_cache
 from tests.cache.shipped import shipped
 
-CACHES: dict[str, tuple[HybridConfig | None, str]] = {
-    "SGLang, Python core": (None, "python"),
-    "SGLang, Rust core": (None, "rust"),
-    "ours, reuse": (options("reuse"), ""),
-}
 ORDERS: dict[str, tuple[HybridConfig | None, str, str]] = {
     "SGLang, Python core, lpm": (None, "python", "lpm"),
     "SGLang, Rust core, lpm": (None, "rust", "lpm"),
     "ours, lpm": (HybridConfig(), "", "lpm"),
     "ours, window": (HybridConfig(hybrid_schedule=Schedule.WINDOW), "", "fcfs"),
 }
+
 ALLOCATORS = {
     "SGLang's": shipped("sglang.srt.mem_cache.allocator.token", "TokenToKVPoolAllocator"),
     "patched": TokenToKVPoolAllocator,
 }
+
 RUNS = [
     (name, kind)
     for name, (how, _) in CACHES.items()
@@ -53,17 +49,10 @@ RUNS = [
 """Caches and allocators; they are measured by turns."""
 
 GROUP = 16
+
 ANSWER = 8
+
 ROUNDS = 20
-
-
-def leaf(start: int, tokens: int, number: int) -> InsertParams:
-    """A prompt of new tokens with a state at its end."""
-    return InsertParams(
-        key=RadixKey(array("q", range(start, start + tokens))),
-        value=torch.arange(start, start + tokens),
-        mamba_value=torch.tensor([number]),
-    )
 
 
 class Waiting:
@@ -241,69 +230,3 @@ def schedule_round(
             gc.unfreeze()
             times = (first, again, median(changed))
             table.row(name, f"{count:,}", *(f"{ms:.2f}" for ms in times))
-
-
-SHORT, LONG, FEWER = 8, 520, 25_000
-"""Tokens of a node; nodes of LONG tokens in a tree from which the bytes per token follow."""
-
-PROMPTS = 150_000
-"""In the history that is measured: more than fit."""
-
-
-def memory_table(nodes: int) -> None:
-    """Print bytes per node, per token, and of the history."""
-    print(f"{versions()}; {nodes:,} nodes; bytes.\n")
-    table = Table("cache", "per node", "per token", "history")
-    for name in CACHES:
-        program = [sys.executable, str(ROOT / "scripts" / "bench.py"), "rounds"]
-        command = [*program, "--tree", name, str(nodes)]
-        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        table.row(name, *out.splitlines()[-1].split())
-
-
-def measure_trees(name: str, nodes: int) -> None:
-    """Print the cells of one row. What a tree takes is what the process grows by; no tree is freed
-    before the end.
-    """
-    how, core = CACHES[name]
-    how = how and options("reuse", "all")
-    kept, grown = [], []
-    for count, tokens in ((FEWER, SHORT), (FEWER, LONG), (nodes, SHORT)):
-        sizes = Sizes(kv=64, states=64, rows=4, context=256)
-        cache: Any = build_cache(sizes, how, tree_core=core)
-        kept.append(cache)
-        grown.append(growth(lambda c=cache, n=count, t=tokens: fill(c, n, t)))  # type: ignore[misc]
-    per_token = (grown[1] - grown[0]) / (FEWER * (LONG - SHORT))
-    cells = f"{grown[2] / nodes - SHORT * per_token:,.0f}", f"{per_token:.1f}"
-    print(*cells, f"{growth(lambda: remember(cache)):,}" if how else "-")
-
-
-def growth(work: Callable[[], object]) -> int:
-    """Bytes that the process grows by."""
-    process = psutil.Process()
-    gc.collect()
-    before = process.memory_info().rss
-    work()
-    gc.collect()
-    return int(process.memory_info().rss - before)
-
-
-def fill(cache: Any, nodes: int, tokens: int) -> None:
-    """Leaves of `tokens` tokens, each with a state."""
-    shadow_tree = getattr(cache, "shadow_tree", None)
-    for number in range(nodes):
-        if shadow_tree is not None:
-            shadow_tree.arrived(None)
-        cache.insert(leaf(number * tokens, tokens, number))
-        if shadow_tree is not None and number % 500 == 0:  # as evictions do
-            for pool in shadow_tree.pools:
-                pool.cheapest()
-
-
-def remember(cache: Any) -> None:
-    """Prompts of SHORT tokens with answers as long in the history."""
-    shadow_tree = cache.shadow_tree
-    for number in range(PROMPTS):
-        shadow_tree.arrived(None)
-        tokens = np.arange(2 * number * SHORT, 2 * (number + 1) * SHORT)
-        shadow_tree.history.observe(tokens, SHORT, shadow_tree.clock)

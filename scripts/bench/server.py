@@ -7,12 +7,11 @@ import math
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import psutil
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from scripts.bench.commands import Count, one_of
 from scripts.bench.report import BenchFailed, Table, seconds_of
-from scripts.bench.servers import SCRATCH, STEPS, Client, large_model, percentile
+from scripts.bench.servers import SCRATCH, STEPS, Client, large_model, percentile, sampled
 from sglang_hybrid.models import build_tiny_model, ensure_default_model
 from sglang_hybrid.serving.server_process import ServerProcess
 
@@ -31,34 +30,12 @@ SAMPLE_SECONDS = 1.0
 """Between samples of memory: each costs the server some milliseconds."""
 
 
-class PeakMemory:
-    """Samples what the server's processes hold, shared pages counted once, while it is entered;
-    `peak` is the largest sum, in bytes.
-    """
-
-    def __init__(self, server: ServerProcess) -> None:
-        self.peak = 0
-        self._server = server
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while True:
-            try:
-                held = sum(p.memory_full_info().pss for p in self._server.processes())
-            except psutil.Error:
-                held = 0  # one of them has just ended
-            self.peak = max(self.peak, held)
-            if self._done.wait(SAMPLE_SECONDS):
-                return
+def memory_of(server: ServerProcess) -> int:
+    """Bytes that the server's processes hold, shared pages counted once."""
+    try:
+        return sum(process.memory_full_info().pss for process in server.processes())
+    except psutil.Error:
+        return 0  # one of them has just ended
 
 
 def bench_serving(
@@ -115,7 +92,10 @@ def server(
     )
     for model in models or (ensure_default_model(), large_model()):
         flags = ["--model-path", str(model), *server_flags]
-        with ServerProcess(flags) as running, PeakMemory(running) as memory:
+        with (
+            ServerProcess(flags) as running,
+            sampled(lambda: memory_of(running), SAMPLE_SECONDS) as memory,
+        ):
             prefill = bench_serving(running, model, prompt=PROMPT, output=1, n=requests)
             few = max(2, requests // 4)
             decode = bench_serving(running, model, prompt=16, output=STEPS, n=few)
@@ -123,7 +103,7 @@ def server(
         table.row(
             *(model.name, f"{parameters(model) / 1e6:.0f}", f"{PROMPT / p50:,.0f}"),
             f"{1000 / decode['median_tpot_ms']:,.0f}",
-            *(f"{1000 * p50:.0f}", f"{1000 * p95:.0f}", f"{memory.peak / 2**30:.2f}"),
+            *(f"{1000 * p50:.0f}", f"{1000 * p95:.0f}", f"{max(memory) / 2**30:.2f}"),
         )
     print(
         f"\nPrompts of {PROMPT:,} tokens, one at a time. {time.monotonic() - start:.0f} s in all."

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import random
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -74,6 +76,26 @@ def at_once(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Resul
     """`work` for all items at the same time, in threads; results in their order."""
     with ThreadPoolExecutor(len(items)) as threads:
         return list(threads.map(work, items))
+
+
+@contextmanager
+def sampled(look: Callable[[], Result], seconds: float) -> Iterator[list[Result]]:
+    """What `look` finds while the block runs, once every so many seconds and at its end."""
+    found: list[Result] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(seconds):
+            found.append(look())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
+    found.append(look())
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +12,11 @@ import numpy as np
 
 from scripts.bench.commands import one_of
 from scripts.bench.memory import ENOUGH
+from scripts.bench.policies import changed
 from scripts.bench.report import Table
 from scripts.bench.traces import COST, TRACES, Folder, percent, read_named
 from sglang_hybrid.core.costs.cost import CostModel, FloatArray
 from sglang_hybrid.core.records.nodes import NEVER, Clock, Node
-from sglang_hybrid.core.returns import hazards
 from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.returns.reuse import ReuseIndex
 from sglang_hybrid.core.victims.eviction import Policy, Reuse
@@ -158,17 +157,6 @@ def shares(trace: str, requests: Sequence[Request], device: float) -> list[float
     return [100 * rate / bound for rate in (*found, hit_rate(best, requests))]
 
 
-@contextmanager
-def weight_of_coarser_classes(intervals: float) -> Iterator[None]:
-    """In the block, a coarser class counts for so many intervals."""
-    before = hazards.PRIOR_WEIGHT
-    hazards.PRIOR_WEIGHT = intervals  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        hazards.PRIOR_WEIGHT = before  # type: ignore[misc]
-
-
 class Bits:
     """Bits in which an index would have told the bins of the intervals that end, each foretold by
     the hazards in force then.
@@ -195,7 +183,7 @@ class Bits:
 def weigh(trace: str, requests: Sequence[Request], device: float, weight: float) -> list[str]:
     """Hit rate of `reuse` in percent of the unbounded one, and bits per interval."""
     tiers = tiers_of(device)
-    with weight_of_coarser_classes(weight):
+    with changed((("PRIOR_WEIGHT", weight),)):
         cache = Told(COST, tiers, "reuse", requests)
         history = cache.policy.history
         assert history is not None

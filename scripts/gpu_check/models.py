@@ -22,6 +22,7 @@ from typing import Any
 
 import requests
 
+from scripts.bench.servers import flush, greedy, post, random_tokens
 from scripts.gpu_check.findings import tell
 from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.models import ARCHITECTURES, build_tiny_model
@@ -54,41 +55,22 @@ class Hit:
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    source = random.Random(seed)
-    return [source.randrange(300, 32_000) for _ in range(length)]
+    return random_tokens(random.Random(seed), length)
 
 
 def generate(url: str, tokens: list[int], declared: tuple[int, ...] = ()) -> dict[str, Any]:
     """One greedy answer with its log probabilities."""
-    body: dict[str, Any] = {
-        "input_ids": tokens,
-        "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
-        "return_logprob": True,
-        "logprob_start_len": -1,
-        **({"kv_hints": kv_hints.write(PromptHints(tuple(declared)))} if declared else {}),
-    }
-    response = requests.post(url + "/generate", json=body, timeout=60)
-    response.raise_for_status()
-    found: dict[str, Any] = response.json()
-    return found
-
-
-def flush(url: str) -> None:
-    requests.post(url + "/flush_cache", params={"timeout": 30}, timeout=60).raise_for_status()
+    hints = {"kv_hints": kv_hints.write(PromptHints(declared))} if declared else {}
+    logprobs = {"return_logprob": True, "logprob_start_len": -1}
+    return post(url, "/generate", {**greedy(tokens, NEW_TOKENS), **logprobs, **hints})
 
 
 def difference(url: str, record: dict[str, Any], tokens: list[int]) -> float:
     """Between what a request said of its answer and what a prefill with an empty cache says."""
     flush(url)
-    body: dict[str, Any] = {
-        "input_ids": tokens + record["output_ids"],
-        "sampling_params": {"temperature": 0, "max_new_tokens": 1},
-        "return_logprob": True,
-        "logprob_start_len": len(tokens) - 1,
-    }
-    response = requests.post(url + "/generate", json=body, timeout=60)
-    response.raise_for_status()
-    cold = response.json()["meta_info"]["input_token_logprobs"][-NEW_TOKENS:]
+    again = greedy(tokens + record["output_ids"], 1)
+    body = {**again, "return_logprob": True, "logprob_start_len": len(tokens) - 1}
+    cold = post(url, "/generate", body)["meta_info"]["input_token_logprobs"][-NEW_TOKENS:]
     said = record["meta_info"]["output_token_logprobs"]
     return float(max(abs(a[0] - b[0]) for a, b in zip(said, cold, strict=True)))
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.cache.parts import Parts
     from sglang_hybrid.cache.planning import PrefillPlans
-    from sglang_hybrid.cache.queue.waiting_queue import QueueSchedule
+    from sglang_hybrid.cache.queue.served_queue import ServedQueue
     from sglang_hybrid.cache.request.segments import ModularPrompts
     from sglang_hybrid.cache.tuning import Tuning
 
@@ -28,7 +28,7 @@ class EndingCache(Protocol):
 
     tree_core: Any
     tuning: Tuning
-    schedule: QueueSchedule | None
+    schedule: ServedQueue | None
     modular: ModularPrompts
     plans: PrefillPlans
 
@@ -76,7 +76,7 @@ class Endings:
         place = self._shadow_tree.record(node).history_node
         seconds = None if place is None else place.return_after
         if seconds is not None:
-            schedule.expected(node.id, seconds)
+            schedule.expect_return(node.id, seconds)
 
     def on_session_closed(self, last: Sequence[Req]) -> None:
         """A client closed its session, whose ``last`` requests nobody continued."""

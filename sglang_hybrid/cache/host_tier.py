@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.cache.learning import Learning
     from sglang_hybrid.cache.planning import PrefillPlans
-    from sglang_hybrid.cache.queue.waiting_queue import QueueSchedule
+    from sglang_hybrid.cache.queue.served_queue import ServedQueue
     from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
     from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
     from sglang_hybrid.core.costs.cost import CostModel
@@ -63,7 +63,7 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
         super()._reset_full()
         self._held_on_host = {}
 
-    def start_tiers(self, schedule: QueueSchedule | None, watermark: float) -> None:
+    def start_tiers(self, schedule: ServedQueue | None, watermark: float) -> None:
         """Decide about copies and loads from now on, if there is memory below the device.
 
         schedule: the queue whose loads begin ahead of their turn. watermark: up to which share of

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_hybrid.cache.planning import PrefillPlans
-    from sglang_hybrid.cache.queue.waiting_queue import QueueSchedule
+    from sglang_hybrid.cache.queue.served_queue import ServedQueue
     from sglang_hybrid.cache.state_slots.state_pool import PoolStateSlots
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         self.tree_cache.plans.prefix_wait.now_waiting(waiting_queue)
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
-        if not self.may_run(req):
+        if not self.can_run(req):
             return AddReqResult.OTHER
         needed = self._slots_needed(req)
         if self._promised + needed and not self._slots_fit(req, needed):
@@ -131,8 +131,8 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         self._reserve()
         return rest
 
-    def may_run(self, req: Req) -> bool:
-        return not self._chunk_waits and super().may_run(req)
+    def can_run(self, req: Req) -> bool:
+        return not self._chunk_waits and super().can_run(req)
 
     def budget_state(self) -> AddReqResult:
         return AddReqResult.OTHER if self._chunk_waits else super().budget_state()
@@ -232,7 +232,7 @@ def _rest_of(req: Req) -> int:
 
 
 def adder_class(
-    schedule: QueueSchedule | None, *, with_states: bool
+    schedule: ServedQueue | None, *, with_states: bool
 ) -> type[ScheduledPrefillAdder] | None:
     """The adder that fills batches, for a model with states or with a queue of ours; None: SGLang
     has its own.

@@ -18,7 +18,7 @@ from sglang_hybrid.cache.parts import build_parts
 from sglang_hybrid.cache.planning import PrefillPlans
 from sglang_hybrid.cache.prefill_adder import adder_class
 from sglang_hybrid.cache.publishing import Publisher
-from sglang_hybrid.cache.queue.waiting_queue import make_schedule
+from sglang_hybrid.cache.queue.served_queue import make_served_queue
 from sglang_hybrid.cache.report import CacheReport
 from sglang_hybrid.cache.request.segments import ModularPrompts
 from sglang_hybrid.cache.step_messages import StepMessages
@@ -84,7 +84,9 @@ class HybridRadixCache(HostTierCache):
         self.decision_log, self.explainer = parts.decision_log, parts.explainer
         self.step_clock = parts.step_clock
         self.plans = PrefillPlans(parts, message_boundaries)
-        self.schedule = None if params.disable else make_schedule(self, self.options, priority_sign)
+        self.schedule = (
+            None if params.disable else make_served_queue(self, self.options, priority_sign)
+        )
         super().__init__(with_our_components(params, parts))
         self.start_tiers(self.schedule, self.options.hybrid_offload_watermark)
         with_states = self.is_mamba_enabled and not self.disable
@@ -178,12 +180,12 @@ class HybridRadixCache(HostTierCache):
         self.slots.ended()
         self.plans.drop(req)
         if self.schedule is not None:
-            self.schedule.ended(req)
+            self.schedule.on_finish(req)
 
     def finish(self, handle: CacheRequestHandle, outcome: CacheRequestOutcome) -> None:
         super().finish(handle, outcome)
         if self.schedule is not None and outcome is CacheRequestOutcome.ABORT:
-            self.schedule.aborted(handle)
+            self.schedule.on_abort(handle)
 
     # The whole tree.
 
@@ -192,7 +194,7 @@ class HybridRadixCache(HostTierCache):
         self.decision_log.on_flush()
         self.plans.forget_all()
         if self.schedule is not None:
-            self.schedule.emptied()
+            self.schedule.on_flush()
 
     def sanity_check(self) -> None:
         """SGLang's check of its tree, then ours of the shadow tree. Raises AssertionError."""

@@ -10,7 +10,7 @@ from sglang_hybrid.serving.telemetry.metrics import cache_metrics
 
 if TYPE_CHECKING:
     from sglang_hybrid.cache.parts import Parts
-    from sglang_hybrid.cache.queue.waiting_queue import QueueSchedule
+    from sglang_hybrid.cache.queue.served_queue import ServedQueue
     from sglang_hybrid.cache.tuning import Tuning
     from sglang_hybrid.core.returns.answers import Calibration
     from sglang_hybrid.serving.telemetry.schedule import ScheduleStats
@@ -20,7 +20,7 @@ class ReportedCache(Protocol):
     """What is asked of the cache that is reported of."""
 
     tuning: Tuning
-    schedule: QueueSchedule | None
+    schedule: ServedQueue | None
     is_mamba_enabled: bool
     req_to_token_pool: Any
 

@@ -69,7 +69,7 @@ class DecisionLog:
 
     @contextmanager
     def making_room_for(self, request: CheckpointRequest | None) -> Iterator[None]:
-        """What is evicted meanwhile gives its slot to `request`."""
+        """Evictions within this context give their slot to the state that `request` asks for."""
         self._recipient = request and _short(request)
         try:
             yield
@@ -135,8 +135,8 @@ class DecisionLog:
     # What requests found.
 
     def on_lookup(self, req: Req, report: RequestReport, kv: int, node: UnifiedTreeNode) -> None:
-        """`req` was looked up, again perhaps, and would resume from `node`, whose use by it is not
-        counted yet.
+        """A look-up of `req`, not always its first, ended at `node`, from which `req` would resume.
+        The node's counts do not contain this use yet. kv: tokens of the prompt whose KV is stored.
         """
         whose = tenant_of(req)
         if not self._someone_came:
@@ -159,7 +159,7 @@ class DecisionLog:
         self.recent.put(whose, req.rid, seen, seen.size(req.rid))
 
     def on_history_match(self, req: Req, known_len: int) -> None:
-        """So much of the prompt of `req` was sent before by its tenant."""
+        """The first `known_len` tokens of the prompt of `req` were sent before by its tenant."""
         seen = self.recent.get(tenant_of(req), req.rid)
         if seen is not None:
             seen.known = known_len
@@ -184,7 +184,7 @@ class DecisionLog:
     # Prefix hashes.
 
     def prefix_hash(self, record: Node) -> int:
-        """The prefix hash of a node's end. It is kept on the record: each token is hashed once."""
+        """The prefix hash of a node's end. The record keeps it, so each token is hashed once."""
         way: list[Node] = []
         at = record
         while at.prefix_hash is None and at.parent is not None:

@@ -16,7 +16,7 @@ from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.explanation import Explanation
 from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput, ResidencyReq
-from sglang_hybrid.explain.prefix_tiers import Residency
+from sglang_hybrid.explain.prefix_tiers import PrefixTiers
 from sglang_hybrid.serving.tenants import tenant
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Explainer:
 
     def handlers(self) -> list[tuple[type, Callable[[Any], Any]]]:
         """What the scheduler's dispatcher must know."""
-        return [(ExplainReq, self.answer), (ResidencyReq, Residency(self._cache).answer)]
+        return [(ExplainReq, self.answer), (ResidencyReq, PrefixTiers(self._cache).answer)]
 
     def answer(self, asked: ExplainReq) -> ExplainReqOutput:
         """The report that is asked for, or one sentence that says why there is none."""

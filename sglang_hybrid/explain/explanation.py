@@ -1,4 +1,4 @@
-"""Why was this prompt not hit further? What one tenant is told."""
+"""Why was this prompt not hit further? The report that one tenant gets."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ MOST_MISSED = 64
 
 
 class Explanation:
-    """What one tenant is told. Nothing in it depends on what other tenants sent, but that room was
-    taken.
+    """Reports on the prompts of one tenant. Requests of other tenants change nothing in them, but
+    that they took room.
     """
 
     def __init__(self, cache: ExplainedCache, decision_log: DecisionLog, whose: Tenant) -> None:
@@ -124,8 +124,8 @@ class Explanation:
     def _would_leave(
         self, prompt: array[int], hit: int, kv: int, history_match: HistoryMatch | None
     ) -> list[tuple[int, str]]:
-        """Where the prefill of this prompt would want to leave a state; whether there is room is
-        not asked.
+        """Positions and kinds of the states that a prefill of this prompt would ask for, whether
+        there is room for them or not.
         """
         cache = self._cache
         if not cache.plans_checkpoints:

@@ -49,8 +49,8 @@ class ResumedCheckpoint(msgspec.Struct):
 
 
 class SlotRecipient(msgspec.Struct):
-    """A state that got another one's slot, for the prefill of `request`; score: what it was worth
-    beside it, if that was asked.
+    """The state that got an evicted state's slot. request: id of the request whose prefill took it.
+    score: its worth, in the unit of the evicted state's score; None if the two were not compared.
     """
 
     position: int
@@ -63,11 +63,12 @@ class MissedCheckpoint(msgspec.Struct):
     """A position at which a checkpoint would have helped.
 
     gain: tokens that it would have saved. kind: of the checkpoint that was wanted or evicted. when:
-    it was decided. request: whose prefill wanted it. short: "states" or "kv", the pool that ran
-    short when it was evicted. score, victim_score: what `policy` gave it, and what it gave the
-    cheapest one that could go; below 0 nobody is expected to come back; None once several tenants
-    came. recipient: the same tenant's state that got its slot. with_kv: its KV was evicted with it.
-    return_expected: as in `ResumedCheckpoint`, when it was evicted. pinned: a client had pinned it.
+    seconds since the decision. request: id of the request whose prefill wanted it. short: "states"
+    or "kv", the pool that ran short when it was evicted. score, victim_score: what `policy` gave
+    it, and what it gave the cheapest state that could be evicted; below 0 no return is expected;
+    None once several tenants have sent requests. recipient: the same tenant's state that got its
+    slot. with_kv: its KV was evicted with it. return_expected: as in `ResumedCheckpoint`, when it
+    was evicted. pinned: a client had pinned it.
     """
 
     position: int
@@ -91,8 +92,8 @@ class MissedCheckpoint(msgspec.Struct):
 class Unstored(msgspec.Struct):
     """Tokens [start, end) of the usable prompt, whose KV is not stored.
 
-    known: how far they were sent before, as far as that is remembered. when, short, policy: of the
-    eviction.
+    known: position up to which they were sent before, None if that is not remembered. when, short,
+    policy: of the eviction, as in `MissedCheckpoint`.
     """
 
     start: int

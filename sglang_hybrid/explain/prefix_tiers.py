@@ -1,4 +1,4 @@
-"""In which tier prefixes are stored: their KV, and the state at their end. It changes nothing."""
+"""In which tiers prefixes are stored: their KV, and the state at the end. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class StoredIn(IntEnum):
     NOWHERE = 3
 
 
-class Residency:
-    """Answers for the prefixes of one tenant at a time, from the tenant's part of the tree."""
+class PrefixTiers:
+    """Tells the tiers of prefixes of one tenant, from the tenant's part of the tree."""
 
     def __init__(self, cache: ExplainedCache) -> None:
         self._cache = cache
@@ -76,8 +76,9 @@ class Residency:
 
 
 class DiskPrefixes:
-    """Which of some prefixes the third tier has. A prefix is hashed behind the one above it, and
-    not at all if the one above it is not there: the scheduler waits for the answer.
+    """Which of several prefixes are on disk. The hash of a prefix continues that of the prefix
+    above it, and a prefix below one that is not on disk is not hashed at all, because the scheduler
+    waits for the answer.
     """
 
     def __init__(self, cache: ExplainedCache) -> None:

@@ -66,14 +66,14 @@ def remedy(report: MissReport) -> str | None:
     """The flag that would have kept the deepest checkpoint that a flag could keep, if one would."""
     cache = report.cache
     if report.request is not None and report.request.missed == "no_slot":
-        return _more_slots(cache)
+        return _more(cache, "states")
     for missed in report.deeper:
         if missed.gain < WORTH_MENDING:
             continue
-        if missed.reason in (Reason.NO_SLOT, Reason.NOT_WORTH) or missed.short == "states":
-            return _more_slots(cache)
+        if missed.reason in (Reason.NO_SLOT, Reason.NOT_WORTH):
+            return _more(cache, "states")
         if missed.short is not None:
-            return _more_kv(cache)
+            return _more(cache, missed.short)
         if missed.reason is Reason.MICRO_BRANCH and missed.gain < cache.min_branch_tokens:
             return (
                 f"SGLANG_HYBRID_MIN_BRANCH_TOKENS={missed.gain} or less; it is "
@@ -83,7 +83,7 @@ def remedy(report: MissReport) -> str | None:
             return "--hybrid-admission judicious, which takes exact states."
     unstored = report.unstored
     if unstored is not None and unstored.why is UnstoredReason.EVICTED:
-        return _more_slots(cache) if unstored.short == "states" else _more_kv(cache)
+        return _more(cache, unstored.short or "kv")
     return None
 
 
@@ -113,7 +113,7 @@ def _resumed(report: MissReport) -> str:
         return "token 0: no checkpoint is on its path"
     about = []
     if used.kind is not None:
-        about.append(KINDS.get(used.kind, used.kind))
+        about.append(_kind(used.kind))
     if used.taken is not None and used.hits is not None:
         hits = _count(used.hits, "hit")
         last = f", the last one {_ago(used.last_used)}" if used.hits else ""
@@ -132,7 +132,7 @@ def _deeper(report: MissReport) -> Iterator[str]:
         return
     yield "Where a checkpoint would have helped, deepest first:"
     for missed in report.deeper[:SHOWN]:
-        kind = "" if missed.kind is None else f"{KINDS.get(missed.kind, missed.kind)}: "
+        kind = "" if missed.kind is None else f"{_kind(missed.kind)}: "
         why = _why(missed, report.cache)
         yield f"  token {missed.position:,} (+{missed.gain:,}) {kind}{why}"
     if len(report.deeper) > SHOWN:
@@ -168,16 +168,15 @@ def _why(missed: MissedCheckpoint, cache: CacheSnapshot) -> str:
 
 
 def _evicted(missed: MissedCheckpoint) -> str:
-    short = {"states": "state slots", "kv": "KV"}.get(missed.short or "", "room")
     said = (
         f"evicted {_ago(missed.when)} by {missed.policy}{_worth(missed.score)}, "
-        f"when {short} ran short"
+        f"when {_pool(missed.short)} ran short"
     )
-    if missed.recipient is not None:
-        kind = KINDS.get(missed.recipient.kind, missed.recipient.kind)
+    gets = missed.recipient
+    if gets is not None:
         said += (
-            f"; its slot went to the {kind} at token {missed.recipient.position:,} "
-            f"of request {missed.recipient.request}{_worth(missed.recipient.score)}"
+            f"; its slot went to the {_kind(gets.kind)} at token {gets.position:,} "
+            f"of request {gets.request}{_worth(gets.score)}"
         )
     elif missed.short == "states":
         said += "; another request needed the slot"
@@ -200,10 +199,9 @@ def _unstored(report: MissReport) -> Iterator[str]:
         return
     upto = "" if rest.known is None else f", which was sent before to token {rest.known:,},"
     if rest.why is UnstoredReason.EVICTED:
-        short = {"states": "state slots", "kv": "KV"}.get(rest.short or "", "room")
         yield (
             f"{tokens}: KV from here on{upto} was evicted {_ago(rest.when)} by {rest.policy}, "
-            f"when {short} ran short."
+            f"when {_pool(rest.short)} ran short."
         )
     elif rest.why is UnstoredReason.GONE:
         yield f"{tokens}: KV from here on{upto} is gone; when it went is not remembered."
@@ -218,7 +216,7 @@ def _request(report: MissReport) -> Iterator[str]:
     if request.left:
         yield f"It left states at {_positions(request.left)}."
     for missed in request.refused:
-        kind = "" if missed.kind is None else f" ({KINDS.get(missed.kind, missed.kind)})"
+        kind = "" if missed.kind is None else f" ({_kind(missed.kind)})"
         yield f"It left none at token {missed.position:,}{kind}: {_why(missed, report.cache)}."
     yield f"Sent again now, it would resume at token {request.now:,}."
 
@@ -236,25 +234,18 @@ def _remembered(report: MissReport) -> Iterator[str]:
         yield f"The cache was emptied {_ago(cache.emptied)}; older decisions are forgotten."
 
 
-def _more_slots(cache: CacheSnapshot) -> str:
+def _more(cache: CacheSnapshot, short: str) -> str:
+    """The flags that give more of the pool that ran short ("states" or "kv")."""
     if cache.shared_bytes is not None:
-        return _more_memory(cache.shared_bytes)
-    return (
-        f"more state slots: --max-mamba-cache-size above {cache.state_slots:,}, "
-        "or a larger --mamba-full-memory-ratio."
-    )
-
-
-def _more_memory(shared: int) -> str:
-    return (
-        f"more memory: KV and states share {shared:,} bytes; a larger --max-total-tokens, "
-        "--max-mamba-cache-size or --mem-fraction-static makes them more."
-    )
-
-
-def _more_kv(cache: CacheSnapshot) -> str:
-    if cache.shared_bytes is not None:
-        return _more_memory(cache.shared_bytes)
+        return (
+            f"more memory: KV and states share {cache.shared_bytes:,} bytes; a larger "
+            "--max-total-tokens, --max-mamba-cache-size or --mem-fraction-static makes them more."
+        )
+    if short == "states":
+        return (
+            f"more state slots: --max-mamba-cache-size above {cache.state_slots:,}, "
+            "or a larger --mamba-full-memory-ratio."
+        )
     more = f"more KV: --max-total-tokens above {cache.kv_room:,}, or a larger --mem-fraction-static"
     if cache.state_slots is None:
         return more + "."
@@ -262,6 +253,14 @@ def _more_kv(cache: CacheSnapshot) -> str:
         f"{more}; or a smaller --mamba-full-memory-ratio, where /server_info shows that state "
         "slots stay free."
     )
+
+
+def _kind(kind: str) -> str:
+    return KINDS.get(kind, kind)
+
+
+def _pool(short: str | None) -> str:
+    return {"states": "state slots", "kv": "KV"}.get(short or "", "room")
 
 
 def _expected(p: float) -> str:
@@ -283,7 +282,7 @@ def _score(score: float | None) -> str:
 
 
 def _positions(places: list[tuple[int, str]]) -> str:
-    return ", ".join(f"{position:,} ({KINDS.get(kind, kind)})" for position, kind in places)
+    return ", ".join(f"{position:,} ({_kind(kind)})" for position, kind in places)
 
 
 def _ago(seconds: float | None) -> str:

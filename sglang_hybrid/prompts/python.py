@@ -146,7 +146,7 @@ class _FunctionReader:
     def parts(self, body: Sequence[ast.stmt]) -> tuple[str, list[_Choice]]:
         markup, choices = "", []
         for at, statement in enumerate(body):
-            if at == 0 and _is_text(statement):
+            if at == 0 and _text_of(statement) is not None:
                 continue  # the docstring
             if isinstance(statement, ast.If):
                 text, found = self._optional(statement)
@@ -170,15 +170,9 @@ class _FunctionReader:
         argument = self._argument(statement.subject)
         markup, choices = "", []
         for case in statement.cases:
-            pattern = case.pattern
-            if (
-                not isinstance(pattern, ast.MatchValue)
-                or not isinstance(pattern.value, ast.Constant)
-                or not isinstance(pattern.value.value, str)
-                or case.guard is not None
-            ):
+            name = _text_of(case.pattern)
+            if name is None or case.guard is not None:
                 raise self._error(statement, "each `case` is a text, without a condition.")
-            name = pattern.value.value
             self.cases.setdefault(argument, []).append(name)
             inner, found = self.parts(case.body)
             markup += f"<module name={quoteattr(name)}>{inner}</module>"
@@ -186,17 +180,11 @@ class _FunctionReader:
         return f"<union>{markup}</union>", choices
 
     def _text(self, statement: ast.stmt) -> str:
-        call = statement.value if isinstance(statement, ast.Expr) else None
-        if (
-            isinstance(call, ast.Call)
-            and isinstance(call.func, ast.Name)
-            and call.func.id == self._add
-            and len(call.args) == 1
-            and isinstance(call.args[0], ast.Constant)
-            and isinstance(call.args[0].value, str)
-            and not call.keywords
-        ):
-            return escape(call.args[0].value)
+        match statement:
+            case ast.Expr(ast.Call(ast.Name(self._add), [argument], [])):
+                text = _text_of(argument)
+                if text is not None:
+                    return escape(text)
         raise self._error(
             statement,
             f"a statement is {self._add}('...'), `if argument:` or `match argument:`.",
@@ -221,9 +209,11 @@ def _imports(choices: Sequence[_Choice], chosen: Mapping[str, Any]) -> str:
     return markup
 
 
-def _is_text(statement: ast.stmt) -> bool:
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
+def _text_of(node: ast.AST) -> str | None:
+    """The text that an expression, a statement or a pattern is; None if it is something else."""
+    match node:
+        case ast.Expr(value) | ast.MatchValue(value):
+            return _text_of(value)
+        case ast.Constant(str(text)):
+            return text
+    return None

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hybrid.core.queue.orders import FirstCome
-from sglang_hybrid.core.queue.queue_order import QueueOrder
+from sglang_hybrid.core.queue.orders import FirstCome, Order
 from sglang_hybrid.core.queue.waiting import Bound
 from sglang_hybrid.simulation.prefill_time import PAPER, PrefillTime
-from sglang_hybrid.simulation.scheduling import WaitingQueue
+from sglang_hybrid.simulation.simulated_queue import SimulatedQueue
 from sglang_hybrid.simulation.simulator import Cache, Outcome, Ticket
 from sglang_hybrid.simulation.traces.requests import Request
 
@@ -58,7 +57,8 @@ class Timeline:
     """One server: prefills one after the other; decoding beside them takes its time per token. A
     session's next request waits for the answer to the one before.
 
-    order: which of the waiting requests is prefilled next; the one that came first by default.
+    done: called when a request has ended. order: which of the waiting requests is prefilled next;
+    by default the one that came first. bound: on overtaking; by default there is none.
     """
 
     def __init__(
@@ -66,12 +66,13 @@ class Timeline:
         cache: Cache,
         time: PrefillTime,
         done: Callable[[], None] = lambda: None,
-        order: QueueOrder[int] | None = None,
+        order: Order | None = None,
+        bound: Bound | None = None,
     ) -> None:
         self.cache = cache
         self.time = time
         self.done = done
-        self.queue = WaitingQueue(cache, time, order or QueueOrder(FirstCome(), Bound()))
+        self.queue = SimulatedQueue(cache, time, order or FirstCome(), bound or Bound())
         self._events: list[tuple[float, int, int]] = []  # time, what, index of the request
         self._busy = False
 
@@ -130,7 +131,7 @@ class Timeline:
 
     def _finished(self, index: int, now: float) -> None:
         self.cache.finished(self._tickets.pop(index))
-        self.queue.ended(index)
+        self.queue.on_finish(index)
         self._times[index, 3] = now
         self.done()
         self._release(self._sessions[self._requests[index].session], now)

@@ -268,8 +268,11 @@ class Server:
         declared: Sequence[int] = (),
         pins: Sequence[PinRequest] = (),
         session: Hint | None = None,
+        answer: int = 1,
     ) -> Req:
-        """A request that waits. session: what its client says of the session."""
+        """A request that waits. session: what its client says of the session. answer: tokens that
+        it allows.
+        """
         self._rid += 1
         said = kv_hints.write(PromptHints(tuple(declared), tuple(pins), session))
         req = Req(
@@ -279,7 +282,7 @@ class Server:
             lora_id=lora_id,
             origin_input_text="",
             origin_input_ids=array("q", tokens),
-            sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
+            sampling_params=SamplingParams(temperature=0, max_new_tokens=answer),
             kv_hints=decode_kv_hints_envelope(said) if said["actions"] else None,
         )
         req.time_stats.created_time = stamp

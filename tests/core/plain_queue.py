@@ -1,4 +1,4 @@
-"""The plain twin of `core.queue.queue_order`: a list of who ran when says who overtook whom."""
+"""The plain twin of `core.queue.waiting_queue`: a list of who ran when says who overtook whom."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PlainQueue:
         self.front.sort(key=key)  # stable: among equals, who came first
         return [one.name for one in self.front]
 
-    def may_run(self, name: str) -> bool:
+    def can_run(self, name: str) -> bool:
         left = [one for one in self.front if one.ran is None]
         if name not in [one.name for one in left]:
             return not left

@@ -45,28 +45,28 @@ def test_the_papers_score() -> None:
     standings: Standings[str] = Standings(tree.move_standing)
     seen = [a.standing]
     for step in (
-        lambda: standings.waits("x", a),
-        lambda: standings.runs("x"),
-        lambda: standings.ends("x"),
+        lambda: standings.on_wait("x", a),
+        lambda: standings.on_start("x"),
+        lambda: standings.on_finish("x"),
     ):
         step()
         seen.append(a.standing)
     assert seen == [0, 1, 2, 0]
-    standings.waits("x", a)
-    standings.waits("y", a)
-    standings.runs("x")
+    standings.on_wait("x", a)
+    standings.on_wait("y", a)
+    standings.on_start("x")
     assert a.standing == 3
-    standings.waits("y", b)  # its prompt is stored further now
+    standings.on_wait("y", b)  # its prompt is stored further now
     assert (a.standing, b.standing, len(standings)) == (2, 1, 2)
 
 
 def test_what_has_a_standing_goes_last_and_goes_in_its_order() -> None:
     tree, nodes, pool = tree_of(5)
     standings: Standings[int] = Standings(tree.move_standing)
-    standings.waits(0, nodes[0])
-    standings.runs(0)
-    standings.waits(1, nodes[1])
-    standings.waits(2, nodes[2])
+    standings.on_wait(0, nodes[0])
+    standings.on_start(0)
+    standings.on_wait(1, nodes[1])
+    standings.on_wait(2, nodes[2])
     assert evict_all(tree, pool) == [nodes[i] for i in (3, 4, 1, 2, 0)]
 
 
@@ -76,7 +76,7 @@ def test_a_standing_is_no_lock(policy: Lru | Marconi) -> None:
     tree, nodes, pool = tree_of(3, policy)
     standings: Standings[int] = Standings(tree.move_standing)
     for number, node in enumerate(nodes):
-        standings.waits(number, node)
+        standings.on_wait(number, node)
     assert pool.victim() is not None
     assert not pool.evictable, "a new checkpoint pushes none of it out"
 
@@ -92,10 +92,10 @@ def test_a_fork_that_a_policy_spares_goes_before_what_is_wanted() -> None:
 def test_a_node_may_go_before_who_holds_it() -> None:
     tree, (a, b), pool = tree_of(2)
     standings: Standings[str] = Standings(tree.move_standing)
-    standings.waits("x", a)
+    standings.on_wait("x", a)
     tree.remove(a)
-    standings.waits("x", b)
-    standings.only([])
+    standings.on_wait("x", b)
+    standings.keep_waiting([])
     assert (b.standing, len(standings)) == (0, 0)
     assert pool.check(tree.walk()) == []
 
@@ -116,17 +116,17 @@ def test_no_standing_is_left_behind(steps: list[tuple[str, int, int]]) -> None:
     held: dict[int, tuple[Node, int]] = {}
     for what, name, which in steps:
         if what == "waits":
-            standings.waits(name, nodes[which])
+            standings.on_wait(name, nodes[which])
             held[name] = (nodes[which], 1)
         elif what == "runs":
-            standings.runs(name)
+            standings.on_start(name)
             if name in held:
                 held[name] = (held[name][0], 2)
         elif what == "ends":
-            standings.ends(name)
+            standings.on_finish(name)
             held.pop(name, None)
         elif what == "only":
-            standings.only({name, which})
+            standings.keep_waiting({name, which})
             held = {n: h for n, h in held.items() if h[1] == 2 or n in (name, which)}
         else:
             free = [node for node in tree.walk()]
@@ -140,7 +140,7 @@ def test_no_standing_is_left_behind(steps: list[tuple[str, int, int]]) -> None:
             assert node.standing == points(held, node)
         assert pool.check(tree.walk()) == []
     for name in random.Random(0).sample(range(8), 8):
-        standings.ends(name)
+        standings.on_finish(name)
     assert not any(node.standing for node in nodes)
     assert len(standings) == 0
 

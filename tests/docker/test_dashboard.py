@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
@@ -69,35 +70,36 @@ def provisioned(name: str) -> Any:
     return yaml.safe_load((DOCKER / name).read_text())
 
 
+COMPOSE, PROMETHEUS = provisioned("compose.yaml"), provisioned("prometheus.yml")
+SERVICES = COMPOSE["services"]
+(JOB,) = PROMETHEUS["scrape_configs"]
+(SOURCE,) = provisioned("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
+(PROVIDER,) = provisioned("grafana/provisioning/dashboards/dashboards.yaml")["providers"]
+MOUNTS = {
+    place: source
+    for service in SERVICES.values()
+    for source, place, *_ in (volume.split(":") for volume in service["volumes"])
+}
+
+
 def test_services_find_one_another() -> None:
-    compose = provisioned("compose.yaml")
-    services = compose["services"]
-    (job,) = provisioned("prometheus.yml")["scrape_configs"]
-    assert job["static_configs"] == [{"targets": ["server:30000"]}]
-    assert "--enable-metrics" in services["server"]["command"]
-    (source,) = provisioned("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
-    assert source["url"] == "http://prometheus:9090"
-    assert services.keys() == {"server", "prometheus", "grafana"}
-    assert (
-        source["jsonData"]["timeInterval"]
-        == provisioned("prometheus.yml")["global"]["scrape_interval"]
-    )
+    assert SERVICES.keys() == {"server", "prometheus", "grafana"}
+    assert JOB["static_configs"] == [{"targets": ["server:30000"]}]
+    assert "--enable-metrics" in SERVICES["server"]["command"]
+    assert SOURCE["url"] == "http://prometheus:9090"
+    assert SOURCE["jsonData"]["timeInterval"] == PROMETHEUS["global"]["scrape_interval"]
 
 
-def test_what_is_mounted_is_there() -> None:
-    compose = provisioned("compose.yaml")
-    mounts = {
-        place: source
-        for service in compose["services"].values()
-        for source, place, *_ in (volume.split(":") for volume in service["volumes"])
-    }
-    for source in mounts.values():
-        assert source in compose["volumes"] or (DOCKER / source).exists()
-    (provider,) = provisioned("grafana/provisioning/dashboards/dashboards.yaml")["providers"]
-    folder = DOCKER / mounts[provider["options"]["path"]]
+@pytest.mark.parametrize("source", MOUNTS.values())
+def test_what_is_mounted_is_there(source: str) -> None:
+    assert source in COMPOSE["volumes"] or (DOCKER / source).exists()
+
+
+def test_the_dashboard_and_the_image_are_found() -> None:
+    folder = DOCKER / MOUNTS[PROVIDER["options"]["path"]]
     assert [path.name for path in folder.iterdir()] == ["prefix-cache.json"]
-    environment = compose["services"]["grafana"]["environment"]
+    environment = SERVICES["grafana"]["environment"]
     home = Path(environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
-    assert (folder / home.name).exists() and str(home.parent) == provider["options"]["path"]
-    build = compose["services"]["server"]["build"]
+    assert (folder / home.name).exists() and str(home.parent) == PROVIDER["options"]["path"]
+    build = SERVICES["server"]["build"]
     assert (DOCKER / build["context"] / build["dockerfile"]).exists()

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.prompts.chats.breakpoints import MARK, BlockEnd, common_start, token_positions
-from sglang_hybrid.prompts.chats.rendering import Rendering, encoded, rendered
+from sglang_hybrid.prompts.chats.rendering import Rendering, encode_chat, render_chat
 
 
 def position(tokenizer: Any, before: str, after: str, *, open_ended: bool = True) -> int | None:
@@ -97,10 +97,10 @@ def test_a_chat_is_rendered_without_being_tokenized() -> None:
 
     def process() -> list[int]:
         try:
-            return encoded(encode, None, "a chat", {"add_special_tokens": False})
+            return encode_chat(encode, None, "a chat", {"add_special_tokens": False})
         except Exception:  # as SGLang tries another form of the tools
             return []
 
-    assert rendered(process) == Rendering("a chat", {"add_special_tokens": False})
+    assert render_chat(process) == Rendering("a chat", {"add_special_tokens": False})
     assert process() == [6]
-    assert rendered(lambda: None) is None
+    assert render_chat(lambda: None) is None

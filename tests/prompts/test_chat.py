@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from sglang_hybrid.prompts.chats.rendering import encoded, rendered
+from sglang_hybrid.prompts.chats.rendering import encode_chat, render_chat
 from sglang_hybrid.prompts.endpoints import chat as chat_completions
 from sglang_hybrid.prompts.endpoints.chat import Beginning, PromptSchema, with_schemas
 from sglang_hybrid.prompts.schemas.registry import Registry
@@ -48,7 +48,7 @@ def chat(registry: Registry, tokenizer: PreTrainedTokenizerFast) -> Chat:
         text = request.before + tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
-        return SimpleNamespace(prompt_ids=encoded(encode, tokenizer, text, {}))
+        return SimpleNamespace(prompt_ids=encode_chat(encode, tokenizer, text, {}))
 
     def processed(schema: Any, *messages: Any, before: str = "", **fields: Any) -> Any:
         request = SimpleNamespace(
@@ -119,7 +119,7 @@ def test_without_imports_the_chat_is_the_templates(
 
 
 def test_marks_are_looked_for_behind_the_schema(chat: Chat) -> None:
-    found = rendered(lambda: chat(pml(GAME)))
+    found = render_chat(lambda: chat(pml(GAME)))
     assert found is not None
     assert found.text == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
     assert found.encode_kwargs == {"add_special_tokens": False}

@@ -99,7 +99,7 @@ def diagnosed(message_id: str, previous: str | None, salt: str | None = None, **
         }
     )
     adapted = SimpleNamespace(input_ids=[1, 2, 3], lora_path=None, extra_key=None, cache_salt=salt)
-    return anthropic.diagnose(request, anthropic.sent(request, adapted), message_id)
+    return anthropic.diagnose(request, anthropic.sent_prompt(request, adapted), message_id)
 
 
 @pytest.mark.usefixtures("apart")
@@ -132,6 +132,6 @@ def test_a_mark_is_no_change() -> None:
 
 def test_nothing_is_kept_of_who_does_not_ask() -> None:
     request = SimpleNamespace(diagnostics=None)
-    assert anthropic.sent(request, None) is None
+    assert anthropic.sent_prompt(request, None) is None
     assert anthropic.diagnose(request, None, "one") is None
     assert diagnostics.sent_prompts().get(None, "one") is None

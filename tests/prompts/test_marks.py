@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -12,11 +11,10 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, Prompt
 from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 from transformers import PreTrainedTokenizerFast
 
-from sglang_hybrid.models.tokenizer import write_tokenizer
 from sglang_hybrid.prompts.chats import anthropic, openai
 from sglang_hybrid.prompts.chats.breakpoints import MARK
 from sglang_hybrid.prompts.chats.marks import SECONDS, Breakpoint, MarkedBlock, declare
-from sglang_hybrid.prompts.chats.rendering import encoded
+from sglang_hybrid.prompts.chats.rendering import encode_chat
 from sglang_hybrid.serving.requests import kv_hints
 
 MARKED = {"type": "ephemeral"}
@@ -136,15 +134,13 @@ def test_usage_tells_of_writes_only_if_something_was_declared() -> None:
     assert details.model_dump() == {"cached_tokens": 3}
 
 
-def test_a_marked_block_is_pinned_for_its_lifetime(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, max_length=1_000)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+def process(text: str) -> Any:
+    return encode_chat(lambda *_: [1, 2], None, text, {})
+
+
+def test_a_marked_block_is_pinned_for_its_lifetime(tokenizer: PreTrainedTokenizerFast) -> None:
     text = "The keeper of the archive counts lanterns. "
     ids = tokenizer(2 * text + "Why?")["input_ids"]
-
-    def process(text: str) -> Any:
-        return encoded(lambda *_: [1, 2], None, text, {})
-
     blocks = [
         MarkedBlock(ttl, [count * text + MARK], open_ended=False)
         for count, ttl in ((1, "12h"), (2, "5m"))
@@ -167,9 +163,6 @@ def test_a_tokenizer_that_fails_costs_the_marks_and_not_the_request() -> None:
 
         def __call__(self, text: str, **kwargs: Any) -> Any:
             raise RuntimeError("no offsets today")
-
-    def process(text: str) -> Any:
-        return encoded(lambda *_: [1, 2], None, text, {})
 
     adapted = SimpleNamespace(input_ids=[1, 2, 3], kv_hints=None)
     block = MarkedBlock("5m", ["text and more"], open_ended=False)

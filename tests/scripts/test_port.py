@@ -10,7 +10,6 @@ import sglang
 
 from scripts.port import (
     Release,
-    bindings,
     check_hooks,
     check_patches,
     compare,
@@ -24,7 +23,6 @@ from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.hooks.patching import load_patches
 from sglang_hybrid.hooks.sources import load_hashes, parse_hashes
 from sglang_hybrid.hooks.table import HOOKS
-from sglang_hybrid.platforms.cpu_ops.bindings import BINDINGS
 from tests.documented import ROOT
 
 OLD = (
@@ -131,13 +129,9 @@ def test_signatures_are_compared_through_bases_and_imports(tmp_path: Path) -> No
         "from sglang.two import Leaf\n\nclass Mine(Leaf):\n    def own(self): ...\n\n"
         "class Further(Mine):\n    def evict(self, node): ...\n"
     )
-    (package / "table.py").write_text('TWO = "sglang.two"\nBinding(TWO, "scan", print)\n')
-    ours = overrides(package) | bindings(package / "table.py")
-    assert ours == {
-        ("sglang.two", "Leaf.own"),
-        ("sglang.two", "Leaf.evict"),
-        ("sglang.two", "scan"),
-    }
+    ours = overrides(package)
+    assert ours == {("sglang.two", "Leaf.own"), ("sglang.two", "Leaf.evict")}
+    ours.add(("sglang.two", "scan"))
     assert list(compare(ours, old, new)) == [
         "sglang.two: Leaf.evict",
         "    was (self, node)",
@@ -167,8 +161,3 @@ def test_the_installed_release_is_one_that_the_package_was_made_for() -> None:
     ]
     known = imports(ROOT / "sglang_hybrid")
     assert len(known) > 50 and all(release.has(*name) for name in known)
-
-
-def test_the_cpu_platforms_bindings_are_read_without_running_them() -> None:
-    table = ROOT / "sglang_hybrid" / "platforms" / "cpu_ops" / "bindings.py"
-    assert bindings(table) == {(each.module, each.attribute) for each in BINDINGS}

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from scripts.bench.schedule_replay import Served, jittered, middle, missed, mostly_met
+from scripts.bench.queue_rows import jittered
+from scripts.bench.schedule_replay import Served, middle, missed, mostly_met
 from sglang_hybrid.core.queue.waiting import Bound
 from sglang_hybrid.simulation.traces.requests import Request
 

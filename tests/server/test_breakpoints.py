@@ -232,75 +232,69 @@ def test_an_empty_block_cannot_be_marked(claude: anthropic.Anthropic) -> None:
     assert "messages.0.content.0: cache_control cannot be set for empty text" in str(error.value)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_openai_parts_are_marked(server: str, tokens: Callable[[str], int], stream: bool) -> None:
+@pytest.fixture
+def gpt(server: str) -> openai.OpenAI:
     flush(server)
-    client = openai.OpenAI(base_url=server + "/v1", api_key="none", max_retries=0)
+    return openai.OpenAI(base_url=server + "/v1", api_key="none", max_retries=0)
+
+
+def chat_details(gpt: openai.OpenAI, parts: list[Any], *, stream: bool) -> Any:
+    """The usage's details of a chat completion."""
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    answer: Any = gpt.chat.completions.create(
+        model="default",
+        messages=[{"role": "user", "content": parts}],
+        max_tokens=4,
+        stream=stream,
+        extra_body={
+            "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
+            "prompt_cache_key": "archive",
+            **options,
+        },
+    )
+    usage = [chunk.usage for chunk in answer if chunk.usage][-1] if stream else answer.usage
+    return usage.prompt_tokens_details
+
+
+def response_details(gpt: openai.OpenAI, parts: list[Any], *, stream: bool) -> Any:
+    """The usage's details of a response."""
+    answer: Any = gpt.responses.create(
+        model="default",
+        input=[{"role": "user", "content": [{**part, "type": "input_text"} for part in parts]}],
+        max_output_tokens=4,
+        stream=stream,
+    )
+    response = list(answer)[-1].response if stream else answer
+    return response.usage.input_tokens_details
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("details_of", [chat_details, response_details])
+def test_openai_parts_are_marked(
+    gpt: openai.OpenAI,
+    tokens: Callable[[str], int],
+    details_of: Callable[..., Any],
+    stream: bool,
+) -> None:
     marked = tokens("<|im_start|>user\n" + STORY[:-1])  # its full stop may become an ellipsis
     found = []
     for question in ("\nHow many?", " When was that?"):
-        parts: list[Any] = [
-            {**text(STORY), "prompt_cache_breakpoint": {"mode": "explicit"}},
-            text(question),
-        ]
-        answer: Any = client.chat.completions.create(
-            model="default",
-            messages=[{"role": "user", "content": parts}],
-            max_tokens=4,
-            stream=stream,
-            extra_body={
-                "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
-                "prompt_cache_key": "archive",
-                **({"stream_options": {"include_usage": True}} if stream else {}),
-            },
-        )
-        usage = [chunk.usage for chunk in answer if chunk.usage][-1] if stream else answer.usage
-        details = usage.prompt_tokens_details
+        part = {**text(STORY), "prompt_cache_breakpoint": {"mode": "explicit"}}
+        details = details_of(gpt, [part, text(question)], stream=stream)
         found.append((details.cached_tokens, details.cache_write_tokens))
     assert found == [(0, marked), (marked, 0)]
 
 
-def test_openai_breakpoints_have_one_mode(server: str) -> None:
-    client = openai.OpenAI(base_url=server + "/v1", api_key="none", max_retries=0)
+def test_openai_breakpoints_have_one_mode(gpt: openai.OpenAI) -> None:
     part: Any = {**text(STORY), "prompt_cache_breakpoint": {"mode": "fuzzy"}}
     with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(
+        gpt.chat.completions.create(
             model="default", messages=[{"role": "user", "content": [part]}], max_tokens=4
         )
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_parts_mark_is_a_checkpoint_of_responses_too(
-    server: str, tokens: Callable[[str], int], stream: bool
-) -> None:
-    flush(server)
-    client = openai.OpenAI(base_url=server + "/v1", api_key="none", max_retries=0)
-    marked = tokens("<|im_start|>user\n" + STORY[:-1])
-    found = []
-    for question in ("\nHow many?", " When was that?"):
-        parts: list[Any] = [
-            {
-                "type": "input_text",
-                "text": STORY,
-                "prompt_cache_breakpoint": {"mode": "explicit"},
-            },
-            {"type": "input_text", "text": question},
-        ]
-        answer: Any = client.responses.create(
-            model="default",
-            input=[{"role": "user", "content": parts}],
-            max_output_tokens=4,
-            stream=stream,
-        )
-        response = list(answer)[-1].response if stream else answer
-        details = response.usage.input_tokens_details
-        found.append((details.cached_tokens, details.cache_write_tokens))
-    assert found == [(0, marked), (marked, 0)]
-
-
-def test_diagnostics_name_what_changed(server: str) -> None:
+def test_diagnostics_name_what_changed(claude: anthropic.Anthropic) -> None:
     """Model, tools, system and messages; a header that changes with each request is shown."""
-    client = anthropic.Anthropic(base_url=server, api_key="none", max_retries=0)
 
     def answered(previous: str | None, **fields: Any) -> Any:
         asked: dict[str, Any] = {
@@ -310,7 +304,7 @@ def test_diagnostics_name_what_changed(server: str) -> None:
             "messages": [{"role": "user", "content": "Who keeps rule 3?"}],
             **fields,
         }
-        return client.beta.messages.create(
+        return claude.beta.messages.create(
             max_tokens=4,
             diagnostics={"previous_message_id": previous},
             betas=["cache-diagnosis-2026-04-07"],
@@ -342,7 +336,7 @@ def test_diagnostics_name_what_changed(server: str) -> None:
         assert found.type == f"{changed}_changed"
     unknown = answered("msg_of_somebody_else").diagnostics.cache_miss_reason
     assert unknown.type == "previous_message_not_found"
-    with client.beta.messages.stream(
+    with claude.beta.messages.stream(
         model="default",
         max_tokens=4,
         system=RULES,
@@ -353,17 +347,13 @@ def test_diagnostics_name_what_changed(server: str) -> None:
     assert events[0].diagnostics.cache_miss_reason.type == "tools_changed"
 
 
-def test_responses_are_compared_with_an_earlier_one(server: str) -> None:
-    client = openai.OpenAI(base_url=server + "/v1", api_key="none", max_retries=0)
-
+def test_responses_are_compared_with_an_earlier_one(gpt: openai.OpenAI) -> None:
     def answered(previous: str | None, salt: str | None = None, **fields: Any) -> Any:
         asked: dict[str, Any] = {"instructions": RULES, "input": "Who keeps rule 3?", **fields}
         body: dict[str, Any] = {"cache_salt": salt}
         if previous is not None:
             body["prompt_cache_options"] = {"comparison_response_id": previous}
-        return client.responses.create(
-            model="default", max_output_tokens=4, extra_body=body, **asked
-        )
+        return gpt.responses.create(model="default", max_output_tokens=4, extra_body=body, **asked)
 
     first = answered(None)
     assert first.prompt_cache_diagnostics is None

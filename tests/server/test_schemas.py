@@ -32,6 +32,16 @@ def send(url: str, **fields: Any) -> requests.Response:
     return requests.post(url + "/generate", json=body, timeout=300)
 
 
+def schema(url: str, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = requests.get(f"{url}/v1/prompt_schemas/{name}", timeout=60).json()
+    return found
+
+
+def prewarm(url: str, name: str, timeout: int = 300, **body: Any) -> requests.Response:
+    where = f"{url}/v1/prompt_schemas/{name}/prewarm"
+    return requests.post(where, json=body, timeout=timeout)
+
+
 def prompt(name: str, imports: str, question: str = "Begin.") -> str:
     return f'<prompt schema="{name}">{imports}<user>{question}</user></prompt>'
 
@@ -85,9 +95,9 @@ def test_a_stream_says_it_too(registered: str) -> None:
 
 
 def test_a_schema_tells_its_modules_and_their_use(registered: str) -> None:
-    before = requests.get(registered + "/v1/prompt_schemas/education", timeout=60).json()
+    before = schema(registered, "education")
     answer = send(registered, pml=pupil("high", "novice")).json()
-    after = requests.get(registered + "/v1/prompt_schemas/education", timeout=60).json()
+    after = schema(registered, "education")
     assert after["requests"] == before["requests"] + 1
     tokens = answer["meta_info"]["prompt_tokens"]
     assert after["prompt_tokens"] == before["prompt_tokens"] + tokens
@@ -124,6 +134,7 @@ REFUSED = {
     "a file": ('<schema name="s"><module name="a" src="../../etc/passwd"/></schema>', 1, "src is"),
     "an entity": ('<!DOCTYPE s [<!ENTITY a "b">]><schema name="s">&a;</schema>', 1, "an entity"),
     "deep": ("<schema name='s'>" + "<module name='m'>" * 10_000, 1, "nested more than 64 deep"),
+    "ten megabytes": ("<schema name='s'>" + "<module name='m'>" * (10 << 20 >> 4), None, "at most"),
 }
 
 
@@ -133,14 +144,8 @@ def test_what_is_wrong_with_a_schema_has_its_line(url: str, what: str) -> None:
     response = register(url, markup)
     assert response.status_code == 400
     error = response.json()["error"]
-    assert error["line"] == line and error["column"] > 0
+    assert error.get("line") == line and (line is None or error["column"] > 0)
     assert sentence in error["message"] and "root:" not in response.text
-
-
-def test_ten_megabytes_of_nesting_are_refused(url: str) -> None:
-    response = register(url, "<schema name='s'>" + "<module name='m'>" * (10 << 20 >> 4))
-    assert response.status_code == 400
-    assert "at most" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b'{"pml": 1}', b'{"pml": "", "more": 1}', b"\xff"])
@@ -196,9 +201,7 @@ def chat(url: str, schema: Any, question: str = "Begin.", **fields: Any) -> requ
 
 def test_a_chat_begins_with_modules_and_answers_as_without_a_cache(registered: str) -> None:
     names = ["high", "novice", "yesterday"]
-    pml = prompt("education", "".join(f"<{name}/>" for name in names)).replace(
-        "<user>Begin.</user>", ""
-    )
+    pml = pupil(*names).replace("<user>Begin.</user>", "")
     told = send(registered, pml=pupil(*names)).json()["meta_info"]["prompt"]
     warm = chat(registered, pml, return_meta_info=True, return_prompt_token_ids=True).json()
     (choice,) = warm["choices"]
@@ -213,7 +216,7 @@ def test_a_chat_begins_with_modules_and_answers_as_without_a_cache(registered: s
 
 def test_the_official_client_sends_a_schema(registered: str) -> None:
     client = openai.OpenAI(base_url=registered + "/v1", api_key="none", max_retries=0)
-    schema = {"name": "code-generation-game", "imports": ["map.py", "unit.py"]}
+    asked = {"name": "code-generation-game", "imports": ["map.py", "unit.py"]}
     for stream in (False, True):
         answer: Any = client.chat.completions.create(
             model="default",
@@ -221,7 +224,7 @@ def test_the_official_client_sends_a_schema(registered: str) -> None:
             max_tokens=4,
             n=2,
             stream=stream,
-            extra_body={"prompt_schema": schema},
+            extra_body={"prompt_schema": asked},
         )
         events = list(answer) if stream else [answer]
         (told,) = [event.sglext["prompt"] for event in events if getattr(event, "sglext", None)]
@@ -230,18 +233,18 @@ def test_the_official_client_sends_a_schema(registered: str) -> None:
 
 
 def test_marked_parts_of_a_chat_are_declared_behind_the_modules(registered: str) -> None:
-    schema = {"name": "education", "imports": ["high"]}
+    asked = {"name": "education", "imports": ["high"]}
     story = " ".join(f"On day {day} the keeper counted {day} lanterns." for day in range(20))
     part = {"type": "text", "text": story, "prompt_cache_breakpoint": {"mode": "explicit"}}
     parts = [{"role": "user", "content": [part, {"type": "text", "text": "\nHow many?"}]}]
     flush(registered)
-    first = chat(registered, schema, messages=parts, return_meta_info=True).json()
+    first = chat(registered, asked, messages=parts, return_meta_info=True).json()
     meta = first["choices"][0]["meta_info"]
     end, mark = meta["prompt"]["declared"][-1], meta["hybrid_cache"]["declared"]["kept"][-1]
     assert first["usage"]["prompt_tokens_details"]["cache_write_tokens"] == mark
     assert mark > end + 100
     parts[0]["content"][1]["text"] = " When?"
-    second = chat(registered, schema, messages=parts).json()
+    second = chat(registered, asked, messages=parts).json()
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == mark
 
 
@@ -287,15 +290,15 @@ def test_prewarming_holds_what_is_worth_most(registered: str) -> None:
     flush(registered)
     info = hybrid_cache(registered)
     budget = (6 * info["state_bytes"] + 400 * info["kv_bytes_per_token"]) / (1 << 20)
-    url = registered + "/v1/prompt_schemas/education/prewarm"
     popular = ("high", "novice", "yesterday", "seeing", "essay", "curious")
     for _ in range(20):
         send(registered, pml=pupil(*popular)).raise_for_status()
     flush(registered)
-    told = requests.post(url, json={"budget_mb": budget}, timeout=300)
+    told = prewarm(registered, "education", budget_mb=budget)
     assert told.status_code == 200, told.text
-    assert told.json()["prefixes"] > 0 and told.json()["expected_saved_tokens"] > 0
-    assert told.json()["bytes"] <= budget * (1 << 20)
+    plan = told.json()
+    assert plan["prefixes"] > 0 and plan["expected_saved_tokens"] > 0
+    assert plan["bytes"] <= budget * (1 << 20)
     first = send(registered, pml=pupil(*popular)).json()["meta_info"]
     ends = {end["module"]: end["position"] for end in first["prompt"]["ends"]}
     assert first["cached_tokens"] in ends.values()
@@ -303,33 +306,28 @@ def test_prewarming_holds_what_is_worth_most(registered: str) -> None:
 
 
 def test_what_is_prewarmed_may_be_pinned(registered: str) -> None:
-    info = hybrid_cache(registered)
-    budget = 40 * info["state_bytes"] / (1 << 20)
-    body = {"budget_mb": budget, "ttl": 3_000, "tokens_per_second": 1e6}
-    url = registered + "/v1/prompt_schemas/code-generation-game/prewarm"
-    told = requests.post(url, json=body, timeout=300).json()
+    game, budget = "code-generation-game", 40 * hybrid_cache(registered)["state_bytes"] / (1 << 20)
+    pinned = prewarm(registered, game, budget_mb=budget, ttl=3_000, tokens_per_second=1e6)
+    told = pinned.json()
     assert hybrid_cache(registered)["pins"]["pins"] == told["prefixes"] > 1
-    schema = registered + "/v1/prompt_schemas/code-generation-game"
-    found = requests.get(schema, timeout=60).json()["residency"]
+    found = schema(registered, game)["residency"]
     held = [one for one in found["prefixes"] if one["state"] == "device"]
     assert len(held) == told["prefixes"] and all(one["kv"] == "device" for one in held)
     assert not found["more"] and len(found["prefixes"]) == 2**5
     flush(registered)
-    found = requests.get(schema, timeout=60).json()["residency"]
+    found = schema(registered, game)["residency"]
     assert {(one["kv"], one["state"]) for one in found["prefixes"]} == {("nowhere", "nowhere")}
 
 
 def test_a_prewarming_ends_when_its_client_goes(registered: str) -> None:
     """While it waits for its turn on a busy server: nothing is computed when that is idle again."""
     flush(registered)
-    info = hybrid_cache(registered)
-    budget = 20 * info["state_bytes"] / (1 << 20)
-    url = registered + "/v1/prompt_schemas/education/prewarm"
+    budget = 20 * hybrid_cache(registered)["state_bytes"] / (1 << 20)
     long = {**SAMPLING, "max_new_tokens": 1_500}
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(send, registered, text="Tell me all.", sampling_params=long)
         with pytest.raises(requests.Timeout):
-            requests.post(url, json={"budget_mb": budget}, timeout=2)
+            prewarm(registered, "education", timeout=2, budget_mb=budget)
         assert not other.done(), "the other request was to keep the server busy"
         other.result().raise_for_status()
     time.sleep(2)
@@ -383,8 +381,7 @@ def test_hints_import_modules_and_prepare_a_prompt(registered: str) -> None:
 def test_what_cannot_be_prewarmed_is_refused(
     registered: str, name: str, body: dict[str, Any], status: int
 ) -> None:
-    url = f"{registered}/v1/prompt_schemas/{name}/prewarm"
-    assert requests.post(url, json=body, timeout=60).status_code == status
+    assert prewarm(registered, name, **body).status_code == status
 
 
 def test_modules_of_a_recurrent_model_are_not_computed_apart(registered: str) -> None:

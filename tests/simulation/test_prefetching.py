@@ -7,7 +7,6 @@ import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.queue.orders import Window
-from sglang_hybrid.core.queue.queue_order import QueueOrder
 from sglang_hybrid.core.queue.waiting import Bound
 from sglang_hybrid.core.tiers.rates import INSTANT, Link, Speeds
 from sglang_hybrid.core.victims.eviction import Lru
@@ -52,8 +51,7 @@ def play(
     """On a device that holds two sessions, with a host that holds all, or none."""
     link = Link(bandwidth)
     cache = Simulator(COST, DEVICE, Lru()) if loading is None else in_tiers(COST, DEVICE, link, 1.0)
-    order: QueueOrder[int] = QueueOrder(Window(16), Bound())
-    it = LoadingServer(cache, link, SLOW, order, loading or Loading.ON_TURN)
+    it = LoadingServer(cache, link, SLOW, Window(16), Bound(), loading or Loading.ON_TURN)
     it.served = it.run(requests)  # type: ignore[attr-defined]
     return it
 
@@ -78,13 +76,13 @@ def test_a_session_that_was_pushed_out(loading: Loading | None, wait: float, hit
     served = it.served[4]  # type: ignore[attr-defined]
     assert served.ttft == pytest.approx(wait)
     assert served.outcome.hit_len == hit
-    assert it.prefetcher.counts.loads == (loading is not None)
-    assert (it.prefetcher.counts.complete == 1.0) == (loading is Loading.TIMED)
+    assert it.loads.counts.loads == (loading is not None)
+    assert (it.loads.counts.complete == 1.0) == (loading is Loading.TIMED)
 
 
 def test_what_is_computed_faster_is_not_loaded() -> None:
     it = play(story(), Loading.ON_TURN, bandwidth=0.5)
-    assert it.prefetcher.counts.loads == 0
+    assert it.loads.counts.loads == 0
 
 
 @pytest.mark.parametrize("loading", list(Loading))
@@ -95,14 +93,14 @@ def test_everybody_is_served_once(loading: Loading) -> None:
     link = Link(25e9)
     prefill = cost.flops(8_192) / PAPER.seconds(0, 8_192)
     cache = in_tiers(cost, 8 * 10**9, link, prefill)
-    it = LoadingServer(cache, link, PAPER, QueueOrder(Window(16), Bound(8, 30.0)), loading, 4)
+    it = LoadingServer(cache, link, PAPER, Window(16), Bound(8, 30.0), loading, 4)
     served = it.run(requests)
     assert len(served) == len(requests)
     for one, given in zip(served, requests, strict=True):
         assert given.arrival <= one.start < one.first_token <= one.end
     assert cache.used <= 8 * 10**9
     assert not any(node.standing for node in cache.tree.walk())
-    counts = it.prefetcher.counts
+    counts = it.loads.counts
     assert counts.used + counts.late + counts.cancelled == counts.started
     if loading is Loading.TIMED:
         assert counts.used > counts.loads / 2

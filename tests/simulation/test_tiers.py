@@ -12,7 +12,6 @@ import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.queue.orders import Window
-from sglang_hybrid.core.queue.queue_order import QueueOrder
 from sglang_hybrid.core.queue.waiting import Bound
 from sglang_hybrid.core.records.nodes import Node
 from sglang_hybrid.core.server_settings import Split
@@ -562,6 +561,6 @@ def test_what_a_request_holds_may_go_with_the_kv_above_it() -> None:
     requests = generators.generate("few-shot", kind, 2)
     tiers = TierBudgets.of(10**8, 10**8, 2 * 10**8)
     setting = Setting(cost, None, requests, tiers=tiers, speeds=tiers.speeds(cost, PAPER))
-    order: QueueOrder[int] = QueueOrder(Window(64), Bound(8, 30.0))
-    served = Timeline(Spec("lru").build(setting), PAPER, order=order).run(requests)
+    timeline = Timeline(Spec("lru").build(setting), PAPER, order=Window(64), bound=Bound(8, 30.0))
+    served = timeline.run(requests)
     assert len(served) == len(requests)

@@ -9,13 +9,13 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_hybrid.cache.queue.waiting_queue import QueueSchedule
+    from sglang_hybrid.cache.queue.served_queue import ServedQueue
 
 
 class QueuedCache(Protocol):
     """A cache whose requests wait in a queue of ours; `schedule` is None in one of SGLang's."""
 
-    schedule: QueueSchedule | None
+    schedule: ServedQueue | None
 
 
 class ScheduledPrefillAdder(PrefillAdder):
@@ -28,21 +28,21 @@ class ScheduledPrefillAdder(PrefillAdder):
 
     def __init__(self, *args: Any, waiting_queue: list[Req], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.schedule: QueueSchedule | None = self.tree_cache.schedule
+        self.schedule: ServedQueue | None = self.tree_cache.schedule
         if self.schedule is not None:
             self.schedule.arrange(waiting_queue)
             if self.schedule.loads is not None:
-                self.schedule.loads.places = kwargs.get("max_running_requests") or 1
+                self.schedule.loads.ahead.places = kwargs.get("max_running_requests") or 1
 
-    def may_run(self, req: Req) -> bool:
+    def can_run(self, req: Req) -> bool:
         """Whether it is the turn of `req`."""
-        return self.schedule is None or self.schedule.may_run(req)
+        return self.schedule is None or self.schedule.can_run(req)
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
-        if not self.may_run(req):
+        if not self.can_run(req):
             return AddReqResult.OTHER
         admitted = len(self.can_run_list)
         result = super().add_one_req(req, *args, **kwargs)
         if self.schedule is not None and len(self.can_run_list) > admitted:
-            self.schedule.admitted(req)
+            self.schedule.on_start(req)
         return result

@@ -1,4 +1,4 @@
-"""How long answers will be, and when running requests end. No model is asked."""
+"""How long answers will be. No model is asked."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class AnswerLengths:
     """Predicted tokens of an answer: the average of its conversation, else of its schema, else of
     its tenant, whichever first has FEWEST answers; never more than the request allows.
 
-    Keys belong to one tenant: what others were answered says nothing here. Without an average the
-    prediction is what the request allows.
+    A key belongs to one tenant: answers to others say nothing about this tenant's. Without an
+    average the prediction is what the request allows.
     """
 
     def __init__(self, most_keys: int = MOST_KEYS) -> None:
@@ -49,8 +49,8 @@ class AnswerLengths:
     def __len__(self) -> int:
         return len(self._averages)
 
-    def ended(self, keys: Sequence[Hashable], tokens: int) -> None:
-        """An answer of so many tokens ended. keys: as for `predicted`."""
+    def on_finish(self, keys: Sequence[Hashable], tokens: int) -> None:
+        """An answer of `tokens` tokens ended. keys: as for `predict`."""
         for key in keys:
             average = self._averages.get(key)
             if average is None:
@@ -60,7 +60,7 @@ class AnswerLengths:
         while len(self._averages) > self._most_keys:
             self._averages.popitem(last=False)
 
-    def predicted(self, keys: Sequence[Hashable], allowed: int) -> float:
+    def predict(self, keys: Sequence[Hashable], allowed: int) -> float:
         """Tokens of an answer. keys: the most specific first; each contains its tenant. allowed:
         the request's max_new_tokens.
         """
@@ -69,32 +69,3 @@ class AnswerLengths:
             if average is not None and average.weight > FEWEST - 0.5:
                 return min(average.mean, float(allowed))
         return float(allowed)
-
-
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """A request that decodes. since: seconds on the clock at its first token. predicted: tokens of
-    its answer. decoded: those that it has by now.
-    """
-
-    since: float
-    predicted: float
-    decoded: int = 0
-
-    def left(self, now: float, per_token: float) -> float:
-        """Seconds until it ends: TPOP * len_i - (t - timer_i) of CaR III B 2, not below one token:
-        an answer that is longer than predicted may end at any step.
-        """
-        return max(per_token * self.predicted - (now - self.since), per_token)
-
-
-def free_places(
-    running: Sequence[Decoding], now: float, per_token: float, places: int
-) -> list[float]:
-    """Seconds from now until a request that waits can have the first, second ... place, ascending:
-    0 for those that nobody has.
-
-    per_token: seconds of a decode step. places: how many requests may run at once.
-    """
-    free = max(0, places - len(running))
-    return [0.0] * free + sorted(one.left(now, per_token) for one in running)

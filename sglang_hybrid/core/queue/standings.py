@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Container
 from typing import Final, Generic
 
 from sglang_hybrid.core.queue.waiting import Name
@@ -16,47 +16,40 @@ class Standings(Generic[Name]):
     """CaR's score of a cached prefix (CaR III B 3): a request adds 1 to the node that it would
     resume from when it enters the window, 1 more when it runs, and takes both away when it ends.
 
-    The paper evicts the lowest score; all that nobody waits for has the same one. So the score is a
-    rank above a policy's: `Pool` evicts what has no standing first, by its policy. A standing is no
-    lock. Where nothing else is left to evict, the lowest standing goes, and a request that runs
-    never fails for another one's standing.
+    The paper evicts the lowest score; all nodes without waiting requests have the same one. So the
+    score is a rank above a policy's: `Pool` evicts nodes without a standing first, by its policy. A
+    standing is no lock. Where nothing else is left to evict, the node with the lowest standing is
+    evicted, and a running request never fails for the standing of another one.
 
-    Args:
-        move: changes the standing of a node; NodeTree.move_standing.
-        held: what requests hold, a node and how much of its standing each.
+    move: adds to the standing of a node; NodeTree.move_standing.
     """
 
-    def __init__(
-        self,
-        move: Callable[[Node, int], None],
-        held: MutableMapping[Name, tuple[Node, int]] | None = None,
-    ) -> None:
+    def __init__(self, move: Callable[[Node, int], None]) -> None:
         self._move = move
-        self._held: MutableMapping[Name, tuple[Node, int]] = {} if held is None else held
+        self._held: dict[Name, tuple[Node, int]] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def waits(self, name: Name, node: Node | None) -> None:
+    def on_wait(self, name: Name, node: Node | None) -> None:
         """`name` is in the window and would resume from `node` now; None: from nothing."""
         self._hold(name, node, WAITS)
 
-    def runs(self, name: Name) -> None:
-        """`name` was taken from the window."""
+    def on_start(self, name: Name) -> None:
+        """`name` runs."""
         node, _ = self._held.get(name, (None, 0))
         self._hold(name, node, RUNS)
 
-    def ends(self, name: Name) -> None:
+    def on_finish(self, name: Name) -> None:
         """`name` has ended, was aborted, or is in the window no more."""
         self._hold(name, None, 0)
 
-    def only(self, names: Iterable[Name]) -> None:
-        """Nobody waits but `names`: of all others that wait, the standing is taken away."""
-        stay = set(names)
-        gone = [name for name, (_, points) in self._held.items() if points == WAITS]
-        for name in gone:
-            if name not in stay:
-                self.ends(name)
+    def keep_waiting(self, names: Container[Name]) -> None:
+        """Take the standing away from requests that wait and are not among `names`."""
+        waiting = [name for name, (_, points) in self._held.items() if points == WAITS]
+        for name in waiting:
+            if name not in names:
+                self.on_finish(name)
 
     def forget_all(self) -> None:
         """The tree was emptied."""

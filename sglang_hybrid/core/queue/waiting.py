@@ -19,6 +19,15 @@ class ReuseKind(IntEnum):
     NOTHING = 1
     TO_LOAD = 2  # some of it must come from another tier first
 
+    @classmethod
+    def of(cls, hit_len: int, *, loads: bool) -> ReuseKind:
+        """Of a request that reuses `hit_len` tokens. loads: some of them are not on the device, or
+        are still being loaded.
+        """
+        if loads:
+            return cls.TO_LOAD
+        return cls.ON_DEVICE if hit_len else cls.NOTHING
+
 
 @dataclass(frozen=True, slots=True)
 class Prospect:

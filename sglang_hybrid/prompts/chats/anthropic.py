@@ -110,7 +110,7 @@ def usage_of_input(
     }
 
 
-def sent(request: Any, adapted: Any) -> SentPrompt | None:
+def sent_prompt(request: Any, adapted: Any) -> SentPrompt | None:
     """What a request that asks for diagnostics is compared by, now and later.
 
     adapted: SGLang's GenerateReqInput of it.
@@ -197,30 +197,18 @@ def _last(request: Any) -> Path:
 
 
 def _marked_block(request: Any, path: Path, ttl: str) -> MarkedBlock:
-    if path[0] == "tools":
-        return MarkedBlock(ttl, [_cut(request, path), _more(request, path)], open_ended=False)
-    if getattr(_at(request, path), "type", None) == "tool_use":
-        return MarkedBlock(ttl, [_cut(request, path), _more(request, path)], open_ended=False)
-    name = path[-1]
-    followed = isinstance(name, int) and name + 1 < len(_at(request, path[:-1]))
+    """The block at `path`. A tool or a call of one has no text that could be continued: its end is
+    found by the request without the blocks behind it, and by that with one more like it.
+    """
+    *around, name = path
+    if path[0] == "tools" or getattr(_at(request, path), "type", None) == "tool_use":
+        cut, longer = (request.model_copy(deep=True) for _ in range(2))
+        del _at(cut, around)[name + 1 :]
+        another = _at(longer, path).model_copy(deep=True, update={"name": MARK})
+        _at(longer, around).insert(name + 1, another)
+        return MarkedBlock(ttl, [cut, longer], open_ended=False)
+    followed = isinstance(name, int) and name + 1 < len(_at(request, around))
     return MarkedBlock(ttl, [_continued(request, path)], open_ended=followed)
-
-
-def _cut(request: Any, path: Path) -> Any:
-    """The request without the blocks behind the one at `path` in its list."""
-    copy = request.model_copy(deep=True)
-    blocks = _at(copy, path[:-1])
-    del blocks[path[-1] + 1 :]
-    return copy
-
-
-def _more(request: Any, path: Path) -> Any:
-    """The request with one more block like the one at `path` behind it."""
-    copy = request.model_copy(deep=True)
-    blocks = _at(copy, path[:-1])
-    block = blocks[path[-1]]
-    blocks.insert(path[-1] + 1, block.model_copy(deep=True, update={"name": MARK}))
-    return copy
 
 
 def _continued(request: Any, path: Path) -> Any:
@@ -249,7 +237,8 @@ def _continue(block: Any) -> None:
             _continue(content[-1])
 
 
-def _at(request: Any, path: Path) -> Any:
+def _at(request: Any, path: Sequence[Any]) -> Any:
+    """The part of a request that `path` leads to."""
     found = request
     for name in path:
         found = found[name] if isinstance(name, int) else getattr(found, name)

@@ -93,7 +93,7 @@ def token_positions(
 
 
 def _end(text: str, place: BlockEnd) -> int | None:
-    """Characters before a place; None if no variant differs from the prompt."""
+    """Characters of `text` before the end of a block; None if no variant differs from `text`."""
     shared = min((common_start(text, variant) for variant in place.variants), default=len(text))
     return shared if shared < len(text) else None
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.core.returns.hints import MOST_POSITIONS, PromptHints
 from sglang_hybrid.prompts.chats.breakpoints import BlockEnd, token_positions
-from sglang_hybrid.prompts.chats.rendering import Rendering, rendered
+from sglang_hybrid.prompts.chats.rendering import Rendering, render_chat
 from sglang_hybrid.serving.requests import kv_hints
 
 logger = logging.getLogger(__name__)
@@ -27,8 +27,9 @@ SECONDS: Final = {"5m": 300, "30m": 1_800, "1h": 3_600, "12h": 43_200}
 class MarkedBlock:
     """A block that a client marked.
 
-    ttl: how long it says that the block will be used. variants: the request with other things
-    behind the block. open_ended: other text may follow the block within its message.
+    ttl: the lifetime that the client gives it, a key of `SECONDS`. variants: copies of the request
+    that differ behind the block only. open_ended: whether other text may follow the block within
+    its message.
     """
 
     ttl: str
@@ -103,7 +104,7 @@ def _positions(
 
 def _rendered(process: Callable[[Any], Any], request: Any) -> Rendering | None:
     try:
-        return rendered(lambda: process(request))
+        return render_chat(lambda: process(request))
     except Exception as error:  # a template may refuse a variant with anything
         logger.debug("sglang_hybrid: a chat with other blocks is refused: %s", error)
         return None

@@ -1,7 +1,7 @@
 """The text that a chat template makes of a request, and what is done instead of tokenizing it.
 
-SGLang renders and encodes a chat in one method (patch 0040). `rendered` runs that method and stops
-it between the two; `encoding` puts other tokens there.
+SGLang renders and encodes a chat in one method (patch 0040). `render_chat` runs that method and
+stops it between the two; `encoding` puts other tokens there.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ class _Stopped(BaseException):
         self.rendering = rendering
 
 
-def encoded(
+def encode_chat(
     encode: Callable[[Any, str, Mapping[str, Any]], list[int]],
     tokenizer: Any,
     text: str,
     encode_kwargs: Mapping[str, Any],
 ) -> list[int]:
-    """`encode(tokenizer, text, encode_kwargs)`; what SGLang calls instead of `encode`."""
+    """The token ids of a rendered chat: what SGLang calls instead of its own `encode`. Inside
+    `encoding` or `render_chat` something else is done with the text.
+    """
     instead = _instead.get()
     if instead is not None:
         return instead(text, encode_kwargs)
@@ -53,7 +55,7 @@ def encoded(
 def encoding(make: Callable[[Encode | None], Encode]) -> Iterator[None]:
     """Chats that are rendered within are encoded by `make(outer)`.
 
-    outer: what another `encoding` or `rendered` around this one does instead of tokenizing.
+    outer: what another `encoding` or `render_chat` around this one does instead of tokenizing.
     """
     token = _instead.set(make(_instead.get()))
     try:
@@ -62,7 +64,7 @@ def encoding(make: Callable[[Encode | None], Encode]) -> Iterator[None]:
         _instead.reset(token)
 
 
-def rendered(process: Callable[[], Any]) -> Rendering | None:
+def render_chat(process: Callable[[], Any]) -> Rendering | None:
     """What `process`, which renders and encodes a chat, has rendered; None if it did so without a
     Jinja template.
     """

@@ -114,7 +114,7 @@ def begin_with_schema(manager: Any, adapted: Any, processed: Any) -> None:
     apart.ask(manager, adapted, expanded)
 
 
-def answered(extension: Any, kind: Callable[..., Any], answer: Mapping[str, Any]) -> Any:
+def with_prompt_report(extension: Any, kind: Callable[..., Any], answer: Mapping[str, Any]) -> Any:
     """`sglext` of a chat's answer, with what became of its `prompt_schema`.
 
     extension: SGLang's SglExt, which is of class `kind`, or None.

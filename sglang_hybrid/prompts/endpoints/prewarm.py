@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 IDLE_CHECK = 0.02
-"""Seconds between two looks whether requests run."""
+"""Seconds between two checks whether requests run."""
 
 
 class Unasked:
-    """What the answer to a request of the server itself says of its prompt: nothing."""
+    """Stands where `Expanded` does, for a prompt that the server itself sends."""
 
-    def answered(self, meta_info: Any) -> None:
+    def on_answer(self, meta_info: Any) -> None:
         """Nobody reads the answer."""
 
 
@@ -70,9 +70,9 @@ def prompts_for(
 
 
 class Turns:
-    """When prompts that nobody waits for may be computed.
+    """When prompts that no client waits for may be computed.
 
-    busy: whether requests run. clock: seconds.
+    busy: returns whether requests run. clock: returns seconds.
     """
 
     def __init__(

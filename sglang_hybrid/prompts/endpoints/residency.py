@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 MOST_PREFIXES: Final = 256
-"""Of a schema that are told, the likeliest ones."""
+"""Prefixes of a schema that are reported, the likeliest ones."""
 
 MOST_TOKENS: Final = 1 << 20
-"""Of all those prefixes together, beyond those that they have in common."""
+"""Tokens of all reported prefixes together; those that several have in common count once."""
 
 
 @dataclass(frozen=True)
 class AskedPrefix:
-    """A prefix that is asked for. parent: the index of the one above it, -1 for none. edge: its
-    tokens behind that. position: tokens from the start.
+    """A prefix whose tiers are asked for. parent: index of the prefix that it continues, -1 for
+    none. edge: its tokens behind that prefix. position: of its end, in tokens from the start.
     """
 
     node: PrefixNode

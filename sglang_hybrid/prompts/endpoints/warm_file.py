@@ -5,30 +5,26 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import requests
+
+from sglang_hybrid.serving.tenants import FIELDS
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT = 600.0
 """Seconds that one line may take."""
 
-SCHEMA_FIELDS = ("budget_mb", "extra_key", "cache_salt")
+
+Posts: TypeAlias = list[tuple[str, dict[str, Any]]]
+"""Requests to make in turn, as path and body."""
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of a file: requests to make in turn, as path and body."""
-
-    number: int
-    posts: tuple[tuple[str, dict[str, Any]], ...]
-
-
-def read_lines(path: Path) -> list[Line]:
-    """The lines of a file. Raises ValueError with a sentence that names file and line.
+def read_lines(path: Path) -> dict[int, Posts]:
+    """The requests of each line of a file, by the line's number. Raises ValueError with a sentence
+    that names file and line.
 
     Each line is a JSON object: the body of a chat completion (`messages`), that of a /generate
     (`text`, `input_ids` or `pml`), or a schema (`schema`, and how much memory its prefixes may
@@ -39,7 +35,7 @@ def read_lines(path: Path) -> list[Line]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"{path} cannot be read: {why}.") from None
-    found = []
+    found: dict[int, Posts] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
@@ -48,7 +44,7 @@ def read_lines(path: Path) -> list[Line]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: no JSON: {error}.") from None
         try:
-            posts = tuple(_posts(body)) if isinstance(body, dict) else ()
+            posts = [*_posts(body)] if isinstance(body, dict) else []
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
         if not posts:
@@ -56,7 +52,7 @@ def read_lines(path: Path) -> list[Line]:
                 f"{path}, line {number}: an object with messages, text, input_ids, pml or schema "
                 "is wanted."
             )
-        found.append(Line(number, posts))
+        found[number] = posts
     return found
 
 
@@ -69,16 +65,16 @@ def prewarm(path: Path, url: str, key: str | None) -> int:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     done = 0
     lines = read_lines(path)
-    for line in lines:
-        for where, body in line.posts:
+    for number, posts in lines.items():
+        for where, body in posts:
             try:
                 answer = requests.post(url + where, json=body, headers=headers, timeout=TIMEOUT)
             except requests.RequestException as error:
-                logger.warning("sglang_hybrid: pre-warming ends at line %d: %s", line.number, error)
+                logger.warning("sglang_hybrid: pre-warming ends at line %d: %s", number, error)
                 return done
             if not answer.ok:
                 logger.warning(
-                    "sglang_hybrid: line %d of %s was refused: %s", line.number, path, answer.text
+                    "sglang_hybrid: line %d of %s was refused: %s", number, path, answer.text
                 )
                 break
         else:
@@ -99,7 +95,7 @@ def prewarm_if_asked(server_args: Any) -> None:
 
 def _posts(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     if "schema" in body:
-        tenant = {name: body[name] for name in SCHEMA_FIELDS[1:] if name in body}
+        tenant = {name: body[name] for name in FIELDS if name in body}
         yield "/v1/prompt_schemas", {"pml": body["schema"], **tenant}
         if "budget_mb" in body:
             name = _name_of(str(body["schema"]))

@@ -63,9 +63,10 @@ class Example:
 
 @dataclass
 class Change:
-    """One change to prompts. requests: that it would help. tokens, seconds: saved by all of them.
-    values: of what varies, each as often as it was seen. places: where it begins, in tokens.
-    shared: tokens that stand behind it.
+    """One change to prompts. requests: how many it would help. tokens, seconds: what all of these
+    would save. values: the texts that vary, as token ids, with their counts. places: positions at
+    which those texts begin. shared: for each request, tokens behind the varying text that an
+    earlier prompt has too.
     """
 
     rule: str
@@ -80,9 +81,10 @@ class Change:
 
 @dataclass
 class TenantReport:
-    """tenant: its name in the trace. requests, prompt_tokens: in all. hit_tokens: that would be
-    hit if nothing were forgotten. changes: those that save most first. short: places where prompts
-    part that are worth less than a state, and requests that pass them.
+    """What was found in the prompts of one tenant. tenant: its name in the trace. requests,
+    prompt_tokens: in all. hit_tokens: tokens that an unbounded cache would hit. changes: those that
+    save most first. short: the number of places where prompts part that are worth less than a
+    state, and of requests that pass them.
     """
 
     tenant: str

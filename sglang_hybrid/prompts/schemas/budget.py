@@ -26,7 +26,9 @@ MOST_UNITS = 1_000
 
 @dataclass(frozen=True)
 class Plan:
-    """nodes: to hold, parents first. saved: expected tokens per prompt. cost: bytes."""
+    """Which prefixes to hold. nodes: their ends, parents first. saved: tokens per prompt that need
+    not be computed, expected. cost: bytes of the states and the KV.
+    """
 
     nodes: list[PrefixNode]
     saved: float
@@ -79,8 +81,9 @@ def _held_above(node: PrefixNode, held: set[PrefixNode]) -> int:
 
 
 class _Chooser:
-    """Values [units + 1] are the most tokens that exactly so many units can save, for one prompt
-    that comes to the place; a distance counts the tokens from the next prefix held above.
+    """Chooses nodes by a knapsack over the tree. Values [units + 1] are the most tokens that
+    exactly 0, 1, ... units of memory can save for one prompt that reaches a place. A distance is
+    the number of tokens between a place and the next held prefix above it.
     """
 
     def __init__(self, units: int, unit: int, state_bytes: int, kv_bytes_per_token: int) -> None:

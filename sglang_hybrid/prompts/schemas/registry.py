@@ -89,7 +89,9 @@ class Registered:
         return tokens
 
     def seen(self, imports: Sequence[Import]) -> bool:
-        """Whether the values of these imports came before; they are remembered from now on."""
+        """Whether an earlier prompt had these values of parameters; they are remembered from now
+        on.
+        """
         key = hash(tuple(_values(imports)))
         known = key in self.values
         self.values[key] = None
@@ -128,7 +130,7 @@ class Expanded:
     start: int = 0
     compute_segments: Callable[[], None] = lambda: None
 
-    def answered(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
+    def on_answer(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
         """`meta_info.prompt` of an answer; the last one is counted."""
         if meta_info.get("finish_reason") is not None:
             self.registered.prompt_tokens += meta_info.get("prompt_tokens", 0)
@@ -259,10 +261,10 @@ class Registry:
         return Draft(registered, prompt, resolve(registered.schema, prompt))
 
     def counted(self, draft: Draft, tokenized: Tokenized, *, whole: str = "") -> Expanded:
-        """A prompt, with the positions worth a checkpoint: ends of modules before the first value
-        of a parameter, and behind it if these values came before. Its imports are counted.
+        """A drafted prompt with the positions worth a checkpoint: ends of modules before the first
+        value of a parameter, and behind it if these values came before. Its imports are counted.
 
-        tokenized: what the draft comes to. whole: see `expand`.
+        tokenized: the tokens of the draft. whole: see `expand`.
         """
         registered, prompt = draft.registered, draft.prompt
         warnings = [*draft.resolved.warnings, *([whole] if whole and prompt.modular else [])]

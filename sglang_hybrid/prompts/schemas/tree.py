@@ -43,8 +43,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Edge:
-    """A text that may come next. share: of the prompts that come here. imports: modules that these
-    prompts import for it. target: what may follow it.
+    """A text that may come next. share: of the prompts that reach this place, how many continue
+    with it (0 to 1). imports: modules that these prompts import for it. target: what may follow it.
     """
 
     share: float
@@ -145,7 +145,9 @@ class _Shapes:
         self._edges_left = MOST_EDGES
 
     def after(self, steps: Steps) -> Shape:
-        """What may follow where `steps` come next: parts of a schema, each with its path."""
+        """What may follow at the place of a schema whose next parts are `steps`, each with its
+        path.
+        """
         key = tuple((id(part), path) for part, path in steps)
         if key not in self._known:
             edges = self._edges(steps)

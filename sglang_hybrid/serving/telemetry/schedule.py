@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from sglang_hybrid.core.queue.prefetch import PrefetchCounts
+from sglang_hybrid.core.queue.loads import LoadCounts
 from sglang_hybrid.core.queue.waiting import Bound, ReuseKind, Waiting
 from sglang_hybrid.serving.telemetry.metric import Metric
 
@@ -34,7 +34,7 @@ class ScheduleStats:
     bound_reached: Counter[str] = field(default_factory=Counter)
     aborted: int = 0
     front: int = 0
-    loads: PrefetchCounts | None = None
+    loads: LoadCounts | None = None
 
     def on_start(self, waiting: Waiting[Any], bound: Bound, now: float) -> None:
         """A request was taken from the front."""

@@ -11,13 +11,13 @@ import math
 from collections.abc import Sequence
 from enum import Enum
 
-from sglang_hybrid.core.queue.lengths import AnswerLengths, Decoding, free_places
-from sglang_hybrid.core.queue.prefetch import Prefetcher, turns
-from sglang_hybrid.core.queue.queue_order import QueueOrder
+from sglang_hybrid.core.queue.loads import LoadsAhead
+from sglang_hybrid.core.queue.orders import Order
+from sglang_hybrid.core.queue.waiting import Bound
 from sglang_hybrid.core.tiers.rates import Link
 from sglang_hybrid.simulation.prefill_time import PrefillTime
-from sglang_hybrid.simulation.scheduling import WaitingQueue
 from sglang_hybrid.simulation.server_simulator import way_to
+from sglang_hybrid.simulation.simulated_queue import SimulatedQueue
 from sglang_hybrid.simulation.simulator import Outcome, Simulator, Ticket
 from sglang_hybrid.simulation.timing import Served
 from sglang_hybrid.simulation.traces.requests import Request
@@ -34,17 +34,14 @@ class Loading(Enum):
 
 LOADED, FINISHED, PREFILLED, ARRIVED, LOOK = range(5)  # at one moment, in this order
 
-LOOKED_AT = 16
-"""Requests at the front of the queue whose loads are thought of."""
-
 
 class LoadingServer:
     """One server: prefills one after the other, `places` requests decode beside them. Requests come
     when they came in the trace. The first in the queue waits until the device has room for all of
     it beside those that run; if nothing runs, it runs all the same.
 
-    cache: in tiers, or on the device alone. link: what loads pass, one after the other. order: of
-    the waiting requests. Raises ValueError for a device that is not one number of bytes.
+    cache: in tiers, or on the device alone. link: what loads pass, one after the other. order,
+    bound: of the waiting requests. Raises ValueError for a device that is not one number of bytes.
     """
 
     def __init__(
@@ -52,26 +49,27 @@ class LoadingServer:
         cache: Simulator,
         link: Link,
         time: PrefillTime,
-        order: QueueOrder[int],
+        order: Order,
+        bound: Bound,
         loading: Loading,
         places: int = 32,
     ) -> None:
         if not isinstance(cache.budget, int):
             raise ValueError(f"loads are replayed on a device of so many bytes, not {cache.budget}")
-        self.prefetcher: Prefetcher[int] = Prefetcher(margin=time.base)
+        self.loads: LoadsAhead[int] = LoadsAhead(
+            self, margin=time.base, per_token=time.decode, places=places
+        )
         self._cache, self._link, self._time = cache, link, time
-        self._loading, self._places = loading, places
+        self._loading = loading
         self._device = cache.budget
-        self._queue = WaitingQueue(cache, time, order)
-        self._lengths = AnswerLengths()
+        self._queue = SimulatedQueue(cache, time, order, bound, self.loads.is_under_way)
         self._events: list[tuple[float, int, int]] = []  # time, what, index of the request
-        self._running: dict[int, Decoding] = {}
         self._tickets: dict[int, Ticket] = {}
         self._busy = False
         self._busy_until = 0.0
         self._link_until = 0.0
         self._look_at = -1.0  # when the queue is looked at next
-        self._loads: dict[int, float] = {}  # under way: when they will be complete
+        self._arrivals: dict[int, float] = {}  # of loads under way: when they will be complete
 
     def run(self, requests: Sequence[Request]) -> list[Served]:
         """Serve all; the result is in the requests' order."""
@@ -90,10 +88,10 @@ class LoadingServer:
             now, what, index = heapq.heappop(self._events)
             if what != LOOK:
                 steps[what](index, now)
-            if len(self._queue) and not self._busy and len(self._running) < self._places:
+            if len(self._queue) and not self._busy and len(self.loads.running) < self.loads.places:
                 self._start_next(now)
             if self._loading is Loading.TIMED and len(self._queue):
-                self._prefetch(now)
+                self._load_ahead(now)
         return [
             Served(outcome, *times)
             for outcome, times in zip(self._outcomes, self._times, strict=True)
@@ -114,16 +112,15 @@ class LoadingServer:
     def _start_next(self, now: float) -> None:
         """Start the first request in the queue, if it has room beside those that run."""
         first = self._queue.in_order(now)[0]
-        if not self._running or self._room_left() >= self._needs(first):
+        if not self.loads.running or self._room_left() >= self._needs(first):
             self._start(self._queue.take(now), now)
 
     def _start(self, index: int, now: float) -> None:
         request = self._requests[index]
         size, seconds = self._cache.to_load(request)
-        under_way = self._loads.pop(index, None)
-        self._queue.loading.discard(index)
-        self._count(index, now, (size, seconds))
-        ready = now if under_way is None else under_way
+        waited = now - self._times[index][0]
+        self.loads.on_turn(index, size, had_time=waited > seconds)
+        ready = self._arrivals.pop(index, now)
         if size:
             ready = self._send(now, seconds)
         ticket = self._tickets[index] = self._cache.begin(request)
@@ -133,61 +130,60 @@ class LoadingServer:
         self._busy, self._busy_until = True, max(now + computed, ready)
         self._at(self._busy_until, PREFILLED, index)
 
-    def _count(self, index: int, now: float, load: tuple[int, float]) -> None:
-        """`index` has its turn. load: bytes and seconds of what it must load still."""
-        size, seconds = load
-        if size:
-            waited = now - self._times[index][0]
-            self.prefetcher.loads_on_turn(index, had_time=waited > seconds)
-        else:
-            self.prefetcher.runs(index)
-
     def _prefilled(self, index: int, now: float) -> None:
         self._cache.prefilled(self._tickets[index])
         self._times[index][2] = now
         request = self._requests[index]
         tokens = len(request.tokens) - request.input_len
         self._busy = False
-        self._running[index] = Decoding(now, self._lengths.predicted(_keys(request), tokens))
+        self.loads.on_decode(index, _keys(request), tokens, since=now)
         self._at(now + self._time.decode * tokens, FINISHED, index)
 
     def _finished(self, index: int, now: float) -> None:
         request = self._requests[index]
         self._cache.finished(self._tickets.pop(index))
         self._times[index][3] = now
-        del self._running[index]
-        self._lengths.ended(_keys(request), len(request.tokens) - request.input_len)
-        self._queue.ended(index)
+        self.loads.on_finish(index, _keys(request), len(request.tokens) - request.input_len)
+        self._queue.on_finish(index)
 
     def _loaded(self, index: int, now: float) -> None:
         """A load that was started early is complete, unless its request did not wait for that."""
-        self._queue.loading.discard(index)
-        if self._loads.pop(index, None) is not None:
-            self.prefetcher.arrived(index, 1 << 62)
+        if self._arrivals.pop(index, None) is not None:
+            self.loads.on_arrival(index)
 
-    def _prefetch(self, now: float) -> None:
-        """Start the loads that would otherwise end after their requests have their turn."""
-        front = self._queue.in_order(now)[:LOOKED_AT]
-        loads = {index: self._cache.to_load(self._requests[index]) for index in front}
-        waiting = [(index, loads[index][0]) for index in front]
-        due, later = self.prefetcher.due(waiting, self._link.bandwidth, self._turns(now, front))
-        for index in due:
-            before = front[: front.index(index)]
-            needs = sum(map(self._needs, [*before, index]))
-            self.prefetcher.room(index, there_is=needs <= self._room_left())
-            keep = [self._requests[other] for other in before]
-            if not self._cache.fetch(self._requests[index], *self._soon(), keep):
-                continue
-            size, seconds = loads[index]
-            self._queue.loading.add(index)
-            self._queue.stored(index)
-            self.prefetcher.started(index, size)
-            self._loads[index] = self._send(now, seconds)
-            self._at(self._loads[index], LOADED, index)
+    def _load_ahead(self, now: float) -> None:
+        """Begin the loads that would otherwise end after their requests have their turn."""
+        self._now = now
+        busy = max(0.0, self._busy_until - now) if self._busy else 0.0
+        queue, bandwidth = self._queue.in_order(now), self._link.bandwidth
+        _, later = self.loads.begin_due(queue, now, bandwidth, busy)
         when = now + max(later, self._time.base / 4)
         if when < self._look_at or self._look_at <= now < when < math.inf:
             self._look_at = when
             self._at(when, LOOK, -1)
+
+    # What `LoadsAhead` asks.
+
+    def load_bytes(self, name: int) -> int:
+        return self._cache.to_load(self._requests[name])[0]
+
+    def prefill_seconds(self, name: int) -> float:
+        request = self._requests[name]
+        _, hit = self._cache.resumes_from(request)
+        return self._time.seconds(hit, request.input_len - hit)
+
+    def begin_load(self, name: int, before: Sequence[int]) -> tuple[int, bool]:
+        has_room = sum(map(self._needs, [*before, name])) <= self._room_left()
+        size, seconds = self._cache.to_load(self._requests[name])
+        keep = [self._requests[other] for other in before]
+        if not self._cache.fetch(self._requests[name], *self._soon(), keep):
+            return 0, has_room
+        self._queue.on_load(name)
+        self._arrivals[name] = self._send(self._now, seconds)
+        self._at(self._arrivals[name], LOADED, name)
+        return size, has_room
+
+    # Room on the device.
 
     def _room_left(self) -> int:
         """Bytes of the device that no running request holds, or is about to."""
@@ -210,24 +206,11 @@ class LoadingServer:
         """Tokens and states that running requests are about to leave in the cache."""
         kv = states = 0
         for index, ticket in self._tickets.items():
-            request, prefilled = self._requests[index], index in self._running
+            request, prefilled = self._requests[index], index in self.loads.running
             known = request.input_len if prefilled else ticket.outcome.hit_len
             kv += len(request.tokens) - known
             states += 1 + (0 if prefilled else len(ticket.ends))
         return kv, states
-
-    def _turns(self, now: float, front: Sequence[int]) -> list[float]:
-        """Seconds until each of `front` is expected to begin: when the prefills before it are done
-        and a place is free.
-        """
-        running = list(self._running.values())
-        places = free_places(running, now, self._time.decode, self._places)
-        busy = max(0.0, self._busy_until - now) if self._busy else 0.0
-        prefills = []
-        for index in front[: len(places)]:
-            hit = self._cache.resumes_from(self._requests[index])[1]
-            prefills.append(self._time.seconds(hit, self._requests[index].input_len - hit))
-        return turns(places, prefills, busy)
 
 
 def _keys(request: Request) -> list[tuple[str, int]]:

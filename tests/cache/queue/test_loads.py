@@ -54,8 +54,7 @@ class Ahead(TieredScheduler):
         super().__init__(**flags)
         set_speeds(self.cache, SLOW_COMPUTE)
         self.loads = self.cache.schedule.loads
-        self.counts = self.loads.prefetcher.counts
-        self.loads.places = 1
+        self.counts = self.loads.ahead.counts
         self.now = 1_000.0
 
     def step(self, seconds: float = 0.0, *, arrived: bool = True) -> None:
@@ -106,9 +105,8 @@ def test_there_are_none_without_a_host_or_an_order_of_ours() -> None:
 def test_a_load_begins_when_it_would_end_late_otherwise() -> None:
     it = Ahead()
     document = it.on_host(1)
-    running = it.arrive(run(10, 50), it.now)
+    running = it.arrive(run(10, 50), it.now, cache_salt="other tenant", answer=20)
     assert it.round() == [running]
-    it.loads._running[running] = 20.0  # tokens that it is expected to be answered with
     it.server.prefill_step(running)
     waiting = it.arrive([*document, 7, 8], it.now)
     it.step()
@@ -117,7 +115,7 @@ def test_a_load_begins_when_it_would_end_late_otherwise() -> None:
     it.step(0.1)
     assert it.counts.started == 1
     it.step(0.1)
-    assert it.loads.prefetcher.counts.loaded_bytes > 0
+    assert it.counts.loaded_bytes > 0
     it.server.finish(running)
     assert it.round() == [waiting]
     assert waiting.host_loaded_length == 0 and waiting.prefix_len == 60
@@ -128,15 +126,14 @@ def test_a_load_begins_a_step_earlier_where_steps_are_long() -> None:
     """Until the next step ends nothing else can begin."""
     it = Ahead()
     document = it.on_host(9)
-    running = it.arrive(run(10, 50), it.now)
+    running = it.arrive(run(10, 50), it.now, cache_salt="other tenant", answer=20)
     assert it.round() == [running]
-    it.loads._running[running] = 20.0
     it.server.prefill_step(running)
     it.arrive([*document, 7, 8], it.now)
     it.step()
     assert it.counts.started == 0, "20 tokens are to come, which take 0.4 s"
     it.step(0.4)
-    assert it.loads.prefetcher.margin == pytest.approx(0.5)
+    assert it.loads.ahead.margin == pytest.approx(0.5)
     assert it.counts.started == 1
 
 
@@ -144,8 +141,8 @@ def test_all_loads_begin_that_are_due_before_the_next_step() -> None:
     """Both requests may join the next batch."""
     it = Ahead()
     documents = [it.on_host(number) for number in (11, 12)]
-    it.loads.places = 2
     it.cache.slots.reserve(0)  # as the adder says in each round
+    it.loads.ahead.places = 2
     waiting = [it.arrive([*document, 7, 8], it.now) for document in documents]
     it.step()
     assert [req.host_hit_length for req in waiting] == [60, 60]
@@ -162,7 +159,7 @@ def test_a_load_that_is_late_is_waited_for() -> None:
     it.step()
     assert it.counts.started == 1 and it.cache.ongoing_load_back
     it.cache.schedule.arrange(it.queue)
-    assert waiting in it.cache.schedule._order.front
+    assert it.cache.schedule.stats.front == 1
     assert it.round() == [waiting]
     assert (it.counts.used, it.counts.late) == (0, 1)
     it.finish(waiting)
@@ -219,7 +216,6 @@ def test_a_load_without_room_is_counted() -> None:
     document = it.on_host(8)
     running = it.arrive(run(100, 51), it.now)
     assert it.round() == [running]
-    it.loads._running[running] = 1.0
     it.server.prefill_step(running)
     waiting = it.arrive([*document, 7, 8], it.now)
     it.step(1.0)
@@ -278,8 +274,8 @@ def test_nothing_is_left_behind(seed: int) -> None:
             it.answer_running()
             it.step(0.1)
         it.settle()
-        assert (it.standings(), it.cache.schedule.holds, len(it.loads.prefetcher)) == (0, 0, 0)
-        assert not it.loads._running and not it.cache.ongoing_load_back
+        assert (it.standings(), it.cache.schedule.holds, len(it.loads.ahead)) == (0, 0, 0)
+        assert not it.loads.ahead.running and not it.cache.ongoing_load_back
         assert it.cache.schedule.stats.most_overtaken <= 4
         it.server.check()
     assert done[0] == done[1]

@@ -190,9 +190,9 @@ shown.update()
 
 def test_loads_before_their_turn_are_shown() -> None:
     found = read("""
-from sglang_hybrid.core.queue.prefetch import PrefetchCounts
+from sglang_hybrid.core.queue.loads import LoadCounts
 from sglang_hybrid.serving.telemetry.schedule import ScheduleStats, schedule_metrics
-stats = ScheduleStats(loads=PrefetchCounts())
+stats = ScheduleStats(loads=LoadCounts())
 shown = Metrics(schedule_metrics(stats))
 stats.loads.started = 3
 shown.update()

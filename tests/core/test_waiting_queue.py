@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
@@ -19,8 +18,8 @@ from sglang_hybrid.core.queue.orders import (
     Order,
     Window,
 )
-from sglang_hybrid.core.queue.queue_order import QueueOrder
 from sglang_hybrid.core.queue.waiting import Bound, Prospect, ReuseKind
+from sglang_hybrid.core.queue.waiting_queue import Found, WaitingQueue
 from tests.core.plain_queue import PlainQueue
 
 WHOLE = 100.0
@@ -36,16 +35,22 @@ def hit(share: float) -> Prospect:
 LOADED = Prospect(900, 20.0, WHOLE, ReuseKind.TO_LOAD)
 
 
-@dataclass
 class Line:
     """A queue of named requests under one order."""
 
-    order: QueueOrder[str]
-    prospects: dict[str, Prospect] = field(default_factory=dict)
-    arrived: dict[str, float] = field(default_factory=dict)
-    priorities: dict[str, int] = field(default_factory=dict)
-    queue: list[str] = field(default_factory=list)
-    looked_at: int = 0
+    def __init__(self, order: Order, bound: Bound = FREE, *, with_priorities: bool = False) -> None:
+        self.prospects: dict[str, Prospect] = {}
+        self.arrived: dict[str, float] = {}
+        self.priorities: dict[str, int] = {}
+        self.queue: list[str] = []
+        self.looked_at = 0
+        self.order: WaitingQueue[str] = WaitingQueue(
+            order,
+            bound,
+            self._look_up,
+            self.arrived.__getitem__,
+            priority=self.priorities.__getitem__ if with_priorities else None,
+        )
 
     def add(self, name: str, prospect: Prospect, now: float = 0.0, priority: int = 0) -> None:
         self.queue.append(name)
@@ -53,29 +58,24 @@ class Line:
         self.priorities[name] = priority
 
     def arrange(self, now: float = 0.0) -> list[str]:
-        with_priorities = len(set(self.priorities.values())) > 1
-        self.order.arrange(
-            self.queue,
-            now,
-            self._look,
-            self.arrived.__getitem__,
-            self.priorities.__getitem__ if with_priorities else None,
-        )
+        self.order.arrange(self.queue, now)
         return list(self.queue)
 
     def run(self, name: str) -> int:
         """`name` runs; how many had overtaken it."""
         self.queue.remove(name)
-        taken = self.order.left(name, runs=True)
+        taken = self.order.on_start(name)
         return 0 if taken is None else taken.overtaken
 
-    def _look(self, name: str) -> Prospect:
+    def _look_up(self, name: str) -> Found:
         self.looked_at += 1
-        return self.prospects[name]
+        return self.prospects[name], None
 
 
-def line(order: Order, bound: Bound = FREE, **prospects: Prospect) -> Line:
-    made = Line(QueueOrder(order, bound))
+def line(
+    order: Order, bound: Bound = FREE, *, with_priorities: bool = False, **prospects: Prospect
+) -> Line:
+    made = Line(order, bound, with_priorities=with_priorities)
     for name, prospect in prospects.items():
         made.add(name, prospect)
     return made
@@ -138,7 +138,7 @@ def test_who_is_in_the_window_stays_in() -> None:
 
 
 def test_priorities_are_above_all() -> None:
-    waiting = line(Window(2), hit=hit(0.9))
+    waiting = line(Window(2), with_priorities=True, hit=hit(0.9))
     waiting.add("urgent", hit(0), priority=-1)
     waiting.add("hit_2", hit(0.95))
     assert waiting.arrange() == ["urgent", "hit", "hit_2"]
@@ -150,11 +150,11 @@ def test_priorities_are_above_all() -> None:
 
 def test_who_urgent_requests_push_out_of_the_window_is_the_latest() -> None:
     """So nobody behind the window can be overtaken by somebody in it."""
-    waiting = line(Window(2), cold=hit(0), warm=hit(0.9))
+    waiting = line(Window(2), with_priorities=True, cold=hit(0), warm=hit(0.9))
     assert waiting.arrange() == ["warm", "cold"]
     waiting.add("urgent", hit(0), priority=-1)
     assert waiting.arrange() == ["urgent", "cold", "warm"]
-    assert not waiting.order.may_run("warm")
+    assert not waiting.order.can_run("warm")
 
 
 def test_a_stream_of_hits_and_one_cold_request() -> None:
@@ -181,19 +181,19 @@ def test_who_was_passed_over_stops_the_rest_when_it_is_due() -> None:
     """`cold` is first and cannot run yet: it waits for a prefix."""
     waiting = line(Window(4), Bound(times=1), cold=hit(0), a=hit(0.9), b=hit(0.9))
     assert waiting.arrange()[0] == "a"
-    assert waiting.order.may_run("a")
+    assert waiting.order.can_run("a")
     waiting.run("a")
     assert waiting.arrange() == ["cold", "b"]
-    assert not waiting.order.may_run("b")
-    assert not waiting.order.may_run("somebody behind the front")
-    assert waiting.order.may_run("cold")
+    assert not waiting.order.can_run("b")
+    assert not waiting.order.can_run("somebody behind the front")
+    assert waiting.order.can_run("cold")
 
 
 def test_an_aborted_request_overtakes_nobody() -> None:
     waiting = line(Window(4), cold=hit(0), a=hit(0.9))
     waiting.arrange()
     waiting.queue.remove("a")
-    waiting.order.left("a", runs=False)
+    waiting.order.on_abort("a")
     assert waiting.run("cold") == 0
 
 
@@ -230,7 +230,8 @@ def test_nobody_is_overtaken_beyond_the_bound(
     counts who overtook whom, and gives the same order.
     """
     bound = Bound(times, seconds)
-    waiting, twin = Line(QueueOrder(order, bound)), PlainQueue(order, bound)
+    waiting = Line(order, bound, with_priorities=with_priorities)
+    twin = PlainQueue(order, bound)
     for now, (share, runs, passed_over) in enumerate([*events, *[(0.0, 2, False)] * 40]):
         name = str(now)
         if now < len(events):
@@ -241,8 +242,8 @@ def test_nobody_is_overtaken_beyond_the_bound(
         count = order.front(len(tried))
         assert tried[:count] == twin.arrange(float(now), count)
         for name in tried[passed_over : passed_over + runs]:
-            assert waiting.order.may_run(name) == twin.may_run(name)
-            if waiting.order.may_run(name):
+            assert waiting.order.can_run(name) == twin.can_run(name)
+            if waiting.order.can_run(name):
                 assert waiting.run(name) == twin.run(name, float(now)) <= times
 
 

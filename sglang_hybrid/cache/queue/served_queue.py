@@ -17,9 +17,8 @@ from sglang.srt.mem_cache.common import match_kv_cache
 from sglang_hybrid.cache.queue.clock import StepClock
 from sglang_hybrid.cache.queue.loads import LoadingCache, TimedLoads
 from sglang_hybrid.core.queue.orders import Car, Order, Window
-from sglang_hybrid.core.queue.queue_order import QueueOrder
-from sglang_hybrid.core.queue.standings import Standings
 from sglang_hybrid.core.queue.waiting import Bound, Prospect, ReuseKind
+from sglang_hybrid.core.queue.waiting_queue import Found, WaitingQueue
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import Schedule
 from sglang_hybrid.serving.per_request import PerRequest
@@ -43,7 +42,7 @@ class ScheduledCache(Protocol):
     step_clock: StepClock
 
 
-class QueueSchedule:
+class ServedQueue:
     """The order in which the requests of one scheduler wait.
 
     Args:
@@ -60,76 +59,79 @@ class QueueSchedule:
         self.clock = cache.step_clock
         self.clock.join(self._needs_time)
         self.stats = ScheduleStats()
-        self.bound = bound
         self.name = order.name
+        self.loads: TimedLoads | None = None
         self._cache = cache
-        self._order: QueueOrder[Req] = QueueOrder(order, bound, WeakKeyDictionary())
-        self._standings: Standings[Req] = Standings(self._move)
+        priority: Callable[[Req], int] | None = None
+        if priority_sign is not None:
+            priority = lambda req: int(req.priority) * priority_sign  # noqa: E731
+        self._waiting: WaitingQueue[Req] = WaitingQueue(
+            order,
+            bound,
+            self._look_up,
+            self._arrived,
+            move_standing=self._move_standing,
+            priority=priority,
+            known=WeakKeyDictionary(),
+        )
         self._arranged: tuple[Any, ...] = ()  # the queue that was arranged last
         self._prospects: PerRequest[tuple[int, Prospect]] = PerRequest()
-        self.loads: TimedLoads | None = None
-        self._priority: Callable[[Req], int] | None = None
-        if priority_sign is not None:
-            self._priority = lambda req: int(req.priority) * priority_sign
 
     def load_ahead(self, cache: LoadingCache, speeds: Any) -> None:
         """There is a host below the device: loads begin before their requests' turns."""
         self.loads = TimedLoads(cache, speeds)
-        self.stats.loads = self.loads.prefetcher.counts
+        self.stats.loads = self.loads.ahead.counts
 
     # What the prefill adder calls.
 
     def arrange(self, queue: list[Req]) -> None:
         """The scheduler is about to try the requests of `queue`, from the front on."""
-        for req in queue[: self._order.order.front(len(queue))]:
+        for req in queue[: self._waiting.order.front(len(queue))]:
             self.clock.arrival(req)
-        self._order.arrange(queue, self.clock.now, self._prospect, self._arrived, self._priority)
-        front = self._order.front
-        self._standings.only(front)
-        self.stats.front = len(front)
+        self._waiting.arrange(queue, self.clock.now)
+        self.stats.front = len(self._waiting.front)
         self._arranged = self._as_it_is(queue)
 
-    def may_run(self, req: Req) -> bool:
-        """Whether `req` overtakes nobody that may be overtaken no more."""
-        return self._order.may_run(req)
+    def can_run(self, req: Req) -> bool:
+        """Whether `req` overtakes no request that may be overtaken no more."""
+        return self._waiting.can_run(req)
 
-    def admitted(self, req: Req) -> None:
-        """It is in a batch now."""
-        waiting = self._order.left(req, runs=True)
-        self._standings.runs(req)
+    def on_start(self, req: Req) -> None:
+        """`req` is in a batch now."""
+        waiting = self._waiting.on_start(req)
         if self.loads is not None:
-            self.loads.admitted(req, self.clock.now - self._arrived(req))
+            self.loads.on_start(req, self.clock.now - self._arrived(req))
         if waiting is not None and not req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
-            self.stats.on_start(waiting, self.bound, self.clock.now)
+            self.stats.on_start(waiting, self._waiting.bound, self.clock.now)
 
     # What the cache calls.
 
-    def aborted(self, handle: CacheRequestHandle) -> None:
-        """A request was aborted; if it waits, it does so no more."""
-        waiting = next((r for r in self._order.front if r.cache_request_handle == handle), None)
-        if waiting is not None:
-            self._order.left(waiting, runs=False)
-            self._standings.ends(waiting)
+    def on_abort(self, handle: CacheRequestHandle) -> None:
+        """The request with `handle` was aborted; if it waits, it does so no more."""
+        front = self._waiting.front
+        req = next((req for req in front if req.cache_request_handle == handle), None)
+        if req is not None:
+            self._waiting.on_abort(req)
             if self.loads is not None:
-                self.loads.left(waiting)
+                self.loads.ahead.cancel(req)
             self.stats.aborted += 1
 
-    def ended(self, req: Req) -> None:
+    def on_finish(self, req: Req) -> None:
         """`req` gave back what it held: it ended, was aborted, or was retracted."""
-        self._standings.ends(req)
+        self._waiting.on_finish(req)
         if self.loads is not None:
-            self.loads.ended(req)
+            self.loads.on_finish(req)
 
-    def expected(self, node_id: int, seconds: float) -> None:
-        """Somebody is expected to come back to a node, so many seconds from now."""
+    def expect_return(self, node_id: int, seconds: float) -> None:
+        """A session is expected to come back to a node, so many seconds from now."""
         if self.loads is not None:
             self.loads.returns.expect(node_id, self.clock.now + seconds)
 
-    def emptied(self) -> None:
+    def on_flush(self) -> None:
         """The tree was emptied."""
-        self._standings.forget_all()
+        self._waiting.on_flush()
 
-    # What the scheduler's patches call.
+    # What a hook calls (hooks/scheduling.py).
 
     def step(self, queue: list[Req]) -> None:
         """The scheduler begins another step, in which it may not look at `queue` at all."""
@@ -137,31 +139,31 @@ class QueueSchedule:
             return
         if queue and self._as_it_is(queue) != self._arranged:
             self.arrange(queue)
-        self.loads.step(self._order.front, self.clock.now)
+        self.loads.step(self._waiting.front, self.clock.now)
 
     def _needs_time(self, seconds: float) -> bool:
-        """Whether ticks are to be sent."""
+        """Whether ticks are to be sent often."""
         expects = self.loads is not None and len(self.loads.returns) > 0
-        return expects or bool(self._order.front)
+        return expects or bool(self._waiting.front)
 
     @property
     def holds(self) -> int:
         """Requests that hold a node."""
-        return len(self._standings)
+        return self._waiting.holds
 
     def info(self) -> dict[str, Any]:
         """For /server_info."""
         return {
             "order": self.name,
-            "window": self._order.order.front(1 << 30),
-            "overtaken_at_most": self.bound.times,
-            "overtaken_for_seconds": self.bound.seconds,
+            "window": self._waiting.order.front(1 << 30),
+            "overtaken_at_most": self._waiting.bound.times,
+            "overtaken_for_seconds": self._waiting.bound.seconds,
             "holds": self.holds,
             **self.stats.as_dict(),
         }
 
     def _as_it_is(self, queue: list[Req]) -> tuple[Any, ...]:
-        """What tells that nobody came or left, and no time passed, since the queue was arranged."""
+        """Equal values at two times mean: no request came or left, and the clock stood still."""
         return (self.clock.now, len(queue), *(req.rid for req in queue[-1:]))
 
     # What it asks of requests.
@@ -170,25 +172,25 @@ class QueueSchedule:
         arrival = self.clock.arrival(req)
         return self.clock.now if arrival is None else arrival
 
-    def _prospect(self, req: Req) -> Prospect:
-        """What `req` could reuse now; FLOPs of the prefill that remains, with those for which there
-        would be time during its load.
-        """
+    def _look_up(self, req: Req) -> Found:
+        """What `req` could reuse now."""
         tokens = req.origin_input_ids
         if req.output_ids:  # it was retracted
             tokens = tokens + req.output_ids
         most = req._compute_max_prefix_len(len(tokens))
         match_kv_cache(req, self._cache, tokens, max_prefix_len=most)
-        self._standings.waits(req, self._node(req))
-        return self._cost(req, len(tokens))
+        return self._prospect(req, len(tokens)), self._node(req)
 
-    def _cost(self, req: Req, length: int) -> Prospect:
+    def _prospect(self, req: Req, length: int) -> Prospect:
+        """FLOPs of the prefill that remains of a prompt of so many tokens, with those for which
+        there would be time during its load.
+        """
         hit = req.num_matched_prefix_tokens
         load = 0 if self.loads is None else self.loads.load_flops(req)
-        known = self._prospects.get(req)
         loads = req.host_hit_length > 0 or getattr(req, "mamba_host_hit_length", 0) > 0
-        loads = loads or (self.loads is not None and self.loads.waits_for_load(req))
-        reuse = ReuseKind.TO_LOAD if loads else ReuseKind.ON_DEVICE if hit else ReuseKind.NOTHING
+        loads = loads or (self.loads is not None and self.loads.ahead.is_under_way(req))
+        reuse = ReuseKind.of(hit, loads=loads)
+        known = self._prospects.get(req)
         if known is not None and known[0] == length:
             before = known[1]
             if (before.hit_len, before.reuse) == (hit, reuse) and not load:
@@ -205,18 +207,18 @@ class QueueSchedule:
             return None
         return shadow_tree.record(self._cache.tree_core.node_by_id(req.best_match_node))
 
-    def _move(self, node: Node, by: int) -> None:
+    def _move_standing(self, node: Node, by: int) -> None:
         if self._cache.shadow_tree is not None:
             self._cache.shadow_tree.tree.move_standing(node, by)
 
 
-def make_schedule(
+def make_served_queue(
     cache: ScheduledCache, options: HybridConfig, priority_sign: int | None = None
-) -> QueueSchedule | None:
+) -> ServedQueue | None:
     """As the flags say; None where SGLang orders the queue."""
     if not options.hybrid_schedule.is_ours:
         return None
     size = options.hybrid_schedule_window
     order = Window(size) if options.hybrid_schedule is Schedule.WINDOW else Car(size)
     bound = Bound(options.hybrid_schedule_overtaken, options.hybrid_schedule_seconds)
-    return QueueSchedule(cache, order, bound, priority_sign)
+    return ServedQueue(cache, order, bound, priority_sign)

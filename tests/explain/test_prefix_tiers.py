@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_hybrid.explain.messages import ResidencyReq
-from sglang_hybrid.explain.prefix_tiers import Residency, fastest
+from sglang_hybrid.explain.prefix_tiers import PrefixTiers, fastest
 from tests.cache.driver import Server
 from tests.cache.test_rules import evict_states, run
 from tests.explain.test_explain import server
@@ -21,7 +21,7 @@ PREFIXES = [(-1, run(20)), (0, run(40)[20:]), (1, run(60)[40:]), (0, run(9, 5))]
 
 
 def places(it: Server, prefixes: Any = PREFIXES, **whose: str) -> list[tuple[str, str | None]]:
-    return Residency(it.cache).answer(ResidencyReq(prefixes=prefixes, **whose)).places
+    return PrefixTiers(it.cache).answer(ResidencyReq(prefixes=prefixes, **whose)).places
 
 
 def serve(it: Server, salt: str | None = None) -> None:
