@@ -124,7 +124,7 @@ def said(server: ServerProcess) -> str:
     return log
 
 
-def until(happened: Callable[[], Any], seconds: float = 120) -> None:
+def until(happened: Callable[[], Any], seconds: float = 300) -> None:
     """Wait until something has happened; it fails if that takes longer."""
     deadline = time.monotonic() + seconds
     while not happened():
