@@ -77,7 +77,7 @@ def flag_name(field: str) -> str:
 
 
 def nonnegative(text: str) -> float:
-    """A number of 0 or more."""
+    """The number in `text`, which is 0 or more. As all readers here, raises ArgumentTypeError."""
     try:
         value = float(text)
     except ValueError:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import psutil
 import pytest
 import requests
 
@@ -18,6 +19,14 @@ Serve = Callable[..., ServerProcess]
 """The fixture `serve`: a server, not started yet, of `of`, the name of an architecture, with these
 flags and the keyword arguments of `ServerProcess`.
 """
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether a process runs, and is more than an entry that its parent has not read yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def random_prompt(length: int, seed: int) -> list[int]:

@@ -16,9 +16,9 @@ from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
 from sglang_hybrid.simulation.traces.line_formats import RecordedLine
 from tests.server.chaos import Chaos, Clients
-from tests.server.client import Serve, random_prompt, said, until
+from tests.server.client import Serve, alive, random_prompt, said, until
 from tests.server.one_memory import all_is_free
-from tests.server.test_shutdown import alive, shared_by
+from tests.server.test_shutdown import shared_by
 from tests.server.test_soak import CHECKED, FLAGS, PRIORITIES, RUNNING, answers_stand, emptied
 
 SECONDS = 120
