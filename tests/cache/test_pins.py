@@ -63,7 +63,7 @@ def test_a_pin_ends_when_its_time_is_over() -> None:
     ask(it, PinRequest(60, 300))
     assert pinned(it) == [60]
     clock = it.cache.step_clock
-    ends = it.cache.shadow_tree.a_pin_ends
+    ends = it.cache.shadow_tree.is_pin_over
     assert not ends(300.9) and ends(301.0)
     clock.tick(ClockTick(300.9))
     assert pinned(it) == [60]

@@ -410,7 +410,7 @@ def test_a_pin_goes_to_the_host_with_its_state_and_comes_back() -> None:
     """
     at = server(ratio=1.5)
     prompt = list(range(100, 160))
-    hit(at, prompt, pins=[PinRequest(40, 86_400, Priority.HIGH)])
+    hit(at, prompt, pins=[PinRequest(40, 86_400.0, Priority.HIGH)])
     pins = at.cache.shadow_tree.tree.pins
     empty_the_device(at)
     assert len(pins) == 1 and tiers_of(at)["held"]["device"]["states"] == 0

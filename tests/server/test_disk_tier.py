@@ -33,7 +33,8 @@ from tests.server.client import (
     same,
     until,
 )
-from tests.storage.foreign import checksum, home, outside, put
+from tests.storage.foreign import checksum, home, outside
+from tests.storage.objects import put
 
 FLAGS = (
     *("--max-total-tokens", "4000", "--max-mamba-cache-size", "16", "--enable-cache-report"),
