@@ -65,7 +65,7 @@ class Block:
         return rows.float().view(n, self.length, *packed.shape[1:])
 
     def without_padding(self, rows: Tensor) -> Tensor:
-        """Rows [n, L, ...], zero where a token counts for nothing."""
+        """Rows [n, L, ...] with zeros in place of the rows that repeat a chunk's last token."""
         if self.valid is None:
             return rows
         return rows.masked_fill(~self.valid.view(*self.valid.shape, *[1] * (rows.dim() - 2)), 0.0)
@@ -153,7 +153,7 @@ class States:
         return entering
 
     def note(self, block: Block, states: Sequence[Tensor], *, by_chunk: bool = False) -> None:
-        """Keep the states at the ends of chunks that were asked for.
+        """Save the states that were asked for at the ends of chunks.
 
         ``states`` are those of the sequences, or those that leave the block's chunks.
         """

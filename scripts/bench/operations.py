@@ -63,7 +63,7 @@ class Bench:
         self.shadow_tree: Any = getattr(self.cache, "shadow_tree", None)  # SGLang's own has none
         for number in range(checkpoints):
             if self.shadow_tree is not None:
-                self.shadow_tree.arrived(None)
+                self.shadow_tree.on_arrival(None)
             self.insert(number)()
         if self.shadow_tree is not None:
             self._learn(policy == "reuse")
@@ -74,7 +74,7 @@ class Bench:
             pool.candidates()
         step = max(1, self.checkpoints // 500)
         for number in range(0, self.checkpoints if returns else 0, step):
-            self.shadow_tree.arrived(None)
+            self.shadow_tree.on_arrival(None)
             self.shadow_tree.history.observe(prompt(number), SHARED + OWN, self.shadow_tree.clock)
 
     def insert(self, number: int | None = None) -> Callable[[], object]:

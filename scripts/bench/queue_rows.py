@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -30,6 +28,7 @@ from sglang_hybrid.simulation.simulator import Cache, Simulator
 from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets
 from sglang_hybrid.simulation.traces.arrivals import Azure
 from sglang_hybrid.simulation.traces.requests import Request
+from sglang_hybrid.simulation.workers import run_all
 
 Item = TypeVar("Item")
 
@@ -154,6 +153,8 @@ def in_processes(
     work: Callable[[Item], Result], items: Sequence[Item], workers: int
 ) -> list[Result]:
     """`work` for all items in so many processes; results in their order."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context) as pool:
-        return list(pool.map(work, items))
+    return run_all(apply, work, items, workers)
+
+
+def apply(work: Callable[[Item], Result], item: Item, count_step: Callable[[], None]) -> Result:
+    return work(item)

@@ -120,7 +120,7 @@ class Told(TieredSimulator):
         policies = RUNGS[rung](History(), self._future)
         super().__init__(cost, tiers, tiers.speeds(cost, None), policies)
 
-    def _passed(self, request: Request, path: list[Node]) -> None:
+    def _on_path(self, request: Request, path: list[Node]) -> None:
         self._now = max(self._now, self._oracle.tick(request))
         future, is_last = self._future, self._last[request.session] is request
         for node in path:

@@ -86,7 +86,7 @@ def fill(cache: Any, nodes: int, tokens: int) -> None:
     shadow_tree = getattr(cache, "shadow_tree", None)
     for number in range(nodes):
         if shadow_tree is not None:
-            shadow_tree.arrived(None)
+            shadow_tree.on_arrival(None)
         cache.insert(leaf(number * tokens, tokens, number))
         if shadow_tree is not None and number % 500 == 0:  # as evictions do
             for pool in shadow_tree.pools:
@@ -97,6 +97,6 @@ def remember(cache: Any) -> None:
     """Prompts of SHORT tokens with answers as long in the history."""
     shadow_tree = cache.shadow_tree
     for number in range(PROMPTS):
-        shadow_tree.arrived(None)
+        shadow_tree.on_arrival(None)
         tokens = np.arange(2 * number * SHORT, 2 * (number + 1) * SHORT)
         shadow_tree.history.observe(tokens, SHORT, shadow_tree.clock)

@@ -53,7 +53,7 @@ class Endings:
             cache.tuning.finished(req, up_to, starts)
         if self._shadow_tree is None:
             return
-        self._shadow_tree.finished(
+        self._shadow_tree.on_finish(
             np.asarray(req.full_untruncated_fill_ids)[:up_to],  # no copy
             len(req.origin_input_ids),
             cache.tree_core.node_by_id(req.last_node),

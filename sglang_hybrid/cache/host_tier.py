@@ -214,7 +214,7 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
         room = self._room_to_load(params, req)
         loaded = super().init_load_back(params) if room else None
         if not loaded or not loaded[0]:
-            self.ways.load_failed(req)
+            self.ways.on_failed_load(req)
             self.tier_stats.failed_loads += 1
             return None
         req.kv.mamba_cow_src_index = None  # of an earlier look-up; the load brings the state
@@ -250,7 +250,7 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
     def on_release(self, req: Req, *args: Any, **kwargs: Any) -> None:
         super().on_release(req, *args, **kwargs)
         if self.ways is not None:
-            self.ways.released(req)
+            self.ways.on_release(req)
 
     # What transfers tell.
 
@@ -265,7 +265,7 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
         super().writing_check(write_back=write_back, finish_count=finish_count)
         if self.speeds is not None:
             for ack in acks[: len(acks) - len(self._acks("ack_write_queue"))]:
-                self.speeds.written(ack)
+                self.speeds.on_write(ack)
 
     def loading_check(self, finish_count: int | None = None) -> None:
         acks = self._acks("ack_load_queue")
@@ -274,7 +274,7 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
             return
         left, link = self._acks("ack_load_queue"), self.speeds.speeds.loads[Tier.HOST]
         for ack in acks[: len(acks) - len(left)]:
-            self.speeds.loaded(ack)
+            self.speeds.on_load(ack)
             self.tier_stats.on_load(ack, link)
         self.ways.backlog = sum(link.seconds(ack.num_bytes) for ack in left)
 

@@ -140,7 +140,7 @@ class Learning:
 
     def _write(self, folder: RankFolder, learnt: Any) -> None:
         try:
-            if not folder.held:
+            if not folder.is_held:
                 return
             save(folder.learnt, folder.identity, learnt, time.time())
         except OSError as error:

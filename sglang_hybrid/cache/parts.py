@@ -147,7 +147,7 @@ def build_parts(
         speeds,
     )
     if shadow_tree is not None:
-        parts.step_clock.join(shadow_tree.a_pin_ends, shadow_tree.time_passes)
+        parts.step_clock.join(shadow_tree.is_pin_over, shadow_tree.on_time)
     if tiers and shadow_tree is not None and shadow_tree.history is not None:
         parts.learning = Learning(shadow_tree.history, partial(disk_of, cache))
     if has_states and not params.disable:

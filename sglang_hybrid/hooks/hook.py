@@ -15,7 +15,7 @@ from sglang_hybrid.hooks.sources import digest, installed_version, loaded_source
 class HookError(RuntimeError):
     """A hook cannot take hold: SGLang's function is missing or is not the released one.
 
-    No ImportError, for SGLang and its libraries go on without a module that raises one.
+    It is no ImportError, because SGLang and its libraries go on without a module that raises one.
     """
 
 
@@ -62,7 +62,7 @@ _held: set[str] = set()
 
 
 def is_in_place(target: str) -> bool:
-    """Whether the hooks on `target` are in place in this process."""
+    """Whether all hooks on `target` have been put around it in this process."""
     return target in _held
 
 

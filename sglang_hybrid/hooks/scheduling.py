@@ -68,10 +68,10 @@ def time_prefill(
 ) -> Any:
     """The cache is told when a batch is launched, and when all of it has been."""
     speeds: Any = getattr(scheduler.tree_cache, "speeds", None)
-    timed = None if speeds is None else speeds.forward_begins(scheduler, batch)
+    timed = None if speeds is None else speeds.begin_forward(scheduler, batch)
     result = run(scheduler, batch, *more, **named)
     if timed is not None:
-        speeds.forward_launched(timed)
+        speeds.on_launch(timed)
     return result
 
 

@@ -66,11 +66,13 @@ class Weights:
         return np.random.Generator(np.random.Philox(int.from_bytes(digest[:16], "little")))
 
     def put(self, name: str, values: npt.ArrayLike) -> Array:
+        """Set the tensor ``name``, as float32; returns it."""
         tensor: Array = np.ascontiguousarray(values, dtype=np.float32)
         self.tensors[name] = tensor
         return tensor
 
     def ones(self, name: str, *shape: int) -> None:
+        """A tensor of ones, as norms begin with."""
         self.put(name, np.ones(shape))
 
     def normal(self, name: str, *shape: int, std: float) -> Array:

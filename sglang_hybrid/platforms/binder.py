@@ -39,7 +39,9 @@ def bind_on_import() -> None:
 
 
 def bind_one(module: ModuleType, binding: Binding) -> None:
-    """Set one name (dotted for a class member); raises `BindingError` if there is none to set."""
+    """Set the attribute that a binding names (dotted for a class member). Raises `BindingError` if
+    the module has no such attribute.
+    """
     owner: Any = module
     *path, name = binding.attribute.split(".")
     for part in path:

@@ -45,14 +45,16 @@ def _evicting(make: Callable[..., Policy]) -> System:
     def build(setting: Setting, **options: Any) -> Cache:
         if setting.as_served:
             two_pools = isinstance(setting.memory, Split)
+            kv_policy, state_policy = _policies(make if two_pools else alone, options)
             return ServerSimulator(
                 setting.cost,
                 setting.memory,
-                *_pair(make if two_pools else alone, options),
+                kv_policy,
+                state_policy,
                 setting.min_branch_tokens,
                 setting.serving,
             )
-        policy, other = _pair(alone, options)
+        policy, other = _policies(alone, options)
         return Simulator(setting.cost, setting.budget, policy, setting.min_branch_tokens, other)
 
     def in_tiers(setting: Setting, **options: Any) -> Cache:
@@ -60,7 +62,7 @@ def _evicting(make: Callable[..., Policy]) -> System:
             setting.cost,
             setting.tiers,
             _speeds(setting),
-            _one_per_tier(alone, options, setting),
+            _policies(alone, options, len(setting.tiers.present)),
             setting.min_branch_tokens,
         )
 
@@ -68,27 +70,18 @@ def _evicting(make: Callable[..., Policy]) -> System:
     return System(build, options_of(make), in_tiers)
 
 
-def _one_per_tier(
-    make: Callable[..., Policy], options: dict[str, Any], setting: Setting
-) -> list[Policy]:
-    """A policy for each tier; those that learn share one history."""
-    policies = [make(**options)]
-    if policies[0].history is not None:
-        options = {**options, "history": policies[0].history}
-    return policies + [make(**options) for _ in setting.tiers.present[1:]]
+def _policies(make: Callable[..., Policy], options: dict[str, Any], count: int = 2) -> list[Policy]:
+    """`count` policies; those that learn share one history."""
+    first = make(**options)
+    if first.history is not None:
+        options = {**options, "history": first.history}
+    return [first, *(make(**options) for _ in range(count - 1))]
 
 
 def _speeds(setting: Setting) -> Speeds:
     if setting.speeds is None:
         raise ValueError("tiers need speeds")
     return setting.speeds
-
-
-def _pair(make: Callable[..., Policy], options: dict[str, Any]) -> tuple[Policy, Policy]:
-    policy = make(**options)
-    if policy.history is None:
-        return policy, make(**options)
-    return policy, make(**options, history=policy.history)
 
 
 def _none(setting: Setting) -> Cache:

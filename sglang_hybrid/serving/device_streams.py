@@ -30,8 +30,9 @@ def order_behind(event: Any, stream: Any = None) -> None:
 
 @contextmanager
 def on_stream(stream: Any, *reads: torch.Tensor) -> Iterator[None]:
-    """Within it, `stream` is the current one, and begins after what was current. stream: None if
-    it is the current one already. reads: tensors of the current stream that it reads.
+    """A context in which `stream` is the current stream; what it is given there begins after what
+    the stream that was current before has been given. stream: None if it is the current one
+    already. reads: tensors of the stream before that `stream` reads.
     """
     if stream is None:
         yield

@@ -1,4 +1,4 @@
-"""What is known of a request is kept on the request itself, and goes when it goes."""
+"""What is known of a request is kept on the request itself, and is freed with it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class PerRequest(Generic[Value]):
         self._name = f"_sglang_hybrid_{next(_numbers)}"
 
     def get(self, req: Req) -> Value | None:
-        """That of `req`; None if it has none."""
+        """The value of `req`; None if it has none."""
         value: Value | None = req.__dict__.get(self._name)
         return value
 
     def pop(self, req: Req) -> Value | None:
-        """The same; it has none from now on."""
+        """The value of `req`, which has none from now on; None if it had none."""
         value: Value | None = req.__dict__.pop(self._name, None)
         return value
 

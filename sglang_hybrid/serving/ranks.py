@@ -36,7 +36,7 @@ class Ranks:
 
     @classmethod
     def apart(cls, ranks: Sequence[int], seconds: float = SECONDS) -> Self:
-        """Those of these global ranks, in a group of their own, which nothing else uses. Called on
+        """The ranks with these global numbers, in a process group that nothing else uses. Called on
         all of them.
         """
         if len(ranks) < 2:

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 def all_routes(routes: Iterable[Any]) -> Iterable[Any]:
-    """Every route with its own `endpoint`, `path` and `matches`.
+    """Every route that requests are matched with: it has `endpoint`, `path` and `matches`.
 
     Newer releases of FastAPI keep an included router as one entry, which has none of these; older
     ones add its routes to the application's.

@@ -35,7 +35,7 @@ MESSAGE = "The server is shutting down."
 """What a request that is cut off is told, with status 503."""
 
 DIED = "A process of the server has ended, so it cannot go on."
-"""What it is told if that was not asked for."""
+"""What such a request is told if the server was not asked to end."""
 
 PROCESS_DIED = os.EX_SOFTWARE
 """Exit status (70) of a server that ends because one of its processes did."""
@@ -66,7 +66,7 @@ _end = _End()
 
 
 def exit_status() -> int:
-    """Of this server: 130 after Ctrl-C, 70 if a process died, otherwise 0."""
+    """The exit status of this server: 130 after Ctrl-C, 70 if a process died, otherwise 0."""
     return _end.status
 
 
@@ -83,23 +83,23 @@ async def end_on_signal(manager: TokenizerManager) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 
-    def asked(number: int) -> None:
+    def on_signal(number: int) -> None:
         if ended.is_set():
             leave_at_once(128 + number)
         _end.status = 128 + number if number == signal.SIGINT else 0
         _end.reached = True
         ended.set()
 
-    def died(who: str) -> None:
+    def on_death(process: str) -> None:
         if not ended.is_set():
-            _end.reached, _end.status, _end.because_of = True, PROCESS_DIED, who
+            _end.reached, _end.status, _end.because_of = True, PROCESS_DIED, process
             ended.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, asked, number)
+        loop.add_signal_handler(number, on_signal, number)
     # What SGLang's processes send to the first one when they fail.
-    loop.add_signal_handler(signal.SIGQUIT, died, "a process, which reported an error,")
-    watch = _watch(loop, died)
+    loop.add_signal_handler(signal.SIGQUIT, on_death, "a process, which reported an error,")
+    watch = _watch(loop, on_death)
     note_shared_memory()
     await ended.wait()
     for descriptor in watch:
@@ -123,8 +123,8 @@ async def end_on_signal(manager: TokenizerManager) -> None:
     leave_at_once(exit_status())
 
 
-def _watch(loop: asyncio.AbstractEventLoop, died: Callable[[str], None]) -> list[int]:
-    """Have `died` called when one of SGLang's processes ends; descriptors of the processes."""
+def _watch(loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> list[int]:
+    """Have `on_death` called when one of SGLang's processes ends; descriptors of the processes."""
     descriptors = []
     for process in psutil.Process().children(recursive=True):
         try:
@@ -137,8 +137,8 @@ def _watch(loop: asyncio.AbstractEventLoop, died: Callable[[str], None]) -> list
             OSError,
         ):  # where that is forbidden, SGLang's watchdog sees it
             continue
-        who = f"{title[0].removeprefix(TITLE)} (process {process.pid})"
-        loop.add_reader(descriptor, died, who)
+        name = f"{title[0].removeprefix(TITLE)} (process {process.pid})"
+        loop.add_reader(descriptor, on_death, name)
         descriptors.append(descriptor)
     return descriptors
 

@@ -1,4 +1,4 @@
-"""A start that fails: what a child process died of is told by the first process, in one sentence.
+"""A start that fails: the first process prints the error of the process that failed.
 
 SGLang's processes print a traceback and have the first process killed. Here the first that fails
 writes its error into a file of the first process, which prints it (patch 0018).
@@ -22,10 +22,10 @@ STARTUP_ERROR = 1
 """Exit status of a server that could not start."""
 
 REPORT = "SGLANG_HYBRID_FAILURE"
-"""The environment variable that names the file."""
+"""The environment variable that names the file with the error."""
 
 LONGEST = 500
-"""Characters of a sentence."""
+"""Characters of an error that are printed."""
 
 _private: Path | None = None
 
@@ -51,8 +51,8 @@ def private_files() -> Iterator[None]:
 
 
 def remove_private_files() -> None:
-    """Also at an end that unwinds nothing. Only what this process has made is removed, wherever the
-    environment says that the report is.
+    """Remove the directory of `private_files`, also where the process ends without leaving that
+    context. A directory that only the environment names was not made here and stays.
     """
     global _private
     if _private is not None:
@@ -80,7 +80,7 @@ def tell_failure(error: BaseException) -> bool:
 
 
 def failure() -> str | None:
-    """In the first process: what was noted, None if nothing was."""
+    """In the first process: the error that was noted, None if there is none."""
     path = os.environ.get(REPORT)
     try:
         return None if path is None else Path(path).read_text()

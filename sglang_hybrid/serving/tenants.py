@@ -135,8 +135,8 @@ def refuse_tenants(instances: Iterable[Mapping[str, Any]]) -> None:
 
 
 class PerTenant(MutableMapping[str, Value]):
-    """A dictionary that each tenant has for itself: a key means that of the HTTP request which is
-    served now, and so does a length or an iteration.
+    """A dictionary for each tenant. Every operation acts on the dictionary of the tenant whose HTTP
+    request is served now (`current_tenant`).
     """
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class TenantNames:
         self._key = blake2b(key).digest()
 
     def name(self, tenant: Tenant) -> str:
-        """16 hex digits; "" where there is neither key nor salt."""
+        """The name of a tenant: 16 hex digits; "" of requests with neither key nor salt."""
         if tenant is None:
             return ""
         extra_key, salt = (b"-" if part is None else b"+" + part.encode() for part in tenant)

@@ -39,9 +39,9 @@ class NoCache:
     def begin(self, request: Request) -> Ticket:
         return Ticket(request, self.serve(request), {})
 
-    def prefilled(self, ticket: Ticket) -> None: ...
+    def end_prefill(self, ticket: Ticket) -> None: ...
 
-    def finished(self, ticket: Ticket) -> None: ...
+    def finish(self, ticket: Ticket) -> None: ...
 
 
 @dataclass(slots=True)
@@ -131,10 +131,10 @@ class BlockCache:
             found += 1
         return found
 
-    def prefilled(self, ticket: Ticket) -> None:
+    def end_prefill(self, ticket: Ticket) -> None:
         self._publish(ticket, ticket.request.input_len)
 
-    def finished(self, ticket: Ticket) -> None:
+    def finish(self, ticket: Ticket) -> None:
         self._publish(ticket, len(ticket.request.tokens))
         assert isinstance(ticket, BlockTicket)
         self._own(ticket, 0)
@@ -220,7 +220,7 @@ class SglangPlus(Simulator):
     ) -> None:
         super().__init__(cost, budget, PathLru(), min_branch_tokens, PathLru(), running_states)
 
-    def _passed(self, request: Request, path: list[Node]) -> None:
+    def _on_path(self, request: Request, path: list[Node]) -> None:
         for pool in {self.memory.pool, self.memory.state_pool}:
             assert isinstance(pool.policy, PathLru)
             pool.policy.touch(path, self.tree.clock.tick)
@@ -246,7 +246,7 @@ class SglangRules(Simulator):
     def serve(self, request: Request) -> Outcome:
         return serve_in_steps(self, request)
 
-    def prefilled(self, ticket: Ticket) -> None:
+    def end_prefill(self, ticket: Ticket) -> None:
         if ticket.apart:
             return
         self._own(ticket, 0, ticket.own_states)
@@ -254,7 +254,7 @@ class SglangRules(Simulator):
             self._publish(ticket, ticket.request.tokens[:end], {end: ticket.ends[end]})
         self._own_rest(ticket)
 
-    def finished(self, ticket: Ticket) -> None:
+    def finish(self, ticket: Ticket) -> None:
         request = ticket.request
         self._own(ticket, 0, 0)
         if self.interval and not ticket.apart:
@@ -273,7 +273,7 @@ class SglangRules(Simulator):
         hit, load_seconds = self._resume(path, request.input_len, path)
         if hit is not self.tree.root:
             self.tree.hit(hit)
-            self._passed(request, path[: path.index(hit) + 1])
+            self._on_path(request, path[: path.index(hit) + 1])
         prefill = Prefill(request.input_len, hit.depth, matched)
         outcome = Outcome(request.input_len, hit.depth, matched)
         ticket = Ticket(request, outcome, self._checkpoints(prefill), load_seconds=load_seconds)
@@ -293,7 +293,7 @@ class SglangRules(Simulator):
             start = end
         return ends
 
-    def _passed(self, request: Request, path: list[Node]) -> None:
+    def _on_path(self, request: Request, path: list[Node]) -> None:
         self.kv_policy.touch(path, self.tree.clock.tick)
         for node in path:
             self.memory.pool.mark_dirty(node)
@@ -350,7 +350,7 @@ class KnowsFuture(Simulator):
                 tenant=request.tenant,
             )
 
-    def _passed(self, request: Request, path: list[Node]) -> None:
+    def _on_path(self, request: Request, path: list[Node]) -> None:
         self._now = max(self._now, self._oracle.tick(request))
         for node in path:
             self.tree.link_history(node, self._oracle.next_use(request, node.depth, self._now))
@@ -401,13 +401,13 @@ class ServedClairvoyant(ServerSimulator):
         request = running.request
         self._history.observe(tokens, request.input_len, self.tree.clock, tenant=request.tenant)
 
-    def _passed(self, request: Request, path: list[Node]) -> None:
+    def _on_path(self, request: Request, path: list[Node]) -> None:
         self._now = max(self._now, self._oracle.tick(request))
         for node in path:
             self.tree.link_history(node, self._oracle.next_use(request, node.depth, self._now))
 
-    def _published(self, running: Running) -> None:
-        self._passed(running.request, list(way_to(running.locked_node)))
+    def _on_publish(self, running: Running) -> None:
+        self._on_path(running.request, list(way_to(running.locked_node)))
 
 
 class Future(HistoryPath):

@@ -140,7 +140,7 @@ class ServerSimulator(Simulator):
             running.plan = plan
         return running
 
-    def prefilled(self, ticket: Ticket) -> None:
+    def end_prefill(self, ticket: Ticket) -> None:
         """Forward by forward: KV, slots for the states that are passed, then both into the tree."""
         assert isinstance(ticket, Running)
         start, end = ticket.outcome.hit_len, ticket.request.input_len
@@ -156,7 +156,7 @@ class ServerSimulator(Simulator):
             self._pin(ticket)
             start = stop
 
-    def finished(self, ticket: Ticket) -> None:
+    def finish(self, ticket: Ticket) -> None:
         """The answer but for its last token, which is never computed, and the live state."""
         assert isinstance(ticket, Running)
         request = ticket.request
@@ -189,7 +189,7 @@ class ServerSimulator(Simulator):
         if matched > (path[-1].depth if path else 0):
             below = self.tree.beyond(path, matched, prompt, request.tenant)[-1]
             path = [*path, self._cut(below, matched)]
-        self._passed(request, path)
+        self._on_path(request, path)
         return path, matched
 
     def _load(self, request: Request, hit: Node) -> Node:
@@ -254,7 +254,7 @@ class ServerSimulator(Simulator):
         self._lock(running, deepest)
         for checkpoint in ready[1:]:
             self._give_state(self._node_above(deepest, checkpoint.position), checkpoint.kind)
-        self._published(running)
+        self._on_publish(running)
 
     def _take_kv(self, running: Running, deepest: Node, new: int) -> None:
         """`running` gives the tree the KV of the path to `deepest`, of which `new` tokens are not
@@ -262,7 +262,7 @@ class ServerSimulator(Simulator):
         """
         self.memory.add(new, 0)
 
-    def _published(self, running: Running) -> None:
+    def _on_publish(self, running: Running) -> None:
         """The way to what `running` holds has new nodes: for caches that note them."""
 
     def _node_above(self, deepest: Node, position: int) -> Node:

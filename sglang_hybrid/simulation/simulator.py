@@ -65,7 +65,7 @@ class Ticket:
 
 class Cache(Protocol):
     """What can be replayed: requests one after the other by `serve`, or overlapping, by `begin` at
-    the start of a prefill, `prefilled` at its end and `finished` after the last token.
+    the start of a prefill, `end_prefill` at its end and `finish` after the last token.
     """
 
     def serve(self, request: Request) -> Outcome: ...
@@ -76,16 +76,16 @@ class Cache(Protocol):
 
     def begin(self, request: Request) -> Ticket: ...
 
-    def prefilled(self, ticket: Ticket) -> None: ...
+    def end_prefill(self, ticket: Ticket) -> None: ...
 
-    def finished(self, ticket: Ticket) -> None: ...
+    def finish(self, ticket: Ticket) -> None: ...
 
 
 def serve_in_steps(cache: Cache, request: Request) -> Outcome:
     """`request` alone, from the beginning to the end."""
     ticket = cache.begin(request)
-    cache.prefilled(ticket)
-    cache.finished(ticket)
+    cache.end_prefill(ticket)
+    cache.finish(ticket)
     return ticket.outcome
 
 
@@ -142,7 +142,7 @@ class Simulator:
         ticket, path, matched = self._look_up(request)
         ends: dict[int, Kind | None] = {**ticket.ends, len(request.tokens): Kind.TAIL}
         path = self._insert(request.tokens, path, matched, ends, request.tenant)
-        self._passed(request, path)
+        self._on_path(request, path)
         self._remember(ticket, path)
         return ticket.outcome
 
@@ -184,7 +184,7 @@ class Simulator:
         self._admit(ticket)
         return ticket
 
-    def prefilled(self, ticket: Ticket) -> None:
+    def end_prefill(self, ticket: Ticket) -> None:
         """Publish the prompt and its checkpoints."""
         request = ticket.request
         if not ticket.apart:
@@ -193,7 +193,7 @@ class Simulator:
             self._publish(ticket, prompt, {**ticket.ends, len(prompt): None})
             self._own_rest(ticket)
 
-    def finished(self, ticket: Ticket) -> None:
+    def finish(self, ticket: Ticket) -> None:
         """Publish the answer and the tail."""
         request = ticket.request
         self._own(ticket, 0, 0)
@@ -248,7 +248,7 @@ class Simulator:
         prefill = Prefill(request.input_len, hit_len, kv_len, known_branch)
         if history_match is not None and not self._is_worth(history_match, prefill):
             prefill = replace(prefill, known_branch=0)
-        self._passed(request, path)
+        self._on_path(request, path)
         outcome = Outcome(prefill.prompt_len, prefill.hit_len, prefill.kv_len)
         ticket = Ticket(request, outcome, self._checkpoints(prefill), history_match=history_match)
         ticket.load_seconds = load_seconds
@@ -303,7 +303,7 @@ class Simulator:
             for node in path:
                 self.tree.link_history(node, history_path.at(node.depth))
 
-    def _passed(self, request: Request, path: list[Node]) -> None:
+    def _on_path(self, request: Request, path: list[Node]) -> None:
         """`request` found or left the nodes on `path`: for caches that note more than the hit."""
 
     def _publish(
@@ -316,7 +316,7 @@ class Simulator:
         tenant = ticket.request.tenant
         path, matched = self.tree.find(tokens, known, tenant)
         path = self._insert(tokens, path, matched, ends, tenant)
-        self._passed(ticket.request, path)
+        self._on_path(ticket.request, path)
         deepest = max(path, key=lambda node: node.depth, default=None)
         if deepest is not None and deepest.depth == len(tokens):
             self._lock(ticket, deepest)

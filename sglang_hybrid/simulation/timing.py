@@ -120,7 +120,7 @@ class Timeline:
         heapq.heappush(self._events, (now + took, PREFILLED, index))
 
     def _prefilled(self, index: int, now: float) -> None:
-        self.cache.prefilled(self._tickets[index])
+        self.cache.end_prefill(self._tickets[index])
         self._times[index, 2] = now
         request = self._requests[index]
         decoding = self.time.decode * (len(request.tokens) - request.input_len)
@@ -130,7 +130,7 @@ class Timeline:
             self._start(now)
 
     def _finished(self, index: int, now: float) -> None:
-        self.cache.finished(self._tickets.pop(index))
+        self.cache.finish(self._tickets.pop(index))
         self.queue.on_finish(index)
         self._times[index, 3] = now
         self.done()

@@ -295,7 +295,7 @@ def test_decodes_that_a_peer_has_run_as_a_prefill_are_not_timed(serve: Serve) ->
     assert len(seen) == 1
     batch = Step(decodes=[300, 400]).batch()
     batch.forward_mode = ForwardMode.EXTEND
-    assert speeds.forward_begins(MagicMock(device="cpu"), batch) is None
+    assert speeds.begin_forward(MagicMock(device="cpu"), batch) is None
 
 
 def test_a_device_without_timed_events_is_served_by_the_assumption(serve: Serve) -> None:
@@ -303,7 +303,7 @@ def test_a_device_without_timed_events_is_served_by_the_assumption(serve: Serve)
     scheduler = MagicMock(device="npu")
     scheduler.device_module.Event.side_effect = TypeError("enable_timing")
     for _ in range(3):
-        assert speeds.forward_begins(scheduler, Step([(0, 5000)]).batch()) is None
+        assert speeds.begin_forward(scheduler, Step([(0, 5000)]).batch()) is None
     assert scheduler.device_module.Event.call_count == 1
     assert speeds.rates.speeds.prefill == ON_ACCELERATOR
 
@@ -315,7 +315,7 @@ def test_forwards_that_never_end_are_forgotten() -> None:
     scheduler = MagicMock(device="cuda")
     scheduler.device_module.Event.return_value = stuck
     for _ in range(100):
-        forward = speeds.forward_begins(scheduler, Step([(0, 5000)]).batch())
+        forward = speeds.begin_forward(scheduler, Step([(0, 5000)]).batch())
         assert forward is not None
-        speeds.forward_launched(forward)
+        speeds.on_launch(forward)
     assert len(speeds._forwards._under_way) == forward_timer.UNDER_WAY

@@ -67,7 +67,7 @@ class Stored:
         self.kv: set[tuple[int, ...]] = set()
         self.states: set[tuple[int, ...]] = set()
         shadow_tree = cache.shadow_tree
-        for name in ("added", "removed", "state_given", "state_dropped", "reset"):
+        for name in ("on_add", "on_remove", "on_state_gain", "on_state_loss", "reset"):
             setattr(shadow_tree, name, self._also(getattr(self, name), getattr(shadow_tree, name)))
 
     @staticmethod
@@ -78,25 +78,25 @@ class Stored:
 
         return both
 
-    def added(self, node: Any) -> None:
+    def on_add(self, node: Any) -> None:
         path = _path(node)
         self.kv |= self._pages(path, len(node.key))
 
     def _pages(self, path: tuple[int, ...], tokens: int) -> set[tuple[int, ...]]:
         return {path[:n] for n in range(len(path), len(path) - tokens, -self.page)}
 
-    def removed(self, node: Any) -> None:
+    def on_remove(self, node: Any) -> None:
         path = _path(node)
         gone = self._pages(path, len(node.key))
         assert gone <= self.kv, "KV was removed that was not there"
         assert path not in self.states, "a node left with its state"
         self.kv -= gone
 
-    def state_given(self, node: Any, kind: Any) -> None:
+    def on_state_gain(self, node: Any, kind: Any) -> None:
         assert _path(node) not in self.states, "a node was given a second state"
         self.states.add(_path(node))
 
-    def state_dropped(self, node: Any) -> None:
+    def on_state_loss(self, node: Any) -> None:
         self.states.remove(_path(node))
 
     def reset(self, root: Any) -> None:

@@ -190,6 +190,30 @@ def test_it_happens_when_the_module_is_imported(
     assert "toyhooks.module" not in sys.modules
 
 
+def test_only_a_file_that_differs_is_parsed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, file = "toyhooks.module:plain", folder / "toyhooks" / "module.py"
+    known = {target: digest(str(sources(folder).source(target)))}
+    known["toyhooks/module.py"] = digest(SOURCE)
+    parsed = []
+
+    class Noted(Sources):
+        def source(self, target: str) -> str | None:
+            parsed.append(target)
+            return super().source(target)
+
+    monkeypatch.setattr(install, "HOOKS", (Hook(target, Kind.AFTER, print),))
+    monkeypatch.setattr(install, "load_hashes", lambda release: known)
+    monkeypatch.setattr(install, "Sources", Noted)
+    install.verify(folder, "9.9")
+    assert parsed == []
+    file.write_text("# another file with the same function\n" + SOURCE)
+    install.verify(folder, "9.9")
+    assert parsed == [target]
+    file.write_text(SOURCE.replace("2 * n", "3 * n"))
+    with pytest.raises(HookError, match=target):
+        install.verify(folder, "9.9")
+
+
 @pytest.mark.parametrize("name", ["plain", "waits", "calls", "Thing", "Thing.made", "imported"])
 def test_a_file_and_a_process_say_the_same_source(folder: Path, name: str) -> None:
     module = importlib.import_module("toyhooks.module")

@@ -192,17 +192,3 @@ def test_too_late_is_said(name: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode != 0
     assert "was imported before sglang_hybrid could change it" in done.stderr
-
-
-def test_the_same_patches_apply_to_a_checkout(tmp_path: Path) -> None:
-    installed = Path(importlib.metadata.distribution("sglang").locate_file(""))
-    patches = patching.load_patches()
-    for path in patches:
-        copy = tmp_path / path
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes((installed / path).read_bytes())
-    script = Path(__file__).parents[2] / "scripts" / "apply_patches.sh"
-    release = importlib.metadata.version("sglang")
-    subprocess.run([script, tmp_path, release], check=True, capture_output=True)
-    for path, patch in patches.items():
-        assert (tmp_path / path).read_text() == patch.apply((installed / path).read_bytes())

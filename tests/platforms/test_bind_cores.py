@@ -2,6 +2,7 @@
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -11,6 +12,15 @@ from sglang_hybrid.platforms import cpu
 from sglang_hybrid.platforms.cpu import bind_cores
 
 VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
+
+
+def unset_arguments(**given: Any) -> Any:
+    """SGLang's server arguments of which a user gave only these."""
+    fields = ("sampling_backend", "mem_fraction_static", "max_total_tokens", "lora_backend")
+    unset = dict.fromkeys((*fields, "max_mamba_cache_size", "max_running_requests"))
+    sizes = dict.fromkeys(("tp_size", "pp_size", "dp_size"), 1)
+    model = {"model_path": "owner/name", "dtype": "auto", "enable_dp_attention": False}
+    return SimpleNamespace(**unset | sizes | model | given)
 
 
 def bound(monkeypatch: pytest.MonkeyPatch, cores: list[int], ranks: int) -> str:
@@ -59,24 +69,6 @@ def test_every_rank_counts(
     asked = []
     monkeypatch.setattr(cpu, "bind_cores", asked.append)
     monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")  # a default would outlive this test
-    args = SimpleNamespace(
-        **{
-            **dict.fromkeys(("tp_size", "pp_size", "dp_size"), 1),
-            "enable_dp_attention": False,
-            "model_path": "owner/name",
-            "dtype": "auto",
-            **dict.fromkeys(
-                (
-                    "sampling_backend",
-                    "mem_fraction_static",
-                    "max_total_tokens",
-                    "max_mamba_cache_size",
-                    "max_running_requests",
-                    "lora_backend",
-                )
-            ),
-            **flags,
-        }
-    )
+    args = unset_arguments(**flags)
     cpu.HybridCpuPlatform().apply_server_args_defaults(args)
     assert asked == [ranks]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import sglang.srt.platforms  # noqa: F401 (finds our platform; that cannot be im
 
 from sglang_hybrid.platforms.cpu import HybridCpuPlatform, check_flags
 from sglang_hybrid.serving.startup import StartupError
+from tests.platforms.test_bind_cores import unset_arguments
 
 
 def flags(**given: Any) -> argparse.Namespace:
@@ -38,10 +38,7 @@ def test_what_needs_an_accelerator_is_refused(given: dict[str, str], said: str) 
 
 def test_adapters_are_computed_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")  # it is set otherwise
-    fields = ("sampling_backend", "mem_fraction_static", "max_total_tokens")
-    unset = dict.fromkeys((*fields, "max_mamba_cache_size", "max_running_requests"))
-    given = dict(model_path="someone/some-model", dtype="auto", tp_size=1, pp_size=1, dp_size=1)
     for asked in ("csgmv", "torch_native"):
-        args: Any = SimpleNamespace(**unset, **given, enable_dp_attention=False, lora_backend=asked)
+        args = unset_arguments(lora_backend=asked)
         HybridCpuPlatform().apply_server_args_defaults(args)
         assert args.lora_backend == "torch_native"

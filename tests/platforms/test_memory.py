@@ -26,44 +26,33 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(cgroup: Path, limit: str, current: int) -> None:
-    (cgroup / "memory.max").write_text(limit + "\n")
-    (cgroup / "memory.current").write_text(f"{current}\n")
-
-
 def numbers() -> tuple[float, float, float]:
     """Limit, used, available in GiB."""
     found = memory.memory_limit(), memory.memory_used(), memory.memory_available()
     return tuple(size / GIB for size in found)  # type: ignore[return-value]
 
 
-def test_without_a_container(cgroup: Path) -> None:
-    assert numbers() == (16, 6, 10)
-
-
-def test_a_container_without_a_limit(cgroup: Path) -> None:
-    write(cgroup, "max", 5 * GIB)
-    assert numbers() == (16, 6, 10)
-
-
-def test_a_container_with_less_than_the_machine(cgroup: Path) -> None:
-    write(cgroup, str(8 * GIB), 3 * GIB)
-    assert numbers() == (8, 3, 5)
-
-
-def test_a_container_that_may_take_more_than_is_left(cgroup: Path) -> None:
-    write(cgroup, str(14 * GIB), 1 * GIB)
-    assert numbers() == (14, 4, 10)
-
-
-def test_a_limit_above_the_machine(cgroup: Path) -> None:
-    write(cgroup, str(64 * GIB), 3 * GIB)
-    assert numbers() == (16, 6, 10)
-
-
-def test_a_container_over_its_limit(cgroup: Path) -> None:
-    write(cgroup, str(2 * GIB), 3 * GIB)
-    assert numbers() == (2, 2, 0)
+@pytest.mark.parametrize(
+    ("limit", "current", "found"),
+    [
+        (None, 0, (16, 6, 10)),
+        ("max", 5, (16, 6, 10)),
+        (8, 3, (8, 3, 5)),
+        (14, 1, (14, 4, 10)),
+        (64, 3, (16, 6, 10)),
+        (2, 3, (2, 2, 0)),
+    ],
+    ids=["no container", "no limit", "less", "more than is left", "above the machine", "over it"],
+)
+def test_what_a_container_may_take(
+    cgroup: Path, limit: int | str | None, current: int, found: tuple[int, int, int]
+) -> None:
+    """limit, current: of the container, in GiB."""
+    if limit is not None:
+        text = limit if isinstance(limit, str) else str(limit * GIB)
+        (cgroup / "memory.max").write_text(text + "\n")
+        (cgroup / "memory.current").write_text(f"{current * GIB}\n")
+    assert numbers() == found
 
 
 FAULTS = """

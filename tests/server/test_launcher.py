@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from sglang_hybrid.serving.server_process import ServerProcess, free_port
-from tests.server.client import hybrid_cache
+from tests.server.client import alive, hybrid_cache
 
 SHM = "/dev/shm/"
 
@@ -67,13 +67,6 @@ def in_session(process: psutil.Process, session: int) -> bool:
     try:
         return os.getsid(process.pid) == session
     except ProcessLookupError:
-        return False
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
         return False
 
 

@@ -20,7 +20,7 @@ import pytest
 import requests
 
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import random_prompt
+from tests.server.client import alive, random_prompt
 
 LIMIT = 10
 """Seconds within which everything is gone after SIGTERM, and at worst after Ctrl-C."""
@@ -32,13 +32,6 @@ CUT = "The server is shutting down."
 DIED = "A process of the server has ended, so it cannot go on."
 PROCESS_DIED = 70
 SHARED_MEMORY = Path("/dev/shm")
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 class Ending:

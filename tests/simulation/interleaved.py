@@ -22,8 +22,8 @@ def interleaved(cache: Any, requests: Sequence[Request], rng: random.Random) -> 
             prefilling.append(cache.begin(waiting.pop(0)))
         elif step == 1 and prefilling:
             ticket = prefilling.pop(rng.randrange(len(prefilling)))
-            cache.prefilled(ticket)
+            cache.end_prefill(ticket)
             decoding.append(ticket)
         elif step == 2 and decoding:
-            cache.finished(decoding.pop(rng.randrange(len(decoding))))
+            cache.finish(decoding.pop(rng.randrange(len(decoding))))
         yield [*prefilling, *decoding]

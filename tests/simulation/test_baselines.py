@@ -227,8 +227,8 @@ def test_a_running_request_takes_room_from_what_is_cached(system: int) -> None:
     huge = cache.begin(request(numbers(10_000, 1_000_000), [1]))
     assert huge.apart
     assert cache.used == before
-    cache.prefilled(huge)
-    cache.finished(huge)
+    cache.end_prefill(huge)
+    cache.finish(huge)
     assert hits(cache, again)[0] > 100
     kv = (18 * 32, 7_700, 4_290)[system]
     big = cache.begin(request(numbers(10_000, kv), [1]))
@@ -337,9 +337,9 @@ def test_a_state_exists_only_once_its_prefill_has_run() -> None:
     one, again = request(numbers(0, 100), [1, 2]), request(numbers(0, 100), [1, 2])
     first = cache.begin(one)
     assert cache.begin(again).outcome == Outcome(100, 0, 0)
-    cache.prefilled(first)
+    cache.end_prefill(first)
     assert cache.begin(again).outcome == Outcome(100, 0, 99)
-    cache.finished(first)
+    cache.finish(first)
     longer = request([*numbers(0, 100), 1, 2, 3], [])
     assert cache.begin(longer).outcome.hit_len == 102
 
@@ -394,8 +394,8 @@ def test_a_model_without_state_resumes_wherever_its_kv_reaches(name: str) -> Non
     again = Spec(name).build(Setting(ATTENTION, None, asked))
     tickets = [again.begin(one) for one in asked]
     for ticket in tickets:
-        again.prefilled(ticket)
-        again.finished(ticket)
+        again.end_prefill(ticket)
+        again.finish(ticket)
     assert [ticket.outcome.hit_len for ticket in tickets] == [0, 0]
 
 

@@ -298,7 +298,7 @@ def test_a_server_may_start_while_another_removes_what_it_left(start: Open, fold
         for number in range(40):
             other = open_store(RankFolder(folder, OTHER, RANK))
             assert put(other, number), other.refused
-            assert other.folder.held and held(other, number) == [number]
+            assert other.folder.is_held and held(other, number) == [number]
             other.close()
     finally:
         ends.set()

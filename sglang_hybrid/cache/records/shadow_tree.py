@@ -100,33 +100,33 @@ class ShadowTree:
     # What SGLang's tree did.
 
     def reset(self, root: UnifiedTreeNode) -> None:
-        """The cache was emptied. What the history knows stays true, so it stays."""
+        """The cache was emptied. The history is kept: what it has learnt is still true."""
         self._build()
         self._records[root.id] = self.tree.root
         self.tree.root.payload = root
 
-    def added(self, node: UnifiedTreeNode) -> None:
+    def on_add(self, node: UnifiedTreeNode) -> None:
         parent = self._records[node.parent.id]
         record = self.tree.add(parent, node.id, len(node.key))
         self._adopt(node, record)
 
-    def split(self, head: UnifiedTreeNode, tail: UnifiedTreeNode) -> None:
-        """`tail`'s edge was cut; `head` is the new node above it."""
+    def on_split(self, head: UnifiedTreeNode, tail: UnifiedTreeNode) -> None:
+        """The edge of `tail` was cut; `head` is the new node above it."""
         record = self.tree.split(self._records[tail.id], len(head.key), head.id, tail.id)
         self._adopt(head, record)
 
-    def removed(self, node: UnifiedTreeNode) -> None:
+    def on_remove(self, node: UnifiedTreeNode) -> None:
         self.tree.remove(self._records.pop(node.id))
 
-    def state_given(self, node: UnifiedTreeNode, kind: Kind) -> None:
+    def on_state_gain(self, node: UnifiedTreeNode, kind: Kind) -> None:
         self.tree.give_state(self._records[node.id], kind)
 
-    def state_dropped(self, node: UnifiedTreeNode) -> None:
+    def on_state_loss(self, node: UnifiedTreeNode) -> None:
         self.tree.drop_state(self._records[node.id])
 
-    def kv_locked(self, node: UnifiedTreeNode, root: UnifiedTreeNode) -> None:
-        """A request locks the KV of the path to `node`. A locked node ends the walk: its path is
-        locked already.
+    def on_kv_lock(self, node: UnifiedTreeNode, root: UnifiedTreeNode) -> None:
+        """A request locks the KV of the path to `node`. The path above a locked node is locked
+        already.
         """
         while node is not root:
             record = self._records[node.id]
@@ -135,45 +135,45 @@ class ShadowTree:
             self.tree.lock(record, kv=True, state=record.state_locked)
             node = node.parent
 
-    def kv_released(self, node: UnifiedTreeNode, root: UnifiedTreeNode) -> None:
-        """A lock of the KV of the path to `node` ended. A node that is locked still ends the walk:
-        so is its path.
+    def on_kv_release(self, node: UnifiedTreeNode, root: UnifiedTreeNode) -> None:
+        """A request no longer locks the KV of the path to `node`. The path above a node that stays
+        locked stays locked, too.
         """
         while node is not root and not node.component_data[ComponentType.FULL].lock_ref:
             record = self._records[node.id]
             self.tree.lock(record, kv=False, state=record.state_locked)
             node = node.parent
 
-    def state_lock_changed(self, node: UnifiedTreeNode, held: bool) -> None:
+    def on_state_lock(self, node: UnifiedTreeNode, held: bool) -> None:
         record = self._records.get(node.id)
         if record is not None and record is not self.tree.root:
             self.tree.lock(record, kv=record.kv_locked, state=held)
 
     def sync(self, node: UnifiedTreeNode) -> None:
-        """Copies of `node` may have come or gone. With one tier, other calls tell of that."""
+        """Copies of `node` may have been added or dropped. Does nothing where there is one tier."""
 
     # What requests did.
 
-    def arrived(self, stamp: float | None) -> None:
+    def on_arrival(self, stamp: float | None) -> None:
         """A request is looked up for the first time; `stamp`: seconds that it carries, or None."""
         self.clock.advance(stamp)
         self.tree.pins.expire()
 
-    def a_pin_ends(self, seconds: float) -> bool:
-        """Whether the time of a pin is over at ``seconds``."""
+    def is_pin_over(self, seconds: float) -> bool:
+        """Whether the time of a pin is over at `seconds`."""
         return seconds >= self.tree.pins.next_expiry
 
-    def time_passes(self, seconds: float) -> None:
-        """All ranks are told that it is so late."""
+    def on_time(self, seconds: float) -> None:
+        """It is `seconds` now, on all ranks: pins whose time is over end."""
         self.clock.advance_to(seconds)
         self.tree.pins.expire()
 
-    def hit(self, node: UnifiedTreeNode) -> None:
+    def on_hit(self, node: UnifiedTreeNode) -> None:
         record = self._records[node.id]
         if record is not self.tree.root:
             self.tree.hit(record)
 
-    def finished(
+    def on_finish(
         self,
         tokens: npt.ArrayLike,
         input_len: int,
@@ -184,9 +184,9 @@ class ShadowTree:
         history_match: HistoryMatch | None = None,
         hint: Hint | None = None,
     ) -> None:
-        """A sequence of `tenant` ended; `node` is the deepest one on its path that the tree
-        holds. history_match: what its prompt had in common with the history, if that was asked.
-        hint: what the client said of its session.
+        """A request of `tenant` ended, and the history learns its sequence. node: the deepest one
+        on its path in the tree. history_match: what its prompt had in common with the history, if
+        that was looked up. hint: what the client said of its session.
         """
         if self.history is None:
             return
@@ -201,12 +201,14 @@ class ShadowTree:
     # What to evict.
 
     def kv_victim(self) -> UnifiedTreeNode | None:
-        """The leaf whose KV should go, or None."""
+        """The leaf whose KV is evicted next, or None."""
         self.asked = self.kv_pool
         return _payload(self.kv_pool.victim())
 
     def state_victim(self) -> UnifiedTreeNode | None:
-        """The node whose state should go; one with many children only if there is no other."""
+        """The node whose state is evicted next; one with several children only if there is no
+        other.
+        """
         self.asked = self.state_pool
         return _payload(self.state_pool.victim(last_resort=True))
 

@@ -93,26 +93,26 @@ class TieredShadowTree(ShadowTree):
 
     # What SGLang's tree did.
 
-    def added(self, node: UnifiedTreeNode) -> None:
+    def on_add(self, node: UnifiedTreeNode) -> None:
         self.sync(node)
 
-    def split(self, head: UnifiedTreeNode, tail: UnifiedTreeNode) -> None:
-        super().split(head, tail)
+    def on_split(self, head: UnifiedTreeNode, tail: UnifiedTreeNode) -> None:
+        super().on_split(head, tail)
         self.sync(head)
         self.sync(tail)
 
-    def removed(self, node: UnifiedTreeNode) -> None:
+    def on_remove(self, node: UnifiedTreeNode) -> None:
         record = self._records[node.id]
         for tier in FOLLOWED:
             self.placement.drop_state(record, tier)
             self.placement.drop_kv(record, tier)
-        super().removed(node)
+        super().on_remove(node)
 
-    def state_given(self, node: UnifiedTreeNode, kind: Kind) -> None:
+    def on_state_gain(self, node: UnifiedTreeNode, kind: Kind) -> None:
         self.tree.give_state(self._records[node.id], kind)
         self.sync(node)
 
-    def state_dropped(self, node: UnifiedTreeNode) -> None:
+    def on_state_loss(self, node: UnifiedTreeNode) -> None:
         self.sync(node)
 
     def sync(self, node: UnifiedTreeNode) -> None:

@@ -132,10 +132,10 @@ class LookUps:
         node = self._cache.tree_core.node_by_id(result.best_match_node)
         report = self._reports[req] = self._report_of(req, params.key, result)
         if known is None and self._shadow_tree is not None:
-            self._shadow_tree.arrived(self._cache.step_clock.arrival(req))
+            self._shadow_tree.on_arrival(self._cache.step_clock.arrival(req))
         self._decision_log.on_lookup(req, report, result.full_kv_hit_length, node)
         if known is None and self._shadow_tree is not None:
-            self._shadow_tree.hit(node)
+            self._shadow_tree.on_hit(node)
         if report.composed == 0:  # it will not enter the tree, which is where others are reported
             _send(req, report)
 

@@ -44,7 +44,7 @@ class WriteJudge:
             lambda: average_returns(stats.loaded_requests, stats.demoted),
         )
 
-    def takes(self, node: UnifiedTreeNode) -> bool:
+    def accepts(self, node: UnifiedTreeNode) -> bool:
         """Whether `node` should be copied now, with the KV that it needs above it. If it is not
         worth it, it is judged again only after its next use.
         """

@@ -62,7 +62,7 @@ class ForwardTimer:
         self._under_way: deque[TimedForward] = deque(maxlen=UNDER_WAY)
         self._has_events = True
 
-    def begins(self, flops: float, scheduler: Scheduler) -> TimedForward | None:
+    def begin(self, flops: float, scheduler: Scheduler) -> TimedForward | None:
         """The next forward of `scheduler` is about to be launched. None where the device's events
         do not know the time.
         """
@@ -79,7 +79,7 @@ class ForwardTimer:
         begins.record(forward.stream)
         return forward
 
-    def launched(self, forward: TimedForward) -> None:
+    def on_launch(self, forward: TimedForward) -> None:
         """All of `forward` is in its stream."""
         forward.ends.record(forward.stream)
         self._under_way.append(forward)

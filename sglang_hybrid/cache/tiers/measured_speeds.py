@@ -48,7 +48,7 @@ class MeasuredSpeeds:
         self._sent = self.speeds
         self._forwards = ForwardTimer(self.rates.observe_prefill)
 
-    def forward_begins(self, scheduler: Scheduler, batch: ScheduleBatch) -> TimedForward | None:
+    def begin_forward(self, scheduler: Scheduler, batch: ScheduleBatch) -> TimedForward | None:
         """`scheduler` is about to compute `batch`, which takes time from now on. None if that tells
         nothing of the prefill rate: where no prompt is in the batch, or where the forward waits for
         what it loads from the host, layer by layer.
@@ -62,17 +62,17 @@ class MeasuredSpeeds:
         of = self._cost.flops
         rows = zip(batch.prefix_lens, batch.extend_lens, strict=True)
         flops = sum(of(start + length) - of(start) for start, length in rows)
-        return self._forwards.begins(float(flops), scheduler)
+        return self._forwards.begin(float(flops), scheduler)
 
-    def forward_launched(self, forward: TimedForward) -> None:
+    def on_launch(self, forward: TimedForward) -> None:
         """All of `forward` has been given to the device."""
-        self._forwards.launched(forward)
+        self._forwards.on_launch(forward)
 
-    def loaded(self, ack: Any) -> None:
+    def on_load(self, ack: Any) -> None:
         """SGLang acknowledges a load from the host (`HiCacheAck`)."""
         _observe(self.rates.observe_load, ack)
 
-    def written(self, ack: Any) -> None:
+    def on_write(self, ack: Any) -> None:
         """The same for a backup."""
         _observe(self.rates.observe_write, ack)
 

@@ -61,11 +61,11 @@ class WayChooser:
             mamba_host_hit_length=int(_state_on_host_only(chosen)),
         )
 
-    def load_failed(self, req: Req) -> None:
+    def on_failed_load(self, req: Req) -> None:
         """From now on `req` resumes from what is on the device."""
         self._without_loads[req] = True
 
-    def released(self, req: Req) -> None:
+    def on_release(self, req: Req) -> None:
         """`req` gave back all that it held. If it waits again, it may load again."""
         self._without_loads.pop(req)
 

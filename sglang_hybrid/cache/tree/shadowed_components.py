@@ -44,14 +44,14 @@ class ShadowedMamba(_HostByValue, RobustMamba):
         self._shadow_tree = shadow_tree
 
     def state_given(self, node: UnifiedTreeNode, kind: Kind) -> None:
-        self._shadow_tree.state_given(node, kind)
+        self._shadow_tree.on_state_gain(node, kind)
 
     def state_dropped(self, node: UnifiedTreeNode, what: Evicted) -> None:
         if node.component_data[self.component_type].host_value is None:
             self._parts.decision_log.on_state_eviction(node, what)
         else:
             self._parts.tier_stats.demoted += 1
-        self._shadow_tree.state_dropped(node)
+        self._shadow_tree.on_state_loss(node)
 
     def acquire_component_lock(
         self, node: UnifiedTreeNode, result: Any, lock_host: bool = False
@@ -67,9 +67,7 @@ class ShadowedMamba(_HostByValue, RobustMamba):
         self._tell_lock(node)
 
     def _tell_lock(self, node: UnifiedTreeNode) -> None:
-        self._shadow_tree.state_lock_changed(
-            node, node.component_data[self.component_type].lock_ref > 0
-        )
+        self._shadow_tree.on_state_lock(node, node.component_data[self.component_type].lock_ref > 0)
 
     def _evict_device_start(self, request_cnt: int) -> None:
         self._wanted = request_cnt
@@ -132,13 +130,13 @@ class ShadowedFull(_HostByValue, CountedFull):
     ) -> Any:
         result = super().acquire_component_lock(node, result, lock_host)
         if not lock_host:
-            self._shadow_tree.kv_locked(node, self.tree_core.root_node)
+            self._shadow_tree.on_kv_lock(node, self.tree_core.root_node)
         return result
 
     def lock_below(self, above: UnifiedTreeNode, node: UnifiedTreeNode) -> None:
         """A request that holds the path to `above` holds the path to `node` below it, too."""
         core, kind = self.tree_core, self.component_type
-        self._shadow_tree.kv_locked(node, core.root_node)
+        self._shadow_tree.on_kv_lock(node, core.root_node)
         while node is not above:
             data = node.component_data[kind]
             if data.lock_ref == 0:
@@ -154,7 +152,7 @@ class ShadowedFull(_HostByValue, CountedFull):
     ) -> None:
         super().release_component_lock(node, params, lock_host)
         if not lock_host:
-            self._shadow_tree.kv_released(node, self.tree_core.root_node)
+            self._shadow_tree.on_kv_release(node, self.tree_core.root_node)
 
     def _evict_device_start(self, request_cnt: int) -> None:
         self._wanted = request_cnt

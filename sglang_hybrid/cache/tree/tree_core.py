@@ -144,7 +144,7 @@ class HybridTreeCore(MarkedTreeCore):
 
     def _add_new_node(self, parent: UnifiedTreeNode, *args: Any, **kwargs: Any) -> UnifiedTreeNode:
         node = super()._add_new_node(parent, *args, **kwargs)
-        self.shadow_tree.added(node)
+        self.shadow_tree.on_add(node)
         return node
 
     def _split_node(
@@ -155,7 +155,7 @@ class HybridTreeCore(MarkedTreeCore):
             head, action = super()._split_node(key, child, split_len)
         finally:
             self._splitting = False
-        self.shadow_tree.split(head, child)
+        self.shadow_tree.on_split(head, child)
         return head, action
 
     # What is copied to the host.
@@ -170,7 +170,7 @@ class HybridTreeCore(MarkedTreeCore):
         lacks = not node.backuped or self.lacks_state(node)
         if not lacks or node.evicted or node.write_through_pending_id is not None:
             return False
-        return self.writes is None or self.writes.takes(node)
+        return self.writes is None or self.writes.accepts(node)
 
     def wants_copies_now(self, node: UnifiedTreeNode) -> bool:
         """Whether the device, which gives `node` up, should wait for these copies. Where SGLang
@@ -328,7 +328,7 @@ class HybridTreeCore(MarkedTreeCore):
 
     def _remove_leaf_from_parent(self, node: UnifiedTreeNode) -> None:
         super()._remove_leaf_from_parent(node)
-        self.shadow_tree.removed(node)
+        self.shadow_tree.on_remove(node)
 
 
 def _build(

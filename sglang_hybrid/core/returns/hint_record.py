@@ -38,7 +38,7 @@ class HintRecord:
         self._returned: dict[Next | None, float] = dict.fromkeys(FIRST_BELIEF, 0.0)
 
     def is_telling(self, hint: Hint) -> bool:
-        """Whether returns after `hint` are not as frequent as without a hint."""
+        """Whether returns after `hint` are clearly more, or less, frequent than without a hint."""
         return abs(self.probability(hint) - self.probability(None)) > LEAST_DIFFERENCE
 
     def probability(self, hint: Hint | None) -> float:
@@ -48,7 +48,9 @@ class HintRecord:
         return (believed + self._returned[kind]) / (BELIEF_WEIGHT + self._given[kind])
 
     def on_outcome(self, hint: Hint | None, *, returned: bool, after: float = 0.0) -> None:
-        """A return followed a request with this hint, `after` seconds, or none did."""
+        """A return followed a request with this hint, `after` seconds later, or none did. hint:
+        None for a request without one.
+        """
         kind = None if hint is None else hint.next
         fade = 0.5 ** (1 / MEMORY)
         self._given[kind] = fade * self._given[kind] + 1
@@ -57,8 +59,8 @@ class HintRecord:
             self.times.on_return(hint.seconds, after)
 
     def retract(self, hint: Hint | None) -> None:
-        """One of the hints that no return seemed to follow was followed by one after all:
-        `on_outcome` is called again for it.
+        """Undo `on_outcome(hint, returned=False)` for one request: a return followed it after all,
+        and `on_outcome` is called for that.
         """
         kind = None if hint is None else hint.next
         self._given[kind] = max(self._given[kind] - 1, self._returned[kind])
@@ -93,7 +95,7 @@ class SaidTimes:
         self.weight = self.octaves = self.squares = 0.0
 
     def on_return(self, said: float, passed: float) -> None:
-        """A hint said so many seconds, and so many passed until the return."""
+        """A hint named `said` seconds until the return, and `passed` seconds passed."""
         x = math.log2(max(passed, LEAST_SECONDS) / max(said, LEAST_SECONDS))
         fade = 0.5 ** (1 / MEMORY)
         self.weight = fade * self.weight + 1

@@ -41,5 +41,6 @@ Architecture = Callable[[int, Scale], Model]
 
 
 def tiny_only(name: str, scale: Scale) -> None:
+    """Raises ``ValueError`` for a scale other than "tiny"."""
     if scale != "tiny":
         raise ValueError(f"The architecture {name!r} has no scale {scale!r}; use 'tiny'.")

@@ -36,7 +36,10 @@ LAST_NORMS = ("norm", "norm_f", "final_layernorm")
 
 
 class Description:
-    """The layers of one of SGLang's models, given to the kernels one by one."""
+    """A model of SGLang as the native kernels know it: its layers are given to them one by one, in
+    their order, after which `step` computes all of them. Raises `Unserved` for a layer that they do
+    not know.
+    """
 
     def __init__(self, kernels: ctypes.CDLL, model: Any, backend: Any) -> None:
         for module in model.modules():
@@ -90,7 +93,7 @@ class Description:
         self.native.mlp(place, up, down, Activation.GATED_SILU, gate_scale)
 
     def wait(self) -> None:
-        """Until copies into the pools that the layers read have arrived."""
+        """Wait until copies into the pools that the layers read have arrived."""
         layers = [layer for layer, _ in self.recurrent]
         for backend, wanted in ((self._linear, layers), (self._full, self.attending)):
             for name in ("req_to_token_pool", "token_to_kv_pool"):

@@ -19,9 +19,9 @@ host_link: Link | None = None
 
 
 class Stream:
-    """Copies one after the other. `arrived`: when those begun so far will all have arrived, in
-    seconds of the monotonic clock; it is in the past without a simulated link. is_host: what the
-    stream waits for has happened when the call returns, since the host is the device.
+    """A queue of copies that arrive one after the other. `arrived`: when the copies begun so far
+    will all have arrived, in seconds of the monotonic clock; in the past without a simulated link.
+    is_host: the host is the device, so a wait is over when its call returns.
     """
 
     is_host: Final = True
@@ -68,7 +68,7 @@ class Event:
         _sleep_until(self._reached)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream wait. It needs not: what is computed is there before a copy begins."""
+        """Nothing to do: what is computed is there before a copy begins."""
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds from this point to `end`, as torch counts them."""

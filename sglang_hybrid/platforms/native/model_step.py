@@ -29,7 +29,9 @@ class Unserved(Exception):
 
 
 class Activation(IntEnum):
-    """Between the two products of an MLP. Gated: the first product's first half are the gates."""
+    """The function between the two products of an MLP. Of a gated one the first half of the first
+    product are the gates of the second half.
+    """
 
     SQUARED_RELU = 1
     GATED_SILU = 2
@@ -37,8 +39,9 @@ class Activation(IntEnum):
 
 @dataclass(frozen=True)
 class LayerWiring:
-    """How a layer stands in its model: it reads ``norm(residual) * in_scale`` and adds its result
-    times ``out_scale`` to the residual. A layer ``beside`` another reads what that one read.
+    """How a layer is connected to the residual stream: its input is ``norm(residual) * in_scale``,
+    and its result times ``out_scale`` is added to the residual. A layer ``beside`` the one before
+    has the same input as that one.
     """
 
     norm: Any

@@ -1,10 +1,9 @@
-"""What all allocators share: sizes, ids, and which request used its memory longest ago."""
+"""What all allocators share: sizes, and ids of pages."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_hybrid.core.memory.account import MemoryKind
@@ -100,21 +99,3 @@ class Ids:
             self._free = kept
         self.total = total
         return True
-
-
-@dataclass
-class Recency:
-    """What running requests hold, the one first that took something longest ago."""
-
-    held: OrderedDict[int, list[int]] = field(default_factory=OrderedDict)
-
-    def took(self, request: int, ids: Iterable[int]) -> None:
-        self.held.setdefault(request, []).extend(ids)
-        self.held.move_to_end(request)
-
-    def drop(self, request: int) -> list[int]:
-        """What `request` held, which is nothing any more."""
-        return self.held.pop(request, [])
-
-    def oldest(self) -> int | None:
-        return next(iter(self.held), None)

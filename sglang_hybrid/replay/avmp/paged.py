@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 
 from sglang_hybrid.core.memory.account import MemoryKind
-from sglang_hybrid.replay.avmp.memory import Ids, ModelBytes, Recency
+from sglang_hybrid.replay.avmp.memory import Ids, ModelBytes
 
 
 class Padded:
@@ -77,7 +77,10 @@ class TwoPools:
         for_states = int(total * share)
         bytes_ = {MemoryKind.KV: total - for_states, MemoryKind.STATES: for_states}
         self._ids = {kind: Ids(bytes_[kind] // self._unit[kind]) for kind in MemoryKind}
-        self._recency = {kind: Recency() for kind in MemoryKind}
+        # Ids that requests hold, the request first that took something longest ago.
+        self._held: dict[MemoryKind, OrderedDict[int, list[int]]] = {
+            kind: OrderedDict() for kind in MemoryKind
+        }
 
     def take(self, kind: MemoryKind, request: int, units: int) -> bool:
         pool = self._ids[kind]
@@ -89,18 +92,18 @@ class TwoPools:
             ids = pool.take_one_by_one(units)
         if ids is None:
             return False
-        self._recency[kind].took(request, ids)
+        self._held[kind].setdefault(request, []).extend(ids)
+        self._held[kind].move_to_end(request)
         return True
 
     def end(self, request: int) -> None:
         for kind in MemoryKind:
-            self._ids[kind].give(self._recency[kind].drop(request))
+            self._ids[kind].give(self._held[kind].pop(request, []))
 
     def _evict_one(self, kind: MemoryKind) -> None:
-        recency = self._recency[kind]
-        victim = recency.oldest()
-        if victim is not None:
-            self._ids[kind].give(recency.drop(victim))
+        if self._held[kind]:
+            victim, ids = self._held[kind].popitem(last=False)
+            self._ids[kind].give(ids)
             self.evicted.add(victim)
 
     def _move_to(self, taker: MemoryKind) -> bool:

@@ -11,8 +11,15 @@ from matplotlib.figure import Figure
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Budget, Split
 from sglang_hybrid.replay.reports import plots
-from sglang_hybrid.replay.reports.breakdown import NEVER, hits_by_tier, lost_tokens
-from sglang_hybrid.replay.reports.study import BLOCKS, Study, order, paper_model
+from sglang_hybrid.replay.reports.study import (
+    BLOCKS,
+    NEVER,
+    Study,
+    hits_by_tier,
+    lost_tokens,
+    order,
+    paper_model,
+)
 
 HIT_RATE = "token hit rate (%)"
 

@@ -19,9 +19,8 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from sglang_hybrid.replay.reports import plots
-from sglang_hybrid.replay.reports.breakdown import hits_by_tier, lost_tokens
 from sglang_hybrid.replay.reports.figures import Plot, clock, draw
-from sglang_hybrid.replay.reports.study import Study, size_words
+from sglang_hybrid.replay.reports.study import Study, hits_by_tier, lost_tokens, size_words
 from sglang_hybrid.replay.runner import Result
 from sglang_hybrid.simulation.baselines import SGLANG_RUNNING_STATES
 

@@ -1,10 +1,10 @@
 """What a report compares: the runs asked for, and those it adds: cache sizes, layer mixes, state
-sizes, arrivals, block sizes.
+sizes, arrivals, block sizes. Where hits in tiers came from, and where others were lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sglang_hybrid.core.costs.cost import CostModel
@@ -21,6 +21,7 @@ FACTORS = (0.5, 1.0, 2.0, 4.0)  # of session rate and of think time
 SIZES = (0.25, 0.5, 2.0, 4.0)  # of the one cache size that was asked for
 BLOCKS = (16, 32, 64, 128)
 HIDDEN = 4096
+NEVER = "never stored"
 
 
 class Study:
@@ -158,3 +159,34 @@ def size_words(budget: Budget) -> str:
     if isinstance(budget, Split):
         return f"{budget.kv_tokens:,} KV tokens and {budget.slots:,} states"
     return f"{(budget or 0) / 1e9:g} GB"
+
+
+def hits_by_tier(results: Mapping[str, Result]) -> dict[str, dict[str, float]]:
+    """Percent of the prompt tokens by policy and tier; nothing without tiers."""
+    found: dict[str, dict[str, float]] = {}
+    for name, result in results.items():
+        tiers, total = result.job.tiers, int(result.input_len.sum())
+        if tiers is not None and result.tiers is not None:
+            hits = result.tiers.hit_tokens
+            found[name] = {tier.name.lower(): 100 * hits[tier] / total for tier in tiers.present}
+    return found
+
+
+def lost_tokens(results: Mapping[str, Result]) -> dict[str, dict[str, float]]:
+    """Percent of the prompt tokens by policy and reason; what was never stored is known only beside
+    an unbounded cache. Reasons that nobody had are left out. Nothing without tiers.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name, result in results.items():
+        if result.lost is None:
+            continue
+        total = int(result.input_len.sum())
+        found[name] = {why: 100 * tokens / total for why, tokens in result.lost.items()}
+        if "unbounded" in results:
+            more = results["unbounded"].hit_tokens - result.hit_tokens - sum(result.lost.values())
+            found[name][NEVER] = 100 * max(0, more) / total
+    seen = {why for shares in found.values() for why, share in shares.items() if share}
+    return {
+        name: {why: share for why, share in shares.items() if why in seen}
+        for name, shares in found.items()
+    }

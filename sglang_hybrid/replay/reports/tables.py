@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_hybrid.core.server_settings import Budget, Split
-from sglang_hybrid.replay.reports.breakdown import lost_tokens
+from sglang_hybrid.replay.reports.study import lost_tokens
 from sglang_hybrid.replay.runner import Result
 from sglang_hybrid.simulation.traces.requests import Request
 

@@ -50,8 +50,8 @@ def may_be_deep(body: bytes) -> bool:
 
 
 def json_shape(body: bytes) -> JsonShape:
-    """The shape of JSON; any number of bytes is read without recursion. What is no JSON has some
-    shape, too.
+    """The shape of JSON, found without recursion, so that a body of any depth has one. Bytes that
+    are no JSON have some shape, too.
     """
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
     characters = np.frombuffer(plain, np.uint8)

@@ -1,7 +1,7 @@
-"""A scheduler outlives what it is asked: what it refuses and what fails is an answer (patch 0016).
+"""A request that a scheduler refuses, or that fails, gets an answer; the scheduler goes on.
 
-SGLang's scheduler ends when the handler of a request raises, and all requests with it. Here it ends
-only where it cannot go on: failures.py says when.
+SGLang's scheduler ends when the handler of a request raises, and all requests with it. Here (patch
+0016) it ends only where it cannot go on: failures.py says when.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import (
     AbortReq,
+    BaseReq,
     BatchTokenizedEmbeddingReqInput,
     BatchTokenizedGenerateReqInput,
+    hook_custom_types,
 )
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_hybrid.serving.requests.control_messages import ControlFailed
 from sglang_hybrid.serving.requests.errors import Refused
 from sglang_hybrid.serving.requests.failures import (
     PROMPTS,
@@ -39,6 +40,19 @@ logger = logging.getLogger(__name__)
 
 BATCHES = (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)
 
+
+class ControlFailed(BaseReq):
+    """A scheduler's answer: the request of type `request` was not done, for the reason `message`.
+
+    status: the HTTP status of the answer, 4xx if it was refused, 500 if it failed.
+    """
+
+    request: str
+    message: str
+    status: int
+
+
+hook_custom_types(ControlFailed)
 
 # In the scheduler.
 
@@ -143,7 +157,7 @@ def export_trace(profiler: Any, path: str) -> str:
 
 
 def handlers(manager: TokenizerManager) -> TypeBasedDispatcher:
-    """What the manager's dispatcher of answers must know."""
+    """Hands `ControlFailed` to whoever waits for the answer; for the manager's dispatcher."""
 
     def failed(answer: ControlFailed) -> None:
         for communicator in communicators(manager):
@@ -154,7 +168,7 @@ def handlers(manager: TokenizerManager) -> TypeBasedDispatcher:
 
 
 def communicators(manager: TokenizerManager) -> Iterable[FanOutCommunicator]:
-    """All that wait for answers of schedulers."""
+    """All communicators of a manager, which wait for answers of schedulers."""
     from sglang.srt.managers.communicator import FanOutCommunicator
 
     return [it for it in vars(manager).values() if isinstance(it, FanOutCommunicator)]

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Refused(ValueError):
-    """The server does not do what it was asked. status_code: of the HTTP answer."""
+    """The server refuses a request. status_code: the HTTP status of the answer."""
 
     def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
         super().__init__(message)
@@ -18,7 +18,7 @@ class Refused(ValueError):
 
 
 def mistakes_are_value_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """For what reads a body before its types are known: whatever does not fit is a ValueError."""
+    """Decorates what reads a body before its types are known: an error of types is a ValueError."""
 
     @wraps(function)
     def read(*args: P.args, **kwargs: P.kwargs) -> T:

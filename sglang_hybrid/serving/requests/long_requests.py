@@ -80,7 +80,7 @@ class BodyBounds:
 
 
 class _Reader:
-    """Reads the body of one request, which the application then gets in one message."""
+    """Reads the body of one request in parts; the application gets it in one message."""
 
     def __init__(self, scope: Scope, receive: Receive, turns: Turns) -> None:
         headers = dict(scope["headers"])
@@ -148,7 +148,7 @@ class Turns:
         self._lock = asyncio.Lock()
 
     async def take(self) -> None:
-        """Returns when the caller may begin a step, which ends where it next awaits something."""
+        """Return when the caller may begin a step. The step ends where the caller awaits next."""
         await self._lock.acquire()
         loop = asyncio.get_running_loop()
         begin = loop.time()
@@ -177,7 +177,7 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
 
 async def in_thread_if_long(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The same, if it is done for a request with a long body; at once otherwise."""
+    """As `in_thread` for a request with a long body; for any other, a plain call."""
     if not _long.get():
         return function(*args, **kwargs)
     return await in_thread(function, *args, **kwargs)
@@ -186,8 +186,8 @@ async def in_thread_if_long(function: Callable[P, T], *args: P.args, **kwargs: P
 def whole_in_thread_if_long(
     function: Callable[P, Coroutine[Any, Any, T]],
 ) -> Callable[P, Coroutine[Any, Any, T]]:
-    """A coroutine function that awaits nothing of its event loop, so that it may run in a thread as
-    a whole.
+    """Decorates a coroutine function, so that for a request with a long body it runs in a thread as
+    a whole. The function must await nothing of its event loop.
     """
 
     @wraps(function)
@@ -199,8 +199,8 @@ def whole_in_thread_if_long(
 
 
 def threads() -> ThreadPoolExecutor | None:
-    """Where a request is converted: the threads for what takes long, or None for the event loop's
-    own ones.
+    """The executor in which SGLang converts the current request: ours if its body is long, or None,
+    which is the event loop's own.
     """
     return _threads() if _long.get() else None
 

@@ -36,8 +36,9 @@ async def wait_for_master(address: str, ports: str | int, rank: int) -> None:
 
 
 def meet_members(init_method: str, world_size: int, rank: int, group_name: str) -> dict[str, Any]:
-    """Arguments of SGLang's `init_custom_process_group` for a group whose members have met; raises
-    torch's error if they do not meet in time. What the group does later has torch's own limit.
+    """Wait until all members of a group are connected; returns the arguments of SGLang's
+    `init_custom_process_group` for it. Raises torch's error if they are not in time (`MEMBERS`).
+    What the group does later has torch's own limit.
     """
     store, rank, world_size = next(rendezvous(init_method, rank, world_size, timeout=MEMBERS))
     store.set_timeout(default_pg_timeout)

@@ -63,7 +63,7 @@ def put_owner(request: Any, http: object) -> None:
 
 
 def scheduler_id(session_id: str, owner: Tenant) -> str:
-    """The id by which a scheduler knows a session of `owner`; the same for an id that is one."""
+    """The id by which a scheduler knows `owner`'s session. Given such an id, that id."""
     behind = f"#{_names().name(owner)}"
     return session_id if session_id.endswith(behind) else session_id + behind
 

@@ -15,8 +15,8 @@ from typing import Any
 from tokenizers.pre_tokenizers import ByteLevel
 
 UNKNOWN_BYTES = 1_024
-"""Of a token, where a tokenizer's own maximum is not known. A generous guess: a token of a text has
-four bytes on average.
+"""Bytes of a token, where a tokenizer's own maximum is not known. A generous guess: a token of
+a text has four bytes on average.
 """
 
 RENDERED = 1 << 14

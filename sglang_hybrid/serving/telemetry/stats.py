@@ -58,6 +58,7 @@ class Found:
         return "resume" if hit else "cold"
 
     def as_dict(self) -> dict[str, Any]:
+        """For `meta_info.hybrid_cache.tiers` of the response."""
         return {**vars(self), "way": self.way}
 
 

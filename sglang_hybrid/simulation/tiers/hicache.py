@@ -103,7 +103,7 @@ class HiCache(SglangRules, TieredSimulator):
         if kv or state:
             self.memory.copy(node, Tier.HOST, kv=kv, state=state, at_any_cost=True)
 
-    def _passed(self, request: object, path: list[Node]) -> None:
+    def _on_path(self, request: object, path: list[Node]) -> None:
         for tier, policy in ((Tier.DEVICE, self.kv_policy), (Tier.HOST, self.host_policy)):
             policy.touch(path, self.tree.clock.tick)
             for node in path:

@@ -131,7 +131,7 @@ class LoadingServer:
         self._at(self._busy_until, PREFILLED, index)
 
     def _prefilled(self, index: int, now: float) -> None:
-        self._cache.prefilled(self._tickets[index])
+        self._cache.end_prefill(self._tickets[index])
         self._times[index][2] = now
         request = self._requests[index]
         tokens = len(request.tokens) - request.input_len
@@ -141,7 +141,7 @@ class LoadingServer:
 
     def _finished(self, index: int, now: float) -> None:
         request = self._requests[index]
-        self._cache.finished(self._tickets.pop(index))
+        self._cache.finish(self._tickets.pop(index))
         self._times[index][3] = now
         self.loads.on_finish(index, _keys(request), len(request.tokens) - request.input_len)
         self._queue.on_finish(index)

@@ -146,9 +146,9 @@ class TieredServerSimulator(ServerSimulator):
         if self.below.at_once and not self.below.write_back:
             self._due[node] = None
 
-    def finished(self, ticket: Ticket) -> None:
+    def finish(self, ticket: Ticket) -> None:
         self._end_loads()
-        super().finished(ticket)
+        super().finish(ticket)
         due, self._due = self._due, {}
         self.copies.copy_together(due)
         self.copies.copy_together(self.copies.next_victims())

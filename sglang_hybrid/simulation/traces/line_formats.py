@@ -190,8 +190,8 @@ def write_compact(path: Path, requests: Iterable[Request]) -> None:
 
 
 def of_one_tenant(requests: Iterable[Request], name: str) -> Iterator[Request]:
-    """The requests; raises ValueError at the first of another tenant, which format `name` cannot
-    tell apart.
+    """`requests` one by one. Raises ValueError at the first of a second tenant: format `name` does
+    not say whose a request is.
     """
     tenant: str | None = None
     for request in requests:

@@ -1,5 +1,5 @@
-"""What each candidate lost so far against the others, and when that is reason to switch or to go
-back.
+"""How many hit tokens each candidate missed against the best one, and when that is reason for a
+switch.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Regrets:
 
     @property
     def shares(self) -> dict[Spec, float]:
-        """Of the best one's tokens, what each missed."""
+        """By candidate, the share of the best candidate's hit tokens that it missed."""
         best = max(1.0, self._tokens.max(initial=0))
         return dict(zip(self._specs, ((best - self._tokens) / best).tolist(), strict=True))
 
     def learn(self, hits: Mapping[Spec, IntArray | FloatArray]) -> None:
-        """A search found so many tokens [n] in each request, under each candidate. Where another
-        one tried other candidates, it is forgotten.
+        """Add the hit tokens [n] of each request that a search found, by candidate. Earlier
+        searches are forgotten if they compared other candidates.
         """
         found = np.array(list(hits.values()), dtype=np.float64)
         if tuple(hits) != self._specs:
@@ -46,7 +46,7 @@ class Regrets:
         self._products = OLDER**2 * self._products + found @ found.T
 
     def forget(self) -> None:
-        """The traffic is another one now."""
+        """Forget all searches, because the traffic has changed."""
         count = len(self._specs)
         self._tokens, self._products = np.zeros(count), np.zeros((count, count))
 
@@ -77,13 +77,15 @@ class Advantages:
         self._tokens: dict[Spec, float] = {}  # per request
 
     def learn(self, spec: Spec, seen: IntArray, replayed: IntArray) -> None:
-        """`spec` was in force: tokens [n] that requests hit, and would have hit in a replay."""
+        """Compare what requests hit under `spec` in the server, `seen` [n] tokens, with what they
+        would have hit in a replay, `replayed` [n] tokens.
+        """
         more = float(np.mean(seen - replayed))
         known = self._tokens.get(spec)
         self._tokens[spec] = more if known is None else OLDER * known + (1 - OLDER) * more
 
     def added(self, hits: Mapping[Spec, IntArray]) -> dict[Spec, FloatArray]:
-        """What each policy would find in the server, as far as that is known."""
+        """`hits` of replays with what each policy is known to hit more in the server."""
         return {
             spec: found.astype(np.float64) + max(0.0, self._tokens.get(spec, 0.0))
             for spec, found in hits.items()

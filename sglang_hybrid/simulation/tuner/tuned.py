@@ -1,4 +1,4 @@
-"""The tuner in a replay: it decides as in the server, and its choice comes into force as there."""
+"""The tuner in a replay: it decides, and its choices take effect, as in the server."""
 
 from __future__ import annotations
 
@@ -137,11 +137,11 @@ class TunedCache:
     def begin(self, request: Request) -> Ticket:
         return self.cache.begin(request)
 
-    def prefilled(self, ticket: Ticket) -> None:
-        self.cache.prefilled(ticket)
+    def end_prefill(self, ticket: Ticket) -> None:
+        self.cache.end_prefill(ticket)
 
-    def finished(self, ticket: Ticket) -> None:
-        self.cache.finished(ticket)
+    def finish(self, ticket: Ticket) -> None:
+        self.cache.finish(ticket)
         self._record(ticket.request, ticket.outcome)
 
     def _record(self, request: Request, outcome: Outcome) -> None:

@@ -1,6 +1,7 @@
-"""When to search, what to make of it, and the decision that waits to be handed over.
+"""The tuner: when it compares policies, what it concludes, and the switch that it offers.
 
-Called from the scheduler's thread only; a search waits for its workers in a thread of its own.
+It is called from the scheduler's thread only. A search waits for its workers in a thread of its
+own.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ Search = Callable[[RequestWindow, Sequence[Spec], Limits], TokensFound]
 
 @dataclass(frozen=True)
 class PolicySwitch:
-    """From the step at which it arrives on, `spec` chooses the victims on every rank."""
+    """A decision of the tuner: from the scheduler step with which it arrives, `spec` chooses the
+    victims on every rank.
+    """
 
     number: int
     spec: Spec
@@ -76,8 +79,9 @@ class Rules:
 
 @dataclass
 class TunerCounts:
-    """Totals. taken_back: switches that a later comparison undid. regret_tokens: what the policies
-    in force missed, in the requests that counted, against the best candidate there.
+    """Totals. taken_back: switches that a later comparison undid. regret_tokens: hit tokens by
+    which the best candidate of each search exceeded the policy in force, in the requests that
+    counted.
     """
 
     runs: int = 0
@@ -166,14 +170,16 @@ class Tuner:
             self._begin(reason)
 
     def poll(self) -> PolicySwitch | None:
-        """The switch to hand to every rank, again and again until `on_adoption` is called."""
+        """The switch that every rank should get; the same at every call until `on_adoption`. None
+        if there is none.
+        """
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             self._conclude()
         return self._offer
 
     def wait(self) -> None:
-        """Until the search under way, if there is one, has found what it can."""
+        """Block until the running search ends, if there is one."""
         if self._thread is not None:
             self._thread.join()
 
@@ -194,7 +200,7 @@ class Tuner:
 
     @property
     def hit_rate(self) -> float:
-        """Seen in the latest half window."""
+        """Hit tokens over prompt tokens of the latest half window."""
         return self._seen_hits / self._seen_tokens if self._seen_tokens else 0.0
 
     def info(self) -> dict[str, Any]:
@@ -357,7 +363,9 @@ class Tuner:
             )
 
     def _watch(self, hits: Mapping[Spec, int]) -> None:
-        """After a switch: what was left behind comes back if it would have found as much."""
+        """After a switch: offer the policy that was left, if it would have hit as many tokens as
+        the one in force.
+        """
         left = self._left
         if left is None or left not in hits:
             return

@@ -52,7 +52,7 @@ class Part:
 
 
 class CodedRows:
-    """The bytes of a slot, layer by layer.
+    """Encodes the tensors of slots, and says where each layer's bytes are in a slot's.
 
     Args:
         layers: shape and type of each tensor of a slot in each layer, without the slot's dimension.
@@ -110,7 +110,7 @@ _chosen = CodecPlan()
 
 
 def use(plan: CodecPlan) -> None:
-    """Let host pools that this process builds from now on have these codecs."""
+    """Choose the codecs of the host pools that this process builds from now on."""
     global _chosen
     _chosen = plan
 

@@ -1,8 +1,8 @@
 """Requests that ask for exact copies only, on a server whose copies below the device are smaller.
 
-Such a request has a part of the tree of its own, as a tenant has: nothing in that part is ever
-copied down, so nothing in it comes from a copy that is not exact, and what it leaves is found by
-requests that ask for the same.
+Such requests are stored in a part of the tree of their own, as a tenant's are. Nothing in that part
+is ever copied below the device, so nothing in it comes from a copy that is not exact. A tenant's
+exact requests find each other's prefixes.
 """
 
 from __future__ import annotations

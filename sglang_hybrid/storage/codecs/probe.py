@@ -40,7 +40,8 @@ to look at the sky, which had cleared after nine days of rain.
 class Probe:
     """Runs prompts through a model runner whose pools are empty, and leaves them empty.
 
-    ranks: those that compute the model together. Raises AnotherRankFailed if one of them failed.
+    ranks: those that compute the model together. Every method raises AnotherRankFailed if another
+    rank failed.
     """
 
     def __init__(self, tp_worker: Any, ranks: Ranks) -> None:

@@ -71,9 +71,10 @@ def disk_folder(named: str, extra_config: Mapping[str, Any]) -> Path:
 
 
 class RankFolder:
-    """The objects of one rank of one model, below the folder `top`. Held by one server at a time.
+    """The folder of one rank's objects of one model, below the operator's folder `top`. Its lock is
+    held by one server at a time. facts: what the content of an object depends on.
 
-    Raises FolderError if it cannot be made, is somebody else's, or is in use.
+    Raises FolderError if the folder cannot be made, is somebody else's, or is in use.
     """
 
     def __init__(self, top: Path, facts: Mapping[str, Any], rank: str) -> None:
@@ -114,7 +115,7 @@ class RankFolder:
         return self.path.with_name(f"{self.path.name}.uses")
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Whether the folder is still the one that was opened, and not removed or replaced."""
         try:
             here, ours = os.stat(self.path / LOCK), os.fstat(self._lock)
@@ -160,7 +161,7 @@ class RankFolder:
         return files, size
 
     def close(self) -> None:
-        """Let another server use the folder."""
+        """Give up the folder's lock, so that another server may use it."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

@@ -110,7 +110,7 @@ class ObjectStore:
 
     @property
     def used_bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files of this rank."""
         return self._index.bytes
 
     def put(self, kind: str, keys: Sequence[str], contents: Sequence[Bytes]) -> bool:
@@ -171,11 +171,13 @@ class ObjectStore:
 
     @property
     def in_use(self) -> bool:
-        """Whether it is neither off nor closed."""
+        """Whether the store is neither off nor closed."""
         return not (self.off or self._closed)
 
     def add_found(self, path: Path, header: Header, last_use: float) -> None:
-        """A file was there at the start, unless it was written and evicted since it was listed."""
+        """Add a file that was there at the start, unless it was written and evicted since the start
+        listed it.
+        """
         with self._lock:
             if path not in self._index and self.in_use and os.path.lexists(path):
                 self._index.add(path, header, last_use)
@@ -190,7 +192,7 @@ class ObjectStore:
         return [(file.path, file.header.file_bytes) for file in files]
 
     def remember(self, uses: Uses) -> None:
-        """How often files were used before the start."""
+        """Begin with how often files were used before the start."""
         with self._lock:
             self._index.restore(uses)
 
@@ -219,7 +221,7 @@ class ObjectStore:
                 self.evict(self.used_bytes - self.budget)
 
     def turn_off(self, why: str) -> None:
-        """Use the folder no more, and let the log say why. What is in it stays."""
+        """Use the folder no more, and let the log say why. The files in it stay."""
         with self._lock:
             if self.off or self._closed:
                 return
@@ -266,7 +268,7 @@ class ObjectStore:
 
     def _save_uses(self) -> None:
         """Write how often files were used; nothing is lost but that if it fails."""
-        if not (self.in_use and self.ready.is_set() and self.folder.held):
+        if not (self.in_use and self.ready.is_set() and self.folder.is_held):
             return
         with self._lock:
             uses = self._index.uses()
@@ -293,7 +295,7 @@ class ObjectStore:
 
     def _lose(self, file: StoredFile) -> None:
         self.counts.objects_damaged += len(file.header.names)
-        if not self.folder.held:
+        if not self.folder.is_held:
             self.turn_off(f"{self.folder.path} was removed; a restart makes it again")
             return
         with self._lock:
@@ -310,7 +312,7 @@ class ObjectStore:
     def _may_write(self) -> bool:
         if not self.in_use or self._now() < self._retry_at:
             return False
-        if not self.folder.held:
+        if not self.folder.is_held:
             self.turn_off(f"{self.folder.path} was removed; a restart makes it again")
             return False
         return True
@@ -349,7 +351,7 @@ class ObjectStore:
 
     def _refuse(self, why: str) -> None:
         self._retry_at = self._now() + RETRY_SECONDS
-        if not self.folder.held:
+        if not self.folder.is_held:
             self.turn_off(f"{self.folder.path} was removed; a restart makes it again")
         elif not self.refused:
             logger.warning(

@@ -71,7 +71,7 @@ def unused_models(tier: Path) -> list[str]:
 
 
 def measure(tier: Path, identity: str) -> OtherModel:
-    """What an identity has on disk now. Raises OSError."""
+    """The bytes and the last use of an identity's files. Raises OSError."""
     total, last_use = 0, 0.0
     with open_folder(tier) as top, open_folder(identity, top) as model:
         for name in _ranks(model):

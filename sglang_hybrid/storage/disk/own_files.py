@@ -1,7 +1,7 @@
-"""Files of ours in folders where something else may lie, too.
+"""Reads, writes and removes files of ours in folders that may hold other people's files, too.
 
-Only regular files are opened, replaced and removed; what is a link, a pipe, a device or a folder is
-somebody else's. Folders are entered one at a time, by descriptor: no link is followed, and no mount
+Only regular files are opened, replaced and removed: a link, a pipe, a device or a folder is
+somebody else's. Folders are opened one at a time, by descriptor: no link is followed, and no mount
 is crossed.
 """
 

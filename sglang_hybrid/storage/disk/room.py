@@ -51,7 +51,7 @@ def make_room(store: BoundedStore, more: int) -> bool:
 
 
 def measure_others(store: BoundedStore) -> list[OtherModel]:
-    """Other models whose objects no server uses; their bytes count in the budget from now on."""
+    """Find other models whose objects no server uses, and count their bytes in the budget."""
     others = store.folder.others()
     store.other_bytes = sum(other.bytes for other in others)
     return others

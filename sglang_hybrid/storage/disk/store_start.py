@@ -37,7 +37,8 @@ def open_store(
 ) -> ObjectStore:
     """A store that learns in the background what earlier servers left in `folder`.
 
-    warm_bytes: of what is there, read ahead into memory. The rest is `ObjectStore`'s.
+    warm_bytes: most bytes of these files that are read ahead into memory. The other arguments are
+    `ObjectStore`'s.
     """
     start = partial(learn_files, warm_bytes=warm_bytes)
     return ObjectStore(folder, start, budget, least_free, ranks, now)

@@ -24,7 +24,9 @@ def watch(store: ObjectStore) -> None:
 
 
 def on_change() -> None:
-    """Weights are about to be updated in place. Called by SGLang's weight updater."""
+    """Turn all watched stores off: weights are about to be updated in place. Called from hooks on
+    SGLang's weight updater.
+    """
     global _changed
     _changed = True
     for store in list(_stores):

@@ -14,8 +14,7 @@ from sglang.srt.managers.io_struct import FlushCacheReqInput, UpdateWeightVersio
 
 from sglang_hybrid.serving.ranks import Ranks
 from sglang_hybrid.serving.requests import failures
-from sglang_hybrid.serving.requests.control import dispatch
-from sglang_hybrid.serving.requests.control_messages import ControlFailed
+from sglang_hybrid.serving.requests.control import ControlFailed, dispatch
 from tests.two_ranks import join, on_two_ranks
 
 SECONDS = 2.0
