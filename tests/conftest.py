@@ -1,5 +1,5 @@
-"""A test run does not end silently in the middle: no test ends the process that runs it, and a
-worker that ends for another reason says how.
+"""The order of test files; and a run does not end silently in the middle: no test ends the process
+that runs it, and a worker that ends for another reason says how.
 """
 
 from __future__ import annotations
@@ -42,6 +42,14 @@ def nothing_ends_this_process() -> Iterator[None]:
 
     with mock.patch.multiple(os, kill=checked_kill, killpg=checked_kill_group, _exit=checked_leave):
         yield
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start servers come first: of two processes that share the files, none is left
+    alone with the longest ones at the end.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("server") is None)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -54,7 +54,9 @@ def test_a_worker_that_is_lost_ends_the_run_with_the_test_that_it_ran(tmp_path: 
     """Without --max-worker-restart, xdist replaces it, and may then wait for ever."""
     script = Path(__file__).parents[1] / "scripts/test.sh"
     (flags,) = [line for line in script.read_text().splitlines() if "-m pytest" in line]
-    given = [each for each in flags.split() if each.startswith(("--dist", "--max", "load"))]
+    given = [
+        each for each in flags.split() if each.startswith(("--dist", "--no-", "--max", "load"))
+    ]
     for name in "abcd":
         (tmp_path / f"test_{name}.py").write_text(CRASHES.format(name=name))
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")

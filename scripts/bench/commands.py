@@ -116,7 +116,13 @@ def add_options(parser: argparse.ArgumentParser, function: Callable[..., object]
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
-            parser.add_argument(name, nargs="*", **_settings(hints[name]))
+            settings = _settings(hints[name])
+            if "choices" in settings:
+                settings["choices"] = [
+                    *settings["choices"],
+                    [],
+                ]  # argparse looks for none there, too
+            parser.add_argument(name, nargs="*", **settings)
         else:
             option = f"--{name.strip('_').replace('_', '-')}"
             parser.add_argument(

@@ -95,7 +95,7 @@ def alpha(text: str) -> float | None:
 def eviction(text: str) -> Fields:
     """A policy, or `marconi:ALPHA`."""
     policy, colon, weight = text.partition(":")
-    found: Fields = {"hybrid_eviction": one_of(Eviction)(policy)}
+    found: Fields = {"hybrid_eviction": _known(Eviction, policy, text)}
     if not colon:
         return found
     if policy != Eviction.MARCONI.value:
@@ -106,7 +106,7 @@ def eviction(text: str) -> Fields:
 def order(text: str) -> Fields:
     """An order of waiting requests, or `NAME:size=N,overtaken=N,seconds=S` of ours."""
     name, colon, more = text.partition(":")
-    found: Fields = {"hybrid_schedule": one_of(Schedule)(name)}
+    found: Fields = {"hybrid_schedule": _known(Schedule, name, text)}
     if colon and not Schedule(name).is_ours:
         raise argparse.ArgumentTypeError(f"{text!r}: only window and car take options")
     for option in filter(None, more.split(",")):
@@ -132,14 +132,15 @@ def codec(text: str) -> Fields:
 
 def one_of(kind: type[Enum]) -> Callable[[str], str]:
     """Reads a value of an Enum, still as text."""
+    return lambda text: _known(kind, text, text)
+
+
+def _known(kind: type[Enum], name: str, text: str) -> str:
+    """`name`, which is a value of an Enum, of a flag's `text`. Raises ArgumentTypeError."""
     names = [each.value for each in kind]
-
-    def read(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
-        return text
-
-    return read
+    if name not in names:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+    return name
 
 
 def count(text: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +16,12 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_hybrid.core.tiers.rates import Speeds
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.storage.disk import file_backend
 from sglang_hybrid.storage.disk.object_store import ObjectStore
 from tests.cache.driver import Sizes
-from tests.cache.tiers import TieredServer, build_tiered_cache, mark
+from tests.cache.tiers import TieredServer, build_tiered_cache, mark, set_speeds
 
 FULL, MAMBA = ComponentType.FULL, ComponentType.MAMBA
 ALONE = {
@@ -35,7 +36,12 @@ Prefix = tuple[int, ...]
 
 @contextmanager
 def disk_server(
-    folder: Path, sizes: Sizes, options: HybridConfig, budget: int = 0, **more: Any
+    folder: Path,
+    sizes: Sizes,
+    options: HybridConfig,
+    budget: int = 0,
+    speeds: Speeds | None = None,
+    **more: Any,
 ) -> Iterator[DiskServer]:
     """A server whose files are in `folder`; its threads end with the block."""
     file_backend.register(str(folder), budget)
@@ -51,6 +57,8 @@ def disk_server(
             },
             **more,
         )
+        if speeds is not None:
+            set_speeds(cache, speeds)
         server = DiskServer(cache, sizes)
         server.store.ready.wait()
         try:
@@ -89,12 +97,16 @@ class DiskServer(TieredServer):
 
     def settle(self) -> None:
         """Until nothing is under way between any two tiers."""
+        self._wait("still under way", self._under_way)
+        self.poll()
+
+    def _wait(self, failure: str, what: Callable[[], Any]) -> None:
+        """Poll until there is nothing of `what` any more."""
         ends = time.monotonic() + PATIENCE
-        while self._under_way():
-            assert time.monotonic() < ends, f"still under way: {self._under_way()}"
+        while left := what():
+            assert time.monotonic() < ends, f"{failure}: {left}"
             time.sleep(1e-3)
             self.poll()
-        self.poll()
 
     def _under_way(self) -> list[str]:
         cache, controller = self.cache, self.cache.cache_controller
@@ -109,11 +121,7 @@ class DiskServer(TieredServer):
         """A request with everything that the tiers have of it brought to the host."""
         req = self.arrive(tokens, stamp)
         self.fetch(req)
-        ends = time.monotonic() + PATIENCE
-        while not self.fetched(req):
-            assert time.monotonic() < ends, "the disk does not answer"
-            time.sleep(1e-3)
-            self.poll()
+        self._wait("the disk does not answer", lambda: not self.fetched(req))
         return req
 
     # Whether what is stored is what it should be.
@@ -155,11 +163,7 @@ class DiskServer(TieredServer):
         """No slot of the host's pools is lost. A read that was given up is not under way any more
         when its thread gives back what it did not fill, a moment later.
         """
-        ends = time.monotonic() + PATIENCE
-        while lost := self._lost():
-            assert time.monotonic() < ends, f"lost slots of the host: {lost}"
-            time.sleep(1e-3)
-            self.poll()
+        self._wait("lost slots of the host", self._lost)
 
     def _lost(self) -> dict[PoolName, int]:
         """How many slots of each of the host's pools are neither free nor some node's; none are

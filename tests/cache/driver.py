@@ -9,11 +9,11 @@ sglang 0.5.23.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -229,6 +229,13 @@ class Server:
     chunk: prompt tokens per prefill step, 0 for all at once.
     """
 
+    builds: Callable[..., UnifiedRadixCache] = staticmethod(build_cache)
+
+    @classmethod
+    def on(cls, sizes: Sizes, options: HybridConfig | None, chunk: int = 0, **more: Any) -> Self:
+        """A server on a cache of its own; more: arguments of what `builds` it."""
+        return cls(cls.builds(sizes, options, **more), sizes, chunk)
+
     def __init__(self, cache: UnifiedRadixCache, sizes: Sizes, chunk: int = 0) -> None:
         self.cache = cache
         self.sizes = sizes
@@ -402,6 +409,24 @@ class Server:
 
     # Whole requests.
 
+    def begin(self, tokens: Sequence[int], stamp: float = 0.0, **more: Any) -> Req:
+        """A request that is admitted when it arrives."""
+        req = self.arrive(tokens, stamp, **more)
+        if not self.admit(req):
+            raise RuntimeError("the request does not fit into the pools, even alone")
+        return req
+
+    def prefill(self, req: Req) -> None:
+        """All that is left of its prompt."""
+        while not self.prefill_step(req):
+            pass
+
+    def complete(self, req: Req, answer: Sequence[int]) -> None:
+        """A request that was admitted gets `answer` and ends."""
+        self.prefill(req)
+        self.decode(req, answer)
+        self.finish(req)
+
     def serve(
         self,
         tokens: Sequence[int],
@@ -412,14 +437,9 @@ class Server:
         pins: Sequence[PinRequest] = (),
     ) -> int:
         """A request from arrival to end, alone; returns its hit length."""
-        req = self.arrive(tokens, stamp, cache_salt=cache_salt, session=session, pins=pins)
-        if not self.admit(req):
-            raise RuntimeError("the request does not fit into the pools, even alone")
+        req = self.begin(tokens, stamp, cache_salt=cache_salt, session=session, pins=pins)
         hit = int(req.prefix_len)
-        while not self.prefill_step(req):
-            pass
-        self.decode(req, answer)
-        self.finish(req)
+        self.complete(req, answer)
         return hit
 
     def play(self, requests: Iterable[Request]) -> list[int]:

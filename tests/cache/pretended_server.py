@@ -21,15 +21,11 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang.srt.mem_cache.pool_host import mamba, mha
 from sglang.srt.utils import common
 
-from sglang_hybrid.core.tiers.rates import Link, Speeds
 from sglang_hybrid.kernels import host_rows
 from sglang_hybrid.platforms.cpu_ops import host_copies
 from tests.cache.driver import Sizes, _length
 from tests.cache.pretended_gpu import Gpu, OnDevice, pinned
-from tests.cache.tiers import TieredServer, build_tiered_cache, mark
-
-SLOW = Speeds.of(1e3, Link(1e12), Link(1e12))
-"""Computing takes for ever, so that all is worth a copy."""
+from tests.cache.tiers import SLOW, TieredServer, build_tiered_cache, mark, set_speeds
 
 KERNELS = {
     (mha, "transfer_kv_per_layer_pf_lf"): host_copies.per_layer_pf_lf,
@@ -191,34 +187,20 @@ class PretendedServer(TieredServer):
         """Look at what the request resumes from when its forward runs, which waits for the loads
         that SGLang was told of.
         """
-        tokens, prefix = self._tokens(req), int(req.prefix_len)
-        assert prefix < len(tokens), "the last token was to be computed"
+        prefix = self._tokens(req)[: req.prefix_len]
+        assert len(prefix) < len(self._tokens(req)), "the last token was to be computed"
         if not prefix:
             return
         with plainly():
-            places = self.cache.prefix_device_indices(req)[:prefix].long().clone()
-            source = req.kv.mamba_cow_src_index
-            found = req.kv.mamba_pool_idx if source is None else source
-            slot = None if found is None else int(found.reshape(-1)[0])
-        marks = [mark(tokens[: at + 1]) for at in range(prefix)]
+            places, slot = self._resumed(req)
+            places = places.clone()
         counter = self.cache.cache_controller.layer_done_counter
         counter.set_consumer(self.waits_for)
         with self.gpu.stream(self.forwards):
             for layer in range(counter.num_layers):
                 counter.wait_until(layer)
-
-        def look() -> None:
-            for rows in self._rows:
-                assert rows[places][:, 0, 0].tolist() == marks, "KV of other tokens"
-            if self._states is not None:
-                assert slot is not None, "KV is resumed without a state"
-                for tensor in (*self._states.conv, self._states.temporal):
-                    values = tensor[:, slot].unique().tolist()
-                    assert values == [mark(tokens[:prefix])], "the state of another prefix"
-
-        self._forward(look)
-        if self._states is not None and source is not None:
-            self._set_state(req.kv.mamba_pool_idx.reshape(1), tokens[:prefix])
+        self._forward(lambda: self._look(places, slot, prefix))
+        self._copy_state(req)
 
     def _forward(self, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -243,5 +225,5 @@ def pretended_server(
     with envs.SGLANG_DISABLE_FUSED_MAMBA_SLOT_OPS.override(True):  # they are kernels of Triton
         cache = build_tiered_cache(sizes, options, device="cuda", **more)
     assert isinstance(cache.req_to_token_pool.req_to_token, OnDevice)
-    cache.speeds.speeds, cache.speeds.poll = SLOW, lambda: []
+    set_speeds(cache, SLOW)
     return PretendedServer(gpu, cache, sizes, chunk, fenced=fenced, overlap=overlap)

@@ -8,7 +8,7 @@ import errno
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,17 +17,17 @@ import pytest
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_hybrid.core.tiers.rates import Link, Speeds
+from sglang_hybrid.core.tiers.rates import Link
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
 from sglang_hybrid.storage.disk import file_backend, object_store, weights
 from tests.cache.backends import options
 from tests.cache.disk import FULL, MAMBA, DiskServer, PlainTiers, disk_server
 from tests.cache.driver import Sizes
+from tests.cache.tiers import SLOW
 from tests.releases import needs_disk
 
 pytestmark = needs_disk
 
-SLOW_PREFILL = Speeds.of(1e3, Link(1e12), Link(1e12))
 TWO_POOLS = Sizes(states=7, kv=160, rows=6, context=128)
 SIZES = {
     "two pools": TWO_POOLS,
@@ -43,12 +43,8 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
     monkeypatch.setattr(weights, "_changed", False)
     for name in ("disk_folder", "budget", "warm_bytes"):
         monkeypatch.setattr(file_backend.FileBackend, name, getattr(file_backend.FileBackend, name))
-    yield partial(disk_server, tmp_path / "disk", options=options("reuse"))
+    yield partial(disk_server, tmp_path / "disk", options=options("reuse"), speeds=SLOW)
     transfer_streams.simulate(None)
-
-
-def slow_prefill(server: DiskServer) -> None:
-    server.cache.speeds.speeds, server.cache.speeds.poll = SLOW_PREFILL, lambda: []
 
 
 def forget(server: DiskServer, *, device: bool = True, host: bool = True) -> None:
@@ -67,10 +63,7 @@ def serve(server: DiskServer, tokens: list[int]) -> int:
     req = server.read(tokens)
     assert server.admit(req)
     hit = int(req.prefix_len)
-    while not server.prefill_step(req):
-        pass
-    server.decode(req, [3])
-    server.finish(req)
+    server.complete(req, [3])
     server.settle()
     return hit
 
@@ -78,14 +71,12 @@ def serve(server: DiskServer, tokens: list[int]) -> int:
 def test_what_device_and_host_forgot_is_read_from_the_disk(start: Start) -> None:
     prompt = list(range(100, 140))
     with start(sizes=TWO_POOLS) as server:
-        slow_prefill(server)
         assert serve(server, prompt) == 0
         for tiers in ({"host": False}, {"device": False}, {}, {}):
             forget(server, **tiers)
             assert serve(server, prompt) == 39
             server.check_contents()
     with start(sizes=TWO_POOLS) as server:
-        slow_prefill(server)
         assert serve(server, prompt) == 39
         server.check_contents()
 
@@ -128,20 +119,15 @@ class Chaos:
 
     def a_file_is_damaged(self) -> None:
         for path in self._some_file():
-            try:
+            with suppress(FileNotFoundError):  # the store has just forgotten it
                 content = bytearray(path.read_bytes())
                 content[self.source.randrange(len(content))] ^= 1 << self.source.randrange(8)
                 path.write_bytes(content)
-            except FileNotFoundError:  # the store has just forgotten it
-                pass
 
     def a_file_is_cut(self) -> None:
         for path in self._some_file():
-            try:
-                with path.open("r+b") as file:
-                    file.truncate(self.source.randrange(path.stat().st_size))
-            except FileNotFoundError:
-                pass
+            with suppress(FileNotFoundError), path.open("r+b") as file:
+                file.truncate(self.source.randrange(path.stat().st_size))
 
     def the_disk_is_full(self) -> None:
         def full(*_: object) -> None:
@@ -256,7 +242,6 @@ def test_every_request_resumes_from_its_own_prefix(
     transfer_streams.simulate(link)
     for _ in range(2):
         with start(sizes=sizes, policy=writes, budget=60_000, ratio=1.5) as server:
-            slow_prefill(server)
             plain = PlainTiers(server, plain)
             with monkeypatch.context() as patched:
                 chaos = Chaos(server, source, patched)
@@ -278,7 +263,6 @@ def test_an_idle_server_finds_the_deepest_state_that_any_tier_has(start: Start) 
     stems = [[source.randrange(5, 90) for _ in range(60)] for _ in range(3)]
     tiers = ("device", "host", "disk")
     with start(sizes=TWO_POOLS) as server:
-        slow_prefill(server)
         plain, deep = PlainTiers(server), 0
         for number in range(25):
             tokens = source.choice(stems)[: source.randrange(8, 50)] + [100 + number] * 3

@@ -30,12 +30,8 @@ def test_a_request_says_what_becomes_of_its_session(said: Hint | None, p: float 
 
 def test_a_closed_session_is_one_that_ended() -> None:
     it = server()
-    req = it.arrive(run(40), cache_salt="a")
-    assert it.admit(req)
-    while not it.prefill_step(req):
-        pass
-    it.decode(req, run(3, 1))
-    it.finish(req)
+    req = it.begin(run(40), cache_salt="a")
+    it.complete(req, run(3, 1))
     whose = (None, "a")
     assert at_the_end(it, [*run(40), *run(3, 1)], whose).return_expected is None
     it.cache.session_closed([req])

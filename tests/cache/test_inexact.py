@@ -23,7 +23,7 @@ from sglang_hybrid.storage.codecs.coded_rows import CodecPlan
 from sglang_hybrid.storage.codecs.exactness import apart_if_exact, is_exact_part
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
-from tests.cache.tiers import TieredServer, build_tiered_cache, mark
+from tests.cache.tiers import PollingServer, TieredServer, mark
 from tests.releases import smaller_copies
 
 SIZES = Sizes(states=7, kv=160, rows=6, context=128)
@@ -44,29 +44,26 @@ def loads_are_visible(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     coded_rows.use(CodecPlan())
 
 
-class SignedServer(TieredServer):
+class SignedServer(PollingServer):
     """Knows by the sign of what a request resumes from whether that is exact, and gives the sign to
     all that it computes. counted: by what the cache said, and what was true.
     """
 
-    def __init__(self, cache: Any, sizes: Sizes) -> None:
-        super().__init__(cache, sizes)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._inexact: set[str] = set()
         self._sign = 1
         self.counted = {(said, true): 0 for said in (False, True) for true in (False, True)}
 
     def _check_resumed(self, req: Req) -> None:
-        prefix = int(req.prefix_len)
-        if not prefix:
+        if not req.prefix_len:
             return
-        places = self.cache.prefix_device_indices(req)[:prefix].long()
+        places, slot = self._resumed(req)
         values = torch.cat([rows[places][:, 0, 0] for rows in self._rows])
-        marks = [mark(self._tokens(req)[: at + 1]) for at in range(prefix)]
+        marks = [mark(self._tokens(req)[: at + 1]) for at in range(req.prefix_len)]
         assert values.abs().tolist() == marks * len(self._rows)
-        source = req.kv.mamba_cow_src_index
-        slot = req.kv.mamba_pool_idx if source is None else source
-        state = self._states.temporal[:, int(slot.reshape(-1)[0])]
-        assert state.abs().unique().tolist() == [mark(self._tokens(req)[:prefix])]
+        state = self._states.temporal[:, slot]
+        assert state.abs().unique().tolist() == marks[-1:]
         if bool((values < 0).any()) or bool((state < 0).any()):
             self._inexact.add(req.rid)
 
@@ -87,10 +84,7 @@ class SignedServer(TieredServer):
             req.extra_key = apart_if_exact(None, EXACT)
         while not self.admit(req):
             self.poll()
-        while not self.prefill_step(req):
-            self.poll()
-        self.decode(req, [7])
-        self.finish(req)
+        self.complete(req, [7])
         self.poll()
         self.check()
         said = self.cache.lookups.report(req).exact
@@ -103,7 +97,7 @@ class SignedServer(TieredServer):
 @smaller_copies
 @pytest.mark.parametrize("writes", ["write_through", "write_back"])
 def test_nothing_inexact_is_called_exact(writes: str) -> None:
-    server = SignedServer(build_tiered_cache(SIZES, options("reuse"), policy=writes), SIZES)
+    server = SignedServer.on(SIZES, options("reuse"), policy=writes)
     source = random.Random(1)
     stems = [[source.randrange(5, 90) for _ in range(60)] for _ in range(5)]
     for number in range(150):
@@ -129,9 +123,9 @@ def test_a_request_says_so_itself() -> None:
 
 def test_without_smaller_copies_nothing_is_said() -> None:
     coded_rows.use(CodecPlan())
-    server = TieredServer(build_tiered_cache(SIZES, options("reuse")), SIZES)
-    req = server.arrive([5, 6, 7, 8])
-    assert server.admit(req) and server.prefill_step(req)
+    server = TieredServer.on(SIZES, options("reuse"))
+    req = server.begin([5, 6, 7, 8])
+    assert server.prefill_step(req)
     server.decode(req, [7])
     server.finish(req)
     report = server.cache.lookups.report(req)

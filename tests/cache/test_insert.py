@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import Req
 
 from tests.cache.backends import options
-from tests.cache.driver import MAMBA, Server, Sizes, build_cache
+from tests.cache.driver import MAMBA, Server, Sizes
 
 SIZES = {
     "states": Sizes(kv=600, states=12),
@@ -28,7 +28,7 @@ class Pair:
 
     def __init__(self, sizes: Sizes, *, grows: bool) -> None:
         self.sizes = sizes
-        self.servers = [Server(build_cache(sizes, options("reuse")), sizes, 16) for _ in "ab"]
+        self.servers = [Server.on(sizes, options("reuse"), 16) for _ in "ab"]
         for server in self.servers[grows:]:
             server.cache.publisher.growth.serves = lambda req: False
         self.servers[1].cache.tree_core._start_of = lambda params: None
@@ -122,8 +122,7 @@ def test_it_is_the_tree_of_an_insertion_from_the_root(name: str, grows: bool, se
 
 
 def test_an_insertion_begins_at_what_the_request_holds() -> None:
-    sizes = SIZES["states"]
-    server = Server(build_cache(sizes, options("reuse")), sizes, 16)
+    server = Server.on(SIZES["states"], options("reuse"), 16)
     starts = starts_of_insertions(server)
     server.serve(range(40), [7, 8])
     server.serve([*range(41), 9], [7])
@@ -135,10 +134,9 @@ def test_a_path_stays_locked_while_its_checkpoint_is_published(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SGLang gives its lock up first; each node would be free and be locked again."""
-    server = Server(build_cache(SIZES["states"], options("reuse")), SIZES["states"])
+    server = Server.on(SIZES["states"], options("reuse"))
     server.serve(range(40), [1])
-    req = server.arrive([*range(40), 7, 8, 9])
-    assert server.admit(req)
+    req = server.begin([*range(40), 7, 8, 9])
     held = server.cache.shadow_tree.record(server.cache.tree_core.node_by_id(req.last_node))
     freed: list[Any] = []
     lock = server.cache.shadow_tree.tree.lock

@@ -7,7 +7,6 @@ account.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from sglang_hybrid.simulation.traces.formats import read_trace
 from sglang_hybrid.simulation.traces.lines import Reading
 from sglang_hybrid.simulation.traces.requests import Request
 from tests.cache.backends import options
-from tests.cache.driver import Server, Sizes, build_cache
+from tests.cache.driver import Server, Sizes
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 CHUNK = 2_048
@@ -45,7 +44,7 @@ def sizes_for(kv: int, states: int, requests: list[Request]) -> Sizes:
 def hits(
     requests: list[Request], sizes: Sizes, how: HybridConfig | None, tree_core: str = "python"
 ) -> list[int]:
-    server = Server(build_cache(sizes, how, tree_core=tree_core), sizes, CHUNK)
+    server = Server.on(sizes, how, CHUNK, tree_core=tree_core)
     start = server.free()
     found = server.play(requests)
     server.check()
@@ -63,19 +62,18 @@ def compare(requests: list[Request], sizes: Sizes) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("size", [0, 1, 2], ids=["small", "middle", "large"])
-@pytest.mark.parametrize("name", list(POOLS))
-def test_lru_all_is_sglang(name: str, size: int) -> None:
-    # The whole of tau-bench takes half a minute on the larger pools: below, marked slow.
-    requests = read(name, 800 if name == "taubench_airline" and size else None)
+TRACES_AND_POOLS = [
+    *(("sharegpt_55", size, None) for size in range(3)),
+    *(("taubench_airline", size, 800) for size in range(3)),
+    *(pytest.param("taubench_airline", size, None, marks=pytest.mark.slow) for size in range(3)),
+]
+"""Names, numbers of pools, and how many requests: all of tau-bench takes half a minute."""
+
+
+@pytest.mark.parametrize(("name", "size", "limit"), TRACES_AND_POOLS)
+def test_lru_all_is_sglang(name: str, size: int, limit: int | None) -> None:
+    requests = read(name, limit)
     compare(requests, sizes_for(*POOLS[name][size], requests))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2], ids=["middle", "large"])
-def test_lru_all_is_sglang_on_all_of_taubench(size: int) -> None:
-    requests = read("taubench_airline")
-    compare(requests, sizes_for(*POOLS["taubench_airline"][size], requests))
 
 
 @pytest.mark.parametrize("size", [0, 1, 2], ids=["small", "middle", "large"])
@@ -91,7 +89,7 @@ def test_lru_all_is_sglang_with_the_extra_buffer(name: str, size: int) -> None:
 def test_other_policies_keep_every_account(name: str, policy: str) -> None:
     requests = read(name, 120)
     sizes = sizes_for(*POOLS[name][0], requests)
-    server = Server(build_cache(sizes, options(policy)), sizes, CHUNK)
+    server = Server.on(sizes, options(policy), CHUNK)
     for number, request in enumerate(requests):
         server.play([request])
         if number % 10 == 0:
@@ -102,19 +100,3 @@ def test_other_policies_keep_every_account(name: str, policy: str) -> None:
     assert stats.prompt_tokens == sum(request.input_len for request in requests)
     assert 0 < stats.hit_tokens < stats.prompt_tokens
     assert sum(stats.evicted.values()) > 0
-
-
-if __name__ == "__main__":  # how long, and how much: python -m tests.cache.test_lru_control
-    import time
-
-    for trace, pools in POOLS.items():
-        lines = read_trace(TRACES / f"{trace}.jsonl.gz", Reading(int(os.environ.get("N", "2454"))))
-        for pool in pools:
-            where = sizes_for(*pool, lines)
-            total = sum(line.input_len for line in lines)
-            for how in (None, options("sglang-lru", "all"), options("marconi"), options("reuse")):
-                begin = time.perf_counter()
-                share = sum(hits(lines, where, how)) / total
-                spent = (time.perf_counter() - begin) / len(lines) * 1e3
-                label = "SGLang" if how is None else how.policy.value
-                print(f"{trace} {pool} {label}: {share:.3f} hit, {spent:.1f} ms a request")

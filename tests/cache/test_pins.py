@@ -82,10 +82,8 @@ def test_a_position_that_is_there_already_is_pinned_too() -> None:
     it.serve([*PREFIX, *run(9, 3)], run(3, 4), 1.0)
     it.serve([*PREFIX, *run(9, 5)], run(3, 6), 2.0)
     assert 60 in states(it)
-    req = it.arrive([*PREFIX, *run(9, 7)], 3.0, pins=[PinRequest(60, 300), PinRequest(69, 60)])
-    assert it.admit(req)
-    while not it.prefill_step(req):
-        pass
+    req = it.begin([*PREFIX, *run(9, 7)], 3.0, pins=[PinRequest(60, 300), PinRequest(69, 60)])
+    it.prefill(req)
     assert pinned(it) == [60]
     report = it.cache.lookups.report(req).as_dict()
     assert report["declared"]["pinned"] == [60]

@@ -15,7 +15,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_hybrid.cache.prefill_adder import HybridPrefillAdder
 from tests.cache.backends import options
-from tests.cache.driver import Server, Sizes, build_cache
+from tests.cache.driver import Server, Sizes
 from tests.cache.test_rules import run
 
 REQUEST = SimpleNamespace()
@@ -73,16 +73,14 @@ def test_one_that_fits_whole_fills_the_room_beside_it(
 
 
 def server(*, one_pass: bool = True, **sizes: int) -> Server:
-    where = Sizes(**sizes)
-    return Server(build_cache(where, options("reuse"), one_pass=one_pass), where)
+    return Server.on(Sizes(**sizes), options("reuse"), one_pass=one_pass)
 
 
 def test_without_chunked_prefill_a_prefill_is_split_where_kernels_need_that() -> None:
     it = server(one_pass=False)
     document = run(100)
     it.serve([*document, *run(50, 1)], [7])
-    req = it.arrive([*document, *run(50, 2)])
-    assert it.admit(req)
+    req = it.begin([*document, *run(50, 2)])
     ends = [req.extend_end]
     while not it.prefill_step(req):
         it.look_ahead(req)
@@ -113,8 +111,7 @@ def test_a_request_that_does_not_fit_is_counted_once_it_does() -> None:
     it.serve([*document, *run(60, 1)], [7])
     for seed in (2, 3):  # a state at the branch, and a prompt that leaves it 8 tokens further down
         it.serve([*document, *run(40, seed)], [7])
-    holder = it.arrive(run(180, 9))
-    assert it.admit(holder)
+    holder = it.begin(run(180, 9))
     it.prefill_step(holder)
     waiting = it.arrive([*document, *run(60, 1)[:8], *run(190, 8)])
     before = dict(it.cache.stats.skipped), it.cache.decision_log.decisions.count
@@ -162,8 +159,8 @@ def test_a_request_that_runs_keeps_its_slot() -> None:
     it = server(states=4)
     document = run(100)
     it.serve(document, [7])
-    req = it.arrive([*document, 1, 2])
-    assert it.admit(req) and it.prefill_step(req)
+    req = it.begin([*document, 1, 2])
+    assert it.prefill_step(req)
     slot = int(req.kv.mamba_pool_idx)
     it.cache.match_prefix(
         MatchPrefixParams(key=RadixKey(req.origin_input_ids), req=req, cow_mamba=False)
@@ -187,8 +184,7 @@ class Crowded:
     """
 
     def __init__(self, layout: str, free: int) -> None:
-        where = Sizes(**LAYOUTS[layout])
-        self.it = it = Server(build_cache(where, options("reuse")), where, chunk=CHUNK)
+        self.it = it = Server.on(Sizes(**LAYOUTS[layout]), options("reuse"), CHUNK)
         self.decodes = it.arrive(run(16, 1))
         assert it.admit(self.decodes) and it.prefill_step(self.decodes)
         self.prefills = it.arrive(run(300, 2))
@@ -230,8 +226,7 @@ def test_a_chunk_that_does_not_fit_waits_and_nobody_joins_before_it(layout: str)
     here.new_adder()
     assert here.go_on() is here.prefills and adder is not here.adder
     assert here.adder.can_run_list == [here.prefills]
-    while not it.prefill_step(here.prefills):
-        pass
+    it.prefill(here.prefills)
     it.finish(here.prefills)
     it.check()
 
@@ -265,8 +260,7 @@ def test_a_prefill_gives_its_memory_to_those_that_could_not_go_on(layout: str) -
     it.decode(here.decodes, [7] * CHUNK)
     it.finish(here.decodes)
     assert it.admit(here.prefills)
-    while not it.prefill_step(here.prefills):
-        pass
+    it.prefill(here.prefills)
     it.check()
 
 

@@ -19,13 +19,12 @@ from sglang.srt.runtime_context import get_serving
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.core.records.nodes import Kind
 from tests.cache.backends import COST, match_prefix, options
-from tests.cache.driver import Server, Sizes, build_cache
+from tests.cache.driver import Server, Sizes
 
 
 def server(policy: str = "marconi", admission: str = "all", chunk: int = 0, **sizes: Any) -> Server:
-    where = Sizes(**sizes)
     more = {"hybrid_alpha": 10.0} if policy == "marconi" else {}
-    return Server(build_cache(where, options(policy, admission, **more)), where, chunk)
+    return Server.on(Sizes(**sizes), options(policy, admission, **more), chunk)
 
 
 def run(length: int, start: int = 0) -> list[int]:
@@ -131,8 +130,7 @@ def test_a_fork_is_the_last_to_go() -> None:
 def test_what_a_request_holds_stays() -> None:
     it = server(states=4)
     it.serve(run(20), [7])
-    req = it.arrive([*run(20), 5])
-    assert it.admit(req)
+    req = it.begin([*run(20), 5])
     assert req.prefix_len == 20
     assert evict_states(it, 10) == 0
     assert it.cache.evict(EvictParams(num_tokens=1_000)).num_tokens_evicted == 0
@@ -269,8 +267,9 @@ def test_under_all_a_chunks_end_pushes_out_the_oldest() -> None:
 
 def test_a_chunks_end_pushes_out_no_other_where_sglang_tracks_states() -> None:
     """As for speculative decoding."""
-    sizes = Sizes(extra_buffer=True, grid=64, kv=2_048, states=5)
-    it = Server(build_cache(sizes, options("marconi"), plans=False), sizes, chunk=64)
+    it = Server.on(
+        Sizes(extra_buffer=True, grid=64, kv=2_048, states=5), options("marconi"), 64, plans=False
+    )
     it.serve(run(64), [7])
     assert states(it) == [64]
     it.serve(run(5 * 64, 1), [7])  # 3 of 5 slots are its own; one chunk end finds a free slot
@@ -282,9 +281,8 @@ def test_a_chunks_end_pushes_out_no_other_where_sglang_tracks_states() -> None:
 
 @pytest.mark.parametrize("gain, wanted", [(99, False), (100, True)])
 def test_a_branch_that_gains_too_little_gets_no_state(gain: int, wanted: bool) -> None:
-    sizes = Sizes(states=24, extra_buffer=True, grid=64, kv=2_048)
     how = options("marconi", hybrid_min_branch_tokens=100)
-    it = Server(build_cache(sizes, how), sizes)
+    it = Server.on(Sizes(states=24, extra_buffer=True, grid=64, kv=2_048), how)
     it.serve(run(320), [7])
     it.serve([*run(gain), *run(150, 3)], [7])
     it.check()
@@ -299,11 +297,13 @@ def test_a_branch_that_gains_too_little_gets_no_state(gain: int, wanted: bool) -
 def test_kernels_that_cannot_stop_in_a_forward_get_shorter_ones(
     one_pass: bool, extra_buffer: bool
 ) -> None:
-    sizes = Sizes(states=24, extra_buffer=extra_buffer, grid=64, kv=2_048)
-    it = Server(build_cache(sizes, options("marconi"), one_pass=one_pass), sizes)
+    it = Server.on(
+        Sizes(states=24, extra_buffer=extra_buffer, grid=64, kv=2_048),
+        options("marconi"),
+        one_pass=one_pass,
+    )
     it.serve([*run(100), *run(40, 1)], run(9, 3))
-    req = it.arrive([*run(100), *run(50, 2)])
-    assert it.admit(req)
+    req = it.begin([*run(100), *run(50, 2)])
     steps = 1
     while not it.prefill_step(req):
         steps += 1
@@ -318,14 +318,9 @@ def test_kernels_that_cannot_stop_in_a_forward_get_shorter_ones(
 @pytest.mark.parametrize("one_pass", [True, False])
 @pytest.mark.parametrize("chunk", [0, 16])
 def test_declared_positions_get_checkpoints_on_the_first_visit(one_pass: bool, chunk: int) -> None:
-    sizes = Sizes()
-    it = Server(build_cache(sizes, options("reuse", "judicious"), one_pass=one_pass), sizes, chunk)
-    req = it.arrive(run(50), declared=[7, 16, 33])
-    assert it.admit(req)
-    while not it.prefill_step(req):
-        pass
-    it.decode(req, run(2, 1))
-    it.finish(req)
+    it = Server.on(Sizes(), options("reuse", "judicious"), chunk, one_pass=one_pass)
+    req = it.begin(run(50), declared=[7, 16, 33])
+    it.complete(req, run(2, 1))
     it.check()
     report = it.cache.lookups.report(req).as_dict()
     kinds = {each["position"]: each["kind"] for each in report["checkpoints"]}
@@ -333,8 +328,7 @@ def test_declared_positions_get_checkpoints_on_the_first_visit(one_pass: bool, c
     assert report["declared"] == {"kept": [7, 16, 33], "written_tokens": 33}
     for declared in (7, 16, 33):
         assert it.probe([*run(declared), *run(20, 9)]) == declared
-    again = it.arrive([*run(16), *run(30, 9)], declared=[7, 16, 20])
-    assert it.admit(again)
+    again = it.begin([*run(16), *run(30, 9)], declared=[7, 16, 20])
     it.prefill_step(again)
     while again.extend_end < 46:
         it.prefill_step(again)
@@ -348,11 +342,8 @@ def test_a_declared_position_takes_the_slot_of_the_cheapest_state() -> None:
     it = server("reuse", "judicious", states=4)
     for start in range(1, 5):
         it.serve(run(30, start), [7])
-    req = it.arrive(run(60), declared=[31])
-    assert it.admit(req)
-    it.prefill_step(req)
-    it.decode(req, [7])
-    it.finish(req)
+    req = it.begin(run(60), declared=[31])
+    it.complete(req, [7])
     it.check()
     assert it.probe([*run(31), 9]) == 31
 
@@ -360,8 +351,7 @@ def test_a_declared_position_takes_the_slot_of_the_cheapest_state() -> None:
 def test_without_recurrent_state_every_declared_position_is_kept() -> None:
     it = server("reuse", "judicious", states=0)
     it.serve(run(20), [7])
-    req = it.arrive(run(60), declared=[10, 40])
-    assert it.admit(req)
+    req = it.begin(run(60), declared=[10, 40])
     it.prefill_step(req)
     assert it.cache.lookups.report(req).as_dict()["declared"] == {
         "kept": [40],
@@ -376,8 +366,7 @@ def test_a_live_state_behind_the_kept_tokens_is_not_kept(why: str, extra_buffer:
     kept prefixes.
     """
     it = server(admission="judicious", extra_buffer=extra_buffer)
-    req = it.arrive(run(50))
-    assert it.admit(req)
+    req = it.begin(run(50))
     it.prefill_step(req)
     it.decode(req, run(10, 1))
     req.reasoning_tokens = 5
@@ -405,8 +394,7 @@ def test_no_slot_costs_a_checkpoint_and_not_the_request() -> None:
 def test_a_state_without_a_slot_to_copy_it_into_is_a_miss() -> None:
     it = server(states=2)
     it.serve(run(20), [7])
-    other = it.arrive(run(30, 1))
-    assert it.admit(other)
+    other = it.begin(run(30, 1))
     it.prefill_step(other)  # holds one slot; its checkpoint pushed the other state out, or not
     it.check()
     req = it.arrive([*run(30, 1), 5])
@@ -430,8 +418,7 @@ def test_every_slot_comes_back(policy: str, extra_buffer: bool, how: str) -> Non
     start = it.free()
     it.serve(run(130), run(3, 1))
     for done in (1, 2, 9):  # in the middle of its prefill, and after it
-        req = it.arrive([*run(100), *run(60, 2)])
-        assert it.admit(req)
+        req = it.begin([*run(100), *run(60, 2)])
         for _ in range(done):
             if it.prefill_step(req):
                 break
@@ -457,11 +444,9 @@ def test_every_slot_comes_back(policy: str, extra_buffer: bool, how: str) -> Non
 @pytest.mark.parametrize("how", ["abort", "retract"])
 def test_states_under_way_come_back_when_their_request_leaves(how: str, one_pass: bool) -> None:
     """It leaves between the start of a forward and its results."""
-    sizes = Sizes(grid=16)
-    it = Server(build_cache(sizes, options("reuse"), one_pass=one_pass), sizes)
+    it = Server.on(Sizes(grid=16), options("reuse"), one_pass=one_pass)
     start = it.free()
-    req = it.arrive(run(60), declared=[20, 40])
-    assert it.admit(req)
+    req = it.begin(run(60), declared=[20, 40])
     if not one_pass:  # the state at 20 is copied when the forward that follows it begins
         it.prefill_step(req)
     it.begin_forward(req)
@@ -478,8 +463,7 @@ def test_states_under_way_come_back_when_their_request_leaves(how: str, one_pass
 
 
 def test_the_history_is_as_large_as_the_flag_says() -> None:
-    sizes = Sizes(states=16)
-    it = Server(build_cache(sizes, options("reuse", hybrid_history_mb=0)), sizes)
+    it = Server.on(Sizes(states=16), options("reuse", hybrid_history_mb=0))
     for k in range(5):
         it.serve(run(20, k), [7])
     history = it.cache.shadow_tree.history
@@ -503,8 +487,7 @@ def test_a_flushed_cache_knows_nothing_but_its_history() -> None:
 def test_a_report_says_what_was_hit_missed_and_left() -> None:
     it = server(admission="judicious")
     it.serve(run(20), run(5, 1))
-    req = it.arrive([*run(12), *run(8, 3)])
-    assert it.admit(req)
+    req = it.begin([*run(12), *run(8, 3)])
     it.prefill_step(req)
     report = it.cache.lookups.report(req)
     assert (report.hit_tokens, report.kv_only_tokens) == (0, 12)
@@ -516,8 +499,7 @@ def test_a_report_says_what_was_hit_missed_and_left() -> None:
     sent = req.customized_info["hybrid_cache"]
     assert sent == [report.as_dict()]
     assert sent[0]["checkpoints"][1] == {"position": 23, "kind": "tail"}
-    again = it.arrive([*run(12), *run(8, 3), *run(4, 5)[:3], 9])
-    assert it.admit(again)
+    again = it.begin([*run(12), *run(8, 3), *run(4, 5)[:3], 9])
     assert it.cache.lookups.report(again).missed.value == "nothing"
     assert it.cache.lookups.report(again).hit_tokens == 23
 
@@ -544,17 +526,12 @@ def test_a_model_without_states_is_served_too() -> None:
 
 @pytest.mark.parametrize("policy", ["reuse", "sglang-lru"])
 def test_a_health_probe_is_no_traffic(policy: str, tmp_path: Path) -> None:
-    where = Sizes()
     flags = options(policy, "judicious", hybrid_record=str(tmp_path / "trace.jsonl"))
-    it = Server(build_cache(where, flags, rank=0), where)
+    it = Server.on(Sizes(), flags, rank=0)
     it.serve(run(100), [1, 2])
     seen, free = stats(it), it.free()
-    probe = it.arrive(run(20), rid="HEALTH_CHECK_1")
-    assert it.admit(probe)
-    while not it.prefill_step(probe):
-        pass
-    it.decode(probe, [5])
-    it.finish(probe)
+    probe = it.begin(run(20), rid="HEALTH_CHECK_1")
+    it.complete(probe, [5])
     it.check()
     assert (stats(it), it.free()) == (seen, free)
     it.cache.tuning.file.close()

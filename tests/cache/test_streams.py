@@ -319,8 +319,8 @@ def test_a_batch_waits_on_the_device_for_the_loads_of_others(
         ahead = AheadLoads(cache, cache.shadow_tree, cache.slots, cache.cost)
         assert ahead.begin_load(at.probe_node([*prompt, 3, 4])) > 0
         gpu.waits.clear()
-        req = at.arrive([*prompt, 3, 4])
-        assert at.admit(req) and req.prefix_len >= len(prompt)
+        req = at.begin([*prompt, 3, 4])
+        assert req.prefix_len >= len(prompt)
         assert at.loads == 0 and at.cache.cache_controller.ack_load_queue
         assert not [wait for wait in gpu.waits if str(wait) not in REMAINS]
         if waits:
@@ -331,12 +331,8 @@ def test_a_batch_waits_on_the_device_for_the_loads_of_others(
 
 
 def serve(at: PretendedServer, tokens: list[int]) -> None:
-    req = at.arrive(tokens)
-    assert at.admit(req)
-    while not at.prefill_step(req):
-        pass
-    at.decode(req, [3])
-    at.finish(req)
+    req = at.begin(tokens)
+    at.complete(req, [3])
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -354,8 +350,7 @@ def test_segments_are_copied_behind_the_forward_that_writes_them(
         gpu.waits.clear()
         own = composed_key("a", "b")
         segment, key = list(range(50, 70)), segment_key(own, 0)
-        req = at.arrive(segment, extra_key=key)
-        assert at.admit(req)
+        req = at.begin(segment, extra_key=key)
         assert not at.prefill_step(req)  # launched
         done = gpu.forwards.done
         at.cache.checkpoint_into_tree(req, up_to=len(segment))

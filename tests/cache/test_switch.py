@@ -33,7 +33,7 @@ def prompt(source: random.Random, number: int) -> list[int]:
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_every_invariant_holds_after_each_switch(sizes: Sizes) -> None:
     source = random.Random(1)
-    server = Server(build_cache(sizes, HybridConfig()), sizes, chunk=32)
+    server = Server.on(sizes, HybridConfig(), 32)
     for number in range(120):
         held = server.arrive(prompt(source, number), stamp=float(number + 1))
         admitted = server.admit(held) and server.prefill_step(held)
@@ -52,8 +52,7 @@ def test_every_invariant_holds_after_each_switch(sizes: Sizes) -> None:
 
 
 def test_what_is_cached_stays_and_who_decides_changes() -> None:
-    sizes = Sizes(kv=600, states=8)
-    server = Server(build_cache(sizes, HybridConfig()), sizes)
+    server = Server.on(Sizes(kv=600, states=8), HybridConfig())
     server.serve(run(1, 50), [1, 2, 3])
     kept = {(node.depth, node.has_state) for node in server.cache.shadow_tree.tree.walk()}
     history = server.cache.shadow_tree.history
@@ -70,8 +69,7 @@ def test_what_is_cached_stays_and_who_decides_changes() -> None:
 
 
 def test_the_history_goes_on_learning_under_a_policy_without_one() -> None:
-    sizes = Sizes(kv=600, states=8)
-    server = Server(build_cache(sizes, HybridConfig()), sizes)
+    server = Server.on(Sizes(kv=600, states=8), HybridConfig())
     switch(server, Spec("lru"))
     server.serve(run(1, 50), [1, 2, 3], stamp=1.0)
     assert server.cache.shadow_tree.match_history(run(1, 50)) is None
@@ -83,9 +81,8 @@ def test_the_history_goes_on_learning_under_a_policy_without_one() -> None:
 @pytest.mark.parametrize("policy", ["lru", "marconi"])
 def test_after_a_switch_it_decides_as_if_it_had_been_there_from_the_start(policy: str) -> None:
     """LRU and Marconi remember nothing of their own: same hits from the switch on."""
-    sizes = Sizes(kv=600, states=8)
     spec = Spec(policy, (("alpha", 1.0),) if policy == "marconi" else ())
-    two = [Server(build_cache(sizes, HybridConfig()), sizes) for _ in range(2)]
+    two = [Server.on(Sizes(kv=600, states=8), HybridConfig()) for _ in range(2)]
     switch(two[0], spec)
     source = random.Random(2)
     prompts = [prompt(source, number) for number in range(60)]
@@ -123,8 +120,7 @@ def test_only_the_rank_that_receives_requests_tunes() -> None:
 
 
 def test_the_tuner_begins_with_the_first_eviction() -> None:
-    sizes = Sizes(kv=200, states=8)
-    server = Server(build_cache(sizes, HybridConfig(hybrid_tuner_workers=1), rank=0), sizes)
+    server = Server.on(Sizes(kv=200, states=8), HybridConfig(hybrid_tuner_workers=1), rank=0)
     begun = []
     for number in range(8):
         server.serve(run(number, 40), [7], float(number + 1))
@@ -135,8 +131,7 @@ def test_the_tuner_begins_with_the_first_eviction() -> None:
 
 def test_the_pool_that_chose_last_is_forgotten_with_its_policy() -> None:
     """An explanation must not name a pool of before."""
-    sizes = SIZES["states"]
-    server = Server(build_cache(sizes, HybridConfig()), sizes)
+    server = Server.on(SIZES["states"], HybridConfig())
     shadow_tree = server.cache.shadow_tree
     for after in (lambda: switch(server, CANDIDATES[1]), server.flush):
         for number in range(12):

@@ -17,7 +17,7 @@ from sglang_hybrid.explain.messages import ExplainReq
 from sglang_hybrid.serving.tenants import TenantNames, apart_from_adapters, tenant, tenant_of
 from sglang_hybrid.simulation.traces.line_formats import RecordedLine
 from tests.cache.backends import POLICIES, options
-from tests.cache.driver import Server, Sizes, build_cache
+from tests.cache.driver import Server, Sizes
 from tests.cache.test_rules import run
 
 ADAPTER = "0123456789abcdef" * 2
@@ -32,18 +32,13 @@ WAYS = {  # what makes a tenant another one
 
 
 def server(policy: str = "reuse", **sizes: int) -> Server:
-    where = Sizes(**{"kv": 40_000, "states": 400, **sizes})
-    return Server(build_cache(where, options(policy)), where)
+    return Server.on(Sizes(**{"kv": 40_000, "states": 400, **sizes}), options(policy))
 
 
 def serve(it: Server, prompt: list[int], answer: list[int], at: float, **whose: Any) -> Any:
     """A request from arrival to end; it takes the id that its sender chose."""
-    req = it.arrive(prompt, at, **whose)
-    assert it.admit(req)
-    while not it.prefill_step(req):
-        pass
-    it.decode(req, answer)
-    it.finish(req)
+    req = it.begin(prompt, at, **whose)
+    it.complete(req, answer)
     return req
 
 
@@ -77,7 +72,13 @@ tenants_traffic = st.lists(
 )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(policy, marks=[] if policy in ("reuse", "sglang-lru") else pytest.mark.slow)
+        for policy in POLICIES
+    ],
+)
 @settings(max_examples=40, deadline=None)
 @given(tenants_traffic)
 def test_with_room_for_all_nothing_of_others_is_seen(
@@ -160,8 +161,7 @@ def test_a_recording_names_no_tenant(way: str, tmp_path: Path) -> None:
     """It tells tenants apart, and has neither their salts nor their keys."""
     a, b = ({name: f"secret-{value}" for name, value in who.items()} for who in WAYS[way])
     path = tmp_path / "trace.jsonl"
-    where = Sizes()
-    it = Server(build_cache(where, options("reuse", hybrid_record=str(path)), rank=0), where)
+    it = Server.on(Sizes(), options("reuse", hybrid_record=str(path)), rank=0)
     for at, whose in enumerate((a, b, a)):
         serve(it, run(20), [7], float(at), **whose)
     it.cache.tuning.file.close()

@@ -23,11 +23,9 @@ from sglang_hybrid.explain.render import render
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
-from tests.cache.tiers import TieredServer, build_tiered_cache
+from tests.cache.tiers import FAST, SLOW, TieredServer, set_speeds
 
 ROOM = Sizes(states=8, kv=256, rows=6, context=256)
-SLOW = Speeds.of(1e3, Link(1e12), Link(1e12))  # computing takes for ever
-FAST = Speeds.of(1e30, Link(1e12), Link(1e12))  # nothing is worth a load
 SHARED = list(range(200, 240))
 
 
@@ -37,10 +35,9 @@ def server(sizes: Sizes = ROOM, speeds: Speeds = SLOW, chunk: int = 0, **more: A
     """
     flags = {"hybrid_offload_watermark": 1.0, **more.pop("flags", {})}
     flags = options(more.pop("eviction", "reuse"), **flags)
-    cache = build_tiered_cache(sizes, flags, **more)
-    cache.speeds.speeds = speeds
-    cache.speeds.poll = lambda: []
-    return TieredServer(cache, sizes, chunk)
+    at = TieredServer.on(sizes, flags, chunk, **more)
+    set_speeds(at.cache, speeds)
+    return at
 
 
 def empty_the_device(at: TieredServer) -> None:
@@ -49,6 +46,19 @@ def empty_the_device(at: TieredServer) -> None:
     at.cache.evict(EvictParams(num_tokens=10**6, mamba_num=10**6))
     at.poll()
     at.check()
+
+
+def on_the_host(**more: Any) -> tuple[TieredServer, list[int]]:
+    """A server, and a prompt of 40 tokens that its device has forgotten."""
+    at, prompt = server(**more), list(range(100, 140))
+    hit(at, prompt)
+    empty_the_device(at)
+    return at, prompt
+
+
+def poll(at: TieredServer, times: int) -> None:
+    for _ in range(times):
+        at.poll()
 
 
 def hit(at: TieredServer, tokens: list[int], **more: Any) -> int:
@@ -92,13 +102,9 @@ def test_a_state_inside_the_tree_is_demoted_and_found(policy: str) -> None:
 def test_a_state_that_comes_while_its_kv_is_copied_is_copied_after_it() -> None:
     """A prefill that leaves several states cuts the node that is being copied."""
     at = server(eviction="seglen")
-    req = at.arrive(list(range(100, 160)), declared=[16, 32])
-    assert at.admit(req)
-    at.prefill_step(req)
-    at.decode(req, [3])
-    at.finish(req)
-    for _ in range(3):
-        at.poll()
+    req = at.begin(list(range(100, 160)), declared=[16, 32])
+    at.complete(req, [3])
+    poll(at, 3)
     held = tiers_of(at)["held"]
     assert held["device"]["states"] == held["host"]["states"] == 4
 
@@ -143,10 +149,7 @@ def test_states_that_are_being_copied_do_not_end_the_scheduler() -> None:
     for number in range(6):
         req = at.arrive([number + 10] * 40)
         if at.admit(req):
-            while not at.prefill_step(req):
-                pass
-            at.decode(req, [3])
-            at.finish(req)
+            at.complete(req, [3])
             served += 1
         at.poll()
         at.check()
@@ -164,22 +167,22 @@ def test_what_computing_gives_sooner_is_neither_copied_nor_loaded() -> None:
     hit(at, prompt)
     info = tiers_of(at)
     assert info["held"]["host"]["bytes"] == 0 and info["not_written"] > 0
-    at.cache.speeds.speeds = SLOW
+    set_speeds(at.cache, SLOW)
     hit(at, [*prompt, 1, 2])
     empty_the_device(at)
     assert tiers_of(at)["held"]["host"]["kv_tokens"] > 0
-    at.cache.speeds.speeds = FAST
+    set_speeds(at.cache, FAST)
     assert hit(at, prompt) == 0 and at.loads == 0
     empty_the_device(at)
-    at.cache.speeds.speeds = SLOW
+    set_speeds(at.cache, SLOW)
     assert hit(at, prompt) == len(prompt) - 1
 
 
 def test_what_a_request_holds_is_copied_when_it_ends() -> None:
     """Before that it cannot be forgotten, and nobody knows what becomes of it."""
     at = server()
-    req = at.arrive(list(range(100, 140)))
-    assert at.admit(req) and at.prefill_step(req)
+    req = at.begin(list(range(100, 140)))
+    assert at.prefill_step(req)
     at.poll()
     assert tiers_of(at)["written_bytes"] == 0
     at.decode(req, [3])
@@ -219,7 +222,7 @@ def test_states_of_a_class_that_never_returns_are_not_copied(policy: str) -> Non
     """The KV of a prompt is copied for the answer's end, without the state of the prompt's."""
     at = server(replace(ROOM, states=30, kv=1_024, context=512), policy=policy)
     speeds = Speeds.of(1e9, Link(1e12), Link(1e12), host_write=Link(1e8))
-    at.cache.speeds.speeds = speeds
+    set_speeds(at.cache, speeds)
     serve_conversations(at, 30)
     prompt = list(range(9_000, 9_040))
     at.serve(prompt, ANSWER, stamp=305.0)
@@ -246,22 +249,7 @@ def test_what_the_host_has_forgotten_is_copied_again_only_after_its_next_use() -
     assert tiers_of(at)["held"]["host"]["states"] > 0
 
 
-def test_a_load_that_cannot_be_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    at = server()
-    prompt = list(range(100, 140))
-    hit(at, prompt[:20])
-    hit(at, prompt)
-    empty_the_device(at)
-    monkeypatch.setattr(type(at.cache), "load_back", lambda *args, **kwargs: False)
-    req = at.arrive(prompt)
-    assert not at.admit(req)
-    assert at.admit(req) and req.prefix_len == 0
-    assert tiers_of(at)["failed_loads"] == 1
-    at.abort(req)
-    at.check()
-
-
-def test_a_request_whose_load_failed_may_load_after_it_was_retracted() -> None:
+def test_a_load_that_cannot_be_is_computed_and_may_be_after_a_retraction() -> None:
     at = server()
     prompt = list(range(100, 140))
     hit(at, prompt[:20])
@@ -272,6 +260,7 @@ def test_a_request_whose_load_failed_may_load_after_it_was_retracted() -> None:
         req = at.arrive(prompt)
         assert not at.admit(req)
         assert at.admit(req) and req.prefix_len == 0
+    assert tiers_of(at)["failed_loads"] == 1
     at.prefill_step(req)
     waits = at.retract(req)
     empty_the_device(at)
@@ -284,8 +273,7 @@ def test_a_victim_whose_copy_is_below_moves_no_bytes() -> None:
     at = server(flags={"hybrid_offload_watermark": 0.0}, policy="write_back")
     for number in range(3):
         hit(at, [number + 10] * 50)
-    for _ in range(20):
-        at.poll()
+    poll(at, 20)
     info = tiers_of(at)
     assert info["offloaded"] > 0
     empty_the_device(at)
@@ -306,8 +294,7 @@ def test_under_write_through_what_would_go_next_is_copied_before() -> None:
     at = server(flags={"hybrid_offload_watermark": 0.25}, eviction="lru")
     for number in range(3):
         hit(at, [number + 10] * 57)
-    for _ in range(5):
-        at.poll()
+    poll(at, 5)
     info = tiers_of(at)
     assert info["offloaded"] > 0
     at.cache.evict(EvictParams(num_tokens=100))
@@ -335,16 +322,13 @@ def test_what_was_not_worth_its_copy_is_judged_again_after_its_next_use() -> Non
     at = server(speeds=FAST, flags={"hybrid_offload_watermark": 0.0})
     prompt = list(range(100, 140))
     hit(at, prompt)
-    for _ in range(5):
-        at.poll()
+    poll(at, 5)
     assert tiers_of(at)["not_written"] > 0
-    at.cache.speeds.speeds = SLOW
-    for _ in range(5):
-        at.poll()
+    set_speeds(at.cache, SLOW)
+    poll(at, 5)
     assert tiers_of(at)["written_bytes"] == 0
     hit(at, [*prompt, 3, 4])
-    for _ in range(5):
-        at.poll()
+    poll(at, 5)
     assert tiers_of(at)["written_bytes"] > 0
 
 
@@ -398,12 +382,8 @@ def test_tenants_stay_apart_on_the_host() -> None:
 
 
 def test_a_request_is_told_where_its_hit_came_from() -> None:
-    at = server()
-    prompt = list(range(100, 140))
-    hit(at, prompt)
-    empty_the_device(at)
-    req = at.arrive([*prompt, 1, 2, 3])
-    assert at.admit(req)
+    at, prompt = on_the_host()
+    req = at.begin([*prompt, 1, 2, 3])
     at.prefill_step(req)
     (report,) = req.customized_info["hybrid_cache"]
     assert report["tiers"]["way"] == "load"
@@ -414,11 +394,8 @@ def test_a_request_is_told_where_its_hit_came_from() -> None:
 
 @pytest.mark.parametrize(("speeds", "end"), [(SLOW, "it is loaded"), (FAST, "it is computed")])
 def test_an_explanation_names_the_tier(speeds: Speeds, end: str) -> None:
-    at = server()
-    prompt = list(range(100, 140))
-    hit(at, prompt)
-    empty_the_device(at)
-    at.cache.speeds.speeds = speeds
+    at, prompt = on_the_host()
+    set_speeds(at.cache, speeds)
     answer = at.cache.explainer.answer(ExplainReq(input_ids=[*prompt, 1, 2]))
     report = msgspec.convert(answer.report, MissReport)
     (line,) = [line for line in render(report) if line.startswith("below")]

@@ -5,14 +5,16 @@ every request resumes from what belongs to its prefix.
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from sglang_hybrid.cache.tiers.host_room import share_host_room
-from sglang_hybrid.core.tiers.rates import Link
+from sglang_hybrid.core.tiers.places import copies_of
+from sglang_hybrid.core.tiers.rates import Link, Tier
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
 from sglang_hybrid.serving.startup import StartupError
 from tests.cache.backends import options
@@ -87,8 +89,7 @@ def link(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_every_request_resumes_from_its_own_prefix(sizes: Sizes, writes: str) -> None:
     loads = 0
     for seed in range(3):
-        cache: Any = build_tiered_cache(sizes, options("reuse"), policy=writes)
-        server = TieredServer(cache, sizes, chunk=0 if seed % 2 else 16)
+        server = TieredServer.on(sizes, options("reuse"), 0 if seed % 2 else 16, policy=writes)
         serve_at_random(server, seed, 25)
         loads += server.loads
     if sizes.states or writes != "write_through_selective":  # few KV nodes are used twice there
@@ -108,3 +109,24 @@ def test_a_host_whose_size_sglang_chooses() -> None:
     set_global_server_args_for_scheduler(arguments)
     share_host_room(cache, cache.cost)
     assert cache.req_to_token_pool.mamba_pool.host_capacity_tokens > 0
+
+
+@pytest.mark.parametrize("writes", ["write_through", "write_back"])
+@pytest.mark.parametrize("name", ["two pools", "one memory"])
+def test_nodes_that_only_the_host_has(name: str, writes: str) -> None:
+    """What SGLang reads from disk comes into the tree so: at the root, and where it cuts a node."""
+    server = TieredServer.on(SIZES[name], options("reuse"), policy=writes)
+    cache, tree = server.cache, server.cache.tree_core
+    one, two = list(range(5, 35)), [*range(5, 20), *range(50, 60)]
+    for tokens in (one, two):
+        host = cache.cache_controller.mem_pool_host.alloc(len(tokens))
+        hashes = [f"{token:064x}" for token in tokens]
+        key = RadixKey(array("q", tokens))
+        result = tree.insert_host(tree.root_node.id, key, host, hashes)
+        assert not result.host_insert_dropped
+        cache.cache_controller.mem_pool_host.free(host[: result.prefix_len])
+        server.check()
+    records = [record for record in cache.shadow_tree.tree.walk() if record.parent is not None]
+    assert sorted(record.depth for record in records) == [15, 25, 30]
+    for record in records:
+        assert copies_of(record).has_kv(Tier.HOST) and not copies_of(record).has_kv(Tier.DEVICE)

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
 from sglang_hybrid.cache.request.tree_match import common_tokens, resumable_tokens
 from tests.cache.backends import options
-from tests.cache.driver import Server, Sizes, build_cache
+from tests.cache.driver import Server, Sizes
 
 
 def plain(server: Server, params: MatchPrefixParams) -> MatchResult:
@@ -57,7 +57,7 @@ def test_a_request_that_waits_is_matched_as_if_it_were_new(sizes: Sizes, seed: i
     split, given up and grown, and the cache is flushed.
     """
     rng = random.Random(seed)
-    server = Server(build_cache(sizes, options("reuse")), sizes)
+    server = Server.on(sizes, options("reuse"))
     sequences: list[list[int]] = [[]]
     waiting: list[Req] = []
     for _ in range(60):
@@ -82,8 +82,7 @@ def test_a_request_that_waits_is_matched_as_if_it_were_new(sizes: Sizes, seed: i
 def test_ranked_requests_know_what_a_new_look_up_finds(seed: int) -> None:
     """They are ranked again and again, and some are looked up to be admitted in between."""
     rng = random.Random(seed)
-    sizes = Sizes(kv=1200, states=12)
-    server = Server(build_cache(sizes, options("reuse")), sizes)
+    server = Server.on(Sizes(kv=1200, states=12), options("reuse"))
     policy = SchedulePolicy("lpm", server.cache, False, False, False)
     sequences: list[list[int]] = [[]]
     waiting: list[Req] = []
@@ -110,8 +109,7 @@ def test_ranked_requests_know_what_a_new_look_up_finds(seed: int) -> None:
 
 
 def test_ranking_looks_up_again_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = Sizes(kv=2000, states=12)
-    server = Server(build_cache(sizes, options("reuse")), sizes)
+    server = Server.on(Sizes(kv=2000, states=12), options("reuse"))
     policy = SchedulePolicy("lpm", server.cache, False, False, False)
     server.serve([3] * 50, [4])
     hits, misses = server.arrive([3] * 50 + [4] * 20), server.arrive([7] * 20)
@@ -136,8 +134,7 @@ def test_ranking_looks_up_again_what_changed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_another_prompt_of_the_same_request_is_looked_up_anew() -> None:
-    sizes = Sizes(kv=600, states=12)
-    server = Server(build_cache(sizes, options("reuse")), sizes)
+    server = Server.on(Sizes(kv=600, states=12), options("reuse"))
     server.serve([1] * 50, [2])
     req = server.arrive([1] * 50 + [3])
     assert look_up(server, req).full_kv_hit_length == 50
@@ -146,8 +143,7 @@ def test_another_prompt_of_the_same_request_is_looked_up_anew() -> None:
 
 
 def test_what_a_received_request_would_hit() -> None:
-    sizes = Sizes(kv=600, states=12)
-    server = Server(build_cache(sizes, options("reuse")), sizes)
+    server = Server.on(Sizes(kv=600, states=12), options("reuse"))
     server.serve([1] * 50, [2], cache_salt="a")
 
     def cached(tokens: list[int], salt: str | None) -> int:
@@ -161,8 +157,7 @@ def test_what_a_received_request_would_hit() -> None:
 
 
 def test_a_second_look_up_compares_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = Sizes(kv=600, states=12)
-    server = Server(build_cache(sizes, options("reuse")), sizes)
+    server = Server.on(Sizes(kv=600, states=12), options("reuse"))
     server.serve([1] * 50, [2])
     req = server.arrive([1] * 50 + [3] * 20)
     look_up(server, req)

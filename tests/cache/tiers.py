@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.tiers.rates import Link, Speeds
 from sglang_hybrid.serving.config import HybridConfig
 from tests.cache.backends import COST
 from tests.cache.driver import Server, Sizes, build_cache
@@ -90,8 +91,22 @@ def keep_what_is_copied(cache: Any) -> None:
     cache._copy_down, shadow_tree.host_victim = copy_and_note, checked_victim
 
 
+SLOW = Speeds.of(1e3, Link(1e12), Link(1e12))
+"""Computing takes for ever: all is worth a copy and a load."""
+
+FAST = Speeds.of(1e30, Link(1e12), Link(1e12))
+"""Nothing is worth a load."""
+
+
+def set_speeds(cache: Any, speeds: Speeds) -> None:
+    """From now on ways are judged by these speeds, whatever is measured."""
+    cache.speeds.speeds, cache.speeds.poll = speeds, lambda: []
+
+
 class TieredServer(Server):
     """Fills what requests compute with marks, and looks at the marks of what they resume from."""
+
+    builds = staticmethod(build_tiered_cache)
 
     def __init__(self, cache: Any, sizes: Sizes, chunk: int = 0) -> None:
         super().__init__(cache, sizes, chunk)
@@ -174,24 +189,36 @@ class TieredServer(Server):
             tensor[:, slot.long()] = mark(tokens)
 
     def _check_resumed(self, req: Req) -> None:
-        tokens, prefix = self._tokens(req), int(req.prefix_len)
-        assert prefix < len(tokens), "the last token was to be computed"
-        if not prefix:
+        assert req.prefix_len < len(self._tokens(req)), "the last token was to be computed"
+        if not req.prefix_len:
             return
-        places = self.cache.prefix_device_indices(req)[:prefix].long()
-        marks = [mark(tokens[: at + 1]) for at in range(prefix)]
+        places, slot = self._resumed(req)
+        self._look(places, slot, self._tokens(req)[: req.prefix_len])
+        self._copy_state(req)
+
+    def _resumed(self, req: Req) -> tuple[torch.Tensor, int | None]:
+        """Where the KV is that a request resumes from, and the slot of its state."""
+        places = self.cache.prefix_device_indices(req)[: req.prefix_len].long()
+        source = req.kv.mamba_cow_src_index
+        slot = req.kv.mamba_pool_idx if source is None else source
+        return places, None if slot is None else int(slot.reshape(-1)[0])
+
+    def _look(self, places: torch.Tensor, slot: int | None, prefix: list[int]) -> None:
+        """KV and state are those of `prefix`."""
+        marks = [mark(prefix[: at + 1]) for at in range(len(prefix))]
         for rows in self._rows:
             assert rows[places][:, 0, 0].tolist() == marks, "KV of other tokens"
         if self._states is None:
             return
-        source = req.kv.mamba_cow_src_index
-        slot = req.kv.mamba_pool_idx if source is None else source
         assert slot is not None, "KV is resumed without a state"
         for tensor in (*self._states.conv, self._states.temporal):
-            values = tensor[:, int(slot.reshape(-1)[0])].unique().tolist()
-            assert values == [mark(tokens[:prefix])], "the state of another prefix"
-        if source is not None:  # the copy is made before the forward
-            self._set_state(req.kv.mamba_pool_idx.reshape(1), tokens[:prefix])
+            values = tensor[:, slot].unique().tolist()
+            assert values == marks[-1:], "the state of another prefix"
+
+    def _copy_state(self, req: Req) -> None:
+        """A state that is resumed from is copied before the forward."""
+        if self._states is not None and req.kv.mamba_cow_src_index is not None:
+            self._set_state(req.kv.mamba_pool_idx.reshape(1), self._tokens(req)[: req.prefix_len])
 
     def _tokens(self, req: Req) -> list[int]:
         return [*req.origin_input_ids, *req.output_ids]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from kernel_cases import DEVICE, INTERPRETED
 
 from sglang_hybrid.kernels import host_rows
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 @pytest.mark.parametrize(

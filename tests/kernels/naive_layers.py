@@ -53,9 +53,6 @@ class RMSNorm(nn.Module):
         return x * factor * self.weight.float()
 
 
-Norm = RMSNorm
-
-
 class RotaryEmbedding(nn.Module):
     """Turns the first ``rotary_dim`` values of a head, in halves; known by this name."""
 
@@ -69,9 +66,6 @@ class RotaryEmbedding(nn.Module):
         cos, sin = self.cos_sin_cache[position].chunk(2)  # type: ignore[index]
         a, b, rest = x.split([len(cos), len(cos), self.head_size - self.rotary_dim], dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
-
-
-Rotary = RotaryEmbedding
 
 
 class Mixer(nn.Module):
@@ -101,7 +95,7 @@ class Mixer(nn.Module):
         self.conv1d.bias = parameter(self.channels, dtype=dtype) if normed else None
         self.A = nn.Parameter(-torch.rand(heads) - 0.1, requires_grad=False)
         self.D, self.dt_bias = parameter(heads), parameter(heads)
-        self.norm = Norm(inner, dtype)
+        self.norm = RMSNorm(inner, dtype)
         self.norm.use_rms_norm, self.norm.group_size = normed, inner // groups
 
 

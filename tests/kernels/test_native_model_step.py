@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,8 +19,8 @@ from tests.kernels.naive_layers import (
     Layer,
     Mixer,
     Mixer1,
-    Norm,
-    Rotary,
+    RMSNorm,
+    RotaryEmbedding,
     mixer1_by_torch,
     mixer_by_torch,
 )
@@ -31,7 +30,6 @@ pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compi
 WIDTH, SLOTS = 48, 9
 ROWS = (1, 2, 4, 5, 16, 17, 21)
 DTYPES = (torch.float32, torch.bfloat16)
-Twin = Callable[[Tensor], Tensor]
 
 
 def close(got: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
@@ -39,8 +37,8 @@ def close(got: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> 
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
 
 
-def model(dtype: torch.dtype = torch.float32) -> tuple[NativeModel, Norm]:
-    norm = Norm(WIDTH, dtype)
+def model(dtype: torch.dtype = torch.float32) -> tuple[NativeModel, RMSNorm]:
+    norm = RMSNorm(WIDTH, dtype)
     return NativeModel(library(), norm, dtype), norm
 
 
@@ -58,7 +56,7 @@ def test_mlps(rows: int, activation: Activation, dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
     native, last = model(dtype)
     inner = 70  # of no whole tiles
-    norm = Norm(WIDTH, dtype)
+    norm = RMSNorm(WIDTH, dtype)
     gated = activation is Activation.GATED_SILU
     up = Layer(WIDTH, 2 * inner if gated else inner, True, dtype)
     down = Layer(inner, WIDTH, False, dtype)
@@ -80,7 +78,7 @@ def test_mlps(rows: int, activation: Activation, dtype: torch.dtype) -> None:
 def test_mamba2_beside_another(slots: list[int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     native, last = model(dtype)
-    norms = [Norm(WIDTH, dtype) for _ in range(2)]
+    norms = [RMSNorm(WIDTH, dtype) for _ in range(2)]
     mixers = [Mixer(4, 16, 2, 20, WIDTH, dtype, normed=nth == 0) for nth in range(2)]
     caches = [Cache(SLOTS, mixer, dtype) for mixer in mixers]
     twins = [cache.clone() for cache in caches]
@@ -105,7 +103,7 @@ def test_mamba2_beside_another(slots: list[int], dtype: torch.dtype) -> None:
 def test_mamba1(normed: bool, slots: list[int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     native, last = model(dtype)
-    norm, mixer = Norm(WIDTH, dtype), Mixer1(72, 20, 7, WIDTH, dtype, normed)
+    norm, mixer = RMSNorm(WIDTH, dtype), Mixer1(72, 20, 7, WIDTH, dtype, normed)
     cache = Cache(SLOTS, mixer, dtype)
     twin = cache.clone()
     native.mamba1(LayerWiring(norm), mixer, cache)
@@ -124,7 +122,7 @@ def test_mamba1(normed: bool, slots: list[int], dtype: torch.dtype) -> None:
 def test_attention(turned: bool, window: int | None, pool_dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     native, last = model()
-    norm, rotary = Norm(WIDTH), Rotary(24, 16) if turned else None
+    norm, rotary = RMSNorm(WIDTH), RotaryEmbedding(24, 16) if turned else None
     heads, key_heads, width = 6, 2, 24
     qkv = Layer(WIDTH, (heads + 2 * key_heads) * width, True)
     out = Layer(heads * width, WIDTH, False)
@@ -165,7 +163,7 @@ def test_attention(turned: bool, window: int | None, pool_dtype: torch.dtype) ->
 
 def test_weights_are_read_where_they_lie() -> None:
     native, last = model()
-    norm, up, down = Norm(WIDTH), Layer(WIDTH, 64, False), Layer(64, WIDTH, False)
+    norm, up, down = RMSNorm(WIDTH), Layer(WIDTH, 64, False), Layer(64, WIDTH, False)
     native.mlp(LayerWiring(norm), up, down, Activation.SQUARED_RELU)
     x = torch.randn(2, WIDTH)
     up.weight.data.mul_(2)
@@ -183,9 +181,9 @@ def test_weights_are_read_where_they_lie() -> None:
 
 
 def test_what_is_not_served() -> None:
-    norm, up, down = Norm(WIDTH), Layer(WIDTH, 64, False), Layer(64, WIDTH, False)
+    norm, up, down = RMSNorm(WIDTH), Layer(WIDTH, 64, False), Layer(64, WIDTH, False)
     with pytest.raises(Unserved, match="float16"):
-        NativeModel(library(), Norm(WIDTH, torch.float16), torch.float16)
+        NativeModel(library(), RMSNorm(WIDTH, torch.float16), torch.float16)
     with pytest.raises(Unserved, match="LayerNorm"):
         NativeModel(library(), nn.LayerNorm(WIDTH), torch.float32)
     native, _ = model()
@@ -201,4 +199,4 @@ def test_what_is_not_served() -> None:
     cache = Cache(SLOTS, mixer)
     mixer.tp_size = 2
     with pytest.raises(Unserved, match="ranks"):
-        native.mamba2(LayerWiring(Norm(WIDTH)), mixer, cache)
+        native.mamba2(LayerWiring(RMSNorm(WIDTH)), mixer, cache)

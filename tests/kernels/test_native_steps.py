@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglang_hybrid.platforms.native import steps
 from sglang_hybrid.platforms.native.library import library
-from tests.kernels.naive_layers import Layer, Mixer, mixer_by_torch
+from tests.kernels.naive_layers import Cache, Layer, Mixer, mixer_by_torch
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 
@@ -80,28 +80,22 @@ def test_rms_norm(width: int) -> None:
 def test_mamba2(shape: tuple[int, ...], normed: bool, slots: list[int]) -> None:
     torch.manual_seed(0)
     of = Mixer(*shape, normed=normed)
-    heads, width, groups, size, hidden = shape
-    channels = heads * width + 2 * groups * size
-    pool = torch.randn(7, 2, heads, width, size)[:, 1]  # slots need not be side by side
-    pools = torch.randn(7, channels, 3), pool
     scale = None if normed else torch.rand(of.in_proj.output_size) + 0.5
     where = torch.tensor(slots, dtype=torch.int32)
-    caches = [
-        SimpleNamespace(conv=[windows.clone()], temporal=states.clone())
-        for windows, states in (pools, pools)
-    ]
+    ours = Cache(7, of)
+    theirs = ours.clone()
     for _ in range(3):
-        x = torch.randn(len(slots), hidden)
-        got = steps.mamba2(library(), of, x, caches[0], where, scale)
+        x = torch.randn(len(slots), of.in_proj.input_size)
+        got = steps.mamba2(library(), of, x, ours, where, scale)
         assert got is not None
-        close(got, mixer_by_torch(of, x, caches[1], where, scale), 1e-4)
-        close(caches[0].conv[0], caches[1].conv[0])
-        close(caches[0].temporal, caches[1].temporal, 1e-4)
+        close(got, mixer_by_torch(of, x, theirs, where, scale), 1e-4)
+        close(ours.conv[0], theirs.conv[0])
+        close(ours.temporal, theirs.temporal, 1e-4)
 
 
 def test_what_mamba2_does_not_serve() -> None:
     of = Mixer(4, 16, 2, 16, 32)
-    cache = SimpleNamespace(conv=[torch.randn(4, 128, 3)], temporal=torch.randn(4, 4, 16, 16))
+    cache = Cache(4, of)
     x, slots = torch.randn(1, 32), torch.tensor([1])
     assert steps.mamba2(library(), of, x, cache, slots, None) is not None
     assert steps.mamba2(library(), of, x.bfloat16(), cache, slots, None) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import resource
 import signal
@@ -18,7 +17,7 @@ import aiohttp
 import psutil
 
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.soak import LOGPROBS, Soak
+from tests.server.soak import LOGPROBS, Soak, last_event
 
 BETWEEN = (0.5, 2.5)
 """Seconds from one disturbance to the next."""
@@ -41,16 +40,11 @@ class Clients(Soak):
 
     async def _read_slowly(self) -> None:
         body = self._body(self._prompt(), new_tokens=40) | LOGPROBS | {"stream": True}
-        last = b""
         async with self._session.post("/generate", json=body) as response:
             if response.status != 200:
                 self.outcomes[f"status {response.status}"] += 1
                 return
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    last = line
-                    await asyncio.sleep(self._random.random() / 10)
-        record = json.loads(last.removeprefix(b"data: "))
+            record, _ = await last_event(response, lambda: self._random.random() / 10)
         self.outcomes["read slowly"] += 1
         self._watch(body["input_ids"], record)
 

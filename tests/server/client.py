@@ -2,24 +2,23 @@
 
 import random
 import re
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import psutil
+import pytest
 import requests
+
+from sglang_hybrid.serving.server_process import ServerProcess
 
 TOLERANCE = 1e-3
 """Largest difference of a logprob that counts as equal, in float32."""
 
-
-@dataclass(frozen=True)
-class Answer:
-    """One finished request."""
-
-    tokens: list[int]
-    prompt_tokens: int
-    cached_tokens: int
-    prompt_logprobs: list[float]
-    logprobs: list[float]
+Serve = Callable[..., ServerProcess]
+"""The fixture `serve`: a server, not started yet, of `of`, the name of an architecture, with these
+flags and the keyword arguments of `ServerProcess`.
+"""
 
 
 def alive(process: psutil.Process) -> bool:
@@ -36,59 +35,79 @@ def random_prompt(length: int, seed: int) -> list[int]:
     return [source.randrange(300, 32_000) for _ in range(length)]
 
 
-def generate(
-    url: str, prompts: list[list[int]], max_new_tokens: int = 32, *, logprobs: bool = False
-) -> list[Answer]:
-    """Send prompts as one batch to /generate, greedily; answers in the same order."""
-    body = {
-        "input_ids": prompts,
-        "sampling_params": {
-            "temperature": 0,
-            "max_new_tokens": max_new_tokens,
-            "ignore_eos": True,
-        },
-        "return_logprob": logprobs,
-        "logprob_start_len": 0 if logprobs else -1,
-    }
-    response = requests.post(url + "/generate", json=body, timeout=300)
-    response.raise_for_status()
-    return [_answer(item) for item in response.json()]
-
-
-def _answer(item: dict) -> Answer:
-    meta = item["meta_info"]
-    return Answer(
-        tokens=item["output_ids"],
-        prompt_tokens=meta["prompt_tokens"],
-        cached_tokens=meta["cached_tokens"],
-        prompt_logprobs=[entry[0] for entry in meta.get("input_token_logprobs", [])[1:]],
-        logprobs=[entry[0] for entry in meta.get("output_token_logprobs", [])],
-    )
-
-
-def ask(url: str, prompt: list[int], new_tokens: int = 16) -> dict:
-    """One greedy request; its record with output logprobs, which do not stop a hit."""
-    body = {
+def greedy(
+    prompt: list[int] | list[list[int]],
+    new_tokens: int = 16,
+    sampling: dict[str, Any] | None = None,
+    **fields: Any,
+) -> dict[str, Any]:
+    """A body for /generate, of one prompt or a batch: answers of exactly `new_tokens` tokens with
+    their log probabilities, which do not stop a hit. sampling, fields: more of it.
+    """
+    length = {"max_new_tokens": new_tokens, "ignore_eos": True}
+    return {
         "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+        "sampling_params": {"temperature": 0, **length, **(sampling or {})},
         "return_logprob": True,
         "logprob_start_len": -1,
+        **fields,
     }
-    response = requests.post(url + "/generate", json=body, timeout=300)
+
+
+def ask(
+    url: str,
+    prompt: list[int] | list[list[int]],
+    new_tokens: int = 16,
+    headers: dict[str, str] | None = None,
+    **more: Any,
+) -> Any:
+    """The record of a `greedy` request, or those of a batch."""
+    body = greedy(prompt, new_tokens, **more)
+    response = requests.post(url + "/generate", json=body, headers=headers, timeout=300)
     response.raise_for_status()
     return response.json()
 
 
-def logprobs(record: dict) -> list[float]:
-    """Log probabilities of the answer of `ask`."""
+def cold(url: str, prompt: list[int], new_tokens: int = 16) -> dict[str, Any]:
+    """The record of a request that finds the cache empty."""
+    flush(url)
+    record: dict[str, Any] = ask(url, prompt, new_tokens)
+    assert cached(record) == 0
+    return record
+
+
+def cached(record: dict[str, Any]) -> int:
+    """Tokens of the prompt that came from the cache."""
+    return int(record["meta_info"]["cached_tokens"])
+
+
+def logprobs(record: dict[str, Any]) -> list[float]:
+    """Log probabilities of the answer."""
     return [entry[0] for entry in record["meta_info"]["output_token_logprobs"]]
 
 
-def hybrid_cache(url: str) -> dict:
+def prompt_logprobs(record: dict[str, Any]) -> list[float]:
+    """Of the prompt, from behind `logprob_start_len` on: the token there has none."""
+    return [entry[0] for entry in record["meta_info"]["input_token_logprobs"][1:]]
+
+
+def same(record: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Asserts that two requests were answered alike: the tokens, and their log probabilities."""
+    assert record["output_ids"] == right["output_ids"]
+    assert logprobs(record) == pytest.approx(logprobs(right), abs=TOLERANCE)
+    return True
+
+
+def completed(records: Iterable[dict[str, Any]]) -> list[int]:
+    """How many tokens each answer has."""
+    return [record["meta_info"]["completion_tokens"] for record in records]
+
+
+def hybrid_cache(url: str) -> dict[str, Any]:
     """The block of /server_info."""
-    return requests.get(url + "/server_info", timeout=30).json()["internal_states"][0][
-        "hybrid_cache"
-    ]
+    state = requests.get(url + "/server_info", timeout=30).json()["internal_states"][0]
+    block: dict[str, Any] = state["hybrid_cache"]
+    return block
 
 
 def metric(url: str, name: str) -> float:
@@ -98,7 +117,25 @@ def metric(url: str, name: str) -> float:
     return float(value)
 
 
-def flush(url: str) -> None:
-    """Empty the server's prefix cache, once copies to other tiers that are under way have ended."""
-    empty = requests.post(url + "/flush_cache", params={"timeout": 30}, timeout=60)
+def flush(url: str, seconds: int = 30) -> None:
+    """Empty the server's prefix cache, once nothing runs and copies to other tiers that are under
+    way have ended; they have so many seconds.
+    """
+    timeout = {"timeout": seconds}
+    empty = requests.post(url + "/flush_cache", params=timeout, timeout=seconds + 30)
     empty.raise_for_status()
+
+
+def said(server: ServerProcess) -> str:
+    """The server's log so far, in which no error has left a trace."""
+    log = server.log.read_text(errors="replace")
+    assert "Traceback" not in log
+    return log
+
+
+def until(happened: Callable[[], Any], seconds: float = 300) -> None:
+    """Wait until something has happened; it fails if that takes longer."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"it did not happen within {seconds} seconds"
+        time.sleep(0.05)

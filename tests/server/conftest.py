@@ -1,13 +1,15 @@
-"""Tiny models, built once per run, the server that several modules ask, and the marks."""
+"""Tiny models, built once per run, servers of them, one that several modules ask, and the marks."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_hybrid.models import build_tiny_model
+from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import flush
+from tests.server.client import Serve, flush
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +22,14 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
         return path if path.exists() else build_tiny_model(architecture, path)
 
     return directory
+
+
+@pytest.fixture(scope="session")
+def serve(model_directory: Callable[[str], Path]) -> Serve:
+    def make(*flags: str, of: str = DEFAULT_ARCHITECTURE, **more: Any) -> ServerProcess:
+        return ServerProcess(["--model-path", str(model_directory(of)), *flags], **more)
+
+    return make
 
 
 @pytest.fixture(scope="session")

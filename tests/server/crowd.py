@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections import Counter
@@ -13,8 +12,8 @@ from typing import Any
 
 import aiohttp
 
-from tests.server.client import random_prompt
-from tests.server.soak import LOGPROBS
+from tests.server.client import greedy, random_prompt
+from tests.server.soak import LOGPROBS, Watched, last_event
 
 TENANTS: tuple[dict[str, str], ...] = (
     {},
@@ -47,17 +46,6 @@ NONSENSE: tuple[bytes, ...] = (
 """Bodies that no server can answer, for `/generate` and `/v1/chat/completions` alike."""
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A greedy answer as a tenant got it among the others."""
-
-    tenant: dict[str, str]
-    prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float]
-    cached_tokens: int
-
-
 @dataclass
 class Chat:
     """What one client has said and heard, as token ids and as messages."""
@@ -81,7 +69,7 @@ class Crowd:
     def __init__(self, url: str, seed: int, clients: int = 32) -> None:
         self.url = url
         self.outcomes: Counter[str] = Counter()
-        self.kept: list[Kept] = []
+        self.kept: list[Watched] = []
         self._clients = clients
         self._random = random.Random(seed)
         self._documents = [
@@ -133,22 +121,17 @@ class Crowd:
         record = await self._post("/generate", body | (LOGPROBS if keep else {}))
         assert record["meta_info"]["hybrid_cache"]["hit_tokens"] >= 0
         if keep:
-            self._keep(chat, prompt, record)
+            self.kept.append(Watched(prompt, record, chat.tenant))
         return record
 
     async def _stream(self, chat: Chat) -> None:
         body = self._body(chat, self._document() + self._own()) | LOGPROBS | {"stream": True}
-        last, ended = b"", False
         async with self._session.post("/generate", json=body) as response:
             assert response.status == 200, await response.text()
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    last = line
-                ended = ended or line.startswith(b"data: [DONE]")
+            record, ended = await last_event(response, lambda: 0)
         assert ended
-        record = json.loads(last.removeprefix(b"data: "))
         self.outcomes["streamed"] += 1
-        self._keep(chat, body["input_ids"], record)
+        self.kept.append(Watched(body["input_ids"], record, chat.tenant))
 
     async def _talk(self, chat: Chat) -> None:
         """A chat completion; the answer is part of the next one."""
@@ -205,20 +188,9 @@ class Crowd:
             self.outcomes["answered"] += 1
             return await response.json()
 
-    def _keep(self, chat: Chat, prompt: list[int], record: dict[str, Any]) -> None:
-        meta = record["meta_info"]
-        assert meta["finish_reason"]["type"] == "length"
-        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-        tokens = [entry[1] for entry in meta["output_token_logprobs"]]
-        self.kept.append(Kept(chat.tenant, prompt, tokens, logprobs, meta["cached_tokens"]))
-
     def _body(self, chat: Chat, prompt: list[int], new_tokens: int = 0) -> dict[str, Any]:
-        sampling = {
-            "temperature": 0,
-            "max_new_tokens": new_tokens or self._random.choice((1, 2, 4, 8, 16)),
-            "ignore_eos": True,
-        }
-        return {"input_ids": prompt, "sampling_params": sampling, **chat.tenant}
+        new_tokens = new_tokens or self._random.choice((1, 2, 4, 8, 16))
+        return greedy(prompt, new_tokens, return_logprob=False, **chat.tenant)
 
     def _document(self) -> list[int]:
         document = self._random.choice(self._documents)

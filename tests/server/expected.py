@@ -3,12 +3,21 @@
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.reference import load_reference
-from tests.server.client import TOLERANCE, Answer, flush, generate, random_prompt
+from tests.server.client import (
+    TOLERANCE,
+    ask,
+    cached,
+    flush,
+    logprobs,
+    prompt_logprobs,
+    random_prompt,
+)
 
 LENGTHS = (1, 63, 64, 65, 700)
 NEW_TOKENS = 32
@@ -31,24 +40,29 @@ def expect(model: Path) -> list[Expected]:
     return [_decided(model, length) for length in LENGTHS]
 
 
-def agree(answers: list[Answer], expected: list[Expected]) -> None:
-    """Identical tokens, and log probabilities within the tolerance where they were asked for."""
-    for answer, right in zip(answers, expected, strict=True):
-        assert answer.prompt_tokens == len(right.prompt)
-        assert answer.tokens == right.tokens
-        if answer.logprobs:
-            assert answer.logprobs == pytest.approx(right.logprobs, abs=TOLERANCE)
-            assert answer.prompt_logprobs == pytest.approx(right.prompt_logprobs, abs=TOLERANCE)
+def agree(url: str, expected: list[Expected], *, prompts: bool = False) -> list[dict[str, Any]]:
+    """The records of all prompts, sent as one batch: identical tokens, and log probabilities within
+    the tolerance. prompts: those of the prompts, too, for which nothing is taken from the cache.
+    """
+    start = {"logprob_start_len": 0} if prompts else {}
+    records: list[dict[str, Any]] = ask(url, [one.prompt for one in expected], NEW_TOKENS, **start)
+    for record, right in zip(records, expected, strict=True):
+        assert record["meta_info"]["prompt_tokens"] == len(right.prompt)
+        assert record["output_ids"] == right.tokens
+        assert logprobs(record) == pytest.approx(right.logprobs, abs=TOLERANCE)
+        if prompts:
+            assert prompt_logprobs(record) == pytest.approx(right.prompt_logprobs, abs=TOLERANCE)
+    return records
 
 
 def conversations_agree(url: str, expected: list[Expected]) -> None:
     """An earlier prompt and half of its answer get the other half, and come from the cache."""
     half = NEW_TOKENS // 2
     flush(url)
-    agree(generate(url, [right.prompt for right in expected], NEW_TOKENS), expected)
-    longer = generate(url, [right.prompt + right.tokens[:half] for right in expected], half)
-    assert [answer.tokens for answer in longer] == [right.tokens[half:] for right in expected]
-    assert longer[-1].cached_tokens > 0
+    agree(url, expected)
+    longer = ask(url, [right.prompt + right.tokens[:half] for right in expected], half)
+    assert [record["output_ids"] for record in longer] == [one.tokens[half:] for one in expected]
+    assert cached(longer[-1]) > 0
 
 
 def _decided(model: Path, length: int) -> Expected:

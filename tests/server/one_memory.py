@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import hybrid_cache
 
@@ -35,10 +33,8 @@ def all_is_free(seen: dict[str, Any], slots: int) -> bool:
 
 def pool_memory(server: ServerProcess) -> int:
     """Physical bytes behind the pools: of mappings without reserve and without huge pages."""
-    assert server.process is not None
-    top = psutil.Process(server.process.pid)
     total = 0
-    for process in [top, *top.children(recursive=True)]:
+    for process in server.processes():
         text = Path(f"/proc/{process.pid}/smaps").read_text()
         for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text):
             flags = re.search(r"^VmFlags: (.*)$", mapping, re.MULTILINE)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
-from tests.server.client import random_prompt
+from tests.server.client import greedy, random_prompt
 
 AT_ONCE = 24
 """Requests that wait or run, three times what the server runs."""
@@ -29,12 +30,29 @@ LOGPROBS = {"return_logprob": True, "logprob_start_len": -1}
 
 @dataclass(frozen=True)
 class Watched:
-    """A greedy answer as it was given under load."""
+    """A greedy answer as a tenant got it under load."""
 
     prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float]
-    cached_tokens: int
+    record: dict[str, Any]
+    tenant: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.record["meta_info"]["finish_reason"]["type"] == "length"
+
+
+async def last_event(
+    response: aiohttp.ClientResponse, seconds: Callable[[], float]
+) -> tuple[Any, bool]:
+    """The last record of a stream, for a client that spends so many seconds on each, and whether
+    the stream was ended by the server.
+    """
+    last, ended = b"", False
+    async for line in response.content:
+        if line.startswith(b"data: {"):
+            last = line
+            await asyncio.sleep(seconds())
+        ended = ended or line.startswith(b"data: [DONE]")
+    return json.loads(last.removeprefix(b"data: ")), ended
 
 
 class Soak:
@@ -140,10 +158,7 @@ class Soak:
         self.outcomes["hung up"] += 1
 
     def _watch(self, prompt: list[int], record: dict[str, Any]) -> None:
-        meta = record["meta_info"]
-        assert meta["finish_reason"]["type"] == "length"
-        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-        self.watched.append(Watched(prompt, record["output_ids"], logprobs, meta["cached_tokens"]))
+        self.watched.append(Watched(prompt, record))
 
     async def _flush(self) -> None:
         """Refused while anything runs or waits."""
@@ -162,14 +177,7 @@ class Soak:
         self, prompt: list[int] | list[list[int]], new_tokens: int | None = None
     ) -> dict[str, Any]:
         new_tokens = new_tokens or self._random.choice((1, 2, 4, 8, 8, 12, 24))
-        body = {
-            "input_ids": prompt,
-            "sampling_params": {
-                "temperature": 0,
-                "max_new_tokens": new_tokens,
-                "ignore_eos": True,
-            },
-        }
+        body = greedy(prompt, new_tokens, return_logprob=False)
         if self.priorities:
             body["priority"] = self._random.choice(PRIORITIES)
         return body

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import requests
 from safetensors.numpy import load_file, save_file
 
-from sglang_hybrid.serving.server_process import ServerProcess
 from tests.reference import Reference
-from tests.server.client import TOLERANCE, random_prompt
+from tests.server.client import TOLERANCE, Serve, ask, cached, logprobs, random_prompt
 
 RANK, ALPHA = 4, 8
 TARGETS = {
@@ -53,6 +51,7 @@ def write_adapter(model: Path, directory: Path, targets: tuple[str, ...], seed: 
 def served(
     request: pytest.FixtureRequest,
     model_directory: Callable[[str], Path],
+    serve: Serve,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[str, dict[str | None, Reference]]]:
     """A server with two adapters, and what each should answer; None is no adapter."""
@@ -62,24 +61,9 @@ def served(
         write_adapter(model, root / name, TARGETS[request.param], seed)
         right[name] = Reference(root / name / "merged")
     adapters = [f"{name}={root / name}" for name in NAMES]
-    flags = ["--model-path", str(model), "--lora-paths", *adapters, "--enable-cache-report"]
-    with ServerProcess([*flags, "--radix-cache-backend", "hybrid"]) as server:
+    flags = ["--enable-cache-report", "--radix-cache-backend", "hybrid"]
+    with serve("--lora-paths", *adapters, *flags, of=request.param) as server:
         yield server.url, right
-
-
-def send(url: str, prompt: list[int], adapters: list[str | None]) -> list[dict]:
-    """The same prompt once with each adapter, as one batch; greedy answers with logprobs."""
-    body = {
-        "input_ids": [prompt] * len(adapters),
-        "lora_path": adapters,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True},
-        "return_logprob": True,
-        "logprob_start_len": -1,
-    }
-    response = requests.post(url + "/generate", json=body, timeout=300)
-    response.raise_for_status()
-    answers: list[dict] = response.json()
-    return answers
 
 
 def test_each_adapter_answers_as_merged_weights_and_hits_its_own_prefixes(
@@ -94,8 +78,8 @@ def test_each_adapter_answers_as_merged_weights_and_hits_its_own_prefixes(
     assert scores["first"] != pytest.approx(scores[None], abs=10 * TOLERANCE)
     hits = []
     for wanted in ([None], ["first", "second"], names):
-        for name, answer in zip(wanted, send(url, prompt, wanted), strict=True):
-            told = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
-            assert told == pytest.approx(scores[name], abs=TOLERANCE), name
-            hits.append(answer["meta_info"]["cached_tokens"])
+        answers = ask(url, [prompt] * len(wanted), lora_path=wanted)
+        for name, answer in zip(wanted, answers, strict=True):
+            assert logprobs(answer) == pytest.approx(scores[name], abs=TOLERANCE), name
+            hits.append(cached(answer))
     assert hits == [0, 0, 0, *[len(prompt) - 1] * 3]

@@ -8,8 +8,8 @@ import pytest
 
 from sglang_hybrid.models import ARCHITECTURES
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import generate
-from tests.server.expected import NEW_TOKENS, Expected, agree, conversations_agree, expect
+from tests.server.client import Serve, cached
+from tests.server.expected import Expected, agree, conversations_agree, expect
 
 CACHED = "chunks of 128, with cache"
 PLAIN = "whole, without cache"
@@ -31,18 +31,17 @@ Ask = Callable[[str], str]
     ],
 )
 def served(
-    request: pytest.FixtureRequest, model_directory: Callable[[str], Path]
+    request: pytest.FixtureRequest, model_directory: Callable[[str], Path], serve: Serve
 ) -> Iterator[tuple[Ask, list[Expected]]]:
     """Servers, each started when it is asked for first, and what they should answer. The first one
     starts while transformers works: a start is mostly imports on one core.
     """
-    model = model_directory(request.param)
     servers: dict[str, ServerProcess] = {}
     with ExitStack() as stack:
 
         def start(name: str) -> ServerProcess:
             if name not in servers:
-                servers[name] = ServerProcess(["--model-path", str(model), *FLAGS[name]])
+                servers[name] = serve(*FLAGS[name], of=request.param)
                 servers[name].start()
                 stack.callback(servers[name].stop)
             return servers[name]
@@ -53,14 +52,13 @@ def served(
             return server.url
 
         start(CACHED)
-        yield url, expect(model)
+        yield url, expect(model_directory(request.param))
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_tokens_and_logprobs_agree(served: tuple[Ask, list[Expected]], configuration: str) -> None:
     url, expected = served
-    prompts = [right.prompt for right in expected]
-    agree(generate(url(configuration), prompts, NEW_TOKENS, logprobs=True), expected)
+    agree(url(configuration), expected, prompts=True)
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
@@ -68,14 +66,10 @@ def test_a_second_visit_agrees_and_hits_only_with_the_cache(
     served: tuple[Ask, list[Expected]], configuration: str
 ) -> None:
     url, expected = served
-    prompts = [right.prompt for right in expected]
-    agree(generate(url(configuration), prompts, NEW_TOKENS), expected)
-    again = generate(url(configuration), prompts, NEW_TOKENS)
-    agree(again, expected)
-    if configuration == PLAIN:
-        assert [answer.cached_tokens for answer in again] == [0] * len(prompts)
-    else:
-        assert again[-1].cached_tokens > 0
+    agree(url(configuration), expected)
+    again = agree(url(configuration), expected)
+    assert any(map(cached, again)) == (configuration == CACHED)
+    assert cached(again[-1]) > 0 or configuration == PLAIN
 
 
 def test_a_conversation_goes_on_from_the_cache(served: tuple[Ask, list[Expected]]) -> None:

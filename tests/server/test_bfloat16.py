@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from sglang_hybrid.models import ARCHITECTURES
-from sglang_hybrid.serving.server_process import ServerProcess
 from tests.reference import Reference
-from tests.server.client import ask, flush, generate, logprobs, random_prompt
+from tests.server.client import Serve, ask, cached, flush, logprobs, prompt_logprobs, random_prompt
 
 PROMPT = 700
 TURN = 40
@@ -22,11 +21,10 @@ FACTOR = 1.5
     params=[pytest.param(name, marks=pytest.mark.slow) for name in sorted(ARCHITECTURES)],
 )
 def served(
-    request: pytest.FixtureRequest, model_directory: Callable[[str], Path]
+    request: pytest.FixtureRequest, model_directory: Callable[[str], Path], serve: Serve
 ) -> Iterator[tuple[str, Path]]:
-    model = model_directory(request.param)
-    with ServerProcess(["--model-path", str(model), "--dtype", "bfloat16"]) as server:
-        yield server.url, model
+    with serve("--dtype", "bfloat16", of=request.param) as server:
+        yield server.url, model_directory(request.param)
 
 
 def of_tokens(model: Path, dtype: torch.dtype, prompt: list[int]) -> torch.Tensor:
@@ -46,10 +44,10 @@ def test_log_probabilities_cold_and_behind_a_hit(served: tuple[str, Path]) -> No
     first = ask(url, prompt, TURN)
     longer = prompt + first["output_ids"] + random_prompt(TURN, seed=2)
     second = ask(url, longer, TURN)
-    assert second["meta_info"]["cached_tokens"] >= PROMPT
+    assert cached(second) >= PROMPT
     whole = longer + second["output_ids"]
     flush(url)
-    prefilled = generate(url, [whole], 1, logprobs=True)[0].prompt_logprobs
+    prefilled = prompt_logprobs(ask(url, whole, 1, logprob_start_len=0))
 
     exact = of_tokens(model, torch.float32, whole)
     rounding = error(of_tokens(model, torch.bfloat16, whole), exact)

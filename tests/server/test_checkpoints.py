@@ -18,17 +18,18 @@ import sglang as sgl
 
 from sglang_hybrid.models import ARCHITECTURES
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import (
-    TOLERANCE,
+    Serve,
     ask,
+    cached,
+    cold,
     flush,
-    generate,
+    greedy,
     hybrid_cache,
-    logprobs,
     random_prompt,
+    said,
+    same,
 )
-from tests.server.expected import NEW_TOKENS as EXPECTED_TOKENS
 from tests.server.expected import agree, expect
 
 NEW_TOKENS = 6
@@ -79,55 +80,31 @@ def cases() -> dict[str, Case]:
 def play(url: str, case: Case) -> list[dict]:
     """The records of a case, from an empty cache."""
     flush(url)
-    if not case.together:
-        return [ask(url, prompt, NEW_TOKENS) for prompt in case.prompts]
-    return batch(url, case.prompts)
+    if case.together:
+        return ask(url, case.prompts, NEW_TOKENS)
+    return [ask(url, prompt, NEW_TOKENS) for prompt in case.prompts]
 
 
-def batch(url: str, prompts: list[list[int]], **sampling: object) -> list[dict]:
-    body = {
-        "input_ids": prompts,
-        "sampling_params": {
-            "temperature": 0,
-            "max_new_tokens": NEW_TOKENS,
-            "ignore_eos": True,
-            **sampling,
-        },
-        "return_logprob": True,
-        "logprob_start_len": -1,
-    }
-    response = requests.post(url + "/generate", json=body, timeout=300)
-    response.raise_for_status()
-    return response.json()
-
-
-def cached(record: dict) -> int:
-    return record["meta_info"]["cached_tokens"]
-
-
-def same(warm: dict, cold: dict) -> None:
-    """A hit says what a cold prefill says."""
-    assert cached(cold) == 0
-    assert warm["output_ids"] == cold["output_ids"]
-    assert logprobs(warm) == pytest.approx(logprobs(cold), abs=TOLERANCE)
-
-
-def cold(url: str, prompt: list[int], new_tokens: int = NEW_TOKENS) -> dict:
-    flush(url)
-    return ask(url, prompt, new_tokens)
+def wrong_hits(case: Case, records: list[dict], page: int, chunk: int) -> list[tuple[int, int]]:
+    """What should have been hit, to the page, and what was. The end of a chunk, where a slot is
+    free, may be hit where nothing else can.
+    """
+    pairs = list(zip(case.cached, map(cached, records), strict=True))
+    return [
+        (wanted, found)
+        for wanted, found in pairs
+        if found != wanted - wanted % page
+        and not (chunk and found % chunk == 0 and found >= wanted)
+    ]
 
 
 def plays_exactly(url: str, cold_url: str, page: int = 1, chunk: int = 0) -> None:
-    """Every case hits what it should, to the page, and answers as without a cache. The end of a
-    chunk, where a slot is free, may be hit where nothing else can.
-    """
+    """Every case hits what it should and answers as without a cache."""
     for name, case in cases().items():
         warm = play(url, case)
-        for record, wanted in zip(warm, case.cached, strict=True):
-            at_ends = chunk and cached(record) % chunk == 0 and cached(record) >= wanted
-            assert at_ends or cached(record) == wanted - wanted % page, (name, wanted)
+        assert not wrong_hits(case, warm, page, chunk), name
         for record, prompt in zip(warm, case.prompts, strict=True):
-            same(record, cold(cold_url, prompt))
+            assert same(record, cold(cold_url, prompt, NEW_TOKENS))
     second_turn_is_cached(url, cold_url, page)
     flush(url)
 
@@ -141,15 +118,13 @@ def second_turn_is_cached(url: str, cold_url: str, page: int = 1) -> None:
     second = ask(url, longer, NEW_TOKENS)
     known = len(prompt) + reply - 1
     assert known - known % page <= cached(second) <= known + 1
-    same(second, cold(cold_url, longer))
+    assert same(second, cold(cold_url, longer, NEW_TOKENS))
 
 
 @pytest.fixture(scope="module")
-def sglangs_own(model_directory: Callable[[str], Path]) -> Iterator[str]:
+def sglangs_own(serve: Serve) -> Iterator[str]:
     """The same model under SGLang's own cache at its defaults."""
-    model = model_directory(DEFAULT_ARCHITECTURE)
-    flags = ["--model-path", str(model)]
-    with ServerProcess(flags, module="sglang.launch_server") as running:
+    with serve(module="sglang.launch_server") as running:
         yield running.url
 
 
@@ -211,7 +186,8 @@ def reply_is_cached(url: str, cold_url: str, end: str) -> None:
         reply = ask(url, prompt, 20)["output_ids"]
     elif end == "stop token":
         stop = next(token for token in whole[5:] if whole.index(token) >= 5)
-        (record,) = batch(url, [prompt], max_new_tokens=40, stop_token_ids=[stop], ignore_eos=False)
+        stops = {"stop_token_ids": [stop], "ignore_eos": False}
+        record = ask(url, prompt, 40, sampling=stops)
         assert record["meta_info"]["finish_reason"]["type"] == "stop"
         reply = whole[: whole.index(stop) + 1]
         assert record["output_ids"] == reply
@@ -221,17 +197,12 @@ def reply_is_cached(url: str, cold_url: str, end: str) -> None:
     second = ask(url, longer, NEW_TOKENS)
     known = len(prompt) + len(reply)
     assert known - 1 <= cached(second) <= known
-    same(second, cold(cold_url, longer))
+    assert same(second, cold(cold_url, longer, NEW_TOKENS))
 
 
 def aborted_reply(url: str, prompt: list[int]) -> list[int]:
     """What a request had said when its client took it back."""
-    body = {
-        "input_ids": prompt,
-        "rid": "taken-back",
-        "stream": True,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True},
-    }
+    body = greedy(prompt, 4000, rid="taken-back", stream=True)
     record: dict = {}
     with requests.post(url + "/generate", json=body, stream=True, timeout=300) as response:
         lines = (line for line in response.iter_lines() if line.startswith(b"data: {"))
@@ -245,9 +216,13 @@ def aborted_reply(url: str, prompt: list[int]) -> list[int]:
 
 
 def test_samples_of_one_prompt_share_all_of_it(url: str) -> None:
-    records = batch(url, [random_prompt(700, seed=95)], n=4)
+    samples_share(url, 699)
+
+
+def samples_share(url: str, usable: int) -> None:
+    records = ask(url, [random_prompt(700, seed=95)], NEW_TOKENS, sampling={"n": 4})
     assert len(records) == 4
-    assert sorted(cached(record) for record in records)[-3:] == [699] * 3
+    assert sorted(map(cached, records))[-3:] == [usable] * 3
 
 
 @sgl.function
@@ -269,18 +244,15 @@ def test_the_forks_of_a_program_share_its_prompt(url: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_state_that_is_off_by_one_would_be_seen(
-    model_directory: Callable[[str], Path], sglangs_own: str
-) -> None:
+def test_a_state_that_is_off_by_one_would_be_seen(serve: Serve, sglangs_own: str) -> None:
     """The comparison catches a server that takes every state one token too early."""
-    model = model_directory(DEFAULT_ARCHITECTURE)
-    with ServerProcess(["--model-path", str(model)], module="tests.server.off_by_one") as wrong:
+    with serve(module="tests.server.off_by_one") as wrong:
         case = cases()["siblings in turn"]
         warm = play(wrong.url, case)
         assert [cached(record) for record in warm] == case.cached
         with pytest.raises(AssertionError):
-            same(warm[-1], cold(sglangs_own, case.prompts[-1]))
-        same(warm[0], cold(sglangs_own, case.prompts[0]))
+            same(warm[-1], cold(sglangs_own, case.prompts[-1], NEW_TOKENS))
+        assert same(warm[0], cold(sglangs_own, case.prompts[0], NEW_TOKENS))
 
 
 LAZY = ("--mamba-radix-cache-strategy", "extra_buffer_lazy")
@@ -313,24 +285,19 @@ MATRIX = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "configuration"), MATRIX)
 def test_it_is_exact_everywhere(
-    architecture: str, configuration: str, model_directory: Callable[[str], Path]
+    architecture: str, configuration: str, model_directory: Callable[[str], Path], serve: Serve
 ) -> None:
-    model = model_directory(architecture)
-    flags = ["--model-path", str(model), *CONFIGURATIONS[configuration]]
-    with ServerProcess(flags) as server:
-        page = 16 if "page 16" in configuration else 1
-        chunk = 128 if configuration == "chunks of 128" else 0
+    page, chunk = page_and_chunk(configuration)
+    with serve(*CONFIGURATIONS[configuration], of=architecture) as server:
         plays_exactly(server.url, server.url, page, chunk)
-        for end in ("stop token", "abort"):
-            if "page 16" not in configuration:
-                reply_is_cached(server.url, server.url, end)
-        records = batch(server.url, [random_prompt(700, seed=95)], n=4)
-        usable = 688 if "page 16" in configuration else 699
-        assert sorted(cached(record) for record in records)[-3:] == [usable] * 3
+        for end in ("stop token", "abort") if page == 1 else ():
+            reply_is_cached(server.url, server.url, end)
+        samples_share(server.url, 699 - 699 % page)
         if architecture == DEFAULT_ARCHITECTURE:  # the others: test_against_transformers.py
-            expected = expect(model)
-            agree(
-                generate(server.url, [right.prompt for right in expected], EXPECTED_TOKENS),
-                expected,
-            )
-        assert "Traceback" not in server.log.read_text(errors="replace")
+            agree(server.url, expect(model_directory(architecture)))
+        assert said(server)
+
+
+def page_and_chunk(configuration: str) -> tuple[int, int]:
+    """Tokens of a page, and of a chunk of a prefill, if that is short."""
+    return 16 if "page 16" in configuration else 1, 128 if "chunks" in configuration else 0

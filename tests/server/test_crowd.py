@@ -6,19 +6,18 @@ import asyncio
 import random
 import re
 import signal
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import requests
 
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.releases import needs_disk
-from tests.server.client import TOLERANCE, hybrid_cache
-from tests.server.crowd import Crowd, Kept
+from tests.server.client import Serve, ask, cached, hybrid_cache, logprobs, said, same
+from tests.server.crowd import Crowd
 from tests.server.one_memory import all_is_free
-from tests.server.soak import LOGPROBS
+from tests.server.soak import Watched
 from tests.server.test_soak import CHECKED, emptied
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), needs_disk]
@@ -49,25 +48,13 @@ COUNTS = ("requests", "prompt_tokens", "hit_tokens", "kv_only_tokens")
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_a_crowd(
-    configuration: str, model_directory: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_crowd(configuration: str, serve: Serve, tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     disk = tmp_path / "disk"
-    command = [
-        *("--model-path", str(model_directory(DEFAULT_ARCHITECTURE))),
-        *("--hybrid-disk-folder", str(disk)),
-        *FLAGS,
-        *CONFIGURATIONS[configuration],
-    ]
-
-    def serve() -> ServerProcess:
-        return ServerProcess(
-            command, module="tests.server.checked", environment=WITHOUT_RETRACTIONS
-        )
-
-    with serve() as server:
+    flags = (*FLAGS, *CONFIGURATIONS[configuration], "--hybrid-disk-folder", str(disk))
+    started = partial(serve, *flags, module="tests.server.checked", environment=WITHOUT_RETRACTIONS)
+    with started() as server:
         crowd = Crowd(server.url, seed)
         asyncio.run(crowd.stay(SECONDS))
         asked = random.Random(seed).sample(crowd.kept, ASKED_AGAIN)
@@ -81,37 +68,25 @@ def test_a_crowd(
         assert seen["tiers"]["loaded_bytes"] > 0 and seen["tiers"]["failed_loads"] == 0
         ends_in_the_middle(server, seed)
     assert sum(file.stat().st_size for file in disk.rglob("*.safetensors")) <= DISK_MB << 20
-    with serve() as server:
+    with started() as server:
         assert hybrid_cache(server.url)["tiers"]["disk"]["found_at_start"] > 0
         assert all(is_same(server.url, kept) for kept in asked)
         assert hybrid_cache(server.url)["tiers"]["disk"]["read"] > 0
-        assert "Traceback" not in server.log.read_text(errors="replace")
+        assert said(server)
 
 
 def everything_happened(crowd: Crowd) -> None:
     """The crowd did all that it can."""
     did = {"streamed", "talked", "samples", "hung up", "refused", "explained"}
     assert did <= crowd.outcomes.keys()
-    assert sum(kept.cached_tokens > 0 for kept in crowd.kept) > len(crowd.kept) / 10
+    assert sum(cached(kept.record) > 0 for kept in crowd.kept) > len(crowd.kept) / 10
 
 
-def is_same(url: str, kept: Kept, **tenant: str) -> bool:
+def is_same(url: str, kept: Watched, **tenant: str) -> bool:
     """Whether the server says the same again, to the same tenant if no other is given."""
-    length = len(kept.tokens)
-    body = {
-        "input_ids": kept.prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": length, "ignore_eos": True},
-        **LOGPROBS,
-        **(tenant or kept.tenant),
-    }
-    response = requests.post(url + "/generate", json=body, timeout=300)
-    response.raise_for_status()
-    meta = response.json()["meta_info"]
-    assert not tenant or meta["cached_tokens"] == 0
-    again = meta["output_token_logprobs"]
-    assert [entry[1] for entry in again] == kept.tokens
-    assert [entry[0] for entry in again] == pytest.approx(kept.logprobs, abs=TOLERANCE)
-    return True
+    again = ask(url, kept.prompt, len(logprobs(kept.record)), **(tenant or kept.tenant))
+    assert not tenant or cached(again) == 0
+    return same(again, kept.record)
 
 
 def numbers_agree(url: str, seen: dict) -> None:
@@ -143,4 +118,4 @@ def ends_in_the_middle(server: ServerProcess, seed: int) -> None:
     asyncio.run(use())
     assert crowd.outcomes["answered"]
     assert server.process.wait(LIMIT) == 0
-    assert "Traceback" not in server.log.read_text(errors="replace")
+    assert said(server)

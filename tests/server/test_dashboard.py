@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import requests
 
 from sglang_hybrid.serving.server_process import ServerProcess, free_port
 from tests.dashboard import DASHBOARD, DOCKER, queries
+from tests.server.client import until
 from tests.server.soak import Soak
 from tests.server.test_soak import FLAGS, RUNNING, SLOTS_PER_REQUEST
 
@@ -51,8 +52,8 @@ def test_no_panel_is_without_data(tmp_path: Path) -> None:
         path.write_text(config.replace("server:30000", f"127.0.0.1:{server.port}"))
         with prometheus(path) as url:
             soak = Soak(server.url, seed=0, priorities=False)
-            until = time.monotonic() + MINUTE
-            while time.monotonic() < until:
+            end = time.monotonic() + MINUTE
+            while time.monotonic() < end:
                 asyncio.run(soak.send(40))
             found = {
                 f"{title}: {query}": series(url, query)
@@ -83,14 +84,14 @@ def prometheus(config: Path) -> Iterator[str]:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
         url = f"http://{address}"
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
+
+        def is_ready() -> bool:
             assert process.poll() is None, (config.parent / "log").read_text()
-            try:
-                if requests.get(url + "/-/ready", timeout=5).ok:
-                    break
-            except requests.RequestException:
-                time.sleep(0.2)
+            with suppress(requests.RequestException):
+                return requests.get(url + "/-/ready", timeout=5).ok
+            return False
+
+        until(is_ready, 60)
         yield url
     finally:
         process.terminate()

@@ -9,7 +9,8 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -22,8 +23,18 @@ from sglang_hybrid.serving.server_process import ServerProcess
 from sglang_hybrid.storage.disk.folder import RankFolder
 from sglang_hybrid.storage.disk.store_start import open_store
 from tests.releases import needs_disk, smaller_copies
-from tests.server.client import TOLERANCE, ask, hybrid_cache, logprobs, random_prompt
-from tests.storage.foreign import checksum, home, outside, put
+from tests.server.client import (
+    Serve,
+    ask,
+    cached,
+    hybrid_cache,
+    logprobs,
+    random_prompt,
+    same,
+    until,
+)
+from tests.storage.foreign import checksum, home, outside
+from tests.storage.objects import put
 
 FLAGS = (
     *("--max-total-tokens", "4000", "--max-mamba-cache-size", "16", "--enable-cache-report"),
@@ -50,29 +61,25 @@ class Cold:
 
 
 @pytest.fixture(scope="module")
-def model(model_directory: Callable[[str], Path]) -> Path:
-    return model_directory(DEFAULT_ARCHITECTURE)
-
-
-@pytest.fixture(scope="module")
-def cold(model: Path) -> Iterator[Cold]:
-    with ServerProcess(["--model-path", str(model), "--disable-radix-cache"]) as server:
+def cold(serve: Serve) -> Iterator[Cold]:
+    with serve("--disable-radix-cache") as server:
         yield Cold(server.url)
 
 
-def serve(model: Path, disk: Path, *flags: str, without: str = "") -> ServerProcess:
-    """`without`: capabilities that the server does not have, even as root."""
-    command = ["--model-path", str(model), *FLAGS, "--hybrid-disk-folder", str(disk), *flags]
-    if not without:
-        return ServerProcess(command)
-    python = [sys.executable, "-m", "sglang_hybrid.launch_server"]
-    return ServerProcess(command, program=["setpriv", f"--bounding-set={without}", *python])
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """The folder of a test's servers."""
+    return tmp_path / "disk"
 
 
-def right(answer: dict, expected: dict) -> bool:
-    assert answer["output_ids"] == expected["output_ids"]
-    assert logprobs(answer) == pytest.approx(logprobs(expected), abs=TOLERANCE)
-    return True
+@pytest.fixture
+def tiered(serve: Serve, disk: Path) -> Serve:
+    """Servers on `disk`."""
+    return partial(serve, *FLAGS, "--hybrid-disk-folder", str(disk))
+
+
+def answers_as_cold(server: ServerProcess, cold: Cold) -> bool:
+    return all(same(ask(server.url, prompt, 4), cold(prompt)) for prompt in PROMPTS)
 
 
 def stored(answer: dict) -> int:
@@ -97,31 +104,25 @@ def lines(server: ServerProcess) -> list[str]:
     return [line for line in said if "disk" in line and "are on disk in" not in line]
 
 
-def test_what_was_learnt_outlives_a_server_that_is_killed(model: Path, tmp_path: Path) -> None:
+def test_what_was_learnt_outlives_a_server_that_is_killed(tiered: Serve, disk: Path) -> None:
     """Also with two ranks, which begin with the same; a damaged file is one line."""
-    disk = tmp_path / "disk"
 
     def learnt(server: ServerProcess) -> dict[str, int]:
         return hybrid_cache(server.url)["tiers"]["learnt"]
 
     for attempt in range(2):
-        with serve(model, disk, "--tp-size", "2") as server:
+        with tiered("--tp-size", "2") as server:
             assert (learnt(server)["restored"] > 0) == attempt
             for seed in range(4):
-                requests.post(
-                    server.url + "/generate",
-                    json={"input_ids": random_prompt(100, seed=seed), "cache_salt": "a"},
-                    headers={"X-Hybrid-Session": "end"},
-                    timeout=60,
-                ).raise_for_status()
-            while not learnt(server)["saved"]:
-                time.sleep(0.5)
-            for process in psutil.Process(server.process.pid).children(recursive=True):
+                end = {"X-Hybrid-Session": "end"}
+                ask(server.url, random_prompt(100, seed=seed), 16, end, cache_salt="a")
+            until(lambda: learnt(server)["saved"])
+            for process in server.processes()[1:]:
                 process.kill()
     (path,) = disk.glob("*/*/rank-0-0-0-0.learnt")
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_bytes(path.read_bytes()[:-1])
-    with serve(model, disk, "--tp-size", "2") as server:
+    with tiered("--tp-size", "2") as server:
         assert learnt(server) == {"restored": 0, "ignored": 1, "saved": 0, "failed": 0}
         said = [line for line in server.log.read_text().splitlines() if "learnt before" in line]
         assert len(said) == 1
@@ -132,52 +133,52 @@ def test_what_was_learnt_outlives_a_server_that_is_killed(model: Path, tmp_path:
     "architecture", ["nemotron-h", "falcon-h1", "granite-hybrid", "qwen3-next"]
 )
 def test_a_restart_finds_kv_and_states(
-    model_directory: Callable[[str], Path], tmp_path: Path, architecture: str, page: str
+    tiered: Serve, disk: Path, architecture: str, page: str
 ) -> None:
-    flags = (model_directory(architecture), tmp_path / "disk", "--page-size", page)
-    with serve(*flags) as server:
+    started = partial(tiered, "--page-size", page, of=architecture)
+    with started() as server:
         first = [ask(server.url, prompt, 4) for prompt in PROMPTS]
-        written(tmp_path / "disk")
-    with serve(*flags) as server:
+        written(disk)
+    with started() as server:
         for prompt, expected in zip(PROMPTS, first, strict=True):
             answer = ask(server.url, prompt, 4)
-            assert right(answer, expected) and stored(answer) >= 640
-        disk = hybrid_cache(server.url)["tiers"]["disk"]
-        assert disk["read"] and disk["found_at_start"] and not disk["off"]
+            assert same(answer, expected) and stored(answer) >= 640
+        info = hybrid_cache(server.url)["tiers"]["disk"]
+        assert info["read"] and info["found_at_start"] and not info["off"]
         assert not lines(server)
 
 
 @smaller_copies
 def test_smaller_copies_are_found_again_under_their_codec_only(
-    model: Path, tmp_path: Path, cold: Cold
+    tiered: Serve, disk: Path, cold: Cold
 ) -> None:
     """They are marked, and a server whose copies are exact does not find them."""
-    smaller = (model, tmp_path / "disk", "--hybrid-tier-codec", "int8")
-    with serve(*smaller) as server:
+    smaller = partial(tiered, "--hybrid-tier-codec", "int8")
+    with smaller() as server:
         for prompt in PROMPTS:
             ask(server.url, prompt, 4)
-        written(tmp_path / "disk")
-    with serve(*smaller) as server:
+        written(disk)
+    with smaller() as server:
         for prompt in PROMPTS:
             answer = ask(server.url, prompt, 4)
             assert stored(answer) >= 640
             assert answer["meta_info"]["hybrid_cache"]["exact"] is False
             error = logprobs(answer)[0] - logprobs(cold(prompt))[0]
             assert 0 < abs(error) < 0.5
-    with serve(model, tmp_path / "disk") as server:
+    with tiered() as server:
         for prompt in PROMPTS:
             answer = ask(server.url, prompt, 4)
-            assert stored(answer) == 0 and right(answer, cold(prompt))
+            assert stored(answer) == 0 and same(answer, cold(prompt))
 
 
-def test_ranks_find_their_own(model: Path, tmp_path: Path, cold: Cold) -> None:
+def test_ranks_find_their_own(tiered: Serve, disk: Path, cold: Cold) -> None:
     for first in (True, False):
-        with serve(model, tmp_path / "disk", "--tp-size", "2") as server:
+        with tiered("--tp-size", "2") as server:
             answers = [ask(server.url, prompt, 4) for prompt in PROMPTS]
-            assert all(map(right, answers, map(cold, PROMPTS)))
+            assert all(map(same, answers, map(cold, PROMPTS)))
             assert all((stored(answer) >= 640) is not first for answer in answers)
-            written(tmp_path / "disk")
-    assert len(list((tmp_path / "disk").glob("*/*/rank-*"))) == 2
+            written(disk)
+    assert len(list(disk.glob("*/*/rank-*"))) == 2
 
 
 class Conversations:
@@ -195,60 +196,61 @@ class Conversations:
             text += random_prompt(20, seed=self._random.randrange(10**6))
             answer = ask(url, text, 4)
             text += answer["output_ids"]
-            hits += answer["meta_info"]["cached_tokens"]
+            hits += cached(answer)
             total += answer["meta_info"]["prompt_tokens"]
         return hits / total
 
 
 @pytest.mark.timeout(900)
-def test_hits_go_on_after_a_restart(model: Path, tmp_path: Path) -> None:
+def test_hits_go_on_after_a_restart(tiered: Serve, disk: Path) -> None:
     traffic = Conversations()
-    with serve(model, tmp_path / "disk") as server:
+    with tiered() as server:
         traffic.hit_rate(server.url, 100)
         before = traffic.hit_rate(server.url, 100)
-        written(tmp_path / "disk")
-    with serve(model, tmp_path / "disk") as server:
+        written(disk)
+    with tiered() as server:
         after = traffic.hit_rate(server.url, 100)
     print(f"hit rate before {before:.3f}, after {after:.3f}")
     assert before > 0.5 and after >= 0.95 * before
 
 
 def test_other_weights_find_nothing(
-    model: Path, tmp_path: Path, cold: Cold, tmp_path_factory: pytest.TempPathFactory
+    tiered: Serve, disk: Path, cold: Cold, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """A server with other weights of the same shape, and one whose weights are updated."""
     other = build_tiny_model(DEFAULT_ARCHITECTURE, tmp_path_factory.mktemp("other") / "m", seed=7)
-    with serve(model, tmp_path / "disk") as server:
-        assert all(right(ask(server.url, prompt, 4), cold(prompt)) for prompt in PROMPTS)
-        written(tmp_path / "disk")
+    with tiered() as server:
+        assert answers_as_cold(server, cold)
+        written(disk)
         body = {"model_path": str(other)}
         requests.post(f"{server.url}/update_weights_from_disk", json=body).raise_for_status()
         updated = [ask(server.url, prompt, 4) for prompt in PROMPTS]
         assert [stored(answer) for answer in updated] == [0] * 5
         (line,) = lines(server)
         assert "weights were updated" in line
-    with serve(other, tmp_path / "disk") as server:
+    flags = ("--model-path", str(other), *FLAGS, "--hybrid-disk-folder", str(disk))
+    with ServerProcess(flags) as server:
         for prompt, expected in zip(PROMPTS, updated, strict=True):
             answer = ask(server.url, prompt, 4)
-            assert stored(answer) == 0 and right(answer, expected)
+            assert stored(answer) == 0 and same(answer, expected)
             assert answer["output_ids"] != cold(prompt)["output_ids"]
 
 
 @pytest.mark.timeout(1_800)
-def test_killed_while_it_writes(model: Path, tmp_path: Path, cold: Cold) -> None:
+def test_killed_while_it_writes(tiered: Serve, cold: Cold) -> None:
     """SIGKILL at a random moment of writing; the next server starts and answers rightly."""
-    disk, source, found = tmp_path / "disk", random.Random(1), 0
+    source, found = random.Random(1), 0
     seen: list[list[int]] = []
     for kill in range(KILLS):
-        with serve(model, disk) as server:
+        with tiered() as server:
             if seen:
                 prompts = source.sample(seen, 3)
                 answers = [ask(server.url, prompt, 4) for prompt in prompts]
-                assert all(map(right, answers, map(cold, prompts)))
+                assert all(map(same, answers, map(cold, prompts)))
                 found += sum(map(stored, answers))
             seen = [random_prompt(700, seed=1_000 * kill + number) for number in range(6)]
             for prompt in seen:
-                assert right(ask(server.url, prompt, 4), cold(prompt))
+                assert same(ask(server.url, prompt, 4), cold(prompt))
             time.sleep(source.uniform(0, 0.05))
             for process in server.processes():
                 process.kill()
@@ -260,18 +262,18 @@ def scheduler(server: ServerProcess) -> psutil.Process:
     return found
 
 
-def test_a_full_disk(model: Path, tmp_path: Path, cold: Cold) -> None:
+def test_a_full_disk(tiered: Serve, disk: Path, cold: Cold) -> None:
     """Files may not grow beyond 100,000 bytes, which ends every write in the middle."""
-    disk = tmp_path / "disk"
-    with serve(model, disk) as server:
+    with tiered() as server:
         assert server.log.stat().st_size < 50_000, "the log itself must not be too large"
         written(disk)
         before = set(files(disk))  # of the server's own first request
         _, most = scheduler(server).rlimit(resource.RLIMIT_FSIZE)
         scheduler(server).rlimit(resource.RLIMIT_FSIZE, (100_000, most))
         for _ in range(2):
-            assert all(right(ask(server.url, prompt, 4), cold(prompt)) for prompt in PROMPTS)
-        time.sleep(1)
+            assert answers_as_cold(server, cold)
+        until(lambda: lines(server))
+        written(disk)
         scheduler(server).rlimit(resource.RLIMIT_FSIZE, (most, most))
         new = set(files(disk)) - before
         assert all(path.stat().st_size < 100_000 for path in new) and not list(disk.rglob("*.tmp"))
@@ -279,10 +281,12 @@ def test_a_full_disk(model: Path, tmp_path: Path, cold: Cold) -> None:
     assert "nothing is written to the disk tier (File too large)" in line
 
 
-def test_a_folder_in_use_stays_as_it_is(model: Path, tmp_path: Path, cold: Cold) -> None:
+def test_a_folder_in_use_stays_as_it_is(
+    tiered: Serve, disk: Path, tmp_path: Path, cold: Cold
+) -> None:
     """Somebody's home is the folder, and another model has left as much as the budget is."""
     elsewhere = outside(tmp_path / "elsewhere")
-    disk = home(tmp_path / "home", elsewhere)
+    home(disk, elsewhere)
     left = open_store(RankFolder(disk, {"weights": "old"}, "rank-0-0-0-0"))
     for number in range(8):
         assert put(left, number, size=1 << 20)
@@ -290,10 +294,10 @@ def test_a_folder_in_use_stays_as_it_is(model: Path, tmp_path: Path, cold: Cold)
     tier = left.folder.tier
     before = checksum(disk, but=[tier]), checksum(elsewhere)
     for first in (True, False):
-        with serve(model, disk, "--hybrid-disk-mb", "8") as server:
+        with tiered("--hybrid-disk-mb", "8") as server:
             for prompt in PROMPTS[:2]:
                 answer = ask(server.url, prompt, 4)
-                assert right(answer, cold(prompt)) and (stored(answer) >= 640) is not first
+                assert same(answer, cold(prompt)) and (stored(answer) >= 640) is not first
             written(disk)
             kept = hybrid_cache(server.url)["tiers"]["disk"]
             assert 0 < kept["bytes"] <= kept["budget"] == 8 << 20
@@ -303,38 +307,39 @@ def test_a_folder_in_use_stays_as_it_is(model: Path, tmp_path: Path, cold: Cold)
     assert (checksum(disk, but=[tier]), checksum(elsewhere)) == before
 
 
-def test_a_folder_that_is_removed(model: Path, tmp_path: Path, cold: Cold) -> None:
-    disk = tmp_path / "disk"
-    with serve(model, disk) as server:
-        assert right(ask(server.url, PROMPTS[0], 4), cold(PROMPTS[0]))
+def test_a_folder_that_is_removed(tiered: Serve, disk: Path, cold: Cold) -> None:
+    with tiered() as server:
+        assert same(ask(server.url, PROMPTS[0], 4), cold(PROMPTS[0]))
         written(disk)
         shutil.rmtree(disk)
         for _ in range(2):
-            assert all(right(ask(server.url, prompt, 4), cold(prompt)) for prompt in PROMPTS)
-        time.sleep(1)
+            assert answers_as_cold(server, cold)
+        until(lambda: lines(server))
     (line,) = lines(server)
     assert "the disk tier is off" in line and "was removed" in line
     assert not disk.exists()
 
 
 @pytest.mark.skipif(not shutil.which("setpriv"), reason="root may read everything")
-def test_permissions_that_are_taken(model: Path, tmp_path: Path, cold: Cold) -> None:
-    disk = tmp_path / "disk"
-    with serve(model, disk, without="-dac_override,-dac_read_search") as server:
-        assert right(ask(server.url, PROMPTS[0], 4), cold(PROMPTS[0]))
+def test_permissions_that_are_taken(tiered: Serve, disk: Path, cold: Cold) -> None:
+    """From a server that may not read everything, even as root."""
+    python = (sys.executable, "-m", "sglang_hybrid.launch_server")
+    program = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", *python)
+    with tiered(program=program) as server:
+        assert same(ask(server.url, PROMPTS[0], 4), cold(PROMPTS[0]))
         written(disk)
         disk.chmod(0)
         for _ in range(2):
-            assert all(right(ask(server.url, prompt, 4), cold(prompt)) for prompt in PROMPTS)
-        time.sleep(1)
+            assert answers_as_cold(server, cold)
+        until(lambda: lines(server))
         disk.chmod(0o700)
     (line,) = lines(server)
     assert "disk tier" in line
 
 
-def test_a_server_starts_without_its_disk(model: Path, tmp_path: Path, cold: Cold) -> None:
-    (tmp_path / "disk").write_text("no folder")
-    with serve(model, tmp_path / "disk") as server:
-        assert all(right(ask(server.url, prompt, 4), cold(prompt)) for prompt in PROMPTS)
+def test_a_server_starts_without_its_disk(tiered: Serve, disk: Path, cold: Cold) -> None:
+    disk.write_text("no folder")
+    with tiered() as server:
+        assert answers_as_cold(server, cold)
     (line,) = lines(server)
     assert "the disk tier is off" in line

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import TOLERANCE, flush, logprobs, random_prompt
+from tests.server import client
+from tests.server.client import TOLERANCE, Serve, flush, logprobs, random_prompt, said, until
 from tests.server.one_memory import all_is_free
 from tests.server.test_soak import CHECKED, emptied
 
@@ -31,40 +27,27 @@ FLAGS = (
 
 def ask(url: str, prompt: list[int], new_tokens: int) -> Any:
     """No answer ends before `new_tokens`, which the server cannot know beforehand."""
-    length = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
-    body = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, **length},
-        "return_logprob": True,
-        "logprob_start_len": -1,
-    }
-    answer = requests.post(url + "/generate", json=body, timeout=300)
-    answer.raise_for_status()
-    return answer.json()
+    least = {"min_new_tokens": new_tokens, "ignore_eos": False}
+    return client.ask(url, prompt, new_tokens, sampling=least)
 
 
-def until_running(url: str, count: int) -> None:
-    for _ in range(500):
-        loads = requests.get(url + "/v1/loads", timeout=60).json()["loads"]
-        if loads[0]["num_running_reqs"] >= count:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"{count} requests never ran at once")
+def running(url: str) -> int:
+    loads = requests.get(url + "/v1/loads", timeout=60).json()["loads"]
+    return int(loads[0]["num_running_reqs"])
 
 
-def test_a_prefill_waits_for_memory(model_directory: Callable[[str], Path]) -> None:
+def test_a_prefill_waits_for_memory(serve: Serve) -> None:
     """560 tokens of a prompt fit when it is admitted, and do not when its last chunks are due."""
-    model = str(model_directory(DEFAULT_ARCHITECTURE))
-    command = ["--model-path", model, "--hybrid-memory", "split", *FLAGS]
+    variables = dict(CHECKED, SGLANG_TEST_RETRACT="0")
     prompts = [random_prompt(10, seed=1 + i) for i in range(DECODING)]
     with (
-        ServerProcess(command, environment=dict(CHECKED, SGLANG_TEST_RETRACT="0")) as server,
+        serve("--hybrid-memory", "split", *FLAGS, environment=variables) as server,
         ThreadPoolExecutor() as clients,
     ):
         for seed in range(2):
             flush(server.url)
             decoding = [clients.submit(ask, server.url, each, NEW_TOKENS) for each in prompts]
-            until_running(server.url, DECODING)
+            until(lambda: running(server.url) >= DECODING)
             long = random_prompt(560 + CHUNK // 2 * seed, seed=100 + seed)
             answers = [ask(server.url, long, 8), *(each.result() for each in decoding)]
             flush(server.url)
@@ -72,5 +55,4 @@ def test_a_prefill_waits_for_memory(model_directory: Callable[[str], Path]) -> N
                 alone = ask(server.url, prompt, len(mine["output_ids"]))
                 assert logprobs(mine) == pytest.approx(logprobs(alone), abs=TOLERANCE)
         assert all_is_free(emptied(server), SLOTS)
-        log = server.log.read_text(errors="replace")
-        assert "Traceback" not in log
+        assert said(server)

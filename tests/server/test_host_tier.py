@@ -4,21 +4,10 @@ host, loaded again, and answered as cold; by SGLang's own cache and by ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import (
-    TOLERANCE,
-    ask,
-    flush,
-    hybrid_cache,
-    logprobs,
-    random_prompt,
-)
+from tests.server.client import Serve, ask, cached, cold, hybrid_cache, random_prompt, same
 
 FLAGS = (
     *("--max-total-tokens", "2000", "--max-mamba-cache-size", "10", "--enable-cache-report"),
@@ -30,30 +19,23 @@ PROMPTS = [random_prompt(700, seed=seed) for seed in range(5)]
 
 
 def loaded_answers_are_cold_ones(url: str) -> None:
-    cold = [ask(url, prompt, 4) for prompt in PROMPTS]
-    assert all(answer["meta_info"]["cached_tokens"] == 0 for answer in cold)
-    for prompt, right in zip(PROMPTS, cold, strict=True):
+    first = [ask(url, prompt, 4) for prompt in PROMPTS]
+    assert not any(map(cached, first))
+    for prompt, right in zip(PROMPTS, first, strict=True):
         answer = ask(url, prompt, 4)
         assert answer["meta_info"]["cached_tokens_details"]["host"] > 0
-        assert answer["output_ids"] == right["output_ids"]
-        assert logprobs(answer) == pytest.approx(logprobs(right), abs=TOLERANCE)
+        assert same(answer, right)
 
 
 CHECKED = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
 }
+"""The server ends if memory is lost."""
 
 
-def ours(model: Path, *flags: str) -> ServerProcess:
-    """A server with our cache, which ends if memory is lost."""
-    return ServerProcess(["--model-path", str(model), *FLAGS, *flags], environment=CHECKED)
-
-
-def unmodified(model: Path, *flags: str, **variables: str) -> ServerProcess:
-    """SGLang's own launcher, and so its own cache."""
-    command = ["--model-path", str(model), *FLAGS, *flags]
-    return ServerProcess(command, module="sglang.launch_server", environment=variables)
+SGLANGS = "sglang.launch_server"
+"""Its own launcher, and so its own cache."""
 
 
 @pytest.mark.slow
@@ -62,18 +44,19 @@ def unmodified(model: Path, *flags: str, **variables: str) -> ServerProcess:
     "architecture", ["nemotron-h", "falcon-h1", "granite-hybrid", "qwen3-next"]
 )
 def test_sglangs_cache_loads_what_it_backed_up(
-    model_directory: Callable[[str], Path], architecture: str, layout: str
+    serve: Serve, architecture: str, layout: str
 ) -> None:
-    with unmodified(model_directory(architecture), "--hicache-mem-layout", layout) as server:
+    flags = (*FLAGS, "--hicache-mem-layout", layout)
+    with serve(*flags, of=architecture, module=SGLANGS) as server:
         loaded_answers_are_cold_ones(server.url)
 
 
 @pytest.mark.slow
-def test_a_simulated_bandwidth_is_said_and_kept(model_directory: Callable[[str], Path]) -> None:
+def test_a_simulated_bandwidth_is_said_and_kept(serve: Serve) -> None:
     """Loading 640 tokens and a state moves some 3 MB."""
     link = "host=3MB/s+1ms"
-    model = model_directory(DEFAULT_ARCHITECTURE)
-    with unmodified(model, SGLANG_HYBRID_SIMULATE_BANDWIDTH=link) as server:
+    variables = {"SGLANG_HYBRID_SIMULATE_BANDWIDTH": link}
+    with serve(*FLAGS, module=SGLANGS, environment=variables) as server:
         loaded_answers_are_cold_ones(server.url)
         assert f"simulated bandwidth ({link})" in server.log.read_text()
 
@@ -90,11 +73,7 @@ def every_mixture_is_answered_as_cold(server: ServerProcess) -> None:
     tiers = hybrid_cache(server.url)["tiers"]
     assert tiers["loads"] > 0 and tiers["hit_tokens"]["host"] > 0
     for prompt, answer in zip(asked, warm, strict=True):
-        flush(server.url)
-        right = ask(server.url, prompt, 4)
-        assert right["meta_info"]["cached_tokens"] == 0
-        assert answer["output_ids"] == right["output_ids"]
-        assert logprobs(answer) == pytest.approx(logprobs(right), abs=TOLERANCE)
+        assert same(answer, cold(server.url, prompt, 4))
 
 
 MIXTURES = [
@@ -113,7 +92,7 @@ MIXTURES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "flags"), MIXTURES)
 def test_our_cache_loads_what_is_worth_it(
-    model_directory: Callable[[str], Path], architecture: str, flags: tuple[str, ...]
+    serve: Serve, architecture: str, flags: tuple[str, ...]
 ) -> None:
-    with ours(model_directory(architecture), *flags) as server:
+    with serve(*FLAGS, *flags, of=architecture, environment=CHECKED) as server:
         every_mixture_is_answered_as_cold(server)

@@ -7,13 +7,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import requests
 
-from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import TOLERANCE, ask, flush, hybrid_cache, logprobs, random_prompt
+from tests.server.client import (
+    Serve,
+    ask,
+    cached,
+    completed,
+    flush,
+    greedy,
+    hybrid_cache,
+    random_prompt,
+    same,
+    until,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -26,12 +37,12 @@ VARIABLES = {
 
 
 @pytest.fixture(scope="module", params=["window", "car"])
-def url(request: Any) -> Iterator[str]:
+def url(request: Any, serve: Serve) -> Iterator[str]:
     flags = ["--tp-size", "2", "--hybrid-schedule", request.param, "--max-running-requests", "2"]
     flags += ["--max-total-tokens", "3000", "--max-mamba-cache-size", "12"]
     flags += ["--hybrid-memory", "split"]  # so that one prompt can push out all others
     flags += ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--enable-metrics"]
-    with ServerProcess(flags, environment=VARIABLES) as server:
+    with serve(*flags, environment=VARIABLES) as server:
         yield server.url
 
 
@@ -42,12 +53,16 @@ def schedule(url: str) -> dict[str, Any]:
 
 def settled(url: str) -> dict[str, Any]:
     """When nothing is loaded or written any more."""
-    for _ in range(100):
-        before = schedule(url)
+    last = schedule(url)
+
+    def is_settled() -> bool:
+        nonlocal last
         time.sleep(0.2)
-        if schedule(url)["loads"] == before["loads"]:
-            return before
-    raise AssertionError("loads do not end")
+        before, last = last, schedule(url)
+        return bool(before["loads"] == last["loads"])
+
+    until(is_settled)
+    return last
 
 
 def test_a_session_that_is_expected_back(url: str) -> None:
@@ -56,23 +71,15 @@ def test_a_session_that_is_expected_back(url: str) -> None:
     """
     before = schedule(url)["loads"]["expected"]
     session = random_prompt(700, seed=77)
-    body = {
-        "input_ids": session,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
-    }
-    said = {"X-Hybrid-Session": "return; seconds=25"}
-    answer = requests.post(url + "/generate", json=body, headers=said, timeout=60).json()
-    ended = {**body, "input_ids": random_prompt(2_900, seed=91)}  # it needs all of the device
-    says_end = {"X-Hybrid-Session": "end"}
-    requests.post(url + "/generate", json=ended, headers=says_end, timeout=60).raise_for_status()
-    deadline = time.monotonic() + 40
-    while schedule(url)["loads"]["expected"] == before and time.monotonic() < deadline:
-        time.sleep(0.5)
+    answer = ask(url, session, 4, {"X-Hybrid-Session": "return; seconds=25"})
+    all_of_the_device = random_prompt(2_900, seed=91)
+    ask(url, all_of_the_device, 4, {"X-Hybrid-Session": "end"})
+    until(lambda: schedule(url)["loads"]["expected"] > before, 40)
     assert schedule(url)["loads"]["expected"] == before + 1
     settled(url)
     again = ask(url, [*session, *answer["output_ids"], 500, 501], 1)
     assert again["meta_info"]["hybrid_cache"]["tiers"]["host_tokens"] == 0
-    assert again["meta_info"]["cached_tokens"] >= 700
+    assert cached(again) >= 700
 
 
 def test_a_queue_of_requests_whose_documents_are_on_the_host(url: str) -> None:
@@ -84,8 +91,7 @@ def test_a_queue_of_requests_whose_documents_are_on_the_host(url: str) -> None:
     with ThreadPoolExecutor(30) as pool:
         answers = list(pool.map(lambda number: ask(url, prompts[number], 4), order))
     for number, answer in zip(order, answers, strict=True):
-        assert answer["output_ids"] == expected[number]["output_ids"]
-        assert logprobs(answer) == pytest.approx(logprobs(expected[number]), abs=TOLERANCE)
+        assert same(answer, expected[number])
     seen = settled(url)
     loads = seen["loads"]
     assert loads["started"] > 0 and loads["used"] + loads["late"] > 0
@@ -96,19 +102,14 @@ def test_a_queue_of_requests_whose_documents_are_on_the_host(url: str) -> None:
 
 def test_requests_that_go_leave_nothing(url: str) -> None:
     def impatient(number: int) -> None:
-        body = {
-            "input_ids": [*DOCUMENTS[number % 6], *random_prompt(9, seed=200 + number)],
-            "sampling_params": {"max_new_tokens": 30, "ignore_eos": True},
-        }
-        try:
+        body = greedy([*DOCUMENTS[number % 6], *random_prompt(9, seed=200 + number)], 30)
+        with suppress(requests.exceptions.Timeout):
             requests.post(url + "/generate", json=body, timeout=0.05 + number % 4 / 2)
-        except requests.exceptions.Timeout:
-            return
 
     with ThreadPoolExecutor(24) as pool:
         list(pool.map(impatient, range(48)))
     requests.post(url + "/abort_request", json={"abort_all": True}, timeout=60)
-    assert ask(url, random_prompt(20, seed=1), 1)["meta_info"]["completion_tokens"] == 1
+    assert completed([ask(url, random_prompt(20, seed=1), 1)]) == [1]
     seen = settled(url)
     loads = seen["loads"]
     assert loads["used"] + loads["late"] + loads["cancelled"] == loads["started"]

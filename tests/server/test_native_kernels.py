@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import TOLERANCE, ask, logprobs, random_prompt
+from tests.server.client import Serve, ask, random_prompt, said, same
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -44,39 +43,29 @@ def a_file(path: Path) -> Path:
     return path
 
 
-def said(server: ServerProcess) -> list[str]:
+def lines_of(server: ServerProcess) -> list[str]:
     """What the log says of native kernels."""
-    lines = server.log.read_text(errors="replace").splitlines()
-    assert not any("Traceback" in line for line in lines)
-    return [line for line in lines if "native kernels" in line]
+    return [line for line in said(server).splitlines() if "native kernels" in line]
 
 
 @pytest.fixture(scope="module")
-def model(model_directory: Callable[[str], Path]) -> tuple[str, str]:
-    return "--model-path", str(model_directory(DEFAULT_ARCHITECTURE))
-
-
-@pytest.fixture(scope="module")
-def right(model: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict:
+def right(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """The answer of two servers that started at once, of which one compiled for both."""
     environment = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("caches"))}
-    servers = [ServerProcess(model, environment=environment) for _ in range(2)]
+    servers = [serve(environment=environment) for _ in range(2)]
     lines, answers = [], []
-    try:
+    with ExitStack() as stack:
         for server in servers:
             server.start()
+            stack.callback(server.stop)
         for server in servers:
             server.wait_until_healthy()
             answers.append(ask(server.url, PROMPT))
-            lines += said(server)
-    finally:
-        for server in servers:
-            server.stop()
+            lines += lines_of(server)
     how = [re.search("native kernels (compiled|loaded)", line) for line in lines]
     assert sorted(found[1] for found in how if found) == ["compiled", "loaded"]
     assert len(lines) == 2
-    assert answers[0]["output_ids"] == answers[1]["output_ids"]
-    assert logprobs(answers[0]) == pytest.approx(logprobs(answers[1]), abs=TOLERANCE)
+    assert same(*answers)
     return answers[0]
 
 
@@ -94,12 +83,10 @@ def lacking(lack: str, folder: Path) -> tuple[dict[str, str], str]:
 
 @pytest.mark.parametrize("lack", ["a compiler", "a compiler that works", "a folder of caches"])
 def test_without_them_a_server_works_and_says_why(
-    tmp_path: Path, lack: str, model: tuple[str, str], right: dict
+    tmp_path: Path, lack: str, serve: Serve, right: dict
 ) -> None:
     environment, reason = lacking(lack, tmp_path)
-    with ServerProcess(model, environment=environment) as server:
-        answer = ask(server.url, PROMPT)
-        (line,) = said(server)
+    with serve(environment=environment) as server:
+        assert same(ask(server.url, PROMPT), right)
+        (line,) = lines_of(server)
     assert "plain torch stands for them" in line and reason in line
-    assert answer["output_ids"] == right["output_ids"]
-    assert logprobs(answer) == pytest.approx(logprobs(right), abs=TOLERANCE)

@@ -1,18 +1,32 @@
-"""KV and states in one memory: bytes go where the traffic needs them, and nothing is lost."""
+"""KV and states in one memory: bytes go where the traffic needs them, nothing is lost, and what the
+cache did is told.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
-from tests.server.client import TOLERANCE, ask, flush, logprobs, metric, random_prompt
-from tests.server.one_memory import PAGES_OF_OTHERS, conserved, memory, pool_memory
+from tests import dashboard
+from tests.server.client import (
+    Serve,
+    ask,
+    cached,
+    cold,
+    completed,
+    flush,
+    hybrid_cache,
+    metric,
+    random_prompt,
+    same,
+)
+from tests.server.one_memory import PAGES_OF_OTHERS, all_is_free, conserved, memory, pool_memory
 
 TOKENS, SLOTS = 6_000, 20
 FLAGS = (
@@ -27,11 +41,13 @@ CHECKED = {
 """SGLang's checks end a server in which something is lost, free twice, or free and in use."""
 
 
+TOLD = ("--hybrid-eviction", "marconi:0.5", "--max-running-requests", "4")
+"""A policy whose alpha is told, and so few requests at once that there is no advice."""
+
+
 @pytest.fixture(scope="module")
-def server(model_directory: Callable[[str], Path]) -> Iterator[ServerProcess]:
-    model = model_directory(DEFAULT_ARCHITECTURE)
-    command = ["--model-path", str(model), *FLAGS]
-    with ServerProcess(command, environment=CHECKED) as running:
+def server(serve: Serve) -> Iterator[ServerProcess]:
+    with serve(*FLAGS, *TOLD, environment=CHECKED) as running:
         yield running
 
 
@@ -45,6 +61,40 @@ def sessions(seed: int) -> list[list[int]]:
     """Short prompts that share nothing, each asked twice: little but states."""
     prompts = [random_prompt(40, seed=seed + i) for i in range(24)]
     return [prompt for prompt in prompts for _ in range(2)]
+
+
+def test_what_the_cache_did_is_told(server: ServerProcess) -> None:
+    """One request after another; the report, /server_info and /metrics say the same."""
+    document = random_prompt(701, seed=11)
+    flush(server.url)
+    before = hybrid_cache(server.url)
+    reports = [
+        ask(server.url, document + random_prompt(20, seed=seed))["meta_info"]["hybrid_cache"]
+        for seed in (12, 13, 14)
+    ]
+    after = hybrid_cache(server.url)
+    hits, alpha = metric(server.url, "hit_tokens_total"), metric(server.url, "alpha")
+    branches = metric(server.url, 'checkpoints_admitted_total{.*reason="branch".*}')
+    text = requests.get(server.url + "/metrics", timeout=30).text
+    assert [report["hit_tokens"] for report in reports] == [0, 0, 701]
+    assert [report["missed"] for report in reports] == ["not_stored", "no_state", "not_stored"]
+    assert [report["kv_only_tokens"] for report in reports] == [0, 701, 0]
+    left = [{(one["position"], one["kind"]) for one in report["checkpoints"]} for report in reports]
+    tail = (736, "tail")  # 721 tokens and 16 of an answer, but the last one, which was not read
+    assert left[0] == {(704, "chunk"), (720, "prompt_end"), tail}
+    assert left[1] == {(701, "branch"), (720, "prompt_end"), tail}
+    assert left[2] == {(720, "prompt_end"), tail}
+    assert after["hit_tokens"] - before["hit_tokens"] == 701
+    assert after["kv_only_tokens"] - before["kv_only_tokens"] == 701
+    assert after["flops_saved"] > before["flops_saved"]
+    assert (after["eviction"], after["alpha"]) == ("marconi", 0.5)
+    assert (hits, branches, alpha) == (after["hit_tokens"], 1, 0.5)
+    assert after["advice"] == [], "nothing but what was asked for"
+    exported = {
+        sample.name for family in text_string_to_metric_families(text) for sample in family.samples
+    }
+    asked = {name for name in dashboard.metrics() if name.startswith("sglang:")}
+    assert len(asked) == 7 and asked <= exported
 
 
 def test_bytes_follow_the_traffic_and_answers_stay(server: ServerProcess) -> None:
@@ -64,15 +114,10 @@ def test_bytes_follow_the_traffic_and_answers_stay(server: ServerProcess) -> Non
     assert info["failed_moves"] == 0
     states = [transition["after"] for transition in info["transitions"]]
     assert {"rebalancing", "balanced"} <= set(states)
-    hits = [sum(a["meta_info"]["cached_tokens"] > 0 for a in phase) for phase in answers]
-    assert min(hits) >= 3
+    assert min(sum(map(bool, map(cached, phase))) for phase in answers) >= 3
     for phase, records in zip(phases, answers, strict=True):
         for prompt, warm in list(zip(phase, records, strict=True))[-3:]:
-            flush(server.url)
-            cold = ask(server.url, prompt, 4)
-            assert cold["meta_info"]["cached_tokens"] == 0
-            assert logprobs(warm) == pytest.approx(logprobs(cold), abs=TOLERANCE)
-            assert warm["output_ids"] == cold["output_ids"]
+            assert same(warm, cold(server.url, prompt, 4))
 
 
 def test_metrics_say_the_same(server: ServerProcess) -> None:
@@ -93,33 +138,29 @@ def test_metrics_say_the_same(server: ServerProcess) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("page", [1, 16])
-def test_nothing_leaks_in_a_soak(model_directory: Callable[[str], Path], page: int) -> None:
+def test_nothing_leaks_in_a_soak(serve: Serve, page: int) -> None:
     """800 requests, eight at once, of every length: at the end all bytes come back, and resident
     memory never passed the budget.
     """
-    model = model_directory(DEFAULT_ARCHITECTURE)
     rng = random.Random(5)
     texts = [random_prompt(rng.randrange(20, 2_000), seed=i) for i in range(40)]
 
-    def one(number: int) -> int:
+    def one(number: int) -> dict:
         text = texts[(number * 7 + number // 90) % len(texts)]
         prompt = text[: 1 + number * 37 % len(text)] + random_prompt(3, seed=10_000 + number)
-        return ask(server.url, prompt, 1 + number % 40)["meta_info"]["completion_tokens"]
+        return ask(server.url, prompt, 1 + number % 40)
 
-    flags = ["--model-path", str(model), *FLAGS, "--page-size", str(page)]
-    with ServerProcess(flags) as server:
+    with serve(*FLAGS, "--page-size", str(page)) as server:
         for start in range(0, 800, 100):
             with ThreadPoolExecutor(8) as pool:
-                made = list(pool.map(one, range(start, start + 100)))
+                made = completed(pool.map(one, range(start, start + 100)))
             assert made == [1 + number % 40 for number in range(start, start + 100)]
             info = memory(server)
             assert conserved(info)
             assert pool_memory(server) <= info["budget"] + PAGES_OF_OTHERS
         assert min(info["moved_to"].values()) > 0
         flush(server.url)
-        info = memory(server)
-        assert info["free"] == info["budget"]
-        assert not any(info["used"].values())
+        assert all_is_free(hybrid_cache(server.url), SLOTS)
         log = server.log.read_text(errors="replace")
         assert "leak detected" not in log
         assert "Retract requests" not in log
@@ -127,16 +168,14 @@ def test_nothing_leaks_in_a_soak(model_directory: Callable[[str], Path], page: i
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_ranks_evict_and_move_alike(model_directory: Callable[[str], Path]) -> None:
+def test_two_ranks_evict_and_move_alike(serve: Serve) -> None:
     """SGLang's checker ends the server at the first eviction in which the ranks differ."""
-    model = model_directory(DEFAULT_ARCHITECTURE)
     prompts = [*documents(0), *sessions(1_000), *documents(2_000)]
-    flags = ["--model-path", str(model), *FLAGS, "--tp-size", "2"]
     checked = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
-    with ServerProcess(flags, environment=checked) as server:
+    with serve(*FLAGS, "--tp-size", "2", environment=checked) as server:
         with ThreadPoolExecutor(3) as pool:
-            records = list(pool.map(lambda prompt: ask(server.url, prompt, 4), prompts))
-        assert [r["meta_info"]["completion_tokens"] for r in records] == [4] * len(prompts)
+            records = pool.map(lambda prompt: ask(server.url, prompt, 4), prompts)
+            assert completed(records) == [4] * len(prompts)
         info = memory(server)
         assert conserved(info)
         assert min(info["moved_to"].values()) > 0
@@ -155,11 +194,8 @@ def test_two_ranks_evict_and_move_alike(model_directory: Callable[[str], Path]) 
         (("--mamba-full-memory-ratio", "0.5"), "may be left out, divides the memory"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(
-    model_directory: Callable[[str], Path], flags: tuple[str, ...], words: str
-) -> None:
-    model = model_directory(DEFAULT_ARCHITECTURE)
-    asked = ["--model-path", str(model), "--hybrid-memory", "one", *flags]
+def test_what_cannot_be_is_one_sentence(serve: Serve, flags: tuple[str, ...], words: str) -> None:
     one_slot = {"SGLANG_HYBRID_SLOTS_PER_REQUEST": "1"}
-    with pytest.raises(ServerFailed, match=words), ServerProcess(asked, environment=one_slot):
+    server = serve("--hybrid-memory", "one", *flags, environment=one_slot)
+    with pytest.raises(ServerFailed, match=words), server:
         pass

@@ -11,8 +11,18 @@ from contextlib import suppress
 import pytest
 import requests
 
-from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import ask, flush, hybrid_cache, metric, random_prompt
+from tests.server.client import (
+    Serve,
+    ask,
+    cached,
+    completed,
+    flush,
+    greedy,
+    hybrid_cache,
+    metric,
+    random_prompt,
+    until,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -23,11 +33,11 @@ MOST_OVERTAKEN = 8
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(serve: Serve) -> Iterator[str]:
     flags = ["--tp-size", "2", "--max-running-requests", "2", "--enable-metrics"]
     flags += ["--hybrid-schedule", f"window:overtaken={MOST_OVERTAKEN}"]
     flags += ["--enable-priority-scheduling", "--max-prefill-tokens", "512"]
-    with ServerProcess(flags, environment=CHECKED) as server:
+    with serve(*flags, environment=CHECKED) as server:
         yield server.url
 
 
@@ -58,7 +68,7 @@ def test_a_cold_request_among_a_stream_of_hits(url: str) -> None:
     before = hybrid_cache(url)["schedule"]
     with ThreadPoolExecutor(8) as pool:
         clients = [pool.submit(client, number) for number in range(8)]
-        time.sleep(1)
+        until(lambda: len(answered) >= 16)
         begin = len(answered)
         try:
             ask(url, random_prompt(450, seed=2), 1)
@@ -80,9 +90,8 @@ def test_a_queue_of_more_than_128(url: str) -> None:
     prompts[0] = random_prompt(300, seed=9)
     with ThreadPoolExecutor(160) as pool:
         records = list(pool.map(lambda prompt: ask(url, prompt, 1), prompts))
-    assert all(record["meta_info"]["completion_tokens"] == 1 for record in records)
-    hits = sum(record["meta_info"]["cached_tokens"] > 0 for record in records)
-    assert hits > 120
+    assert completed(records) == [1] * 160
+    assert sum(map(bool, map(cached, records))) > 120
     started = metric(url, 'schedule_started_total{.*reuse="on_device".*}')
     assert started == hybrid_cache(url)["schedule"]["started"]["on_device"]
 
@@ -93,22 +102,16 @@ def test_aborted_and_urgent_requests(url: str) -> None:
     ask(url, document, 1)
 
     def impatient(number: int) -> None:
-        body = {
-            "input_ids": [*document, *random_prompt(20, seed=number)],
-            "sampling_params": {"max_new_tokens": 60, "ignore_eos": True},
-            "priority": number % 3,
-        }
+        prompt = [*document, *random_prompt(20, seed=number)]
+        body = greedy(prompt, 60, priority=number % 3)
         with suppress(requests.exceptions.Timeout):
             requests.post(url + "/generate", json=body, timeout=0.05 + number % 5 / 2)
 
     with ThreadPoolExecutor(40) as pool:
         list(pool.map(impatient, range(60)))
     requests.post(url + "/abort_request", json={"abort_all": True}, timeout=60)
-    for _ in range(100):
-        if not requests.get(url + "/v1/loads", timeout=30).ok or idle(url):
-            break
-        time.sleep(0.2)
-    assert ask(url, document, 2)["meta_info"]["completion_tokens"] == 2
+    until(lambda: hybrid_cache(url)["schedule"]["holds"] == 0, 20)
+    assert completed([ask(url, document, 2)]) == [2]
     assert hybrid_cache(url)["schedule"]["aborted"] > 0
 
 
@@ -122,9 +125,4 @@ def test_a_pause(url: str) -> None:
         waiting += [pool.submit(ask, url, [*document, seed], 4) for seed in range(310, 313)]
         time.sleep(0.5)
         requests.post(url + "/continue_generation", json={}, timeout=60)
-        assert all(one.result()["meta_info"]["completion_tokens"] == 4 for one in waiting)
-
-
-def idle(url: str) -> bool:
-    """Whether nothing waits or runs any more."""
-    return hybrid_cache(url)["schedule"]["holds"] == 0
+        assert completed(one.result() for one in waiting) == [4] * 6

@@ -27,8 +27,7 @@ from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
 from sglang.test.kl_multiturn_utils import make_mamba_decode_assert, make_mamba_prefill_assert
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import flush, random_prompt
+from tests.server.client import Serve, flush, random_prompt
 
 pytestmark = pytest.mark.slow
 
@@ -37,11 +36,9 @@ KL = 1e-6  # float32 on both sides; a state one token off gives more than 1e-2
 
 
 @pytest.fixture(scope="module")
-def served(model_directory: Callable[[str], Path]) -> Iterator[tuple[str, str]]:
-    model = str(model_directory(DEFAULT_ARCHITECTURE))
-    flags = ["--model-path", model, "--mamba-track-interval", str(CHUNK)]
-    with ServerProcess(flags) as server:
-        yield server.url, model
+def served(model_directory: Callable[[str], Path], serve: Serve) -> Iterator[tuple[str, str]]:
+    with serve("--mamba-track-interval", str(CHUNK)) as server:
+        yield server.url, str(model_directory(DEFAULT_ARCHITECTURE))
         assert server.process is not None and server.process.poll() is None
 
 

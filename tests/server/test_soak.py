@@ -6,19 +6,16 @@ import asyncio
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-import requests
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import TOLERANCE, hybrid_cache
+from tests.server.client import TOLERANCE, Serve, ask, cached, flush, hybrid_cache, logprobs, said
 from tests.server.one_memory import PAGES_OF_OTHERS, all_is_free, pool_memory
-from tests.server.soak import LOGPROBS, Soak, Watched
+from tests.server.soak import Soak, Watched
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -90,19 +87,14 @@ CONFIGURATIONS = {
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_nothing_is_lost_or_wrong(
-    configuration: str, model_directory: Callable[[str], Path]
-) -> None:
+def test_nothing_is_lost_or_wrong(configuration: str, serve: Serve) -> None:
     chosen = CONFIGURATIONS[configuration]
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    command = [
-        *("--model-path", str(model_directory(chosen.architecture))),
-        *("--max-mamba-cache-size", str(chosen.slots)),
-        *FLAGS,
-        *chosen.flags,
-    ]
-    with ServerProcess(command, module="tests.server.checked", environment=CHECKED) as server:
+    flags = ("--max-mamba-cache-size", str(chosen.slots), *FLAGS, *chosen.flags)
+    with serve(
+        *flags, of=chosen.architecture, module="tests.server.checked", environment=CHECKED
+    ) as server:
         soak = Soak(server.url, seed, priorities=PRIORITIES[0] in chosen.flags)
         memory, live = [], []
         for _ in range(ROUNDS):
@@ -121,15 +113,13 @@ def test_nothing_is_lost_or_wrong(
         grown = {kind: more for kind, more in (live[-1] - live[1]).items() if kind not in RECORDS}
         assert all(more < GROWTH_OBJECTS for more in grown.values()), grown
         assert all_is_free(emptied(server), chosen.slots)
-        assert "Traceback" not in server.log.read_text(errors="replace")
+        assert said(server)
         assert server.process is not None and server.process.poll() is None
 
 
 def emptied(server: ServerProcess) -> dict:
     """What the server tells after a flush, which waits until nothing runs."""
-    requests.post(
-        server.url + "/flush_cache", params={"timeout": 60}, timeout=90
-    ).raise_for_status()
+    flush(server.url, 60)
     return hybrid_cache(server.url)
 
 
@@ -145,55 +135,39 @@ def pools_stay_within(server: ServerProcess, seen: dict) -> None:
 def everything_happened(server: ServerProcess, soak: Soak, seen: dict) -> None:
     """The traffic met all that it is for."""
     assert soak.outcomes["abort"] and soak.outcomes["hung up"]
-    assert sum(answer.cached_tokens > 0 for answer in soak.watched) > len(soak.watched) / 10
+    assert sum(cached(answer.record) > 0 for answer in soak.watched) > len(soak.watched) / 10
     assert {"state", "leaf"} <= seen["evicted"].keys()
     assert {"branch", "tail"} <= seen["checkpoints_admitted"].keys()
-    assert re.search(r"#retracted_reqs: [1-9]", server.log.read_text(errors="replace"))
+    assert re.search(r"#retracted_reqs: [1-9]", said(server))
     if soak.priorities:
         assert seen["happened"]["preemptions"]
 
 
 def answers_stand(url: str, watched: list[Watched]) -> None:
-    """Asked again without any cache, the server says the same."""
+    """Asked again without any cache, in name spaces of their own, the server says the same."""
+
+    def ask_cold(pair: tuple[int, Watched]) -> dict:
+        number, answer = pair
+        more = {"extra_key": f"cold-{number}", "top_logprobs_num": 2}
+        return ask(url, answer.prompt, len(logprobs(answer.record)), **more)
+
     with ThreadPoolExecutor(RUNNING) as pool:
-        cold = pool.map(lambda pair: ask_cold(url, *pair), enumerate(watched))
-        for answer, meta in zip(watched, cold, strict=True):
-            assert meta["cached_tokens"] == 0
-            for mine, right, best in same_steps(answer, meta):
-                logprob, token = right[:2]
-                assert mine[1] == pytest.approx(logprob, abs=TOLERANCE)
-                assert mine[0] == token or tied(best)
+        for answer, right in zip(watched, pool.map(ask_cold, enumerate(watched)), strict=True):
+            assert cached(right) == 0
+            stands(answer.record["meta_info"], right["meta_info"])
 
 
-def ask_cold(url: str, number: int, answer: Watched) -> dict:
-    """`answer`'s request in a name space of its own, with the two best tokens of every step."""
-    body = {
-        "input_ids": answer.prompt,
-        "extra_key": f"cold-{number}",
-        "sampling_params": {
-            "temperature": 0,
-            "max_new_tokens": len(answer.tokens),
-            "ignore_eos": True,
-        },
-        "top_logprobs_num": 2,
-        **LOGPROBS,
-    }
-    response = requests.post(url + "/generate", json=body, timeout=300)
-    response.raise_for_status()
-    return response.json()["meta_info"]
-
-
-def same_steps(answer: Watched, meta: dict) -> Iterator[tuple]:
-    """Step by step (token, logprob), SGLang's entry and its two best, up to where they part."""
-    assert len(answer.tokens) == len(meta["output_token_logprobs"])
-    for mine, right, best in zip(
-        zip(answer.tokens, answer.logprobs, strict=True),
-        meta["output_token_logprobs"],
-        meta["output_top_logprobs"],
+def stands(answer: dict, right: dict) -> None:
+    """The same step by step, up to where of two tokens that are tied each said another one."""
+    for mine, other, best in zip(
+        answer["output_token_logprobs"],
+        right["output_token_logprobs"],
+        right["output_top_logprobs"],
         strict=True,
     ):
-        yield mine, right, best
-        if mine[0] != right[1]:
+        assert mine[0] == pytest.approx(other[0], abs=TOLERANCE)
+        if mine[1] != other[1]:
+            assert tied(best)
             return
 
 

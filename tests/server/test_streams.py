@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import openai
 import pytest
 import requests
 
@@ -76,6 +77,25 @@ def test_the_usage_of_an_anthropic_stream(url: str) -> None:
     last = next(event["usage"] for event in seen if event["type"] == "message_delta")
     assert last == usage
     assert first == usage | {"output_tokens": 0}
+
+
+def test_the_official_client_gets_a_whole_chat_and_the_same_in_pieces(url: str) -> None:
+    """Each says by its id why it was not hit further, and in its `meta_info` if asked."""
+    client = openai.OpenAI(base_url=url + "/v1", api_key="none")
+    chat: dict[str, Any] = CHAT | {"max_tokens": 8, "temperature": 0}
+    told: dict[str, Any] = {"extra_body": {"return_meta_info": True}}
+    first, again = (client.chat.completions.create(**chat, **told) for _ in range(2))
+    reports = [answer.choices[0].meta_info["hybrid_cache"] for answer in (first, again)]
+    assert [report["missed"] for report in reports] == ["not_stored", "nothing"]
+    for answer, report in zip((first, again), reports, strict=True):
+        assert report["hit_tokens"] == answer.usage.prompt_tokens_details.cached_tokens
+        found = whole(url, "/hybrid_cache/explain", {"request_id": answer.id})
+        assert found["hit"] == report["hit_tokens"]
+    chunks = list(client.chat.completions.create(**chat, **USAGE, stream=True))
+    texts = [choice.delta.content for chunk in chunks for choice in chunk.choices]
+    assert len(list(filter(None, texts))) > 1
+    assert "".join(filter(None, texts)) == again.choices[0].message.content
+    assert chunks[-1].usage.prompt_tokens_details == again.usage.prompt_tokens_details
 
 
 def test_responses_take_the_name_that_chat_takes(url: str) -> None:

@@ -5,17 +5,14 @@ clients notice nothing.
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
 from sglang_hybrid.simulation.tuner.candidates import CANDIDATES
-from tests.server.client import ask, hybrid_cache, random_prompt
+from tests.server.client import Serve, ask, completed, hybrid_cache, random_prompt, said, until
 from tests.simulation.tuner.traffic import POOLS, bursts, conversations, templates
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -47,16 +44,8 @@ def words(prompt: list[int]) -> list[int]:
 
 
 def send(server: ServerProcess, prompts: list[list[int]]) -> None:
-    for prompt in prompts:
-        record = ask(server.url, words(prompt), 4)
-        assert record["meta_info"]["completion_tokens"] == 4
-
-
-def until(what: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.2)
+    records = [ask(server.url, words(prompt), 4) for prompt in prompts]
+    assert completed(records) == [4] * len(prompts)
 
 
 def workers(server: ServerProcess) -> list[psutil.Process]:
@@ -71,17 +60,15 @@ def workers(server: ServerProcess) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_policy_follows_the_traffic(ranks: int, model_directory: Callable[[str], Path]) -> None:
+def test_the_policy_follows_the_traffic(ranks: int, serve: Serve) -> None:
     """Marconi, whose best alpha differs: reuse serves all of this traffic best."""
-    model = model_directory(DEFAULT_ARCHITECTURE)
-    flags = ["--model-path", str(model), "--tp-size", str(ranks), *FLAGS]
-    flags += ["--hybrid-eviction", "marconi"]
-    with ServerProcess(flags, environment=CHECKED) as server:
+    flags = (*FLAGS, "--tp-size", str(ranks), "--hybrid-eviction", "marconi")
+    with serve(*flags, environment=CHECKED) as server:
 
         def tuner() -> dict:
             return hybrid_cache(server.url)["tuner"]
 
-        def serve(prompts: list[list[int]], switches: int) -> dict:
+        def serve_until(prompts: list[list[int]], switches: int) -> dict:
             """Until the policy has changed so often, or all is sent."""
             for at in range(0, len(prompts), 10):
                 send(server, prompts[at : at + 10])
@@ -92,9 +79,9 @@ def test_the_policy_follows_the_traffic(ranks: int, model_directory: Callable[[s
             return hybrid_cache(server.url)
 
         start = hybrid_cache(server.url)
-        first = serve(conversations(6 * WINDOW), switches=1)
-        then = serve(bursts(12 * WINDOW), switches=2)
-        log = server.log.read_text(errors="replace")
+        first = serve_until(conversations(6 * WINDOW), switches=1)
+        then = serve_until(bursts(12 * WINDOW), switches=2)
+        log = said(server)
         assert workers(server) == []
     print(start, first, then)
     assert start["alpha"] == 0
@@ -106,14 +93,10 @@ def test_the_policy_follows_the_traffic(ranks: int, model_directory: Callable[[s
     switches = SWITCHED.findall(log)
     assert len(switches) == 2 * ranks
     assert len(set(switches)) == 2, "every rank at the same request"
-    assert "Traceback" not in log
 
 
-def test_a_worker_that_is_killed_changes_nothing_for_clients(
-    model_directory: Callable[[str], Path],
-) -> None:
-    model = model_directory(DEFAULT_ARCHITECTURE)
-    with ServerProcess(["--model-path", str(model), *FLAGS], environment=CHECKED) as server:
+def test_a_worker_that_is_killed_changes_nothing_for_clients(serve: Serve) -> None:
+    with serve(*FLAGS, environment=CHECKED) as server:
         killed = False
         for prompt in templates(WINDOW + 40):
             send(server, [prompt])
@@ -122,58 +105,51 @@ def test_a_worker_that_is_killed_changes_nothing_for_clients(
                 killed = True
         assert killed, "no search was seen"
         until(lambda: hybrid_cache(server.url)["tuner"]["runs"] == 1)
-        seen = hybrid_cache(server.url)
-        log = server.log.read_text(errors="replace")
+        seen, log = hybrid_cache(server.url), said(server)
     assert seen["tuner"]["failures"] == 1
     assert "status -9" in seen["tuner"]["last_failure"]
     assert seen["eviction"] == "reuse"
     assert "a worker ended with status -9" in log
-    assert "Traceback" not in log
 
 
-def test_policies_are_compared_in_one_memory(model_directory: Callable[[str], Path]) -> None:
+def test_policies_are_compared_in_one_memory(serve: Serve) -> None:
     """The workers replay what the server has: all candidates are tried, and the rate that is seen
     stays what was expected.
     """
-    model = model_directory(DEFAULT_ARCHITECTURE)
     flags = [flag if flag != "split" else "one" for flag in FLAGS]
-    with ServerProcess(["--model-path", str(model), *flags], environment=CHECKED) as server:
+    with serve(*flags, environment=CHECKED) as server:
         send(server, templates(WINDOW + 40))
-        until(lambda: hybrid_cache(server.url)["tuner"]["runs"] >= 1)
-        seen = hybrid_cache(server.url)
-        log = server.log.read_text(errors="replace")
+        seen = searched(server)
     assert seen["memory"]["used"]["kv"] > 0
+
+
+def searched(server: ServerProcess) -> dict:
+    """What the server tells when a search has ended, in which all candidates were tried."""
+    until(lambda: hybrid_cache(server.url)["tuner"]["runs"] >= 1)
+    seen = hybrid_cache(server.url)
     assert (seen["tuner"]["failures"], seen["tuner"]["last_failure"]) == (0, "")
     assert len(seen["tuner"]["regret"]) == len(CANDIDATES)
-    assert "Traceback" not in log
+    assert said(server)
+    return seen
 
 
-def test_policies_are_compared_in_tiers(
-    model_directory: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_policies_are_compared_in_tiers(serve: Serve, tmp_path: Path) -> None:
     """With host memory and a disk below the device: a search replays them too, and clients are
     answered from all of them meanwhile.
     """
-    model, disk = model_directory(DEFAULT_ARCHITECTURE), tmp_path / "disk"
-    flags = ["--model-path", str(model), *FLAGS, "--enable-cache-report"]
-    flags += ["--enable-hierarchical-cache", "--hicache-ratio", "1.5"]
-    flags += ["--hicache-storage-backend", "file", "--hybrid-disk-folder", str(disk)]
+    flags = ["--enable-hierarchical-cache", "--hicache-ratio", "1.5", "--enable-cache-report"]
+    flags += ["--hicache-storage-backend", "file", "--hybrid-disk-folder", str(tmp_path / "disk")]
     flags += ["--hicache-storage-backend-extra-config", '{"prefetch_threshold": 32}']
-    with ServerProcess(flags, environment=CHECKED) as server:
+    with serve(*FLAGS, *flags, environment=CHECKED) as server:
         prompts = conversations(2 * WINDOW)
         for at in range(0, len(prompts), 10):
             send(server, prompts[at : at + 10])
             if hybrid_cache(server.url)["tuner"]["runs"]:
                 break
-        until(lambda: hybrid_cache(server.url)["tuner"]["runs"] >= 1)
+        searched(server)
         send(server, prompts[:40])  # of conversations that the host has forgotten
-        seen = hybrid_cache(server.url)
-        log = server.log.read_text(errors="replace")
-    print(seen)
-    assert (seen["tuner"]["failures"], seen["tuner"]["last_failure"]) == (0, "")
-    assert len(seen["tuner"]["regret"]) == len(CANDIDATES)
-    tiers = seen["tiers"]
+        tiers = searched(server)["tiers"]
+    print(tiers)
     assert tiers["loads"] > 0
     assert tiers["held"]["host"]["states"] > 0
     assert tiers["disk"]["read"] > 0
-    assert "Traceback" not in log

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from sglang_hybrid.serving.server_process import ServerProcess
+from tests.server.client import Serve
 from tests.server.engine_hits import HITS, REQUESTS, hit
 
 SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
@@ -23,9 +23,9 @@ SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
     [(sys.executable, "-m", "sglang.launch_server"), SERVE],
     ids=["launch_server", "serve"],
 )
-def test_a_server(program: Sequence[str], model_directory: Callable[[str], Path]) -> None:
-    flags = ["--model-path", str(model_directory("nemotron-h")), "--radix-cache-backend", "hybrid"]
-    with ServerProcess([*flags, "--device", "cpu"], program=program) as server:
+def test_a_server(program: Sequence[str], serve: Serve) -> None:
+    flags = ("--radix-cache-backend", "hybrid", "--device", "cpu")
+    with serve(*flags, program=program) as server:
         answers = [requests.post(server.url + "/generate", json=body) for body in REQUESTS]
     assert [hit(answer.json()) for answer in answers] == HITS
 

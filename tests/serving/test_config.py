@@ -78,6 +78,7 @@ def test_our_flags_are_taken_and_the_rest_is_sglangs() -> None:
         ["--hybrid-eviction", "marconi:"],
         ["--hybrid-eviction", "lru:1"],
         ["--hybrid-eviction", "fifo"],
+        ["--hybrid-eviction", "fifo:1"],
         ["--hybrid-schedule", "fifo"],
         ["--hybrid-schedule", "fcfs:size=3"],
         ["--hybrid-schedule", "window:length=3"],

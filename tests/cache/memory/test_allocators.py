@@ -47,6 +47,25 @@ def build(page: int = 1, per_granule: int = 4) -> tuple[Any, OneMemorySlots]:
     return OneMemoryPages(pages, states, page, torch.float32, kv), slots
 
 
+def tree(kv: int = 0, states: int = 0) -> Any:
+    """A tree from which so many tokens and states can be evicted."""
+    return SimpleNamespace(
+        full_evictable_size=lambda: kv,
+        mamba_evictable_size=lambda: states,
+        supports_mamba=lambda: True,
+    )
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Filled with what ranks are compared by."""
+    said: list[str] = []
+    checker = allocators.rank_consensus_checker
+    monkeypatch.setattr(checker, "enabled", lambda: True)
+    monkeypatch.setattr(checker, "assert_same", lambda text, *values: said.append(text % values))
+    return said
+
+
 @pytest.mark.parametrize("page", [1, 4])
 def test_one_kind_takes_from_what_the_other_can_have(page: int) -> None:
     kv, slots = build(page)
@@ -70,10 +89,7 @@ def test_one_kind_takes_from_what_the_other_can_have(page: int) -> None:
 
 def test_tokens_that_decode_in_a_mixed_batch_are_no_room_for_a_prefill() -> None:
     kv, _ = build()
-    tree: Any = SimpleNamespace(
-        supports_mamba=lambda: True, full_evictable_size=lambda: 0, mamba_evictable_size=lambda: 0
-    )
-    alone, mixed = (kv.create_prefill_budget(tree, num_mixed_decode_tokens=n) for n in (0, 7))
+    alone, mixed = (kv.create_prefill_budget(tree(), num_mixed_decode_tokens=n) for n in (0, 7))
     assert isinstance(alone, OneMemoryBudget)
     assert alone.remaining_total - mixed.remaining_total == 7
 
@@ -136,12 +152,7 @@ def test_room_for_requests_counts_both_kinds() -> None:
     kv, slots = build(per_granule=1)
     kv.alloc(500)
     slots.alloc(20)  # 4,000 + 8,000 bytes are taken, 4,000 are free
-    tree: Any = SimpleNamespace(
-        full_evictable_size=lambda: 300,
-        mamba_evictable_size=lambda: 5,
-        supports_mamba=lambda: True,
-    )
-    budget = kv.create_prefill_budget(tree)
+    budget = kv.create_prefill_budget(tree(kv=300, states=5))
     assert isinstance(budget, OneMemoryBudget)
     assert budget.remaining_total == (4_000 + 300 * TOKEN + 5 * STATE) // TOKEN
     assert budget.slots_as_tokens(2) == 100
@@ -158,10 +169,7 @@ def test_a_row_in_use_keeps_its_granule_from_states() -> None:
     kv, _ = build(per_granule=16)
     ids = kv.alloc(kv.available_size()).numpy()
     kv.free(torch.from_numpy(ids[ids % 16 != 0]))
-    tree: Any = SimpleNamespace(
-        full_evictable_size=lambda: 0, mamba_evictable_size=lambda: 0, supports_mamba=lambda: True
-    )
-    budget = kv.create_prefill_budget(tree)
+    budget = kv.create_prefill_budget(tree())
     assert budget.remaining_total > 1_800
     assert not budget.slots_fit(1, 0)
     assert np.array_equal(kv.pool.in_use, len(ids) // 16)
@@ -206,14 +214,8 @@ def test_sglangs_checks_see_which_pages_are_free(page: int) -> None:
 
 
 @pytest.mark.parametrize("page", [1, 4])
-def test_ranks_are_compared_by_the_ids_that_they_get(
-    page: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_are_compared_by_the_ids_that_they_get(page: int, told: list[str]) -> None:
     """Alike after the same steps; a rank that differs says something else at its next step."""
-    told: list[str] = []
-    checker = allocators.rank_consensus_checker
-    monkeypatch.setattr(checker, "enabled", lambda: True)
-    monkeypatch.setattr(checker, "assert_same", lambda text, *values: told.append(text % values))
 
     def steps(differs: bool) -> list[str]:
         told.clear()
@@ -233,11 +235,7 @@ def test_ranks_are_compared_by_the_ids_that_they_get(
     assert alike[:2] == other[:2] and alike[2:] != other[2:]
 
 
-def test_a_rank_whose_bytes_moved_otherwise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    checker = allocators.rank_consensus_checker
-    monkeypatch.setattr(checker, "enabled", lambda: True)
-    monkeypatch.setattr(checker, "assert_same", lambda text, *values: told.append(text % values))
+def test_a_rank_whose_bytes_moved_otherwise_is_seen(told: list[str]) -> None:
     for moves in (False, True):
         kv, slots = build()
         if moves:
@@ -251,8 +249,9 @@ def test_traffic_to_and_fro_within_the_budget_moves_nothing(states: int, settles
     """Three long documents and twelve short sessions in turn, always the same: where the budget
     holds what both have, nothing moves after the first time; in a smaller one, bytes go to and fro.
     """
-    sizes = Sizes(kv=1_200, states=states, rows=4, one_memory=True, state_bytes=STATE)
-    server = Server(build_cache(sizes, options("lru")), sizes)
+    server = Server.on(
+        Sizes(kv=1_200, states=states, rows=4, one_memory=True, state_bytes=STATE), options("lru")
+    )
     documents = [[1_000 * n + k for k in range(300)] for n in range(1, 4)]
     sessions = [[100_000 + 100 * n + k for k in range(20)] for n in range(12)]
     moved = []

@@ -1,4 +1,6 @@
-"""Loads that begin before their requests' turns, on the real cache and pools."""
+"""The queue over a device with a host behind it: what must be loaded comes last, loads begin before
+their requests' turns, and nothing is held when its request has gone.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,39 @@ import pytest
 from sglang_hybrid.cache.queue.clock import ClockTick
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.tiers.rates import Link, Speeds
-from tests.cache.queue.test_tiers import TieredScheduler
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import Schedule
+from tests.cache.driver import Sizes
+from tests.cache.queue.test_queue import Scheduler
 from tests.cache.test_rules import run
+from tests.cache.tiers import TieredServer, set_speeds
 
 SLOW_COMPUTE = Speeds.of(1e6, Link(1e9), Link(1e9))
 """With which loading always pays."""
+
+
+SIZES = Sizes(states=7, kv=160, rows=6, context=128)
+
+
+class TieredScheduler(Scheduler):
+    """A scheduler over a tiered server."""
+
+    def __init__(self, schedule: Schedule = Schedule.WINDOW, **flags: Any) -> None:
+        options = HybridConfig(hybrid_schedule=schedule, **flags)
+        self.server = TieredServer.on(SIZES, options)
+        self.cache: Any = self.server.cache
+        self.queue = []
+
+    def round(self, most: int = 1) -> list[Any]:
+        admitted = super().round(most)
+        if admitted:
+            self.cache.ready_to_load_host_cache()
+        return admitted
+
+    def settle(self) -> None:
+        """Copies and loads under way are done."""
+        for _ in range(4):
+            self.server.poll()
 
 
 class Ahead(TieredScheduler):
@@ -22,7 +52,7 @@ class Ahead(TieredScheduler):
 
     def __init__(self, **flags: Any) -> None:
         super().__init__(**flags)
-        self.cache.speeds.speeds = SLOW_COMPUTE
+        set_speeds(self.cache, SLOW_COMPUTE)
         self.loads = self.cache.schedule.loads
         self.counts = self.loads.ahead.counts
         self.now = 1_000.0
@@ -39,17 +69,36 @@ class Ahead(TieredScheduler):
     def on_host(self, number: int) -> list[int]:
         """A document of which the host has all and the device nothing."""
         document = run(60, number)
-        self.warm(document, self.now)
-        self.settle()
-        for other in (run(90, 100 + number), run(60, 200 + number)):
-            self.warm(other, self.now)
-            self.settle()
+        self.warm_all(document, run(90, 100 + number), run(60, 200 + number))
         return document
+
+    def warm_all(self, *documents: list[int]) -> None:
+        """One after the other, with what each one pushes out copied."""
+        for document in documents:
+            self.warm(document, self.now)
+            self.settle()
+
+
+@pytest.mark.parametrize("schedule", [Schedule.WINDOW, Schedule.CAR])
+def test_what_must_be_loaded_does_not_come_first(schedule: Schedule) -> None:
+    """In the window it is first-come, with what reuses nothing; in CaR it is last."""
+    it = TieredScheduler(schedule)
+    away, here = run(60, 1), run(50, 2)
+    it.warm(away)
+    it.settle()
+    it.warm(run(90, 3))  # pushes it off the device
+    it.settle()
+    it.warm(here)
+    it.settle()
+    load = it.arrive([*away, 7, 8])
+    cold = it.arrive(run(40, 4))
+    warm = it.arrive([*here, 7, 8])
+    it.cache.schedule.arrange(it.queue)
+    assert load.host_hit_length > 0, "it was meant to be on the host only"
+    assert it.queue == [warm, *([load, cold] if schedule is Schedule.WINDOW else [cold, load])]
 
 
 def test_there_are_none_without_a_host_or_an_order_of_ours() -> None:
-    from tests.cache.queue.test_queue import Scheduler
-
     assert Scheduler().cache.schedule.loads is None
 
 
@@ -148,11 +197,7 @@ def test_a_load_pushes_out_what_a_request_behind_it_needs() -> None:
     """Both do not fit; the first has waited so long that its turn is next."""
     it = Ahead(hybrid_schedule_seconds=5.0)
     document, here = run(110, 5), run(60, 6)
-    it.warm(document, it.now)
-    it.settle()
-    for other in (run(90, 7), here):
-        it.warm(other, it.now)
-        it.settle()
+    it.warm_all(document, run(90, 7), here)
     it.cache.slots.reserve(0)  # as the adder says in each round
     first = it.arrive([*document, 7, 8], it.now - 10)
     it.arrive([*here, 7, 8], it.now)
@@ -189,9 +234,7 @@ def test_a_session_is_loaded_before_it_is_expected() -> None:
     it.finish(req)
     it.settle()
     assert len(it.loads.returns) == 1
-    for other in (run(90, 6), run(60, 7)):
-        it.warm(other, it.now)
-        it.settle()
+    it.warm_all(run(90, 6), run(60, 7))
     for _ in range(20):
         it.step(1.0)
     assert it.counts.expected == 0
@@ -219,24 +262,16 @@ def test_nothing_is_left_behind(seed: int) -> None:
             elif what < 0.52 and it.queue:
                 it.abort(rng.choice(it.queue))
             elif what < 0.57 and it.server.running:
-                req = rng.choice(it.server.running)
-                if req.kv.holds_kv:
-                    it.queue.append(it.server.retract(req))
+                it.retract(rng.choice(it.server.running))
             elif what < 0.8:
-                for req in it.round():
-                    it.server.prefill_step(req)
+                it.begin_round()
             else:
-                for req in list(it.server.running):
-                    it.server.decode(req, [1, 2])
-                    it.server.finish(req)
+                it.answer_running()
             it.step(rng.uniform(0.0, 0.3), arrived=rng.random() < 0.7)
             seen.append(([req.rid for req in it.queue], vars(it.counts).copy()))
         while it.queue or it.server.running:
-            for req in it.round():
-                it.server.prefill_step(req)
-            for req in list(it.server.running):
-                it.server.decode(req, [1, 2])
-                it.server.finish(req)
+            it.begin_round()
+            it.answer_running()
             it.step(0.1)
         it.settle()
         assert (it.standings(), it.cache.schedule.holds, len(it.loads.ahead)) == (0, 0, 0)

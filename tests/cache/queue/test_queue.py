@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,8 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 from sglang_hybrid.cache.queue.clock import ClockTick
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import Schedule
-from tests.cache.backends import COST
-from tests.cache.driver import Server, Sizes, build_cache
+from tests.cache.driver import Server, Sizes
 from tests.cache.test_rules import run
 
 
@@ -29,7 +28,7 @@ class Scheduler:
         sizes = sizes or Sizes(kv=2_048, states=24)
         flags = {name: more.pop(name) for name in list(more) if name.startswith("hybrid")}
         options = HybridConfig(hybrid_schedule=schedule, **flags)
-        self.server = Server(build_cache(sizes, options, COST, **more), sizes)
+        self.server = Server.on(sizes, options, **more)
         self.cache: Any = self.server.cache
         self.queue: list[Req] = []
 
@@ -63,10 +62,24 @@ class Scheduler:
         return list(adder.can_run_list)
 
     def finish(self, req: Req) -> None:
-        while not self.server.prefill_step(req):
-            pass
-        self.server.decode(req, [1, 2])
-        self.server.finish(req)
+        self.server.complete(req, [1, 2])
+
+    def answer_running(self, chance: Callable[[], bool] = lambda: True) -> None:
+        """Requests whose prefill is done get their answers and end, each by chance."""
+        for req in list(self.server.running):
+            if chance():
+                self.server.decode(req, [1, 2])
+                self.server.finish(req)
+
+    def begin_round(self, most: int = 1) -> None:
+        """A round, and the prefills of those that it admits."""
+        for req in self.round(most):
+            self.server.prefill_step(req)
+
+    def retract(self, req: Req) -> None:
+        """If it runs, it waits again."""
+        if req.kv.holds_kv:
+            self.queue.append(self.server.retract(req))
 
     def abort(self, req: Req) -> None:
         """It waits, and its client goes away (scheduler.py, abort_request)."""
@@ -240,23 +253,14 @@ def test_nothing_is_left_behind(seed: int, one_memory: bool) -> None:
             if req.kv.holds_kv:
                 it.server.abort(req)
         elif what < 0.8 and it.server.running:
-            req = rng.choice(it.server.running)
-            if req.kv.holds_kv:
-                it.queue.append(it.server.retract(req))
+            it.retract(rng.choice(it.server.running))
         else:
-            for req in it.round(most=3):
-                it.server.prefill_step(req)
-            for req in list(it.server.running):
-                if rng.random() < 0.5:
-                    it.server.decode(req, [1, 2])
-                    it.server.finish(req)
+            it.begin_round(most=3)
+            it.answer_running(lambda: rng.random() < 0.5)
         it.server.check()
     while it.queue or it.server.running:
-        for req in it.round(most=3):
-            it.server.prefill_step(req)
-        for req in list(it.server.running):
-            it.server.decode(req, [1, 2])
-            it.server.finish(req)
+        it.begin_round(most=3)
+        it.answer_running()
     assert it.cache.schedule.stats.most_overtaken <= 4
     assert (it.standings(), it.cache.schedule.holds) == (0, 0)
     it.server.flush()
