@@ -16,7 +16,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sglang_hybrid.core.tiers.links import parse_links
+from sglang_hybrid.core.tiers.rates import parse_links
 from sglang_hybrid.platforms.memory import keep_freed_memory, memory_limit, memory_used
 from sglang_hybrid.platforms.sizing import (
     DTYPES,

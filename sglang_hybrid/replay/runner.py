@@ -13,7 +13,7 @@ from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel, FloatArr
 from sglang_hybrid.core.server_settings import Budget, Serving, Split
 from sglang_hybrid.core.systems import Setting, Spec
 from sglang_hybrid.replay import systems  # noqa: F401, it registers them
-from sglang_hybrid.simulation.baselines import BlockCache
+from sglang_hybrid.simulation.block_cache import BlockCache
 from sglang_hybrid.simulation.future import Oracle
 from sglang_hybrid.simulation.prefill_time import PrefillTime
 from sglang_hybrid.simulation.simulator import Outcome

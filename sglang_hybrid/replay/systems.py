@@ -19,13 +19,13 @@ from sglang_hybrid.core.tiers.rates import Speeds
 from sglang_hybrid.core.victims.eviction import POLICIES, Lru, Policy
 from sglang_hybrid.simulation.baselines import (
     SGLANG_RUNNING_STATES,
-    BlockCache,
     ClairvoyantCache,
     NoCache,
     ServedClairvoyant,
     SglangPlus,
     SglangSimulator,
 )
+from sglang_hybrid.simulation.block_cache import BlockCache
 from sglang_hybrid.simulation.future import Oracle
 from sglang_hybrid.simulation.policies import Density, SglangLru, TailLru
 from sglang_hybrid.simulation.server_simulator import ServerSimulator

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from sglang_hybrid.core.tiers.links import parse_links
+from sglang_hybrid.core.tiers.rates import parse_links
 
 TIER_CODECS = ("exact", "bf16", "int8")
 """Names of `sglang_hybrid.storage.codecs.codecs.Codec`, which needs torch."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_hybrid.core.tiers.links import parse_links
-from sglang_hybrid.core.tiers.rates import Link
+from sglang_hybrid.core.tiers.rates import Link, parse_links
 
 
 def test_a_link_has_a_bandwidth_and_perhaps_a_latency() -> None:

@@ -20,12 +20,12 @@ from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.replay.systems import Setting, Spec, systems
 from sglang_hybrid.simulation.baselines import (
     SGLANG_RUNNING_STATES,
-    BlockCache,
     ClairvoyantCache,
     NoCache,
     SglangPlus,
     SglangSimulator,
 )
+from sglang_hybrid.simulation.block_cache import BlockCache
 from sglang_hybrid.simulation.future import Oracle
 from sglang_hybrid.simulation.policies import TailLru
 from sglang_hybrid.simulation.simulator import Cache, Outcome, Simulator, hit_rate

@@ -5,7 +5,9 @@ Seconds are what the tiers are compared in: FLOPs over the prefill rate, bytes o
 
 from __future__ import annotations
 
+import re
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -54,6 +56,37 @@ class Link:
     def seconds(self, size: float) -> float:
         """Seconds to move `size` bytes."""
         return self.latency + size / self.bandwidth if size else 0.0
+
+
+_BYTES: Final = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_LINK: Final = re.compile(
+    r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[KMGT]?)B/s"
+    r"(?:\+(?P<wait>\d+(?:\.\d+)?)(?P<time>us|ms|s))?"
+)
+
+
+def parse_links(text: str) -> Mapping[str, Link]:
+    """`host=25GB/s+20us,disk=3GB/s` as a link per tier; nothing for an empty text.
+
+    Raises ValueError for an unknown tier, a bandwidth of 0, or another form.
+    """
+    known = [tier.name.lower() for tier in TIERS_BELOW]
+    links: dict[str, Link] = {}
+    for part in filter(None, text.split(",")):
+        tier, _, speed = part.partition("=")
+        found = _LINK.fullmatch(speed)
+        if tier not in known or tier in links or not found:
+            raise ValueError(
+                f"{part!r} is not a tier's bandwidth; write {' or '.join(known)}, each once, "
+                "as in host=25GB/s+20us,disk=3GB/s"
+            )
+        rate = float(found["number"]) * _BYTES[found["unit"]]
+        if not rate:
+            raise ValueError(f"{part!r} is a bandwidth of 0; give more, or leave the tier out")
+        wait = float(found["wait"] or 0) * _SECONDS[found["time"] or "s"]
+        links[tier] = Link(rate, wait)
+    return links
 
 
 INSTANT: Final = Link(float("inf"))

@@ -26,7 +26,7 @@ from sglang_hybrid.simulation.traces.requests import Request, TokenArray
 
 
 class HostPool(TierPool):
-    """HiCache's order of host copies: those of what the device has too stay."""
+    """HiCache's order of host copies: a copy of what the device has too is not evicted."""
 
     def _weigh(self, node: Node) -> tuple[int, int]:
         copies = copies_of(node)
@@ -38,9 +38,9 @@ class HostPool(TierPool):
 
 class HiCache(SglangRules, TieredSimulator):
     """`SglangRules` with HiCache's default policy, write-through: what is inserted is written to
-    the host at once, both tiers forget by recency, each has a pool of KV and one of states, the
-    host's in the device's proportion, and the deepest hit is always loaded. Nothing is written when
-    the device evicts. A disk is not played.
+    the host at once, and nothing when the device evicts. Both tiers evict the least recently used,
+    and each has a pool of KV and one of states, in the same proportion. The deepest hit is always
+    loaded. There is no disk.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Where hits are lost in tiers: what became of each state that a request could have resumed from.
 
-A position is known by a hash of all tokens up to it, so that what was forgotten costs a few bytes.
+A position is identified by a hash of all tokens up to it, so that one that was evicted takes only a
+few bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _MIX = np.uint64(0xBF58476D1CE4E5B9)
 
 
 class Loss(Enum):
-    """Why tokens were computed that had a state once, or would have had one."""
+    """Why a request computed tokens up to a position at which there had been a state, or at which
+    one found no room.
+    """
 
     NO_ROOM = "no room"  # it did not fit beside running requests when it was computed
     NOT_WRITTEN = "not written"  # it left a tier, and was not worth its copy in the next

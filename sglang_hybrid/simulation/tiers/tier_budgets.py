@@ -61,10 +61,8 @@ class CopyCodec(Enum):
 
 @dataclass(frozen=True)
 class TierBudgets:
-    """Bytes and links of the tiers of one cache; tiers without bytes do not exist.
-
-    sizes, links, codecs: by `Tier`; the device's link counts for nothing, and it is exact. The
-    device is always there.
+    """Bytes, links and codecs of the tiers of one cache, each indexed by `Tier`. A tier of 0 bytes
+    does not exist; the device always does. The device's link is not used, and its codec is exact.
     """
 
     sizes: tuple[int, int, int]
@@ -158,7 +156,7 @@ class TierBudgets:
         return next((one for one in self.present if one > tier), None)
 
     def speeds(self, cost: CostModel, time: PrefillTime | None) -> Speeds:
-        """What decisions are made with, where prefills take `time`, or the paper's."""
+        """The speeds to decide with, where prefills take `time`, by default the paper's."""
         time = time or PAPER
         seconds = time.seconds(0, PREFILL_OF) - time.base
         _, host, disk = self.links
@@ -176,13 +174,14 @@ def _codec(name: str, tier: Tier) -> CopyCodec:
 
 @dataclass
 class TierCounts:
-    """What tiers did, by tier.
+    """What the tiers of a replayed cache did.
 
-    hit_tokens: tokens that were skipped, for the device those that it alone would have given, for
-    the host those that device and host would have given more, and so on. loads, loaded,
-    load_seconds: requests that loaded, bytes and seconds. written: bytes copied down. evicted:
-    bytes dropped. inexact_hits, inexact_tokens: requests that resumed from what is not exact or was
-    computed behind it, and the tokens that they skipped; they are among the others, too.
+    hit_tokens: tokens that were skipped. The device counts those that could be skipped without
+    loads, the host those that its copies added, the disk those that its copies added to both.
+    loads, loaded: requests that loaded from a tier, and bytes. load_seconds: of all loads. written,
+    evicted: bytes that were copied to a tier, and evicted from it. inexact_hits, inexact_tokens:
+    requests that resumed from what is not exact or was computed behind it, and the tokens that they
+    skipped; these are in hit_tokens, too.
     """
 
     hit_tokens: Counter[Tier] = field(default_factory=Counter)
