@@ -160,8 +160,8 @@ def schedule_replay(
     """Orders of the waiting queue, replayed on traces: waits, throughput and hits.
 
     Requests are prefilled one after the other by the reuse index as served with one memory; times
-    are the Marconi paper's fit. Arrivals are the trace's own; with --azure sessions begin when
-    requests of Azure's conversation trace arrived, and the gaps within them are the trace's. A
+    are the Marconi paper's fit. Arrivals are the trace's own; in rows of Azure's, sessions begin
+    when requests of its conversation trace arrived, and the gaps within them are the trace's. A
     session's next request waits for the answer before. All times are stretched by one factor, so
     that the prefills, served one by one without a queue, would take the device for --loads of the
     time.
