@@ -25,7 +25,7 @@ from sglang_hybrid.cache.step_messages import StepMessages
 from sglang_hybrid.core.returns.history import History
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.simulation.tuner.tuner import PolicySwitch
+from sglang_hybrid.simulation.tuner.tuner import PolicySwitch, Tuner
 from sglang_hybrid.storage.disk.learnt_file import pack
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
@@ -157,9 +157,9 @@ def test_every_message_arrives_on_all_ranks_at_the_same_step(
     for _ in range(8):  # eight measurements: another speed than was assumed
         first.cache.speeds.rates.observe_load(Tier.HOST, 10**9, 0.5)
     switch = PolicySwitch(1, Spec("lru"), "a test")
-    tuner = first.cache.tuning.tuner = MagicMock()
+    tuner = first.cache.tuning.tuner = MagicMock(spec=Tuner)
     tuner.poll.return_value = switch
-    tuner.adopted.side_effect = lambda _: setattr(tuner.poll, "return_value", None)
+    tuner.on_adoption.side_effect = lambda _: setattr(tuner.poll, "return_value", None)
     run(ranks, 2 * interval)
     assert [name for _, name in first.told].count("SpeedsMeasured") == 1
     assert [name for _, name in first.told].count("LearntBefore") == 1
