@@ -49,6 +49,7 @@ COMMANDS = {
     "server": "server",
     "split": "server",
     "contexts": "contexts",
+    "cold": "contexts",
     "native": "native",
     "peak": "peak",
     "roofline": "server",

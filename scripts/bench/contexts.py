@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Annotated
 
+from scripts.bench.commands import Count
 from scripts.bench.report import Table
-from scripts.bench.servers import Client
+from scripts.bench.servers import LAUNCHERS, SCRATCH, Client
+from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.serving.server_process import ServerProcess
 
 FEW, MANY = 10, 1000
@@ -147,3 +149,45 @@ def contexts(
         crowded(rounds, server_flags)
     else:
         lengths(contexts, rounds, server_flags)
+
+
+def cold(
+    lengths: tuple[int, ...] = (200, 500, 1000, 2000, 4000),
+    rounds: Annotated[Count, "prompts of each length"] = 40,
+    architecture: str = "nemotron-h",
+) -> None:
+    """What a cold prompt costs beside SGLang's own cache, on the same platform.
+
+    Three servers of one tiny model are up: SGLang's cache, ours, and ours with
+    SGLANG_HYBRID_BURST_MS=0, which never waits for a burst. Each prompt of random tokens is asked
+    of all three in turn. The ratio is the median over prompts; times are a client's, over HTTP,
+    to the first token.
+    """
+    model = SCRATCH / f"cold-{architecture}"
+    if not model.exists():
+        build_tiny_model(architecture, model)
+    flags = [
+        *("--model-path", str(model), "--max-running-requests", "8"),
+        *("--max-total-tokens", "60000", "--max-mamba-cache-size", "80"),
+    ]
+    never = {"SGLANG_HYBRID_BURST_MS": "0"}
+    with (
+        ServerProcess(flags, module=LAUNCHERS["SGLang"]) as own,
+        ServerProcess(flags) as ours,
+        ServerProcess(flags, environment=never) as hasty,
+    ):
+        clients = [Client(server.url) for server in (own, ours, hasty)]
+        table = Table(
+            *("tokens", "SGLang, ms", "ours, ms", "ratio", "ours, no wait, ms", "ratio"), text=0
+        )
+        for length in lengths:
+            times = [
+                [client.first_token(prompt, 0) for client in clients]
+                for prompt in (clients[0].tokens(length) for _ in range(rounds + 3))
+            ][3:]  # the first ones meet kernels that are not compiled for this length yet
+            medians = [1e3 * median(column) for column in zip(*times, strict=True)]
+            ratios = [median(row[place] / row[0] for row in times) for place in (1, 2)]
+            table.row(
+                *(f"{length:,}", f"{medians[0]:.1f}", f"{medians[1]:.1f}", f"{ratios[0]:.3f}"),
+                *(f"{medians[2]:.1f}", f"{ratios[1]:.3f}"),
+            )
