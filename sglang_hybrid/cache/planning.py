@@ -75,9 +75,9 @@ class PrefillPlans:
 
     def on_admitted(self, req: Req) -> None:
         """``req`` joined the batch."""
-        self.prefix_wait.admitted(req)
+        self.prefix_wait.on_admission(req)
         if self.planner is not None:
-            self.planner.admitted(req)
+            self.planner.on_admission(req)
 
     def drop(self, req: Req) -> None:
         """Forget the plan for ``req``, which did not join the batch, or ended."""

@@ -127,7 +127,7 @@ class HybridRadixCache(HostTierCache):
         self.slots.send_back_if_waiting(params)
         params = self.modular.prepare(params)
         result = self._just_ranked(params) or super()._match_tree(params)
-        self.lookups.looked_up(params, result)
+        self.lookups.on_lookup(params, result)
         return result
 
     def changed_matches(self, waiting: list[Req], least_hit: int) -> list[Req]:
@@ -161,10 +161,10 @@ class HybridRadixCache(HostTierCache):
     # A step of it has run: what it leaves.
 
     def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
-        self.lookups.began(req)
+        self.lookups.on_start(req)
         insert = partial(super().checkpoint_into_tree, req, up_to=up_to, **kwargs)
         published = self.publisher.publish(req, up_to, insert)
-        self.lookups.published(req, published, self.publisher.pin(req))
+        self.lookups.on_publish(req, published, self.publisher.pin(req))
         self.report.update_metrics()
         if req.finished() and req.last_node is not None:
             self.endings.on_end(req, up_to)
@@ -177,7 +177,7 @@ class HybridRadixCache(HostTierCache):
 
     def on_release(self, req: Req, *args: Any, **kwargs: Any) -> None:
         super().on_release(req, *args, **kwargs)
-        self.slots.ended()
+        self.slots.on_finish()
         self.plans.drop(req)
         if self.schedule is not None:
             self.schedule.on_finish(req)

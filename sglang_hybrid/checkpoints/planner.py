@@ -84,7 +84,7 @@ class Planner:
         declared: Sequence[int] = (),
     ) -> None:
         """`req` may be admitted with `hit_len` tokens hit or loaded: say what its prefill should
-        leave. Nothing is counted before `admitted`.
+        leave. Nothing is counted before `on_admission`.
         """
         prefill = Prefill(
             prompt_len,
@@ -108,7 +108,7 @@ class Planner:
         if micro_branches:
             self._micro_branches[req] = micro_branches
 
-    def admitted(self, req: Req) -> None:
+    def on_admission(self, req: Req) -> None:
         """`req` joined a batch: what it will not leave is counted, once."""
         for branch in self._micro_branches.pop(req) or ():
             request = plans.CheckpointRequest(

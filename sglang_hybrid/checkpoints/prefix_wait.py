@@ -62,8 +62,8 @@ class PrefixWait:
             return []
         return self._overlap.shared(req, self._min_branch_tokens)
 
-    def admitted(self, req: Req) -> None:
-        """It is in a batch now."""
+    def on_admission(self, req: Req) -> None:
+        """`req` joined a batch."""
         if req in self._overlap:
             self._overlap.remove(req)
         self._waited.pop(req)

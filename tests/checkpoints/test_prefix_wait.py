@@ -81,7 +81,7 @@ class House:
         self.planner.plan_request(
             req, prompt, req.prefix_len, 0, shared=self.prefix_wait.shared(req)
         )
-        self.prefix_wait.admitted(req)
+        self.prefix_wait.on_admission(req)
 
     def forward(self, req: Any, end: int | None = None) -> None:
         req.extend_end = len(req.origin_input_ids) if end is None else end

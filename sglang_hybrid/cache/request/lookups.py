@@ -113,7 +113,7 @@ class LookUps:
         lens = self._lens.get(req)
         return int(req.prefix_len) if lens is None else lens[1]
 
-    def looked_up(self, params: MatchPrefixParams, result: MatchResult) -> None:
+    def on_lookup(self, params: MatchPrefixParams, result: MatchResult) -> None:
         """SGLang matched a prompt. A health probe is no traffic: it is not counted, noted or
         recorded and leaves nothing in the tree.
         """
@@ -180,8 +180,8 @@ class LookUps:
         depth: int = self._shadow_tree.record(node).depth
         return depth
 
-    def began(self, req: Req) -> None:
-        """The first prefill of a request has run: count what it found, once. `published` reports
+    def on_start(self, req: Req) -> None:
+        """The first prefill of a request has run: count what it found, once. `on_publish` reports
         it.
         """
         report = self._reports.get(req)
@@ -196,7 +196,7 @@ class LookUps:
             self._tier_stats.hit_tokens["device"] += report.found.device_tokens
             self._tier_stats.hit_tokens["host"] += report.found.host_tokens
 
-    def published(
+    def on_publish(
         self, req: Req, checkpoints: Sequence[tuple[int, Kind]], pinned: Sequence[int]
     ) -> None:
         """`req` left states at these positions, of these kinds, in the tree, and what it declared

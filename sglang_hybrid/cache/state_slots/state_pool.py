@@ -46,8 +46,8 @@ class PoolStateSlots:
         """
         self._decoding, self._rest = requests, rest
 
-    def ended(self) -> None:
-        """One of them ended, or went back to the queue."""
+    def on_finish(self) -> None:
+        """A request that runs ended, or went back to the queue."""
         self._decoding = max(0, self._decoding - 1)
 
     @property
