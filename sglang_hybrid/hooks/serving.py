@@ -27,12 +27,15 @@ def count_prompts(_: None, manager: Any, body: Any, *__: Any, **___: Any) -> Non
 async def send_prompts(
     send: Callable[[Any, Any], Awaitable[None]], manager: Any, prompts: Any
 ) -> None:
-    """Tokenized prompts, one or several in a message, are sent to a scheduler."""
+    """Tokenized prompts, one or several in a message, are sent to a scheduler. Where none of this
+    process is there yet, what has reached the process is read before.
+    """
     from sglang_hybrid.serving.requests import on_the_way
 
-    count = len(prompts) if isinstance(prompts, list) else 1
-    idle = len(manager.rid_to_state) == on_the_way.count()
-    await on_the_way.send(lambda: send(manager, prompts), count, idle=idle)
+    if len(manager.rid_to_state) == on_the_way.count():
+        await on_the_way.read_arrivals()
+    on_the_way.on_send(len(prompts) if isinstance(prompts, list) else 1)
+    await send(manager, prompts)
 
 
 def take_token_ids(decode: Callable[[Any], list[int]], value: Any) -> list[int]:

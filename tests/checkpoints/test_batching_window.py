@@ -123,12 +123,13 @@ def told(others: int, *, at: float = 1.0, worker: str = "a") -> TokenizedGenerat
     return prompt
 
 
-def alone(prompts: int = 9) -> Company:
-    """What is learnt of a tenant whose long prompts came a minute apart."""
+@pytest.fixture
+def comes_alone(sockets: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The long prompts of the tenant have come a minute apart."""
     company = Company(0.2, 0.8)
-    for number in range(prompts):
+    for number in range(9):
         company.on_arrival(None, -60.0 * (number + 1))
-    return company
+    monkeypatch.setattr(batching_window, "_company", lambda: company)
 
 
 def arrive(sockets: tuple[zmq.Socket, zmq.Socket], messages: list[Any]) -> Callable[..., Any]:
@@ -145,23 +146,21 @@ def arrive(sockets: tuple[zmq.Socket, zmq.Socket], messages: list[Any]) -> Calla
     return read
 
 
+@pytest.mark.usefixtures("comes_alone")
 def test_a_tenant_whose_prompts_come_alone_is_not_kept_waiting(
-    sockets: tuple[zmq.Socket, zmq.Socket], monkeypatch: pytest.MonkeyPatch
+    sockets: tuple[zmq.Socket, zmq.Socket],
 ) -> None:
     pull, push = sockets
-    company = alone()
-    monkeypatch.setattr(batching_window, "_company", lambda: company)
     send(push, pull)
     assert batching_window.requests_in_window(receiver(pull), [told(0)]) == []
 
 
+@pytest.mark.usefixtures("comes_alone")
 def test_prompts_on_the_way_are_waited_for_whatever_was_learnt(
     sockets: tuple[zmq.Socket, zmq.Socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of each process for itself; what else is there is not read once the last has come."""
     pull, _ = sockets
-    company = alone()
-    monkeypatch.setattr(batching_window, "_company", lambda: company)
     monkeypatch.setattr(batching_window, "_quiet_ms", lambda: 10_000.0)
     coming = [told(0, at=50.0, worker="b"), told(1), told(0)]
     short = generation(8)
@@ -172,12 +171,11 @@ def test_prompts_on_the_way_are_waited_for_whatever_was_learnt(
     assert batching_window.requests_in_window(waiting, received) == [short, *coming[:2]]
 
 
+@pytest.mark.usefixtures("comes_alone")
 def test_a_batch_says_what_its_last_prompt_says(
     sockets: tuple[zmq.Socket, zmq.Socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pull, _ = sockets
-    company = alone()
-    monkeypatch.setattr(batching_window, "_company", lambda: company)
     monkeypatch.setattr(batching_window, "sock_recv", arrive(sockets, [told(0)]))
     batch = BatchTokenizedGenerateReqInput(batch=[told(1), told(1)])
     assert len(batching_window.requests_in_window(receiver(pull), [batch])) == 1

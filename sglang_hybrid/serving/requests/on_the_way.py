@@ -9,7 +9,6 @@ refused or its client leaves, ends with its task.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,8 +31,8 @@ def count() -> int:
 def on_received(body: Any) -> None:
     """`body` (SGLang's GenerateReqInput or EmbeddingReqInput) is about to be tokenized.
 
-    Several samples of a prompt count one by one, when each is sent: SGLang computes their common
-    prompt first, under an id of its own.
+    Several samples of one prompt are not counted: SGLang computes the prompt first, under an id of
+    its own, and all samples hit it.
     """
     task = asyncio.current_task()
     if task is None or getattr(body, "parallel_sample_num", 1) > 1:
@@ -42,16 +41,15 @@ def on_received(body: Any) -> None:
     _unsent[task] = _unsent.get(task, 0) + prompts
 
 
-async def send(send: Callable[[], Awaitable[None]], prompts: int, *, idle: bool) -> None:
-    """Send `prompts` prompts of the body that this task handles.
-
-    idle: no request is at a scheduler. What has already reached this process is read before, so
-    that it is counted as on the way.
-    """
-    for _ in range(TURNS if idle else 0):
+async def read_arrivals() -> None:
+    """Let the event loop read what has already reached this process, so that it is counted."""
+    for _ in range(TURNS):
         await asyncio.sleep(0)
+
+
+def on_send(prompts: int) -> None:
+    """So many prompts of the body that this task handles are about to be sent."""
     task = asyncio.current_task()
     left = _unsent.pop(task, 0) - prompts if task is not None else 0
     if task is not None and left > 0:
         _unsent[task] = left
-    await send()
