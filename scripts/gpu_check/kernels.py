@@ -202,7 +202,7 @@ def check_compilations(layer: Shape) -> None:
     windows, states = layer.pools(2, DEVICE)
 
     def start() -> None:
-        for run in warm_up(windows, states, torch.bfloat16, layer.chunk).values():
+        for run in warm_up(windows, states, torch.bfloat16, layer.save, layer.chunk or 0).values():
             run()
 
     def prefills() -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from sglang_hybrid.checkpoints.compile_kernels import prefill
+from sglang_hybrid.checkpoints.scans import Save
+from sglang_hybrid.kernels import checkpoint_states as cs
 
 TAPS = 4
 
@@ -34,6 +36,11 @@ class Shape:
     @property
     def inner(self) -> int:
         return self.heads * self.width
+
+    @property
+    def save(self) -> Save:
+        """The kernel that leaves its states."""
+        return cs.save_delta_states if self.chunk is None else cs.save_ssd_states
 
     @property
     def channels(self) -> int:
@@ -68,7 +75,7 @@ def state_launches(
         tokens, layer.channels + layer.more, device=device, dtype=torch.bfloat16
     )
     inputs = projected[:, layer.more :]
-    launches = prefill(windows, states, inputs, positions, layer.chunk)
+    launches = prefill(windows, states, inputs, positions, layer.save, layer.chunk or 0)
 
     def run() -> None:
         for launch in launches.values():

@@ -17,8 +17,8 @@ from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.cache.tiers.codec_choice import choose_codecs
 from sglang_hybrid.checkpoints.compile_kernels import compile_kernels
 from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
+from sglang_hybrid.checkpoints.scans import why_split
 from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, why_unplanned
-from sglang_hybrid.checkpoints.tracks import why_split
 from sglang_hybrid.serving.advice import ServerSetup, advise
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
 from sglang_hybrid.serving.device_streams import host_is_device

@@ -14,8 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_hybrid.checkpoints.scans import Save, launched_kernel, linear_backend
 from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks
-from sglang_hybrid.kernels.checkpoint_states import DELTA_CHUNK
+from sglang_hybrid.kernels.checkpoint_states import (
+    DELTA_CHUNK,
+    save_delta_states,
+    save_ssd_states,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +34,14 @@ def compile_kernels(model_runner: Any, *, tell: bool) -> None:
     """
     if model_runner.device != "cuda":
         return
-    backend = model_runner.attn_backend
-    chunk = _chunk_of_mamba2(getattr(backend, "linear_attn_backend", backend))
     cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache.at_layer_idx(0)
-    steps = warm_up(cache.conv[0], cache.temporal, model_runner.dtype, chunk)
+    steps = warm_up(
+        cache.conv[0],
+        cache.temporal,
+        model_runner.dtype,
+        launched_kernel(model_runner),
+        int(linear_backend(model_runner).mamba_chunk_size),
+    )
     for done, (what, run) in enumerate(steps.items(), 1):
         if tell:
             logger.info("sglang_hybrid: compiling kernel %d of %d: %s.", done, len(steps), what)
@@ -43,30 +52,26 @@ def compile_kernels(model_runner: Any, *, tell: bool) -> None:
             logger.info("sglang_hybrid: compiled in %.1f s.", time.perf_counter() - start)
 
 
-def _chunk_of_mamba2(backend: Any) -> int | None:
-    """Tokens between the chunk states of this linear-attention backend; None if it is the gated
-    delta net's, which always has 64."""
-    from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
-
-    return int(backend.mamba_chunk_size) if isinstance(backend, Mamba2AttnBackend) else None
-
-
 def warm_up(
-    windows: Tensor, states: Tensor, dtype: torch.dtype, chunk: int | None
+    windows: Tensor, states: Tensor, dtype: torch.dtype, save: Save | None, chunk: int
 ) -> dict[str, Callable[[], None]]:
     """What launches each kernel once, by a name for people.
 
     ``windows`` [slots, D, K-1] and ``states`` are the pools of one layer, of which only types,
-    shapes and strides are used: [slots, H, P, N] of Mamba2 with ``chunk`` tokens between its chunk
-    states, [slots, Hv, Dv, Dk] of the gated delta net if ``chunk`` is None. ``dtype`` is the
-    model's.
+    shapes and strides are used. ``dtype`` is the model's. ``save`` is the kernel that takes states
+    from the scan (None: no kernel does), and ``chunk`` the tokens between Mamba2's chunk states.
     """
     inputs = torch.zeros(TOKENS, windows.shape[1], dtype=dtype, device=states.device)
-    return prefill(_two_slots_like(windows), _two_slots_like(states), inputs, [1], chunk)
+    return prefill(_two_slots_like(windows), _two_slots_like(states), inputs, [1], save, chunk)
 
 
 def prefill(
-    windows: Tensor, states: Tensor, inputs: Tensor, positions: list[int], chunk: int | None
+    windows: Tensor,
+    states: Tensor,
+    inputs: Tensor,
+    positions: list[int],
+    save: Save | None,
+    chunk: int,
 ) -> dict[str, Callable[[], None]]:
     """What one layer launches in a prefill of one sequence to leave states, by kernel.
 
@@ -80,13 +85,14 @@ def prefill(
     slots = torch.arange(1, 1 + len(positions), device=device)
     wanted = StateTracks([0] * len(positions), [1 + at for at in positions], slots)
     tracks = PrefillTracks(wanted, [1], [tokens], slots, owners, cu_seqlens)
-    writer = tracks.into(states)
-    scan = _delta_scan(states, inputs) if chunk is None else _mamba2_scan(states, inputs, chunk)
-    save = writer.save_delta_states if chunk is None else writer.save_ssd_states
-    return {
-        "windows of the convolution": lambda: tracks.save_windows(windows, inputs),
-        "states inside the scan": lambda: save(cu_seqlens=cu_seqlens, **scan),
-    }
+    launches = {"windows of the convolution": lambda: tracks.save_windows(windows, inputs)}
+    if save is not None:
+        scan = _SCANS[save](states, inputs, chunk)
+        writer = tracks.into(states)
+        launches["states inside the scan"] = lambda: writer.save(
+            save, cu_seqlens=cu_seqlens, **scan
+        )
+    return launches
 
 
 def _two_slots_like(pool: Tensor) -> Tensor:
@@ -111,7 +117,7 @@ def _mamba2_scan(states: Tensor, inputs: Tensor, chunk: int) -> dict[str, Tensor
     }
 
 
-def _delta_scan(states: Tensor, inputs: Tensor) -> dict[str, Tensor]:
+def _delta_scan(states: Tensor, inputs: Tensor, _: int) -> dict[str, Tensor]:
     """What the gated delta net's scan holds after its chunk states; its convolution's channels are
     queries, keys and values."""
     tokens, channels = inputs.shape
@@ -125,3 +131,11 @@ def _delta_scan(states: Tensor, inputs: Tensor) -> dict[str, Tensor]:
         "chunk_states": inputs.new_zeros(chunks, heads, value, key),
         "chunk_offsets": torch.tensor([0, chunks], device=states.device),
     }
+
+
+_SCANS: dict[Save, Callable[[Tensor, Tensor, int], dict[str, Tensor]]] = {
+    save_ssd_states: _mamba2_scan,
+    save_delta_states: _delta_scan,
+}
+"""What a scan holds when it calls a kernel: from the layer's pool of states, the inputs of its
+convolution, and the tokens between Mamba2's chunk states."""

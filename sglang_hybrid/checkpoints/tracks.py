@@ -6,17 +6,19 @@ from it once per forward; every recurrent layer of the patched SGLang uses it
 and the layer's matrix:
 
 * Windows are written before the convolution runs, from its inputs.
-* Matrices of Mamba2 and of the gated delta net are written inside the scan, from its chunk states
-  (``kernels/checkpoint_states.py``); the scans of the CPU platform pick them out themselves, and
-  FlashInfer's leaves some from which the others follow (``tails.py``).
+* Matrices are written inside the scan: from its chunk states (``kernels/checkpoint_states.py``), or
+  the scan picks them out itself. One that leaves only some is continued from them (``tails.py``).
+
+Which layers do so, and how, is in ``scans.py``.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sglang_hybrid.checkpoints.scans import Save, find_scan
 from sglang_hybrid.checkpoints.tails import Tails, put
 from sglang_hybrid.kernels import checkpoint_states
 from sglang_hybrid.kernels.checkpoint_states import Targets
@@ -42,8 +44,9 @@ class StateTracks:
 class PrefillTracks:
     """`StateTracks` as the layers of one forward read them: n states, tensors on the pool's device.
 
-    ``targets`` are the states: first those ``inside`` the sequences, then those at their ends.
-    ``positions`` says the same on the host: (sequence, tokens of this prefill).
+    ``targets`` are the states: first those inside the sequences, then those at their ends.
+    ``positions`` says the same on the host: (sequence, tokens of this prefill). ``saved`` are those
+    that a kernel writes from the scan's chunk states.
     """
 
     def __init__(
@@ -54,12 +57,13 @@ class PrefillTracks:
         slots: Tensor,
         cache_indices: Tensor,
         cu_seqlens: Tensor,
-        sparse: bool = False,
+        *,
+        every: int = 1,
+        rounded: bool = False,
     ) -> None:
         """Lengths are the batch's, per sequence. slots [n] are where the states go, and
         cache_indices [S] where the sequences start from and end in, all physical; cu_seqlens
-        [S + 1] are the bounds of the packed batch on the device. sparse: the scan leaves a state
-        every 64 tokens only.
+        [S + 1] are the bounds of the packed batch on the device. every, rounded: see `Scan`.
 
         Nothing waits for the device. Raises ValueError for a position outside its prefill.
         """
@@ -87,12 +91,13 @@ class PrefillTracks:
         places = slots.long()[places]
         n = at_end.count(False)
         self.targets = Targets(sequences, ends, places)
-        self.inside = Targets(sequences[:n], ends[:n], places[:n])
+        inside = Targets(sequences[:n], ends[:n], places[:n])
         state_indices = cache_indices[sequences].long()
         self._end_slots, self._end_state_indices = places[n:], state_indices[n:]
+        self.saved = inside if rounded else self.targets
         self._tails = (
             Tails(self.positions[:n], places[:n], state_indices[:n], extend_lens)
-            if sparse and n
+            if every > 1 and n
             else None
         )
 
@@ -122,12 +127,13 @@ class PrefillTracks:
         """These states, written to a layer's pool [slots, ...] by its scan."""
         return StateWriter(self, ssm_states)
 
-    def begin_delta(self, ssm_states: Tensor) -> None:
-        """Gated delta net, before its scan. ssm_states: the layer's pool [slots, Hv, Dv, Dk]."""
+    def begin(self, ssm_states: Tensor) -> None:
+        """Before a scan that writes to the slots its sequences start from. ssm_states: the layer's
+        pool [slots, ...]."""
         if self._tails is not None:
             self._tails.begin(ssm_states)
 
-    def finish_delta(
+    def finish(
         self, ssm_states: Tensor, left: Tensor | None, kernel: Any, **inputs: Tensor
     ) -> None:
         """The same behind the scan: `Tails.finish`, and states at the ends of sequences are copied
@@ -140,23 +146,19 @@ class PrefillTracks:
 
 @dataclass(frozen=True)
 class StateWriter:
-    """What a scan calls to leave states in one layer's pool; its keywords are those of
-    ``kernels/checkpoint_states.py``, chunk states and all as the scan holds them."""
+    """What a scan calls to leave states in one layer's pool."""
 
     tracks: PrefillTracks
     pool: Tensor
 
-    def save_ssd_states(self, **scan: Any) -> None:
-        """Mamba2, after its state passing: write the states at all targets."""
-        checkpoint_states.save_ssd_states(self.pool, self.tracks.targets, **scan)
+    def save(self, kernel: Save, **scan: Tensor | float | None) -> None:
+        """Write states by a kernel of ``kernels/checkpoint_states.py``, from what the scan holds:
+        the kernel's own keywords, chunk states and all.
 
-    def save_delta_states(self, **scan: Any) -> None:
-        """Gated delta net, after its chunk states: write the states inside the sequences.
-
-        Those at the ends are left to `PrefillTracks.finish_delta`: the scan carries them in
-        float32, while its chunk states are of the model's dtype.
+        Of a scan whose chunk states are rounded these are the states inside the sequences; those
+        at the ends are left to `PrefillTracks.finish`, which copies the live ones.
         """
-        checkpoint_states.save_delta_states(self.pool, self.tracks.inside, **scan)
+        kernel(self.pool, self.tracks.saved, **scan)
 
     def put(self, states: Tensor) -> None:
         """Write states [n, ...] of a scan that was asked for ``tracks.positions``."""
@@ -214,7 +216,8 @@ def prefill_tracks(
     bounds. Raises RuntimeError if the linear-attention ``backend`` is one that would not write
     them.
     """
-    if not writes_tracks(backend):
+    scan = find_scan(backend)
+    if scan is None:
         raise RuntimeError(
             f"{type(backend).__name__} cannot write states inside a prefill; ask "
             "why_split() first and split the prefill instead."
@@ -227,99 +230,6 @@ def prefill_tracks(
         backend._translate_mamba_indices(tracks.slots),
         cache_indices,
         cu_seqlens,
-        sparse=_is_sparse(backend),
-    )
-
-
-def writes_tracks(backend: Any) -> bool:
-    """Whether this SGLang linear-attention backend writes tracks (its layers permitting).
-
-    Mamba2 does; the gated delta net does on the kernels that return chunk states, Triton's and
-    FlashInfer's. Their subclasses for other devices have prefills of their own.
-    """
-    from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
-    from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
-    from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
-
-    if type(backend) is GDNAttnBackend:
-        kernel = backend.kernel_dispatcher.extend_kernel
-        known = type(kernel) is TritonGDNKernel or _is_sparse(backend)
-        return known and not backend.enable_mis
-    return type(backend) is Mamba2AttnBackend
-
-
-def _is_sparse(backend: Any) -> bool:
-    """Whether the scan of this backend is FlashInfer's gated delta net."""
-    from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
-    from sglang.srt.layers.attention.linear.kernels.gdn_flashinfer import FlashInferGDNKernel
-
-    if type(backend) is not GDNAttnBackend:
-        return False
-    return type(backend.kernel_dispatcher.extend_kernel) is FlashInferGDNKernel
-
-
-def why_split(model_runner: Any) -> str | None:
-    """Why a prefill of this SGLang ``ModelRunner`` cannot write the states that a batch asks for,
-    so that it is split at the positions instead; None if it can.
-
-    Where it cannot: other recurrent layers (KDA, lightning attention, short convolution, Mamba1),
-    other kernels, two-batch overlap, slots that hold more than we write, and layers inside a CUDA
-    graph. To be asked when the graphs are captured.
-    """
-    from sglang.srt.layers.attention.mamba.mamba1 import MambaMixer1
-
-    backend = model_runner.attn_backend
-    linear = getattr(backend, "linear_attn_backend", backend)
-    if any(isinstance(module, MambaMixer1) for module in model_runner.model.modules()):
-        return "Mamba1 has no states inside its prefill"
-    if not writes_tracks(linear):
-        kernel = getattr(getattr(linear, "kernel_dispatcher", None), "extend_kernel", None)
-        name = type(linear).__name__ + (f" with {type(kernel).__name__}" if kernel else "")
-        return f"{name} writes no states inside a prefill"
-    if unwritten := _unwritten(model_runner.req_to_token_pool.mamba_pool):
-        return f"a state has parts that are not written inside a prefill ({', '.join(unwritten)})"
-    if _in_a_graph(model_runner):
-        return (
-            "its recurrent layers are inside a prefill's CUDA graph "
-            "(--disable-prefill-cuda-graph leaves it out)"
-        )
-    return None
-
-
-WRITTEN = frozenset({"conv", "temporal"})
-EMPTY_AFTER_A_PREFILL = "replayssm_"
-"""Begin of the names of rings of decoded tokens (``--enable-linear-replayssm``)."""
-
-
-def _unwritten(pool: Any) -> list[str]:
-    """Names of what a slot of this SGLang ``MambaPool`` holds that tracks do not write.
-
-    SGLang's own copies of a slot take all of it along: what a model registers beside its recurrent
-    layers (Qwen4-Exp: a window of a short convolution and the last tokens of the context), too.
-    """
-    states = pool.mamba_cache
-    held = [f.name for f in fields(type(pool).State) if getattr(states, f.name, None) is not None]
-    unknown = [n for n in held if n not in WRITTEN and not n.startswith(EMPTY_AFTER_A_PREFILL)]
-    return [*unknown, *(type(state).__name__ for state in pool._slot_siblings)]
-
-
-def _in_a_graph(model_runner: Any) -> bool:
-    """Whether recurrent layers are part of a prefill's CUDA graph, where they repeat its capture.
-
-    SGLang's breakable graphs, its default, leave out the layers that say so: all gated delta nets,
-    and Mamba2 mixers in a layer with ``_forward_mamba`` (Nemotron-H).
-    """
-    from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
-    from sglang.srt.model_executor.cuda_graph_config import Backend
-    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
-
-    graphs = model_runner.prefill_cuda_graph_runner
-    if not isinstance(graphs, PrefillCudaGraphRunner):
-        return False
-    if graphs.prefill_backend_name == Backend.FULL or graphs.enable_cp_bcg_capture:
-        return True
-    return any(
-        isinstance(child, MambaMixer2) and not hasattr(layer, "_forward_mamba")
-        for layer in model_runner.model.modules()
-        for child in layer.children()
+        every=scan.every,
+        rounded=scan.rounded,
     )

@@ -80,7 +80,14 @@ class Batch:
     fresh sequence's slot is zero, as SGLang clears it.
     """
 
-    def __init__(self, lengths: list[int], borders: list[int], state: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        borders: list[int],
+        state: tuple[int, ...],
+        *,
+        rounded: bool,
+    ) -> None:
         self.bounds = list(accumulate(lengths, initial=0))
         self.cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32)
         self.asked = [(s, at) for s, n in enumerate(lengths) for at in {*borders, n} if at <= n]
@@ -100,6 +107,7 @@ class Batch:
                 self.slots,
                 self.owners,
                 self.cu_seqlens,
+                rounded=rounded,
             )
 
     def check(self, s: int, states: Tensor, tolerance: float) -> None:
@@ -124,7 +132,7 @@ class Batch:
 def check_mamba2(resumed: bool) -> None:
     """As MambaMixer2 calls its scan, which reads no initial states if no sequence has any."""
     borders = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK]
-    batch = Batch([1, 2 * CHUNK + 5, CHUNK, 5], borders, (HEADS, WIDTH, SIZE))
+    batch = Batch([1, 2 * CHUNK + 5, CHUNK, 5], borders, (HEADS, WIDTH, SIZE), rounded=False)
     tokens, sequences = batch.bounds[-1], len(batch.bounds) - 1
     x, dt = torch.randn(1, tokens, HEADS, WIDTH), torch.randn(1, tokens, HEADS)
     A, D, bias = -torch.rand(HEADS) - 0.1, torch.randn(HEADS), torch.randn(HEADS)
@@ -167,7 +175,7 @@ def check_mamba2(resumed: bool) -> None:
 
 def check_gated_delta_net(dtype: torch.dtype, close: float) -> None:
     """As SGLang's backend calls the scan: half precision, states in place, ends copied behind."""
-    batch = Batch([3, 130, 64, 70], [1, 2, 63, 64, 65, 128], (HEADS, WIDTH, SIZE))
+    batch = Batch([3, 130, 64, 70], [1, 2, 63, 64, 65, 128], (HEADS, WIDTH, SIZE), rounded=True)
     tokens = batch.bounds[-1]
     q, k = torch.randn(2, 1, tokens, GROUPS, SIZE).to(dtype)
     v = torch.randn(1, tokens, HEADS, WIDTH).to(dtype)
@@ -184,7 +192,7 @@ def check_gated_delta_net(dtype: torch.dtype, close: float) -> None:
         use_qk_l2norm_in_kernel=True,
         state_writer=batch.tracks.into(batch.pool),
     )
-    batch.tracks.finish_delta(batch.pool, None, None)
+    batch.tracks.finish(batch.pool, None, None)
     for s, (a, b) in enumerate(pairwise(batch.bounds)):
         start = batch.before[batch.owners[s]]
         sequence = (t[0, a:b].float() for t in (q, k, v, g, beta))

@@ -22,7 +22,7 @@ from sglang.srt.layers.attention.linear.kernels import gdn_flashinfer
 from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend
 from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from sglang_hybrid.checkpoints.tracks import StateTracks
@@ -287,3 +287,12 @@ def defined(
 
 def copied(pools: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(conv=[pools.conv[0].clone()], temporal=pools.temporal.clone())
+
+
+def made(kind: type[nn.Module], **children: nn.Module) -> nn.Module:
+    """A module of this kind with these children, without its own weights."""
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    for name, child in children.items():
+        module.add_module(name, child)
+    return module

@@ -7,12 +7,16 @@ import pytest
 import torch
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
+from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.mem_cache.memory_pool import MambaPool
 
 pytest.importorskip("triton")
 
 from sglang_hybrid.cache import factory
 from sglang_hybrid.checkpoints import compile_kernels
+from tests.checkpoints.layers import made
 from tests.kernels.launches import noted
 from tests.kernels.model_layers import LAYERS, Layer
 
@@ -22,12 +26,14 @@ def model_runner(layer: Layer, device: str) -> Any:
     windows, states = layer.pools()
     kind = GDNAttnBackend if layer.chunk is None else Mamba2AttnBackend
     backend = object.__new__(kind)
-    backend._mamba_chunk_size = layer.chunk
+    backend._mamba_chunk_size, backend.enable_mis = layer.chunk or 64, False
+    backend.kernel_dispatcher = SimpleNamespace(extend_kernel=object.__new__(TritonGDNKernel))
     cache = MambaPool.State(conv=[windows[None]], temporal=states[None])
     return SimpleNamespace(
         device=device,
         dtype=layer.dtype,
         attn_backend=SimpleNamespace(linear_attn_backend=backend),
+        model=made(RadixLinearAttention if layer.chunk is None else MambaMixer2),
         req_to_token_pool=SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache)),
     )
 
@@ -52,7 +58,9 @@ def test_every_kernel_is_launched_once_and_the_log_says_how_far_it_is(
 def test_the_pools_of_the_server_are_not_written() -> None:
     layer = LAYERS["Nemotron-H-8B"]
     windows, states = layer.pools()
-    for run in compile_kernels.warm_up(windows, states, layer.dtype, layer.chunk).values():
+    for run in compile_kernels.warm_up(
+        windows, states, layer.dtype, layer.save, layer.chunk or 0
+    ).values():
         (launch,) = noted(run)
         written = launch.arguments["pool"]
         assert written.dtype in (windows.dtype, states.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -20,16 +21,18 @@ from sglang.srt.layers.attention.linear.kernels.gdn_flashinfer import FlashInfer
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
 from sglang.srt.layers.attention.mamba.mamba1 import MambaMixer1
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.mem_cache.ple_state_pool import NGramPool
 from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+from sglang.srt.models.jet_nemotron import JetBlock
 from torch import Tensor, nn
 
+from sglang_hybrid.checkpoints.scans import SCANS, Scan, name_of, why_split
 from sglang_hybrid.checkpoints.tracks import (
     PrefillTracks,
     StateTracks,
     prefill_tracks,
-    why_split,
 )
 from tests.checkpoints.layers import (
     CHUNK,
@@ -37,14 +40,15 @@ from tests.checkpoints.layers import (
     Asked,
     Case,
     Outcome,
+    made,
     run_flashinfer,
     run_gdn,
     run_mamba2,
 )
 
 Run = Callable[[Case], Outcome]
-SCANS = {"mamba2": run_mamba2, "gdn": run_gdn, "gdn-flashinfer": run_flashinfer}
-each = pytest.mark.parametrize("run", SCANS.values(), ids=SCANS)
+RUNS = {"mamba2": run_mamba2, "gdn": run_gdn, "gdn-flashinfer": run_flashinfer}
+each = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 
 BORDERS = [1, 2, KERNEL - 2, KERNEL - 1, KERNEL, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK]
 
@@ -177,18 +181,10 @@ class BrokenOut(nn.Module):
     def _forward_mamba(self) -> None: ...
 
 
-def made(kind: type[nn.Module], **children: nn.Module) -> nn.Module:
-    """A module of this kind with these children, without its own weights."""
-    module = kind.__new__(kind)
-    nn.Module.__init__(module)
-    for name, child in children.items():
-        module.add_module(name, child)
-    return module
-
-
 def runner(
     kind: type,
-    layer: nn.Module | None = None,
+    *layers: nn.Module,
+    recurrent: int = 1,
     kernel: type = TritonGDNKernel,
     mis: bool = False,
     graphs: str | None = None,
@@ -204,13 +200,13 @@ def runner(
         captured.prefill_backend_name, captured.enable_cp_bcg_capture = graphs, False
     return SimpleNamespace(
         attn_backend=SimpleNamespace(linear_attn_backend=backend),
-        model=nn.ModuleList([layer] if layer is not None else []),
+        model=nn.ModuleList(layers),
         prefill_cuda_graph_runner=captured,
-        req_to_token_pool=SimpleNamespace(mamba_pool=state_pool(side_states, field)),
+        req_to_token_pool=SimpleNamespace(mamba_pool=state_pool(side_states, field, recurrent)),
     )
 
 
-def state_pool(side_states: Sequence[object], field: str | None) -> MambaPool:
+def state_pool(side_states: Sequence[object], field: str | None, layers: int) -> MambaPool:
     """A pool with states of a convolution and a scan; ``field``: a part that SGLang does not have
     yet.
     """
@@ -223,6 +219,7 @@ def state_pool(side_states: Sequence[object], field: str | None) -> MambaPool:
         state = dataclasses.make_dataclass("State", named, bases=(MambaPool.State,), frozen=True)
         pool = object.__new__(type("OtherPool", (MambaPool,), {"State": state}))
         pool.mamba_cache = state(**parts, **{field: torch.zeros(1)})
+    pool.mamba_layer_ids = list(range(layers))
     for each in side_states:
         pool.register_slot_state(each)
     return pool
@@ -233,36 +230,45 @@ def ngram_pool() -> NGramPool:
 
 
 MIXER, NEMOTRON = made(MambaMixer2), made(BrokenOut, mixer=made(MambaMixer2))
+OUTSIDE = made(nn.Module, mixer=MIXER)
+DELTA = made(RadixLinearAttention)
 
 
 @pytest.mark.parametrize(
     "model_runner, reason",
     [
-        (runner(Mamba2AttnBackend), None),
-        (runner(Mamba2AttnBackend, made(MambaMixer1)), "Mamba1 has no states"),
-        (runner(GDNAttnBackend), None),
-        (runner(GDNAttnBackend, kernel=OtherKernel), "GDNAttnBackend with OtherKernel writes no"),
-        (runner(GDNAttnBackend, kernel=FlashInferGDNKernel), None),
-        (runner(GDNAttnBackend, mis=True), "GDNAttnBackend with TritonGDNKernel writes no"),
-        (runner(OtherDevice), "OtherDevice with"),
-        (runner(KDAAttnBackend), "KDAAttnBackend with"),
         (runner(Mamba2AttnBackend, MIXER), None),
-        (runner(Mamba2AttnBackend, MIXER, graphs="breakable"), "inside a prefill's CUDA graph"),
+        (runner(Mamba2AttnBackend, made(MambaMixer1)), "1 of 1 recurrent layers write no states"),
+        (runner(Mamba2AttnBackend, MIXER, recurrent=3), "2 of 3 recurrent layers write no states"),
+        (runner(GDNAttnBackend, DELTA), None),
+        (runner(GDNAttnBackend, DELTA, kernel=OtherKernel), "GDNAttnBackend with OtherKernel"),
+        (runner(GDNAttnBackend, DELTA, kernel=FlashInferGDNKernel), None),
+        (runner(GDNAttnBackend, DELTA, mis=True), "GDNAttnBackend with TritonGDNKernel writes no"),
+        (runner(GDNAttnBackend, made(JetBlock)), "1 of 1 recurrent layers write no states"),
+        (runner(OtherDevice, DELTA), "OtherDevice with"),
+        (runner(KDAAttnBackend, DELTA), "KDAAttnBackend with"),
+        (runner(Mamba2AttnBackend, OUTSIDE), None),
+        (runner(Mamba2AttnBackend, OUTSIDE, graphs="breakable"), "inside a prefill's CUDA graph"),
         (runner(Mamba2AttnBackend, NEMOTRON, graphs="breakable"), None),
         (runner(Mamba2AttnBackend, NEMOTRON, graphs="full"), "inside a prefill's CUDA graph"),
-        (runner(GDNAttnBackend, graphs="breakable"), None),
-        (runner(GDNAttnBackend, graphs="full"), "inside a prefill's CUDA graph"),
-        (runner(GDNAttnBackend, side_states=[ngram_pool()]), r"not written .* \(NGramPool\)"),
-        (runner(Mamba2AttnBackend, field="gate"), r"not written .* \(gate\)"),
-        (runner(GDNAttnBackend, field="replayssm_x"), None),
+        (runner(GDNAttnBackend, DELTA, graphs="breakable"), None),
+        (runner(GDNAttnBackend, DELTA, graphs="full"), "inside a prefill's CUDA graph"),
+        (
+            runner(GDNAttnBackend, DELTA, side_states=[ngram_pool()]),
+            r"not written .* \(NGramPool\)",
+        ),
+        (runner(Mamba2AttnBackend, MIXER, field="gate"), r"not written .* \(gate\)"),
+        (runner(GDNAttnBackend, DELTA, field="replayssm_x"), None),
     ],
     ids=[
         "mamba2",
         "mamba1",
+        "mamba2-beside-other-layers",
         "gdn",
         "gdn-other-kernel",
         "gdn-flashinfer",
         "gdn-mis",
+        "gdn-of-jet-nemotron",
         "gdn-other-device",
         "kda",
         "mamba2-eager",
@@ -282,6 +288,14 @@ def test_which_prefills_are_split(model_runner: Any, reason: str | None) -> None
 
 
 def test_a_model_without_attention_has_the_backend_alone() -> None:
-    model_runner = runner(Mamba2AttnBackend)
+    model_runner = runner(Mamba2AttnBackend, MIXER)
     model_runner.attn_backend = model_runner.attn_backend.linear_attn_backend
     assert why_split(model_runner) is None
+
+
+@pytest.mark.parametrize("scan", SCANS, ids=lambda scan: f"{scan.backend} {scan.kernel}")
+def test_every_class_of_a_row_is_one_of_sglang(scan: Scan) -> None:
+    for name in filter(None, [scan.backend, scan.kernel, *scan.layers]):
+        module, _, kind = name.partition(":")
+        found = getattr(importlib.import_module(module), kind)
+        assert name_of(found) == name

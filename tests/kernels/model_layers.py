@@ -9,7 +9,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from sglang_hybrid.checkpoints.scans import Save
 from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks
+from sglang_hybrid.kernels import checkpoint_states as cs
 
 TAPS, SLOTS = 4, 20
 
@@ -36,6 +38,11 @@ class Layer:
     @property
     def inner(self) -> int:
         return self.heads * self.width
+
+    @property
+    def save(self) -> Save:
+        """The kernel that leaves its states."""
+        return cs.save_delta_states if self.chunk is None else cs.save_ssd_states
 
     @property
     def channels(self) -> int:
@@ -81,13 +88,15 @@ def prefill(
         slots,
         owners,
         cu_seqlens,
+        rounded=layer.chunk is None,
     )
     inputs = torch.empty(tokens, layer.channels + layer.more, dtype=layer.dtype)
     inputs = inputs[:, layer.more // 2 :][:, : layer.channels]
     tracks.save_windows(windows, inputs)
     writer = tracks.into(states)
     if layer.chunk is None:
-        writer.save_delta_states(
+        writer.save(
+            layer.save,
             keys=torch.empty(1, tokens, layer.groups, layer.size, dtype=layer.dtype)[0],
             corrections=torch.empty(1, tokens, layer.heads, layer.width, dtype=layer.dtype)[0],
             decays=torch.empty(tokens, layer.heads, *[layer.size] * layer.per_channel),
@@ -109,7 +118,8 @@ def prefill(
     x, B, _ = mixed.split([layer.inner, shared, shared], dim=1)
     chunks = -(-tokens // layer.chunk)
     state = (layer.heads, layer.width, layer.size)
-    writer.save_ssd_states(
+    writer.save(
+        layer.save,
         x=x.view(1, tokens, layer.heads, layer.width)[0],
         dt=torch.empty(1, layer.heads, chunks, layer.chunk)[0],
         A=torch.empty(layer.heads),

@@ -47,7 +47,7 @@ def test_all_prefills_of_a_server_launch_what_its_start_has_compiled(layer: Laye
     windows, states = layer.pools()
 
     def start() -> None:
-        for run in warm_up(windows, states, layer.dtype, layer.chunk).values():
+        for run in warm_up(windows, states, layer.dtype, layer.save, layer.chunk or 0).values():
             run()
 
     compiled = variants(noted(start))

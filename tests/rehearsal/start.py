@@ -315,7 +315,7 @@ class _Server:
         from sglang.srt.model_executor.runner import PrefillCudaGraphRunner
         from sglang.srt.runtime_context import get_exec
 
-        from sglang_hybrid.checkpoints.tracks import why_split
+        from sglang_hybrid.checkpoints.scans import why_split
 
         class Captured(PrefillCudaGraphRunner):
             def __init__(self, model_runner: Any) -> None:

@@ -1,0 +1,176 @@
+"""Which recurrent layers of SGLang leave states inside a prefill, and how; why the others do not.
+
+A row of `SCANS` is one of SGLang's linear-attention backends with one of its prefill kernels. To
+have another kind of layer leave states, call `PrefillTracks` from where its scan holds them (patch
+0007), and add its row here; `tracks.py` knows no layer.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sglang_hybrid.kernels.checkpoint_states import (
+    DELTA_CHUNK,
+    save_delta_states,
+    save_ssd_states,
+)
+
+Save = Callable[..., None]
+"""A function of ``kernels/checkpoint_states.py``: `save(pool, targets, **what the scan holds)`."""
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What the prefills of one of SGLang's linear-attention backends offer.
+
+    Classes are written ``module:name`` and meant exactly: a subclass has a prefill of its own.
+
+    Args:
+        backend: the backend's class; ``kernel``: that of its prefill kernel, None if it has no
+            choice.
+        layers: classes of the layers that call `PrefillTracks`, by the backend or themselves, and
+            the kernel that each launches for it on a GPU (None: the layer hands its states over).
+            A model's recurrent layers must all be among them.
+        every: tokens between the states that the scan itself leaves. What lies between two of them
+            is scanned again (`tails.py`); 1 if the states are taken at the positions themselves.
+        rounded: whether states inside a sequence have passed through the model's type, while the
+            live state, which is that at the sequence's end, is float32.
+        refused: names of switches of the backend; each that is on makes a prefill that leaves no
+            states.
+    """
+
+    backend: str
+    layers: Mapping[str, Save | None]
+    kernel: str | None = None
+    every: int = 1
+    rounded: bool = False
+    refused: tuple[str, ...] = ()
+
+
+_ATTENTION = "sglang.srt.layers.attention"
+_GDN = f"{_ATTENTION}.linear.gdn_backend:GDNAttnBackend"
+_GDN_KERNELS = f"{_ATTENTION}.linear.kernels"
+_LINEAR_LAYER = "sglang.srt.layers.radix_linear_attention:RadixLinearAttention"
+
+SCANS: tuple[Scan, ...] = (
+    Scan(
+        backend=f"{_ATTENTION}.hybrid_linear_attn_backend:Mamba2AttnBackend",
+        layers={f"{_ATTENTION}.mamba.mamba:MambaMixer2": save_ssd_states},
+    ),
+    Scan(
+        backend=_GDN,
+        kernel=f"{_GDN_KERNELS}.gdn_triton:TritonGDNKernel",
+        layers={_LINEAR_LAYER: save_delta_states},
+        rounded=True,
+        refused=("enable_mis",),
+    ),
+    Scan(
+        backend=_GDN,
+        kernel=f"{_GDN_KERNELS}.gdn_flashinfer:FlashInferGDNKernel",
+        layers={_LINEAR_LAYER: None},
+        every=DELTA_CHUNK,
+        refused=("enable_mis",),
+    ),
+)
+
+
+def name_of(kind: type) -> str:
+    """``module:name`` of a class."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def find_scan(backend: Any) -> Scan | None:
+    """The row of this SGLang linear-attention backend; None if its prefills leave no states."""
+    name, kernel = name_of(type(backend)), name_of(type(_kernel_of(backend)))
+    for scan in SCANS:
+        if scan.backend == name and scan.kernel in (None, kernel):
+            return None if any(getattr(backend, it) for it in scan.refused) else scan
+    return None
+
+
+def _kernel_of(backend: Any) -> Any:
+    return getattr(getattr(backend, "kernel_dispatcher", None), "extend_kernel", None)
+
+
+def linear_backend(model_runner: Any) -> Any:
+    """The linear-attention backend of an SGLang ``ModelRunner``."""
+    backend = model_runner.attn_backend
+    return getattr(backend, "linear_attn_backend", backend)
+
+
+def launched_kernel(model_runner: Any) -> Save | None:
+    """The kernel that the recurrent layers of this ``ModelRunner`` launch on a GPU, if any, where
+    `why_split` is None.
+    """
+    scan = find_scan(linear_backend(model_runner))
+    layers: Mapping[str, Save | None] = {} if scan is None else scan.layers
+    kinds = (name_of(type(module)) for module in model_runner.model.modules())
+    return next((layers[kind] for kind in kinds if kind in layers), None)
+
+
+def why_split(model_runner: Any) -> str | None:
+    """Why a prefill of this SGLang ``ModelRunner`` cannot write the states that a batch asks for,
+    so that it is split at the positions instead; None if it can.
+
+    Where it cannot: backends, kernels and layers that are not in `SCANS`, slots that hold more than
+    we write, and layers inside a CUDA graph. To be asked when the graphs are captured.
+    """
+    backend = linear_backend(model_runner)
+    scan = find_scan(backend)
+    if scan is None:
+        kernel = _kernel_of(backend)
+        name = type(backend).__name__ + (f" with {type(kernel).__name__}" if kernel else "")
+        return f"{name} writes no states inside a prefill"
+    pool = model_runner.req_to_token_pool.mamba_pool
+    kinds = [name_of(type(module)) for module in model_runner.model.modules()]
+    writing, recurrent = sum(kind in scan.layers for kind in kinds), len(pool.mamba_layer_ids)
+    if writing < recurrent:
+        return f"{recurrent - writing} of {recurrent} recurrent layers write no states inside one"
+    if unwritten := _unwritten(pool):
+        return f"a state has parts that are not written inside a prefill ({', '.join(unwritten)})"
+    if _in_a_graph(model_runner, scan):
+        return (
+            "its recurrent layers are inside a prefill's CUDA graph "
+            "(--disable-prefill-cuda-graph leaves it out)"
+        )
+    return None
+
+
+WRITTEN = frozenset({"conv", "temporal"})
+EMPTY_AFTER_A_PREFILL = "replayssm_"
+"""Begin of the names of rings of decoded tokens (``--enable-linear-replayssm``)."""
+
+
+def _unwritten(pool: Any) -> list[str]:
+    """Names of what a slot of this SGLang ``MambaPool`` holds that tracks do not write.
+
+    SGLang's own copies of a slot take all of it along: what a model registers beside its recurrent
+    layers (Qwen4-Exp: a window of a short convolution and the last tokens of the context), too.
+    """
+    states = pool.mamba_cache
+    held = [f.name for f in fields(type(pool).State) if getattr(states, f.name, None) is not None]
+    unknown = [n for n in held if n not in WRITTEN and not n.startswith(EMPTY_AFTER_A_PREFILL)]
+    return [*unknown, *(type(state).__name__ for state in pool._slot_siblings)]
+
+
+def _in_a_graph(model_runner: Any, scan: Scan) -> bool:
+    """Whether recurrent layers are part of a prefill's CUDA graph, where they repeat its capture.
+
+    SGLang's breakable graphs, its default, leave out the layers that say so: those that call their
+    backend through ``RadixLinearAttention``, and others in a layer with ``_forward_mamba``
+    (Nemotron-H).
+    """
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+    graphs = model_runner.prefill_cuda_graph_runner
+    if not isinstance(graphs, PrefillCudaGraphRunner):
+        return False
+    if graphs.prefill_backend_name == Backend.FULL or graphs.enable_cp_bcg_capture:
+        return True
+    captured = scan.layers.keys() - {_LINEAR_LAYER}
+    return any(
+        name_of(type(child)) in captured and not hasattr(layer, "_forward_mamba")
+        for layer in model_runner.model.modules()
+        for child in layer.children()
+    )
