@@ -3,10 +3,9 @@
 A subcommand is a function of the module that `COMMANDS` names, with the subcommand's name. It
 measures and prints Markdown; its docstring is its help. Its options are its parameters:
 
-    def split(
-        architecture: str = "falcon-mamba",
-        scale: Literal["tiny", "100m"] = "tiny",
-        requests: Annotated[Count, "of each model"] = 16,
+    def server(
+        *server_flags: Annotated[str, "flags for the server, after --"],
+        requests: Annotated[Count, "prompts per model"] = 16,
     ) -> None:
 
 A bool is a switch, a tuple takes several values, `*parameters` are what has no name. Beside the

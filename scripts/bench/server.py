@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import psutil
 import torch
@@ -20,8 +20,20 @@ from torch import Tensor
 
 from scripts.bench.commands import Count, one_of
 from scripts.bench.report import BenchFailed, Table, seconds_of
-from scripts.bench.servers import SCRATCH, STEPS, Client, large_model, percentile, sampled
+from scripts.bench.servers import (
+    SCRATCH,
+    STEPS,
+    Client,
+    flush,
+    greedy,
+    large_model,
+    percentile,
+    post,
+    sampled,
+)
+from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.models import build_tiny_model, ensure_default_model
+from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.server_process import ServerProcess
 
 PROMPT = 2048
@@ -110,36 +122,70 @@ def server(
     )
 
 
-FORWARDS = (1, 2, 3, 9)  # none, one, two and eight states inside
-
-
-def ttft(model: Path, forwards: int, n: int) -> float:
-    """Median seconds to the first token, one request at a time."""
-    size = -(-PROMPT // forwards)
-    flags = ["--model-path", str(model), "--disable-radix-cache"]
-    with ServerProcess([*flags, "--chunked-prefill-size", str(size)]) as server:
-        record = bench_serving(server, model, prompt=PROMPT, output=1, n=n)
-    return percentile(sorted(record["ttfts"]), 0.5)
+STATES = (1, 2, 8)
+LONG = 4096
+"""Tokens of a prompt that leaves states inside."""
 
 
 def split(
-    architecture: str = "falcon-mamba",
-    scale: Literal["tiny", "100m"] = "tiny",
-    requests: Count = 16,
+    *architectures: Annotated[str, "embedded models (default: falcon-mamba)"],
+    requests: Annotated[Count, "prompts of each kind"] = 12,
 ) -> None:
-    """What splitting a prefill costs: prompts of 2,048 tokens in 1, 2, 3 and 9 forwards.
+    """What states inside a prefill cost: prompts of 4,096 tokens that leave 1, 2 and 8.
 
-    Where kernels leave no states inside a prefill (Mamba1), it is split at every checkpoint. Here
-    the server splits it evenly (--chunked-prefill-size) and keeps nothing.
+    One server leaves them in the pass, at declared positions. Others split the prefill evenly
+    (--chunked-prefill-size), as it is where layers leave no states inside, and keep nothing. They
+    are asked in turn, one request at a time. Ratios are medians of pairs: each is a request and the
+    one without states before it.
     """
+    table = Table(
+        *("model", "states inside", "none, ms", "in the pass, ms", "against none"),
+        *("split, ms", "against none"),
+    )
     with tempfile.TemporaryDirectory() as scratch:
-        directory = Path(scratch) / architecture
-        model = build_tiny_model(architecture, directory, scale=scale)
-        found = {k: ttft(model, k, requests) for k in FORWARDS}
-    table = Table("model", "states inside", "forwards", "TTFT P50, ms", "against one forward")
-    for k, seconds in found.items():
-        ratio = f"{seconds / found[1]:.2f}"
-        table.row(architecture, k - 1, k, f"{1e3 * seconds:.0f}", ratio)
+        for architecture in architectures or ("falcon-mamba",):
+            model = build_tiny_model(architecture, Path(scratch) / architecture)
+            whole = ["--model-path", str(model), "--chunked-prefill-size", str(2 * LONG)]
+            with ServerProcess(whole) as server:
+                for count in STATES:
+                    parts = ["--chunked-prefill-size", str(-(-LONG // (count + 1)))]
+                    with ServerProcess([*whole, *parts, "--disable-radix-cache"]) as splitting:
+                        times = _states_inside(server.url, splitting.url, count, requests)
+                    none, inside, split_up = zip(*times[1:], strict=True)
+                    cells = []
+                    for found in (inside, split_up):
+                        pairs = zip(found, none, strict=True)
+                        cells += [
+                            f"{1e3 * median(found):.0f}",
+                            f"{median(a / b for a, b in pairs):.2f}",
+                        ]
+                    table.row(architecture, count, f"{1e3 * median(none):.0f}", *cells)
+
+
+def _states_inside(
+    url: str, splitting: str, count: int, requests: int
+) -> list[tuple[float, float, float]]:
+    """Seconds to the first token of prompts: without states inside, with ``count`` in the pass, and
+    on the server that splits. The first is of a server that has not served yet.
+    """
+    source = Client(url, seed=count)
+    positions = tuple((i + 1) * LONG // (count + 1) - 45 for i in range(count))
+    hints = {"kv_hints": kv_hints.write(PromptHints(positions))}
+
+    def seconds(at: str, more: dict[str, Any]) -> float:
+        flush(at)
+        body = {**greedy(source.tokens(LONG), 1), **more}
+        begin = time.perf_counter()
+        report = post(at, "/generate", body)["meta_info"].get("hybrid_cache", {})
+        taken = time.perf_counter() - begin
+        left = [each for each in report.get("checkpoints", []) if each["kind"] == "declared"]
+        if len(left) != (count if more else 0):
+            raise BenchFailed(f"{len(left)} states were left inside a prefill, not {count}")
+        return taken
+
+    return [
+        (seconds(url, {}), seconds(url, hints), seconds(splitting, {})) for _ in range(requests + 1)
+    ]
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

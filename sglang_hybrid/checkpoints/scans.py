@@ -55,7 +55,10 @@ _LINEAR_LAYER = "sglang.srt.layers.radix_linear_attention:RadixLinearAttention"
 SCANS: tuple[Scan, ...] = (
     Scan(
         backend=f"{_ATTENTION}.hybrid_linear_attn_backend:Mamba2AttnBackend",
-        layers={f"{_ATTENTION}.mamba.mamba:MambaMixer2": save_ssd_states},
+        layers={
+            f"{_ATTENTION}.mamba.mamba:MambaMixer2": save_ssd_states,
+            f"{_ATTENTION}.mamba.mamba1:MambaMixer1": None,
+        },
     ),
     Scan(
         backend=_GDN,

@@ -164,6 +164,38 @@ class StateWriter:
         """Write states [n, ...] of a scan that was asked for ``tracks.positions``."""
         self.pool[self.tracks.targets.slots] = states.to(self.pool.dtype)
 
+    def of(self, sequence: int) -> "SequenceWriter":
+        """The same for a scan of one sequence of the batch, by its index."""
+        slots = self.tracks.targets.slots.unsqueeze(1)
+        pairs = zip(self.tracks.positions, slots, strict=True)
+        return SequenceWriter(
+            [(tokens, slot) for (owner, tokens), slot in pairs if owner == sequence], self.pool
+        )
+
+
+@dataclass(frozen=True)
+class SequenceWriter:
+    """What the scan of one sequence calls to leave its states in one layer's pool.
+
+    ``asked`` are pairs of a position, in tokens of this prefill, and a slot [1].
+    """
+
+    asked: list[tuple[int, Tensor]]
+    pool: Tensor
+
+    @property
+    def positions(self) -> list[int]:
+        """After how many tokens a state is wanted, each once, in order."""
+        return sorted({tokens for tokens, _ in self.asked})
+
+    def put(self, state: Tensor, tokens: int) -> None:
+        """Write the sequence's state after so many tokens, if it is wanted. state: a slot's values
+        in the pool's order, in any shape.
+        """
+        for wanted, slot in self.asked:
+            if wanted == tokens:
+                self.pool[slot] = state.view(self.pool.shape[1:]).to(self.pool.dtype)
+
 
 def _save_windows(
     pool: Tensor,

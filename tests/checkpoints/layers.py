@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,12 +21,15 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBac
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend, GDNKernelDispatcher
 from sglang.srt.layers.attention.linear.kernels import gdn_flashinfer
 from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend
+from sglang.srt.layers.attention.mamba import mamba1
 from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
+from sglang.srt.layers.attention.mamba.mamba1 import MambaMixer1
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from sglang_hybrid.checkpoints.tracks import StateTracks
+from sglang_hybrid.hooks.patching import load_patches
 from sglang_hybrid.kernels import naive
 
 KERNEL, CHUNK = 4, 64
@@ -171,6 +175,67 @@ def run_mamba2(case: Case) -> Outcome:
         return naive.ssd(x, dt[at], A, B, C, D, dt_bias, True, start)[1]
 
     return Outcome(before, pools, *defined(case, before, inputs, weight, bias, define))
+
+
+RANK = 2
+"""Of Mamba1's time steps."""
+
+
+def run_mamba1(case: Case, kind: type[MambaMixer1] = MambaMixer1) -> Outcome:
+    """A prefill of one MambaMixer1, behind its projection."""
+    inner, tokens = HEADS * WIDTH, case.bounds[-1]
+    pools = case.pools(inner, inner, 1, SIZE)
+    before = copied(pools)
+    weight, bias = case.normal(inner, KERNEL), case.normal(inner)
+    mixed, wide = case.normal(RANK + 2 * SIZE, inner), case.normal(inner, RANK)
+    inputs, gate = case.normal(tokens, inner), case.normal(tokens, inner)
+    mixer = made(kind)
+    attributes = {
+        "in_proj": lambda h: (h, None),
+        "x_proj": lambda x: (x @ mixed.T, None),
+        "dt_proj": lambda t: (t @ wide.T, None),
+        "out_proj": lambda y: (y, None),
+        "conv1d": SimpleNamespace(weight=weight[:, None], bias=bias),
+        "A_log": case.normal(inner, SIZE) - 1,
+        "D": case.normal(inner),
+        "intermediate_size_per_tp": inner,
+        "time_step_rank": RANK,
+        "ssm_state_size": SIZE,
+        "use_bc_dt_rms": False,
+        "activation": "silu",
+    }
+    for name, value in attributes.items():
+        setattr(mixer, name, value)
+    backend = case.backend(Mamba2AttnBackend, pools)
+    backend.init_forward_metadata(case.batch())
+    mixer.forward(
+        hidden_states=torch.cat([inputs, gate], dim=1),
+        output=None,
+        layer_cache=pools,
+        metadata=backend.forward_metadata,
+    )
+    A = -attributes["A_log"].double().exp()
+
+    def define(at: slice, convolved: Tensor, start: Tensor) -> Tensor:
+        t, B, C = (convolved @ mixed.T.double()).split([RANK, SIZE, SIZE], dim=1)
+        dt = softplus(t @ wide.T.double())
+        return naive.selective_scan(convolved, dt, A, B, C, start[:, 0])[1][:, :, None]
+
+    return Outcome(before, pools, *defined(case, before, inputs, weight, bias, define))
+
+
+def run_mamba1_token_by_token(case: Case) -> Outcome:
+    """The same with SGLang's own scan, which the CPU platform replaces."""
+    return run_mamba1(case, unbound(mamba1).MambaMixer1)
+
+
+def unbound(module: ModuleType) -> ModuleType:
+    """A patched module of SGLang as other devices have it."""
+    source = Path(str(module.__file__))
+    patch = load_patches()[module.__name__.replace(".", "/") + ".py"]
+    fresh = ModuleType(f"{module.__name__}_unbound")
+    exec(compile(patch.apply(source.read_bytes()), source, "exec"), vars(fresh))
+    return fresh
 
 
 def run_gdn(case: Case, kernel: Any = None) -> Outcome:

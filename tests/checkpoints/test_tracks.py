@@ -43,11 +43,19 @@ from tests.checkpoints.layers import (
     made,
     run_flashinfer,
     run_gdn,
+    run_mamba1,
+    run_mamba1_token_by_token,
     run_mamba2,
 )
 
 Run = Callable[[Case], Outcome]
-RUNS = {"mamba2": run_mamba2, "gdn": run_gdn, "gdn-flashinfer": run_flashinfer}
+RUNS = {
+    "mamba2": run_mamba2,
+    "mamba1": run_mamba1,
+    "mamba1-token-by-token": run_mamba1_token_by_token,
+    "gdn": run_gdn,
+    "gdn-flashinfer": run_flashinfer,
+}
 each = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 
 BORDERS = [1, 2, KERNEL - 2, KERNEL - 1, KERNEL, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK]
@@ -171,6 +179,10 @@ class OtherKernel(TritonGDNKernel):
     pass
 
 
+class OtherMixer(MambaMixer2):
+    pass
+
+
 class OtherDevice(GDNAttnBackend):
     pass
 
@@ -238,7 +250,8 @@ DELTA = made(RadixLinearAttention)
     "model_runner, reason",
     [
         (runner(Mamba2AttnBackend, MIXER), None),
-        (runner(Mamba2AttnBackend, made(MambaMixer1)), "1 of 1 recurrent layers write no states"),
+        (runner(Mamba2AttnBackend, made(MambaMixer1)), None),
+        (runner(Mamba2AttnBackend, made(OtherMixer)), "1 of 1 recurrent layers write no states"),
         (runner(Mamba2AttnBackend, MIXER, recurrent=3), "2 of 3 recurrent layers write no states"),
         (runner(GDNAttnBackend, DELTA), None),
         (runner(GDNAttnBackend, DELTA, kernel=OtherKernel), "GDNAttnBackend with OtherKernel"),
@@ -263,6 +276,7 @@ DELTA = made(RadixLinearAttention)
     ids=[
         "mamba2",
         "mamba1",
+        "a-kind-of-mamba2",
         "mamba2-beside-other-layers",
         "gdn",
         "gdn-other-kernel",

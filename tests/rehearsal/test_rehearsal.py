@@ -22,7 +22,6 @@ SPLIT = {
         "a state has parts that are not written inside a prefill (ShortConvPool, NGramPool)"
     ),
     "LFM2-2.6B": "ShortConvAttnBackend writes no states inside a prefill",
-    "Falcon-Mamba-7B": "64 of 64 recurrent layers write no states inside one",
 }
 """Models whose prefills are split where they leave a state, and why."""
 

@@ -257,6 +257,7 @@ def test_a_state_that_is_off_by_one_would_be_seen(serve: Serve, sglangs_own: str
 
 LAZY = ("--mamba-radix-cache-strategy", "extra_buffer_lazy")
 NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
+SPLIT = "split where states are left"
 CONFIGURATIONS = {
     "default": (),
     "extra buffer": ("--mamba-radix-cache-strategy", "extra_buffer"),
@@ -266,6 +267,7 @@ CONFIGURATIONS = {
     "lazy, page 16": (*LAZY, "--page-size", "16"),
     "no buffer": NO_BUFFER,
     "two ranks": ("--tp-size", "2"),
+    SPLIT: (),
 }
 WITHOUT_EXTRA_BUFFER = ("mamba2", "falcon-mamba")  # SGLang has it for neither, and pages need it
 OF_EVERY_KIND = ("chunks of 128", "page 16", "lazy", "no buffer", "two ranks")
@@ -288,7 +290,9 @@ def test_it_is_exact_everywhere(
     architecture: str, configuration: str, model_directory: Callable[[str], Path], serve: Serve
 ) -> None:
     page, chunk = page_and_chunk(configuration)
-    with serve(*CONFIGURATIONS[configuration], of=architecture) as server:
+    flags = CONFIGURATIONS[configuration]
+    module = {"module": "tests.server.split_prefills"} if configuration == SPLIT else {}
+    with serve(*flags, of=architecture, **module) as server:
         plays_exactly(server.url, server.url, page, chunk)
         for end in ("stop token", "abort") if page == 1 else ():
             reply_is_cached(server.url, server.url, end)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import TOLERANCE, Serve, ask, cached, flush, hybrid_cache, logprobs, said
 from tests.server.one_memory import PAGES_OF_OTHERS, all_is_free, pool_memory
@@ -70,7 +69,7 @@ class Configuration:
 
     requests: int
     flags: tuple[str, ...]
-    architecture: str = DEFAULT_ARCHITECTURE
+    module: str = "tests.server.checked"
     slots: int = 2 * RUNNING
 
 
@@ -83,7 +82,7 @@ CONFIGURATIONS = {
     "extra buffer, page 16": Configuration(
         FEWER, (*PRIORITIES, *EXTRA_BUFFER), slots=2 * 3 * RUNNING
     ),
-    "split prefills": Configuration(FEWER, PRIORITIES, "falcon-mamba"),
+    "split prefills": Configuration(FEWER, PRIORITIES, "tests.server.split_prefills"),
 }
 
 
@@ -93,9 +92,7 @@ def test_nothing_is_lost_or_wrong(configuration: str, serve: Serve) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     flags = ("--max-mamba-cache-size", str(chosen.slots), *FLAGS, *chosen.flags)
-    with serve(
-        *flags, of=chosen.architecture, module="tests.server.checked", environment=CHECKED
-    ) as server:
+    with serve(*flags, module=chosen.module, environment=CHECKED) as server:
         soak = Soak(server.url, seed, priorities=PRIORITIES[0] in chosen.flags)
         memory, live = [], []
         for _ in range(ROUNDS):
