@@ -75,6 +75,10 @@ class Weights:
         """A tensor of ones, as norms begin with."""
         self.put(name, np.ones(shape))
 
+    def zeros(self, name: str, *shape: int) -> None:
+        """A tensor of zeros, as norms begin with whose weight is stored as its difference from one."""
+        self.put(name, np.zeros(shape))
+
     def normal(self, name: str, *shape: int, std: float) -> Array:
         values = self.random(name).standard_normal(shape, dtype=np.float32)
         return self.put(name, values * np.float32(std))
@@ -105,6 +109,17 @@ class Weights:
         self.linear(f"{prefix}.k_proj.weight", keys, hidden, gain=1.5)
         self.linear(f"{prefix}.v_proj.weight", keys, hidden)
         self.linear(f"{prefix}.{output}.weight", hidden, queries, gain=gain)
+
+    def gated_attention(
+        self, prefix: str, hidden: int, shape: AttentionShape, gain: float
+    ) -> None:
+        """Attention of Qwen3-Next and Qwen3.5: `q_proj` yields, head by head, a query and an output
+        gate; queries and keys are normed.
+        """
+        self.attention(prefix, hidden, shape, gain)
+        self.linear(f"{prefix}.q_proj.weight", 2 * shape.heads * shape.head_dim, hidden)
+        self.zeros(f"{prefix}.q_norm.weight", shape.head_dim)
+        self.zeros(f"{prefix}.k_norm.weight", shape.head_dim)
 
     def gated_mlp(self, prefix: str, hidden: int, inner: int, gain: float) -> None:
         """Gate, up and down projections of a SwiGLU layer."""

@@ -166,6 +166,33 @@ def test_interleaved_projections_are_sorted(share):
     assert torch.equal(a_out, a)
 
 
+def test_projections_that_come_part_by_part_are_split():
+    d = Draw(2)
+    parts = [d.normal(5, K_HEADS * K_DIM), d.normal(5, K_HEADS * K_DIM)]
+    parts += [d.normal(5, HEADS * V_DIM), d.normal(5, HEADS * V_DIM)]
+    b, a = d.normal(5, HEADS), d.normal(5, HEADS)
+    mixed_qkv, z, b_out, a_out = gated_delta.fused_qkvzba_split_reshape_cat_contiguous(
+        torch.cat(parts, dim=1), torch.cat([b, a], dim=1), K_HEADS, HEADS, K_DIM, V_DIM
+    )
+    assert torch.equal(mixed_qkv, torch.cat(parts[:3], dim=1))
+    assert torch.equal(z, parts[3].view(5, HEADS, V_DIM))
+    assert torch.equal(b_out, b)
+    assert torch.equal(a_out, a)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_output_gate_is_the_definition(in_place):
+    """Its gate is a slice of what attention projects, [T, H, D] and not dense."""
+    d = Draw(4)
+    x, gate = d.normal(5, 24), d.normal(5, 3, 16)[..., 8:]
+    expected = x.double() * gate.reshape(5, 24).double().sigmoid()
+    y = gated_delta.fused_sigmoid_mul(x, gate, inplace=in_place)
+    assert_close(y, expected, FP32)
+    assert (y is x) == in_place
+    with pytest.raises(ValueError, match="quantizes nothing"):
+        gated_delta.fused_sigmoid_mul(x, gate, quant=True)
+
+
 @pytest.mark.parametrize("activation", ["swish", "silu", "sigmoid"])
 def test_gated_norm_is_the_definition(activation):
     d = Draw(3)
@@ -175,6 +202,10 @@ def test_gated_norm_is_the_definition(activation):
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
     expected = expected * (open_ if activation == "sigmoid" else gate * open_)
     assert_close(y, expected, FP32)
+    given = {"z": gate, "eps": 1e-5, "is_rms_norm": True, "activation": activation}
+    assert torch.equal(gated_delta.layernorm_fn(x, weight, None, **given), y)
+    with pytest.raises(ValueError, match="an RMS norm over all channels"):
+        gated_delta.layernorm_fn(x, weight, None, **{**given, "norm_before_gate": False})
 
 
 @pytest.mark.parametrize(

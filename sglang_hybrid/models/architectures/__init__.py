@@ -8,6 +8,7 @@ from sglang_hybrid.models.architectures.falcon_mamba import falcon_mamba
 from sglang_hybrid.models.architectures.granite_hybrid import granite_hybrid
 from sglang_hybrid.models.architectures.mamba2 import mamba2
 from sglang_hybrid.models.architectures.nemotron_h import nemotron_h
+from sglang_hybrid.models.architectures.qwen3_5 import qwen3_5
 from sglang_hybrid.models.architectures.qwen3_next import qwen3_next
 from sglang_hybrid.models.architectures.transformer import transformer
 
@@ -18,6 +19,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba2": mamba2,
     "falcon-mamba": falcon_mamba,
     "qwen3-next": qwen3_next,
+    "qwen3.5": qwen3_5,
     "transformer": transformer,
 }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from sglang_hybrid.models.architectures.base import BASE_CONFIG, Model, Scale, tiny_only
 from sglang_hybrid.models.weights import AttentionShape, Weights
 
@@ -63,30 +61,16 @@ def qwen3_next(seed: int, scale: Scale) -> Model:
     weights.embedding("model.embed_tokens.weight", HIDDEN, std=1.5)
     for index in range(LAYERS):
         layer = f"model.layers.{index}"
-        _centred_norm(weights, f"{layer}.input_layernorm.weight", HIDDEN)
+        weights.zeros(f"{layer}.input_layernorm.weight", HIDDEN)
         if (index + 1) % ATTENTION_INTERVAL == 0:
-            _gated_attention(weights, f"{layer}.self_attn")
+            weights.gated_attention(f"{layer}.self_attn", HIDDEN, ATTENTION, gain=1.5)
         else:
             _delta_net(weights, f"{layer}.linear_attn")
-        _centred_norm(weights, f"{layer}.post_attention_layernorm.weight", HIDDEN)
+        weights.zeros(f"{layer}.post_attention_layernorm.weight", HIDDEN)
         _experts(weights, f"{layer}.mlp")
-    _centred_norm(weights, "model.norm.weight", HIDDEN)
+    weights.zeros("model.norm.weight", HIDDEN)
     weights.head("lm_head.weight", HIDDEN)
     return Model(CONFIG, weights)
-
-
-def _centred_norm(weights: Weights, name: str, width: int) -> None:
-    """A norm whose weight is stored as its difference from one."""
-    weights.put(name, np.zeros(width))
-
-
-def _gated_attention(weights: Weights, prefix: str) -> None:
-    """Attention whose ``q_proj`` yields, head by head, a query and an output gate."""
-    weights.attention(prefix, HIDDEN, ATTENTION, gain=1.5)
-    gated = 2 * ATTENTION.heads * ATTENTION.head_dim
-    weights.linear(f"{prefix}.q_proj.weight", gated, HIDDEN)
-    for norm in ("q_norm", "k_norm"):
-        _centred_norm(weights, f"{prefix}.{norm}.weight", ATTENTION.head_dim)
 
 
 def _delta_net(weights: Weights, prefix: str) -> None:

@@ -44,6 +44,7 @@ _BACKEND = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
 _GDN_BACKEND = "sglang.srt.layers.attention.linear.gdn_backend"
 _GDN_KERNELS = "sglang.srt.layers.attention.linear.kernels.gdn_triton"
 _GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
+_GATED_LAYERNORM = "sglang.kernels.ops.attention.fla.layernorm_gated"
 _NATIVE_MOE = "sglang.srt.layers.moe.fused_moe_native"
 _ALLOCATION = "sglang.srt.mem_cache.allocation"
 _UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
@@ -53,6 +54,7 @@ _MODELS = "sglang.srt.models"
 _NEMOTRON_H = f"{_MODELS}.nemotron_h"
 _LAYERNORM = "sglang.srt.layers.layernorm"
 _QWEN3_NEXT = "sglang.srt.models.qwen3_next"
+_QWEN3_5 = "sglang.srt.models.qwen3_5"
 _HOST = "sglang.srt.mem_cache.pool_host"
 _KV_HOST, _STATES_HOST = f"{_HOST}.mha", f"{_HOST}.mamba"
 _DIRECT = "transfer_kv_direct"
@@ -120,11 +122,18 @@ BINDINGS: tuple[Binding, ...] = (
         gated_delta.fused_recurrent_gdn_replayssm_decode,
     ),
     Binding(_GATED_NORM, "rms_norm_gated", gated_delta.rms_norm_gated),
+    Binding(_GATED_LAYERNORM, "layernorm_fn", gated_delta.layernorm_fn),
     Binding(_NATIVE_MOE, "moe_forward_native", moe.moe_forward_native),
     Binding(_QWEN2_MOE, "fused_gate_sigmoid_mul_add", moe.fused_gate_sigmoid_mul_add),
     Binding(
         _QWEN3_NEXT, "fused_qkvzba_split_reshape_cat", gated_delta.fused_qkvzba_split_reshape_cat
     ),
+    Binding(
+        _QWEN3_5,
+        "fused_qkvzba_split_reshape_cat_contiguous",
+        gated_delta.fused_qkvzba_split_reshape_cat_contiguous,
+    ),
+    Binding(_QWEN3_5, "fused_sigmoid_mul", gated_delta.fused_sigmoid_mul),
     Binding("sglang.srt.mem_cache.l2_transfer", "device_module", transfer_streams),
     Binding("sglang.srt.managers.cache_controller", "device_module", transfer_streams),
     Binding(f"{_HOST}.common", "_cuda_host_register", host_copies.no_registration),

@@ -191,6 +191,56 @@ def fused_qkvzba_split_reshape_cat(
     return mixed_qkv, z, b.reshape(tokens, num_heads_v), a.reshape(tokens, num_heads_v)
 
 
+def fused_qkvzba_split_reshape_cat_contiguous(
+    mixed_qkvz: Tensor,
+    mixed_ba: Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`fused_qkvzba_split_reshape_cat` for projections that hold all q, then all k, v, z; and all b,
+    then all a (Qwen3.5)."""
+    values = num_heads_v * head_v
+    mixed_qkv, z = mixed_qkvz.split([2 * num_heads_qk * head_qk + values, values], dim=1)
+    b, a = (t.contiguous() for t in mixed_ba.chunk(2, dim=1))
+    return mixed_qkv.contiguous(), z.reshape(-1, num_heads_v, head_v), b, a
+
+
+def fused_sigmoid_mul(
+    attn_output: Tensor, gate: Tensor, inplace: bool = False, quant: bool = False
+) -> Tensor:
+    """``attn_output * sigmoid(gate)``, written to attn_output where it is ``inplace``.
+
+    Shapes: attn_output [T, H D], gate the same or [T, H, D].
+    """
+    if quant:
+        raise ValueError("fused_sigmoid_mul on the CPU platform quantizes nothing.")
+    gated = (attn_output.float() * gate.reshape(attn_output.shape).float().sigmoid()).to(
+        attn_output.dtype
+    )
+    return attn_output.copy_(gated) if inplace else gated
+
+
+def layernorm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    is_rms_norm: bool = False,
+    activation: str = "swish",
+) -> Tensor:
+    """`rms_norm_gated` with the gate z, as Qwen3.5's delta net calls it."""
+    if z is None or group_size is not None or not (norm_before_gate and is_rms_norm):
+        raise ValueError(
+            "layernorm_fn on the CPU platform is an RMS norm over all channels with a gate behind it."
+        )
+    return rms_norm_gated(x, z, weight, bias, activation, eps=eps)
+
+
 def rms_norm_gated(
     x: Tensor,
     g: Tensor,
