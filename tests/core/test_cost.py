@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.costs.layers import Layer, attention, mlp, short_conv
 from sglang_hybrid.core.costs.model_config import FAMILIES, read_layers
+from tests.rehearsal.models import MODELS
 
 NEMOTRON = {
     "model_type": "nemotron_h",
@@ -188,6 +191,84 @@ def test_qwen3_next_interval_gate_and_shared_expert() -> None:
     assert dense.linear == 3 * delta + attn + 4 * (6 * 64 * 100)
 
 
+KIMI: dict[str, Any] = {
+    "model_type": "kimi_linear",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "linear_attn_config": {
+        "kda_layers": [1, 3],
+        "full_attn_layers": [2],
+        "num_heads": 4,
+        "head_dim": 16,
+        "short_conv_kernel_size": 4,
+    },
+    "num_attention_heads": 4,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "kv_lora_rank": 32,
+    "intermediate_size": 100,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 1,
+}
+
+
+def test_kimi_linear_and_k3_by_hand() -> None:
+    model = CostModel.from_config(KIMI)
+    kda = 2 * (64 * (3 * 64 + 4) + 2 * (64 * 16 + 16 * 64) + 64 * 64)
+    kda += 2 * 4 * 3 * 64 + 7 * 4 * 16 * 16
+    mla = 2 * (64 * 4 * 24 + 64 * 40 + 32 * 4 * (16 + 12) + 4 * 12 * 64)
+    moe = 2 * 64 * 8 + 6 * 64 * (2 * 48 + 48)
+    pair = 2 * 4 * (24 + 12)
+    assert model.linear == 2 * kda + mla + pair // 2 + 6 * 64 * 100 + 2 * moe
+    assert model.quadratic == pair // 2
+    assert model.kv_bytes_per_token == 2 * 40
+    assert model.state_bytes == 2 * (4 * 4 * 16 * 16 + 2 * 3 * 3 * 64)
+    assert model.assumed == ""
+    through = CostModel.from_config({**KIMI, "q_lora_rank": 20})
+    assert through.linear - model.linear == 2 * (64 * 20 + 20 * 4 * 24 - 64 * 4 * 24)
+    linear = KIMI["linear_attn_config"]
+    k3 = {
+        "linear_attn_config": {**linear, "use_full_rank_gate": True},
+        "mla_use_output_gate": True,
+        "routed_expert_hidden_size": 16,
+    }
+    gates = 2 * 2 * (64 * 64 - 2 * 64 * 16) + 2 * 64 * 4 * 12
+    latent = 2 * (4 * 64 * 16 + 6 * 2 * 48 * (16 - 64))
+    assert CostModel.from_config({**KIMI, **k3}).linear - model.linear == gates + latent
+    dense = CostModel.from_config({**KIMI, "num_experts": None})
+    assert dense.linear == model.linear - 2 * moe + 2 * 6 * 64 * 100
+    with pytest.raises(ValueError, match="'kimi_linear' lacks linear_attn_config"):
+        CostModel.from_config({**KIMI, "linear_attn_config": None})
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "state_bytes", "kv_bytes"),
+    [
+        # The files of Kimi-Linear-48B hold 49.1 billion.
+        ("Kimi-Linear-48B", 49.1e9, 20 * (4 * 32 * 128**2 + 2 * 3 * 3 * 4096), 7 * 2 * 576),
+        ("Qwen3.5-9B", 9e9, 24 * (4 * 32 * 128**2 + 2 * 3 * 8192), 8 * 2 * 2 * 4 * 256),
+        ("Qwen3.5-35B", 35e9, 30 * (4 * 32 * 128**2 + 2 * 3 * 8192), 10 * 2 * 2 * 2 * 256),
+    ],
+)
+def test_published_sizes(name: str, parameters: float, state_bytes: int, kv_bytes: int) -> None:
+    """With all of its experts active, a token costs two FLOPs per parameter; the embedding and the
+    head are no part of the cost.
+    """
+    config = MODELS[name].get("text_config", MODELS[name])
+    model = CostModel.from_config(config)
+    assert model.assumed == ""
+    assert (model.state_bytes, model.kv_bytes_per_token) == (state_bytes, kv_bytes)
+    experts = config.get("num_experts")
+    everything = {"num_experts_per_tok": experts, "num_experts_per_token": experts}
+    all_active = CostModel.from_config({**config, **everything})
+    embeddings = 2 * config["vocab_size"] * config["hidden_size"]
+    assert all_active.linear / 2 + embeddings == pytest.approx(parameters, rel=0.01)
+
+
 def test_mamba_families() -> None:
     mamba2 = {
         "model_type": "mamba2",
@@ -290,6 +371,7 @@ def test_a_missing_field_is_named() -> None:
 EVERYTHING = {
     **NEMOTRON,
     **GRANITE,
+    **KIMI,
     "layer_types": None,
     "num_hidden_layers": 4,
     "attn_layer_period": 2,

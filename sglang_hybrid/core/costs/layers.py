@@ -49,6 +49,34 @@ def attention(
     return Layer(projections, per_pair=4 * query, window=window, kv_values=2 * kv)
 
 
+def latent_attention(
+    hidden: int,
+    heads: int,
+    nope_dim: int,
+    rope_dim: int,
+    value_dim: int,
+    latent: int,
+    *,
+    query_latent: int | None = None,
+    gated: bool = False,
+) -> Layer:
+    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1): a token's keys
+    and values are projections of `latent` numbers, which are stored with one key of `rope_dim` for
+    all heads. Pairs are counted as a prefill without a prefix computes them, on projected keys.
+
+    query_latent: width that queries are projected through, where they are. `gated` adds an output
+    gate (Kimi K3).
+    """
+    query = heads * (nope_dim + rope_dim)
+    to_query = hidden * query
+    if query_latent is not None:
+        to_query = hidden * query_latent + query_latent * query
+    stored, values = latent + rope_dim, heads * value_dim
+    projections = to_query + hidden * stored + latent * (heads * nope_dim + values)
+    outputs = values * hidden * (2 if gated else 1)
+    return Layer(2 * (projections + outputs), per_pair=2 * (query + values), kv_values=stored)
+
+
 def mamba1(hidden: int, inner: int, state: int, conv_kernel: int, dt_rank: int) -> Layer:
     """Selective scan with one decay per channel and state dimension: 8 FLOPs per state value and
     token.
@@ -88,6 +116,25 @@ def gated_delta_net(
         projections + 2 * conv_kernel * conv_width + 7 * state,
         ssm_values=state,
         conv_values=conv_width * (conv_kernel - 1),
+    )
+
+
+def kimi_delta_attention(
+    hidden: int, heads: int, head_dim: int, conv_kernel: int, *, full_rank_gate: bool = False
+) -> Layer:
+    """Delta rule with a decay per channel, 7 FLOPs per state value and token; decay and output gate
+    are projected through `head_dim` numbers each (Kimi Team 2025, "Kimi Linear", section 4), or the
+    gate directly (`full_rank_gate`, Kimi K3).
+    """
+    inner = heads * head_dim
+    state = inner * head_dim
+    low_rank = hidden * head_dim + head_dim * inner
+    gate = hidden * inner if full_rank_gate else low_rank
+    projections = hidden * (3 * inner + heads) + low_rank + gate + inner * hidden
+    return Layer(
+        2 * projections + 2 * conv_kernel * 3 * inner + 7 * state,
+        ssm_values=state,
+        conv_values=3 * inner * (conv_kernel - 1),
     )
 
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from sglang_hybrid.core.costs.layers import Layer, attention, gated_delta_net, mlp, short_conv
+from sglang_hybrid.core.costs.layers import (
+    Layer,
+    attention,
+    gated_delta_net,
+    kimi_delta_attention,
+    mlp,
+    short_conv,
+)
 from sglang_hybrid.core.costs.model_parts import (
     Config,
     attention_of,
     first,
     integer,
+    latent_attention_of,
     layer_count,
     mamba1_of,
     mamba2_of,
@@ -154,6 +162,35 @@ def _qwen3_next(config: Config) -> list[Layer]:
     return layers
 
 
+def _kimi_linear(config: Config) -> list[Layer]:
+    """Kimi Linear and the text model of Kimi K3: KDA in the layers that `linear_attn_config` names,
+    counted from 1, and latent attention in the others.
+    """
+    hidden, linear = integer(config, "hidden_size"), config.get("linear_attn_config")
+    if not isinstance(linear, Mapping):
+        raise ValueError(f"{named(config)} lacks linear_attn_config")
+    delta = kimi_delta_attention(
+        hidden,
+        integer(linear, "num_heads"),
+        integer(linear, "head_dim"),
+        integer(linear, "short_conv_kernel_size", default=4),
+        full_rank_gate=bool(linear.get("use_full_rank_gate")),
+    )
+    with_delta = set(linear.get("kda_layers") or ())
+    dense = integer(config, "first_k_dense_replace", default=0)
+    every = integer(config, "moe_layer_freq", default=1)
+    layers = []
+    for i in range(layer_count(config)):
+        layers.append(delta if i + 1 in with_delta else latent_attention_of(config))
+        if config.get("num_experts") and i >= dense and i % every == 0:
+            inner = integer(config, "moe_intermediate_size")
+            shared = inner * integer(config, "num_shared_experts", default=0)
+            layers.append(moe_of(config, inner, shared))
+        else:
+            layers.append(mlp_of(config))
+    return layers
+
+
 def _lfm2(config: Config) -> list[Layer]:
     count, hidden = layer_count(config), integer(config, "hidden_size")
     with_attention = set(config.get("full_attn_idxs") or ())
@@ -253,6 +290,7 @@ FAMILIES: dict[str, Callable[[Config], list[Layer]]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_5": _qwen3_next,
     "qwen3_5_moe": _qwen3_next,
+    "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
     "zamba2": _zamba2,

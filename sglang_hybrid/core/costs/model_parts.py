@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_hybrid.core.costs.layers import Layer, attention, mamba1, mamba2, mlp, moe
+from sglang_hybrid.core.costs.layers import (
+    Layer,
+    attention,
+    latent_attention,
+    mamba1,
+    mamba2,
+    mlp,
+    moe,
+)
 
 Config = Mapping[str, Any]
 # Activations of an MLP with two matrices; every other one is taken for a gated MLP (three).
@@ -95,6 +103,20 @@ def attention_of(config: Config, *, window: int = 0, gated: bool = False) -> Lay
     )
 
 
+def latent_attention_of(config: Config) -> Layer:
+    query_latent = config.get("q_lora_rank")
+    return latent_attention(
+        integer(config, "hidden_size"),
+        integer(config, "num_attention_heads"),
+        integer(config, "qk_nope_head_dim"),
+        integer(config, "qk_rope_head_dim"),
+        integer(config, "v_head_dim"),
+        integer(config, "kv_lora_rank"),
+        query_latent=None if query_latent is None else size(config, query_latent, "q_lora_rank"),
+        gated=bool(config.get("mla_use_output_gate")),
+    )
+
+
 def mlp_of(config: Config, inner: int | None = None) -> Layer:
     default = "relu2" if config.get("model_type") == "nemotron_h" else "silu"
     activation = first(config, "mlp_hidden_act", "hidden_act", default=default)
@@ -106,15 +128,16 @@ def mlp_of(config: Config, inner: int | None = None) -> Layer:
 
 
 def moe_of(config: Config, inner: int, shared_inner: int = 0, *, gated: bool = True) -> Layer:
-    latent = config.get("moe_latent_size")
+    names = ("moe_latent_size", "routed_expert_hidden_size")
+    latent = next((config[name] for name in names if config.get(name) is not None), None)
     return moe(
         integer(config, "hidden_size"),
         inner,
         experts=integer(config, "num_local_experts", "num_experts", "n_routed_experts"),
-        active=integer(config, "num_experts_per_tok"),
+        active=integer(config, "num_experts_per_tok", "num_experts_per_token"),
         gated=gated,
         shared_inner=shared_inner,
-        latent=None if latent is None else size(config, latent, "moe_latent_size"),
+        latent=None if latent is None else size(config, latent, *names),
     )
 
 
