@@ -76,7 +76,7 @@ class Weights:
         self.put(name, np.ones(shape))
 
     def zeros(self, name: str, *shape: int) -> None:
-        """A tensor of zeros, as norms begin with whose weight is stored as its difference from one."""
+        """A tensor of zeros, as norms begin with that store a weight's difference from one."""
         self.put(name, np.zeros(shape))
 
     def normal(self, name: str, *shape: int, std: float) -> Array:
@@ -110,9 +110,7 @@ class Weights:
         self.linear(f"{prefix}.v_proj.weight", keys, hidden)
         self.linear(f"{prefix}.{output}.weight", hidden, queries, gain=gain)
 
-    def gated_attention(
-        self, prefix: str, hidden: int, shape: AttentionShape, gain: float
-    ) -> None:
+    def gated_attention(self, prefix: str, hidden: int, shape: AttentionShape, gain: float) -> None:
         """Attention of Qwen3-Next and Qwen3.5: `q_proj` yields, head by head, a query and an output
         gate; queries and keys are normed.
         """

@@ -63,6 +63,14 @@ def delta_with_unit_keys(d: Draw, tokens: int, shape: tuple[int, ...]) -> tuple[
     return moving | {"k": normalize(moving["k"], dim=-1)}, fixed
 
 
+def delta_by_channel(d: Draw, tokens: int, shape: tuple[int, ...]) -> tuple[Tensors, Tensors]:
+    """KDA: some of its decays leave nothing of a state within a few tokens."""
+    moving, fixed = delta(d, tokens, shape)
+    _, heads, k_dim, _ = shape
+    rates = d.uniform(0, 16, heads, 1)
+    return moving | {"g": -rates * softplus(d.normal(tokens, heads, k_dim) * 2 - 1)}, fixed
+
+
 @dataclass(frozen=True)
 class Scan:
     """A layer: its prefill, its definition, what both are told, inputs by token (`moving`) and for
@@ -103,6 +111,10 @@ SCANS = {
     "gated delta net, unit keys": Scan(
         *(gated_delta_rule_prefill, naive.gated_delta_rule, delta_with_unit_keys),
         *(DELTA_SHAPES, (1, 3, 2), {"scale": 0.7}, ("q", "k", "v")),
+    ),
+    "KDA": Scan(
+        *(gated_delta_rule_prefill, naive.gated_delta_rule, delta_by_channel),
+        *(DELTA_SHAPES, (1, 3, 2), {"l2norm": True}, ("q", "k", "v")),
     ),
 }
 every = pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS)
@@ -203,7 +215,8 @@ def step_of_delta(s: Tensor, moving: Tensors, fixed: Tensors) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "step"), [("Mamba2", step_of_mamba2), ("gated delta net", step_of_delta)]
+    ("name", "step"),
+    [("Mamba2", step_of_mamba2), ("gated delta net", step_of_delta), ("KDA", step_of_delta)],
 )
 @few
 @given(seeds, st.integers(0, 3), st.integers(1, 5))

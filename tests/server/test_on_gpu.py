@@ -32,8 +32,8 @@ pytestmark = [
 
 SMALL = ("--mem-fraction-static", "0.1", "--max-total-tokens", "65536")
 FLOAT32 = ("--dtype", "float32", "--attention-backend", "triton")
-HALF = {"qwen3-next"}
-"""SGLang's Triton kernels of the gated delta net refuse float32: hits only, as by default."""
+HALF = {"qwen3-next", "qwen3.5", "kimi-linear"}
+"""SGLang's Triton kernels of the delta rule refuse float32: hits only, as by default."""
 CONFIGURATIONS = {
     "default": (),
     "float32": FLOAT32,

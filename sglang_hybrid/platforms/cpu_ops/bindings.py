@@ -11,6 +11,8 @@ from typing import Any
 from sglang_hybrid.platforms.cpu_ops import (
     gated_delta,
     host_copies,
+    kimi_delta,
+    latent_attention,
     linear,
     mamba1,
     mamba2,
@@ -43,6 +45,9 @@ _MAMBA1 = "sglang.srt.layers.attention.mamba.mamba1"
 _BACKEND = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
 _GDN_BACKEND = "sglang.srt.layers.attention.linear.gdn_backend"
 _GDN_KERNELS = "sglang.srt.layers.attention.linear.kernels.gdn_triton"
+_KDA_BACKEND = "sglang.srt.layers.attention.linear.kda_backend"
+_KDA_KERNELS = "sglang.srt.layers.attention.linear.kernels.kda_triton"
+_LATENT = "sglang.srt.models.deepseek_common.attention_backend_handler"
 _GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
 _GATED_LAYERNORM = "sglang.kernels.ops.attention.fla.layernorm_gated"
 _NATIVE_MOE = "sglang.srt.layers.moe.fused_moe_native"
@@ -120,6 +125,27 @@ BINDINGS: tuple[Binding, ...] = (
         _GDN_KERNELS,
         "fused_recurrent_gdn_replayssm_decode",
         gated_delta.fused_recurrent_gdn_replayssm_decode,
+    ),
+    Binding(_KDA_BACKEND, "causal_conv1d_fn", mamba2.causal_conv1d_fn),
+    Binding(_KDA_BACKEND, "causal_conv1d_update", mamba2.causal_conv1d_update),
+    Binding(_KDA_KERNELS, "chunk_kda", kimi_delta.chunk_kda),
+    Binding(
+        _KDA_KERNELS,
+        "fused_recurrent_kda_packed_decode",
+        kimi_delta.fused_recurrent_kda_packed_decode,
+    ),
+    Binding(
+        _KDA_KERNELS,
+        "fused_sigmoid_gating_delta_rule_update",
+        gated_delta.fused_sigmoid_gating_delta_rule_update,
+    ),
+    Binding(
+        _KDA_KERNELS,
+        "fused_recurrent_linear_replayssm_decode",
+        gated_delta.fused_recurrent_gdn_replayssm_decode,
+    ),
+    Binding(
+        _LATENT, "AttentionBackendRegistry.get_handler", latent_attention.always_on_latent_keys
     ),
     Binding(_GATED_NORM, "rms_norm_gated", gated_delta.rms_norm_gated),
     Binding(_GATED_LAYERNORM, "layernorm_fn", gated_delta.layernorm_fn),

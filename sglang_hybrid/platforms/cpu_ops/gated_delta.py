@@ -73,34 +73,63 @@ def chunk_gated_delta_rule(
             "chunk_gated_delta_rule on the CPU platform serves packed batches only: cu_seqlens, "
             "initial_state, initial_state_indices, and tokens before heads."
         )
-    bounds = cu_seqlens.tolist()
-    sequences = len(bounds) - 1
-    owners, slots = find_owned(initial_state_indices, sequences, -1, q.device)
-    states = initial_state.index_select(0, slots).float()
-    if owners is not None:
-        some = states
-        states = initial_state.new_zeros((sequences, *initial_state.shape[1:]), dtype=torch.float32)
-        states[owners] = some
-    grid = chunk_starts(bounds) if is_grid_read() else []
-    done = gated_delta_rule_prefill(
-        q[0],
-        k[0],
-        v[0],
-        g[0],
-        beta[0],
-        bounds,
+    o, h = scan(
+        *(q[0], k[0], v[0], g[0], beta[0]),
+        initial_state,
+        initial_state_indices,
+        cu_seqlens.tolist(),
         scale=scale,
         l2norm=use_qk_l2norm_in_kernel,
+        grid=is_grid_read(),
+        inplace_update=inplace_update,
+        state_writer=state_writer,
+    )
+    return o[None], None, h[None]
+
+
+def scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    pool: Tensor,
+    indices: Tensor,
+    bounds: list[int],
+    *,
+    scale: float | None,
+    l2norm: bool,
+    grid: bool,
+    inplace_update: bool = True,
+    state_writer: StateWriter | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A prefill of the delta rule: (o [T, Hv, Dv], states in front of every 64th token, float32
+    [chunks, Hv, Dv, Dk]; none without ``grid``).
+
+    Sequence s starts from ``pool[indices[s]]`` and, with ``inplace_update``, leaves its final state
+    there; a negative slot means zeros and nothing left. Shapes as in ``gated_delta_rule_prefill``.
+    """
+    sequences = len(bounds) - 1
+    owners, slots = find_owned(indices, sequences, -1, q.device)
+    states = pool.index_select(0, slots).float()
+    if owners is not None:
+        some = states
+        states = pool.new_zeros((sequences, *pool.shape[1:]), dtype=torch.float32)
+        states[owners] = some
+    starts = chunk_starts(bounds) if grid else []
+    done = gated_delta_rule_prefill(
+        *(q, k, v, g, beta, bounds),
+        scale=scale,
+        l2norm=l2norm,
         initial_states=states,
-        positions=[*grid, *(state_writer.tracks.positions if state_writer else ())],
-        chunk=CHUNK,
+        positions=[*starts, *(state_writer.tracks.positions if state_writer else ())],
     )
     if state_writer is not None:
-        state_writer.put(done.states_at[len(grid) :])
+        state_writer.put(done.states_at[len(starts) :])
     if inplace_update:
         final = done.final_states if owners is None else done.final_states[owners]
-        initial_state.index_copy_(0, slots, final.to(initial_state.dtype))
-    return done.y[None], None, done.states_at[None, : len(grid)]
+        pool.index_copy_(0, slots, final.to(pool.dtype))
+    return done.y, done.states_at[: len(starts)]
 
 
 def chunk_starts(bounds: list[int]) -> list[tuple[int, int]]:
@@ -127,29 +156,50 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     Shapes: mixed_qkv [b, 2 Hk Dk + Hv Dv] (q, k and v of all heads), a and b [b, Hv], initial_state
     [slots, Hv, Dv, Dk], out [b, 1, Hv, Dv]. Rows with a negative slot give zeros.
     """
-    heads, v_dim, k_dim = initial_state.shape[1:]
+    gates = fused_gdn_gating(A_log, a, b, dt_bias)
+    step(
+        *(mixed_qkv, *(t[0] for t in gates), scale, initial_state, out, ssm_state_indices),
+        use_qk_l2norm_in_kernel,
+    )
+    return out, initial_state
+
+
+def step(
+    mixed_qkv: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    pool: Tensor,
+    out: Tensor,
+    indices: Tensor,
+    l2norm: bool,
+) -> None:
+    """A decode step of the delta rule: changes ``pool[indices]`` and writes ``out``.
+
+    Shapes: mixed_qkv [b, 2 Hk Dk + Hv Dv], g [b, Hv] or [b, Hv, Dk], beta [b, Hv], pool
+    [slots, Hv, Dv, Dk], out [b, 1, Hv, Dv]. Rows with a negative slot give zeros.
+    """
+    heads, v_dim, k_dim = pool.shape[1:]
     q_size = (mixed_qkv.shape[1] - heads * v_dim) // 2
-    rows, slots = find_owned(ssm_state_indices, mixed_qkv.shape[0], -1, mixed_qkv.device)
+    rows, slots = find_owned(indices, mixed_qkv.shape[0], -1, mixed_qkv.device)
     if rows is not None:
         out.zero_()
-        mixed_qkv, a, b = mixed_qkv[rows], a[rows], b[rows]
+        mixed_qkv, g, beta = mixed_qkv[rows], g[rows], beta[rows]
     if not len(slots):
-        return out, initial_state
+        return
     q, k, v = torch.split(mixed_qkv, [q_size, q_size, heads * v_dim], dim=1)
-    g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
-    q, k = (t.view(len(slots), -1, k_dim) for t in (q, k))
-    given = (q, k, v.view(len(slots), heads, v_dim), g[0], beta[0])
+    q, k = (t.reshape(len(slots), -1, k_dim) for t in (q, k))
+    given = (q, k, v.reshape(len(slots), heads, v_dim), g, beta)
 
-    def step(states: Tensor, at: slice) -> Tensor:
+    def advanced(states: Tensor, at: slice) -> Tensor:
         some = (t[at] for t in given)
-        return gated_delta_rule_step(states, *some, scale=scale, l2norm=use_qk_l2norm_in_kernel)
+        return gated_delta_rule_step(states, *some, scale=scale, l2norm=l2norm)
 
-    o = advance(initial_state, slots, step).to(out.dtype)
+    o = advance(pool, slots, advanced).to(out.dtype)
     if rows is None:
         out[:, 0] = o
     else:
         out[rows, 0] = o
-    return out, initial_state
 
 
 def fused_sigmoid_gating_delta_rule_update(*_: object, **__: object) -> Tensor:
@@ -199,8 +249,9 @@ def fused_qkvzba_split_reshape_cat_contiguous(
     head_qk: int,
     head_v: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`fused_qkvzba_split_reshape_cat` for projections that hold all q, then all k, v, z; and all b,
-    then all a (Qwen3.5)."""
+    """`fused_qkvzba_split_reshape_cat` for projections that hold all q, then all k, v and z, and
+    all b, then all a (Qwen3.5).
+    """
     values = num_heads_v * head_v
     mixed_qkv, z = mixed_qkvz.split([2 * num_heads_qk * head_qk + values, values], dim=1)
     b, a = (t.contiguous() for t in mixed_ba.chunk(2, dim=1))
@@ -236,7 +287,7 @@ def layernorm_fn(
     """`rms_norm_gated` with the gate z, as Qwen3.5's delta net calls it."""
     if z is None or group_size is not None or not (norm_before_gate and is_rms_norm):
         raise ValueError(
-            "layernorm_fn on the CPU platform is an RMS norm over all channels with a gate behind it."
+            "layernorm_fn on the CPU platform is an RMS norm over all channels, gated behind it."
         )
     return rms_norm_gated(x, z, weight, bias, activation, eps=eps)
 
