@@ -197,7 +197,9 @@ def run(server_args: "ServerArgs") -> int:
 
 
 def _with_default_model(argv: list[str]) -> tuple[list[str], str]:
-    """Add the embedded model to a command line that names none; and the sentence that says so."""
+    """Add the embedded model, and what it needs to call tools, to a command line that names none;
+    and the sentence that says so.
+    """
     asked = _Parser(add_help=False)
     asked.add_argument("--model-path", "--model")
     asked.add_argument("-h", "--help", action="store_true")
@@ -205,6 +207,7 @@ def _with_default_model(argv: list[str]) -> tuple[list[str], str]:
     if known.model_path is not None or known.help:
         return argv, ""
     from sglang_hybrid.models import ensure_default_model
+    from sglang_hybrid.models.tokenizer import TOOL_CALL_PARSER
     from sglang_hybrid.serving.config import HybridConfig
 
     parser = _Parser(add_help=False)
@@ -221,7 +224,10 @@ def _with_default_model(argv: list[str]) -> tuple[list[str], str]:
         f"no --model-path given, so the embedded {architecture} model is served; its weights are "
         "random and its answers mean nothing."
     )
-    return [*argv, "--model-path", str(directory)], note
+    # Before what was given, which so counts more. Random weights under a grammar that allows it
+    # would write blanks without end.
+    calls = ("--tool-call-parser", TOOL_CALL_PARSER, "--constrained-json-disable-any-whitespace")
+    return [*calls, *argv, "--model-path", str(directory)], note
 
 
 def _choose_device(argv: Sequence[str]) -> None:

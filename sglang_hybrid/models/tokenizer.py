@@ -29,22 +29,48 @@ FIRST_BYTE_ID = len(SPECIAL_TOKENS)
 FIRST_TEXT_ID = FIRST_BYTE_ID + 256
 """Ids from here on decode to valid UTF-8 by themselves."""
 
+TOOL_CALL_PARSER = "glm"
+"""SGLang's parser (`--tool-call-parser`) of the calls that `CHAT_TEMPLATE` writes."""
+
 CHAT_TEMPLATE = (
+    "{%- if tools %}"
+    "{{- '<|im_start|>system\\nTo call a function, write\\n<tool_call>name\\n' }}"
+    "{{- '<arg_key>parameter</arg_key>\\n<arg_value>value</arg_value>\\n</tool_call>\\n' }}"
+    "{{- 'These are the functions:\\n<tools>\\n' }}"
+    "{%- for tool in tools %}"
+    "{{- (tool['function'] or tool) | tojson + '\\n' }}"
+    "{%- endfor %}"
+    "{{- '</tools><|im_end|>\\n' }}"
+    "{%- endif %}"
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message['role'] + '\\n' }}"
     "{%- if message['content'] is string %}"
     "{{- message['content'] }}"
-    "{%- else %}"
+    "{%- elif message['content'] %}"
     "{%- for part in message['content'] %}"
     "{{- part['text'] if part['type'] == 'text' else '' }}"
     "{%- endfor %}"
     "{%- endif %}"
+    "{%- for call in message['tool_calls'] or [] %}"
+    "{{- '\\n' if message['content'] or not loop.first else '' }}"
+    "{{- '<tool_call>' + call['function']['name'] + '\\n' }}"
+    "{%- for name, value in call['function']['arguments'].items() %}"
+    "{{- '<arg_key>' + name + '</arg_key>\\n' }}"
+    "{{- '<arg_value>' + (value if value is string else value | tojson) + '</arg_value>\\n' }}"
+    "{%- endfor %}"
+    "{{- '</tool_call>' }}"
+    "{%- endfor %}"
     "{{- '<|im_end|>\\n' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}"
     "{{- '<|im_start|>assistant\\n' }}"
     "{%- endif %}"
 )
+"""Messages as in ChatML. Tools come before them, in a system message of their own, and calls are
+written as GLM-4.5 writes them: a call of f(a="x", b=[1]) is `<tool_call>f`, then
+`<arg_key>a</arg_key>`, `<arg_value>x</arg_value>`, the same for b and `[1]`, and `</tool_call>`, a
+line each. A result is a message whose role is tool. What has neither is written as without tools.
+"""
 
 # Contractions, words with their leading space, numbers of up to three digits, punctuation, blanks.
 _SPLIT = (

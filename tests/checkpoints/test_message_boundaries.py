@@ -136,6 +136,20 @@ def test_our_tokenizer_opens_messages_with_the_turn_and_the_role(ours: Style) ->
     )
 
 
+def test_our_tools_are_a_message_and_calls_belong_to_the_assistants(ours: Style) -> None:
+    function = {"type": "function", "function": {"name": "find", "parameters": {}}}
+    chat = [user("a"), calls("x", "y"), tool("1"), tool("2", 1)]
+    before, tools, *rest = ours.cut(*chat, tools=[function])
+    assert before == "" and tools.startswith("<|im_start|>system\nTo call a function")
+    call = "<tool_call>find\n<arg_key>q</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+    assert rest == [
+        f"<|im_start|>user\na{END}"
+        f"<|im_start|>assistant\n{call.format('x')}\n{call.format('y')}{END}",
+        f"<|im_start|>tool\n1{END}",
+        f"<|im_start|>tool\n2{END}<|im_start|>assistant\n",
+    ]
+
+
 def test_an_opener_is_never_longer_than_the_role(ours: Style) -> None:
     texts = {
         role: [ours.tokenizer.decode(opener) for opener in known]

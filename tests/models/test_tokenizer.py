@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from sglang.srt.entrypoints.openai.protocol import Tool
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from sglang_hybrid.models import ARCHITECTURES
 from sglang_hybrid.models.tokenizer import (
+    CHAT_TEMPLATE,
     EOS,
     FIRST_BYTE_ID,
     FIRST_TEXT_ID,
     PAD,
     SPECIAL_TOKENS,
+    TOOL_CALL_PARSER,
     VOCAB_SIZE,
     build_tokenizer,
 )
@@ -26,6 +32,34 @@ SENTENCE = (
     "When a request arrives, the server looks for the longest prefix that it has seen before, "
     "and only the rest of the prompt has to be computed again."
 )
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "warm": {"type": "boolean"},
+                "more": {"type": "object"},
+            },
+        },
+    },
+}
+ARGUMENTS = [
+    {"city": 'Pa "ris"\n&amp; </b> é \\', "days": 3, "warm": True, "more": {"a": [1, None, "x"]}},
+    {"city": "Rome"},
+    {},
+]
+
+
+def calling(*arguments: dict[str, Any], content: Any = "") -> dict[str, Any]:
+    """A message of the assistant that calls `TOOL` once with each of these arguments."""
+    functions = [{"name": "weather", "arguments": each} for each in arguments]
+    calls = [{"id": "1", "type": "function", "function": each} for each in functions]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +128,54 @@ def test_the_chat_template_extends_a_conversation(loaded: Any) -> None:
     turns += [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye"}]
     longer = loaded.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert longer.startswith(prompt + "Hello<|im_end|>\n")
+
+
+def test_the_chat_template_shows_tools_calls_and_results(loaded: Any) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        calling({"city": "Rome", "more": {"a": [1]}}, {"days": 2}, content="Look."),
+        {"role": "tool", "tool_call_id": "1", "content": "warm"},
+    ]
+    text = loaded.apply_chat_template(messages, [TOOL], tokenize=False, add_generation_prompt=True)
+    tools, _, chat = text.partition("</tools><|im_end|>\n")
+    assert tools.startswith("<|im_start|>system\nTo call a function, write\n<tool_call>name\n")
+    assert tools.endswith(f"<tools>\n{json.dumps(TOOL['function'])}\n")
+    assert chat == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>assistant\nLook.\n"
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+        '<arg_key>more</arg_key>\n<arg_value>{"a": [1]}</arg_value>\n</tool_call>\n'
+        "<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+        "<|im_end|>\n<|im_start|>tool\nwarm<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("content", ["", None, "Look.", [{"type": "text", "text": "Look."}]])
+def test_sglang_reads_the_calls_that_the_chat_template_writes(loaded: Any, content: Any) -> None:
+    text = loaded.apply_chat_template([calling(*ARGUMENTS, content=content)], tokenize=False)
+    answer = text.removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
+    tools = [Tool.model_validate(TOOL)]
+    said, calls = FunctionCallParser(tools, TOOL_CALL_PARSER).parse_non_stream(answer)
+    assert said.strip() == ("Look." if content else "")
+    assert [(call.name, json.loads(call.parameters)) for call in calls] == [
+        ("weather", arguments) for arguments in ARGUMENTS
+    ]
+    streamed = FunctionCallParser(tools, TOOL_CALL_PARSER)
+    written = [""] * len(ARGUMENTS)
+    for index in loaded.encode(answer):
+        for call in streamed.parse_stream_chunk(loaded.decode([index]))[1]:
+            written[call.tool_index] += call.parameters
+    assert [json.loads(each) for each in written] == ARGUMENTS
+
+
+@given(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), st.text())))
+@settings(max_examples=100, deadline=None)
+def test_a_chat_without_tools_is_only_its_turns(chat: list[tuple[str, str]]) -> None:
+    """Benchmarks were run on these prompts."""
+    template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(
+        CHAT_TEMPLATE
+    )
+    messages = [{"role": role, "content": text} for role, text in chat]
+    assert template.render(messages=messages) == "".join(
+        f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in chat
+    )
