@@ -73,6 +73,11 @@ class PrefillPlans:
             declared=kv_hints.read(req.kv_hints).positions,
         )
 
+    def on_next_chunk(self, req: Req) -> None:
+        """The prefill of ``req`` goes on. Requests may have come since its last chunk."""
+        if self.planner is not None and self.prefix_wait.any_wait:
+            self.planner.want_branches(req, self.prefix_wait.shared(req))
+
     def on_admitted(self, req: Req) -> None:
         """``req`` joined the batch."""
         self.prefix_wait.on_admission(req)

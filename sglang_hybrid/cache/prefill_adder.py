@@ -115,6 +115,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
             self.memory_budget.current_offset += tokens
 
     def add_chunked_req(self, req: Req) -> Req | None:
+        self.tree_cache.plans.on_next_chunk(req)
         cut = self.tree_cache.plans.next_cut(
             req, req.prefix_len, len(req.full_untruncated_fill_ids)
         )

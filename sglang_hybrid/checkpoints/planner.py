@@ -116,6 +116,17 @@ class Planner:
             )
             self._skip(req, request, Skip.MICRO_BRANCH)
 
+    def want_branches(self, req: Req, lengths: Sequence[int]) -> None:
+        """The prefill of `req` goes on, and requests that have come since share prefixes of so
+        many tokens (ascending) with its prompt: its next chunks leave states there, too.
+        """
+        plan = self._plans.get(req)
+        if plan is None:
+            return
+        was_open = plan.is_open
+        plan.want_branches(lengths, req.prefix_len, self._page_size, self._min_branch_tokens)
+        self._note_whether_open(req, plan, was_open)
+
     def in_flight(self) -> list[tuple[Req, CheckpointPlan]]:
         """Requests whose prefill is to leave states that are not published yet."""
         return list(self._open.items())

@@ -55,12 +55,16 @@ class PrefixWait:
         return bool(self._overlap.names())
 
     def shared(self, req: Req) -> list[int]:
-        """Lengths of the prefixes that requests of its tenant in the queue share with `req`,
-        ascending.
+        """Lengths of the prefixes that other requests of its tenant in the queue share with `req`,
+        which may be in the queue itself; ascending.
         """
-        if req not in self._overlap:
-            return []
-        return self._overlap.shared(req, self._min_branch_tokens)
+        waits = req in self._overlap
+        if not waits:
+            self._overlap.add_key(req, self._key(req), tenant_of(req))
+        lengths = self._overlap.shared(req, self._min_branch_tokens)
+        if not waits:
+            self._overlap.remove(req)
+        return lengths
 
     def on_admission(self, req: Req) -> None:
         """`req` joined a batch."""

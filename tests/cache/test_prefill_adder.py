@@ -279,3 +279,17 @@ def test_a_prefill_that_is_sent_to_another_server_keeps_its_memory(
     role = SimpleNamespace(disaggregation_mode="prefill")
     monkeypatch.setattr("sglang_hybrid.cache.prefill_adder.get_disagg", lambda: role)
     assert here.go_on() is here.prefills and here.adder.preempt_list == []
+
+
+@pytest.mark.parametrize("late", [run(200, 2) + run(90, 3), run(40, 2) + run(90, 3)])
+def test_a_prompt_that_comes_between_chunks_branches_in_the_next_one(late: list[int]) -> None:
+    """Unless the branch is behind already."""
+    here = Crowded("two pools", free=300)
+    arrived = here.it.arrive(late)
+    here.new_adder([arrived])
+    here.go_on()
+    plans = here.it.cache.plans
+    wanted = plans.planner.in_flight()[0][1].wanted
+    assert (200 in wanted) is (len(late) == 290) and 40 not in wanted
+    here.it.look_up(arrived)
+    assert plans.prefix_wait.waits_for_prefix(arrived) is (len(late) == 290)

@@ -124,6 +124,37 @@ def test_a_chunk_that_has_not_come_to_the_branch_lets_them_wait() -> None:
     assert not house.prefix_wait.waits_for_prefix(other)
 
 
+@pytest.mark.parametrize("computed, kept", [(200, [339, 300]), (300, [339]), (320, [339])])
+def test_a_sibling_that_comes_during_a_prefill_gets_its_branch_from_the_next_chunk(
+    computed: int, kept: list[int]
+) -> None:
+    """Where the branch is not computed yet."""
+    house, (first, late) = House(), siblings(2)
+    house.prefix_wait.now_waiting([first])
+    house.admit(first)
+    house.forward(first, computed)
+    house.prefix_wait.now_waiting([late])
+    house.planner.want_branches(first, house.prefix_wait.shared(first))
+    assert house.prefix_wait.waits_for_prefix(late) is (computed < 300)
+    house.forward(first)
+    assert house.publish(first) == kept
+    assert not house.prefix_wait.waits_for_prefix(late)
+
+
+def test_late_branches_keep_their_distance_and_those_of_before_their_kind() -> None:
+    house, first = House(), siblings(1)[0]
+    house.planner.plan_request(first, 340, 0, 0, declared=[200])
+    house.forward(first, 100)
+    house.planner.want_branches(first, [190, 199, 200, 230, 300, 305, 339, 340, 900])
+    plan = house.planner.in_flight()[0][1]
+    assert {at: kind.name for at, kind in plan.wanted.items()} == {
+        200: "DECLARED",
+        230: "BRANCH",
+        305: "BRANCH",
+        339: "PROMPT_END",
+    }
+
+
 def test_nobody_waits_for_a_checkpoint_without_a_slot() -> None:
     house, (first, other) = House(slots=0), siblings(2)
     house.prefix_wait.now_waiting([first, other])

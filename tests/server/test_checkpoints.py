@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from tests.server.client import (
     random_prompt,
     said,
     same,
+    until,
 )
 from tests.server.expected import agree, expect
 
@@ -297,9 +299,24 @@ def test_it_is_exact_everywhere(
         for end in ("stop token", "abort") if page == 1 else ():
             reply_is_cached(server.url, server.url, end)
         samples_share(server.url, 699 - 699 % page)
+        if chunk:
+            a_late_sibling_is_exact(server.url)
         if architecture == DEFAULT_ARCHITECTURE:  # the others: test_against_transformers.py
             agree(server.url, expect(model_directory(architecture)))
         assert said(server)
+
+
+def a_late_sibling_is_exact(url: str) -> None:
+    """It comes when the first chunks of a long prompt are computed, long before they differ."""
+    flush(url)
+    first, late = siblings(9000, 2, seed=80)
+    before = hybrid_cache(url)["requests"]
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(ask, url, first, NEW_TOKENS)
+        until(lambda: hybrid_cache(url)["requests"] > before)
+        record = ask(url, late, NEW_TOKENS)
+        assert [cached(running.result()), cached(record)] == [0, 9000]
+    assert same(record, cold(url, late, NEW_TOKENS))
 
 
 def page_and_chunk(configuration: str) -> tuple[int, int]:

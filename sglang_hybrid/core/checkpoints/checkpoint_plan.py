@@ -6,7 +6,7 @@ define themselves (`StateSlots`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -115,6 +115,23 @@ class CheckpointPlan(Generic[Slot]):
     def anchor_of(self, position: int) -> int:
         """The deepest state on the way before `position`."""
         return max((at for at in self.placed if at < position), default=self.hit_len)
+
+    def want_branches(
+        self, lengths: Sequence[int], start: int, page_size: int, min_branch_tokens: int
+    ) -> None:
+        """Want states at `lengths` (ascending), too, where other prompts leave this one: of those
+        behind `start`, which is where the next forward begins. As at admission, deeper ones come
+        first, and none is close to another branch, to a declared position or to what is placed.
+        """
+        firm = (at for at, kind in self.wanted.items() if kind in (Kind.BRANCH, Kind.DECLARED))
+        taken = [self.hit_len, *self.placed, *firm]
+        for length in reversed(lengths):
+            at = length - length % page_size
+            if not start < at < self.prompt_len or at in self.wanted:
+                continue
+            if all(abs(at - other) >= min_branch_tokens for other in taken):
+                self.wanted[at] = Kind.BRANCH
+                taken.append(at)
 
     def take_passed(
         self, slots: StateSlots[Slot], start: int, end: int, grid: int, min_branch_tokens: int
