@@ -11,7 +11,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput
 from sglang_hybrid.explain.ranks import ask_ranks, has_our_cache
 from sglang_hybrid.serving.requests import fields
-from sglang_hybrid.serving.requests.bodies import read_json
+from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.tenants import put_tenant, stored_under
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ class Question(msgspec.Struct):
     cache_salt: str | None = None
     lora_path: str | None = None
 
+
+QUESTION = BodyKind("question", '{"input_ids": [1, 2, 3]} or {"request_id": "..."}')
 
 _, DEFINITIONS = msgspec.json.schema_components([Question])
 
@@ -98,12 +100,12 @@ async def _read(request: Request, manager: "TokenizerManager") -> Question:
         Question,
         most,
         f"a prompt of {longest:,} tokens, this server's longest, takes",
-        "question",
+        QUESTION,
     )
     put_tenant(question, request)
     ids = question.input_ids
     if (ids is None) == (question.request_id is None):
-        raise ValueError("give either input_ids or request_id.")
+        raise ValueError(f"give either input_ids or request_id: {QUESTION.example}.")
     if ids is not None:
         if len(ids) > longest:
             raise ValueError(

@@ -108,8 +108,10 @@ class PromptSchemaClient:
         body = {"pml": selection.pml(user), "sampling_params": sampling, **self._tenant}
         return self._post("/generate", body)
 
-    def prewarm(self, name: str, budget_mb: float) -> Mapping[str, Any]:
-        """Compute the prefixes that are worth most within a budget."""
+    def prewarm(self, name: str, budget_mb: float | None = None) -> Mapping[str, Any]:
+        """Compute the prefixes that are worth most within a budget; None: within what one tenant
+        may pin.
+        """
         path = f"/v1/prompt_schemas/{name}/prewarm"
         return self._post(path, {"budget_mb": budget_mb, **self._tenant})
 

@@ -151,6 +151,7 @@ def test_a_tenant_cannot_pin_more_than_its_share() -> None:
         "pins": 3,
         "bytes": 3 * LEAF,
         "share_of_a_tenant": 0.2,
+        "bytes_of_a_tenant": 2 * LEAF,
         "pinned": 6,
         "refused": 1,
         "gave_way": 3,

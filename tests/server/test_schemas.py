@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -305,6 +306,28 @@ def test_prewarming_holds_what_is_worth_most(registered: str) -> None:
     assert first["cached_tokens"] >= ends["yesterday"]
 
 
+def test_without_a_budget_a_prewarming_takes_what_pins_may_take(registered: str) -> None:
+    """With no body at all, too: the whole schema fits."""
+    flush(registered)
+    path = f"{registered}/v1/prompt_schemas/code-generation-game/prewarm"
+    answer = requests.post(path, timeout=60)
+    assert answer.status_code == 200, answer.text
+    told, pins = answer.json(), hybrid_cache(registered)["pins"]
+    assert told["prefixes"] > 1 and told["bytes"] <= pins["bytes_of_a_tenant"]
+    assert pins["pins"] == 0, "none was asked for"
+
+
+@pytest.mark.parametrize("path", ["/v1/prompt_schemas", "/hybrid_cache/explain"])
+def test_an_incomplete_body_is_answered_with_a_whole_one(registered: str, path: str) -> None:
+    """Which is one that the route takes."""
+    refused = requests.post(registered + path, json={}, timeout=60)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    sentence = error if isinstance(error, str) else error["message"]
+    example, _ = json.JSONDecoder().raw_decode(sentence[sentence.index("{") :])
+    assert requests.post(registered + path, json=example, timeout=60).status_code == 200
+
+
 def test_what_is_prewarmed_may_be_pinned(registered: str) -> None:
     game, budget = "code-generation-game", 40 * hybrid_cache(registered)["state_bytes"] / (1 << 20)
     pinned = prewarm(registered, game, budget_mb=budget, ttl=3_000, tokens_per_second=1e6)
@@ -372,7 +395,6 @@ def test_hints_import_modules_and_prepare_a_prompt(registered: str) -> None:
         ("none", {"budget_mb": 1}, 404),
         ("education", {"budget_mb": 0}, 400),
         ("education", {"budget_mb": "a"}, 400),
-        ("education", {}, 400),
         ("education", {"budget_mb": 1, "tokens_per_second": 0}, 400),
         ("education", {"budget_mb": 1, "ttl": 0}, 400),
         ("education", {"budget_mb": 1, "ttl": 9, "priority": "most"}, 400),

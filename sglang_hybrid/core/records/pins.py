@@ -70,6 +70,11 @@ class Pins:
         return len(self._expiry)
 
     @property
+    def _bytes(self) -> int:
+        """Of the memory: 0 where nothing can be pinned."""
+        return 0 if self._room is None else self._room.kv + (self._room.states or 0)
+
+    @property
     def held_bytes(self) -> int:
         """Bytes that are charged for all pins."""
         return self._kv.total + (0 if self._states is self._kv else self._states.total)
@@ -145,14 +150,16 @@ class Pins:
         self._mark_dirty(head)
 
     def as_dict(self) -> dict[str, Any]:
-        """For /server_info: sums over all tenants. pinned, refused, gave_way, expired, evicted: how
-        often that happened.
+        """For /server_info: sums over all tenants. bytes_of_a_tenant: what pins of one may take,
+        whatever others have pinned. pinned, refused, gave_way, expired, evicted: how often that
+        happened.
         """
         known = ("pinned", "refused", "gave_way", "expired", "evicted")
         return {
             "pins": len(self),
             "bytes": self.held_bytes,
             "share_of_a_tenant": self.share,
+            "bytes_of_a_tenant": int(self.share * self._bytes),
             **{name: self.counts[name] for name in known},
         }
 

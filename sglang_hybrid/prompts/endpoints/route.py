@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -25,7 +25,7 @@ from sglang_hybrid.prompts.linter.lint import lint
 from sglang_hybrid.prompts.schemas.registry import NoSchema, Registry
 from sglang_hybrid.prompts.schemas.resolve import read_prompt
 from sglang_hybrid.prompts.schemas.xml import MOST_BYTES, MarkupError
-from sglang_hybrid.serving.requests.bodies import read_json
+from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.requests.long_requests import LONG, in_thread, in_thread_if_long
 from sglang_hybrid.serving.requests.texts import check_text
 from sglang_hybrid.serving.tenants import Tenant, put_tenant, tenant
@@ -72,7 +72,8 @@ class NewSchema(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Prewarm(msgspec.Struct, forbid_unknown_fields=True):
-    """How much memory prefixes of a schema may take, and for whose requests. mode: `modular` for
+    """How much memory prefixes of a schema may take, and for whose requests. budget_mb: None for
+    what pins of one tenant may take. mode: `modular` for
     all modules, each apart, whatever they take. tokens_per_second: the rate at which prefixes are
     computed even while other requests run. ttl: seconds for which they are pinned, with `priority`.
     """
@@ -93,6 +94,11 @@ def _tenant(extra_key: str | None = None, cache_salt: str | None = None) -> Tena
 
 Own = Annotated[Tenant, Depends(_tenant)]
 
+SCHEMA = BodyKind(
+    "schema", "{\"pml\": \"<schema name='rules'><module name='tone'>Be brief.</module></schema>\"}"
+)
+PREWARM = BodyKind("request to pre-warm", '{"budget_mb": 100}, or nothing')
+
 _, DEFINITIONS = msgspec.json.schema_components([NewSchema, Prewarm])
 
 
@@ -106,7 +112,7 @@ def _body(kind: str) -> dict[str, Any]:
 async def register(request: Request) -> JSONResponse:
     """Keep a schema, in place of an earlier one of its name."""
     registry = _registry()
-    new = await read_json(request, NewSchema, MOST_BODY, "that of a schema may have", "schema")
+    new = await read_json(request, NewSchema, MOST_BODY, "that of a schema may have", SCHEMA)
     put_tenant(new, request)
     registered = registry.register(tenant(new.extra_key, new.cache_salt), new.pml)
     return JSONResponse(await in_thread_if_long(registered.as_dict, registry.tokenizer))
@@ -148,16 +154,14 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
     client has gone.
     """
     registry, manager = _registry(), _manager()
-    asked = await read_json(
-        request, Prewarm, MOST_BODY, "that of a pre-warming may have", "request to pre-warm"
-    )
+    asked = await read_json(request, Prewarm, MOST_BODY, "that of a pre-warming may have", PREWARM)
     put_tenant(asked, request)
     own = tenant(asked.extra_key, asked.cache_salt)
     registered = registry.get(own, name)
     if asked.mode == "modular":
         layout = await in_thread(registry.layout, registered)
         return JSONResponse(await apart.compute_all(manager, own, layout, request))
-    budget, rate, pinned = _checked(asked)
+    rate, pinned = _checked(asked)
     sizes = await _sizes(manager)
     if not sizes:
         raise ValueError("this server does not run sglang_hybrid's cache.")
@@ -165,7 +169,7 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
         prewarming.plan_for,
         registry,
         registered,
-        int(budget * (1 << 20)),
+        _budget(asked, sizes),
         sizes["state_bytes"],
         sizes["kv_bytes_per_token"],
     )
@@ -181,21 +185,34 @@ async def prewarm(name: str, request: Request) -> JSONResponse:
     )
 
 
-def _checked(asked: Prewarm) -> tuple[float, float | None, tuple[float, Priority] | None]:
-    """Budget in MB, tokens per second, and lifetime (seconds) and priority of pins. Raises
-    ValueError.
+def _budget(asked: Prewarm, sizes: Mapping[str, Any]) -> int:
+    """Bytes that the prefixes may take: those asked for, or all that one tenant may pin. Raises
+    ValueError if that is nothing.
     """
+    if asked.budget_mb is not None:
+        return int(asked.budget_mb * (1 << 20))
+    pins = sizes["pins"] or {"bytes_of_a_tenant": 0}
+    if not pins["bytes_of_a_tenant"]:
+        raise ValueError(
+            "this server lets nothing be pinned (--hybrid-pin-share 0, or an eviction without a "
+            'tree of records), so give a budget: {"budget_mb": 100}.'
+        )
+    return int(pins["bytes_of_a_tenant"])
+
+
+def _checked(asked: Prewarm) -> tuple[float | None, tuple[float, Priority] | None]:
+    """Tokens per second, and lifetime (seconds) and priority of pins. Raises ValueError."""
     budget, rate = asked.budget_mb, asked.tokens_per_second
-    if budget is None or not 0 < budget <= MOST_MEGABYTES:
+    if budget is not None and not 0 < budget <= MOST_MEGABYTES:
         raise ValueError(
             f"budget_mb is {budget}; it must be above 0 and at most {MOST_MEGABYTES:,}."
         )
     if rate is not None and not 0 < rate < math.inf:
         raise ValueError(f"tokens_per_second is {rate}; it must be above 0.")
     if asked.ttl is None:
-        return budget, rate, None
+        return rate, None
     priority = hints.read_priority("priority", asked.priority)
-    return budget, rate, (hints.read_lifetime("ttl", asked.ttl), priority)
+    return rate, (hints.read_lifetime("ttl", asked.ttl), priority)
 
 
 @router.post("/{name}/lint")

@@ -64,12 +64,22 @@ def json_shape(body: bytes) -> JsonShape:
     return JsonShape(int(steps.sum()), max(0, int(nested.max())))
 
 
-async def read_json(request: Request, kind: type[Body], most: int, why: str, what: str) -> Body:
-    """The body of `request` as a `kind`.
+@dataclass(frozen=True)
+class BodyKind:
+    """What a route calls its bodies in an error, and an example of a whole one, as JSON."""
+
+    name: str
+    example: str
+
+
+async def read_json(
+    request: Request, kind: type[Body], most: int, why: str, called: BodyKind
+) -> Body:
+    """The body of `request` as a `kind`; no body is an empty object.
 
     `BodyBounds` (long_requests.py) has read it and bounds the bytes that any body may have. Raises
     ValueError with a sentence if this one has more than `most` bytes (the sentence ends with
-    `why`), is nested too deep, or is no `kind`, which the sentence calls `what`.
+    `why`), is nested too deep, or is no `kind`; then the sentence ends with an example.
     """
     body = await request.body()
     if len(body) > most:
@@ -77,6 +87,8 @@ async def read_json(request: Request, kind: type[Body], most: int, why: str, wha
     if may_be_deep(body):
         json_shape(body).check()
     try:
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"the body is no {what}: {error}.") from None
+        raise ValueError(
+            f"the body is no {called.name}: {error}. A whole one: {called.example}."
+        ) from None

@@ -16,6 +16,7 @@ from sglang_hybrid.serving.requests import long_requests
 from sglang_hybrid.serving.requests.bodies import (
     MOST_CONTAINERS,
     MOST_DEPTH,
+    BodyKind,
     JsonShape,
     json_shape,
     may_be_deep,
@@ -78,12 +79,16 @@ def request_of(body: bytes) -> Request:
     return Request({"type": "http", "headers": []}, receive)
 
 
+KIND = BodyKind("question", '{"input_ids": [1]}')
+
+
 def read(body: bytes, most: int = 1_000) -> Question:
-    return asyncio.run(read_json(request_of(body), Question, most, "a test takes", "question"))
+    return asyncio.run(read_json(request_of(body), Question, most, "a test takes", KIND))
 
 
 def test_a_body_is_read() -> None:
     assert read(b'{"input_ids": [1, 2], "x": [[]]}') == Question(input_ids=[1, 2])
+    assert read(b"") == read(b"{}") == Question()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +97,8 @@ def test_a_body_is_read() -> None:
         (b"x" * 1_001, "the body has 1,001 bytes; a test takes 1,000 at most."),
         (b'{"input_ids": [1], "x": ' + b"[" * 400, "the body is nested 401 deep; it may be"),
         (b'{"input_ids": "1"}', "the body is no question: Expected `array | null`, got `str`"),
-        (b'{"input_ids": [1', "the body is no question: Input data was truncated."),
+        (b'{"input_ids": "1"}', '- at `$.input_ids`. A whole one: {"input_ids": [1]}.'),
+        (b'{"input_ids": [1', "the body is no question: Input data was truncated. A whole one"),
         (b'"\xff"', "the body is no question: "),
     ],
 )
