@@ -47,7 +47,7 @@ class Served:
 
 
 def serve(row: Row, order: Order, bound: Bound) -> Served:
-    timeline = Timeline(cache_of(row), PAPER, order=order, bound=bound)
+    timeline = Timeline([cache_of(row)], PAPER, order=order, bound=bound)
     served = timeline.run(row.requests)
     ttft = np.array([one.ttft for one in served])
     tokens = sum(one.outcome.input_len for one in served)
@@ -57,7 +57,7 @@ def serve(row: Row, order: Order, bound: Bound) -> Served:
         *(p50, p95, p99, worst),
         tokens_per_second=tokens / busy,
         hit_rate=hit_rate(one.outcome for one in served),
-        most_overtaken=timeline.queue.most_overtaken,
+        most_overtaken=timeline.replicas[0].queue.most_overtaken,
     )
 
 

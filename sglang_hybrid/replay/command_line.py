@@ -15,6 +15,7 @@ from sglang_hybrid.core.systems import HINDSIGHT, SYSTEMS, Spec
 from sglang_hybrid.replay.runner import Job
 from sglang_hybrid.replay.systems import smallest_budget
 from sglang_hybrid.simulation.prefill_time import PAPER, PrefillTime
+from sglang_hybrid.simulation.replicas import ROUTERS
 from sglang_hybrid.simulation.tiers.tier_budgets import EXAMPLE, TierBudgets, parse_bytes
 from sglang_hybrid.simulation.traces.arrivals import Azure, Draw
 from sglang_hybrid.simulation.traces.declared_hints import KINDS as HINTS
@@ -27,6 +28,7 @@ from sglang_hybrid.simulation.traces.requests import Request
 ONE_MEMORY = "one"
 TIER_POLICIES = "hicache,lru,reuse,clairvoyant,unbounded"
 DEFAULT_POLICIES = "none,vllm+,sglang+,sglang,lru,marconi-best,reuse,clairvoyant,unbounded"
+REPLICATED_POLICIES = "sglang,lru,reuse"
 PROFILES = {"paper-7b": CostModel.paper_7b}
 
 
@@ -82,6 +84,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--chunk", type=int, help="served: prompt tokens per forward (8192)")
     add("--grid", type=int, help="served: tokens between SGLang's own states (64)")
+    add("--replicas", type=int, default=1, metavar="N", help="servers, each with such a cache")
+    add(
+        "--routing",
+        metavar="NAMES",
+        help=f"how requests are sent to replicas; all by default: {', '.join(ROUTERS)}",
+    )
     add = command.add_argument_group("time").add_argument
     add("--instant", action="store_true", help="serve each request at once, as the paper does")
     add("--prefill", type=Path, metavar="JSON", help="times that scripts/fit_prefill.py measured")
@@ -145,14 +153,59 @@ def jobs_of(options: argparse.Namespace, trace: str) -> list[Job]:
     cost = _cost(options)
     tiers = _tiers(options, cost)
     budgets = _budgets(options, cost) if tiers is None else [None]
-    specs = _specs(options.policy or (DEFAULT_POLICIES if tiers is None else TIER_POLICIES))
+    specs = _specs(options.policy or _default_policies(options))
     time = _time(options)
     serving = _serving(options)
+    routings = _routings(options, specs)
+    least = options.min_branch_tokens
     return [
-        Job(spec, trace, cost, budget, time, options.min_branch_tokens, serving, tiers, losses=True)
+        Job(
+            spec,
+            trace,
+            cost,
+            budget,
+            time,
+            least,
+            serving,
+            tiers,
+            losses=True,
+            replicas=options.replicas,
+            routing=routing,
+        )
         for budget in budgets
         for spec in specs
+        for routing in routings
     ]
+
+
+def _routings(options: argparse.Namespace, specs: Sequence[Spec]) -> list[str]:
+    """Names of routers, or an empty one for a single server. Raises ValueError for what is not
+    replayed behind a router.
+    """
+    if options.replicas < 1:
+        raise ValueError(f"--replicas must be 1 or more, not {options.replicas}")
+    if options.replicas == 1:
+        if options.routing is not None:
+            raise ValueError("--routing is for several --replicas")
+        return [""]
+    if options.instant:
+        raise ValueError("--instant has no queues to route by: leave it out with --replicas")
+    for name in ("tiers", "report"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} is for one server: leave it out with --replicas")
+    if any(spec.name == "clairvoyant" for spec in specs):
+        raise ValueError("clairvoyant knows the future of one server: leave it out with --replicas")
+    routings = list(ROUTERS) if options.routing is None else options.routing.split(",")
+    for routing in routings:
+        if routing not in ROUTERS:
+            raise ValueError(f"unknown routing {routing!r}; known are {', '.join(ROUTERS)}")
+    return routings
+
+
+def _default_policies(options: argparse.Namespace) -> str:
+    if options.replicas > 1:
+        return REPLICATED_POLICIES
+    return DEFAULT_POLICIES if options.tiers is None else TIER_POLICIES
 
 
 def _time(options: argparse.Namespace) -> PrefillTime | None:

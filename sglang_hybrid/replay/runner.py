@@ -16,6 +16,7 @@ from sglang_hybrid.replay import systems  # noqa: F401, it registers them
 from sglang_hybrid.simulation.block_cache import BlockCache
 from sglang_hybrid.simulation.future import Oracle
 from sglang_hybrid.simulation.prefill_time import PrefillTime
+from sglang_hybrid.simulation.replicas import ROUTERS
 from sglang_hybrid.simulation.simulator import Outcome
 from sglang_hybrid.simulation.tiers.losses import Loss, Losses
 from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets, TierCounts
@@ -30,7 +31,8 @@ class Job:
     """One system on one trace. trace: its name among the runner's. time: None to serve request
     after request, each at once, as the paper does. serving: how the server runs that policies are
     replayed in, None for the paper's rules. tiers: what there is instead of `budget`. losses: find
-    out where hits are lost in tiers.
+    out where hits are lost in tiers. replicas: servers with a cache of `budget` each, and routing:
+    the name of the router before them (simulation/replicas.py); they need `time`.
     """
 
     spec: Spec
@@ -42,6 +44,13 @@ class Job:
     serving: Serving | None = None
     tiers: TierBudgets | None = None
     losses: bool = False
+    replicas: int = 1
+    routing: str = ""
+
+    @property
+    def name(self) -> str:
+        """The policy, and how requests are routed if there are several replicas."""
+        return f"{self.spec}, {self.routing}" if self.routing else str(self.spec)
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,8 @@ class Result:
         split = isinstance(budget, Split)
         kept: dict[str, Any] = {
             "policy": str(self.job.spec),
+            "replicas": self.job.replicas,
+            "routing": self.job.routing or None,
             "chosen": None if self.chosen is None else str(self.chosen),
             "trace": self.job.trace,
             "budget_bytes": None if split else budget,
@@ -168,13 +179,16 @@ class Runner:
                 outcomes.append(cache.serve(request))
                 count_request()
         else:
-            served = Timeline(cache, job.time, count_request).run(requests)
+            more = [spec.build(setting) for _ in range(job.replicas - 1)]
+            router = ROUTERS[job.routing]() if more else None
+            timeline = Timeline([cache, *more], job.time, count_request, router=router)
+            served = timeline.run(requests)
             outcomes = [one.outcome for one in served]
             ttft = [one.ttft for one in served]
         lost = blocks = None
         if tiered is not None and tiered.losses is not None:
             lost = {loss.value: tiered.losses.tokens[loss] for loss in Loss}
-        if isinstance(cache, BlockCache):
+        if isinstance(cache, BlockCache) and job.replicas == 1:
             blocks = (cache.stored, cache.kv_reused, cache.state_reused)
         return Result(
             job,

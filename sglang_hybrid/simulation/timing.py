@@ -13,6 +13,7 @@ import numpy.typing as npt
 from sglang_hybrid.core.queue.orders import FirstCome, Order
 from sglang_hybrid.core.queue.waiting import Bound
 from sglang_hybrid.simulation.prefill_time import PAPER, PrefillTime
+from sglang_hybrid.simulation.replicas import Replica, Router
 from sglang_hybrid.simulation.simulated_queue import SimulatedQueue
 from sglang_hybrid.simulation.simulator import Cache, Outcome, Ticket
 from sglang_hybrid.simulation.traces.requests import Request
@@ -54,27 +55,34 @@ FINISHED, PREFILLED, ARRIVED = range(3)  # at one moment, in this order
 
 
 class Timeline:
-    """One server: prefills one after the other; decoding beside them takes its time per token. A
-    session's next request waits for the answer to the one before.
+    """Servers, each with one of `caches`: prefills one after the other; decoding beside them takes
+    its time per token. A session's next request waits for the answer to the one before.
 
     done: called when a request has ended. order: which of the waiting requests is prefilled next;
-    by default the one that came first. bound: on overtaking; by default there is none.
+    by default the one that came first. bound: on overtaking; by default there is none. router:
+    chooses the server; needed for several.
     """
 
     def __init__(
         self,
-        cache: Cache,
+        caches: Sequence[Cache],
         time: PrefillTime,
         done: Callable[[], None] = lambda: None,
         order: Order | None = None,
         bound: Bound | None = None,
+        router: Router | None = None,
     ) -> None:
-        self.cache = cache
         self.time = time
         self.done = done
-        self.queue = SimulatedQueue(cache, time, order or FirstCome(), bound or Bound())
+        self.replicas = [
+            Replica(
+                cache, SimulatedQueue(cache, time, order or FirstCome(), bound or Bound()), time
+            )
+            for cache in caches
+        ]
+        self._router = router
         self._events: list[tuple[float, int, int]] = []  # time, what, index of the request
-        self._busy = False
+        self._sent: dict[int, Replica] = {}
 
     def run(self, requests: Sequence[Request]) -> list[Served]:
         """Serve all; the result is in the requests' order."""
@@ -104,34 +112,48 @@ class Timeline:
             heapq.heappush(self._events, (arrival, ARRIVED, index))
 
     def _arrived(self, index: int, now: float) -> None:
+        request = self._requests[index]
+        replica = self._sent[index] = self._route(request, now)
         self._times[index, 0] = now
-        self.queue.add(index, self._requests[index], now)
-        if not self._busy:
-            self._start(now)
+        replica.unfinished += 1
+        replica.queue.add(index, request, now)
+        if not replica.busy:
+            self._start(replica, now)
+        elif self._router is not None:
+            replica.waiting[index] = replica.seconds(request, replica.cache.peek(request))
 
-    def _start(self, now: float) -> None:
-        index = self.queue.take(now)
-        ticket = self._tickets[index] = self.cache.begin(self._requests[index])
+    def _route(self, request: Request, now: float) -> Replica:
+        if self._router is None:
+            return self.replicas[0]
+        return self.replicas[self._router.choose(request, self.replicas, now)]
+
+    def _start(self, replica: Replica, now: float) -> None:
+        index = replica.queue.take(now)
+        replica.waiting.pop(index, None)
+        ticket = self._tickets[index] = replica.cache.begin(self._requests[index])
         outcome = self._outcomes[index] = ticket.outcome
         self._times[index, 1] = now
-        self._busy = True
-        took = self.time.seconds(outcome.hit_len, outcome.input_len - outcome.hit_len)
-        took += ticket.load_seconds
+        replica.busy = True
+        took = replica.seconds(self._requests[index], outcome.hit_len) + ticket.load_seconds
+        replica.free_at = now + took
         heapq.heappush(self._events, (now + took, PREFILLED, index))
 
     def _prefilled(self, index: int, now: float) -> None:
-        self.cache.end_prefill(self._tickets[index])
+        replica = self._sent[index]
+        replica.cache.end_prefill(self._tickets[index])
         self._times[index, 2] = now
         request = self._requests[index]
         decoding = self.time.decode * (len(request.tokens) - request.input_len)
         heapq.heappush(self._events, (now + decoding, FINISHED, index))
-        self._busy = False
-        if len(self.queue):
-            self._start(now)
+        replica.busy = False
+        if len(replica.queue):
+            self._start(replica, now)
 
     def _finished(self, index: int, now: float) -> None:
-        self.cache.finish(self._tickets.pop(index))
-        self.queue.on_finish(index)
+        replica = self._sent.pop(index)
+        replica.cache.finish(self._tickets.pop(index))
+        replica.queue.on_finish(index)
+        replica.unfinished -= 1
         self._times[index, 3] = now
         self.done()
         self._release(self._sessions[self._requests[index].session], now)

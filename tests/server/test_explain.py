@@ -119,7 +119,7 @@ def test_mistakes_end_in_one_sentence(url: str, tmp_path: Path) -> None:
     both = requests.post(url + "/hybrid_cache/explain", json={}, timeout=30)
     assert (both.status_code, both.json()["error"]) == (
         400,
-        "give either input_ids or request_id.",
+        'give either input_ids or request_id: {"input_ids": [1, 2, 3]} or {"request_id": "..."}.',
     )
 
 

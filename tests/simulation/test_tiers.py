@@ -356,7 +356,7 @@ def test_requests_that_overlap_wait_for_their_loads() -> None:
     requests = [*session(2), *others(4, 10.0)]
     last = request(session(3)[2].tokens.tolist()[:140], [1], 100.0)
     cache = build("lru", (3_000, 50_000, 0))
-    served = Timeline(cache, PAPER).run([*requests, last])
+    served = Timeline([cache], PAPER).run([*requests, last])
     assert served[-1].outcome.hit_len == 100
     computed = PAPER.seconds(100, 40)
     loaded = SPEEDS.loads[HOST].seconds(100 * COST.kv_bytes_per_token + COST.state_bytes)
@@ -371,7 +371,7 @@ def test_overlapping_requests_leave_every_tier_within_its_bytes(
     requests = traffic(11, 60)
     cache = build(name, sizes, requests)
     plain = PlainTiers(cache, monkeypatch)
-    Timeline(cache, PAPER, plain.check_room).run(requests)
+    Timeline([cache], PAPER, plain.check_room).run(requests)
     check_copies(cache)
 
 
@@ -561,6 +561,6 @@ def test_what_a_request_holds_may_go_with_the_kv_above_it() -> None:
     requests = generators.generate("few-shot", kind, 2)
     tiers = TierBudgets.of(10**8, 10**8, 2 * 10**8)
     setting = Setting(cost, None, requests, tiers=tiers, speeds=tiers.speeds(cost, PAPER))
-    timeline = Timeline(Spec("lru").build(setting), PAPER, order=Window(64), bound=Bound(8, 30.0))
+    timeline = Timeline([Spec("lru").build(setting)], PAPER, order=Window(64), bound=Bound(8, 30.0))
     served = timeline.run(requests)
     assert len(served) == len(requests)

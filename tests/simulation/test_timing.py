@@ -29,7 +29,7 @@ def request(
 
 def play(*requests: Request) -> list[Served]:
     cache = Simulator(CostModel.paper_7b(), None, Lru())
-    return Timeline(cache, SECOND_A_TOKEN).run(requests)
+    return Timeline([cache], SECOND_A_TOKEN).run(requests)
 
 
 def test_a_prefill_waits_for_the_one_before() -> None:
@@ -105,7 +105,7 @@ def test_everyone_is_served_once_and_nobody_overtakes_time() -> None:
     requests = generate("agent", traffic("agent", sessions=15), 0)
     ended: list[int] = []
     cache = Simulator(CostModel.paper_7b(), 2 * 10**9, Lru())
-    served = Timeline(cache, PAPER, lambda: ended.append(1)).run(requests)
+    served = Timeline([cache], PAPER, lambda: ended.append(1)).run(requests)
     assert len(served) == len(ended) == len(requests)
     last: dict[int, float] = {}
     starts = sorted((s.arrival, s.start, s.first_token) for s in served)

@@ -99,6 +99,12 @@ class SortedKeys:
         beside = [common_prefix(key, other) for other in (*before, *after)]
         self.common[max(at - 1, 0) : at] = beside
 
+    def longest(self, key: bytes) -> int:
+        """Tokens of the longest prefix that `key` has in common with any of these."""
+        at = bisect_left(self.keys, key)
+        beside = self.keys[max(at - 1, 0) : at + 1]
+        return max((common_prefix(key, other) for other in beside), default=0)
+
     def remove(self, name: Hashable) -> None:
         """It must be there."""
         at = self.names.index(name)

@@ -19,6 +19,8 @@ def show_results(results: Sequence[Result], requests: Sequence[Request], console
     title = f"{results[0].job.trace}: {len(requests):,} requests, {tokens:,} prompt tokens"
     if results[0].job.serving is not None:
         title += ", as served"
+    if results[0].job.replicas > 1:
+        title += f", {results[0].job.replicas} replicas"
     table = Table(title=title, box=SIMPLE, padding=(0, 1), collapse_padding=True)
     table.add_column("cache", no_wrap=True)
     table.add_column("policy", no_wrap=True)
@@ -32,7 +34,7 @@ def show_results(results: Sequence[Result], requests: Sequence[Request], console
         new_size = index > 0 and results[index - 1].job.budget != result.job.budget
         if new_size:
             table.add_section()
-        label = str(result.job.spec)
+        label = result.job.name
         if result.chosen is not None:
             label += f" ({result.chosen.options[0][1]:g})"
         cells = [f"{100 * result.hit_rate:.1f}", f"{100 * result.flops_saved:.1f}"]
