@@ -14,7 +14,9 @@ for bit. Plain twins: the ``states_at`` of ``ssd`` and ``gated_delta_rule``, the
 Nothing here waits for the device: the lists are tensors on it, and what they hold is not checked.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -64,9 +66,13 @@ def ssd_tiles(width: int, size: int, dtype: torch.dtype) -> dict[str, int]:
     }
 
 
-def delta_tiles(value: int, key: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes of ``delta_state`` for states [Dv, Dk]; see ``ssd_tiles``."""
-    most_values, most_keys = (16, 32) if dtype == torch.float32 else (64, 64)
+def delta_tiles(value: int, key: int, dtype: torch.dtype, by_channel: bool) -> dict[str, int]:
+    """Tile sizes of ``delta_state`` for states [Dv, Dk]; see ``ssd_tiles``. Decays ``by_channel``
+    take registers, too."""
+    if dtype == torch.float32:
+        most_values, most_keys = 16, 32
+    else:
+        most_values, most_keys = 64, 32 if by_channel else 64
     return {
         "TILE_VALUE": min(most_values, triton.next_power_of_2(value)),
         "TILE_KEY": min(most_keys, triton.next_power_of_2(key)),
@@ -167,7 +173,7 @@ def save_delta_states(
     cu_seqlens: Tensor,
     unit: float = 1.0,
 ) -> None:
-    """Gated delta net, KDA: writes the states at ``targets`` to the pool, after the chunk states.
+    """Gated delta net: writes the states at ``targets`` to the pool, after the chunk states.
 
     Chunks of 64 tokens are counted from each sequence's own start; chunk_states[chunk_offsets[s] +
     c] is the state of sequence s after 64 c tokens of it, so row chunk_offsets[s] is its initial
@@ -177,10 +183,9 @@ def save_delta_states(
     Shapes: pool [slots, Hv, Dv, Dk] in any float dtype, its rows contiguous but any distance apart;
     keys [T, Hk, Dk] as the scan used them (normalised, if it normalises), corrections [T, Hv, Dv],
     Hk dividing Hv; decays float32, the log decay summed from the chunk's first token on, times
-    1 / unit (KDA's kernels work in powers of two: unit = log 2): [T, Hv] for the gated delta net
-    (one per head), [T, Hv, Dk] for KDA (one per channel); chunk_states [C, Hv, Dv, Dk];
-    chunk_offsets [S]; cu_seqlens [S + 1], no sequence of a target being empty. Products are of the
-    corrections' dtype. Raises ValueError where shapes or strides do not fit.
+    1 / unit: [T, Hv], one per head, or [T, Hv, Dk], one per channel (KDA); chunk_states
+    [C, Hv, Dv, Dk]; chunk_offsets [S]; cu_seqlens [S + 1], no sequence of a target being empty.
+    Products are of the corrections' dtype. Raises ValueError where shapes or strides do not fit.
     """
     _, heads, value = corrections.shape
     key = keys.shape[2]
@@ -194,7 +199,7 @@ def save_delta_states(
             raise ValueError(f"{name} has strides {t.stride()}; its last dimension must be dense.")
     if not len(targets):
         return
-    tiles = delta_tiles(value, key, corrections.dtype)
+    tiles = delta_tiles(value, key, corrections.dtype, per_channel)
     grid = (
         len(targets),
         heads,
@@ -224,6 +229,11 @@ def save_delta_states(
         **tiles,
         num_warps=4,
     )
+
+
+def save_kda_states(pool: Tensor, targets: Targets, **scan: Any) -> None:
+    """KDA: `save_delta_states` of decays per channel, summed in powers of two, as its scan does."""
+    save_delta_states(pool, targets, **scan, unit=math.log(2))
 
 
 def save_windows(

@@ -125,19 +125,21 @@ def _pools_that_run_full_together(server_args: ServerArgs) -> None:
 
 
 def _kernels_that_leave_states(server_args: ServerArgs) -> None:
-    """Gated delta nets prefill with Triton, whose scan leaves states at any position.
+    """Gated delta nets and KDA prefill with Triton, whose scan leaves states at any position.
 
     Without a flag SGLang chooses FlashInfer's scan on some GPUs when the model is loaded
-    (linear/gdn_backend.py:191), which leaves them every 64 tokens only.
+    (linear/gdn_backend.py:191, linear/kda_backend.py:74), which leaves them every 64 tokens only,
+    or none that we take.
     """
-    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, hybrid_kda_config
 
     view = resolving_view(server_args)
+    model = model_config_of(server_args)
     if (
         plans_checkpoints(view)
         and view.linear_attn_prefill_backend is None
         and view.linear_attn_backend == "triton"
-        and hybrid_gdn_config(model_config_of(server_args)) is not None
+        and (hybrid_gdn_config(model) is not None or hybrid_kda_config(model) is not None)
     ):
         declare_resolution(server_args, OURS, linear_attn_prefill_backend="triton")
 

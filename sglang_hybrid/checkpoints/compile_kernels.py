@@ -19,6 +19,7 @@ from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks
 from sglang_hybrid.kernels.checkpoint_states import (
     DELTA_CHUNK,
     save_delta_states,
+    save_kda_states,
     save_ssd_states,
 )
 
@@ -35,8 +36,11 @@ def compile_kernels(model_runner: Any, *, tell: bool) -> None:
     if model_runner.device != "cuda":
         return
     cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache.at_layer_idx(0)
+    windows = cache.conv[0]
+    if windows.shape[1] < windows.shape[2]:  # [slots, K-1, D], as SGLang keeps those of KDA
+        windows = windows.transpose(1, 2)
     steps = warm_up(
-        cache.conv[0],
+        windows,
         cache.temporal,
         model_runner.dtype,
         launched_kernel(model_runner),
@@ -118,8 +122,8 @@ def _mamba2_scan(states: Tensor, inputs: Tensor, chunk: int) -> dict[str, Tensor
 
 
 def _delta_scan(states: Tensor, inputs: Tensor, _: int) -> dict[str, Tensor]:
-    """What the gated delta net's scan holds after its chunk states; its convolution's channels are
-    queries, keys and values."""
+    """What the gated delta net's scan holds after its chunk states, which it was asked for in the
+    pool's type; its convolution's channels are queries, keys and values."""
     tokens, channels = inputs.shape
     _, heads, value, key = states.shape
     key_heads = (channels - heads * value) // (2 * key)
@@ -128,14 +132,22 @@ def _delta_scan(states: Tensor, inputs: Tensor, _: int) -> dict[str, Tensor]:
         "keys": inputs.new_zeros(tokens, key_heads, key),
         "corrections": inputs.new_zeros(tokens, heads, value),
         "decays": torch.zeros(tokens, heads, device=states.device),
-        "chunk_states": inputs.new_zeros(chunks, heads, value, key),
+        "chunk_states": states.new_zeros(chunks, heads, value, key),
         "chunk_offsets": torch.tensor([0, chunks], device=states.device),
     }
+
+
+def _kda_scan(states: Tensor, inputs: Tensor, chunk: int) -> dict[str, Tensor]:
+    """The same of KDA: a decay for every channel of a key."""
+    scan = _delta_scan(states, inputs, chunk)
+    decays = torch.zeros(*scan["decays"].shape, states.shape[-1], device=states.device)
+    return scan | {"decays": decays}
 
 
 _SCANS: dict[Save, Callable[[Tensor, Tensor, int], dict[str, Tensor]]] = {
     save_ssd_states: _mamba2_scan,
     save_delta_states: _delta_scan,
+    save_kda_states: _kda_scan,
 }
 """What a scan holds when it calls a kernel: from the layer's pool of states, the inputs of its
 convolution, and the tokens between Mamba2's chunk states."""

@@ -12,6 +12,7 @@ from typing import Any
 from sglang_hybrid.kernels.checkpoint_states import (
     DELTA_CHUNK,
     save_delta_states,
+    save_kda_states,
     save_ssd_states,
 )
 
@@ -33,8 +34,9 @@ class Scan:
             A model's recurrent layers must all be among them.
         every: tokens between the states that the scan itself leaves. What lies between two of them
             is scanned again (`tails.py`); 1 if the states are taken at the positions themselves.
-        rounded: whether states inside a sequence have passed through the model's type, while the
-            live state, which is that at the sequence's end, is float32.
+        rounded: whether the scan's chunk states have the model's type, while the live state, which
+            is that at the sequence's end, has the pool's. A kernel that takes states from them asks
+            for the pool's type (`StateWriter.dtype`), and ends are copied from the live state.
         refused: names of switches of the backend; each that is on makes a prefill that leaves no
             states.
     """
@@ -49,7 +51,7 @@ class Scan:
 
 _ATTENTION = "sglang.srt.layers.attention"
 _GDN = f"{_ATTENTION}.linear.gdn_backend:GDNAttnBackend"
-_GDN_KERNELS = f"{_ATTENTION}.linear.kernels"
+_KERNELS = f"{_ATTENTION}.linear.kernels"
 _LINEAR_LAYER = "sglang.srt.layers.radix_linear_attention:RadixLinearAttention"
 
 SCANS: tuple[Scan, ...] = (
@@ -62,17 +64,23 @@ SCANS: tuple[Scan, ...] = (
     ),
     Scan(
         backend=_GDN,
-        kernel=f"{_GDN_KERNELS}.gdn_triton:TritonGDNKernel",
+        kernel=f"{_KERNELS}.gdn_triton:TritonGDNKernel",
         layers={_LINEAR_LAYER: save_delta_states},
         rounded=True,
         refused=("enable_mis",),
     ),
     Scan(
         backend=_GDN,
-        kernel=f"{_GDN_KERNELS}.gdn_flashinfer:FlashInferGDNKernel",
+        kernel=f"{_KERNELS}.gdn_flashinfer:FlashInferGDNKernel",
         layers={_LINEAR_LAYER: None},
         every=DELTA_CHUNK,
         refused=("enable_mis",),
+    ),
+    Scan(
+        backend=f"{_ATTENTION}.linear.kda_backend:KDAAttnBackend",
+        kernel=f"{_KERNELS}.kda_triton:TritonKDAKernel",
+        layers={_LINEAR_LAYER: save_kda_states},
+        rounded=True,
     ),
 )
 
@@ -160,8 +168,8 @@ def _in_a_graph(model_runner: Any, scan: Scan) -> bool:
     """Whether recurrent layers are part of a prefill's CUDA graph, where they repeat its capture.
 
     SGLang's breakable graphs, its default, leave out the layers that say so: those that call their
-    backend through ``RadixLinearAttention``, and others in a layer with ``_forward_mamba``
-    (Nemotron-H).
+    backend through ``RadixLinearAttention``, unless that can be captured (KDA, where no states are
+    planned), and others in a layer with ``_forward_mamba`` (Nemotron-H).
     """
     from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
@@ -170,6 +178,8 @@ def _in_a_graph(model_runner: Any, scan: Scan) -> bool:
     if not isinstance(graphs, PrefillCudaGraphRunner):
         return False
     if graphs.prefill_backend_name == Backend.FULL or graphs.enable_cp_bcg_capture:
+        return True
+    if linear_backend(model_runner).supports_prefill_graph_extend():
         return True
     captured = scan.layers.keys() - {_LINEAR_LAYER}
     return any(

@@ -151,12 +151,19 @@ class StateWriter:
     tracks: PrefillTracks
     pool: Tensor
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type in which a scan should keep the chunk states that `save` takes states from: the
+        pool's; None, and the scan's own, if it takes none.
+        """
+        return self.pool.dtype if len(self.tracks.saved) else None
+
     def save(self, kernel: Save, **scan: Tensor | float | None) -> None:
         """Write states by a kernel of ``kernels/checkpoint_states.py``, from what the scan holds:
         the kernel's own keywords, chunk states and all.
 
-        Of a scan whose chunk states are rounded these are the states inside the sequences; those
-        at the ends are left to `PrefillTracks.finish`, which copies the live ones.
+        Of a scan that rounds its chunk states (`Scan.rounded`) these are the states inside the
+        sequences; those at the ends are left to `PrefillTracks.finish`, which copies the live ones.
         """
         kernel(self.pool, self.tracks.saved, **scan)
 

@@ -8,6 +8,8 @@ import contextlib
 import os
 import random
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +23,11 @@ import triton.language as tl  # noqa: E402
 from sglang.kernels.ops.attention.fla import (  # noqa: E402
     chunk_delta_h,
     chunk_fwd,
+    chunk_intra,
+    chunk_intra_token_parallel,
     chunk_o,
     cumsum,
+    kda,
     l2norm,
     op,
     wy_fast,
@@ -51,7 +56,8 @@ SLOTS = 40
 
 
 MAMBA2 = (ssd_bmm, ssd_chunk_scan, ssd_chunk_state, ssd_state_passing)
-DELTA = (chunk_delta_h, chunk_fwd, chunk_o, cumsum, l2norm, wy_fast)
+KDA = (chunk_intra, chunk_intra_token_parallel, kda)
+DELTA = (chunk_delta_h, chunk_fwd, chunk_o, cumsum, l2norm, wy_fast, *KDA)
 
 
 def run_without_a_device() -> None:
@@ -70,6 +76,7 @@ def run_without_a_device() -> None:
     for module in (op, *DELTA):
         for name in {"exp", "exp2", "log", "log2"} & vars(module).keys():
             setattr(module, name, lambda x, name=name: getattr(tl, name)(x))
+    kda.libdevice = SimpleNamespace(exp=kda.exp)
     torch.cpu.device = lambda index: contextlib.nullcontext()
 
 
@@ -95,14 +102,15 @@ class Batch:
         order = torch.randperm(SLOTS)
         self.owners, self.slots = order[: len(lengths)], order[len(lengths) :][: len(self.asked)]
         self.pool = torch.randn(SLOTS, *state)
-        for s, prefix in enumerate(PREFIXES):
+        prefixes = PREFIXES[: len(lengths)]
+        for s, prefix in enumerate(prefixes):
             self.pool[self.owners[s]] *= prefix > 0
         self.before = self.pool.clone()
-        positions = [PREFIXES[s] + at for s, at in self.asked]
+        positions = [prefixes[s] + at for s, at in self.asked]
         with torch.device("cpu"):  # it puts on the device itself what it needs there
             self.tracks = PrefillTracks(
                 StateTracks([s for s, _ in self.asked], positions, self.slots),
-                PREFIXES,
+                prefixes,
                 lengths,
                 self.slots,
                 self.owners,
@@ -193,14 +201,81 @@ def check_gated_delta_net(dtype: torch.dtype, close: float) -> None:
         state_writer=batch.tracks.into(batch.pool),
     )
     batch.tracks.finish(batch.pool, None, None)
+    check_delta(batch, output, (q, k, v, g, beta), close)
+
+
+def check_kda(dtype: torch.dtype, close: float) -> None:
+    """The same of KDA, whose scan makes its gates itself."""
+    batch = Batch([3, 130, 64, 70], [1, 2, 63, 64, 65, 128], (HEADS, WIDTH, SIZE), rounded=True)
+    tokens = batch.bounds[-1]
+    q, k, raw = torch.randn(3, 1, tokens, HEADS, SIZE).to(dtype)
+    v, b = torch.randn(1, tokens, HEADS, WIDTH).to(dtype), torch.randn(1, tokens, HEADS).to(dtype)
+    A_log, dt_bias = torch.rand(HEADS), torch.randn(HEADS, SIZE) - 2
+    output = kda.chunk_kda(
+        q,
+        k,
+        v.clone(),  # the scan writes its output there
+        raw,
+        b,
+        initial_state=batch.pool,
+        initial_state_indices=batch.owners.int(),
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=batch.cu_seqlens,
+        A_log=A_log,
+        dt_bias=dt_bias.flatten(),
+        beta_is_raw=True,
+        state_writer=batch.tracks.into(batch.pool),
+    )
+    batch.tracks.finish(batch.pool, None, None)
+    g = -A_log.exp()[:, None] * torch.nn.functional.softplus(raw.float() + dt_bias)
+    check_delta(batch, output, (q, k, v, g, b.float().sigmoid()), close)
+
+
+def check_delta(batch: Batch, output: Tensor, inputs: tuple[Tensor, ...], close: float) -> None:
+    """Outputs and states of a scan of q, k, v, g and beta, each [1, T, ...]."""
     for s, (a, b) in enumerate(pairwise(batch.bounds)):
         start = batch.before[batch.owners[s]]
-        sequence = (t[0, a:b].float() for t in (q, k, v, g, beta))
+        sequence = (t[0, a:b].float() for t in inputs)
         expected, states = naive.gated_delta_rule(*sequence, None, True, start)
         error = (output[0, a:b].double() - expected).abs().max() / expected.abs().max()
         assert error <= close, f"output of {s}: {error:.1e}"
         batch.check(s, states, close)
     batch.check_others()
+
+
+def check_that_nothing_is_rounded_on_its_way(dtype: torch.dtype) -> None:
+    """A state at the border of a chunk is the one that a prefill which ends there leaves."""
+    inputs = torch.randn(3, 1, 70, HEADS, SIZE).to(dtype)
+    v, gate = torch.randn(1, 70, HEADS, SIZE).to(dtype), torch.randn(1, 70, HEADS)
+
+    def delta_net(tokens: int, pool: Tensor, **more: Any) -> None:
+        q, k, _ = inputs[:, :, :tokens]
+        g, beta = -gate[:, :tokens].abs(), gate[:, :tokens].sigmoid().to(dtype)
+        chunk_gated_delta_rule(q, k, v[:, :tokens], g, beta, initial_state=pool, **more)
+
+    def by_channel(tokens: int, pool: Tensor, **more: Any) -> None:
+        q, k, raw = inputs[:, :, :tokens]
+        beta = gate[:, :tokens].sigmoid()
+        g = -raw.float().abs()
+        kda.chunk_kda(q, k, v[:, :tokens].clone(), g, beta, initial_state=pool, **more)
+
+    for scan in (delta_net, by_channel):
+        left = []
+        for tokens in (64, 70):
+            batch = Batch([tokens], [64], (HEADS, SIZE, SIZE), rounded=True)
+            batch.pool[batch.owners] = 0
+            scan(
+                tokens,
+                batch.pool,
+                initial_state_indices=batch.owners.int(),
+                cu_seqlens=batch.cu_seqlens,
+                use_qk_l2norm_in_kernel=True,
+                state_writer=batch.tracks.into(batch.pool),
+            )
+            batch.tracks.finish(batch.pool, None, None)
+            left.append(batch.pool[batch.slots[batch.asked.index((0, 64))]])
+        error = (left[1] - left[0]).abs().max() / left[0].abs().max()
+        assert error < 1e-5, f"{scan.__name__} in {dtype}: {error:.1e}"
 
 
 if __name__ == "__main__":
@@ -215,3 +290,7 @@ if __name__ == "__main__":
     check_mamba2(resumed=True)
     check_gated_delta_net(torch.float16, 1e-2)
     check_gated_delta_net(torch.bfloat16, 3e-2)
+    check_kda(torch.float16, 1e-2)
+    check_kda(torch.bfloat16, 3e-2)
+    for dtype in (torch.float16, torch.bfloat16):
+        check_that_nothing_is_rounded_on_its_way(dtype)

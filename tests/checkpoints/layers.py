@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend, GDNKernelDispatcher
+from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend, KDAKernelDispatcher
 from sglang.srt.layers.attention.linear.kernels import gdn_flashinfer
 from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend
 from sglang.srt.layers.attention.mamba import mamba1
@@ -277,6 +278,47 @@ def run_gdn(case: Case, kernel: Any = None) -> Outcome:
         q, k, v = convolved.split([keys, keys, values], dim=1)
         q, k = q.view(-1, K_HEADS, K_DIM), k.view(-1, K_HEADS, K_DIM)
         v = v.view(-1, V_HEADS, V_DIM)
+        return naive.gated_delta_rule(q, k, v, g[at], b[at].sigmoid(), None, True, start)[1]
+
+    return Outcome(before, pools, *defined(case, before, inputs, weight, None, define))
+
+
+def run_kda(case: Case) -> Outcome:
+    """A prefill of one KDA layer, behind its projections."""
+    keys, values = V_HEADS * K_DIM, V_HEADS * V_DIM
+    channels, tokens = 2 * keys + values, case.bounds[-1]
+    pools = case.pools(channels, V_HEADS, V_DIM, K_DIM)
+    before = copied(pools)
+    weight, inputs = case.normal(channels, KERNEL), case.normal(tokens, channels)
+    a, b = case.normal(tokens, V_HEADS, K_DIM), case.normal(tokens, V_HEADS)
+    layer = SimpleNamespace(
+        layer_id=0,
+        conv_weights=weight,
+        bias=None,
+        q_dim=keys,
+        k_dim=keys,
+        v_dim=values,
+        head_q_dim=K_DIM,
+        head_k_dim=K_DIM,
+        head_v_dim=V_DIM,
+        A_log=case.normal(V_HEADS) - 2,
+        dt_bias=case.normal(V_HEADS, K_DIM),
+        lower_bound=None,
+    )
+    # SGLang keeps windows of KDA as [slots, K-1, D].
+    kept = SimpleNamespace(conv=[pools.conv[0].transpose(1, 2)], temporal=pools.temporal)
+    backend, batch = case.backend(KDAAttnBackend, kept), case.batch()
+    backend.conv_states_shape = pools.conv[0].shape
+    triton = LinearAttnKernelBackend.TRITON
+    backend.kernel_dispatcher = KDAKernelDispatcher(triton, triton, triton)
+    backend.accept_lens_pool = None
+    backend.init_forward_metadata(batch)
+    backend.forward_extend(layer, batch, inputs, a[None], b[None])
+    g = -layer.A_log.exp()[:, None] * softplus(a + layer.dt_bias)
+
+    def define(at: slice, convolved: Tensor, start: Tensor) -> Tensor:
+        q, k, v = convolved.split([keys, keys, values], dim=1)
+        q, k, v = q.view(-1, V_HEADS, K_DIM), k.view(-1, V_HEADS, K_DIM), v.view(-1, V_HEADS, V_DIM)
         return naive.gated_delta_rule(q, k, v, g[at], b[at].sigmoid(), None, True, start)[1]
 
     return Outcome(before, pools, *defined(case, before, inputs, weight, None, define))

@@ -7,7 +7,9 @@ import pytest
 import torch
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
+from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.mem_cache.memory_pool import MambaPool
@@ -25,9 +27,12 @@ def model_runner(layer: Layer, device: str) -> Any:
     """A model runner as far as `compile_kernels` looks at it, with pools on the CPU."""
     windows, states = layer.pools()
     kind = GDNAttnBackend if layer.chunk is None else Mamba2AttnBackend
+    kernel = TritonGDNKernel
+    if layer.per_channel:
+        kind, kernel, windows = KDAAttnBackend, TritonKDAKernel, windows.transpose(1, 2)
     backend = object.__new__(kind)
     backend._mamba_chunk_size, backend.enable_mis = layer.chunk or 64, False
-    backend.kernel_dispatcher = SimpleNamespace(extend_kernel=object.__new__(TritonGDNKernel))
+    backend.kernel_dispatcher = SimpleNamespace(extend_kernel=object.__new__(kernel))
     cache = MambaPool.State(conv=[windows[None]], temporal=states[None])
     return SimpleNamespace(
         device=device,
@@ -38,7 +43,7 @@ def model_runner(layer: Layer, device: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", ["Nemotron-H-8B", "Qwen3-Next-80B"])
+@pytest.mark.parametrize("name", ["Nemotron-H-8B", "Qwen3-Next-80B", "Kimi-Linear-48B"])
 def test_every_kernel_is_launched_once_and_the_log_says_how_far_it_is(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -48,6 +53,7 @@ def test_every_kernel_is_launched_once_and_the_log_says_how_far_it_is(
         launches = noted(lambda: compile_kernels.compile_kernels(runner, tell=True))
     scan = "delta_state" if layer.chunk is None else "ssd_state"
     assert [launch.name for launch in launches] == ["conv_window", scan]
+    assert launches[0].arguments["channels"] == layer.channels
     assert launches[1].arguments["CHUNK"] == (layer.chunk or 64)
     told = [record.getMessage() for record in caplog.records]
     assert told[0] == "sglang_hybrid: compiling kernel 1 of 2: windows of the convolution."

@@ -19,6 +19,7 @@ from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
 from sglang.srt.layers.attention.linear.kernels.gdn_flashinfer import FlashInferGDNKernel
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
+from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
 from sglang.srt.layers.attention.mamba.mamba1 import MambaMixer1
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
@@ -43,6 +44,7 @@ from tests.checkpoints.layers import (
     made,
     run_flashinfer,
     run_gdn,
+    run_kda,
     run_mamba1,
     run_mamba1_token_by_token,
     run_mamba2,
@@ -55,6 +57,7 @@ RUNS = {
     "mamba1-token-by-token": run_mamba1_token_by_token,
     "gdn": run_gdn,
     "gdn-flashinfer": run_flashinfer,
+    "kda": run_kda,
 }
 each = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 
@@ -199,13 +202,14 @@ def runner(
     recurrent: int = 1,
     kernel: type = TritonGDNKernel,
     mis: bool = False,
+    planned: bool = True,
     graphs: str | None = None,
     side_states: Sequence[object] = (),
     field: str | None = None,
 ) -> Any:
     """A model runner as far as `why_split` looks at it."""
     backend = object.__new__(kind)
-    backend.enable_mis = mis
+    backend.enable_mis, backend.leaves_states, backend.accept_lens_pool = mis, planned, None
     backend.kernel_dispatcher = SimpleNamespace(extend_kernel=object.__new__(kernel))
     captured = object.__new__(PrefillCudaGraphRunner) if graphs else None
     if captured is not None:
@@ -244,6 +248,7 @@ def ngram_pool() -> NGramPool:
 MIXER, NEMOTRON = made(MambaMixer2), made(BrokenOut, mixer=made(MambaMixer2))
 OUTSIDE = made(nn.Module, mixer=MIXER)
 DELTA = made(RadixLinearAttention)
+KDA = (KDAAttnBackend, DELTA)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +264,15 @@ DELTA = made(RadixLinearAttention)
         (runner(GDNAttnBackend, DELTA, mis=True), "GDNAttnBackend with TritonGDNKernel writes no"),
         (runner(GDNAttnBackend, made(JetBlock)), "1 of 1 recurrent layers write no states"),
         (runner(OtherDevice, DELTA), "OtherDevice with"),
-        (runner(KDAAttnBackend, DELTA), "KDAAttnBackend with"),
+        (runner(*KDA), "KDAAttnBackend with TritonGDNKernel writes no"),
+        (runner(*KDA, kernel=TritonKDAKernel), None),
+        (runner(*KDA, kernel=TritonKDAKernel, graphs="breakable"), None),
+        (
+            runner(
+                KDAAttnBackend, DELTA, kernel=TritonKDAKernel, graphs="breakable", planned=False
+            ),
+            "inside a prefill's CUDA graph",
+        ),
         (runner(Mamba2AttnBackend, OUTSIDE), None),
         (runner(Mamba2AttnBackend, OUTSIDE, graphs="breakable"), "inside a prefill's CUDA graph"),
         (runner(Mamba2AttnBackend, NEMOTRON, graphs="breakable"), None),
@@ -284,7 +297,10 @@ DELTA = made(RadixLinearAttention)
         "gdn-mis",
         "gdn-of-jet-nemotron",
         "gdn-other-device",
+        "kda-other-kernel",
         "kda",
+        "kda-out-of-the-graph",
+        "kda-in-a-graph",
         "mamba2-eager",
         "mamba2-in-a-graph",
         "mamba2-out-of-the-graph",

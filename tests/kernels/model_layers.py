@@ -42,6 +42,8 @@ class Layer:
     @property
     def save(self) -> Save:
         """The kernel that leaves its states."""
+        if self.per_channel:
+            return cs.save_kda_states
         return cs.save_delta_states if self.chunk is None else cs.save_ssd_states
 
     @property
@@ -51,6 +53,8 @@ class Layer:
     def pools(self) -> tuple[Tensor, Tensor]:
         """The second layer's slices of pools of three layers."""
         windows = torch.empty(3, SLOTS, self.channels, TAPS - 1, dtype=self.dtype)
+        if self.per_channel:  # SGLang keeps KDA's the other way round
+            windows = windows.view(3, SLOTS, TAPS - 1, self.channels).transpose(2, 3)
         states = torch.empty(3, SLOTS, self.heads, self.width, self.size, dtype=self.states)
         return windows[1], states[1]
 
@@ -66,6 +70,7 @@ LAYERS = {
     "Qwen3-Next-80B": Layer(32, 128, 16, 128, None, 0),
     "Qwen3-Next-80B, one of 8 ranks": Layer(4, 128, 2, 128, None, 0),
     "Qwen3.5-9B, one of 16 ranks": Layer(2, 128, 1, 128, None, 0),
+    "Kimi-Linear-48B": Layer(32, 128, 32, 128, None, 0, per_channel=True),
 }
 
 
@@ -106,7 +111,7 @@ def prefill(
                 layer.heads,
                 layer.width,
                 layer.size,
-                dtype=layer.dtype,
+                dtype=layer.states,
             )[0],
             chunk_offsets=torch.tensor([0, *(-(-length // 64) for length in lengths)]).cumsum(-1),
             cu_seqlens=cu_seqlens,
