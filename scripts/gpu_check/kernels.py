@@ -10,6 +10,7 @@ be written holds NaN before.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable
 from itertools import accumulate
@@ -106,12 +107,16 @@ def check_mamba2(
     return largest_error(pool, states)
 
 
-def check_delta(size: int, dtype: torch.dtype, *, heads: int = 2) -> float:
-    """The largest error of ``save_delta_states`` for the gated delta net."""
+def check_delta(
+    size: int, dtype: torch.dtype, *, heads: int = 2, by_channel: bool = False
+) -> float:
+    """The largest error of ``save_delta_states``, or ``by_channel`` of ``save_kda_states``."""
+    save, unit = (cs.save_kda_states, math.log(2)) if by_channel else (cs.save_delta_states, 1.0)
     at = bounds()
     k = torch.nn.functional.normalize(torch.randn(at[-1], 1, size), dim=-1).to(dtype)
     v = torch.randn(at[-1], heads, size).to(dtype)
-    g, beta = -torch.rand(at[-1], heads), torch.rand(at[-1], heads)
+    g = -torch.rand(at[-1], heads, *[size] * by_channel)
+    beta = torch.rand(at[-1], heads)
     decays, corrections = torch.empty_like(g), torch.empty_like(v)
     states, rows, offsets = [], [], [0]
     for s, n in enumerate(LENGTHS):
@@ -123,8 +128,9 @@ def check_delta(size: int, dtype: torch.dtype, *, heads: int = 2) -> float:
         states.append(found)
         rows += [found[c] for c in range(0, n, cs.DELTA_CHUNK)]
         offsets.append(len(rows))
-        decays[part] = torch.cat([each.cumsum(0) for each in torch.split(g[part], cs.DELTA_CHUNK)])
-        added = found[1:] - found[:-1] * g[part].double().exp()[..., None, None]
+        chunks = torch.split(g[part], cs.DELTA_CHUNK)
+        decays[part] = torch.cat([each.cumsum(0) for each in chunks]) / unit
+        added = found[1:] - found[:-1] * g[part].double().exp().view(n, heads, 1, -1)
         key = k[part].double() / k[part].double().square().sum(-1, keepdim=True)
         corrections[part] = torch.einsum("thvk,tgk->thv", added, key).to(dtype)
     pool = empty_slots(heads, size, size)
@@ -136,7 +142,7 @@ def check_delta(size: int, dtype: torch.dtype, *, heads: int = 2) -> float:
         chunk_offsets=torch.tensor(offsets),
         cu_seqlens=torch.tensor(at),
     )
-    cs.save_delta_states(pool, targets(), **scan)  # type: ignore[arg-type]
+    save(pool, targets(), **scan)  # type: ignore[arg-type]
     return largest_error(pool, states)
 
 
@@ -237,6 +243,8 @@ def main() -> None:
         edge = 32 if small else 128
         what = f"delta rule [{edge}, {edge}], {name}"
         report(what, check_delta(edge, dtype), DELTA_TOLERANCE[dtype])
+        found = check_delta(edge, dtype, by_channel=True)
+        report(what.replace("rule", "rule by channel"), found, DELTA_TOLERANCE[dtype])
         report(f"windows, {name}", check_windows(dtype), 0.0)
     for span in (slice(16, 8_216), slice(3, 10)):
         report(f"host rows, {span.stop - span.start} bytes", check_host_rows(span), 0.0)

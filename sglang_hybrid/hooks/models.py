@@ -13,6 +13,23 @@ def pad_only_heads(adjust: Callable[..., Any], model_config: Any, *more: Any, **
     return adjust(model_config, *more, **named)
 
 
+def take_the_served_type(
+    make: Callable[..., None],
+    layer: Any,
+    batch: int,
+    input_size: int,
+    output_size: int,
+    dtype: Any,
+    **named: Any,
+) -> None:
+    """The gates of KDA are projected in the type that the model is served in. SGLang takes that of
+    the config, and a server with another `--dtype` ends at its first forward.
+    """
+    import torch
+
+    make(layer, batch, input_size, output_size, torch.get_default_dtype(), **named)
+
+
 def multiply_by_lm_head(
     compute: Callable[..., Any],
     processor: Any,

@@ -99,6 +99,10 @@ HOOKS: tuple[Hook, ...] = (
         ("adjust_config_with_unaligned_cpu_tp", _AROUND, models.pad_only_heads),
     ),
     *_in(
+        "sglang.srt.layers.linear",
+        ("ColumnParallelBatchedLinear.__init__", _AROUND, models.take_the_served_type),
+    ),
+    *_in(
         "sglang.srt.layers.logits_processor",
         ("LogitsProcessor._compute_lm_head", _AROUND, models.multiply_by_lm_head),
     ),
