@@ -101,16 +101,19 @@ def hf_prompt_logprobs(model_dir: Path, prompt_ids: list[int]) -> list[float]:
 
 
 def recurrent_layers(cache: Any) -> list[Any]:
-    """The layers of a cache that hold a recurrent state (``conv_states``, ``recurrent_states``)."""
-    layers = [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
-    return [layer for layer in layers if layer.recurrent_states[0] is not None]
+    """The layers of a cache that hold a recurrent state (``conv_states`` and, unless that is all,
+    ``recurrent_states``).
+    """
+    layers = [layer for layer in cache.layers if hasattr(layer, "conv_states")]
+    return [layer for layer in layers if layer.conv_states[0] is not None]
 
 
 def zero_state(cache: Any) -> None:
     """Forget the recurrent state of ``cache``, but not its keys and values."""
     for layer in recurrent_layers(cache):
         layer.conv_states[0].zero_()
-        layer.recurrent_states[0].zero_()
+        if layer.recurrent_states[0] is not None:
+            layer.recurrent_states[0].zero_()
 
 
 def copy_state(source: Any, target: Any) -> None:
@@ -118,4 +121,5 @@ def copy_state(source: Any, target: Any) -> None:
     pairs = zip(recurrent_layers(source), recurrent_layers(target), strict=True)
     for source_layer, target_layer in pairs:
         target_layer.conv_states[0].copy_(source_layer.conv_states[0])
-        target_layer.recurrent_states[0].copy_(source_layer.recurrent_states[0])
+        if target_layer.recurrent_states[0] is not None:
+            target_layer.recurrent_states[0].copy_(source_layer.recurrent_states[0])

@@ -30,8 +30,8 @@ class Scan:
         backend: the backend's class; ``kernel``: that of its prefill kernel, None if it has no
             choice.
         layers: classes of the layers that call `PrefillTracks`, by the backend or themselves, and
-            the kernel that each launches for it on a GPU (None: the layer hands its states over).
-            A model's recurrent layers must all be among them.
+            the kernel that each launches for it on a GPU (None: the layer hands its states over, or
+            its state is the window alone). A model's recurrent layers must all be among them.
         every: tokens between the states that the scan itself leaves. What lies between two of them
             is scanned again (`tails.py`); 1 if the states are taken at the positions themselves.
         rounded: whether the scan's chunk states have the model's type, while the live state, which
@@ -60,6 +60,13 @@ SCANS: tuple[Scan, ...] = (
         layers={
             f"{_ATTENTION}.mamba.mamba:MambaMixer2": save_ssd_states,
             f"{_ATTENTION}.mamba.mamba1:MambaMixer1": None,
+        },
+    ),
+    Scan(
+        backend=f"{_ATTENTION}.linear.short_conv_backend:ShortConvAttnBackend",
+        layers={
+            "sglang.srt.models.lfm2:Lfm2ShortConv": None,
+            "sglang.srt.models.lfm2_moe:Lfm2MoeShortConv": None,
         },
     ),
     Scan(

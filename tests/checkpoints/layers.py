@@ -21,11 +21,14 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBac
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend, GDNKernelDispatcher
 from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend, KDAKernelDispatcher
 from sglang.srt.layers.attention.linear.kernels import gdn_flashinfer
+from sglang.srt.layers.attention.linear.short_conv_backend import ShortConvAttnBackend
 from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend
 from sglang.srt.layers.attention.mamba import mamba1
 from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
 from sglang.srt.layers.attention.mamba.mamba1 import MambaMixer1
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.models.lfm2 import Lfm2ShortConv
+from sglang.srt.models.lfm2_moe import Lfm2MoeShortConv
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
@@ -223,6 +226,40 @@ def run_mamba1(case: Case, kind: type[MambaMixer1] = MambaMixer1) -> Outcome:
         return naive.selective_scan(convolved, dt, A, B, C, start[:, 0])[1][:, :, None]
 
     return Outcome(before, pools, *defined(case, before, inputs, weight, bias, define))
+
+
+def run_short_conv(case: Case, kind: type[Lfm2ShortConv | Lfm2MoeShortConv]) -> Outcome:
+    """A prefill of one layer of LFM2, behind its projections. It has no state but the window."""
+    channels, tokens = HEADS * WIDTH, case.bounds[-1]
+    pools = case.pools(channels, 1, channels, 0)
+    before = copied(pools)
+    weight, bias = case.normal(channels, KERNEL), case.normal(channels)
+    gate, gate_behind, x = (case.normal(tokens, channels) for _ in range(3))
+    layer = made(kind)
+    attributes = {
+        "in_proj": lambda h: (h, None),
+        "out_proj": lambda y: (y, None),
+        "conv_weight": weight,
+        "conv_bias": bias,
+        "layer_idx": 0,
+    }
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    backend, batch = case.backend(ShortConvAttnBackend, pools), case.batch()
+    backend._cache_indices_buf = None
+    backend.init_forward_metadata(batch)
+    with mock.patch(f"{kind.__module__}.get_attn_backend", lambda: backend):
+        y = layer(torch.cat([gate, gate_behind, x], dim=1), batch)
+    inputs = gate * x
+    windows, states = defined(case, before, inputs, weight, bias, lambda at, y, start: start[None])
+    for s, (begin, end) in enumerate(pairwise(case.bounds)):
+        first = before.conv[0][case.slots[s]] if case.prefixes[s] else None
+        convolved = naive.causal_conv1d(inputs[begin:end], weight, bias, first, activation=None)[0]
+        torch.testing.assert_close(
+            y[begin:end], (gate_behind[begin:end] * convolved).float(), rtol=1e-4, atol=1e-4
+        )
+        states[s] = states[s].expand(end - begin + 1, -1, -1, -1)
+    return Outcome(before, pools, windows, states)
 
 
 def run_mamba1_token_by_token(case: Case) -> Outcome:

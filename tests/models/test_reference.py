@@ -26,6 +26,9 @@ RECURRENT = [name for name in ARCHITECTURES if name != "transformer"]
 LONG = 2200
 SENSITIVE = 100 * TOLERANCE
 """Least change of a log probability that a wrong state must cause."""
+REACH = {"lfm2": 8, "lfm2_moe": 8}
+"""Tokens behind a wrong state of short convolutions that see it: two for each of four layers. What
+comes later sees them only by attention."""
 NOISE = 2e-4
 """Most change of a log probability that another order of float32 operations may cause."""
 
@@ -119,7 +122,7 @@ def test_a_wrong_state_shows(recurrent: Reference, start: int) -> None:
     for wrong in (zeroed, one_off):
         best, top = changes(recurrent, ids, start, wrong, right)
         assert best > SENSITIVE
-        assert top.min() > SENSITIVE
+        assert top[: REACH.get(recurrent.model.config.model_type)].min() > SENSITIVE
 
 
 def test_the_functions_match_the_class(model_dirs: dict[str, Path]) -> None:

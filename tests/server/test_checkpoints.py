@@ -271,7 +271,8 @@ CONFIGURATIONS = {
     "two ranks": ("--tp-size", "2"),
     SPLIT: (),
 }
-WITHOUT_EXTRA_BUFFER = ("mamba2", "falcon-mamba")  # SGLang has it for neither, and pages need it
+WITHOUT_EXTRA_BUFFER = ("mamba2", "falcon-mamba", "lfm2", "lfm2-moe")
+"""Models for which SGLang does not have it; pages need it."""
 OF_EVERY_KIND = ("chunks of 128", "page 16", "lazy", "no buffer", "two ranks")
 MATRIX = [
     (architecture, configuration)
