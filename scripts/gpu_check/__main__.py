@@ -19,7 +19,7 @@ MINUTES = 8.8
 
 MODELS = (
     *("nemotron-h", "qwen3-next", "kimi-linear", "qwen3.5", "falcon-h1", "granite-hybrid"),
-    *("mamba2", "falcon-mamba"),
+    *("lfm2", "mamba2", "falcon-mamba"),
 )
 """Tiny models, the more important ones first: time may end before they do."""
 

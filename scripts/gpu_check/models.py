@@ -29,8 +29,9 @@ from sglang_hybrid.models import ARCHITECTURES, build_tiny_model
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 
-KERNELS = {"falcon-mamba": 1}
-"""How many kernels a start compiles; 2 for the other models. Mamba1's scan needs none."""
+KERNELS = {"falcon-mamba": 1, "lfm2": 1, "lfm2-moe": 1}
+"""How many kernels a start compiles; 2 for the other models. Mamba1's scan needs none, and a short
+convolution has no other state than its window."""
 
 SMALL = ("--mem-fraction-static", "0.2", "--max-total-tokens", "65536")
 QUICK = ("--cuda-graph-max-bs-decode", "4")

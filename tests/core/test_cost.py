@@ -250,6 +250,8 @@ def test_kimi_linear_and_k3_by_hand() -> None:
     [
         # The files of Kimi-Linear-48B hold 49.1 billion.
         ("Kimi-Linear-48B", 49.1e9, 20 * (4 * 32 * 128**2 + 2 * 3 * 3 * 4096), 7 * 2 * 576),
+        # The files of LFM2-2.6B hold 2.57 billion; its head is its embedding.
+        ("LFM2-2.6B", 2.57e9, 22 * 2 * 2 * 2048, 8 * 2 * 2 * 8 * 64),
         ("Qwen3.5-9B", 9e9, 24 * (4 * 32 * 128**2 + 2 * 3 * 8192), 8 * 2 * 2 * 4 * 256),
         ("Qwen3.5-35B", 35e9, 30 * (4 * 32 * 128**2 + 2 * 3 * 8192), 10 * 2 * 2 * 2 * 256),
     ],
@@ -265,7 +267,7 @@ def test_published_sizes(name: str, parameters: float, state_bytes: int, kv_byte
     experts = config.get("num_experts")
     everything = {"num_experts_per_tok": experts, "num_experts_per_token": experts}
     all_active = CostModel.from_config({**config, **everything})
-    embeddings = 2 * config["vocab_size"] * config["hidden_size"]
+    embeddings = (1 if config["tie_word_embeddings"] else 2) * config["vocab_size"] * config["hidden_size"]
     assert all_active.linear / 2 + embeddings == pytest.approx(parameters, rel=0.01)
 
 

@@ -272,6 +272,7 @@ MODELS: dict[str, Config] = {
         "num_hidden_layers": 30,
         "num_key_value_heads": 8,
         "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
         "use_pos_enc": True,
         "vocab_size": 65_536,
     },

@@ -20,7 +20,6 @@ SPLIT = {
     "Qwen4-Exp": (
         "a state has parts that are not written inside a prefill (ShortConvPool, NGramPool)"
     ),
-    "LFM2-2.6B": "ShortConvAttnBackend writes no states inside a prefill",
 }
 """Models whose prefills are split where they leave a state, and why."""
 
@@ -169,8 +168,12 @@ FLAGGED = [
     flagged("H100", QWEN, "--linear-attn-prefill-backend flashinfer", ONE_SLOT | FLASHINFER),
     flagged("H100", NEMOTRON, "--disable-overlap-schedule", ONE_SLOT | {"overlap": False}),
     flagged(
-        *("H100", "LFM2-2.6B", "--disable-overlap-schedule", {"held": 1, "overlap": False}),
-        "prefills are split where they leave a state, since ShortConvAttnBackend",
+        *("H100", "Kimi-Linear-48B", "--disable-overlap-schedule", {"held": 1, "overlap": False}),
+        "prefills are split where they leave a state, since KDAAttnBackend",
+    ),
+    flagged(
+        *("H100", "LFM2-2.6B", "--disable-overlap-schedule"),
+        {"held": 1, "overlap": False, "why_split": None},
     ),
     flagged(
         *("H100", "Falcon-H1-7B", "--cuda-graph-backend-prefill breakable"),
