@@ -122,7 +122,7 @@ def server(
     )
 
 
-STATES = (1, 2, 8)
+STATES = (1, 8)
 LONG = 4096
 """Tokens of a prompt that leaves states inside."""
 
@@ -131,7 +131,7 @@ def split(
     *architectures: Annotated[str, "embedded models (default: falcon-mamba)"],
     requests: Annotated[Count, "prompts of each kind"] = 12,
 ) -> None:
-    """What states inside a prefill cost: prompts of 4,096 tokens that leave 1, 2 and 8.
+    """What states inside a prefill cost: prompts of 4,096 tokens that leave 1 and 8.
 
     One server leaves them in the pass, at declared positions. Others split the prefill evenly
     (--chunked-prefill-size), as it is where layers leave no states inside, and keep nothing. They

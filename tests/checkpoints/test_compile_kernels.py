@@ -10,9 +10,12 @@ from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+from sglang.srt.layers.attention.linear.short_conv_backend import ShortConvAttnBackend
 from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.mem_cache.memory_pool import MambaPool
+from sglang.srt.models.lfm2 import Lfm2ShortConv
+from torch import nn
 
 pytest.importorskip("triton")
 
@@ -26,10 +29,17 @@ from tests.kernels.model_layers import LAYERS, Layer
 def model_runner(layer: Layer, device: str) -> Any:
     """A model runner as far as `compile_kernels` looks at it, with pools on the CPU."""
     windows, states = layer.pools()
-    kind = GDNAttnBackend if layer.chunk is None else Mamba2AttnBackend
-    kernel = TritonGDNKernel
-    if layer.per_channel:
+    kind: type
+    kernel: type = TritonGDNKernel
+    module: type[nn.Module] = RadixLinearAttention
+    if layer.save is None:
+        kind, module = ShortConvAttnBackend, Lfm2ShortConv
+    elif layer.per_channel:
         kind, kernel, windows = KDAAttnBackend, TritonKDAKernel, windows.transpose(1, 2)
+    elif layer.chunk is None:
+        kind = GDNAttnBackend
+    else:
+        kind, module = Mamba2AttnBackend, MambaMixer2
     backend = object.__new__(kind)
     backend._mamba_chunk_size, backend.enable_mis = layer.chunk or 64, False
     backend.kernel_dispatcher = SimpleNamespace(extend_kernel=object.__new__(kernel))
@@ -38,7 +48,7 @@ def model_runner(layer: Layer, device: str) -> Any:
         device=device,
         dtype=layer.dtype,
         attn_backend=SimpleNamespace(linear_attn_backend=backend),
-        model=made(RadixLinearAttention if layer.chunk is None else MambaMixer2),
+        model=made(module),
         req_to_token_pool=SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache)),
     )
 
@@ -59,6 +69,18 @@ def test_every_kernel_is_launched_once_and_the_log_says_how_far_it_is(
     assert told[0] == "sglang_hybrid: compiling kernel 1 of 2: windows of the convolution."
     assert told[2] == "sglang_hybrid: compiling kernel 2 of 2: states inside the scan."
     assert all(line.startswith("sglang_hybrid: compiled in ") for line in told[1::2])
+
+
+def test_a_short_convolution_launches_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    runner = model_runner(LAYERS["LFM2-2.6B"], "cuda")
+    with caplog.at_level("INFO"):
+        launches = noted(lambda: compile_kernels.compile_kernels(runner, tell=True))
+    assert [launch.name for launch in launches] == ["conv_window"]
+    told = caplog.records[0].getMessage()
+    assert told == "sglang_hybrid: compiling kernel 1 of 1: windows of the convolution."
 
 
 def test_the_pools_of_the_server_are_not_written() -> None:

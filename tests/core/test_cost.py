@@ -267,7 +267,9 @@ def test_published_sizes(name: str, parameters: float, state_bytes: int, kv_byte
     experts = config.get("num_experts")
     everything = {"num_experts_per_tok": experts, "num_experts_per_token": experts}
     all_active = CostModel.from_config({**config, **everything})
-    embeddings = (1 if config["tie_word_embeddings"] else 2) * config["vocab_size"] * config["hidden_size"]
+    embeddings = (
+        (1 if config["tie_word_embeddings"] else 2) * config["vocab_size"] * config["hidden_size"]
+    )
     assert all_active.linear / 2 + embeddings == pytest.approx(parameters, rel=0.01)
 
 

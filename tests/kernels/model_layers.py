@@ -20,7 +20,9 @@ TAPS, SLOTS = 4, 20
 class Layer:
     """A recurrent layer on one rank: heads and groups (key heads) are that rank's.
 
-    ``chunk`` None: the gated delta net, with states [Dv, Dk] of width Dv and size Dk.
+    ``chunk`` None: the gated delta net, with states [Dv, Dk] of width Dv and size Dk. Without
+    ``groups`` no kernel takes states from the scan: Mamba1, with one value per head, and a short
+    convolution, whose states have no size.
     """
 
     heads: int
@@ -32,6 +34,7 @@ class Layer:
     """Columns of the projection beside the convolution's."""
     dtype: torch.dtype = torch.bfloat16
     states: torch.dtype = torch.float32
+    taps: int = TAPS
     per_channel: bool = False
     """Whether each channel of a key has a decay of its own (KDA)."""
 
@@ -40,8 +43,10 @@ class Layer:
         return self.heads * self.width
 
     @property
-    def save(self) -> Save:
+    def save(self) -> Save | None:
         """The kernel that leaves its states."""
+        if not self.groups:
+            return None
         if self.per_channel:
             return cs.save_kda_states
         return cs.save_delta_states if self.chunk is None else cs.save_ssd_states
@@ -52,7 +57,7 @@ class Layer:
 
     def pools(self) -> tuple[Tensor, Tensor]:
         """The second layer's slices of pools of three layers."""
-        windows = torch.empty(3, SLOTS, self.channels, TAPS - 1, dtype=self.dtype)
+        windows = torch.empty(3, SLOTS, self.channels, self.taps - 1, dtype=self.dtype)
         if self.per_channel:  # SGLang keeps KDA's the other way round
             windows = windows.view(3, SLOTS, TAPS - 1, self.channels).transpose(2, 3)
         states = torch.empty(3, SLOTS, self.heads, self.width, self.size, dtype=self.states)
@@ -71,6 +76,8 @@ LAYERS = {
     "Qwen3-Next-80B, one of 8 ranks": Layer(4, 128, 2, 128, None, 0),
     "Qwen3.5-9B, one of 16 ranks": Layer(2, 128, 1, 128, None, 0),
     "Kimi-Linear-48B": Layer(32, 128, 32, 128, None, 0, per_channel=True),
+    "Falcon-Mamba-7B": Layer(8192, 1, 0, 16, None, 8192),
+    "LFM2-2.6B": Layer(1, 2048, 0, 0, None, 0, taps=3),
 }
 
 
@@ -98,6 +105,8 @@ def prefill(
     inputs = torch.empty(tokens, layer.channels + layer.more, dtype=layer.dtype)
     inputs = inputs[:, layer.more // 2 :][:, : layer.channels]
     tracks.save_windows(windows, inputs)
+    if layer.save is None:
+        return
     writer = tracks.into(states)
     if layer.chunk is None:
         writer.save(
