@@ -258,6 +258,7 @@ def ngram_pool() -> NGramPool:
 
 MIXER, NEMOTRON = made(MambaMixer2), made(BrokenOut, mixer=made(MambaMixer2))
 OUTSIDE = made(nn.Module, mixer=MIXER)
+SHORT = made(nn.Module, conv=made(Lfm2ShortConv))
 DELTA = made(RadixLinearAttention)
 KDA = (KDAAttnBackend, DELTA)
 
@@ -271,6 +272,7 @@ KDA = (KDAAttnBackend, DELTA)
         (runner(Mamba2AttnBackend, MIXER, recurrent=3), "2 of 3 recurrent layers write no states"),
         (runner(ShortConvAttnBackend, made(Lfm2ShortConv)), None),
         (runner(ShortConvAttnBackend, made(Lfm2MoeShortConv)), None),
+        (runner(ShortConvAttnBackend, SHORT, graphs="breakable"), "inside a prefill's CUDA graph"),
         (runner(ShortConvAttnBackend, made(CCA)), "1 of 1 recurrent layers write no states"),
         (runner(GDNAttnBackend, DELTA), None),
         (runner(GDNAttnBackend, DELTA, kernel=OtherKernel), "GDNAttnBackend with OtherKernel"),
@@ -307,6 +309,7 @@ KDA = (KDAAttnBackend, DELTA)
         "mamba2-beside-other-layers",
         "lfm2",
         "lfm2-moe",
+        "lfm2-in-a-graph",
         "zaya",
         "gdn",
         "gdn-other-kernel",

@@ -168,8 +168,8 @@ FLAGGED = [
     flagged("H100", QWEN, "--linear-attn-prefill-backend flashinfer", ONE_SLOT | FLASHINFER),
     flagged("H100", NEMOTRON, "--disable-overlap-schedule", ONE_SLOT | {"overlap": False}),
     flagged(
-        *("H100", "Kimi-Linear-48B", "--disable-overlap-schedule", {"held": 1, "overlap": False}),
-        "prefills are split where they leave a state, since KDAAttnBackend",
+        *("H100", "Qwen4-Exp", "--disable-overlap-schedule", {"held": 1, "overlap": False}),
+        "prefills are split where they leave a state, since a state has parts that are not",
     ),
     flagged(
         *("H100", "LFM2-2.6B", "--disable-overlap-schedule"),
