@@ -21,7 +21,8 @@ def test_every_defect_can_be_planted(defect: Defect) -> None:
     text = (ROOT / PACKAGE / defect.file).read_text()
     changed = defect.planted_in(text)
     assert changed != text
-    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text))
+    if defect.file.endswith(".py"):  # else it is a patch
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text))
     assert all((ROOT / path).exists() for path in defect.tests)
 
 
