@@ -126,6 +126,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
         options, sglang_argv = HybridConfig.split(argv)
     except ValueError as error:
         raise StartupError(str(error)) from None
+    preflight.check_tenants(flags, options.hybrid_tenants)
     counted = 1 if flags.disable_radix_cache else SLOTS_PER_REQUEST
     counted = options.hybrid_slots_per_request or counted
     states = has_recurrent_state(flags.model_path)

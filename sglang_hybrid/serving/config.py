@@ -68,6 +68,7 @@ class HybridConfig:
     hybrid_warm_start: int = 0
     hybrid_tier_codec: str = "exact"
     hybrid_tier_error: float = 0.0
+    hybrid_tenants: str = ""
     hybrid_default_model: str = "nemotron-h"
 
     @property

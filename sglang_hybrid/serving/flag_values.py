@@ -13,6 +13,10 @@ from sglang_hybrid.core.tiers.rates import parse_links
 TIER_CODECS = ("exact", "bf16", "int8")
 """Names of `sglang_hybrid.storage.codecs.codecs.Codec`, which needs torch."""
 
+API_KEY, REQUIRED = "api-key", "required"
+TENANTS = (API_KEY, REQUIRED)
+"""What `--hybrid-tenants` may say."""
+
 AUTO_ALPHA = "auto"
 DEFAULT_ALPHA = 1.0
 
@@ -128,6 +132,14 @@ def codec(text: str) -> Fields:
         known = ", ".join(TIER_CODECS)
         raise argparse.ArgumentTypeError(f"{text!r} is none of {known}, auto:LOGPROB")
     return {"hybrid_tier_codec": text}
+
+
+def tenants(text: str) -> str:
+    """Some of `TENANTS` with commas between them, still as text; "" is none."""
+    for word in filter(None, text.split(",")):
+        if word not in TENANTS:
+            raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(TENANTS)}")
+    return text
 
 
 def one_of(kind: type[Enum]) -> Callable[[str], str]:

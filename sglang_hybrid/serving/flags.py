@@ -21,6 +21,7 @@ from sglang_hybrid.serving.flag_values import (
     flag_name,
     order,
     share,
+    tenants,
 )
 
 GROUP = "sglang_hybrid"
@@ -166,6 +167,15 @@ FLAGS = (
         "move log probabilities, and gives each the smallest codec within this bound",
         metavar="CODEC",
         read=codec,
+    ),
+    # Whose a request is.
+    Flag(
+        "hybrid_tenants",
+        "what makes tenants, beside extra_key, cache_salt and the header X-Hybrid-Tenant: the API "
+        "key that a client sends (api-key); and whether a request without a tenant is refused "
+        "(required); or both, as api-key,required",
+        metavar="WORDS",
+        read=tenants,
     ),
     # The model of a server without --model-path.
     Flag(

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_hybrid.serving.flag_values import flag_name
+from sglang_hybrid.serving.flag_values import API_KEY, REQUIRED, flag_name
 from sglang_hybrid.serving.model_directory import (
     check_model,
     has_tokenizer,
@@ -135,6 +135,34 @@ def check_pools(tokens: int | None, slots: int | None, counted: int) -> None:
         raise StartupError(
             f"--max-mamba-cache-size {slots} is too small for any request, which counts for "
             f"{counted} state slots; give {counted} at least, or leave it out."
+        )
+
+
+def check_tenants(flags: argparse.Namespace, words: str) -> None:
+    """Raise `StartupError` where `--hybrid-tenants` could not keep what it promises. Whether a
+    router stands before the server cannot be known; each request shows what came through.
+
+    words: the flag's value.
+    """
+    asked = f"--hybrid-tenants {words}"
+    if not words:
+        return
+    if flags.is_embedding:
+        raise StartupError(
+            f"{asked}: an embedding server keeps the prompts of all its clients together; leave it "
+            "out, and use a server for each tenant."
+        )
+    for name in ("grpc_port", "grpc_mode", "smg_grpc_mode"):
+        if getattr(flags, name, None):
+            raise StartupError(
+                f"{asked}: requests over gRPC have no key and no headers; leave out "
+                f"{flag_name(name)} or --hybrid-tenants."
+            )
+    if flags.api_key and REQUIRED not in words.split(","):
+        raise StartupError(
+            f"{asked}: all clients send the one --api-key, which tells no tenants apart; leave out "
+            "--api-key and have a gateway check keys, or give --hybrid-tenants "
+            f"{API_KEY},{REQUIRED} and have each client send its own key in x-api-key beside it."
         )
 
 

@@ -9,8 +9,9 @@ the name that `tenant` gives, and nothing else makes such a name:
     any HTTP request            `current_tenant()`
 
 An HTTP request says its tenant in the fields `extra_key` and `cache_salt` of its body (JSON or a
-form) or in query parameters of these names, on every route: `put_tenant` refuses what a route could
-not honour.
+form), in query parameters of these names, or in the header `X-Hybrid-Tenant`, which is an extra
+key, on every route: `put_tenant` refuses what a route could not honour. With
+`--hybrid-tenants api-key` the client's API key is a part of it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
+from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from sglang_hybrid.serving import headers
+from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import API_KEY, REQUIRED
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -35,6 +41,13 @@ Tenant: TypeAlias = tuple[str | None, str | None] | None
 
 FIELDS = ("extra_key", "cache_salt")
 """What a request says of its tenant, beside its adapter."""
+
+EXTRA_KEY = FIELDS[0]
+HEADER = "Tenant"
+"""The header of ours (headers.py) that says an extra key."""
+
+OF_KEY = "api-key/"
+"""Extra keys of clients with an API key begin so, where it makes tenants."""
 
 LIKE_AN_ADAPTER = re.compile(r"[0-9a-f]{32}\.*\Z")
 KEY_VARIABLE = "SGLANG_HYBRID_RECORD_KEY"
@@ -69,11 +82,17 @@ def current_tenant() -> Tenant:
     it names several, as a batch may.
     """
     http = _served.get()
-    said = {} if http is None else tenant_fields(http)
+    return None if http is None else tenant_of_http(http)
+
+
+def tenant_of_http(http: Request) -> Tenant:
+    """The tenant of an HTTP request but for its adapter. Raises ValueError if it names several."""
+    said = tenant_fields(http)
     for name, value in said.items():
         if isinstance(value, list):
             raise ValueError(f"{name} is a list; this request has one tenant.")
-    return tenant(*(said.get(name) for name in FIELDS))  # type: ignore[arg-type]
+    extra_key, salt = (said.get(name) for name in FIELDS)
+    return tenant(_with_key(extra_key, _key_part(http)), salt)  # type: ignore[arg-type]
 
 
 def serve_for(http: Http) -> Http:
@@ -89,13 +108,21 @@ def tenant_fields(http: Request) -> dict[str, str | list[str]]:
     sources = [getattr(http, place, None) for place in ("query_params", "_form", "_json")]
     said: dict[str, str | list[str]] = {}
     for name in FIELDS:
-        for value in (value for source in sources for value in _values(source, name)):
+        given = [value for source in sources for value in _values(source, name)]
+        if name == EXTRA_KEY:
+            given += filter(None, headers.values(getattr(http, "headers", {}), HEADER))
+        for value in given:
             texts = value if isinstance(value, list) else [value]
             if not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"{name} is {str(value)[:80]}; it must be a text.")
             if said.setdefault(name, value) != value:
-                raise ValueError(f"the request has two values of {name}; give one.")
+                raise ValueError(_two_values(name))
     return said
+
+
+def _two_values(name: str) -> str:
+    header = " (the header X-Hybrid-Tenant is one, too)" if name == EXTRA_KEY else ""
+    return f"the request has two values of {name}{header}; give one."
 
 
 def _values(source: Any, name: str) -> list[Any]:
@@ -109,22 +136,115 @@ def _values(source: Any, name: str) -> list[Any]:
 
 def put_tenant(request: Any, http: Request | None) -> None:
     """Put what `http` says of its tenant into `request`, which an endpoint made of it; an empty key
-    or salt becomes none. Raises ValueError where `request` has no place for it.
+    or salt becomes none. Raises ValueError where `request` has no place for it, and for a request
+    without a tenant under `--hybrid-tenants required`.
     """
-    said = {} if http is None else tenant_fields(http)
+    if http is None or getattr(request, "expanded", None) is not None:
+        said, key = {}, ""  # of an engine, or of the server itself, with the tenant that it is for
+    else:
+        said, key = tenant_fields(http), _key_part(http)
     for name in FIELDS:
         wanted = said.get(name)
         if not hasattr(request, name):
-            if wanted is not None:
+            if wanted is not None or (key and name == EXTRA_KEY):
+                what = "an API key" if wanted is None else name
                 raise ValueError(
-                    f"the request has {name}, and this endpoint keeps the prompts of all its "
+                    f"the request has {what}, and this endpoint keeps the prompts of all its "
                     "clients together; leave it out, or use a server for each tenant."
                 )
             continue
-        own: Any = getattr(request, name) or wanted
+        own: Any = getattr(request, name)
+        if name == EXTRA_KEY:
+            own = _without_key(own, key)
+        own = own or wanted
         if wanted is not None and own not in (wanted, [wanted] * len(own)):  # of a batch
-            raise ValueError(f"the request has two values of {name}; give one.")
-        setattr(request, name, own)
+            raise ValueError(_two_values(name))
+        setattr(request, name, _with_key(own, key) if name == EXTRA_KEY else own)
+    if http is not None:
+        _check_named(request, http)
+
+
+def _check_named(request: Any, http: Request) -> None:
+    """Raise ValueError if a request has no tenant on a server that requires one; health checks need
+    none.
+    """
+    said = [getattr(request, name, None) for name in FIELDS]
+    named = any(all(value) if isinstance(value, list) else value for value in said)
+    path = getattr(http, "scope", {}).get("path", "")
+    if named or REQUIRED not in _sources() or path.startswith("/health"):
+        return
+    key = ", or an API key" if API_KEY in _sources() else ""
+    raise ValueError(
+        "the request names no tenant, and this server requires one; give extra_key or cache_salt "
+        f"in its body or its query, or the header X-Hybrid-Tenant{key}."
+    )
+
+
+def own_headers() -> dict[str, str]:
+    """Headers of the request that a starting server sends to itself: where a tenant is required, it
+    is one of its own (patch 0067).
+    """
+    return {f"X-Hybrid-{HEADER}": secrets.token_hex(8)} if REQUIRED in _sources() else {}
+
+
+@lru_cache(maxsize=1)
+def _sources() -> frozenset[str]:
+    """What `--hybrid-tenants` says."""
+    return frozenset(HybridConfig.from_environment().hybrid_tenants.split(","))
+
+
+def _key_part(http: Request) -> str:
+    """What the API key of a client makes of its extra key, "" of one without a key, and where keys
+    make no tenants.
+    """
+    key = _api_key(getattr(http, "headers", {})) if API_KEY in _sources() else ""
+    return f"{OF_KEY}{tenant_names().of_api_key(key)}/" if key else ""
+
+
+def _api_key(sent: Mapping[str, str]) -> str:
+    """The API key of a client: of `Authorization`, or of `x-api-key` where there is none or it is
+    the server's own; "" without one.
+    """
+    scheme, _, token = sent.get("authorization", "").partition(" ")
+    first = token if scheme.lower() == "bearer" else scheme + token
+    for key in (first, sent.get("x-api-key", "")):
+        if key and not any(secrets.compare_digest(key.encode(), own) for own in server_keys()):
+            return key
+    return ""
+
+
+def server_keys() -> list[bytes]:
+    """The keys that this server was started with; they open routes and belong to no tenant."""
+    from sglang.srt.runtime_context import get_serving
+
+    serving = get_serving()
+    return [key.encode() for key in (serving.api_key, serving.admin_api_key) if key]
+
+
+def _with_key(extra_key: Any, key: str) -> Any:
+    """An extra key, or a list of them, with the part `key` before it."""
+    if not key:
+        return extra_key
+    if isinstance(extra_key, list):
+        return [_with_key(each, key) for each in extra_key]
+    return key + (extra_key or "")
+
+
+def _without_key(extra_key: Any, key: str) -> Any:
+    """An extra key, or a list of them, as the client gave it. Raises ValueError for one that looks
+    as if another client's API key had made it.
+    """
+    if isinstance(extra_key, list):
+        return [_without_key(each, key) for each in extra_key]
+    if isinstance(extra_key, str) and API_KEY in _sources():
+        if key and extra_key.startswith(key):
+            return extra_key.removeprefix(key) or None
+        if extra_key.startswith(OF_KEY):
+            raise ValueError(
+                f"extra_key is {extra_key[:80]!r}; names that begin with {OF_KEY} are the server's "
+                "own."
+            )
+    return extra_key
 
 
 def refuse_tenants(instances: Iterable[Mapping[str, Any]]) -> None:
@@ -199,3 +319,13 @@ class TenantNames:
         extra_key, salt = (b"-" if part is None else b"+" + part.encode() for part in tenant)
         content = len(extra_key).to_bytes(8, "little") + extra_key + salt
         return blake2b(content, key=self._key, digest_size=NAME_BYTES).hexdigest()
+
+    def of_api_key(self, key: str) -> str:
+        """The name of clients with an API key: 32 hex digits."""
+        return blake2b(key.encode(), key=self._key, digest_size=16, person=b"api key").hexdigest()
+
+
+@lru_cache(maxsize=1)
+def tenant_names() -> TenantNames:
+    """Names with the key of this server."""
+    return TenantNames()

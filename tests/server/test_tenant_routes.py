@@ -25,14 +25,21 @@ def words(seed: object, count: int = 120) -> str:
     return " ".join(f"word{source.randrange(10**6)}" for _ in range(count))
 
 
-def post(url: str, path: str, body: dict[str, Any], **query: str) -> requests.Response:
-    return requests.post(url + path, json=body, params=query, timeout=60)
+Headers = dict[str, str]
 
 
-def hits(url: str, path: str, body: dict[str, Any], **query: str) -> int:
+def post(
+    url: str, path: str, body: dict[str, Any], headers: Headers | None = None, **query: str
+) -> requests.Response:
+    return requests.post(url + path, json=body, params=query, headers=headers, timeout=60)
+
+
+def hits(
+    url: str, path: str, body: dict[str, Any], headers: Headers | None = None, **query: str
+) -> int:
     """Prompt tokens that a request did not have to compute."""
     before: int = hybrid_cache(url)["hit_tokens"]
-    answer = post(url, path, body, **query)
+    answer = post(url, path, body, headers, **query)
     assert answer.status_code == 200, answer.text
     return int(hybrid_cache(url)["hit_tokens"]) - before
 
@@ -219,6 +226,63 @@ def test_what_is_kept_may_have_its_tenant_in_the_query(url: str) -> None:
     assert post(url, "/close_session", {"session_id": "by query"}, cache_salt="q").ok
     assert post(url, "/open_session", {**session, "cache_salt": "q"}).status_code == 200
     assert post(url, "/close_session", {"session_id": "by query"}, cache_salt="q").ok
+
+
+def forwarded(whose: str) -> Headers:
+    """A tenant as SGLang's router forwards it."""
+    return {"X-Request-Id-Hybrid-Tenant": whose}
+
+
+def test_a_header_that_routers_forward_is_a_tenant(url: str) -> None:
+    """It is an extra key, on routes with a body and without."""
+    chat = "/v1/chat/completions"
+    body = tenant_routes.PROMPTS[chat](words("header"))
+    assert [hits(url, chat, body, forwarded(whose)) > 300 for whose in "aab"] == [0, 1, 0]
+    assert hits(url, chat, {**body, "extra_key": "a"}) > 300
+    contradicted = post(url, chat, {**body, "extra_key": "b"}, forwarded("a"))
+    assert contradicted.status_code == 400
+    assert "two values of extra_key" in contradicted.text
+    pml = '<schema name="by-header"><module name="m">Text.</module></schema>'
+    assert post(url, "/v1/prompt_schemas", {"pml": pml}, forwarded("a")).status_code == 200
+    for whose, status in (("b", 404), ("a", 200)):
+        where = url + "/v1/prompt_schemas/by-header"
+        deleted = requests.delete(where, headers=forwarded(whose), timeout=60)
+        assert deleted.status_code == status
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_server_that_requires_a_tenant_and_makes_one_of_keys() -> None:
+    def key(whose: str) -> Headers:
+        return {"Authorization": f"Bearer sk-of-{whose}"}
+
+    more = ["--enable-cache-report", "--enable-response-store", "--log-requests"]
+    with ServerProcess(["--hybrid-tenants", "api-key,required", *more]) as server:
+        url = server.url
+        for path, make in tenant_routes.PROMPTS.items():
+            nobodys = post(url, path, make("Hello."))
+            assert (nobodys.status_code, path) == (400, path)
+            assert "names no tenant, and this server requires one" in nobodys.text, path
+            for say in (forwarded, key):
+                body = make(words((path, say.__name__)))
+                first = [hits(url, path, body, say(whose)) for whose in "ab"]
+                again = [hits(url, path, body, say(whose)) for whose in "ab"]
+                assert max(first) < 40, path
+                assert min(again) > 300, path
+        name = f"resp_{uuid4().hex}"
+        body = {"model": "default", "max_output_tokens": 4, "input": "x", "request_id": name}
+        assert post(url, "/v1/responses", body, key("a")).status_code == 200
+        for headers, status in ((key("a"), 200), (key("b"), 404), ({}, 404)):
+            found = requests.get(f"{url}/v1/responses/{name}", headers=headers, timeout=60)
+            assert found.status_code == status
+        prompt = random_prompt(200, seed=74)
+        explain = {"input_ids": prompt}
+        greedy = {**explain, "sampling_params": {"max_new_tokens": 1}}
+        assert post(url, "/generate", greedy, key("a")).status_code == 200
+        for whose, hit in (("a", 199), ("b", 0)):
+            told = post(url, "/hybrid_cache/explain", explain, key(whose))
+            assert told.json()["hit"] == hit
+        assert "sk-of-" not in server.log.read_text(errors="replace")
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from sglang_hybrid.serving.preflight import (
     check_port,
     check_ranges,
     check_ranks,
+    check_tenants,
     check_tokenizer,
 )
 from sglang_hybrid.serving.startup import StartupError
@@ -258,3 +259,28 @@ def test_adapters(tmp_path: Path) -> None:
     for given in ("/nowhere", "name=/nowhere", {"lora_name": "a", "lora_path": "/nowhere"}):
         with pytest.raises(StartupError, match="--lora-paths: '/nowhere' does not exist"):
             check_adapters([given])
+
+
+@pytest.mark.parametrize(
+    ("words", "flags", "sentence"),
+    [
+        ("api-key", {"api_key": "k"}, "all clients send the one --api-key"),
+        ("required", {"is_embedding": True}, "keeps the prompts of all its clients together"),
+        (
+            "required",
+            {"grpc_port": 1},
+            "over gRPC have no key and no headers; leave out --grpc-port",
+        ),
+    ],
+)
+def test_tenants_that_could_not_be_kept_apart(
+    words: str, flags: dict[str, object], sentence: str
+) -> None:
+    def namespace(**given: object) -> argparse.Namespace:
+        return argparse.Namespace(**{"api_key": None, "is_embedding": False, **given})
+
+    with pytest.raises(StartupError, match=sentence):
+        check_tenants(namespace(**flags), words)
+    check_tenants(namespace(**flags), "")
+    check_tenants(namespace(api_key="k"), "api-key,required")
+    check_tenants(namespace(), "api-key")

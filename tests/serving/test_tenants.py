@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 import sglang_hybrid
+from sglang_hybrid.serving import tenants
 from sglang_hybrid.serving.requests.sessions import (
     MOST_SESSIONS,
     has_too_many,
@@ -29,6 +31,7 @@ from sglang_hybrid.serving.tenants import (
     TenantNames,
     apart_from_adapters,
     current_tenant,
+    own_headers,
     put_tenant,
     refuse_tenants,
     serve_for,
@@ -38,10 +41,17 @@ from sglang_hybrid.serving.tenants import (
     tenant_of_prompt,
 )
 
+Sent = dict[str, str] | list[tuple[str, str]]
 
-def http(body: Any = None, query: str = "", form: Any = None) -> Request:
+
+def http(
+    body: Any = None, query: str = "", form: Any = None, headers: Sent | None = None, path: str = ""
+) -> Request:
     """A request whose body an endpoint has read."""
-    request = Request({"type": "http", "query_string": query.encode(), "headers": []})
+    sent = headers.items() if isinstance(headers, dict) else headers or ()
+    raw = [(name.lower().encode(), value.encode()) for name, value in sent]
+    scope = {"type": "http", "path": path, "query_string": query.encode(), "headers": raw}
+    request = Request(scope)
     if body is not None:
         request._json = body
     if form is not None:
@@ -110,6 +120,9 @@ def test_a_key_with_an_adapter_is_no_other_key() -> None:
         http({"cache_salt": "s"}, query="extra_key=k"),
         http({"extra_key": "k", "cache_salt": "s"}, query="cache_salt=s"),
         http(form={"extra_key": "k", "cache_salt": "s"}),
+        http({"cache_salt": "s"}, headers={"X-Hybrid-Tenant": "k"}),
+        http({"cache_salt": "s"}, headers={"X-Request-Id-Hybrid-Tenant": "k"}),
+        http({"extra_key": "k", "cache_salt": "s"}, headers={"x-hybrid-tenant": "k"}),
     ],
 )
 def test_a_request_says_its_tenant(request_: Request) -> None:
@@ -128,6 +141,7 @@ def test_a_request_says_its_tenant(request_: Request) -> None:
         http([1]),
         http({"extra_key": None}),
         http({"extra_key": ""}, query="cache_salt="),
+        http(headers={"X-Hybrid-Tenant": "", "Authorization": "Bearer k"}),
         None,
     ],
 )
@@ -144,6 +158,143 @@ def test_two_values_are_refused() -> None:
         tenant_fields(http(query="cache_salt=s&cache_salt=t"))
     with pytest.raises(ValueError, match="two values of cache_salt"):
         put_tenant(prompt(cache_salt="t"), http({"cache_salt": "s"}))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        http({"extra_key": "k"}, headers={"X-Hybrid-Tenant": "l"}),
+        http(query="extra_key=k", headers={"X-Request-Id-Hybrid-Tenant": "l"}),
+        http(headers={"X-Hybrid-Tenant": "k", "X-Request-Id-Hybrid-Tenant": "l"}),
+        http(headers=[("X-Hybrid-Tenant", "of the client"), ("X-Hybrid-Tenant", "of a gateway")]),
+    ],
+)
+def test_a_header_that_something_else_contradicts_is_refused(request_: Request) -> None:
+    with pytest.raises(ValueError, match="two values of extra_key "):
+        put_tenant(prompt(), request_)
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """A function that sets `--hybrid-tenants`, on a server with the keys `own` and `admin`."""
+
+    def give(words: str) -> None:
+        monkeypatch.setenv("SGLANG_HYBRID_TENANTS", words)
+        tenants._sources.cache_clear()
+
+    monkeypatch.setattr(tenants, "server_keys", lambda: [b"own", b"admin"])
+    yield give
+    monkeypatch.undo()
+    tenants._sources.cache_clear()
+
+
+def with_key(key: str, body: Any = None, **more: Any) -> Request:
+    return http(body, headers={"Authorization": f"Bearer {key}", **more})
+
+
+def put(request: Request, **fields: Any) -> Any:
+    made = prompt(**fields)
+    put_tenant(made, request)
+    return made
+
+
+def test_a_key_is_a_part_of_its_clients_tenant(sources: Callable[[str], None]) -> None:
+    """Clients with different keys are apart whatever else they say; fields divide further."""
+    assert put(with_key("sk-a")).extra_key is None
+    sources("api-key")
+    said = [None, {"extra_key": "k"}, {"extra_key": "l"}, {"extra_key": "k", "cache_salt": "s"}]
+    found = {
+        (made.extra_key, made.cache_salt)
+        for key in ("sk-a", "sk-b", "")
+        for made in (put(with_key(key, body)) for body in said)
+    }
+    assert len(found) == 12
+    assert not any("sk-" in str(each) for each in found)
+    serve_for(with_key("sk-a", {"extra_key": "k"}))
+    assert current_tenant() == (put(with_key("sk-a", {"extra_key": "k"})).extra_key, None)
+    by_header = with_key("sk-a", **{"X-Hybrid-Tenant": "k"})
+    assert put(by_header).extra_key == put(with_key("sk-a", {"extra_key": "k"})).extra_key
+
+
+def test_a_key_becomes_a_part_once(sources: Callable[[str], None]) -> None:
+    """An endpoint makes a request of a request, and a batch has one key for each prompt."""
+    sources("api-key")
+    request = with_key("sk-a", {"extra_key": ["k", "l"]})
+    made = GenerateReqInput(text=["x", "y"], extra_key=["k", "l"])
+    put_tenant(made, request)
+    once = made.extra_key
+    assert once == [put(with_key("sk-a", {"extra_key": key})).extra_key for key in "kl"]
+    put_tenant(made, request)
+    assert made.extra_key == once
+    hidden = put(with_key("sk-a"), extra_key="k")  # in a body that only the endpoint can read
+    assert [hidden.extra_key] == once[:1]
+
+
+def test_another_clients_key_cannot_be_named(sources: Callable[[str], None]) -> None:
+    sources("api-key")
+    theirs = put(with_key("sk-a")).extra_key
+    for request in (with_key("sk-b"), http()):
+        with pytest.raises(ValueError, match="begin with api-key/ are the server's own"):
+            put(request, extra_key=theirs)
+    assert put(with_key("sk-a"), extra_key=theirs).extra_key == theirs
+
+
+@pytest.mark.parametrize(
+    ("headers", "key"),
+    [
+        ({"Authorization": "bearer sk-a"}, "sk-a"),
+        ({"x-api-key": "sk-a"}, "sk-a"),
+        ({"Authorization": "Bearer own", "x-api-key": "sk-a"}, "sk-a"),
+        ({"Authorization": "Bearer admin", "x-api-key": "sk-a"}, "sk-a"),
+        ({"Authorization": "Bearer sk-a", "x-api-key": "sk-b"}, "sk-a"),
+        ({"Authorization": "Bearer own", "x-api-key": "admin"}, None),
+        ({"Authorization": "Bearer own"}, None),
+        ({}, None),
+    ],
+)
+def test_the_servers_own_keys_are_nobodys(
+    sources: Callable[[str], None], headers: dict[str, str], key: str | None
+) -> None:
+    sources("api-key")
+    expected = None if key is None else put(with_key(key)).extra_key
+    assert put(http(headers=headers)).extra_key == expected
+
+
+def test_a_key_keeps_its_name_with_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_HYBRID_RECORD_KEY", "x")
+    name = TenantNames().of_api_key("sk-a")
+    assert name == TenantNames().of_api_key("sk-a") != TenantNames(b"y").of_api_key("sk-a")
+
+
+def test_a_request_without_a_tenant_is_refused_where_one_is_required(
+    sources: Callable[[str], None],
+) -> None:
+    nobodys = [http(), http({"extra_key": "", "cache_salt": None}), with_key("sk-a")]
+    for request in nobodys:
+        put(request)
+    sources("required")
+    for request in nobodys:
+        with pytest.raises(ValueError, match=r"names no tenant.*header X-Hybrid-Tenant\.$"):
+            put(request)
+    with pytest.raises(ValueError, match="names no tenant"):
+        put_tenant(GenerateReqInput(text=["x", "y"], cache_salt=["a", ""]), http())
+    put(http(path="/health_generate"))
+    put(http({"cache_salt": "s"}))
+    put(http(headers=own_headers()))
+    put_tenant(prompt(), None)  # of an engine
+    sources("api-key,required")
+    put(with_key("sk-a"))
+    with pytest.raises(ValueError, match=r"names no tenant.*or an API key\.$"):
+        put(with_key("own"))
+
+
+def test_what_the_server_asks_itself_has_its_tenant(sources: Callable[[str], None]) -> None:
+    """Prompts that a client's request makes it compute, for a part of that client's tree."""
+    sources("api-key,required")
+    own: Any = prompt(extra_key="module/0/+k")
+    own.expanded = object()
+    put_tenant(own, http({"extra_key": "k"}))
+    assert own.extra_key == "module/0/+k"
 
 
 @pytest.mark.parametrize("value", [5, 0, True, {"a": "b"}, ["a", 1]])

@@ -28,7 +28,7 @@ from sglang_hybrid.prompts.schemas.xml import MOST_BYTES, MarkupError
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.requests.long_requests import LONG, in_thread, in_thread_if_long
 from sglang_hybrid.serving.requests.texts import check_text
-from sglang_hybrid.serving.tenants import Tenant, put_tenant, tenant
+from sglang_hybrid.serving.tenants import Tenant, put_tenant, tenant, tenant_of_http
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -87,9 +87,11 @@ class Prewarm(msgspec.Struct, forbid_unknown_fields=True):
     cache_salt: str | None = None
 
 
-def _tenant(extra_key: str | None = None, cache_salt: str | None = None) -> Tenant:
-    """The tenant that the query of a request names."""
-    return tenant(extra_key, cache_salt)
+def _tenant(
+    request: Request, extra_key: str | None = None, cache_salt: str | None = None
+) -> Tenant:
+    """The tenant that a request without a body names; in its query, for one."""
+    return tenant_of_http(request)
 
 
 Own = Annotated[Tenant, Depends(_tenant)]

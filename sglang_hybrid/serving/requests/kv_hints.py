@@ -32,19 +32,23 @@ from sglang_hybrid.core.returns.hints import (
     read_priority,
 )
 from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.serving.headers import value
 
 PREFIX = "hybrid."
 KNOWN = (CHECKPOINT, PIN, IMPORT, PREWARM, SESSION, EXACT)
 VERSION = "1"
 """Of all our actions."""
 
-SESSION_HEADER = "X-Hybrid-Session"
-"""What an HTTP client says of its session, as the action `hybrid.session`: `end`, `return`, or
-`return; seconds=20`.
+SESSION_HEADER = "Session"
+"""A header of ours (headers.py): what a client says of its session, as the action `hybrid.session`:
+`end`, `return`, or `return; seconds=20`.
 """
 
-EXACT_HEADER = "X-Hybrid-Exact"
+EXACT_HEADER = "Exact"
 """`true`: to be answered from exact copies only, as the action `hybrid.exact`."""
+
+HINTS_HEADER = "Kv-Hints"
+"""The `actions` of `kv_hints`, a list as JSON, where a body has no place for them or loses them."""
 
 NOTHING = PromptHints()
 
@@ -133,13 +137,18 @@ def write(said: PromptHints, kv_hints: Any = None) -> Any:
     kv_hints: as the request came: an envelope, None, or a list with one for each prompt of a batch.
     What is no envelope stays, for SGLang to refuse.
     """
+    return _joined(kv_hints, _actions(said))
+
+
+def _joined(kv_hints: Any, actions: Sequence[Any]) -> Any:
+    """`kv_hints` as `write` takes them, with these actions behind their own."""
     if isinstance(kv_hints, list):
-        return [write(said, each) for each in kv_hints]
+        return [_joined(each, actions) for each in kv_hints]
     envelope = msgspec.to_builtins(kv_hints or {})
     if not isinstance(envelope, dict) or not isinstance(envelope.get("actions", []), list):
         return kv_hints
     head = envelope or {"protocol_version": "1", "message_id": "hybrid"}
-    return {**head, "actions": [*envelope.get("actions", []), *_actions(said)]}
+    return {**head, "actions": [*envelope.get("actions", []), *actions]}
 
 
 def _actions(said: PromptHints) -> list[dict[str, Any]]:
@@ -173,15 +182,28 @@ def with_headers(kv_hints: Any, headers: Mapping[str, str]) -> Any:
     """The `kv_hints` of a request as it came, which also say what its HTTP headers do. Raises
     ValueError with one sentence.
     """
-    session, exact = headers.get(SESSION_HEADER), headers.get(EXACT_HEADER)
+    session, exact, more = (
+        value(headers, name) for name in (SESSION_HEADER, EXACT_HEADER, HINTS_HEADER)
+    )
+    if more is not None:
+        try:
+            kv_hints = _joined(kv_hints, msgspec.json.decode(more, type=list[dict[str, Any]]))
+        except msgspec.DecodeError as error:
+            raise ValueError(
+                f"the header X-Hybrid-{HINTS_HEADER} is no JSON list of actions: {error}."
+            ) from None
     if session is not None:
         try:
             kv_hints = write(PromptHints(session=Hint.parse(session)), kv_hints)
         except ValueError as error:
-            raise ValueError(f"the header {SESSION_HEADER} is {shown(session)}; {error}.") from None
+            raise ValueError(
+                f"the header X-Hybrid-{SESSION_HEADER} is {shown(session)}; {error}."
+            ) from None
     if exact is not None:
         if exact != "true":
-            raise ValueError(f"the header {EXACT_HEADER} is {shown(exact)}; it may be 'true'.")
+            raise ValueError(
+                f"the header X-Hybrid-{EXACT_HEADER} is {shown(exact)}; it may be 'true'."
+            )
         kv_hints = write(PromptHints(exact=True), kv_hints)
     return kv_hints
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import HTTPConnection
 
-from sglang_hybrid.serving.tenants import Tenant, TenantNames, current_tenant, tenant
+from sglang_hybrid.serving.tenants import Tenant, current_tenant, tenant, tenant_names
 
 if TYPE_CHECKING:
     import fastapi
@@ -64,7 +63,7 @@ def put_owner(request: Any, http: object) -> None:
 
 def scheduler_id(session_id: str, owner: Tenant) -> str:
     """The id by which a scheduler knows `owner`'s session. Given such an id, that id."""
-    behind = f"#{_names().name(owner)}"
+    behind = f"#{tenant_names().name(owner)}"
     return session_id if session_id.endswith(behind) else session_id + behind
 
 
@@ -81,8 +80,3 @@ def has_too_many(sessions: Iterable[str], session_id: str) -> bool:
     if found is None:
         return False
     return sum(other.endswith(found[0]) for other in sessions) >= MOST_SESSIONS
-
-
-@lru_cache(maxsize=1)
-def _names() -> TenantNames:
-    return TenantNames()

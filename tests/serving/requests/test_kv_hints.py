@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -200,3 +201,26 @@ def test_headers_join_what_a_request_says(header: str, hint: Hint) -> None:
     written = decode_kv_hints_envelope(kv_hints.with_headers(SEVEN, headers))
     assert kv_hints.read(written, 8) == PromptHints((7,), session=hint, exact=True)
     assert kv_hints.with_headers(SEVEN, {}) is SEVEN
+
+
+def test_a_header_has_actions_where_a_body_cannot() -> None:
+    """SGLang's router forwards it by its other name."""
+    (action,) = kv_hints.write(PromptHints((3,)))["actions"]
+    text = json.dumps([action])
+    for name in ("X-Hybrid-Kv-Hints", "X-Request-Id-Hybrid-Kv-Hints"):
+        alone = decode_kv_hints_envelope(kv_hints.with_headers(None, {name: text}))
+        assert kv_hints.read(alone, 8) == PromptHints((3,))
+        both = decode_kv_hints_envelope(kv_hints.with_headers(SEVEN, {name: text}))
+        assert kv_hints.read(both, 8) == PromptHints((3, 7))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "[{"])
+def test_a_header_without_actions_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="the header X-Hybrid-Kv-Hints is no JSON list of actions"):
+        kv_hints.with_headers(None, {"X-Hybrid-Kv-Hints": text})
+
+
+def test_two_headers_that_differ_are_refused() -> None:
+    headers = {"X-Hybrid-Session": "end", "X-Request-Id-Hybrid-Session": "return"}
+    with pytest.raises(ValueError, match="two values of X-Hybrid-Session; give one"):
+        kv_hints.with_headers(None, headers)

@@ -1,0 +1,32 @@
+"""Our headers of HTTP requests: `X-Hybrid-NAME`, or `X-Request-Id-Hybrid-NAME`, which is the same.
+
+A gateway may set either. SGLang's router (sglang-router) forwards few headers, those that begin
+with `X-Request-Id-` among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PREFIXES = ("X-Hybrid-", "X-Request-Id-Hybrid-")
+
+
+def values(headers: Mapping[str, str], name: str) -> list[str]:
+    """All that a request says under a name, in each place where it does."""
+    found: list[str] = []
+    for header in (prefix + name for prefix in PREFIXES):
+        if hasattr(headers, "getlist"):
+            found += headers.getlist(header)
+        elif header in headers:
+            found.append(headers[header])
+    return found
+
+
+def value(headers: Mapping[str, str], name: str) -> str | None:
+    """What a request says under a name; None if it says nothing. Raises ValueError where it says
+    two things.
+    """
+    said = set(values(headers, name))
+    if len(said) > 1:
+        raise ValueError(f"the request has two values of {PREFIXES[0]}{name}; give one.")
+    return said.pop() if said else None
