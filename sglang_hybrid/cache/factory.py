@@ -19,6 +19,7 @@ from sglang_hybrid.checkpoints.compile_kernels import compile_kernels
 from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
 from sglang_hybrid.checkpoints.scans import why_split
 from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, why_unplanned
+from sglang_hybrid.explain.cache_view import grid
 from sglang_hybrid.serving.advice import ServerSetup, advise
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
 from sglang_hybrid.serving.device_streams import host_is_device
@@ -36,12 +37,8 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     coded_rows.use(choose_codecs(options, context))
     cost = cost_of_model(context.model_config.hf_config)
 
-    unplanned = why_unplanned(context.server_args)
+    unplanned = why_unplanned(context.server_args) or ""
     judicious = options.is_judicious
-    if unplanned and judicious and context.is_hybrid_ssm:
-        logger.warning(
-            "sglang_hybrid: with %s states are taken where SGLang tracks them.", unplanned
-        )
     message_boundaries = (
         learn_message_boundaries(context.tp_worker) if judicious and not unplanned else None
     )
@@ -58,7 +55,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
             cost,
             message_boundaries,
             one_pass=split is None,
-            plans=not unplanned,
+            unplanned=unplanned,
             tiers=bool(context.server_args.enable_hierarchical_cache),
             rank=_rank(),
             priority_sign=_priority_sign(context.server_args),
@@ -109,6 +106,8 @@ def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Se
         page_size=cache.page_size,
         pages_needed=not set(attention_backends()) <= set(WITHOUT_PAGES),
         planned=cache.plans_checkpoints,
+        unplanned=cache.unplanned,
+        grid=grid(cache) if cache.is_mamba_enabled else 1,
         all_admitted=not cache.options.is_judicious,
         no_buffer=not mamba.enable_mamba_extra_buffer,
         no_buffer_asked=context.server_args.mamba_radix_cache_strategy == "no_buffer",

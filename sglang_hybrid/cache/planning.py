@@ -52,7 +52,7 @@ class PrefillPlans:
 
     def plan(self, req: Req) -> None:
         """Say which states the prefill of ``req`` should leave: it may join the next batch."""
-        if self.planner is None or req.skip_radix_cache_insert:
+        if req.skip_radix_cache_insert:
             return
         prompt = req.full_untruncated_fill_ids
         history_match = None
@@ -62,6 +62,10 @@ class PrefillPlans:
         if history_match is not None:
             self._history_matches[req] = history_match
             self._decision_log.on_history_match(req, history_match.known_len)
+        if self.planner is None:
+            known = None if history_match is None else history_match.known_len
+            self._lookups.on_history_match(req, known)
+            return
         self.planner.plan_request(
             req,
             len(prompt),

@@ -52,8 +52,8 @@ class HybridRadixCache(HostTierCache):
         cost: FLOPs of the served model; every token counts alike without it.
         message_boundaries: finds where messages begin; none are found without it.
         one_pass: the model's kernels can take states in the middle of a prefill.
-        plans: states are taken where we want them; otherwise where SGLang tracks them, as for
-            speculative decoding.
+        unplanned: why states are taken where SGLang tracks them, as with "speculative decoding"; ""
+            where we say where.
         tiers: there is host memory below the device, whose copies are chosen by value.
         rank: which of several caches with requests of their own this is; None if another rank
             receives its requests.
@@ -69,15 +69,16 @@ class HybridRadixCache(HostTierCache):
         message_boundaries: MessageBoundaries | None = None,
         *,
         one_pass: bool = True,
-        plans: bool = True,
+        unplanned: str = "",
         tiers: bool = False,
         rank: int | None = None,
         priority_sign: int | None = None,
     ) -> None:
         self.options = options or HybridConfig.from_environment()
         parts = build_parts(
-            self, params, self.options, cost, one_pass=one_pass, plans=plans, tiers=tiers
+            self, params, self.options, cost, one_pass=one_pass, plans=not unplanned, tiers=tiers
         )
+        self.unplanned = unplanned
         self.cost, self.account, self.stats = parts.cost, parts.account, parts.stats
         self.shadow_tree, self.slots, self.lookups = parts.shadow_tree, parts.slots, parts.lookups
         self.speeds, self.tier_stats, self.learning = parts.speeds, parts.tier_stats, parts.learning

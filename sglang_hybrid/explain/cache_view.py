@@ -12,7 +12,7 @@ from sglang_hybrid.core.tiers.places import Way
 from sglang_hybrid.core.victims.pool import Pool
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
@@ -64,6 +64,7 @@ class ExplainedCache(Protocol):
     def plans_checkpoints(self) -> bool: ...
 
     options: HybridConfig
+    unplanned: str
     account: Account | None
     cost: CostModel
     disable: bool
@@ -72,3 +73,10 @@ class ExplainedCache(Protocol):
     token_to_kv_pool_allocator: Any
     is_mamba_enabled: bool
     tree_core: Any
+
+
+def grid(cache: Any) -> int:
+    """Tokens between the states that SGLang tracks in a cache with states."""
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+    return int(cache.components[ComponentType.MAMBA].mamba_checkpoint_grid)

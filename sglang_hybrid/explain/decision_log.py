@@ -18,7 +18,7 @@ from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointRequest
 from sglang_hybrid.core.records.latest import Latest
 from sglang_hybrid.core.records.nodes import Node
 from sglang_hybrid.core.victims.pool import Scarce
-from sglang_hybrid.explain.cache_view import ExplainedCache, Records
+from sglang_hybrid.explain.cache_view import ExplainedCache, Records, grid
 from sglang_hybrid.explain.decisions import (
     EMPTY_PREFIX_HASH,
     NAME_LENGTH,
@@ -163,6 +163,25 @@ class DecisionLog:
         seen = self.recent.get(tenant_of(req), req.rid)
         if seen is not None:
             seen.known = known_len
+
+    def ends_at_grid(self, kv: int, usable: int, known: int | None) -> bool:
+        """Whether a prompt's KV ends after `kv` of `usable` tokens because SGLang tracks the states
+        and keeps KV up to the last one only, if no eviction is the reason. known: tokens that were
+        sent before; where that is not remembered, the last state on the grid ends it.
+        """
+        cache = self._cache
+        if cache.plans_checkpoints or not cache.is_mamba_enabled:
+            return False
+        if known is None:
+            return kv > 0 and usable - kv < grid(cache)
+        return known > kv
+
+    def has_lost_kv(self, req: Req, kv: int) -> bool:
+        """Whether an eviction of KV behind the first `kv` tokens of a prompt is remembered."""
+        lost = self.decisions.of(tenant_of(req)).along(req.origin_input_ids)
+        return any(
+            isinstance(event, KvLost) and event.end > kv for _, there in lost for event in there
+        )
 
     def checkpoint_of(self, node: UnifiedTreeNode, position: int) -> ResumedFrom | None:
         """The checkpoint of `node`, at `position`; None for the root and where there are none."""

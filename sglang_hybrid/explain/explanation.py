@@ -7,7 +7,7 @@ from array import array
 from sglang_hybrid.core.checkpoints.admission import Prefill
 from sglang_hybrid.core.checkpoints.checkpoint_plan import CheckpointPlan, plan_checkpoints
 from sglang_hybrid.core.returns.history import HistoryMatch
-from sglang_hybrid.explain.cache_view import ExplainedCache
+from sglang_hybrid.explain.cache_view import ExplainedCache, grid
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.decisions import NAME_LENGTH, NotTaken
 from sglang_hybrid.explain.miss_report import (
@@ -17,7 +17,7 @@ from sglang_hybrid.explain.miss_report import (
     MissReport,
     ResumedCheckpoint,
 )
-from sglang_hybrid.explain.reasons import Reasons, grid
+from sglang_hybrid.explain.reasons import Reasons
 from sglang_hybrid.explain.recent import RecentRequest, ResumedFrom
 from sglang_hybrid.explain.stored import StoredPrefixes
 from sglang_hybrid.serving.telemetry.stats import Missed
@@ -171,6 +171,7 @@ class Explanation:
             page_size=cache.page_size,
             min_branch_tokens=cache.options.hybrid_min_branch_tokens,
             grid=grid(cache) if cache.is_mamba_enabled and not cache.plans_checkpoints else None,
+            unplanned=cache.unplanned,
             state_slots=slots,
             kv_room=kv_room,
             shared_bytes=shared,

@@ -29,6 +29,7 @@ class UnstoredReason(Enum):
 
     NEW = "new"  # never sent before
     EVICTED = "evicted"
+    GRID = "grid"  # SGLang keeps KV up to the last state on its grid
     GONE = "gone"  # sent before and no longer stored; when it went is not remembered
     UNKNOWN = "unknown"  # never sent, or no longer stored: what was sent is not remembered
 
@@ -126,6 +127,7 @@ class CacheSnapshot(msgspec.Struct):
 
     states: the model has recurrent state. recorded: skipped and evicted states are remembered.
     grid: tokens between the states that SGLang tracks, None if the cache takes them where it wants.
+    unplanned: what keeps it from that, as "pipeline parallelism"; "" if nothing does.
     kv_room: KV tokens at most. shared_bytes: of one memory for KV and states, None for two pools.
     full: older decisions about this tenant's prompts are forgotten. emptied: when the cache was.
     """
@@ -142,6 +144,7 @@ class CacheSnapshot(msgspec.Struct):
     shared_bytes: int | None
     full: bool
     emptied: float | None = None
+    unplanned: str = ""
 
 
 class BelowDevice(msgspec.Struct):

@@ -6,10 +6,8 @@ from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from sglang.srt.mem_cache.unified_cache.components import ComponentType
-
 from sglang_hybrid.core.records.nodes import Kind
-from sglang_hybrid.explain.cache_view import ExplainedCache
+from sglang_hybrid.explain.cache_view import ExplainedCache, grid
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.decisions import (
     EMPTY_PREFIX_HASH,
@@ -133,6 +131,8 @@ class Reasons:
             short = None if lost.short is None else lost.short.value
             when = self.ago(lost.at)
             return Unstored(kv, usable, UnstoredReason.EVICTED, known, when, short, lost.policy)
+        if self._decision_log.ends_at_grid(kv, usable, known):
+            return Unstored(kv, usable, UnstoredReason.GRID, known)
         if known is None:
             return Unstored(kv, usable, UnstoredReason.UNKNOWN)
         return Unstored(
@@ -146,8 +146,3 @@ class Reasons:
 
     def ago(self, at: float | None) -> float | None:
         return None if at is None or self._now is None else max(0.0, self._now - at)
-
-
-def grid(cache: ExplainedCache) -> int:
-    """Tokens between the states that SGLang tracks."""
-    return int(cache.components[ComponentType.MAMBA].mamba_checkpoint_grid)

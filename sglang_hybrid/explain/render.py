@@ -79,11 +79,13 @@ def remedy(report: MissReport) -> str | None:
                 f"SGLANG_HYBRID_MIN_BRANCH_TOKENS={missed.gain} or less; it is "
                 f"{cache.min_branch_tokens}."
             )
-        if missed.reason is Reason.GRID and cache.admission == "all":
-            return "--hybrid-admission judicious, which takes exact states."
+        if missed.reason is Reason.GRID:
+            return _exact(cache)
     unstored = report.unstored
     if unstored is not None and unstored.why is UnstoredReason.EVICTED:
         return _more(cache, unstored.short or "kv")
+    if unstored is not None and unstored.why is UnstoredReason.GRID:
+        return _exact(cache)
     return None
 
 
@@ -198,7 +200,12 @@ def _unstored(report: MissReport) -> Iterator[str]:
         yield f"{tokens} were never sent before."
         return
     upto = "" if rest.known is None else f", which was sent before to token {rest.known:,},"
-    if rest.why is UnstoredReason.EVICTED:
+    if rest.why is UnstoredReason.GRID:
+        yield (
+            f"{tokens}: not stored{upto.removesuffix(',')}; SGLang keeps KV up to its last state, "
+            f"on a grid of {report.cache.grid or 1} tokens."
+        )
+    elif rest.why is UnstoredReason.EVICTED:
         yield (
             f"{tokens}: KV from here on{upto} was evicted {_ago(rest.when)} by {rest.policy}, "
             f"when {_pool(rest.short)} ran short."
@@ -232,6 +239,13 @@ def _remembered(report: MissReport) -> Iterator[str]:
         yield "Older decisions are forgotten."
     if cache.emptied is not None and (report.deeper or report.unstored):
         yield f"The cache was emptied {_ago(cache.emptied)}; older decisions are forgotten."
+
+
+def _exact(cache: CacheSnapshot) -> str | None:
+    """What lets the cache take states at any position."""
+    if cache.admission == "all":
+        return "--hybrid-admission judicious, which takes exact states."
+    return f"a server without {cache.unplanned}, which takes exact states."
 
 
 def _more(cache: CacheSnapshot, short: str) -> str:

@@ -45,6 +45,8 @@ class ServerSetup:
         page_size: tokens of a page.
         pages_needed: the attention backend needs pages of several tokens.
         planned: prefills leave the states that we want, and not those that SGLang tracks.
+        unplanned: what keeps them from it, "" if nothing does.
+        grid: tokens between the states that SGLang tracks.
         all_admitted: because of `--hybrid-admission all`.
         no_buffer: SGLang's strategy keeps states at the ends of prompts and answers only.
         no_buffer_asked: it was asked for by name.
@@ -73,6 +75,8 @@ class ServerSetup:
     no_buffer_asked: bool
     tuner_workers: int = 0
     pinned: str = ""
+    unplanned: str = ""
+    grid: int = 1
     shards: int = 1
 
     @property
@@ -99,7 +103,8 @@ class ServerSetup:
 
 def advise(it: ServerSetup) -> list[str]:
     """The lines for a setting, none if there is nothing to mend."""
-    lines = [] if it.slots == 0 else [_running(it), _room(it), _balance(it), _branches(it)]
+    states = (_running, _room, _balance, _branches, _grid)
+    lines = [] if it.slots == 0 else [each(it) for each in states]
     return [line for line in (*lines, _pages(it), _tuner(it)) if line]
 
 
@@ -198,6 +203,17 @@ def _branches(it: ServerSetup) -> str | None:
     return (
         "with SGLang's strategy no_buffer no state is kept where prompts branch, so that prompts "
         f"which share a beginning and then differ do not hit; {mend}."
+    )
+
+
+def _grid(it: ServerSetup) -> str | None:
+    """States on SGLang's grid end hits there."""
+    if it.planned or it.no_buffer or it.all_admitted:
+        return None
+    return (
+        f"with {it.unplanned} states are taken where SGLang tracks them, on a grid of {it.grid:,} "
+        f"tokens: hits end there, up to {it.grid - 1:,} tokens early, and prompts that share a "
+        "beginning and then differ hit less; serve without it if the model allows."
     )
 
 

@@ -268,7 +268,10 @@ def test_under_all_a_chunks_end_pushes_out_the_oldest() -> None:
 def test_a_chunks_end_pushes_out_no_other_where_sglang_tracks_states() -> None:
     """As for speculative decoding."""
     it = Server.on(
-        Sizes(extra_buffer=True, grid=64, kv=2_048, states=5), options("marconi"), 64, plans=False
+        Sizes(extra_buffer=True, grid=64, kv=2_048, states=5),
+        options("marconi"),
+        64,
+        unplanned="speculation",
     )
     it.serve(run(64), [7])
     assert states(it) == [64]
@@ -502,6 +505,40 @@ def test_a_report_says_what_was_hit_missed_and_left() -> None:
     again = it.begin([*run(12), *run(8, 3), *run(4, 5)[:3], 9])
     assert it.cache.lookups.report(again).missed.value == "nothing"
     assert it.cache.lookups.report(again).hit_tokens == 23
+
+
+@pytest.mark.parametrize(
+    ("policy", "admission", "unplanned"),
+    [
+        ("reuse", "judicious", "pipeline parallelism"),
+        ("marconi", "judicious", "pipeline parallelism"),
+        ("reuse", "all", ""),
+        ("sglang-lru", "all", ""),
+    ],
+)
+def test_what_was_sent_before_ends_at_sglangs_grid(
+    policy: str, admission: str, unplanned: str
+) -> None:
+    """The same prompt again, and a prompt that nobody sent."""
+    sizes = Sizes(extra_buffer=True, grid=64, kv=2_048, states=16)
+    it = Server.on(sizes, options(policy, admission), unplanned=unplanned)
+    it.serve(run(200), run(5, 1))
+    again, other = it.begin(run(200)), it.begin(run(200, 2))
+    reports = [it.cache.lookups.report(req) for req in (again, other)]
+    assert [report.hit_tokens for report in reports] == [192, 0]
+    assert [report.missed.value for report in reports] == ["grid", "not_stored"]
+    it.complete(again, [7])
+    assert again.customized_info["hybrid_cache"][0]["missed"] == "grid"
+
+
+def test_what_was_evicted_is_no_matter_of_the_grid() -> None:
+    how = {"unplanned": "pipeline parallelism"}
+    it = Server.on(Sizes(extra_buffer=True, grid=64, kv=512, states=16), options("reuse"), **how)
+    for kind in range(4):
+        it.serve(run(200, kind), [7])
+    req = it.begin(run(200))
+    report = it.cache.lookups.report(req)
+    assert (report.hit_tokens, report.missed.value) == (0, "not_stored")
 
 
 def test_with_pages_the_whole_usable_prompt_can_be_hit() -> None:

@@ -29,7 +29,7 @@ from tests.cache.test_rules import node, run
 
 def server(policy: str = "reuse", admission: str = "judicious", **more: Any) -> Server:
     sizes = {name: more.pop(name) for name in list(more) if name in Sizes.__dataclass_fields__}
-    how = {name: more.pop(name) for name in ("plans", "one_pass", "rank") if name in more}
+    how = {name: more.pop(name) for name in ("unplanned", "one_pass", "rank") if name in more}
     where = Sizes(**sizes)
     return Server(build_cache(where, options(policy, admission, **more), **how), where)
 
@@ -281,6 +281,22 @@ def test_states_on_a_grid() -> None:
     assert report.cache.grid == 64
     assert report.leaves == []
     assert remedy(report) == "--hybrid-admission judicious, which takes exact states."
+
+
+def test_a_prompt_that_ends_behind_the_grid() -> None:
+    """All of it was sent; SGLang keeps KV up to the last state."""
+    how = {"unplanned": "pipeline parallelism", "extra_buffer": True, "grid": 64}
+    it = server(states=16, **how)
+    it.serve(run(200), run(5, 1))
+    report = explain(it, run(200))
+    assert (report.hit, report.kv) == (192, 192)
+    assert (unstored(report).why, unstored(report).known) == (UnstoredReason.GRID, 199)
+    assert "keeps KV up to its last state, on a grid of 64 tokens" in said(report)
+    assert remedy(report) == "a server without pipeline parallelism, which takes exact states."
+    seen = it.begin(run(200))
+    assert unstored(of_request(it, seen.rid)).why is UnstoredReason.GRID
+    new = explain(it, run(200, 5))
+    assert unstored(new).why is UnstoredReason.NEW
 
 
 def test_positions_are_whole_pages() -> None:

@@ -133,11 +133,11 @@ FLAGGED = [
     flagged("H100", QWEN, "", ONE_SLOT, quantization_config=FP8),
     flagged(
         *("H100", QWEN, "--speculative-algorithm NGRAM", TRACKED),
-        "with speculative decoding states are taken where SGLang tracks them.",
+        "with speculative decoding states are taken where SGLang tracks them, on a grid of",
     ),
     flagged(
         *("H100", NEMOTRON, "--disaggregation-mode prefill", TRACKED),
-        "with disaggregated prefill states are taken where SGLang tracks them.",
+        "with disaggregated prefill states are taken where SGLang tracks them, on a grid of",
     ),
     flagged("H100", NEMOTRON, "--chunked-prefill-size 2048", ONE_SLOT),
     flagged("H100", NEMOTRON, "--chunked-prefill-size -1", ONE_SLOT),

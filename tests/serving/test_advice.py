@@ -100,6 +100,13 @@ def test_an_accelerators_defaults_get_no_advice() -> None:
             ["leave out --mamba-radix-cache-strategy no_buffer"],
         ),
         (
+            {
+                **{"planned": False, "unplanned": "pipeline parallelism"},
+                **{"no_buffer": False, "grid": 64},
+            },
+            ["with pipeline parallelism states are", "grid of 64 tokens", "up to 63 tokens early"],
+        ),
+        (
             {"planned": False, "all_admitted": True, "no_buffer_asked": True},
             ["--hybrid-admission judicious"],
         ),

@@ -180,6 +180,19 @@ class LookUps:
         depth: int = self._shadow_tree.record(node).depth
         return depth
 
+    def on_history_match(self, req: Req, known_len: int | None) -> None:
+        """The first `known_len` tokens of the prompt of `req`, for which no checkpoint is planned,
+        were sent before; None if that is not remembered.
+        """
+        report = self._reports.get(req)
+        if report is None or report.started or report.missed is not Missed.NOT_STORED:
+            return
+        usable = len(req.origin_input_ids) - 1
+        usable -= usable % self._cache.page_size
+        log, hit = self._decision_log, report.hit_tokens
+        if log.ends_at_grid(hit, usable, known_len) and not log.has_lost_kv(req, hit):
+            report.missed = Missed.GRID
+
     def on_start(self, req: Req) -> None:
         """The first prefill of a request has run: count what it found, once. `on_publish` reports
         it.

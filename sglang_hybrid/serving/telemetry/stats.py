@@ -24,6 +24,7 @@ class Missed(Enum):
 
     NOTHING = "nothing"  # the whole usable prompt was hit
     NOT_STORED = "not_stored"  # the rest of the prompt was never seen, or its KV is gone
+    GRID = "grid"  # it was sent before, but SGLang keeps no state, and no KV, behind its grid
     NO_STATE = "no_state"  # KV reaches further, but no state does
     NO_SLOT = "no_slot"  # a state was there, but no slot to copy it into
     COMPUTED = "computed"  # more was below the device, and computing it is faster than loading
