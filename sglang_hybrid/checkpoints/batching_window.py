@@ -31,7 +31,7 @@ from sglang.srt.managers.io_struct import (
 
 from sglang_hybrid.checkpoints.company import Company
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.serving.tenants import Tenant, stored_under, tenant
+from sglang_hybrid.serving.tenants import tenant_of_sent
 
 LONG_PROMPT = 512
 """New tokens from which on a prefill takes much longer than the wait."""
@@ -70,14 +70,14 @@ def requests_in_window(receiver: Any, received: list[Any]) -> list[Any]:
         return []
     prompts = [one for message in received for one in _long_prompts(message)]
     for prompt in prompts:
-        _company().on_arrival(_tenant(prompt), _arrival(prompt))
+        _company().on_arrival(tenant_of_sent(prompt), _arrival(prompt))
     new = 0 if receiver.get_last_batch() is not None else max(map(_new_tokens, prompts), default=0)
     if new < LONG_PROMPT:
         return []
     on_the_way: dict[str | None, int] = {}  # by the process that tokenizes
     for message in received:
         on_the_way |= _others(message)
-    patience = max(_company().patience(_tenant(prompt)) for prompt in prompts)
+    patience = max(_company().patience(tenant_of_sent(prompt)) for prompt in prompts)
     end = time.monotonic() + quiet * MOST_WAITS * new / LONG_PROMPT
     rest: list[Any] = []
     while not receiver.recv_limit_reached(len(received) + len(rest)):
@@ -89,8 +89,8 @@ def requests_in_window(receiver: Any, received: list[Any]) -> list[Any]:
         rest.append(sock_recv(socket, zmq.NOBLOCK))
         on_the_way |= _others(rest[-1])
         for prompt in _long_prompts(rest[-1]):
-            _company().on_arrival(_tenant(prompt), _arrival(prompt))
-            patience = max(patience, _company().patience(_tenant(prompt)))
+            _company().on_arrival(tenant_of_sent(prompt), _arrival(prompt))
+            patience = max(patience, _company().patience(tenant_of_sent(prompt)))
     return rest
 
 
@@ -124,11 +124,6 @@ def _arrival(prompt: Prefilled) -> float:
 
 def _stats(prompt: Prefilled) -> Any:
     return unwrap_from_pickle(prompt.time_stats)
-
-
-def _tenant(prompt: Prefilled) -> Tenant:
-    extra_key = stored_under(getattr(prompt, "extra_key", None), prompt.lora_id)
-    return tenant(extra_key, getattr(prompt, "cache_salt", None))
 
 
 @cache

@@ -82,6 +82,15 @@ def outlive_profiler(step: Callable[[Any, Any], None], profiler: Any, batch: Any
     profile_step(step, profiler, batch)
 
 
+def send_to_prefix(controller: Any, request: Any, *more: Any, **named: Any) -> None:
+    """A data-parallel controller sends a prompt to the rank that has its prefix."""
+    from sglang_hybrid.serving.data_parallel import choose_rank
+
+    rank = choose_rank(controller, request)
+    if rank is not None:
+        request.routed_dp_rank = rank
+
+
 def tell_of_closed_session(controller: Any, request: Any) -> None:
     """The cache learns which requests of a closed session nobody continued."""
     session = controller.sessions.get(request.session_id)

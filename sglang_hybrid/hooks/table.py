@@ -48,6 +48,10 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.scheduler_components.profiler_manager",
         ("SchedulerProfilerManager._profile_batch_predicate", _AROUND, scheduling.outlive_profiler),
     ),
+    *_in(
+        "sglang.srt.managers.data_parallel_controller",
+        ("DataParallelController.dispatching_with_trace", _BEFORE, scheduling.send_to_prefix),
+    ),
     # Recurrent states: slots of a request, and which states a forward leaves.
     *_in(
         "sglang.srt.mem_cache.kv_cache_configurator",

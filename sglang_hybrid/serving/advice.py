@@ -47,6 +47,8 @@ class ServerSetup:
         planned: prefills leave the states that we want, and not those that SGLang tracks.
         unplanned: what keeps them from it, "" if nothing does.
         grid: tokens between the states that SGLang tracks.
+        sent_by: SGLang's --load-balance-method, if it sends prompts to ranks that do not have their
+            prefix; "" if none does.
         all_admitted: because of `--hybrid-admission all`.
         no_buffer: SGLang's strategy keeps states at the ends of prompts and answers only.
         no_buffer_asked: it was asked for by name.
@@ -77,6 +79,7 @@ class ServerSetup:
     pinned: str = ""
     unplanned: str = ""
     grid: int = 1
+    sent_by: str = ""
     shards: int = 1
 
     @property
@@ -105,7 +108,7 @@ def advise(it: ServerSetup) -> list[str]:
     """The lines for a setting, none if there is nothing to mend."""
     states = (_running, _room, _balance, _branches, _grid)
     lines = [] if it.slots == 0 else [each(it) for each in states]
-    return [line for line in (*lines, _pages(it), _tuner(it)) if line]
+    return [line for line in (*lines, _pages(it), _ranks(it), _tuner(it)) if line]
 
 
 def _running(it: ServerSetup) -> str | None:
@@ -231,6 +234,16 @@ def _pages(it: ServerSetup) -> str | None:
         f"branches and hits are rounded down to pages of {it.page_size:,} tokens, up to "
         f"{it.page_size - 1:,} of which are computed again each time{slots}; use --page-size "
         f"1{also}."
+    )
+
+
+def _ranks(it: ServerSetup) -> str | None:
+    """Each data-parallel rank has a cache of its own."""
+    if not it.sent_by:
+        return None
+    return (
+        f"--load-balance-method {it.sent_by} sends prompts to any rank, so that even the same one "
+        f"may hit nothing; leave it out, and prompts go to the rank that has their prefix."
     )
 
 

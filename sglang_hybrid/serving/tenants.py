@@ -5,6 +5,7 @@ with none of the three are one tenant together. Whatever keeps something of a re
 the name that `tenant` gives, and nothing else makes such a name:
 
     a prompt in a scheduler     `tenant_of(req)`
+    a prompt on its way there   `tenant_of_sent(prompt)`
     a prompt before that        `tenant_of_prompt(request)`
     any HTTP request            `current_tenant()`
 
@@ -75,6 +76,12 @@ def tenant_of_prompt(request: Any) -> Tenant:
     name = request.lora_path
     adapter = None if name is None else blake2b(str(name).encode(), digest_size=16).hexdigest()
     return tenant(stored_under(request.extra_key, adapter), request.cache_salt)
+
+
+def tenant_of_sent(prompt: Any) -> Tenant:
+    """The tenant of a tokenized request, as it is sent to a scheduler."""
+    extra_key = stored_under(getattr(prompt, "extra_key", None), prompt.lora_id)
+    return tenant(extra_key, getattr(prompt, "cache_salt", None))
 
 
 def current_tenant() -> Tenant:

@@ -26,6 +26,7 @@ from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.cache import test_learning
 from tests.cache import test_tenants as on_the_tree
+from tests.core import test_prefix_ranks
 from tests.server import test_adapters, test_modular
 from tests.server import test_tenant_routes as routes
 from tests.server.client import hybrid_cache, random_prompt
@@ -226,6 +227,7 @@ AFTER_THE_END: dict[str, Walk] = {
 }
 ELSEWHERE: dict[str, list[Callable[..., None]]] = {
     "how often files were used": [test_uses_file.test_tenants_are_apart_and_are_not_named],
+    "which rank a prompt is sent to": [test_prefix_ranks.test_another_tenants_prefix_steers_nobody],
     "what was learnt": [test_learning.test_names_of_tenants_are_not_in_the_file],
     "modules computed apart": [test_modular.test_a_tenant_has_segments_of_its_own],
     "an adapter's part of the tree": [

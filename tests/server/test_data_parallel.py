@@ -1,0 +1,46 @@
+"""`--dp-size 2`: two caches, and each prompt goes to the one that has its prefix."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+
+from tests.server.client import Serve, ask, cached, random_prompt
+
+
+def hits_of_ranks(url: str) -> list[int]:
+    """Prompt tokens that each rank has not computed."""
+    states = requests.get(url + "/server_info", timeout=30).json()["internal_states"]
+    return [state["hybrid_cache"]["hit_tokens"] for state in states]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_prompts_go_to_the_rank_that_has_their_prefix(serve: Serve) -> None:
+    """Ten prompts again, siblings of each, and twelve siblings at once; both ranks have traffic."""
+    with serve("--dp-size", "2") as server:
+        url = server.url
+        prompts = [random_prompt(400, seed=kind) for kind in range(10)]
+        assert [cached(ask(url, prompt, 2)) for prompt in prompts] == [0] * 10
+        again = [cached(ask(url, prompt, 2)) for prompt in prompts]
+        assert again == [399] * 10
+        for seed in (20, 21, 22):
+            siblings = [[*prompt[:300], *random_prompt(100, seed)] for prompt in prompts]
+            found = [cached(ask(url, sibling, 2)) for sibling in siblings]
+            assert found == [0 if seed == 20 else 300] * 10
+        ranks = hits_of_ranks(url)
+        assert len(ranks) == 2 and min(ranks) > 0
+        foreign = ask(url, prompts[0], 2, cache_salt="another tenant's")
+        assert cached(foreign) == 0
+
+        def burst(seed: int) -> list[dict[str, Any]]:
+            stem = random_prompt(1_000, seed=seed)
+            with ThreadPoolExecutor(12) as pool:
+                bodies = [[*stem, *random_prompt(20, seed=100 + at)] for at in range(12)]
+                return list(pool.map(lambda body: ask(url, body, 2), bodies))
+
+        computed = sum(1_020 - cached(record) for record in burst(50))
+        assert computed <= 2 * 1_020 + 12 * 20 + 11
