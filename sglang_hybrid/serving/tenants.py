@@ -99,7 +99,8 @@ def tenant_of_http(http: Request) -> Tenant:
         if isinstance(value, list):
             raise ValueError(f"{name} is a list; this request has one tenant.")
     extra_key, salt = (said.get(name) for name in FIELDS)
-    return tenant(_with_key(extra_key, _key_part(http)), salt)  # type: ignore[arg-type]
+    key = _key_part(http)
+    return tenant(_with_key(_without_key(extra_key, key), key), salt)  # type: ignore[arg-type]
 
 
 def serve_for(http: Http) -> Http:
@@ -147,9 +148,11 @@ def put_tenant(request: Any, http: Request | None) -> None:
     without a tenant under `--hybrid-tenants required`.
     """
     if http is None or getattr(request, "expanded", None) is not None:
-        said, key = {}, ""  # of an engine, or of the server itself, with the tenant that it is for
-    else:
-        said, key = tenant_fields(http), _key_part(http)
+        for name in FIELDS:  # of an engine, or of the server itself, which has said its tenant
+            if hasattr(request, name):
+                setattr(request, name, getattr(request, name) or None)
+        return
+    said, key = tenant_fields(http), _key_part(http)
     for name in FIELDS:
         wanted = said.get(name)
         if not hasattr(request, name):
@@ -167,8 +170,7 @@ def put_tenant(request: Any, http: Request | None) -> None:
         if wanted is not None and own not in (wanted, [wanted] * len(own)):  # of a batch
             raise ValueError(_two_values(name))
         setattr(request, name, _with_key(own, key) if name == EXTRA_KEY else own)
-    if http is not None:
-        _check_named(request, http)
+    _check_named(request, http)
 
 
 def _check_named(request: Any, http: Request) -> None:
