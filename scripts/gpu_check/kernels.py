@@ -111,7 +111,8 @@ def check_delta(
     size: int, dtype: torch.dtype, *, heads: int = 2, by_channel: bool = False
 ) -> float:
     """The largest error of ``save_delta_states``, or ``by_channel`` of ``save_kda_states``."""
-    save, unit = (cs.save_kda_states, math.log(2)) if by_channel else (cs.save_delta_states, 1.0)
+    save: Callable[..., None] = cs.save_kda_states if by_channel else cs.save_delta_states
+    unit = math.log(2) if by_channel else 1.0
     at = bounds()
     k = torch.nn.functional.normalize(torch.randn(at[-1], 1, size), dim=-1).to(dtype)
     v = torch.randn(at[-1], heads, size).to(dtype)
@@ -142,7 +143,7 @@ def check_delta(
         chunk_offsets=torch.tensor(offsets),
         cu_seqlens=torch.tensor(at),
     )
-    save(pool, targets(), **scan)  # type: ignore[arg-type]
+    save(pool, targets(), **scan)
     return largest_error(pool, states)
 
 

@@ -125,9 +125,9 @@ class Weights:
         self.linear(f"{prefix}.up_proj.weight", inner, hidden)
         self.linear(f"{prefix}.down_proj.weight", hidden, inner, gain=gain)
 
-    def decay_rates(self, name: str, count: int) -> None:
+    def decay_rates(self, name: str, *shape: int) -> None:
         """Logarithms of rates between 1 and 16 (Mamba-2 initialises in the same range)."""
-        self.put(name, self.random(name).uniform(0.0, np.log(16.0), count))
+        self.put(name, self.random(name).uniform(0.0, np.log(16.0), shape))
 
     def time_steps(self, name: str, count: int) -> None:
         """Biases whose softplus is log-uniform between 1e-3 and 1e-1 (Mamba, section 3.6)."""

@@ -108,8 +108,7 @@ def _kimi_delta_attention(weights: Weights, prefix: str) -> None:
     for gate in "fg":  # of the decay, and of the output
         weights.linear(f"{prefix}.{gate}_a_proj.weight", LINEAR_HEAD_DIM, HIDDEN)
         weights.linear(f"{prefix}.{gate}_b_proj.weight", inner, LINEAR_HEAD_DIM, gain=0.7)
-    weights.decay_rates(f"{prefix}.A_log", LINEAR_HEADS)
-    weights.tensors[f"{prefix}.A_log"].shape = (1, 1, LINEAR_HEADS, 1)
+    weights.decay_rates(f"{prefix}.A_log", 1, 1, LINEAR_HEADS, 1)
     weights.time_steps(f"{prefix}.dt_bias", inner)
     weights.ones(f"{prefix}.o_norm.weight", LINEAR_HEAD_DIM)
     weights.linear(f"{prefix}.o_proj.weight", HIDDEN, inner, gain=1.2)

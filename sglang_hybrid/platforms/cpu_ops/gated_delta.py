@@ -156,9 +156,9 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     Shapes: mixed_qkv [b, 2 Hk Dk + Hv Dv] (q, k and v of all heads), a and b [b, Hv], initial_state
     [slots, Hv, Dv, Dk], out [b, 1, Hv, Dv]. Rows with a negative slot give zeros.
     """
-    gates = fused_gdn_gating(A_log, a, b, dt_bias)
+    g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
     step(
-        *(mixed_qkv, *(t[0] for t in gates), scale, initial_state, out, ssm_state_indices),
+        *(mixed_qkv, g[0], beta[0], scale, initial_state, out, ssm_state_indices),
         use_qk_l2norm_in_kernel,
     )
     return out, initial_state
