@@ -154,7 +154,9 @@ def put_tenant(request: Any, http: Request | None) -> None:
         return
     said, key = tenant_fields(http), _key_part(http)
     for name in FIELDS:
-        wanted = said.get(name)
+        wanted: Any = said.get(name)
+        if name == EXTRA_KEY:
+            wanted = _without_key(wanted, key)
         if not hasattr(request, name):
             if wanted is not None or (key and name == EXTRA_KEY):
                 what = "an API key" if wanted is None else name

@@ -233,13 +233,19 @@ def test_a_key_becomes_a_part_once(sources: Callable[[str], None]) -> None:
 def test_another_clients_key_cannot_be_named(sources: Callable[[str], None]) -> None:
     sources("api-key")
     theirs = put(with_key("sk-a")).extra_key
+    own = "begin with api-key/ are the server's own"
     for request in (with_key("sk-b"), http()):
-        with pytest.raises(ValueError, match="begin with api-key/ are the server's own"):
+        with pytest.raises(ValueError, match=own):
             put(request, extra_key=theirs)
+    by_header = http(headers={"X-Hybrid-Tenant": theirs})
+    for request in (with_key("sk-b", {"extra_key": theirs}), by_header):
+        with pytest.raises(ValueError, match=own):
+            put(request)
     serve_for(http({"extra_key": theirs}))
     with pytest.raises(ValueError, match="begin with api-key/ are the server's own"):
         current_tenant()
     assert put(with_key("sk-a"), extra_key=theirs).extra_key == theirs
+    assert put(with_key("sk-a", {"extra_key": theirs})).extra_key == theirs
 
 
 @pytest.mark.parametrize(
