@@ -22,7 +22,7 @@ from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, why_unplanned
 from sglang_hybrid.explain.cache_view import grid
 from sglang_hybrid.serving.advice import ServerSetup, advise
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
-from sglang_hybrid.serving.data_parallel import FOLLOWS_PREFIXES
+from sglang_hybrid.serving.data_parallel import ignores_prefixes
 from sglang_hybrid.serving.device_streams import host_is_device
 from sglang_hybrid.storage.codecs import coded_rows
 
@@ -112,20 +112,11 @@ def _server_setup(context: TreeCacheBuildContext, cache: HybridRadixCache) -> Se
         all_admitted=not cache.options.is_judicious,
         no_buffer=not mamba.enable_mamba_extra_buffer,
         no_buffer_asked=context.server_args.mamba_radix_cache_strategy == "no_buffer",
-        sent_by=_sent_by(context.server_args),
+        sent_by=ignores_prefixes(context.server_args),
         tuner_workers=cache.options.hybrid_tuner_workers,
         pinned=cache.options.pinning_flag,
         shards=shards,
     )
-
-
-def _sent_by(server_args: Any) -> str:
-    """The method that sends prompts to data-parallel ranks without a look at prefixes; "" where
-    there are no such ranks, or a router chooses among them.
-    """
-    method = str(server_args.load_balance_method).lower()
-    several = server_args.dp_size > 1 and server_args.disaggregation_mode == "null"
-    return method if several and method not in (FOLLOWS_PREFIXES, "auto") else ""
 
 
 def _priority_sign(server_args: Any) -> int | None:

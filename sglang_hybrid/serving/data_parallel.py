@@ -48,6 +48,15 @@ def _choose(controller: Any, prompt: Any) -> int | None:
     return ranks.send(tenant_of_sent(prompt), prompt.input_ids, time.time(), allowed)
 
 
+def ignores_prefixes(flags: Any) -> str:
+    """The method that sends prompts to data-parallel ranks whatever their prefixes; "" where there
+    are no such ranks, or a router chooses among them. flags: SGLang's server arguments.
+    """
+    method = str(flags.load_balance_method).lower()
+    several = flags.dp_size > 1 and flags.disaggregation_mode == "null"
+    return method if several and method not in (FOLLOWS_PREFIXES, "auto") else ""
+
+
 @lru_cache(maxsize=1)
 def _follows_prefixes(controller: Any) -> bool:
     flags = controller.server_args

@@ -122,6 +122,10 @@ def test_an_accelerators_defaults_get_no_advice() -> None:
             {"tuner_workers": 2, "pinned": "--hybrid-eviction lru"},
             ["--hybrid-tuner-workers 2 does nothing beside --hybrid-eviction lru", "leave out one"],
         ),
+        (
+            {"sent_by": "total_tokens"},
+            ["--load-balance-method total_tokens sends prompts to any rank", "leave it out"],
+        ),
         # a transformer behind a policy that was asked for
         ({"slots": 0, "page_size": 16, "planned": False}, ["pages of 16 tokens"]),
     ],

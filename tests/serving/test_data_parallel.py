@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.managers.data_parallel_controller import LoadBalanceMethod
 from sglang.srt.managers.load_snapshot import LoadSnapshot
 
-from sglang_hybrid.serving.data_parallel import choose_rank
+from sglang_hybrid.serving.data_parallel import choose_rank, ignores_prefixes
 
 PROMPT = list(range(1_000))
 
@@ -78,6 +78,20 @@ def test_only_ranks_that_run_get_prompts() -> None:
 )
 def test_sglang_chooses(flags: dict[str, Any], fields: dict[str, Any]) -> None:
     assert Controller(**flags).choose(**fields) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks", "mode", "said"),
+    [
+        ("round_robin", 2, "null", ""),
+        ("total_tokens", 2, "null", "total_tokens"),
+        ("total_tokens", 1, "null", ""),
+        ("follow_bootstrap_room", 2, "prefill", ""),
+    ],
+)
+def test_a_method_without_prefixes_is_known(method: str, ranks: int, mode: str, said: str) -> None:
+    flags = {"load_balance_method": method, "dp_size": ranks, "disaggregation_mode": mode}
+    assert ignores_prefixes(SimpleNamespace(**flags)) == said
 
 
 def test_requests_of_a_session_stay_together() -> None:
