@@ -34,6 +34,7 @@ COMMANDS = {
     "rounds": "rounds",
     "schedule-round": "rounds",
     "policies": "policies",
+    "replicas": "replicas",
     "answers": "answers",
     "pools": "memory",
     "tuner": "tuner",

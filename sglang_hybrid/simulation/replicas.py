@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_hybrid.core.queue.prefix_overlap import TOKEN_BYTES, SortedKeys, as_key
+from sglang_hybrid.core.queue.prefix_ranks import PrefixRanks
 from sglang_hybrid.simulation.prefill_time import PrefillTime
 from sglang_hybrid.simulation.simulated_queue import SimulatedQueue
 from sglang_hybrid.simulation.simulator import Cache, Simulator
@@ -145,11 +146,27 @@ class Soonest(Router):
         return min(range(len(replicas)), key=cost)
 
 
+class DpRanks(Router):
+    """What `--dp-size` does on a server: `core.queue.prefix_ranks`, told of every load at once."""
+
+    def __init__(self) -> None:
+        self._ranks: PrefixRanks | None = None
+
+    def choose(self, request: Request, replicas: Sequence[Replica], now: float) -> int:
+        ranks = self._ranks = self._ranks or PrefixRanks(len(replicas))
+        for load, replica in zip(ranks.loads, replicas, strict=True):
+            tokens = round(replica.backlog(now) / replica.time.per_token)
+            load.on_told(now, replica.unfinished, tokens)
+        prompt = request.tokens[: request.input_len].tolist()
+        return ranks.send(request.tenant, prompt, now, range(len(replicas)))
+
+
 ROUTERS: dict[str, Callable[[], Router]] = {
     "random": Random,
     "round_robin": RoundRobin,
     "sticky": Sticky,
     "cache_aware": CacheAware,
+    "dp_ranks": DpRanks,
     "by_blocks": lambda: Soonest(Replica.stored),
     "by_states": lambda: Soonest(Replica.own),
 }
