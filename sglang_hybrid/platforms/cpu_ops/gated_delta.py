@@ -253,7 +253,8 @@ def fused_qkvzba_split_reshape_cat_contiguous(
     all b, then all a (Qwen3.5).
     """
     values = num_heads_v * head_v
-    mixed_qkv, z = mixed_qkvz.split([2 * num_heads_qk * head_qk + values, values], dim=1)
+    sizes = [2 * num_heads_qk * head_qk + values, values]
+    mixed_qkv, z = torch.split(mixed_qkvz, sizes, dim=1)
     b, a = (t.contiguous() for t in mixed_ba.chunk(2, dim=1))
     return mixed_qkv.contiguous(), z.reshape(-1, num_heads_v, head_v), b, a
 
