@@ -11,9 +11,11 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Never
 
+from sglang_hybrid import __version__
 from sglang_hybrid.hooks import patching
 from sglang_hybrid.serving.startup import (
     STARTUP_ERROR,
@@ -35,6 +37,8 @@ for message in ("Only CUDA", "Triton is not supported"):  # what a CPU lacks, at
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
+
+    from sglang_hybrid.serving.config import HybridConfig
 
 PROGRAM = "sglang_hybrid"
 USAGE_ERROR = 2
@@ -82,33 +86,29 @@ def command() -> Never:
 
 def prepare(argv: Sequence[str]) -> "ServerArgs":
     """Parse and check a command line; raises `StartupError` for what is known to fail."""
-    from sglang.srt.platforms import current_platform
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import ServerArgs, prepare_server_args
-
-    from sglang_hybrid.platforms.cpu import HybridCpuPlatform, check_flags
-    from sglang_hybrid.platforms.memory import memory_available
-    from sglang_hybrid.platforms.sizing import check_memory
-    from sglang_hybrid.prompts.endpoints import warm_file
-    from sglang_hybrid.serving import preflight
-    from sglang_hybrid.serving.backend import (
-        check_disk,
-        choose_backend,
-        choose_schedule,
-        has_recurrent_state,
-    )
     from sglang_hybrid.serving.config import HybridConfig
-    from sglang_hybrid.serving.preflight import HOST_RESERVE, SLOTS_PER_REQUEST
-    from sglang_hybrid.serving.variables import old_flag_notes
-    from sglang_hybrid.simulation.tuner import trace_file
 
     try:
         HybridConfig.from_environment()
     except ValueError as error:  # each plugin would fail at it
         raise StartupError(str(error).removeprefix(f"{PROGRAM}: ")) from None
+    _check_early(argv)
+
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+    from sglang_hybrid.platforms.cpu import HybridCpuPlatform
+    from sglang_hybrid.platforms.cpu_flags import check_flags
+    from sglang_hybrid.platforms.memory import memory_available
+    from sglang_hybrid.platforms.sizing import check_memory
+    from sglang_hybrid.serving import preflight
+    from sglang_hybrid.serving.backend import check_disk, choose_backend, choose_schedule
+    from sglang_hybrid.serving.preflight import HOST_RESERVE
+    from sglang_hybrid.serving.variables import old_flag_notes
+
     load_plugins()
-    parser = _Parser(prog=f"python -m {PROGRAM}.launch_server", description=__doc__)
-    HybridConfig.add_flags(parser)
+    parser = _parser()
     ServerArgs.add_cli_args(parser)
     if "--config" in argv:
         from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
@@ -121,18 +121,7 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     flags = parser.parse_args(argv)
     if note:
         print(f"{PROGRAM}: {note}", flush=True)
-    preflight.check(flags)
-    try:
-        options, sglang_argv = HybridConfig.split(argv)
-    except ValueError as error:
-        raise StartupError(str(error)) from None
-    preflight.check_tenants(flags, options.hybrid_tenants)
-    counted = 1 if flags.disable_radix_cache else SLOTS_PER_REQUEST
-    counted = options.hybrid_slots_per_request or counted
-    states = has_recurrent_state(flags.model_path)
-    preflight.check_pools(
-        flags.max_total_tokens, flags.max_mamba_cache_size, counted if states else 0
-    )
+    options, sglang_argv = _check(flags, argv)
     if isinstance(current_platform, HybridCpuPlatform):
         check_flags(flags)
         check_memory(
@@ -153,6 +142,68 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
     for sentence in old_flag_notes(argv):
         print(f"{PROGRAM}: {sentence}", flush=True)
     options.to_environment()
+    sglang_argv += choose_schedule(flags, options) + choose_backend(flags, options)
+    try:
+        return prepare_server_args(sglang_argv)
+    except (ValueError, AssertionError, OSError) as error:
+        raise StartupError(cannot_start(error)) from error
+
+
+def _check_early(argv: Sequence[str]) -> None:
+    """Say what is known to be wrong, or `--help` or `--version`, before SGLang is imported."""
+    from sglang_hybrid import platforms
+    from sglang_hybrid.platforms import cpu_flags
+    from sglang_hybrid.serving import command_line
+    from sglang_hybrid.serving.config import HybridConfig
+
+    early = _Parser(add_help=False, allow_abbrev=False)
+    HybridConfig.add_flags(early)
+    early.add_argument("--version", action="version", version=_versions())
+    early.add_argument("-h", "--help", action="store_true")
+    ours = set(early._option_string_actions)
+    command_line.add_checked_flags(early)
+    flags, _ = early.parse_known_args(argv)
+    if flags.help:
+        parser = _parser()
+        command_line.add_sglang_flags(parser)
+        parser.print_help()
+        parser.exit()
+    unknown = command_line.misspelt(argv, ours | command_line.sglang_flags())
+    if unknown:
+        early.error(f"unrecognized arguments: {unknown}")
+    if "--config" in argv:  # SGLang reads that file, and it may name the model
+        return
+    argv, _ = _with_default_model(list(argv))
+    flags, _ = early.parse_known_args(argv)
+    _check(flags, argv)
+    if platforms.is_ours():
+        cpu_flags.check_flags(flags)
+
+
+def _check(flags: argparse.Namespace, argv: Sequence[str]) -> tuple["HybridConfig", list[str]]:
+    """Raise `StartupError` for what is known to fail whatever SGLang says; our part of a command
+    line and SGLang's.
+
+    flags: those of SGLang that are checked.
+    """
+    from sglang_hybrid.prompts.endpoints import warm_file
+    from sglang_hybrid.serving import preflight
+    from sglang_hybrid.serving.backend import has_recurrent_state
+    from sglang_hybrid.serving.config import HybridConfig
+    from sglang_hybrid.simulation.tuner import trace_file
+
+    preflight.check(flags)
+    try:
+        options, sglang_argv = HybridConfig.split(argv)
+    except ValueError as error:
+        raise StartupError(str(error)) from None
+    preflight.check_tenants(flags, options.hybrid_tenants)
+    counted = 1 if flags.disable_radix_cache else preflight.SLOTS_PER_REQUEST
+    counted = options.hybrid_slots_per_request or counted
+    states = has_recurrent_state(flags.model_path)
+    preflight.check_pools(
+        flags.max_total_tokens, flags.max_mamba_cache_size, counted if states else 0
+    )
     if options.hybrid_record:
         try:
             trace_file.check(Path(options.hybrid_record))
@@ -163,11 +214,21 @@ def prepare(argv: Sequence[str]) -> "ServerArgs":
             warm_file.read_lines(Path(options.hybrid_prewarm))
         except ValueError as error:
             raise StartupError(f"--hybrid-prewarm: {error}") from None
-    sglang_argv += choose_schedule(flags, options) + choose_backend(flags, options)
-    try:
-        return prepare_server_args(sglang_argv)
-    except (ValueError, AssertionError, OSError) as error:
-        raise StartupError(cannot_start(error)) from error
+    return options, sglang_argv
+
+
+def _parser() -> _Parser:
+    """A parser of our flags, for SGLang's to be added."""
+    from sglang_hybrid.serving.config import HybridConfig
+
+    parser = _Parser(prog=f"python -m {PROGRAM}.launch_server", description=__doc__)
+    parser.add_argument("--version", action="version", version=_versions())
+    HybridConfig.add_flags(parser)
+    return parser
+
+
+def _versions() -> str:
+    return f"{PROGRAM} {__version__}, sglang {version('sglang')}"
 
 
 def run(server_args: "ServerArgs") -> int:

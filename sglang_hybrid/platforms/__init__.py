@@ -15,9 +15,7 @@ SPINS: Final = 1_000
 
 def activate() -> str | None:
     """Name the CPU platform's class, or None where SGLang has a platform of its own."""
-    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
-        return None
-    if accelerator_available():
+    if not is_ours():
         return None
     from sglang_hybrid.platforms.binder import bind_on_import
 
@@ -27,6 +25,11 @@ def activate() -> str | None:
     os.environ.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
     os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
     return "sglang_hybrid.platforms.cpu.HybridCpuPlatform"
+
+
+def is_ours() -> bool:
+    """Whether SGLang has no platform of its own for this machine."""
+    return os.environ.get("SGLANG_USE_CPU_ENGINE", "0") != "1" and not accelerator_available()
 
 
 def wait_briefly(environment: MutableMapping[str, str]) -> None:

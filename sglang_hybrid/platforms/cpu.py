@@ -5,7 +5,6 @@ For correctness, tests and small models. SGLang's own CPU engine (`SGLANG_USE_CP
 takes its torch-native allocators, samplers and attention (sglang/srt/platforms/interface.py).
 """
 
-import argparse
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_hybrid.core.tiers.rates import parse_links
+from sglang_hybrid.platforms.cpu_flags import ADAPTERS_OF_SGLANG, ADAPTERS_ON_CPU
 from sglang_hybrid.platforms.memory import keep_freed_memory, memory_limit, memory_used
 from sglang_hybrid.platforms.sizing import (
     DTYPES,
@@ -27,51 +27,11 @@ from sglang_hybrid.platforms.sizing import (
     model_sizes,
 )
 from sglang_hybrid.serving.config import CPU_ATTENTION, HybridConfig
-from sglang_hybrid.serving.flag_values import flag_name
-from sglang_hybrid.serving.startup import StartupError
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
-
-NOT_ON_CPU = {
-    "speculative_algorithm": "SGLang checks drafts with CUDA kernels (sgl_kernel)",
-}
-"""SGLang's flags that do not work without an accelerator, and why."""
-
-ON_CPU = {
-    "attention_backend": (CPU_ATTENTION, "torch_native"),
-    "prefill_attention_backend": (CPU_ATTENTION, "torch_native"),
-    "decode_attention_backend": (CPU_ATTENTION, "torch_native"),
-    "sampling_backend": ("pytorch",),
-}
-"""Those that name a backend, and what they may name here; the first is taken without the flag."""
-
-ADAPTERS_OF_SGLANG = "csgmv"
-"""SGLang's default for --lora-backend, in Triton."""
-
-ADAPTERS_ON_CPU = "torch_native"
-"""The only --lora-backend in plain torch."""
-
-
-def check_flags(flags: argparse.Namespace) -> None:
-    """Raise `StartupError` for a flag that cannot work on this platform."""
-    for name, why in NOT_ON_CPU.items():
-        if getattr(flags, name, None):
-            raise StartupError(f"{flag_name(name)} does not work on the CPU: {why}; leave it out.")
-    for name, known in ON_CPU.items():
-        given = getattr(flags, name, None)
-        if given not in (None, *known):
-            raise StartupError(
-                f"{flag_name(name)} {given} does not work on the CPU; leave it out, and {known[0]} "
-                "is taken."
-            )
-    if flags.lora_backend not in (ADAPTERS_OF_SGLANG, ADAPTERS_ON_CPU):
-        raise StartupError(
-            f"--lora-backend {flags.lora_backend} does not work on the CPU; leave it out, and "
-            f"{ADAPTERS_ON_CPU} is taken."
-        )
 
 
 class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):

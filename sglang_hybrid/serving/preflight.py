@@ -2,11 +2,13 @@
 
 import argparse
 import errno
+import importlib.util
 import json
 import math
 import re
 import socket
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from sglang_hybrid.serving.flag_values import API_KEY, REQUIRED, flag_name
@@ -22,6 +24,13 @@ LAST_PORT = 65_535
 
 HOST_RESERVE = 10 << 30
 """Bytes of the machine's memory that SGLang leaves free beside copies below the device."""
+
+TRACE_PACKAGES = (
+    "opentelemetry.sdk",
+    "opentelemetry.exporter.otlp.proto.grpc",
+    "opentelemetry.exporter.otlp.proto.http",
+)
+"""What SGLang imports for traces (observability/trace.py)."""
 
 LEAST_TOKENS = 16
 """KV tokens: with fewer, the request that SGLang sends to itself at the start never runs."""
@@ -58,6 +67,7 @@ def check(flags: argparse.Namespace) -> None:
     """Raise `StartupError` for SGLang's flags that are known to fail whatever ours say."""
     check_ranges(flags)
     check_overrides(flags.json_model_override_args)
+    check_trace(flags.enable_trace)
     check_port(flags.host, flags.port)
     check_device(flags.device)
     check_adapters(flags.lora_paths)
@@ -94,12 +104,25 @@ def _other_address(error: OSError) -> str:
     return "give a --host that is an address of this machine, or leave it out"
 
 
+def check_trace(enabled: bool) -> None:
+    """Raise `StartupError` if traces (`--enable-trace`) lack a package that writes them."""
+    try:
+        missing = enabled and not all(map(importlib.util.find_spec, TRACE_PACKAGES))
+    except ModuleNotFoundError:  # the package around one of them
+        missing = True
+    if missing:
+        raise StartupError(
+            "--enable-trace needs OpenTelemetry, which is not installed; install "
+            f"'sglang[tracing]=={version('sglang')}', or leave the flag out."
+        )
+
+
 def check_device(device: str | None) -> None:
     """Raise `StartupError` if torch sees no device of this kind."""
-    import torch
-
     if device in (None, "cpu") or not re.fullmatch(r"\w+", str(device)):
         return
+    import torch
+
     module = getattr(torch, str(device), None)
     if module is None or not module.is_available():
         raise StartupError(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import sglang.srt.platforms  # noqa: F401 (finds our platform; that cannot be imported before it)
 
-from sglang_hybrid.platforms.cpu import HybridCpuPlatform, check_flags
+from sglang_hybrid.platforms.cpu import HybridCpuPlatform
+from sglang_hybrid.platforms.cpu_flags import check_flags
 from sglang_hybrid.serving.startup import StartupError
 from tests.platforms.test_bind_cores import unset_arguments
 
@@ -26,6 +27,7 @@ def flags(**given: Any) -> argparse.Namespace:
             "--attention-backend flashinfer does not work on the CPU; leave it out, and hybrid_cpu",
         ),
         ({"sampling_backend": "flashinfer"}, "--sampling-backend flashinfer does not work"),
+        ({"enable_unified_memory": True}, "--enable-unified-memory does not work on the CPU"),
         ({"lora_backend": "triton"}, "--lora-backend triton does not work on the CPU"),
     ],
 )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from sglang_hybrid.serving import preflight
 from sglang_hybrid.serving.model_directory import check_model, weight_bytes
 from sglang_hybrid.serving.preflight import (
     check_adapters,
@@ -23,6 +24,7 @@ from sglang_hybrid.serving.preflight import (
     check_ranks,
     check_tenants,
     check_tokenizer,
+    check_trace,
 )
 from sglang_hybrid.serving.startup import StartupError
 
@@ -284,3 +286,13 @@ def test_tenants_that_could_not_be_kept_apart(
     check_tenants(namespace(**flags), "")
     check_tenants(namespace(api_key="k"), "api-key,required")
     check_tenants(namespace(), "api-key")
+
+
+@pytest.mark.parametrize("package", ["nothing_like_it", "nothing_like_it.sdk", "json.nothing"])
+def test_traces_without_their_packages(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "TRACE_PACKAGES", ("json.decoder", package))
+    with pytest.raises(StartupError, match=r"needs OpenTelemetry.*install 'sglang\[tracing\]==0"):
+        check_trace(True)
+    check_trace(False)
+    monkeypatch.setattr(preflight, "TRACE_PACKAGES", ("json.decoder",))
+    check_trace(True)

@@ -1,0 +1,49 @@
+"""SGLang's flags that the CPU platform cannot honour. Imports neither torch nor SGLang."""
+
+from __future__ import annotations
+
+import argparse
+
+from sglang_hybrid.serving.config import CPU_ATTENTION
+from sglang_hybrid.serving.flag_values import flag_name
+from sglang_hybrid.serving.startup import StartupError
+
+NOT_ON_CPU = {
+    "speculative_algorithm": "SGLang checks drafts with CUDA kernels (sgl_kernel)",
+    "enable_unified_memory": "SGLang's pages of KV and states in one pool need Triton kernels",
+    "enable_page_major_kv_layout": "it needs Triton kernels",
+}
+"""SGLang's flags that do not work without an accelerator, and why."""
+
+ON_CPU = {
+    "attention_backend": (CPU_ATTENTION, "torch_native"),
+    "prefill_attention_backend": (CPU_ATTENTION, "torch_native"),
+    "decode_attention_backend": (CPU_ATTENTION, "torch_native"),
+    "sampling_backend": ("pytorch",),
+}
+"""Those that name a backend, and what they may name here; the first is taken without the flag."""
+
+ADAPTERS_OF_SGLANG = "csgmv"
+"""SGLang's default for --lora-backend, in Triton."""
+
+ADAPTERS_ON_CPU = "torch_native"
+"""The only --lora-backend in plain torch."""
+
+
+def check_flags(flags: argparse.Namespace) -> None:
+    """Raise `StartupError` for a flag that cannot work on this platform."""
+    for name, why in NOT_ON_CPU.items():
+        if getattr(flags, name, None):
+            raise StartupError(f"{flag_name(name)} does not work on the CPU: {why}; leave it out.")
+    for name, known in ON_CPU.items():
+        given = getattr(flags, name, None)
+        if given not in (None, *known):
+            raise StartupError(
+                f"{flag_name(name)} {given} does not work on the CPU; leave it out, and {known[0]} "
+                "is taken."
+            )
+    if flags.lora_backend not in (ADAPTERS_OF_SGLANG, ADAPTERS_ON_CPU):
+        raise StartupError(
+            f"--lora-backend {flags.lora_backend} does not work on the CPU; leave it out, and "
+            f"{ADAPTERS_ON_CPU} is taken."
+        )

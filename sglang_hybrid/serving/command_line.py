@@ -1,0 +1,120 @@
+"""What is wrong with a command line, as far as that is known before SGLang is imported.
+
+Importing SGLang takes ten seconds and more. The names of its flags are read from its sources, so
+that a misspelt one is found at once. Those flags that are checked beforehand (`preflight.py`) are
+declared here as SGLang declares them; what is not exactly one of them is left to SGLang's parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+_NAME = re.compile(r"--[a-z0-9][a-z0-9-]*")
+_FIELD = re.compile(r"^    ([a-z0-9_]+):", re.MULTILINE)
+_READABLE = re.compile(r"\d+$")
+
+
+def sglang_flags() -> set[str]:
+    """Names that the sources of the installed SGLang's parser mention as flags: all of its flags,
+    but for `--no-` before a switch, and some more.
+    """
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.submodule_search_locations
+    root = Path(spec.submodule_search_locations[0], "srt")
+    names: set[str] = set()
+    for file in (root / "server_args.py", *(root / "arg_groups").rglob("*.py")):
+        source = file.read_text(encoding="utf-8")
+        names.update(_NAME.findall(source))
+        if file.parent.name == "fields" or file.name == "server_args.py":
+            names.update("--" + name.replace("_", "-") for name in _FIELD.findall(source))
+    return names
+
+
+def misspelt(argv: Iterable[str], known: Iterable[str]) -> str | None:
+    """The first flag of a command line that is none of `known`, nor one of them cut short, with the
+    known one that is most like it; None if there is none.
+    """
+    names = sorted(known)
+    for text in argv:
+        name = text.partition("=")[0]
+        if not name.startswith("--") or name == "--" or " " in name:
+            continue
+        switch = name.replace("--no-", "--", 1)
+        if not any(each.startswith((name, switch)) for each in names):
+            like = get_close_matches(name, names, n=1, cutoff=0.75)
+            return name + (f" (did you mean {like[0]}?)" if like else "")
+    return None
+
+
+def _number(text: str) -> int | None:
+    """A whole number; None for one with a unit, as 64k, which SGLang reads."""
+    return int(text) if _READABLE.match(text) else None
+
+
+def _adapter(text: str) -> Any:
+    return json.loads(text) if text.startswith("{") else text
+
+
+Read = Callable[[str], Any]
+
+CHECKED: dict[Read, dict[str, Any]] = {
+    int: {
+        **{"--tp-size --tensor-parallel-size": 1, "--pp-size --pipeline-parallel-size": 1},
+        **{"--dp-size --data-parallel-size": 1, "--nnodes": 1, "--port": 30_000},
+        **{"--stream-interval": 1, "--tokenizer-worker-num": 1, "--detokenizer-worker-num": 1},
+        **{"--page-size": None, "--max-running-requests": None, "--max-mamba-cache-size": None},
+        **{"--hicache-size": 0, "--grpc-port": None},
+    },
+    _number: {"--context-length": None, "--max-prefill-tokens": 16_384, "--max-total-tokens": None},
+    float: {
+        **{"--mem-fraction-static": None, "--mamba-full-memory-ratio": None},
+        "--hicache-ratio": None,
+    },
+    str: {
+        **{"--model-path --model": None, "--tokenizer-path": None, "--load-format": "auto"},
+        **{"--json-model-override-args": "{}", "--host": "127.0.0.1", "--device": None},
+        **{"--attention-backend": None, "--prefill-attention-backend": None},
+        **{"--decode-attention-backend": None, "--sampling-backend": None, "--dtype": "auto"},
+        **{"--speculative-algorithm": None, "--lora-backend": "csgmv", "--api-key": None},
+    },
+}
+"""SGLang's flags that take one value: what reads it, their names and their default."""
+
+SWITCHES = (
+    *("--skip-tokenizer-init", "--disable-radix-cache", "--enable-dp-attention", "--enable-trace"),
+    *("--enable-unified-memory", "--enable-page-major-kv-layout", "--is-embedding"),
+    *("--grpc-mode", "--smg-grpc-mode"),
+    "--enable-hierarchical-cache --enable-hicache",
+)
+"""SGLang's flags without a value."""
+
+
+def add_checked_flags(parser: argparse.ArgumentParser) -> None:
+    """Add those flags of SGLang that are checked before it is imported."""
+    for read, flags in CHECKED.items():
+        for names, default in flags.items():
+            parser.add_argument(*names.split(), type=read, default=default)
+    for names in SWITCHES:
+        parser.add_argument(*names.split(), action="store_true")
+    parser.add_argument("--lora-paths", nargs="*", type=_adapter)
+
+
+def add_sglang_flags(parser: argparse.ArgumentParser) -> None:
+    """Add all of SGLang's flags, for `--help`: where SGLang is not imported yet, without running
+    its package's own file, which imports much that its parser does not need. The process has to
+    end after that.
+    """
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    sys.modules.setdefault("sglang", importlib.util.module_from_spec(spec))
+    from sglang.srt.server_args import ServerArgs
+
+    ServerArgs.add_cli_args(parser)

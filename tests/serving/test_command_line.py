@@ -1,0 +1,142 @@
+"""A mistake in a command line is said before SGLang is imported, by SGLang's own names of flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+from sglang.srt.server_args import ServerArgs
+
+from sglang_hybrid.serving.command_line import (
+    CHECKED,
+    SWITCHES,
+    add_checked_flags,
+    misspelt,
+    sglang_flags,
+)
+
+KNOWN = ["--model-path", "--port", "--enable-trace", "--tf32", "--hybrid-eviction"]
+
+
+@pytest.fixture(scope="module")
+def sglang() -> dict[str, argparse.Action]:
+    """By its name, each flag of SGLang."""
+    parser = argparse.ArgumentParser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    return dict(parser._option_string_actions)
+
+
+def test_every_flag_of_sglang_is_known(sglang: dict[str, argparse.Action]) -> None:
+    known = sglang_flags()
+    assert len(known) > 400
+    assert misspelt(sglang, known) is None
+    assert len(known) < len(sglang) + 60
+
+
+def test_checked_flags_are_declared_as_sglang_declares_them(
+    sglang: dict[str, argparse.Action],
+) -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_checked_flags(parser)
+    for name, ours in parser._option_string_actions.items():
+        theirs = sglang[name]
+        assert (ours.dest, ours.default, ours.nargs) == (theirs.dest, theirs.default, theirs.nargs)
+    for read, flags in CHECKED.items():
+        for names in flags:
+            theirs = sglang[names.split()[0]]
+            assert set(names.split()) == set(theirs.option_strings)
+            if read in (int, float, str):
+                assert theirs.type is read
+    for names in SWITCHES:
+        assert set(names.split()) == set(sglang[names.split()[0]].option_strings)
+
+
+def test_numbers_with_units_are_left_to_sglang() -> None:
+    parser = argparse.ArgumentParser()
+    add_checked_flags(parser)
+    read = parser.parse_args(["--max-total-tokens", "64k", "--max-prefill-tokens", "4096"])
+    assert (read.max_total_tokens, read.max_prefill_tokens) == (None, 4096)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--enable-trcae"], "--enable-trcae (did you mean --enable-trace?)"),
+        (["--port", "3", "--modle-path=x"], "--modle-path (did you mean --model-path?)"),
+        (["--hybrid-evicton", "lru"], "--hybrid-evicton (did you mean --hybrid-eviction?)"),
+        (["--zzz"], "--zzz"),
+        (["--model", "x", "--no-tf32", "-x", "--", "--a b", "--hybrid-ev=lru"], None),
+    ],
+)
+def test_a_misspelt_flag(argv: list[str], said: str | None) -> None:
+    assert misspelt(argv, KNOWN) == said
+
+
+MISTAKES = {
+    "--enable-trcae": "unrecognized arguments: --enable-trcae (did you mean --enable-trace?);",
+    "--hybrid-eviction lru:3": "only marconi takes an alpha",
+    "--hybrid-record /nowhere/trace": "--hybrid-record: there is no directory /nowhere",
+    "--port 99999": "--port 99999: give 65535 at most",
+    "--port many": "argument --port: invalid int value: 'many'",
+    "--model-path /no/such/model": "'/no/such/model' does not exist",
+    "--context-length 0": "--context-length 0: give 1 or more",
+    "--max-total-tokens 1": "--max-total-tokens 1 is too small for any request",
+    "--version": "sglang_hybrid 0.",
+}
+
+EARLY = """
+import contextlib, io, json, sys
+from sglang_hybrid import launch_server
+for flags in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            launch_server.main(flags.split())
+        except SystemExit:
+            pass
+    imported = [name for name in ("torch", "sglang") if name in sys.modules]
+    print(json.dumps([said.getvalue(), imported]))
+"""
+
+
+def test_a_mistake_is_said_before_sglang_and_torch_are_imported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY, json.dumps([*MISTAKES])],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    for (said, imported), part in zip(answers, MISTAKES.values(), strict=True):
+        assert part in said and said.count("\n") == 1
+        assert imported == []
+
+
+HELP = """
+import sys
+from sglang_hybrid import launch_server
+try:
+    launch_server.main(["--help"])
+finally:
+    assert "transformers" not in sys.modules
+"""
+
+
+def test_help_names_every_flag_without_importing_most_of_sglang(
+    sglang: dict[str, argparse.Action],
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HELP], capture_output=True, text=True, timeout=120, check=True
+    )
+    words = set(done.stdout.replace(",", " ").replace("[", " ").split())
+    missing = {
+        name
+        for name, action in sglang.items()
+        if action.help != argparse.SUPPRESS and name not in words
+    }
+    assert not missing
+    assert "--hybrid-eviction" in words and "--version" in words
