@@ -62,6 +62,18 @@ def kill_process_tree(kill: Callable[..., None], *args: Any, **kwargs: Any) -> N
     shutdown.kill_process_tree(*args, **kwargs)
 
 
+def leave_nothing(launch: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """An HTTP server that ends, ends its processes and removes their shared memory, whichever
+    program started it: SGLang's kill them, and with them Python's resource tracker.
+    """
+    from sglang_hybrid.serving import processes
+
+    try:
+        launch(*args, **kwargs)
+    finally:
+        processes.end_processes()
+
+
 def note_shared_memory(_: Any, *__: Any, **___: Any) -> None:
     """The processes have started: their shared memory is remembered."""
     from sglang_hybrid.serving import processes

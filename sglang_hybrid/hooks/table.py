@@ -132,6 +132,7 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.entrypoints.http_server",
         ("redact_watermark_secrets", _AFTER, serving.hide_keys),
         ("kill_process_tree", _AROUND, serving.kill_process_tree),
+        ("launch_server", _AROUND, serving.leave_nothing),
     ),
     *_in(
         "sglang.srt.utils.auth",

@@ -49,6 +49,9 @@ RELEASE_SECONDS = 3.5
 CLOSE_SECONDS = 2.7
 """How long the HTTP server may take to stop; after each stream it has a task of 2 seconds left."""
 
+LATE_OUTPUT = "the state was deleted in TokenizerManager"
+"""What SGLang says of an output whose request is not there (managers/tokenizer_manager.py)."""
+
 TITLE = "sglang::"
 """How SGLang's processes call themselves, but for the first."""
 
@@ -108,6 +111,7 @@ async def end_on_signal(manager: TokenizerManager) -> None:
     if manager._subprocess_watchdog is not None:
         manager._subprocess_watchdog.stop()
     manager.gracefully_exit = True  # /health says 503 from now on
+    ignore_late_output()
     if _end.because_of:
         await _give_up(manager)
         message = DIED
@@ -211,6 +215,12 @@ async def _cut(manager: TokenizerManager, seconds: float, message: str = MESSAGE
         if loop.time() >= until:
             return
         await asyncio.sleep(STEP)
+
+
+def ignore_late_output() -> None:
+    """Log nothing of each output of a request that was cut off: schedulers go on for a moment."""
+    log = logging.getLogger("sglang.srt.managers.tokenizer_manager")
+    log.addFilter(lambda record: LATE_OUTPUT not in str(record.msg))
 
 
 def _leave_in_time() -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 
 from sglang_hybrid.prompts.chats.breakpoints import MARK, BlockEnd, common_start, token_positions
 from sglang_hybrid.prompts.chats.rendering import Rendering, encode_chat, render_chat
@@ -104,3 +110,17 @@ def test_a_chat_is_rendered_without_being_tokenized() -> None:
     assert render_chat(process) == Rendering("a chat", {"add_special_tokens": False})
     assert process() == [6]
     assert render_chat(lambda: None) is None
+
+
+def test_a_client_that_marks_too_much_is_told_so_and_the_log_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    block = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    request = AnthropicMessagesRequest.model_validate(
+        {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [block] * 5}]}
+    )
+    endpoint = AnthropicServing(SimpleNamespace(supports_inline_system=True))
+    answer = asyncio.run(endpoint.handle_messages(request, None))
+    assert answer.status_code == 400
+    assert "A maximum of 4 blocks" in json.loads(answer.body)["error"]["message"]
+    assert caplog.records == []

@@ -166,6 +166,42 @@ def test_other_endpoints_alone_and_streaming(
         assert_says(refused(default_server, path, body), said)
 
 
+TEXT = {"text": "Who?", "sampling_params": SAMPLING}
+
+TYPES = [
+    ("/generate", TEXT | {"extra_key": 5}, "extra_key is 5; it should be a valid "),
+    ("/generate", TEXT | {"kv_hints": "x"}, "kv_hints is 'x'; it should be a valid "),
+    ("/v1/chat/completions", CHAT | {"extra_key": 5}, "extra_key is 5; it should be a valid "),
+    (
+        "/v1/completions",
+        {"prompt": "a", "cache_salt": {}},
+        "cache_salt is {}; it should be a valid",
+    ),
+    ("/v1/responses", {"input": "a", "extra_key": 5}, "extra_key is 5; it should be a valid "),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "said"), TYPES)
+def test_a_field_of_another_type(default_server: str, path: str, body: Any, said: str) -> None:
+    sentence = refused(default_server, path, {"model": "default", **body})
+    assert said in sentence
+    assert "\n" not in sentence and "{'type'" not in sentence and "http_server" not in sentence
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"],
+)
+def test_json_that_ends_early(default_server: str, path: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = requests.post(
+        default_server + path, data='{"text": "a", ', headers=headers, timeout=60
+    )
+    assert answer.status_code == 400, answer.text
+    assert ".py" not in answer.text and "File" not in answer.text
+    assert "JSON" in answer.text and "validation error" not in answer.text
+
+
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [

@@ -167,6 +167,7 @@ def test_sigterm_ends_streams_with_an_error_and_leaves_nothing() -> None:
     assert said.count("its weights are random") == 1
     log = it.server.log.read_text(errors="replace")
     assert "Traceback" not in log and "leaked" not in log
+    assert "state was deleted" not in log
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import requests
 
 from tests.server.client import Serve
 from tests.server.engine_hits import HITS, REQUESTS, hit
+from tests.server.test_shutdown import SHARED_MEMORY, shared_by
 
 SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 
@@ -27,6 +29,9 @@ def test_a_server(program: Sequence[str], serve: Serve) -> None:
     flags = ("--radix-cache-backend", "hybrid", "--device", "cpu")
     with serve(*flags, program=program) as server:
         answers = [requests.post(server.url + "/generate", json=body) for body in REQUESTS]
+        memory = {number for process in server.processes() for number in shared_by(process)}
+    assert memory
+    assert not [it.name for it in os.scandir(SHARED_MEMORY) if it.inode() in memory]
     assert [hit(answer.json()) for answer in answers] == HITS
 
 

@@ -6,6 +6,7 @@ tests/server/test_shutdown.py ends real ones, on a CPU.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -108,3 +109,22 @@ def test_nobody_waits_for_a_server_that_is_ill(schedulers: list[str]) -> None:
     manager = Manager("a")
     manager.server_status = ServerStatus.UnHealthy
     run(_drain, manager, LONG)
+
+
+def test_late_output_of_requests_that_were_cut_off_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The words are SGLang's."""
+    from sglang.srt.managers import tokenizer_manager
+
+    source = inspect.getsource(tokenizer_manager.TokenizerManager)
+    assert source.count(shutdown.LATE_OUTPUT) == 1
+    log = tokenizer_manager.logger
+    before = list(log.filters)
+    try:
+        shutdown.ignore_late_output()
+        log.warning(f"Received output for rid='a' but {shutdown.LATE_OUTPUT}.")
+        log.warning("Something else.")
+    finally:
+        log.filters = before
+    assert [record.message for record in caplog.records] == ["Something else."]

@@ -1,12 +1,20 @@
 """The error of a request that is not done, and mistakes in a body that are no errors of ours."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from http import HTTPStatus
-from typing import ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
+
+from sglang_hybrid.core.sentences import shown
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+MOST_FIELDS: Final = 3
+"""Fields of a body that the sentence about its types names."""
+
+EXPECTED: Final = "Input should be "
+TYPE_NAMES: Final = frozenset(("body", "str", "int", "float", "bool", "bytes", "dict", "list"))
 
 
 class Refused(ValueError):
@@ -28,3 +36,46 @@ def mistakes_are_value_errors(function: Callable[P, T]) -> Callable[P, T]:
             raise ValueError(f"a field has another type than it should ({error}).") from None
 
     return read
+
+
+def mistakes_of_types(errors: Iterable[Mapping[str, Any]]) -> str:
+    """One sentence that says which fields of a body are of another type than they should be.
+
+    errors: pydantic's or FastAPI's (`loc`, `type`, `msg` and `input` of each). Left out are classes
+    of the server, and the names of types that stand in `loc` where a field may have several.
+    """
+    expected: dict[str, list[str]] = {}
+    values: dict[str, str] = {}
+    for error in errors:
+        if error["type"] == "json_invalid":
+            why = error.get("ctx", {}).get("error", "it cannot be read")
+            return f"the body is no JSON: {why} (character {error['loc'][-1]})."
+        if error["type"] == "is_instance_of":
+            continue
+        field = _field(error["loc"])
+        said = expected.setdefault(field, [])
+        words = error["msg"].partition(", unable to")[0].removeprefix("Value error, ").rstrip(".")
+        if words.startswith(EXPECTED):
+            values[field] = shown(error.get("input"))
+            words = words.removeprefix(EXPECTED)
+        if words not in said:
+            said.append(words)
+    sentences = [
+        f"{field} is {values[field]}; it should be {' or '.join(said)}"
+        if field in values
+        else f"{field}: {', '.join(said)}"
+        for field, said in expected.items()
+    ]
+    more = len(sentences) - MOST_FIELDS
+    return "; ".join(sentences[:MOST_FIELDS]) + (f"; and {more} more." if more > 0 else ".")
+
+
+def _field(loc: Iterable[str | int]) -> str:
+    """The name of a field as Python writes it: `messages[0].content`."""
+    name = ""
+    for part in loc:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part not in TYPE_NAMES and part.replace("-", "_").isidentifier():
+            name += f".{part}" if name else part
+    return name or "the body"
