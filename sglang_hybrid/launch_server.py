@@ -162,7 +162,7 @@ def _check_early(argv: Sequence[str]) -> None:
     early.add_argument("-h", "--help", action="store_true")
     ours = set(early._option_string_actions)
     command_line.add_checked_flags(early)
-    flags, _ = early.parse_known_args(argv)
+    flags = early.parse_known_args(argv)[0]
     if flags.help:
         parser = _parser()
         command_line.add_sglang_flags(parser)
@@ -173,8 +173,10 @@ def _check_early(argv: Sequence[str]) -> None:
         early.error(f"unrecognized arguments: {unknown}")
     if "--config" in argv:  # SGLang reads that file, and it may name the model
         return
-    argv, _ = _with_default_model(list(argv))
-    flags, _ = early.parse_known_args(argv)
+    argv = _with_default_model(list(argv))[0]
+    flags = early.parse_known_args(argv)[0]
+    if flags.model_path is None:  # its flag was cut short, which only SGLang's parser reads
+        return
     _check(flags, argv)
     if platforms.is_ours():
         cpu_flags.check_flags(flags)

@@ -80,3 +80,8 @@ def test_only_a_directory_of_its_own_is_removed(
         made = Path(os.environ[REPORT]).parent
         assert made.is_dir()
     assert not made.exists() and REPORT not in os.environ
+
+
+@pytest.mark.parametrize("argv", [["--model-pa", "/nowhere"], ["--config", "/nowhere.yaml"]])
+def test_what_only_sglang_reads_is_left_to_it(argv: list[str]) -> None:
+    launch_server._check_early(argv)
