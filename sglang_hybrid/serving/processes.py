@@ -34,6 +34,7 @@ REAP_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
 
 _noted: set[int] = set()  # inodes of shared memory whose processes may have ended since
+_told: set[int] = set()  # those that the resource tracker was told to forget, which it is once
 
 
 def end_processes() -> None:
@@ -68,7 +69,9 @@ def remove_shared_memory() -> None:
             continue
         if inode not in others:
             Path(entry).unlink(missing_ok=True)
-        _tell_tracker("UNREGISTER", entry.name)
+        if inode not in _told:
+            _told.add(inode)
+            _tell_tracker("UNREGISTER", entry.name)
 
 
 def register_shared_memory(path: str) -> None:

@@ -52,6 +52,7 @@ def test_only_processes_of_sglang_ignore_signals(sglangs: bool) -> None:
 @pytest.fixture
 def segment(monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(processes, "_noted", set())
+    monkeypatch.setattr(processes, "_told", set())
     path = Path("/dev/shm") / f"hybrid-test-{os.getpid()}"
     path.write_bytes(bytes(4096))
     return path
@@ -64,7 +65,11 @@ def test_shared_memory_is_removed(segment: Path) -> None:
     assert not segment.exists()
 
 
-def test_shared_memory_that_another_process_uses_stays(segment: Path) -> None:
+def test_shared_memory_that_another_process_uses_stays(
+    segment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(processes, "_tell_tracker", lambda *words: told.append(words))
     with segment.open("r+b") as file, mmap.mmap(file.fileno(), 0):
         note_shared_memory()
     command = [sys.executable, "-c", MAP_AND_WAIT, str(segment)]
@@ -77,3 +82,4 @@ def test_shared_memory_that_another_process_uses_stays(segment: Path) -> None:
         other.wait(30)
     remove_shared_memory()
     assert not segment.exists()
+    assert told == [("UNREGISTER", segment.name)], "a second time is an error in the tracker"
