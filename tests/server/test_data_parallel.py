@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
 import pytest
 import requests
 
@@ -20,7 +17,7 @@ def hits_of_ranks(url: str) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_prompts_go_to_the_rank_that_has_their_prefix(serve: Serve) -> None:
-    """Nine prompts again, siblings of each, and twelve siblings at once; both ranks have traffic.
+    """Nine prompts again, and siblings of each; both ranks have traffic.
     Sent in turn, every second time the other rank would get a prompt.
     """
     with serve("--dp-size", "2") as server:
@@ -37,12 +34,3 @@ def test_prompts_go_to_the_rank_that_has_their_prefix(serve: Serve) -> None:
         assert len(ranks) == 2 and min(ranks) > 0
         foreign = ask(url, prompts[0], 2, cache_salt="another tenant's")
         assert cached(foreign) == 0
-
-        def burst(seed: int) -> list[dict[str, Any]]:
-            stem = random_prompt(1_000, seed=seed)
-            with ThreadPoolExecutor(12) as pool:
-                bodies = [[*stem, *random_prompt(20, seed=100 + at)] for at in range(12)]
-                return list(pool.map(lambda body: ask(url, body, 2), bodies))
-
-        computed = sum(1_020 - cached(record) for record in burst(50))
-        assert computed <= 2 * 1_020 + 12 * 20 + 11
