@@ -46,13 +46,20 @@ def take_token_ids(decode: Callable[[Any], list[int]], value: Any) -> list[int]:
 
 
 async def end_on_signal(watch: Callable[[Any], Awaitable[None]], manager: Any) -> None:
-    """An HTTP server with one tokenizer process ends as `shutdown.py` says."""
-    if manager._server_stop_hook is None:
-        await watch(manager)
-        return
-    from sglang_hybrid.serving.shutdown import end_on_signal as end
+    """An HTTP server with one tokenizer process ends as `shutdown.py` says. One of several ends as
+    SGLang ends it, but at once: its web server would write a traceback of SGLang's `sys.exit`.
+    """
+    from sglang_hybrid.serving import processes, shutdown
 
-    await end(manager)
+    if manager._server_stop_hook is not None:
+        await shutdown.end_on_signal(manager)
+        return
+    try:
+        await watch(manager)
+    except SystemExit as end:
+        if not processes.is_http_worker():
+            raise
+        shutdown.leave(int(end.code or 0))
 
 
 def kill_process_tree(kill: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -59,8 +59,10 @@ def note_shared_memory() -> None:
 
 
 def remove_shared_memory() -> None:
-    """Remove what was noted, unless somebody else maps it: then that process answers for it."""
-    if not _noted:
+    """Remove what was noted, unless somebody else maps it: then that process answers for it. One of
+    several tokenizer processes leaves it to the first process, which they have in common.
+    """
+    if not _noted or is_http_worker():
         return
     others = _mapped(pid for pid in psutil.pids() if pid != os.getpid())
     for entry in os.scandir(SHARED_MEMORY):
@@ -77,6 +79,14 @@ def remove_shared_memory() -> None:
 def register_shared_memory(path: str) -> None:
     """`path` was made by other means than Python's: the resource tracker must know of it."""
     _tell_tracker("REGISTER", Path(path).name)
+
+
+def is_http_worker() -> bool:
+    """Whether this is one of several tokenizer processes (`--tokenizer-worker-num`), which uvicorn
+    starts.
+    """
+    function = getattr(multiprocessing.current_process(), "_target", None)
+    return getattr(function, "__module__", "").startswith("uvicorn.")
 
 
 def is_tracker(pid: int) -> bool:

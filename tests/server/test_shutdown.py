@@ -171,6 +171,18 @@ def test_sigterm_ends_streams_with_an_error_and_leaves_nothing() -> None:
 
 
 @pytest.mark.slow
+def test_several_tokenizer_processes_end_quietly() -> None:
+    """By SGLang's own ways, which wait up to five seconds for a signal, and up to five more."""
+    it = Ending("--tokenizer-worker-num", "2")
+    with it.running():
+        it.kill(signal.SIGTERM)
+        assert it.wait() == 0
+    log = it.server.log.read_text(errors="replace")
+    assert "Traceback" not in log and "leaked" not in log and "KeyError" not in log
+    assert not it.left_in_shared_memory()
+
+
+@pytest.mark.slow
 def test_ctrl_c_lets_a_request_end_that_ends_in_time() -> None:
     """The terminal sends it to every process; only the first one may act on it."""
     with ending(environment=patient(60)) as it:

@@ -10,8 +10,10 @@ import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from uvicorn._subprocess import subprocess_started
 
 from sglang_hybrid.serving import processes
 from sglang_hybrid.serving.processes import (
@@ -63,6 +65,20 @@ def test_shared_memory_is_removed(segment: Path) -> None:
         note_shared_memory()
     remove_shared_memory()
     assert not segment.exists()
+
+
+def test_a_tokenizer_process_leaves_shared_memory_to_the_first(
+    segment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several would tell the resource tracker of the same, which is an error there."""
+    with segment.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        note_shared_memory()
+    worker = SimpleNamespace(_target=subprocess_started)
+    monkeypatch.setattr(processes.multiprocessing, "current_process", lambda: worker)
+    remove_shared_memory()
+    assert segment.exists()
+    monkeypatch.undo()
+    segment.unlink()
 
 
 def test_shared_memory_that_another_process_uses_stays(
