@@ -1,9 +1,23 @@
 #!/usr/bin/env bash
 # The tests marked slow: further architectures and state strategies on real servers, SGLang's own
 # server kits, deep replays. Arguments go to pytest.
+#
+#   scripts/test_slow.sh clients     clients of other projects alone, in .venv-clients, which this
+#                                    makes (2.6 GB); without it their tests are skipped
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh
 ensure_environment test
+if [ "${1:-}" = clients ]; then
+    shift
+    set -- tests/clients "$@"
+    clients="$ROOT/.venv-clients"
+    pins="$ROOT/requirements/clients.txt"
+    if ! cmp -s "$pins" "$clients/.complete"; then
+        "$VENV/bin/python" -m venv --clear "$clients"
+        (VENV=$clients && pip_install --no-deps -r "$pins")
+        cp "$pins" "$clients/.complete"
+    fi
+fi
 export OMP_WAIT_POLICY=PASSIVE # servers and their tests share the cores
 exec "$VENV/bin/python" -m pytest -m slow "$@"
