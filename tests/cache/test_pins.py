@@ -108,7 +108,7 @@ def test_a_share_is_not_exceeded_and_tenants_do_not_share_theirs() -> None:
     assert it.cache.shadow_tree.tree.pins.of(None) == it.cache.shadow_tree.tree.pins.of((None, "a"))
     assert info["bytes"] == 2 * it.cache.shadow_tree.tree.pins.of(None)
     assert set(info) == {
-        *("pins", "bytes", "share_of_a_tenant"),
+        *("pins", "bytes", "share_of_a_tenant", "bytes_of_a_tenant"),
         *("pinned", "refused", "gave_way", "expired", "evicted"),
     }
 

@@ -98,4 +98,5 @@ def test_shared_memory_that_another_process_uses_stays(
         other.wait(30)
     remove_shared_memory()
     assert not segment.exists()
-    assert told == [("UNREGISTER", segment.name)], "a second time is an error in the tracker"
+    ours = [words for words in told if segment.name in words]  # servers of other tests have some
+    assert ours == [("UNREGISTER", segment.name)], "a second time is an error in the tracker"
