@@ -17,6 +17,7 @@ from sglang_hybrid.serving.command_line import (
     misspelt,
     sglang_flags,
 )
+from sglang_hybrid.serving.server_process import free_port
 
 KNOWN = ["--model-path", "--port", "--enable-trace", "--tf32", "--hybrid-eviction"]
 
@@ -90,11 +91,12 @@ MISTAKES = {
 EARLY = """
 import contextlib, io, json, sys
 from sglang_hybrid import launch_server
-for flags in json.loads(sys.argv[1]):
+port, every_flag = sys.argv[1:]
+for flags in json.loads(every_flag):
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         try:
-            launch_server.main(flags.split())
+            launch_server.main(["--port", port, *flags.split()])
         except SystemExit:
             pass
     imported = [name for name in ("torch", "sglang") if name in sys.modules]
@@ -104,7 +106,7 @@ for flags in json.loads(sys.argv[1]):
 
 def test_a_mistake_is_said_before_sglang_and_torch_are_imported() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", EARLY, json.dumps([*MISTAKES])],
+        [sys.executable, "-c", EARLY, str(free_port()), json.dumps([*MISTAKES])],
         capture_output=True,
         text=True,
         timeout=120,
