@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 class HostTierCache(OneMemoryCache, ExactPartsCache):
     """Copies on the host, by value. Without HiCache, or without a shadow tree, it is SGLang's own.
 
-    ways: chooses what a request loads; None without tiers. speeds: those in force. offload: copies
-    in the background, None without tiers.
+    ways: chooses what a request loads; None without tiers. speeds: of prefills and transfers.
+    offload: copies in the background, None without tiers.
     """
 
     cost: CostModel
     shadow_tree: Any  # a TieredShadowTree where there are tiers
     slots: PoolStateSlots
-    speeds: MeasuredSpeeds | None
+    speeds: MeasuredSpeeds
     ways: WayChooser | None = None
     tier_stats: TierStats
     offload: Offload | None = None
@@ -76,7 +76,7 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
             self.shadow_tree, self.tier_stats, self.host_room, self._least_uses
         )
         self.offload = Offload(self, watermark)
-        if schedule is not None and self.speeds is not None:
+        if schedule is not None:
             ahead = AheadLoads(self, self.shadow_tree, self.slots, self.cost)
             schedule.load_ahead(ahead, self.speeds)
 
@@ -263,14 +263,13 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
             return
         acks = self._acks("ack_write_queue")
         super().writing_check(write_back=write_back, finish_count=finish_count)
-        if self.speeds is not None:
-            for ack in acks[: len(acks) - len(self._acks("ack_write_queue"))]:
-                self.speeds.on_write(ack)
+        for ack in acks[: len(acks) - len(self._acks("ack_write_queue"))]:
+            self.speeds.on_write(ack)
 
     def loading_check(self, finish_count: int | None = None) -> None:
         acks = self._acks("ack_load_queue")
         super().loading_check(finish_count=finish_count)
-        if self.speeds is None or self.ways is None:
+        if self.ways is None:
             return
         left, link = self._acks("ack_load_queue"), self.speeds.speeds.loads[Tier.HOST]
         for ack in acks[: len(acks) - len(left)]:
@@ -298,7 +297,7 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
 
     def tiers_info(self) -> dict[str, Any] | None:
         """What each tier holds and what went between them; None without tiers."""
-        if self.ways is None or self.speeds is None:
+        if self.ways is None:
             return None
         placement = self.shadow_tree.placement
         held = {

@@ -54,8 +54,8 @@ class Parts:
     start: the policy that the flags start with. account: of one memory, None where KV and states
     have a pool each. shadow_tree: None where SGLang's own order decides what is evicted. planner:
     None where states are taken where SGLang tracks them. serving: how the server runs, None there.
-    speeds: what decisions about tiers are made with, None without tiers. learning: what is learnt
-    outlives the server; None without tiers. step_clock: the time that all ranks agree on.
+    speeds: of prefills and transfers. learning: what is learnt outlives the server; None without
+    tiers. step_clock: the time that all ranks agree on.
     """
 
     options: HybridConfig
@@ -69,7 +69,7 @@ class Parts:
     slots: PoolStateSlots
     lookups: LookUps
     tier_stats: TierStats
-    speeds: MeasuredSpeeds | None = None
+    speeds: MeasuredSpeeds
     planner: Planner | None = None
     serving: Serving | None = None
     learning: Learning | None = None
@@ -102,7 +102,8 @@ def build_parts(
     account = allocator.account if isinstance(allocator, OneMemoryKV) else None
     measured, stats = measured_cost(cost, params), CacheStats()
     shadow_tree: ShadowTree | None = None
-    speeds: MeasuredSpeeds | None = None
+    on_cpu = str(getattr(allocator, "device", "cpu")) == "cpu"
+    speeds = MeasuredSpeeds(measured, on_cpu=on_cpu)
     has_states = ComponentType.MAMBA in (params.tree_components or ())
     if options.policy is not Eviction.SGLANG_LRU and not params.disable:
         history = History(
@@ -114,8 +115,6 @@ def build_parts(
         one_memory = account is not None
         pins = make_pins(measured, params, options.hybrid_pin_share)
         if tiers:
-            on_cpu = str(getattr(allocator, "device", "cpu")) == "cpu"
-            speeds = MeasuredSpeeds(measured, on_cpu=on_cpu)
             shadow_tree = TieredShadowTree(
                 measured,
                 *policies,

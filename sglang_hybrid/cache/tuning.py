@@ -106,9 +106,8 @@ class Tuning:
     def poll(self) -> list[PolicySwitch | SpeedsMeasured | LearntBefore]:
         """What the first rank sends to all of them with the requests of this step."""
         switch = None if self.tuner is None else self.tuner.poll()
-        measured = [] if self._parts.speeds is None else self._parts.speeds.poll()
         learnt = [] if self._parts.learning is None else self._parts.learning.poll()
-        return [*([] if switch is None else [switch]), *measured, *learnt]
+        return [*([] if switch is None else [switch]), *self._parts.speeds.poll(), *learnt]
 
     def switch(self, switch: PolicySwitch) -> None:
         """On every rank at the same step: `switch` comes into force."""
@@ -125,13 +124,11 @@ class Tuning:
 
     def handlers(self) -> list[tuple[type, Callable[[Any], None]]]:
         """What the scheduler's dispatcher must know."""
-        speeds = self._parts.speeds
-        measured: list[tuple[type, Callable[[Any], None]]]
         learnt: list[tuple[type, Callable[[Any], None]]]
-        measured = [] if speeds is None else [(SpeedsMeasured, speeds.adopt)]
         learning = self._parts.learning
         learnt = [] if learning is None else [(LearntBefore, learning.restore)]
-        return [(PolicySwitch, self.switch), *measured, *learnt]
+        adopt = self._parts.speeds.adopt
+        return [(PolicySwitch, self.switch), (SpeedsMeasured, adopt), *learnt]
 
     @property
     def counts(self) -> Mapping[str, float]:

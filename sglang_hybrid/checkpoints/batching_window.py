@@ -7,17 +7,18 @@ and for prompts that nothing is known of where the tenant's long prompts usually
 (`company.py`). Whose prompts come alone never waits.
 
 Only the rank that receives requests waits; the others get what it got, as always. A prompt of which
-little is left to prefill, because the cache has the rest, is not waited for.
+little is left to prefill, because the cache has the rest, is not waited for, and none waits longer
+than a share of what its prefill is expected to take.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from math import ceil
-from typing import Any, TypeAlias
-from weakref import WeakMethod
+from typing import Any, Protocol, TypeAlias
+from weakref import ref
 
 import zmq
 from sglang.srt.managers.io_struct import (
@@ -36,23 +37,31 @@ from sglang_hybrid.serving.tenants import tenant_of_sent
 LONG_PROMPT = 512
 """New tokens from which on a prefill takes much longer than the wait."""
 
-MOST_WAITS = 4
-"""The window is at most so many quiet periods long for every `LONG_PROMPT` tokens to prefill."""
+WAIT = 0.5
+"""The window lasts at most this share of the longest prefill that it delays."""
 
 Prefilled: TypeAlias = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
 """Of all messages that schedulers receive, those whose `input_ids` are prefilled."""
 
 _BATCHES = (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)
 
-LookUp = Callable[[Prefilled], int]
-"""How many tokens of a tokenized request's prompt are cached."""
 
-_look_ups: list[WeakMethod[LookUp]] = []  # of the newest cache
+class Prefills(Protocol):
+    """What a cache knows of prefills to come."""
+
+    def cached_tokens(self, request: Prefilled, /) -> int:
+        """How many tokens of a tokenized request's prompt are cached."""
+
+    def prefill_seconds(self, begin: int, end: int, /) -> float:
+        """How long positions `begin` to `end` of a prompt are expected to take."""
 
 
-def look_up_with(cached_tokens: LookUp) -> None:
-    """Ask this method of a cache how much of a prompt it has, as long as the cache is there."""
-    _look_ups[:] = [WeakMethod(cached_tokens)]
+_newest: list[ref[Prefills]] = []
+
+
+def ask(prefills: Prefills) -> None:
+    """Ask `prefills` from now on, as long as it is there."""
+    _newest[:] = [ref(prefills)]
 
 
 def requests_in_window(receiver: Any, received: list[Any]) -> list[Any]:
@@ -64,34 +73,50 @@ def requests_in_window(receiver: Any, received: list[Any]) -> list[Any]:
 
     receiver: SGLang's SchedulerRequestReceiver, on the rank that reads the socket.
     """
-    quiet = _quiet_ms() / 1000
+    prefills = next((found() for found in _newest), None)
     socket = receiver.recv_from_tokenizer
-    if not quiet or not received or not isinstance(socket, zmq.Socket):
+    if not _quiet_ms() or not received or prefills is None or not isinstance(socket, zmq.Socket):
         return []
-    prompts = [one for message in received for one in _long_prompts(message)]
-    for prompt in prompts:
-        _company().on_arrival(tenant_of_sent(prompt), _arrival(prompt))
-    new = 0 if receiver.get_last_batch() is not None else max(map(_new_tokens, prompts), default=0)
-    if new < LONG_PROMPT:
+    prompts = [one for message in received for one in _on_arrival(message, prefills)]
+    if receiver.get_last_batch() is not None:
+        return []
+    window = WAIT * max((_seconds(prompt, prefills) for prompt in prompts), default=0.0)
+    if not window:
         return []
     on_the_way: dict[str | None, int] = {}  # by the process that tokenizes
     for message in received:
         on_the_way |= _others(message)
-    patience = max(_company().patience(tenant_of_sent(prompt)) for prompt in prompts)
-    end = time.monotonic() + quiet * MOST_WAITS * new / LONG_PROMPT
+    end = time.monotonic() + window
     rest: list[Any] = []
     while not receiver.recv_limit_reached(len(received) + len(rest)):
         left = end - time.monotonic()
         if not any(on_the_way.values()):
-            left = min(left, patience)
+            patience = (_company().patience(tenant_of_sent(one), window) for one in prompts)
+            left = min(left, max(patience))
         if left <= 0 or not socket.poll(ceil(left * 1000)):
             break
         rest.append(sock_recv(socket, zmq.NOBLOCK))
         on_the_way |= _others(rest[-1])
-        for prompt in _long_prompts(rest[-1]):
-            _company().on_arrival(tenant_of_sent(prompt), _arrival(prompt))
-            patience = max(patience, _company().patience(tenant_of_sent(prompt)))
+        prompts += _on_arrival(rest[-1], prefills)
     return rest
+
+
+def _on_arrival(message: Any, prefills: Prefills) -> list[Prefilled]:
+    """The long prompts of a message that was received. It is one arrival: who sends several prompts
+    in one body has sent them all.
+    """
+    prompts = list(_long_prompts(message))
+    if prompts:
+        first = prompts[0]
+        most = WAIT * prefills.prefill_seconds(0, len(first.input_ids))
+        _company().on_arrival(tenant_of_sent(first), _arrival(first), most)
+    return prompts
+
+
+def _seconds(prompt: Prefilled, prefills: Prefills) -> float:
+    """How long the prefill of a long prompt is expected to take; 0 if the cache has most of it."""
+    begin, end = prefills.cached_tokens(prompt), len(prompt.input_ids)
+    return prefills.prefill_seconds(begin, end) if end - begin >= LONG_PROMPT else 0.0
 
 
 def _prompts(message: Any) -> list[Prefilled]:
@@ -104,12 +129,6 @@ def _long_prompts(message: Any) -> Iterator[Prefilled]:
     for prompt in _prompts(message):
         if prompt.input_ids is not None and len(prompt.input_ids) >= LONG_PROMPT:
             yield prompt
-
-
-def _new_tokens(prompt: Prefilled) -> int:
-    """Tokens of a long prompt that are not cached."""
-    look_up = next((found() for found in _look_ups), None)
-    return len(prompt.input_ids) - (0 if look_up is None else look_up(prompt))
 
 
 def _others(message: Any) -> dict[str | None, int]:
@@ -128,7 +147,7 @@ def _stats(prompt: Prefilled) -> Any:
 
 @cache
 def _company() -> Company:
-    return Company(_quiet_ms() / 1000, MOST_WAITS * _quiet_ms() / 1000)
+    return Company(_quiet_ms() / 1000)
 
 
 @cache

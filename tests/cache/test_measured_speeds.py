@@ -19,8 +19,14 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_hybrid.cache.tiers import forward_timer
-from sglang_hybrid.cache.tiers.measured_speeds import ON_ACCELERATOR, ON_CPU, MeasuredSpeeds
+from sglang_hybrid.cache.tiers.measured_speeds import (
+    ON_ACCELERATOR,
+    ON_CPU,
+    TIMED_TOKENS,
+    MeasuredSpeeds,
+)
 from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.tiers.rates import FEWEST
 
 COST = CostModel(
     linear=16_000_000_000, quadratic=40_000, windows=(), kv_bytes_per_token=1, state_bytes=1
@@ -296,6 +302,16 @@ def test_decodes_that_a_peer_has_run_as_a_prefill_are_not_timed(serve: Serve) ->
     batch = Step(decodes=[300, 400]).batch()
     batch.forward_mode = ForwardMode.EXTEND
     assert speeds.begin_forward(MagicMock(device="cpu"), batch) is None
+
+
+def test_forwards_of_few_tokens_are_not_timed(serve: Serve) -> None:
+    """Probes of health, before the first request, say nothing of the rate."""
+    few = [(0, TIMED_TOKENS // 2), (0, TIMED_TOKENS // 2 - 1)]
+    speeds, seen = serve([*([Step(few)] * FEWEST), Step()], overlap=True)
+    assert seen == []
+    assert speeds.rates.speeds.prefill == ON_ACCELERATOR
+    more = [(start, length + 1) for start, length in few]
+    assert len(serve([Step(more), Step()], overlap=True)[1]) == 1
 
 
 def test_a_device_without_timed_events_is_served_by_the_assumption(serve: Serve) -> None:

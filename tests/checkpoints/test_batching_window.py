@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from array import array
 from collections.abc import Callable, Iterator
@@ -38,6 +39,30 @@ def embedding(tokens: int) -> TokenizedEmbeddingReqInput:
 LONG = generation(LONG_PROMPT)
 
 
+class CacheOf:
+    """A cache that has so many tokens of every prompt, and computes `rate` tokens a second."""
+
+    def __init__(self, tokens: int, rate: float = LONG_PROMPT / 1.6) -> None:
+        self.tokens = tokens
+        self.rate = rate
+        self.asked: list[Any] = []
+
+    def cached_tokens(self, request: Any) -> int:
+        self.asked.append(request)
+        return self.tokens
+
+    def prefill_seconds(self, begin: int, end: int) -> float:
+        return (end - begin) / self.rate
+
+
+@pytest.fixture(autouse=True)
+def cache(sockets: object) -> CacheOf:
+    """An empty one, which is asked."""
+    empty = CacheOf(0)
+    batching_window.ask(empty)
+    return empty
+
+
 @pytest.fixture
 def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[zmq.Socket, zmq.Socket]]:
     context = zmq.Context()
@@ -45,8 +70,8 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[zmq.Socket, zmq.S
     push.connect(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")
     monkeypatch.setattr(batching_window, "sock_recv", lambda socket, flags: socket.recv(flags))
     monkeypatch.setattr(batching_window, "_quiet_ms", lambda: 200.0)
-    monkeypatch.setattr(batching_window, "_look_ups", [])
-    company = Company(0.2, 0.8)
+    monkeypatch.setattr(batching_window, "_newest", [])
+    company = Company(0.2)
     monkeypatch.setattr(batching_window, "_company", lambda: company)
     yield pull, push
     context.destroy(linger=0)
@@ -81,12 +106,10 @@ def test_an_embedding_request_is_long_too(sockets: tuple[zmq.Socket, zmq.Socket]
 
 
 def test_a_question_about_a_long_prompt_is_not_looked_up(
-    sockets: tuple[zmq.Socket, zmq.Socket],
+    sockets: tuple[zmq.Socket, zmq.Socket], cache: CacheOf
 ) -> None:
     """It carries a prompt, and it is no request: it has no adapter, say."""
     pull, push = sockets
-    cache = CacheOf(0)
-    batching_window.look_up_with(cache.cached_tokens)
     send(push, pull)
     question = ExplainReq(input_ids=[1] * LONG_PROMPT)
     assert batching_window.requests_in_window(receiver(pull), [question, LONG]) == [b"another"]
@@ -100,10 +123,16 @@ def test_no_more_than_the_receiver_takes(sockets: tuple[zmq.Socket, zmq.Socket])
     assert len(batching_window.requests_in_window(receiver(pull), [LONG])) == 3
 
 
-def test_the_window_is_at_most_so_many_quiet_periods_long(
-    sockets: tuple[zmq.Socket, zmq.Socket], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rate", "read"), [(LONG_PROMPT / 1.6, 5), (LONG_PROMPT / 0.8, 2)])
+def test_the_window_lasts_half_as_long_as_the_prefill(
+    sockets: tuple[zmq.Socket, zmq.Socket],
+    cache: CacheOf,
+    monkeypatch: pytest.MonkeyPatch,
+    rate: float,
+    read: int,
 ) -> None:
-    """Four periods of 0.2 s, by a clock on which each message takes 0.15 s."""
+    """Of 1.6 and 0.8 s, by a clock on which each message takes 0.15 s."""
+    cache.rate = rate
     pull, push = sockets
     for _ in range(10):
         send(push, pull)
@@ -112,7 +141,7 @@ def test_the_window_is_at_most_so_many_quiet_periods_long(
     monkeypatch.setattr(batching_window, "time", clock)
     endless = receiver(pull)
     endless.recv_limit_reached = lambda count: False
-    assert len(batching_window.requests_in_window(endless, [LONG])) == 5
+    assert len(batching_window.requests_in_window(endless, [LONG])) == read
 
 
 def told(others: int, *, at: float = 1.0, worker: str = "a") -> TokenizedGenerateReqInput:
@@ -126,9 +155,9 @@ def told(others: int, *, at: float = 1.0, worker: str = "a") -> TokenizedGenerat
 @pytest.fixture
 def comes_alone(sockets: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """The long prompts of the tenant have come a minute apart."""
-    company = Company(0.2, 0.8)
+    company = Company(0.2)
     for number in range(9):
-        company.on_arrival(None, -60.0 * (number + 1))
+        company.on_arrival(None, -60.0 * (number + 1), 0.8)
     monkeypatch.setattr(batching_window, "_company", lambda: company)
 
 
@@ -200,34 +229,37 @@ def test_nobody_waits_for_nothing(
     assert batching_window.requests_in_window(receiver(pull, last_batch), received) == []
 
 
-class CacheOf:
-    """A cache that has so many tokens of every prompt."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-        self.asked: list[Any] = []
-
-    def cached_tokens(self, request: Any) -> int:
-        self.asked.append(request)
-        return self.tokens
-
-
-def test_a_prompt_that_is_cached_is_not_waited_for(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
+def test_a_prompt_that_is_cached_is_not_waited_for(
+    sockets: tuple[zmq.Socket, zmq.Socket], cache: CacheOf
+) -> None:
     pull, push = sockets
     send(push, pull)
     request = generation(LONG_PROMPT + 300)
-    cache = CacheOf(301)
-    batching_window.look_up_with(cache.cached_tokens)
+    cache.tokens = 301
     assert batching_window.requests_in_window(receiver(pull), [request]) == []
     cache.tokens = 300
     assert batching_window.requests_in_window(receiver(pull), [request]) == [b"another"]
 
 
-def test_a_cache_that_is_gone_is_not_asked(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
+def test_where_no_cache_is_left_nobody_waits(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
     pull, push = sockets
-    batching_window.look_up_with(CacheOf(10_000).cached_tokens)
+    batching_window.ask(CacheOf(0))
+    gc.collect()
     send(push, pull)
-    assert batching_window.requests_in_window(receiver(pull), [LONG]) == [b"another"]
+    assert batching_window.requests_in_window(receiver(pull), [LONG]) == []
+
+
+def test_a_body_of_several_prompts_is_one_arrival(
+    sockets: tuple[zmq.Socket, zmq.Socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tenant is not taken for one whose prompts come in company."""
+    pull, _ = sockets
+    alone = Company(0.2)
+    monkeypatch.setattr(batching_window, "_company", lambda: alone)
+    for number in range(5):
+        batch = BatchTokenizedGenerateReqInput(batch=[told(0, at=60.0 * number)] * 3)
+        batching_window.requests_in_window(receiver(pull, "a batch"), [batch])
+    assert alone.patience(None, 1.0) == 0.0
 
 
 def test_zero_turns_it_off(

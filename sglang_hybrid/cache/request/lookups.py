@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
+    from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
     from sglang_hybrid.cache.tiers.request_loads import WayChooser
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.core.records.nodes import Kind
@@ -42,9 +43,12 @@ class NoSlotForHit(MatchResult):
 
 
 class LookedUpCache(SglangCache, Protocol):
-    """A cache that chooses what a request loads; `ways` is None without tiers."""
+    """A cache that chooses what a request loads; `ways` is None without tiers. speeds: of its
+    prefills.
+    """
 
     ways: WayChooser | None
+    speeds: MeasuredSpeeds
 
 
 class LookUps:
@@ -72,7 +76,12 @@ class LookUps:
         self._decision_log = decision_log
         self._reports: PerRequest[RequestReport] = PerRequest()
         self._lens: PerRequest[tuple[int, int]] = PerRequest()  # of KV, of hit
-        batching_window.look_up_with(self.cached_tokens)
+        batching_window.ask(self)
+
+    def prefill_seconds(self, begin: int, end: int) -> float:
+        """How long this rank is expected to compute positions `begin` to `end` of a prompt."""
+        flops = float(self._cost.flops(end) - self._cost.flops(begin))
+        return self._cache.speeds.rates.prefill_seconds(flops)
 
     def cached_tokens(self, request: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput) -> int:
         """Tokens that a request which has just been received would hit on the device; 0 where only

@@ -24,6 +24,11 @@ HOST_ON_CPU = Link(4e9)
 HOST_ON_ACCELERATOR = Link(20e9, 2e-5)
 DISK = Link(2e9, 1e-4)
 
+TIMED_TOKENS = 256
+"""Forwards of fewer new tokens tell little of the prefill rate: what every forward takes besides is
+most of their time. A server's first forwards are probes of its health, of a few tokens each.
+"""
+
 
 @dataclass(frozen=True)
 class SpeedsMeasured:
@@ -50,14 +55,15 @@ class MeasuredSpeeds:
 
     def begin_forward(self, scheduler: Scheduler, batch: ScheduleBatch) -> TimedForward | None:
         """`scheduler` is about to compute `batch`, which takes time from now on. None if that tells
-        nothing of the prefill rate: where no prompt is in the batch, or where the forward waits for
-        what it loads from the host, layer by layer.
+        nothing of the prefill rate: where no prompt is in the batch, or few tokens of prompts, or
+        where the forward waits for what it loads from the host, layer by layer.
         """
         mode = batch.forward_mode
         if not mode.is_extend_without_speculative() or mode.is_split_prefill():
             return None
         only_decodes = len(batch.decoding_reqs or ()) == len(batch.reqs)
-        if only_decodes or batch.hicache_consumer_index >= 0:
+        few = sum(batch.extend_lens) < TIMED_TOKENS
+        if only_decodes or few or batch.hicache_consumer_index >= 0:
             return None
         of = self._cost.flops
         rows = zip(batch.prefix_lens, batch.extend_lens, strict=True)

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 class ServedCache(Protocol):
     """What is asked of a cache about its tiers.
 
-    host_pool_group: SGLang's, None before there is one. ways, speeds: None without tiers.
+    host_pool_group: SGLang's, None before there is one. ways: None without tiers.
     """
 
     host_pool_group: Any
     ways: WayChooser | None
     is_mamba_enabled: bool
     cost: CostModel
-    speeds: MeasuredSpeeds | None
+    speeds: MeasuredSpeeds
     options: HybridConfig
     write_through_threshold: int
     prefetch_threshold: int
@@ -43,7 +43,7 @@ class ServedCache(Protocol):
 def served_tiers(cache: ServedCache) -> ServedTiers | None:
     """The tiers of `cache` now; None where it has none, or no states."""
     pools = cache.host_pool_group
-    if cache.ways is None or cache.speeds is None or pools is None or not cache.is_mamba_enabled:
+    if cache.ways is None or pools is None or not cache.is_mamba_enabled:
         return None
     kv, states = pools.get_pool(PoolName.KV), pools.get_pool(PoolName.MAMBA)
     store = disk_of(cache)

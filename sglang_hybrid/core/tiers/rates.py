@@ -148,6 +148,10 @@ class LineEstimate:
         self.measured = 0
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
 
+    def seconds(self, size: float) -> float:
+        """How long `size` FLOPs or bytes take."""
+        return self.base + size / self.rate
+
     def observe(self, size: float, seconds: float) -> bool:
         """`size` FLOPs or bytes took so long. Returns whether the line was fitted anew. What took
         no time, or had no size, says nothing.
@@ -201,6 +205,10 @@ class Rates:
         """A forward of `flops` FLOPs took `seconds`."""
         if self._prefill.observe(flops, seconds):
             self._refresh()
+
+    def prefill_seconds(self, flops: float) -> float:
+        """How long a forward of `flops` FLOPs takes, with what every forward takes besides."""
+        return self._prefill.seconds(flops)
 
     def observe_load(self, tier: Tier, size: int, seconds: float) -> None:
         """`size` bytes came from `tier` to the device in `seconds`."""
