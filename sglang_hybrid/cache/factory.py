@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     from sglang.srt.runtime_context import get_schedule
 
-    from sglang_hybrid.cache.sizes import cost_of_model
+    from sglang_hybrid.cache.sizes import cost_of_model, of_all_stages
 
     options = HybridConfig.from_environment()
     coded_rows.use(choose_codecs(options, context))
@@ -44,6 +44,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
         learn_message_boundaries(context.tp_worker) if judicious and not unplanned else None
     )
     split = why_split(context.tp_worker.model_runner) if context.is_hybrid_ssm else None
+    split = next(filter(None, of_all_stages(split, context.params)), None)
     if split and judicious and not unplanned and _rank() == 0:
         logger.info("sglang_hybrid: prefills are split where they leave a state, since %s.", split)
     if context.is_hybrid_ssm and judicious and not (split or unplanned):
@@ -63,10 +64,10 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
         )
 
     cache: HybridRadixCache = create_unified_radix_cache(context, cache_class=build)
-    if not get_schedule().disable_overlap_schedule:
-        cache.slots.steps_ahead = 1
-        if not host_is_device():
-            cache.forward_stream = context.tp_worker.model_runner.forward_stream
+    overlaps = not get_schedule().disable_overlap_schedule
+    cache.slots.steps_ahead = int(overlaps)
+    if (overlaps or context.params.pp_size > 1) and not host_is_device():
+        cache.forward_stream = context.tp_worker.model_runner.forward_stream
     if not context.disable_radix_cache:
         cache.report.advice = advise(_server_setup(context, cache))
     for line in cache.report.advice if _rank() == 0 else ():

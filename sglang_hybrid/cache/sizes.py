@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from sglang_hybrid.cache.memory.allocators import OneMemoryKV
 from sglang_hybrid.core.costs.cost import CostModel
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 EVERY_TOKEN_ALIKE = CostModel(
     linear=1, quadratic=0, windows=(), kv_bytes_per_token=1, state_bytes=0
@@ -33,7 +37,9 @@ def cost_of_model(hf_config: Any) -> CostModel | None:
 
 
 def measured_cost(cost: CostModel | None, params: CacheInitParams) -> CostModel:
-    """`cost` with the bytes of one KV token and one state of this rank's pools."""
+    """`cost` with the bytes of one KV token and one state of this rank's pools. Of a pipeline's
+    stages, which have layers of their own and must decide alike, all count.
+    """
     cost = cost or EVERY_TOKEN_ALIKE
     allocator = params.token_to_kv_pool_allocator
     if isinstance(allocator, OneMemoryKV):
@@ -53,10 +59,21 @@ def measured_cost(cost: CostModel | None, params: CacheInitParams) -> CostModel:
         for beside in pool._slot_siblings:  # what a model keeps per slot: tensors are [slots, ...]
             rows = [entry[1] for entry in beside.iter_transfer_state_entries()]
             state_bytes += sum(tensor.nbytes // tensor.shape[0] for tensor in rows)
+    stages = of_all_stages((kv_bytes, state_bytes), params)
+    kv_bytes, state_bytes = map(sum, zip(*stages, strict=True))
     return cost.with_sizes(
         kv_bytes_per_token=kv_bytes or cost.kv_bytes_per_token or 1,
         state_bytes=state_bytes or cost.state_bytes,
     )
+
+
+def of_all_stages(value: T, params: CacheInitParams) -> list[T]:
+    """What each stage of the pipeline gives as `value`, in their order; all of them must ask."""
+    if params.pp_size == 1:
+        return [value]
+    values: list[T] = [value] * params.pp_size
+    torch.distributed.all_gather_object(values, value, group=params.pp_cache_group)
+    return values
 
 
 def _total(sizes: int | tuple[int, ...]) -> int:

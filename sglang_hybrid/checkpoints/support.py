@@ -29,7 +29,6 @@ def why_unplanned(flags: Any) -> str | None:
     """
     several = {
         "speculative decoding": flags.speculative_algorithm is not None,
-        "pipeline parallelism": flags.pp_size > 1,
         "disaggregated prefill": flags.disaggregation_mode != "null",
         "two-batch overlap": flags.enable_two_batch_overlap,
         "decode context parallelism": flags.dcp_size > 1,

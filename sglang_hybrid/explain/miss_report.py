@@ -127,7 +127,7 @@ class CacheSnapshot(msgspec.Struct):
 
     states: the model has recurrent state. recorded: skipped and evicted states are remembered.
     grid: tokens between the states that SGLang tracks, None if the cache takes them where it wants.
-    unplanned: what keeps it from that, as "pipeline parallelism"; "" if nothing does.
+    unplanned: what keeps it from that, as "speculative decoding"; "" if nothing does.
     kv_room: KV tokens at most. shared_bytes: of one memory for KV and states, None for two pools.
     full: older decisions about this tenant's prompts are forgotten. emptied: when the cache was.
     """

@@ -510,8 +510,8 @@ def test_a_report_says_what_was_hit_missed_and_left() -> None:
 @pytest.mark.parametrize(
     ("policy", "admission", "unplanned"),
     [
-        ("reuse", "judicious", "pipeline parallelism"),
-        ("marconi", "judicious", "pipeline parallelism"),
+        ("reuse", "judicious", "two-batch overlap"),
+        ("marconi", "judicious", "two-batch overlap"),
         ("reuse", "all", ""),
         ("sglang-lru", "all", ""),
     ],
@@ -532,7 +532,7 @@ def test_what_was_sent_before_ends_at_sglangs_grid(
 
 
 def test_what_was_evicted_is_no_matter_of_the_grid() -> None:
-    how = {"unplanned": "pipeline parallelism"}
+    how = {"unplanned": "two-batch overlap"}
     it = Server.on(Sizes(extra_buffer=True, grid=64, kv=512, states=16), options("reuse"), **how)
     for kind in range(4):
         it.serve(run(200, kind), [7])

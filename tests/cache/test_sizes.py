@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.mem_cache.ple_state_pool import NGramPool, ShortConvPool
@@ -23,9 +24,12 @@ def state_pool() -> MambaPool:
     return pool
 
 
-def state_bytes(pool: MambaPool) -> int:
+def state_bytes(pool: MambaPool, stages: int = 1) -> int:
     params: Any = SimpleNamespace(
-        token_to_kv_pool_allocator=None, req_to_token_pool=SimpleNamespace(mamba_pool=pool)
+        token_to_kv_pool_allocator=None,
+        req_to_token_pool=SimpleNamespace(mamba_pool=pool),
+        pp_size=stages,
+        pp_cache_group="the stages",
     )
     return measured_cost(None, params).state_bytes
 
@@ -44,3 +48,14 @@ def test_a_state_is_what_its_slot_holds() -> None:
     )
     pool.register_slot_state(NGramPool(size=SLOTS, context_len=2, eos_token_id=0, device="cpu"))
     assert state_bytes(pool) == 328 + 3 * 8 * 9 * 2 + 2 * 8
+
+
+def test_the_stages_of_a_pipeline_count_all_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They divide one model, and choose the same victims."""
+
+    def gather(values: list[Any], value: tuple[int, int], group: object) -> None:
+        assert group == "the stages"
+        values[:] = [value, (8, 1000), (4, 0)]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    assert state_bytes(state_pool(), stages=3) == 328 + 1000

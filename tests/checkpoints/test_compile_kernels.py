@@ -148,6 +148,7 @@ def test_the_start_of_a_server_compiles_where_prefills_leave_states(
         SimpleNamespace(
             model_config=SimpleNamespace(hf_config=None),
             server_args=SimpleNamespace(),
+            params=SimpleNamespace(pp_size=1),
             tp_worker=SimpleNamespace(model_runner=runner),
             is_hybrid_ssm=True,
             disable_radix_cache=False,

@@ -285,14 +285,14 @@ def test_states_on_a_grid() -> None:
 
 def test_a_prompt_that_ends_behind_the_grid() -> None:
     """All of it was sent; SGLang keeps KV up to the last state."""
-    how = {"unplanned": "pipeline parallelism", "extra_buffer": True, "grid": 64}
+    how = {"unplanned": "two-batch overlap", "extra_buffer": True, "grid": 64}
     it = server(states=16, **how)
     it.serve(run(200), run(5, 1))
     report = explain(it, run(200))
     assert (report.hit, report.kv) == (192, 192)
     assert (unstored(report).why, unstored(report).known) == (UnstoredReason.GRID, 199)
     assert "keeps KV up to its last state, on a grid of 64 tokens" in said(report)
-    assert remedy(report) == "a server without pipeline parallelism, which takes exact states."
+    assert remedy(report) == "a server without two-batch overlap, which takes exact states."
     seen = it.begin(run(200))
     assert unstored(of_request(it, seen.rid)).why is UnstoredReason.GRID
     new = explain(it, run(200, 5))

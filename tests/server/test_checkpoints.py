@@ -269,17 +269,21 @@ CONFIGURATIONS = {
     "lazy, page 16": (*LAZY, "--page-size", "16"),
     "no buffer": NO_BUFFER,
     "two ranks": ("--tp-size", "2"),
+    "two stages": ("--pp-size", "2"),
     SPLIT: (),
 }
 WITHOUT_EXTRA_BUFFER = ("mamba2", "falcon-mamba", "lfm2", "lfm2-moe")
 """Models for which SGLang does not have it; pages need it."""
-OF_EVERY_KIND = ("chunks of 128", "page 16", "lazy", "no buffer", "two ranks")
+IN_STAGES = ("nemotron-h", "kimi-linear", "qwen3.5")
+"""Models that SGLang can divide into the stages of a pipeline."""
+OF_EVERY_KIND = ("chunks of 128", "page 16", "lazy", "no buffer", "two ranks", "two stages")
 MATRIX = [
     (architecture, configuration)
     for architecture in sorted(set(ARCHITECTURES) - {"transformer"})
     for configuration in CONFIGURATIONS
     if (configuration in OF_EVERY_KIND or architecture == DEFAULT_ARCHITECTURE)
     and not (architecture == DEFAULT_ARCHITECTURE and configuration == "default")
+    and not (configuration == "two stages" and architecture not in IN_STAGES)
     and not (
         architecture in WITHOUT_EXTRA_BUFFER
         and any(word in configuration for word in ("page 16", "lazy", "extra buffer"))

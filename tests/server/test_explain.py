@@ -10,7 +10,7 @@ from threading import Thread
 import pytest
 import requests
 
-from tests.server.client import ask, hybrid_cache, random_prompt
+from tests.server.client import Serve, ask, cached, hybrid_cache, random_prompt
 
 COMMAND = ("-m", "sglang_hybrid.explain")
 
@@ -154,3 +154,18 @@ def _refused(done: subprocess.CompletedProcess[str], why: str) -> None:
     assert done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert why in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_hit_that_ends_at_the_grid_says_so(serve: Serve) -> None:
+    """Where states are taken where SGLang tracks them."""
+    buffers = ("--mamba-radix-cache-strategy", "extra_buffer")
+    with serve("--hybrid-admission", "all", *buffers) as server:
+        prompt = random_prompt(700, seed=1)
+        reports = [ask(server.url, prompt, 4)["meta_info"]["hybrid_cache"] for _ in range(2)]
+        assert [report["hit_tokens"] for report in reports] == [0, 640]
+        assert [report["missed"] for report in reports] == ["not_stored", "grid"]
+        told = account(server.url, "--input-ids", ids(prompt))
+        assert (told["hit"], told["unstored"]["why"]) == (640, "grid")
+        assert cached(ask(server.url, random_prompt(700, seed=2), 4)) == 0

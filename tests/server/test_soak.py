@@ -77,6 +77,7 @@ EXTRA_BUFFER = ("--mamba-radix-cache-strategy", "extra_buffer", "--page-size", "
 CONFIGURATIONS = {
     "default": Configuration(REQUESTS, PRIORITIES),
     "two pools": Configuration(FEWER, (*PRIORITIES, "--hybrid-memory", "split")),
+    "two stages": Configuration(FEWER, (*PRIORITIES, "--pp-size", "2")),
     "longest prefix first": Configuration(FEWER, ("--schedule-policy", "lpm")),
     "window": Configuration(FEWER, (*PRIORITIES, "--hybrid-schedule", "window")),
     "extra buffer, page 16": Configuration(

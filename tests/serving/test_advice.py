@@ -101,10 +101,10 @@ def test_an_accelerators_defaults_get_no_advice() -> None:
         ),
         (
             {
-                **{"planned": False, "unplanned": "pipeline parallelism"},
+                **{"planned": False, "unplanned": "two-batch overlap"},
                 **{"no_buffer": False, "grid": 64},
             },
-            ["with pipeline parallelism states are", "grid of 64 tokens", "up to 63 tokens early"],
+            ["with two-batch overlap states are", "grid of 64 tokens", "up to 63 tokens early"],
         ),
         (
             {"planned": False, "all_admitted": True, "no_buffer_asked": True},

@@ -29,6 +29,12 @@ def choose_codecs(options: HybridConfig, context: TreeCacheBuildContext) -> Code
     """
     if not options.hybrid_tier_error:
         return CodecPlan.uniform(Codec(options.hybrid_tier_codec))
+    if context.params.pp_size > 1:
+        logger.warning(
+            "sglang_hybrid: copies stay exact, because no stage of a pipeline can measure alone "
+            "what smaller ones do to answers; name a codec to have them."
+        )
+        return CodecPlan()
     ranks = Ranks(context.tp_group.cpu_group if context.tp_size > 1 else None)
     try:
         probe = Probe(context.tp_worker, ranks)
