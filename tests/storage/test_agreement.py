@@ -121,6 +121,7 @@ def choice(case: str, rank: int, of_model: Any, of_cpu: Any) -> str:
         tp_worker=SimpleNamespace(model_runner=model),
         tp_group=SimpleNamespace(cpu_group=of_cpu),
         tp_size=2,
+        params=SimpleNamespace(pp_size=1),
     )
     request = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=0))
     with pytest.MonkeyPatch.context() as patch:
@@ -175,3 +176,11 @@ def test_one_rank_has_nobody_to_agree_with() -> None:
     alone = Ranks(None)
     alone.give_up()
     assert (alone.agree(0.5), alone.agree(float("nan"))) == (0.5, float("inf"))
+
+
+def test_a_stage_of_a_pipeline_measures_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """It has no log probabilities to compare; it would wait for the other stages."""
+    context: Any = SimpleNamespace(params=SimpleNamespace(pp_size=2))
+    options: Any = SimpleNamespace(hybrid_tier_error=BOUND, hybrid_tier_codec="exact")
+    assert codec_choice.choose_codecs(options, context) == CodecPlan()
+    assert "name a codec" in caplog.text
