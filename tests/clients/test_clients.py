@@ -5,7 +5,6 @@ Each that passes has its row in the table of docs/clients.md written anew.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,14 +14,11 @@ import pytest
 
 from tests.clients.conftest import ROOT, RunClient
 from tests.server.client import TOLERANCE, hybrid_cache
+from tests.tables import table
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 PAGE = ROOT / "docs" / "clients.md"
-_TABLE = re.compile(
-    r"(?<=^<!-- clients: scripts/test_slow\.sh clients -->\n).*?(?=^<!-- end clients -->$)",
-    re.MULTILINE | re.DOTALL,
-)
 
 
 @dataclass(frozen=True)
@@ -140,16 +136,11 @@ CLIENTS = [
 
 
 @pytest.fixture(scope="module")
-def rows() -> Iterator[dict[str, str]]:
+def rows() -> Iterator[dict[str, list[str]]]:
     """The table's rows by client, which are written at the end; those of the page at first."""
-    page = PAGE.read_text()
-    (table,) = _TABLE.findall(page)
-    found = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines(True)}
-    yield found
-    head = "| client | version | what it did | tokens from the cache, cold | again | told |\n"
-    lines = [head, "|---|---|---|---|---|---|\n"]
-    lines += [found[client.name] for client in CLIENTS if client.name in found]
-    PAGE.write_text(_TABLE.sub(lambda _: "".join(lines), page, count=1))
+    columns = ("client", "version", "what it did", "tokens from the cache, cold", "again", "told")
+    with table(PAGE, "clients", columns, [client.name for client in CLIENTS]) as found:
+        yield found
 
 
 def _of(run: dict[str, Any]) -> str:
@@ -158,7 +149,7 @@ def _of(run: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.program)
 def test_what_it_asks_again_is_hit_and_answered_alike(
-    client: Client, default_server: str, run_client: RunClient, rows: dict[str, str]
+    client: Client, default_server: str, run_client: RunClient, rows: dict[str, list[str]]
 ) -> None:
     before = hybrid_cache(default_server)["hit_tokens"]
     said = run_client(client.program, default_server, own=client.own)
@@ -184,5 +175,5 @@ def test_what_it_asks_again_is_hit_and_answered_alike(
 
     told = sum(cached) + sum(warm["cached"])
     assert told == hit if client.all_seen else told <= hit
-    cells = [client.name, said["version"], client.did, _of(cold), _of(warm), client.told]
-    rows[client.name] = f"| {' | '.join(cells)} |\n"
+    row = [client.name, said["version"], client.did, _of(cold), _of(warm), client.told]
+    rows[client.name] = row

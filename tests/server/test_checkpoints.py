@@ -270,6 +270,11 @@ CONFIGURATIONS = {
     "no buffer": NO_BUFFER,
     "two ranks": ("--tp-size", "2"),
     "two stages": ("--pp-size", "2"),
+    "mixed chunks of 128": ("--enable-mixed-chunk", "--chunked-prefill-size", "128"),
+    "no overlap": ("--disable-overlap-schedule",),
+    "requests at every fourth step": ("--scheduler-recv-interval", "4"),
+    "two tokenizers": ("--tokenizer-worker-num", "2"),
+    "without a tokenizer": ("--skip-tokenizer-init",),
     SPLIT: (),
 }
 WITHOUT_EXTRA_BUFFER = ("mamba2", "falcon-mamba", "lfm2", "lfm2-moe")

@@ -1,0 +1,130 @@
+"""What hits are worth under the flags of production servers, to the token: docs/support.md.
+
+Each row that passes is written anew. What a CPU cannot run is said from the flags alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_hybrid.checkpoints.support import why_unplanned
+from tests.server.client import Serve, ask, cached, cold, random_prompt, said, same
+from tests.tables import table
+
+PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+
+DOCUMENT = random_prompt(700, seed=1)
+PROMPTS = [
+    DOCUMENT,
+    DOCUMENT + random_prompt(5, seed=2),
+    *(DOCUMENT[:500] + random_prompt(200, seed=seed) for seed in (3, 4)),
+]
+"""Asked behind a first DOCUMENT: it again, it and five tokens more, two siblings of its first 500,
+of which the first leaves the state that the second hits.
+"""
+
+EXACT = [699, 699, 0, 500]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Flags of a server.
+
+    planned: whether hits are exact, to the page.
+    """
+
+    name: str
+    flags: tuple[str, ...] = ()
+    page: int = 1
+    planned: bool = True
+
+    @property
+    def row(self) -> list[str]:
+        """The first cells of its row."""
+        return [self.name, f"`{' '.join(self.flags)}`" if self.flags else ""]
+
+
+LAZY = ("--mamba-radix-cache-strategy", "extra_buffer_lazy")
+CHUNKS = ("--chunked-prefill-size", "128")
+FEATURES = [
+    Feature("defaults"),
+    Feature("chunked prefill", CHUNKS),
+    Feature("chunks mixed with decodes", ("--enable-mixed-chunk", *CHUNKS)),
+    Feature("pages of 16 tokens", ("--page-size", "16"), page=16),
+    Feature("extra buffers, lazily", LAZY),
+    Feature("no overlap", ("--disable-overlap-schedule",)),
+    Feature("tensor parallelism", ("--tp-size", "2")),
+    Feature("pipeline parallelism", ("--pp-size", "2")),
+    Feature("data parallelism", ("--dp-size", "2")),
+    Feature("requests at every fourth step", ("--scheduler-recv-interval", "4")),
+    Feature("several tokenizers", ("--tokenizer-worker-num", "2")),
+    Feature("no tokenizer", ("--skip-tokenizer-init",)),
+    Feature("host memory", ("--enable-hierarchical-cache", "--hicache-ratio", "2")),
+    Feature("priorities", ("--enable-priority-scheduling",)),
+    Feature("a window over the queue", ("--hybrid-schedule", "window")),
+    Feature("SGLang's admission", ("--hybrid-admission", "all"), planned=False),
+]
+
+NOT_HERE = {
+    "speculative decoding": {"speculative_algorithm": "EAGLE"},
+    "disaggregated prefill": {"disaggregation_mode": "prefill"},
+    "two-batch overlap": {"enable_two_batch_overlap": True},
+    "decode context parallelism": {"dcp_size": 2},
+}
+"""What the CPU platform does not serve: SGLang's arguments, where they differ from its defaults."""
+
+COLUMNS = ("feature", "flags", "exact states", "cached tokens", "with SGLang's own cache")
+
+
+@contextmanager
+def rows() -> Iterator[dict[str, list[str]]]:
+    """The table of the page."""
+    order = [*(feature.name for feature in FEATURES), *NOT_HERE]
+    with table(PAGE, "support", COLUMNS, order) as found:
+        found.update({name: [name, "", "no", "", ""] for name in NOT_HERE})
+        yield found
+
+
+def hits(url: str) -> list[int]:
+    """What the prompts hit, on a cache that knows the document; answers are those of cold ones."""
+    ask(url, DOCUMENT, 4)
+    records = [ask(url, prompt, 4) for prompt in PROMPTS]
+    for record, prompt in zip(records, PROMPTS, strict=True):
+        assert same(record, cold(url, prompt, 4))
+    return [cached(record) for record in records]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
+def test_hits_under(feature: Feature, serve: Serve) -> None:
+    with serve(*feature.flags) as server:
+        ours = hits(server.url)
+        assert said(server)
+    exact = [position - position % feature.page for position in EXACT]
+    assert (ours == exact) is feature.planned
+    flags = [] if feature.flags[:1] == ("--hybrid-schedule",) else [*feature.flags]
+    flags = [] if feature.flags[:1] == ("--hybrid-admission",) else flags
+    with serve(*flags, module="sglang.launch_server") as server:
+        theirs = hits(server.url)
+    assert all(mine >= other for mine, other in zip(ours, theirs, strict=True) if feature.planned)
+    told = ["yes" if feature.planned else "no", *(", ".join(map(str, of)) for of in (ours, theirs))]
+    with rows() as found:
+        found[feature.name] = [*feature.row, *told]
+
+
+def test_what_is_not_planned_is_on_the_page() -> None:
+    defaults = {"speculative_algorithm": None, "disaggregation_mode": "null"}
+    defaults |= {"enable_two_batch_overlap": False, "dcp_size": 1}
+    assert why_unplanned(SimpleNamespace(**defaults)) is None
+    page = PAGE.read_text()
+    for name, changed in NOT_HERE.items():
+        assert why_unplanned(SimpleNamespace(**{**defaults, **changed})) == name
+        assert f"| {name} |  | no |" in page
+    assert all(f"| {feature.name} | " in page for feature in FEATURES)

@@ -1,0 +1,28 @@
+"""Tables in docs/ whose rows are written by the tests that show them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def table(page: Path, name: str, columns: Sequence[str], order: Sequence[str]) -> Iterator[dict]:
+    """The rows of a page's table between ``<!-- NAME: ... -->`` and ``<!-- end NAME -->``, by their
+    first cells, as lists of cells. What they are at the end is written, those in `order` only.
+    """
+    text = page.read_text()
+    marks = rf"(^<!-- {name}: [^\n]* -->\n)(.*?)(?=^<!-- end {name} -->$)"
+    (found,) = re.finditer(marks, text, re.MULTILINE | re.DOTALL)
+    lines = [line.strip("| \n").split(" | ") for line in found[2].splitlines()[2:]]
+    rows = {cells[0]: cells for cells in lines}
+    yield rows
+    written = [
+        list(columns),
+        ["---"] * len(columns),
+        *(rows[name] for name in order if name in rows),
+    ]
+    made = "".join(f"| {' | '.join(cells)} |\n" for cells in written)
+    page.write_text(text[: found.start(2)] + made + text[found.end(2) :])
