@@ -16,8 +16,8 @@ def table(page: Path, name: str, columns: Sequence[str], order: Sequence[str]) -
     text = page.read_text()
     marks = rf"(^<!-- {name}: [^\n]* -->\n)(.*?)(?=^<!-- end {name} -->$)"
     (found,) = re.finditer(marks, text, re.MULTILINE | re.DOTALL)
-    lines = [line.strip("| \n").split(" | ") for line in found[2].splitlines()[2:]]
-    rows = {cells[0]: cells for cells in lines}
+    lines = [line.removeprefix("| ").removesuffix(" |") for line in found[2].splitlines()[2:]]
+    rows = {line.split(" | ")[0]: line.split(" | ") for line in lines}
     yield rows
     written = [
         list(columns),
