@@ -82,7 +82,7 @@ def test_what_cannot_be_asked_for_is_report(int8: ServerProcess) -> None:
     assert answer.status_code == 400 and "may be 'true'" in answer.text
 
 
-@pytest.mark.parametrize("architecture", ["nemotron-h", "qwen3-next", "transformer"])
+@pytest.mark.parametrize("architecture", ["nemotron-h", "qwen3-next", "kimi-linear", "transformer"])
 def test_codecs_are_chosen_by_what_they_change(serve: Serve, architecture: str) -> None:
     flags = ("--hybrid-tier-codec", "auto:0.01", "--radix-cache-backend", "hybrid")
     with serve(*FLAGS, *flags, of=architecture) as server:
