@@ -71,7 +71,7 @@ def coded_state_pool(sglangs: type) -> type:
 class _Coded:
     """What both pools share: `kv_buffer` is uint8 [slots, bytes], and `rows` says where what is.
 
-    tensors: of the device's pool, [slots, ...] in each layer. rows, device: of these tensors.
+    tensors: of the device's pool, [slots, ...] in each layer. _device: where they are.
     """
 
     tensors: list[list[Tensor]]
@@ -186,14 +186,19 @@ class CodedKVPool(_Coded, HostKVCache):  # type: ignore[misc]
     def __init__(
         self,
         buffer_info: Any,
-        *sizes: Any,
+        host_to_device_ratio: float,
+        host_size: float,
+        page_size: int,
+        layout: str,
+        *,
+        pin_memory: bool = True,
         draft_buffer_infos: Sequence[Any] = (),
         layer_shard_enabled: bool = False,
         dcp_size: int = 1,
-        **named: Any,
+        **more: Any,
     ) -> None:
-        """What SGLang gives its classes. sizes: ratio of host to device, size in GB, page size and
-        layout. Raises `CodecRefused` for KV that cannot have smaller copies.
+        """What SGLang gives its classes for either kind of KV; host_size is in GB, and 0 lets the
+        ratio decide. Raises `CodecRefused` for KV that cannot have smaller copies.
         """
         if draft_buffer_infos:
             raise CodecRefused(f"--hybrid-tier-codec {chosen()} knows no KV of draft models.")
@@ -204,18 +209,17 @@ class CodedKVPool(_Coded, HostKVCache):  # type: ignore[misc]
             )
         self._describe(kv_tensors(buffer_info), chosen().kv, buffer_info.device)
         self.layer_num = self.target_layer_num = len(self.tensors)
-        ratio, size, page_size, layout = sizes
         wanted = inspect.signature(HostKVCache.__init__).parameters
         super().__init__(
             dtype=buffer_info.dtype,
             size_per_token=self.rows.bytes,
-            host_to_device_ratio=ratio,
-            host_size=size,
+            host_to_device_ratio=host_to_device_ratio,
+            host_size=host_size,
             page_size=page_size,
             layout=layout,
-            pin_memory=named.pop("pin_memory", True),
+            pin_memory=pin_memory,
             device="cpu",
-            **{name: value for name, value in named.items() if name in wanted},
+            **{name: value for name, value in more.items() if name in wanted},
         )
 
 
