@@ -45,19 +45,26 @@ def keep_freed_slots(allocator: type) -> type:
     return with_freed_slots(allocator)
 
 
-def smaller_kv(pool: type, *_: Any) -> type | None:
-    """The class of KV's host pool where copies below the device are to be smaller."""
-    if pool.__name__ != "MHATokenToKVPoolHost":
-        return None
+def smaller_kv(pool: type, *_: Any) -> type:
+    """The class of KV's host pool: ours where copies below the device are to be smaller."""
     from sglang_hybrid.storage.codecs.coded_pools import coded_kv_pool
 
     return coded_kv_pool(pool)
 
 
-def smaller_states(pool: type) -> Callable[..., Any]:
-    """What builds the host pool of states: of another class where copies below the device are to be
-    smaller, which is known only then.
+def smaller_latents(pool: type) -> Callable[..., Any]:
+    """As `smaller_kv`, for latent attention (MLA): what builds the pool, since the codec is known
+    only then.
     """
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        return smaller_kv(pool)(*args, **kwargs)
+
+    return build
+
+
+def smaller_states(pool: type) -> Callable[..., Any]:
+    """As `smaller_latents`, for states."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
         from sglang_hybrid.storage.codecs.coded_pools import coded_state_pool

@@ -91,6 +91,7 @@ HOOKS: tuple[Hook, ...] = (
     *_in(
         "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler",
         ("MambaPoolHost", _REPLACE, pools.smaller_states),
+        ("MLATokenToKVPoolHost", _REPLACE, pools.smaller_latents),
     ),
     *_in(
         "sglang.srt.mem_cache.kv_cache_configurator",

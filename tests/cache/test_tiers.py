@@ -111,6 +111,14 @@ def test_a_host_whose_size_sglang_chooses() -> None:
     assert cache.req_to_token_pool.mamba_pool.host_capacity_tokens > 0
 
 
+def test_a_model_without_kv_has_no_host_tier() -> None:
+    """Mamba alone. SGLang divides by the size of its KV."""
+    cache = build_tiered_cache(Sizes(), options("reuse"))
+    cache.token_to_kv_pool_allocator.get_kvcache().full_kv_pool.layer_num = 0
+    with pytest.raises(StartupError, match="this model has no KV; leave the flag out"):
+        share_host_room(cache, cache.cost)
+
+
 @pytest.mark.parametrize("writes", ["write_through", "write_back"])
 @pytest.mark.parametrize("name", ["two pools", "one memory"])
 def test_nodes_that_only_the_host_has(name: str, writes: str) -> None:

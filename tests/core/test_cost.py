@@ -191,6 +191,38 @@ def test_qwen3_next_interval_gate_and_shared_expert() -> None:
     assert dense.linear == 3 * delta + attn + 4 * (6 * 64 * 100)
 
 
+def test_qwen4_exp_streams_ngrams_and_sparse_attention() -> None:
+    config = {
+        **MODELS["Qwen3.5-9B"],
+        "model_type": "qwen4_exp_text",
+        "hc_count": 2,
+        "hc_lowrank": 32,
+    }
+    hidden, layers, attentions = 4_096, 32, 8
+    plain = CostModel.from_config(MODELS["Qwen3.5-9B"])
+    model = CostModel.from_config(config)
+    mix, inject = 2 * (2 * hidden * 32 + 32 * 2 * hidden), 2 * 2 * hidden * 2
+    assert model.assumed == ""
+    assert model.linear - plain.linear == (2 * layers + 1) * mix + 2 * layers * inject
+    assert model.state_bytes == plain.state_bytes
+    assert model.kv_bytes_per_token == plain.kv_bytes_per_token
+    more = {"ple_layer_ids": [2, 22], "ple_embed_dim": 64, "ngram_size": 3}
+    ngrams = CostModel.from_config({**config, **more})
+    each = 2 * (64 * 2 * hidden + 64 * hidden) + 2 * 4 * 2 * hidden
+    assert ngrams.linear - model.linear == 2 * each
+    assert ngrams.state_bytes - model.state_bytes == 2 * 2 * (2 * hidden * 3 * 3)
+    indexer = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128}
+    indexer |= {"indexer_budget": 2_048, "indexer_compress_ratio": 4}
+    kinds = ["linear_attention"] * 3 + ["indexed_attention"]
+    sparse = CostModel.from_config({**config, **indexer, "layer_types": kinds * 8})
+    assert sparse.windows == ((2_048, attentions * 4 * 16 * 256),)
+    scores = attentions * 2 * 4 * 128 // 4
+    assert sparse.quadratic == scores // 2
+    projected = attentions * 2 * hidden * 5 * 128
+    assert sparse.flops(1) - model.flops(1) == projected + scores
+    assert sparse.kv_bytes_per_token - model.kv_bytes_per_token == attentions * 2 * 128 // 4
+
+
 KIMI: dict[str, Any] = {
     "model_type": "kimi_linear",
     "hidden_size": 64,
@@ -248,8 +280,8 @@ def test_kimi_linear_and_k3_by_hand() -> None:
 @pytest.mark.parametrize(
     ("name", "parameters", "state_bytes", "kv_bytes"),
     [
-        # The files of Kimi-Linear-48B hold 49.1 billion.
-        ("Kimi-Linear-48B", 49.1e9, 20 * (4 * 32 * 128**2 + 2 * 3 * 3 * 4096), 7 * 2 * 576),
+        # Counted tensor by tensor: an MoE layer 1,819,607,296, KDA 39,514,272, MLA 29,114,880.
+        ("Kimi-Linear-48B", 49_122_681_728, 20 * (4 * 32 * 128**2 + 2 * 3 * 3 * 4096), 7 * 2 * 576),
         # The files of LFM2-2.6B hold 2.57 billion; its head is its embedding.
         ("LFM2-2.6B", 2.57e9, 22 * 2 * 2 * 2048, 8 * 2 * 2 * 8 * 64),
         ("Qwen3.5-9B", 9e9, 24 * (4 * 32 * 128**2 + 2 * 3 * 8192), 8 * 2 * 2 * 4 * 256),
@@ -394,6 +426,12 @@ EVERYTHING = {
     "moe_intermediate_size": 32,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "ple_layer_ids": [1],
     "sliding_window": 64,
     "block_ffn_dim_multiplier": 1.0,
     "hybrid_override_pattern": "M-*E",

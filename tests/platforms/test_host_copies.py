@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -111,20 +112,25 @@ def test_layer_first() -> None:
     came_back(v, new_v)
 
 
-def test_states() -> None:
-    states = device(3)
-    host = torch.zeros(SLOTS, LAYERS, 1, HEADS, DIM)
-    host_copies.mamba_lf_pf(
-        src_ptrs=addresses(states),
+@pytest.mark.parametrize("shape", [(HEADS, DIM), (1, HEADS * DIM)], ids=["states", "latents"])
+def test_one_tensor_page_first(shape: tuple[int, int]) -> None:
+    """States have an axis more on the host than on the device, latents (MLA) have not."""
+    layers = [layer.view(SLOTS, *shape) for layer in device(3)]
+    table = {"states": "src_ptrs", "latents": "src_layers"}
+    kind = "latents" if shape[0] == 1 else "states"
+    host = torch.zeros(SLOTS, LAYERS, *((1,) if kind == "states" else ()), *shape)
+    backup: Any = host_copies.mamba_lf_pf if kind == "states" else host_copies.rows_lf_pf
+    backup(
+        **{table[kind]: addresses(layers)},
         dst=host,
         item_size=ITEM,
         dst_layout_dim=ITEM * LAYERS,
         num_layers=LAYERS,
         **INDICES,
     )
-    loaded = [torch.zeros_like(layer) for layer in states]
+    loaded = [torch.zeros_like(layer) for layer in layers]
     for layer in range(LAYERS):
-        host_copies.mamba_pf_lf(
+        host_copies.rows_pf_lf(
             src=host,
             dst=loaded[layer],
             layer_id=layer,
@@ -132,7 +138,22 @@ def test_states() -> None:
             src_layout_dim=ITEM * LAYERS,
             **BACK,
         )
-    came_back(states, loaded)
+    came_back(layers, loaded)
+
+
+def test_one_tensor_layer_first() -> None:
+    layers = device(3)
+    host, loaded = ([torch.zeros_like(layer) for layer in layers] for _ in range(2))
+    host_copies.rows_all_layer(
+        src_layers=addresses(layers),
+        dst_layers=addresses(host),
+        item_size=ITEM,
+        num_layers=LAYERS,
+        **INDICES,
+    )
+    for layer in range(LAYERS):
+        host_copies.rows_per_layer(src=host[layer], dst=loaded[layer], item_size=ITEM, **BACK)
+    came_back(layers, loaded)
 
 
 @pytest.fixture

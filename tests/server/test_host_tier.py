@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_hybrid.serving.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 from tests.server.client import Serve, ask, cached, cold, hybrid_cache, random_prompt, same
 
 FLAGS = (
     *("--max-total-tokens", "2000", "--max-mamba-cache-size", "10", "--enable-cache-report"),
     *("--enable-hierarchical-cache", "--hicache-ratio", "3"),
 )
-LAYOUTS = ("page_first", "page_first_direct")
+DIRECT = "page_first_direct"
+LAYOUTS = ("page_first", DIRECT)
 PROMPTS = [random_prompt(700, seed=seed) for seed in range(5)]
 """More than the device holds, and less than the host does."""
 
@@ -41,7 +42,7 @@ SGLANGS = "sglang.launch_server"
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "architecture", ["nemotron-h", "falcon-h1", "granite-hybrid", "qwen3-next"]
+    "architecture", ["nemotron-h", "falcon-h1", "granite-hybrid", "qwen3-next", "kimi-linear"]
 )
 def test_sglangs_cache_loads_what_it_backed_up(
     serve: Serve, architecture: str, layout: str
@@ -76,17 +77,29 @@ def every_mixture_is_answered_as_cold(server: ServerProcess) -> None:
         assert same(answer, cold(server.url, prompt, 4))
 
 
+IN_PAGES = ("--hicache-mem-layout", DIRECT)
 MIXTURES = [
     ("nemotron-h", ()),
     ("nemotron-h", ("--hicache-write-policy", "write_back")),
     ("nemotron-h", ("--hicache-write-policy", "write_through_selective")),
-    ("nemotron-h", ("--hybrid-memory", "split", "--hicache-mem-layout", "page_first_direct")),
+    ("nemotron-h", ("--hybrid-memory", "split", *IN_PAGES)),
     ("nemotron-h", ("--chunked-prefill-size", "128")),
     ("nemotron-h", ("--tp-size", "2")),
     ("falcon-h1", ("--page-size", "16")),
     ("granite-hybrid", ()),
-    ("qwen3-next", ("--page-size", "16", "--hicache-mem-layout", "page_first_direct")),
+    ("qwen3-next", ("--page-size", "16", *IN_PAGES)),
+    ("lfm2", ()),
+    ("kimi-linear", ()),
+    ("kimi-linear", ("--hybrid-memory", "split", "--page-size", "16", *IN_PAGES)),
+    ("kimi-linear", ("--tp-size", "2")),
 ]
+
+
+@pytest.mark.slow
+def test_a_model_without_kv_is_refused_in_one_sentence(serve: Serve) -> None:
+    server = serve(*FLAGS, of="falcon-mamba")
+    with pytest.raises(ServerFailed, match=r"cannot start: .* this model has no KV"), server:
+        pass
 
 
 @pytest.mark.slow

@@ -45,9 +45,11 @@ TOLD = ("--hybrid-eviction", "marconi:0.5", "--max-running-requests", "4")
 """A policy whose alpha is told, and so few requests at once that there is no advice."""
 
 
-@pytest.fixture(scope="module")
-def server(serve: Serve) -> Iterator[ServerProcess]:
-    with serve(*FLAGS, *TOLD, environment=CHECKED) as running:
+@pytest.fixture(
+    scope="module", params=["nemotron-h", pytest.param("kimi-linear", marks=pytest.mark.slow)]
+)
+def server(serve: Serve, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    with serve(*FLAGS, *TOLD, of=request.param, environment=CHECKED) as running:
         yield running
 
 

@@ -118,3 +118,4 @@ def test_a_codec_that_saves_nothing_is_not_used() -> None:
     assert Codec.BF16.fit(128, torch.bfloat16) is Codec.EXACT
     assert Codec.INT8.fit(128, torch.bfloat16) is Codec.INT8
     assert Codec.EXACT.fit(128, torch.float32) is Codec.EXACT
+    assert Codec.INT8.fit(128, torch.uint8) is Codec.EXACT, "what SGLang keeps float8 in"

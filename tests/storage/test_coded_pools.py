@@ -9,18 +9,21 @@ import pytest
 import torch
 from sglang.srt.mem_cache import device_pool_info
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost, get_mha_host_pool_cls
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
+from sglang_hybrid.hooks.pools import smaller_kv, smaller_latents
 from sglang_hybrid.platforms.binder import bind_on_import
 from sglang_hybrid.storage.codecs import coded_rows
 from sglang_hybrid.storage.codecs.codecs import Codec
-from sglang_hybrid.storage.codecs.coded_pools import CodecRefused, coded_kv_pool, coded_state_pool
+from sglang_hybrid.storage.codecs.coded_pools import CodecRefused, coded_state_pool
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan, CodedRows
 from tests.releases import smaller_copies
 
 pytestmark = smaller_copies
 
 LAYERS, SLOTS, HEADS, DIM, PAGE = 3, 64, 2, 16, 4
+VALUE_DIM, LATENT, SHARED_KEY = 8, 32, 16
 DTYPE = torch.float32
 BOUNDS = {Codec.EXACT: 0.0, Codec.BF16: 2**-8, Codec.INT8: 1 / 254 + 1e-6}
 """Errors as shares of the largest number of a row."""
@@ -34,30 +37,65 @@ def exact_again() -> Iterator[None]:
     coded_rows.use(CodecPlan())
 
 
-def kv_pool(**named: Any) -> Any:
-    buffers = [tuple(torch.randn(SLOTS, HEADS, DIM) for _ in range(LAYERS)) for _ in "kv"]
+def per_head(value_dim: int = DIM, **changes: Any) -> Any:
+    """Keys [SLOTS, HEADS, DIM] and values of `value_dim` numbers."""
+    keys, values = (
+        tuple(torch.randn(SLOTS, HEADS, width) for _ in range(LAYERS)) for width in (DIM, value_dim)
+    )
     pointers = torch.zeros(LAYERS, dtype=torch.uint64)
-    info = device_pool_info.MHABufferInfo(
+    layout = changes.pop("layout", device_pool_info.KVBufferLayout.NHD)
+    return device_pool_info.MHABufferInfo(
         buffers=device_pool_info.KVBuffers(
-            k=buffers[0],
-            v=buffers[1],
-            k_data_ptrs=pointers,
-            v_data_ptrs=pointers,
-            layout=device_pool_info.KVBufferLayout.NHD,
+            k=keys, v=values, k_data_ptrs=pointers, v_data_ptrs=pointers, layout=layout
         ),
         page_size=PAGE,
         head_num=HEADS,
         head_dim=DIM,
-        v_head_dim=DIM,
+        v_head_dim=value_dim,
+        dtype=DTYPE,
+        device=torch.device("cpu"),
+        **changes,
+    )
+
+
+def latent(**changes: Any) -> Any:
+    """Rows [SLOTS, 1, LATENT + SHARED_KEY], whose second part is a hundred times smaller."""
+    rows = tuple(torch.randn(SLOTS, 1, LATENT + SHARED_KEY) for _ in range(LAYERS))
+    for row in rows:
+        row[..., LATENT:] /= 100
+    values: dict[str, Any] = dict(
+        buffers=rows,
+        data_ptrs=torch.zeros(LAYERS, dtype=torch.uint64),
+        layer_indices=tuple(range(LAYERS)),
+        device_layer_num=LAYERS,
+        page_size=PAGE,
+        kv_lora_rank=LATENT,
+        qk_rope_head_dim=SHARED_KEY,
+        kv_cache_dim=LATENT + SHARED_KEY,
         dtype=DTYPE,
         device=torch.device("cpu"),
     )
-    return coded_kv_pool(MHATokenToKVPoolHost)(
+    return device_pool_info.MLABufferInfo(**values | changes)
+
+
+def kv_pool(info: Any = None, **named: Any) -> Any:
+    """As SGLang builds it for either kind of KV."""
+    info = per_head() if info is None else info
+    if isinstance(info, device_pool_info.MLABufferInfo):
+        build: Any = smaller_latents(MLATokenToKVPoolHost)
+        named |= dict(override_kv_cache_dim=LATENT + SHARED_KEY, target_layer_num=LAYERS)
+        named = dict(layer_shard_enabled=False, draft_buffer_infos=()) | named
+    else:
+        build = smaller_kv(get_mha_host_pool_cls(info))
+        named = dict(write_back_staging=None) | named
+    return build(
         info,
         2.0,
         0,
         PAGE,
         "page_first",
+        allocator_type="default",
+        pool_label="kv",
         pin_memory=False,
         device_capacity_tokens=SLOTS,
         start_layer=0,
@@ -88,10 +126,14 @@ def close(one: torch.Tensor, two: torch.Tensor, codec: Codec) -> bool:
 
 @pytest.mark.parametrize("codec", list(Codec)[1:])
 @pytest.mark.parametrize("io_backend", ["kernel", "direct"])
-def test_kv_comes_back_within_the_bound(codec: Codec, io_backend: str) -> None:
+@pytest.mark.parametrize(
+    "describe", [per_head, lambda: per_head(VALUE_DIM), latent], ids=["MHA", "two widths", "MLA"]
+)
+def test_kv_comes_back_within_the_bound(describe: Any, codec: Codec, io_backend: str) -> None:
+    """A latent and the part of the key beside it have a scale each."""
     coded_rows.use(CodecPlan.uniform(codec))
-    pool = kv_pool()
-    device = [*pool.device_k_buffers, *pool.device_v_buffers]
+    pool = kv_pool(describe())
+    device = [tensor for layer in pool.tensors for tensor in layer]
     before = [tensor.clone() for tensor in device]
     host, slots = pool.alloc(8), torch.tensor([9, 3, 4, 5, 20, 21, 22, 23])
     pool.backup_from_device_all_layer(None, host, slots, io_backend)
@@ -119,7 +161,7 @@ def test_states_come_back_within_the_bound(codec: Codec) -> None:
     assert torch.equal(info.temporal[:, [0, 1, 3, 4, 5, 6]], before[0][:, [0, 1, 3, 4, 5, 6]])
 
 
-@pytest.mark.parametrize("make", [kv_pool, state_pool])
+@pytest.mark.parametrize("make", [kv_pool, lambda: kv_pool(latent()), state_pool])
 def test_pages_for_the_disk_are_the_hosts_bytes(make: Any) -> None:
     coded_rows.use(CodecPlan.uniform(Codec.INT8))
     pool = make()
@@ -138,23 +180,44 @@ def test_int8_more_than_halves_the_bytes() -> None:
     sizes = {}
     for codec in Codec:
         coded_rows.use(CodecPlan.uniform(codec))
-        sizes[codec] = (kv_pool().size_per_token, state_pool().size_per_token)
-    for kind in (0, 1):
+        pools = (kv_pool(), kv_pool(latent()), state_pool())
+        sizes[codec] = [pool.size_per_token for pool in pools]
+    for kind in range(3):
         assert sizes[Codec.BF16][kind] == sizes[Codec.EXACT][kind] / 2
         assert sizes[Codec.INT8][kind] < sizes[Codec.BF16][kind]
 
 
 def test_exact_pools_are_sglangs() -> None:
-    assert coded_kv_pool(MHATokenToKVPoolHost) is MHATokenToKVPoolHost
+    assert smaller_kv(MHATokenToKVPoolHost) is MHATokenToKVPoolHost
+    assert smaller_kv(MLATokenToKVPoolHost) is MLATokenToKVPoolHost
     assert coded_state_pool(MambaPoolHost) is MambaPoolHost
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        lambda: per_head(layout=device_pool_info.KVBufferLayout.HND),
+        lambda: per_head(
+            scales=device_pool_info.KVScaleBuffers(
+                k=(), v=(), layout=device_pool_info.KVScaleLayout.TOKEN
+            )
+        ),
+        lambda: latent(packed_fp8=True),
+        lambda: latent(scales=()),
+    ],
+)
+def test_kv_that_is_no_row_of_numbers_is_refused(info: Any) -> None:
+    coded_rows.use(CodecPlan.uniform(Codec.INT8))
+    with pytest.raises(CodecRefused, match="packed, or not kept token by token; leave the flag"):
+        kv_pool(info())
 
 
 def test_pools_that_cannot_be_coded_are_refused() -> None:
     coded_rows.use(CodecPlan.uniform(Codec.INT8))
-    with pytest.raises(CodecRefused, match="knows no KV of dict"):
-        coded_kv_pool(dict)
     with pytest.raises(CodecRefused, match="draft"):
         kv_pool(draft_buffer_infos=("any",))
+    with pytest.raises(CodecRefused, match="several ranks divide"):
+        kv_pool(latent(), dcp_size=2, dcp_rank=0)
     with pytest.raises(CodecRefused, match="side states"):
         state_pool(extra_checkpoint_buffers=(torch.zeros(8, 2),))
 

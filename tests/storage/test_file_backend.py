@@ -129,7 +129,8 @@ def test_other_ranks_have_other_folders(change: str) -> None:
     "name",
     [
         *("layout", "page_size", "dtype", "storage_format_tag", "layer_num", "head_num"),
-        *("head_dim", "start_layer", "end_layer", "temporal_dtype", "temporal_state_shape"),
+        *("head_dim", "kv_lora_rank", "qk_rope_head_dim", "start_layer", "end_layer"),
+        *("temporal_dtype", "temporal_state_shape"),
         "conv_state_shapes",
     ],
 )
@@ -224,9 +225,20 @@ def test_a_folder_that_cannot_be_used_is_one_line(
     made.clear(), made.close()
 
 
+def test_ranks_that_have_the_same_kv_keep_it_each() -> None:
+    """SGLang lets the first rank alone write the KV of latent attention, which all ranks have."""
+    facts = dict(is_mla_model=True, tp_size=2, tp_rank=1)
+    made = backend(**facts)
+    assert made.config.is_storage_writer and not config(**facts).is_storage_writer
+    set_kv(made, 1)
+    assert made.holds(PoolName.KV, keys(1)) == [True]
+    made.close()
+
+
 def test_what_is_not_kept_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    assert backend(is_mla_model=True, tp_size=2).store is None
-    assert "ranks that share their KV" in caplog.text
+    divided = dict(is_mla_model=True, tp_size=2, dcp_size=2, logical_page_size=2 * PAGE)
+    assert backend(**divided).store is None
+    assert "KV whose tokens ranks divide (--dcp-size) is not kept on disk" in caplog.text
 
 
 def test_weights_without_identity_are_not_kept(

@@ -42,7 +42,7 @@ def why_two_pools(configurator: KVCacheConfigurator) -> str | None:
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform
 
     flags, options = configurator.server_args, HybridConfig.from_environment()
-    model = configurator.mambaish_config
+    model, text = configurator.mambaish_config, configurator.model_config.hf_text_config
     features = get_exec()
     reasons = {
         "the model has no recurrent states": model is None,
@@ -56,13 +56,10 @@ def why_two_pools(configurator: KVCacheConfigurator) -> str | None:
         "--hybrid-eviction sglang-lru is SGLang's own order, which knows two pools": (
             options.policy is Eviction.SGLANG_LRU
         ),
-        "the model has no KV, or KV of another kind than keys and values per head": (
-            model is not None
-            and (
-                not model.full_attention_layer_ids
-                or configurator.use_mla_backend
-                or configurator.is_hybrid_swa
-            )
+        "the model has no KV": model is not None and not model.full_attention_layer_ids,
+        "the model's KV has a pool for windows, or an index beside it": (
+            configurator.is_hybrid_swa
+            or any(getattr(text, name, None) for name in ("index_topk", "indexer_n_heads"))
         ),
         "--mamba-full-memory-ratio, which may be left out, divides the memory": (
             flags.mamba_full_memory_ratio is not None
@@ -86,8 +83,12 @@ class OneMemory:
         from sglang.srt.runtime_context import get_parallel
 
         model, parallel = configurator.model_config, get_parallel()
-        heads = model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
-        row = heads * model.head_dim * configurator.kv_cache_dtype.itemsize
+        if configurator.use_mla_backend:  # keys and values of all heads in one row
+            rows = [model.kv_lora_rank + model.qk_rope_head_dim]
+        else:
+            heads = model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
+            rows = [heads * model.head_dim] * 2
+        rows = [values * configurator.kv_cache_dtype.itemsize for values in rows]
         layer_info = configurator.layer_info
         layers = [
             layer
@@ -95,12 +96,12 @@ class OneMemory:
             if layer_info.start_layer <= layer < layer_info.end_layer
         ]
         self.page = int(configurator.pool_page_size)
-        self.token_bytes = 2 * len(layers) * row
+        self.token_bytes = len(layers) * sum(rows)
         self.state_layers = len(configurator._get_mamba_layer_ids_for_req_pool())
         state = configurator.mambaish_config.mamba2_cache_params.mamba_cache_per_req
         tokens = sizes.max_total_num_tokens
         self.budget = tokens * self.token_bytes + slots * state
-        self.granule = math.lcm(self.page, rows_of_whole_pages(row))  # tokens
+        self.granule = math.lcm(self.page, *map(rows_of_whole_pages, rows))  # tokens
         self.granules = self.budget // (self.granule * self.token_bytes)
         self.slots = self.budget // state
         needed = 1 + slots_of_a_request(configurator)
@@ -135,7 +136,8 @@ class OneMemory:
                 f"--hybrid-memory one cannot share a pool of class {type(kv_pool).__name__}; use "
                 "--hybrid-memory split."
             )
-        buffers = [*kv_pool.full_kv_pool.k_buffer, *kv_pool.full_kv_pool.v_buffer]
+        full = kv_pool.full_kv_pool
+        buffers = full.kv_buffer if kv_pool.use_mla else [*full.k_buffer, *full.v_buffer]
         kv = Planes([self.reserved.plane(buffer, 0) for buffer in buffers], self.granule)
         tensors = [*states.mamba_cache.conv, states.mamba_cache.temporal]
         slots = Planes([self.reserved.plane(tensor, 1) for tensor in tensors if tensor.numel()], 1)

@@ -13,6 +13,7 @@ from sglang_hybrid.cache.memory.allocators import OneMemoryKV
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.preflight import check_host_room
+from sglang_hybrid.serving.startup import StartupError
 
 if TYPE_CHECKING:
     from sglang_hybrid.cache.sglang_cache import SglangCache
@@ -31,10 +32,17 @@ def share_host_room(cache: SglangCache, cost: CostModel) -> None:
     for all of it, and where states are large most of the host would hold states. Here the host
     holds what `CostModel.states_to_kv` says: one state per 1,000 tokens.
 
-    Raises `StartupError` if the machine has less memory than --hicache-ratio asks for;
-    --hicache-size was checked before.
+    Raises `StartupError` for a model without KV, beside which SGLang keeps states; and if the
+    machine has less memory than --hicache-ratio asks for (--hicache-size was checked before).
     """
     allocator, pool = cache.token_to_kv_pool_allocator, cache.req_to_token_pool.mamba_pool
+    kv_pool = allocator.get_kvcache()
+    kv_pool = getattr(kv_pool, "full_kv_pool", kv_pool)
+    if not kv_pool.layer_num:
+        raise StartupError(
+            "--enable-hierarchical-cache keeps states beside KV, and this model has no KV; leave "
+            "the flag out, and raise --max-mamba-cache-size to keep more states."
+        )
     if not cost.kv_bytes_per_token or not cost.state_bytes:
         return
     if isinstance(allocator, OneMemoryKV):
@@ -44,8 +52,6 @@ def share_host_room(cache: SglangCache, cost: CostModel) -> None:
     share = Split.of(budget, cost)
     slots = max(share.slots, min(FEWEST_STATES, int(pool.size)))
     left = max(0, budget - slots * cost.state_bytes) // cost.kv_bytes_per_token
-    kv_pool = allocator.get_kvcache()
-    kv_pool = getattr(kv_pool, "full_kv_pool", kv_pool)
     tokens = max(cache.page_size, left - left % cache.page_size)
     kv_pool.host_capacity_tokens = tokens
     kv_pool.host_capacity_bytes = tokens * cost.kv_bytes_per_token

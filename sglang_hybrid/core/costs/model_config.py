@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_hybrid.core.costs.layers import (
     Layer,
@@ -162,6 +162,46 @@ def _qwen3_next(config: Config) -> list[Layer]:
     return layers
 
 
+def _qwen4_exp(config: Config) -> list[Layer]:
+    """Qwen4-Exp: Qwen3.5's layers on `hc_count` residual streams, which every mixer and MLP reads
+    through a mix of low rank. Layers that `ple_layer_ids` counts from 1 add embeddings of n-grams.
+    With an indexer, attention reads `indexer_budget` tokens, chosen by keys of blocks.
+    """
+    hidden, streams = integer(config, "hidden_size"), integer(config, "hc_count", default=4)
+    wide = hidden * streams
+    mix = Layer(4 * wide * integer(config, "hc_lowrank", default=320))
+    inject = Layer(2 * wide * streams)
+    index = _block_index(config) if config.get("indexer_n_heads") else None
+    layers = []
+    for layer in _qwen3_next(config):
+        if index is not None and layer.kv_values:
+            layers.append(index)
+            layer = replace(layer, window=integer(config, "indexer_budget"))
+        layers += [mix, layer, inject]
+    width = integer(config, "ple_embed_dim", default=hidden)
+    taps = integer(config, "ple_conv_kernel_size", default=4)
+    ngrams = Layer(
+        2 * width * (wide + hidden) + 2 * taps * wide,
+        conv_values=wide * (taps - 1) * integer(config, "ngram_size", default=3),
+    )
+    return [*layers, mix, *[ngrams] * len(set(config.get("ple_layer_ids") or ()))]
+
+
+def _block_index(config: Config) -> Layer:
+    """What chooses the tokens that sparse attention reads: a key of `indexer_compress_ratio` tokens
+    each, which all queries so far are compared with.
+    """
+    queries, keys = integer(config, "indexer_n_heads"), integer(config, "indexer_kv_heads")
+    head_dim, ratio = (
+        integer(config, name) for name in ("indexer_head_dim", "indexer_compress_ratio")
+    )
+    return Layer(
+        2 * integer(config, "hidden_size") * (queries + keys) * head_dim,
+        per_pair=2 * queries * head_dim // ratio,
+        kv_values=keys * head_dim // ratio,
+    )
+
+
 def _kimi_linear(config: Config) -> list[Layer]:
     """Kimi Linear and the text model of Kimi K3: KDA in the layers that `linear_attn_config` names,
     counted from 1, and latent attention in the others.
@@ -290,6 +330,7 @@ FAMILIES: dict[str, Callable[[Config], list[Layer]]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_5": _qwen3_next,
     "qwen3_5_moe": _qwen3_next,
+    "qwen4_exp": _qwen4_exp,
     "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,

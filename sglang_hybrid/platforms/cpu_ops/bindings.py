@@ -61,10 +61,33 @@ _LAYERNORM = "sglang.srt.layers.layernorm"
 _QWEN3_NEXT = "sglang.srt.models.qwen3_next"
 _QWEN3_5 = "sglang.srt.models.qwen3_5"
 _HOST = "sglang.srt.mem_cache.pool_host"
-_KV_HOST, _STATES_HOST = f"{_HOST}.mha", f"{_HOST}.mamba"
-_DIRECT = "transfer_kv_direct"
-_DIRECT_LOAD = "transfer_kv_per_layer_direct_pf_lf"
-_DIRECT_BACKUP = "transfer_kv_all_layer_direct_lf_pf"
+_DIRECT = {
+    "transfer_kv_direct": host_copies.direct,
+    "transfer_kv_per_layer_direct_pf_lf": host_copies.per_layer_direct_pf_lf,
+    "transfer_kv_all_layer_direct_lf_pf": host_copies.all_layer_direct_lf_pf,
+}
+_ROWS = _DIRECT | {
+    "transfer_kv_per_layer_mla": host_copies.rows_per_layer,
+    "transfer_kv_all_layer_mla": host_copies.rows_all_layer,
+    "transfer_kv_per_layer_mla_pf_lf": host_copies.rows_pf_lf,
+    "transfer_kv_all_layer_mla_lf_pf": host_copies.rows_lf_pf,
+}
+_COPIES = {
+    "mha": _ROWS  # keys and values of different widths are copied one by one
+    | {
+        "transfer_kv_per_layer": host_copies.per_layer,
+        "transfer_kv_all_layer": host_copies.all_layer,
+        "transfer_kv_per_layer_pf_lf": host_copies.per_layer_pf_lf,
+        "transfer_kv_all_layer_lf_pf": host_copies.all_layer_lf_pf,
+    },
+    "mla": _ROWS,
+    "mamba": _DIRECT
+    | {
+        "transfer_kv_mamba_pf_lf": host_copies.rows_pf_lf,
+        "transfer_kv_mamba_lf_pf": host_copies.mamba_lf_pf,
+    },
+}
+"""SGLang's copies between device and host pools, by the module of the host pool."""
 
 BINDINGS: tuple[Binding, ...] = (
     Binding(_UNQUANTIZED, f"{_LINEAR}.apply", linear.apply),
@@ -167,16 +190,9 @@ BINDINGS: tuple[Binding, ...] = (
     Binding("sglang.srt.mem_cache.l2_transfer", "device_module", transfer_streams),
     Binding("sglang.srt.managers.cache_controller", "device_module", transfer_streams),
     Binding(f"{_HOST}.common", "_cuda_host_register", host_copies.no_registration),
-    Binding(_KV_HOST, "transfer_kv_per_layer", host_copies.per_layer, creates=True),
-    Binding(_KV_HOST, "transfer_kv_all_layer", host_copies.all_layer, creates=True),
-    Binding(_KV_HOST, "transfer_kv_per_layer_pf_lf", host_copies.per_layer_pf_lf, creates=True),
-    Binding(_KV_HOST, "transfer_kv_all_layer_lf_pf", host_copies.all_layer_lf_pf, creates=True),
-    Binding(_KV_HOST, _DIRECT, host_copies.direct, creates=True),
-    Binding(_KV_HOST, _DIRECT_LOAD, host_copies.per_layer_direct_pf_lf, creates=True),
-    Binding(_KV_HOST, _DIRECT_BACKUP, host_copies.all_layer_direct_lf_pf, creates=True),
-    Binding(_STATES_HOST, _DIRECT, host_copies.direct, creates=True),
-    Binding(_STATES_HOST, _DIRECT_LOAD, host_copies.per_layer_direct_pf_lf, creates=True),
-    Binding(_STATES_HOST, _DIRECT_BACKUP, host_copies.all_layer_direct_lf_pf, creates=True),
-    Binding(_STATES_HOST, "transfer_kv_mamba_pf_lf", host_copies.mamba_pf_lf, creates=True),
-    Binding(_STATES_HOST, "transfer_kv_mamba_lf_pf", host_copies.mamba_lf_pf, creates=True),
+    *(
+        Binding(f"{_HOST}.{module}", name, function, creates=True)
+        for module, copies in _COPIES.items()
+        for name, function in copies.items()
+    ),
 )

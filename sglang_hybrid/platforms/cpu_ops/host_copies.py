@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +35,13 @@ def per_layer(
 ) -> None:
     """One layer's keys and values [slots, heads, dim], host layer first."""
     for source, target in ((src_k, dst_k), (src_v, dst_v)):
-        target[dst_indices] = source[src_indices]
-    _carry(2 * item_size * len(src_indices))
+        rows_per_layer(
+            src=source,
+            dst=target,
+            src_indices=src_indices,
+            dst_indices=dst_indices,
+            item_size=item_size,
+        )
 
 
 def all_layer(
@@ -51,11 +57,14 @@ def all_layer(
 ) -> None:
     """All layers between tables of addresses, host layer first."""
     for sources, targets in ((src_k_layers, dst_k_layers), (src_v_layers, dst_v_layers)):
-        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-            _rows_at(target, dst_indices, item_size)[dst_indices] = _rows_at(
-                source, src_indices, item_size
-            )[src_indices]
-    _carry(2 * num_layers * item_size * len(src_indices))
+        rows_all_layer(
+            src_layers=sources,
+            dst_layers=targets,
+            src_indices=src_indices,
+            dst_indices=dst_indices,
+            item_size=item_size,
+            num_layers=num_layers,
+        )
 
 
 def per_layer_pf_lf(
@@ -72,8 +81,15 @@ def per_layer_pf_lf(
 ) -> None:
     """One layer from the host's [slots, layers, heads, dim] to the device's [slots, heads, dim]."""
     for source, target in ((src_k, dst_k), (src_v, dst_v)):
-        target[dst_indices] = source[src_indices, layer_id]
-    _carry(2 * item_size * len(src_indices))
+        rows_pf_lf(
+            src=source,
+            dst=target,
+            src_indices=src_indices,
+            dst_indices=dst_indices,
+            layer_id=layer_id,
+            item_size=item_size,
+            src_layout_dim=src_layout_dim,
+        )
 
 
 def all_layer_lf_pf(
@@ -93,7 +109,32 @@ def all_layer_lf_pf(
         _gather(sources, target, src_indices, dst_indices, item_size)
 
 
-def mamba_pf_lf(
+def rows_per_layer(
+    *, src: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, item_size: int
+) -> None:
+    """One layer's rows [slots, ...] of a single tensor, as MLA's, host layer first."""
+    dst[dst_indices] = src[src_indices]
+    _carry(item_size * len(src_indices))
+
+
+def rows_all_layer(
+    *,
+    src_layers: Tensor,
+    dst_layers: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    num_layers: int,
+) -> None:
+    """All layers of a single tensor each, between tables of addresses, host layer first."""
+    for source, target in zip(src_layers.tolist(), dst_layers.tolist(), strict=True):
+        _rows_at(target, dst_indices, item_size)[dst_indices] = _rows_at(
+            source, src_indices, item_size
+        )[src_indices]
+    _carry(num_layers * item_size * len(src_indices))
+
+
+def rows_pf_lf(
     *,
     src: Tensor,
     dst: Tensor,
@@ -103,14 +144,16 @@ def mamba_pf_lf(
     item_size: int,
     src_layout_dim: int,
 ) -> None:
-    """One layer's states from the host's [slots, layers, 1, ...] to the device's [slots, ...]."""
-    dst[dst_indices] = src[src_indices, layer_id, 0]
+    """One layer of a single tensor, MLA's or states', from the host's [slots, layers, ...] to the
+    device's [slots, ...]; axes of length 1 may differ.
+    """
+    dst[dst_indices] = src[src_indices, layer_id].reshape(-1, *dst.shape[1:])
     _carry(item_size * len(src_indices))
 
 
-def mamba_lf_pf(
+def rows_lf_pf(
     *,
-    src_ptrs: Tensor,
+    src_layers: Tensor,
     dst: Tensor,
     src_indices: Tensor,
     dst_indices: Tensor,
@@ -118,8 +161,15 @@ def mamba_lf_pf(
     dst_layout_dim: int,
     num_layers: int,
 ) -> None:
-    """All layers' states from a table of addresses to the host's [slots, layers, 1, ...]."""
-    _gather(src_ptrs, dst, src_indices, dst_indices, item_size)
+    """All layers of a single tensor each, from a table of addresses to the host's [slots, layers,
+    ...].
+    """
+    _gather(src_layers, dst, src_indices, dst_indices, item_size)
+
+
+def mamba_lf_pf(*, src_ptrs: Tensor, **named: Any) -> None:
+    """`rows_lf_pf` of states, where SGLang calls the table otherwise."""
+    rows_lf_pf(src_layers=src_ptrs, **named)
 
 
 def direct(

@@ -34,12 +34,11 @@ class Codec(Enum):
         `dtype`; for a short row a scale takes more than it saves.
         """
         order = list(Codec)
-        for codec in reversed(order[: order.index(self) + 1]):
-            if codec is Codec.EXACT or codec._bytes(width) < order[
-                order.index(codec) - 1
-            ].row_bytes(width, dtype):
-                return codec
-        return Codec.EXACT
+        fit = Codec.EXACT
+        for codec in order[: order.index(self) + 1]:
+            if codec.row_bytes(width, dtype) < fit.row_bytes(width, dtype):
+                fit = codec
+        return fit
 
     def row_bytes(self, width: int, dtype: torch.dtype) -> int:
         """Bytes of an encoded row of `width` numbers of `dtype`."""

@@ -9,22 +9,49 @@ pools, which copy rows as they are.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache import device_pool_info
+from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from torch import Tensor
 
 from sglang_hybrid.kernels.host_rows import read_rows, write_rows
 from sglang_hybrid.serving.device_streams import to_device
+from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodedRows, chosen
 
 
 class CodecRefused(ValueError):
     """A pool that cannot have smaller copies; the sentence says which, and what to do."""
+
+
+def kv_tensors(buffer_info: Any) -> list[list[Tensor]]:
+    """What holds a token's KV in each attention layer: tensors [slots, ..., width], whose last axis
+    is a row. They are keys and values of all heads; for latent attention (MLA) the latent, and the
+    part of the key beside it, which are views of one tensor.
+
+    buffer_info: SGLang's `MHABufferInfo` or `MLABufferInfo` of the device's pool. Raises
+    `CodecRefused` for KV that is packed, has scales beside it, or is in another order than slots.
+    """
+    buffers = buffer_info.buffers
+    if isinstance(buffers, device_pool_info.KVBuffers):
+        plain = buffers.layout is device_pool_info.KVBufferLayout.NHD
+        layers = [list(pair) for pair in zip(buffers.k, buffers.v, strict=True)]
+    else:
+        plain = isinstance(buffers, tuple) and not buffer_info.packed_fp8
+        widths = [buffer_info.kv_lora_rank, buffer_info.qk_rope_head_dim]
+        layers = [list(rows.split(widths, -1)) for rows in buffers] if plain else []
+    if not plain or buffer_info.scales is not None:
+        raise CodecRefused(
+            f"--hybrid-tier-codec {chosen()} knows no KV of this model and --kv-cache-dtype: it is "
+            "packed, or not kept token by token; leave the flag out."
+        )
+    return [[tensor for tensor in tensors if tensor.numel()] for tensors in layers]
 
 
 def coded_kv_pool(sglangs: type) -> type:
@@ -33,10 +60,6 @@ def coded_kv_pool(sglangs: type) -> type:
         return sglangs
     if not hasattr(device_pool_info, "MHABufferInfo"):
         raise CodecRefused(f"--hybrid-tier-codec {chosen()} needs SGLang 0.5.23.")
-    if sglangs is not MHATokenToKVPoolHost:
-        raise CodecRefused(
-            f"--hybrid-tier-codec {chosen()} knows no KV of {sglangs.__name__}; leave the flag out."
-        )
     return CodedKVPool
 
 
@@ -46,15 +69,24 @@ def coded_state_pool(sglangs: type) -> type:
 
 
 class _Coded:
-    """What both pools share: `rows` says where what is, and `kv_buffer` is uint8 [slots, bytes].
-    _device: that of the device pool.
+    """What both pools share: `kv_buffer` is uint8 [slots, bytes], and `rows` says where what is.
+
+    tensors: of the device's pool, [slots, ...] in each layer. _device: where they are.
     """
 
+    tensors: list[list[Tensor]]
     rows: CodedRows
     kv_buffer: Tensor
     size: int
     page_size: int
     _device: torch.device
+
+    def _describe(
+        self, tensors: list[list[Tensor]], codecs: Sequence[Codec], device: torch.device
+    ) -> None:
+        """Called before SGLang's class asks for the size of a slot."""
+        self.tensors, self._device = tensors, device
+        self.rows = CodedRows.of(tensors, codecs)
 
     @property
     def storage_format_tag(self) -> str:
@@ -66,9 +98,15 @@ class _Coded:
     def get_ksize_per_token(self) -> int:
         return self.rows.bytes
 
-    def _allocate(self, device: torch.device) -> Tensor:
+    def get_hybrid_pool_buffer(self) -> list[Tensor]:
+        return [self.kv_buffer]
+
+    def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
+        return False
+
+    def init_kv_buffer(self) -> Tensor:
         pool: Any = self
-        buffer: Tensor = ALLOC_MEMORY_FUNCS[device.type](
+        buffer: Tensor = ALLOC_MEMORY_FUNCS[self._device.type](
             (self.size, self.rows.bytes),
             dtype=torch.uint8,
             device=pool.device,
@@ -76,7 +114,6 @@ class _Coded:
             allocator=pool.allocator,
             registration_granularity_bytes=self.page_size * self.rows.bytes,
         )
-        self._device = device
         self._compile(buffer)
         return buffer
 
@@ -95,20 +132,35 @@ class _Coded:
         """
         return to_device(host_indices, self._device), to_device(device_indices, self._device)
 
-    def _load(
-        self, layer: int, targets: list[Tensor], host_indices: Tensor, device_indices: Tensor
+    def load_to_device_per_layer(
+        self,
+        device_pool: Any,
+        host_indices: Tensor,
+        device_indices: Tensor,
+        layer_id: int,
+        io_backend: str = "kernel",
+        *,
+        is_draft: bool = False,
     ) -> None:
-        content = read_rows(self.kv_buffer, host_indices, self.rows.span(layer))
+        if not 0 <= layer_id < len(self.tensors):
+            return
+        content = read_rows(self.kv_buffer, host_indices, self.rows.span(layer_id))
         _carry(content.numel())
-        for target, values in zip(targets, self.rows.decode(layer, content), strict=True):
+        decoded = self.rows.decode(layer_id, content)
+        for target, values in zip(self.tensors[layer_id], decoded, strict=True):
             target[device_indices] = values
 
-    def _backup(
-        self, layer: int, sources: list[Tensor], host_indices: Tensor, device_indices: Tensor
+    def backup_from_device_all_layer(
+        self,
+        device_pool: Any,
+        host_indices: Tensor,
+        device_indices: Tensor,
+        io_backend: str = "kernel",
     ) -> None:
-        content = self.rows.encode(layer, [source[device_indices] for source in sources])
-        _carry(content.numel())
-        write_rows(self.kv_buffer, host_indices, self.rows.span(layer), content)
+        for layer, tensors in enumerate(self.tensors):
+            content = self.rows.encode(layer, [source[device_indices] for source in tensors])
+            _carry(content.numel())
+            write_rows(self.kv_buffer, host_indices, self.rows.span(layer), content)
 
     def get_data_page(self, index: int, flat: bool = True) -> Tensor:
         page = self.kv_buffer[index : index + self.page_size]
@@ -128,48 +180,47 @@ class _Coded:
         )
 
 
-class CodedKVPool(_Coded, MHATokenToKVPoolHost):  # type: ignore[misc]
-    """Keys and values of a token: heads as rows."""
+class CodedKVPool(_Coded, HostKVCache):  # type: ignore[misc]
+    """KV of a token, by `kv_tensors`: heads as rows, or latents."""
 
-    def __init__(self, buffer_info: Any, *arguments: Any, **named: Any) -> None:
-        if named.get("draft_buffer_infos"):
-            raise CodecRefused(f"--hybrid-tier-codec {chosen()} knows no KV of draft models.")
-        heads, dtype = buffer_info.head_num, buffer_info.dtype
-        keys, values = (heads, buffer_info.head_dim), (heads, buffer_info.v_head_dim)
-        layers = [[(keys, dtype), (values, dtype)] for _ in buffer_info.buffers.k]
-        self.rows = CodedRows(layers, chosen().kv)
-        super().__init__(buffer_info, *arguments, **named)
-
-    def init_kv_buffer(self) -> Tensor:
-        self.token_stride_size = self.head_num * self.head_dim * self.dtype.itemsize
-        self.layout_dim = self.token_stride_size * self.layer_num
-        return self._allocate(self._transfer_device)
-
-    def _initialize_transfer_views(self, buffer_info: Any, write_back_staging: Any) -> None:
-        """No views: SGLang's kernels, which would use them, are not called."""
-        self.element_dim = self.head_num * self.head_dim
-        self.can_use_jit = self.can_use_write_back_jit = False
-
-    def load_to_device_per_layer(
+    def __init__(
         self,
-        device_pool: Any,
-        host_indices: Tensor,
-        device_indices: Tensor,
-        layer_id: int,
-        io_backend: str,
+        buffer_info: Any,
+        host_to_device_ratio: float,
+        host_size: float,
+        page_size: int,
+        layout: str,
         *,
-        is_draft: bool = False,
+        pin_memory: bool = True,
+        draft_buffer_infos: Sequence[Any] = (),
+        layer_shard_enabled: bool = False,
+        dcp_size: int = 1,
+        **more: Any,
     ) -> None:
-        if 0 <= layer_id < self.layer_num:
-            buffers = [self.device_k_buffers[layer_id], self.device_v_buffers[layer_id]]
-            self._load(layer_id, buffers, host_indices, device_indices)
-
-    def backup_from_device_all_layer(
-        self, device_pool: Any, host_indices: Tensor, device_indices: Tensor, io_backend: str
-    ) -> None:
-        for layer in range(self.layer_num):
-            buffers = [self.device_k_buffers[layer], self.device_v_buffers[layer]]
-            self._backup(layer, buffers, host_indices, device_indices)
+        """What SGLang gives its classes for either kind of KV; host_size is in GB, and 0 lets the
+        ratio decide. Raises `CodecRefused` for KV that cannot have smaller copies.
+        """
+        if draft_buffer_infos:
+            raise CodecRefused(f"--hybrid-tier-codec {chosen()} knows no KV of draft models.")
+        if layer_shard_enabled or dcp_size > 1:
+            raise CodecRefused(
+                f"--hybrid-tier-codec {chosen()} knows no KV whose layers or tokens several ranks "
+                "divide (--dcp-size); leave one of the two out."
+            )
+        self._describe(kv_tensors(buffer_info), chosen().kv, buffer_info.device)
+        self.layer_num = self.target_layer_num = len(self.tensors)
+        wanted = inspect.signature(HostKVCache.__init__).parameters
+        super().__init__(
+            dtype=buffer_info.dtype,
+            size_per_token=self.rows.bytes,
+            host_to_device_ratio=host_to_device_ratio,
+            host_size=host_size,
+            page_size=page_size,
+            layout=layout,
+            pin_memory=pin_memory,
+            device="cpu",
+            **{name: value for name, value in more.items() if name in wanted},
+        )
 
 
 class CodedStatePool(_Coded, MambaPoolHost):  # type: ignore[misc]
@@ -182,47 +233,13 @@ class CodedStatePool(_Coded, MambaPoolHost):  # type: ignore[misc]
             raise CodecRefused(
                 f"--hybrid-tier-codec {chosen()} knows no side states or draft models."
             )
-        self._tensors = [buffer_info.temporal, *buffer_info.conv]
-        self._tensors = [tensor for tensor in self._tensors if tensor.numel()]
-        shapes = [(tuple(tensor.shape[2:]), tensor.dtype) for tensor in self._tensors]
-        self.rows = CodedRows([shapes] * buffer_info.temporal.shape[0], chosen().states)
+        kept = [t for t in (buffer_info.temporal, *buffer_info.conv) if t.numel()]
+        layers = [[t[layer] for t in kept] for layer in range(len(buffer_info.temporal))]
+        self._describe(layers, chosen().states, buffer_info.temporal.device)
         super().__init__(buffer_info, *arguments, **named)
-
-    def init_kv_buffer(self) -> Tensor:
-        return self._allocate(self._buffer_device)
 
     def _init_write_back_staging_buffers(self) -> None:
         self.can_use_write_back_jit = False
-
-    def get_hybrid_pool_buffer(self) -> list[Tensor]:
-        return [self.kv_buffer]
-
-    def load_to_device_per_layer(
-        self,
-        device_pool: Any,
-        host_indices: Tensor,
-        device_indices: Tensor,
-        layer_id: int,
-        io_backend: str = "kernel",
-        *,
-        is_draft: bool = False,
-    ) -> None:
-        layers = [tensor[layer_id] for tensor in self._tensors]
-        self._load(layer_id, layers, host_indices, device_indices)
-
-    def backup_from_device_all_layer(
-        self,
-        device_pool: Any,
-        host_indices: Tensor,
-        device_indices: Tensor,
-        io_backend: str = "kernel",
-    ) -> None:
-        for layer in range(len(self.rows.layers)):
-            layers = [tensor[layer] for tensor in self._tensors]
-            self._backup(layer, layers, host_indices, device_indices)
-
-    def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
-        return False
 
 
 def _carry(size: int) -> None:

@@ -78,6 +78,11 @@ class CodedRows:
                 self.bytes += size
             self.layers.append(parts)
 
+    @classmethod
+    def of(cls, layers: Sequence[Sequence[Tensor]], codecs: Sequence[Codec]) -> CodedRows:
+        """Of slots that lie in these tensors [slots, ...] of each layer."""
+        return cls([[(tuple(t.shape[1:]), t.dtype) for t in layer] for layer in layers], codecs)
+
     def encode(self, layer: int, tensors: Sequence[Tensor]) -> Tensor:
         """uint8 [slots, bytes of the layer] of the layer's tensors, each [slots, *shape]."""
         parts = self.layers[layer]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sglang_hybrid.serving.ranks import Ranks
+from sglang_hybrid.storage.codecs.coded_pools import kv_tensors
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan, CodedRows
 
 PREFIX, SUFFIX = 192, 16
@@ -93,20 +94,19 @@ class Probe:
         ):
             for number, tensors in enumerate(layers):
                 codec = codecs[min(number, len(codecs) - 1)]
-                coded = CodedRows([[(tuple(t.shape[1:]), t.dtype) for t in tensors]], [codec])
+                coded = CodedRows.of([tensors], [codec])
                 content = coded.encode(0, [tensor[slots] for tensor in tensors])
                 for tensor, values in zip(tensors, coded.decode(0, content), strict=True):
                     tensor[slots] = values
 
 
 def _kv_buffers(runner: Any) -> list[list[Tensor]]:
-    """Keys and values [slots, heads, head_dim] of each attention layer."""
+    """What holds a token's KV in each attention layer (`kv_tensors`)."""
     pool = runner.token_to_kv_pool_allocator.get_kvcache()
     pool = getattr(pool, "full_kv_pool", pool)
     if not getattr(pool, "layer_num", 0):
         return []
-    buffers = pool.get_device_pool_infos()[0].buffer_info.buffers
-    return [list(pair) for pair in zip(buffers.k, buffers.v, strict=True)]
+    return kv_tensors(pool.get_device_pool_infos()[0].buffer_info)
 
 
 def _state_tensors(runner: Any) -> list[list[Tensor]]:

@@ -56,6 +56,8 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
     warm_bytes = 0
 
     def __init__(self, storage_config: HiCacheStorageConfig) -> None:
+        # Each rank has a folder of its own, so each writes there what all of them have (MLA's KV).
+        storage_config.is_mla_model = False
         self.config = storage_config
         self.registered_pools: dict[str, Any] = {}
         self.store: ObjectStore | None = None
@@ -85,8 +87,8 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
     def _open(self, pools: dict[str, Any]) -> ObjectStore:
         config = self.config
         dcp_size = getattr(config, "dcp_size", 1)  # not in 0.5.22
-        if config.is_mla_model and config.tp_size > 1:
-            raise Unidentified("ranks that share their KV (MLA) are not kept on disk yet")
+        if dcp_size > 1:
+            raise Unidentified("KV whose tokens ranks divide (--dcp-size) is not kept on disk")
         facts = {
             **served_model(),
             "pools": {str(name): _pool_facts(pool) for name, pool in sorted(pools.items())},
@@ -250,7 +252,8 @@ def _ranks(config: HiCacheStorageConfig) -> int:
 
 _SHAPE = (
     *("layout", "page_size", "dtype", "storage_format_tag", "layer_num", "head_num", "head_dim"),
-    *("start_layer", "end_layer", "temporal_dtype", "temporal_state_shape", "conv_state_shapes"),
+    *("kv_lora_rank", "qk_rope_head_dim", "start_layer", "end_layer"),
+    *("temporal_dtype", "temporal_state_shape", "conv_state_shapes"),
 )
 
 

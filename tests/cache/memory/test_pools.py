@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
@@ -25,8 +26,11 @@ class Pools(msgspec.Struct):
     token_to_kv_pool_allocator: Any
 
 
-def test_a_state_is_charged_for_the_pages_that_it_lies_on() -> None:
-    """Its two tensors have 1,280 and 256 bytes, and a page each."""
+@pytest.mark.parametrize("latent", [False, True], ids=["MHA", "MLA"])
+def test_a_state_is_charged_for_the_pages_that_it_lies_on(latent: bool) -> None:
+    """Its two tensors have 1,280 and 256 bytes, and a page each. A token's KV is in two tensors, or
+    in one (MLA).
+    """
     memory = object.__new__(OneMemory)
     memory.page, memory.token_bytes, memory.budget = 1, TOKEN_BYTES, 20 * PAGE
     memory.granule, memory.granules = PAGE // 64, 20 * PAGE // (PAGE // 64 * TOKEN_BYTES)
@@ -34,11 +38,13 @@ def test_a_state_is_charged_for_the_pages_that_it_lies_on() -> None:
     memory.reserved = Reserved(states=(1, memory.slots + 1))
     with memory.reserved:
         rows = (memory.granules + 1) * memory.granule
-        keys, values = (torch.zeros((rows, 16)) for _ in range(2))
+        wide, keys, values = (torch.zeros((rows, width)) for width in (32, 16, 16))
         conv = torch.zeros((1, memory.slots + 1, 64))
         temporal = torch.zeros((1, memory.slots + 1, 320))
     kv: Any = object.__new__(HybridLinearKVPool)
-    kv.full_kv_pool = SimpleNamespace(k_buffer=[keys], v_buffer=[values])
+    kv.use_mla = latent
+    buffers: dict[str, Any] = {"k_buffer": [keys], "v_buffer": [values]}
+    kv.full_kv_pool = SimpleNamespace(**{"kv_buffer": [wide]} if latent else buffers)
     cache = SimpleNamespace(conv=[conv], temporal=temporal)
     requests = SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache))
     shared = memory.share(Pools(kv, requests, SimpleNamespace(dtype=torch.float32)))
