@@ -150,7 +150,8 @@ def test_each_kind_of_block_ends_at_its_own_token(
     assert counts(other_question)[1] == 0
     assert hits[0] - hits[1] >= tokens(STORY)
     assert hits[1] == usage.cache_creation.ephemeral_1h_input_tokens
-    assert hits[1] - hits[2] == tokens("<|im_end|>\n<|im_start|>system\n" + RULES)
+    system = "<|im_end|>\n<|im_start|>system\n" + RULES
+    assert hits[1] - hits[2] in (tokens(system), tokens("</tools>" + system))
     assert hits[2] > 0
 
 
