@@ -1,5 +1,6 @@
-"""The order of test files; and a run does not end silently in the middle: no test ends the process
-that runs it, and a worker that ends for another reason says how.
+"""The order of test files, and which of them stay in one process. A run does not end silently in
+the middle: no test ends the process that runs it, and a worker that ends for another reason says
+how.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
+
+SERVERS = "tests/server/"
+"""Files that ask servers, one of which they share."""
 
 
 @contextmanager
@@ -46,10 +51,22 @@ def nothing_ends_this_process() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start servers come first: of two processes that share the files, none is left
-    alone with the longest ones at the end.
+    """Files that ask servers come first: of two processes that share the files, none is left alone
+    with these at the end.
     """
     items.sort(key=lambda item: item.get_closest_marker("server") is None)
+
+
+class FilesOfServersTogether(LoadFileScheduling):
+    """A file's tests stay in one process, and those of all files that ask servers."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return SERVERS if nodeid.startswith(SERVERS) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return FilesOfServersTogether(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)

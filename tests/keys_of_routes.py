@@ -1,21 +1,16 @@
-"""Run by test_keys.py: which routes there are, and what lets a request in. Prints JSON.
-
-python -m tests.keys_of_routes released    paths and methods of SGLang's own routes
-python -m tests.keys_of_routes patched     [path, method, level, {setup: {key: let in}}] of each
-                                           route with our patches
+"""Run by test_keys.py: which routes there are, and what lets a request in. Prints JSON:
+[path, method, level, whether SGLang by itself has it, {setup: {key: let in}}] of each.
 """
 
 import asyncio
+import inspect
 import itertools
 import json
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from sglang_hybrid.hooks import patching
-
-NEEDED_TO_IMPORT = "0001-"
-"""Patches without which SGLang's HTTP server cannot be imported beside a CPU build of torch."""
 
 API, ADMIN = "sk", "adm"
 SETUPS = {
@@ -33,22 +28,6 @@ SENT = {
     "x-admin": [(b"x-api-key", ADMIN.encode())],
     "x-wrong": [(b"x-api-key", b"x")],
 }
-
-
-def import_server(*, patched: bool) -> Any:
-    """SGLang's HTTP server, with our patches or without."""
-    if patched:
-        patching.install()
-    else:
-        needed = {
-            path: patch
-            for path, patch in patching.load_patches().items()
-            if all(name.startswith(NEEDED_TO_IMPORT) for name, _ in patch.diffs)
-        }
-        sys.meta_path.insert(0, patching.PatchFinder(needed))  # where it is, no other is put
-    from sglang.srt.entrypoints.http_server import app
-
-    return app
 
 
 class Gate:
@@ -89,7 +68,13 @@ async def _nothing(*_: Any) -> None:
     return None
 
 
-def routes(app: Any) -> Iterator[tuple[str, str, str | None]]:
+def is_sglangs(path: str, endpoint: Any) -> bool:
+    """Whether the released file of a route's function names its path."""
+    file = Path(inspect.unwrap(endpoint).__code__.co_filename.removesuffix(patching.NOTE))
+    return "sglang_hybrid" not in endpoint.__module__ and f'"{path}"' in file.read_text()
+
+
+def routes(app: Any) -> Iterator[tuple[str, str, str | None, bool]]:
     from sglang_hybrid.serving.routes import all_routes
 
     for route in all_routes(app.router.routes):
@@ -97,22 +82,21 @@ def routes(app: Any) -> Iterator[tuple[str, str, str | None]]:
             continue
         for method in sorted(getattr(route, "methods", None) or ("WEBSOCKET",)):
             level = getattr(getattr(route, "endpoint", None), "_auth_level", None)
-            yield route.path, method, None if level is None else level.value
+            known = not hasattr(route, "endpoint") or is_sglangs(route.path, route.endpoint)
+            yield route.path, method, None if level is None else level.value, known
 
 
 def main() -> None:
-    patched = sys.argv[1] == "patched"
-    app = import_server(patched=patched)
-    if not patched:
-        print(json.dumps([(path, method) for path, method, _ in routes(app)]))
-        return
+    patching.install()
+    from sglang.srt.entrypoints.http_server import app
+
     gates = {name: Gate(app, *keys) for name, keys in SETUPS.items()}
     rows = []
-    for path, method, level in routes(app):
+    for path, method, level, known in routes(app):
         lets_in: dict[str, dict[str, bool]] = {name: {} for name in SETUPS}
         for setup, (name, headers) in itertools.product(SETUPS, SENT.items()):
             lets_in[setup][name] = gates[setup].lets_in(path, method, headers)
-        rows.append((path, method, level, lets_in))
+        rows.append((path, method, level, known, lets_in))
     print(json.dumps(rows))
 
 

@@ -1,4 +1,4 @@
-"""What the tests' own process may not do, and what is said if it ends nevertheless."""
+"""Which tests share a process, what that may not do, and what is said if it ends nevertheless."""
 
 from __future__ import annotations
 
@@ -50,23 +50,38 @@ def test_other_processes_are_ended_as_ever() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 7
 
 
-def test_a_worker_that_is_lost_ends_the_run_with_the_test_that_it_ran(tmp_path: Path) -> None:
-    """Without --max-worker-restart, xdist replaces it, and may then wait for ever."""
+def run_as_the_script(folder: Path, files: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """`files` are tested with the flags of scripts/test.sh, and our conftest."""
     script = Path(__file__).parents[1] / "scripts/test.sh"
     (flags,) = [line for line in script.read_text().splitlines() if "-m pytest" in line]
     given = [
         each for each in flags.split() if each.startswith(("--dist", "--no-", "--max", "load"))
     ]
-    for name in "abcd":
-        (tmp_path / f"test_{name}.py").write_text(CRASHES.format(name=name))
-    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
-    run = subprocess.run(
+    for name, text in {**files, "conftest.py": "from tests.conftest import *\n"}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *given, "."],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(script.parents[1])},
         capture_output=True,
         text=True,
         timeout=120,
+    )
+
+
+def test_files_that_ask_servers_are_tested_in_one_process(tmp_path: Path) -> None:
+    note = "import os\ndef test_it(): open(f'{__file__}.pid', 'w').write(str(os.getpid()))\n"
+    names = [*(f"tests/server/test_{name}.py" for name in "abcd"), "tests/core/test_e.py"]
+    assert run_as_the_script(tmp_path, dict.fromkeys(names, note)).returncode == 0
+    *servers, other = [(tmp_path / f"{name}.pid").read_text() for name in names]
+    assert len({*servers}) == 1 and other not in servers
+
+
+def test_a_worker_that_is_lost_ends_the_run_with_the_test_that_it_ran(tmp_path: Path) -> None:
+    """Without --max-worker-restart, xdist replaces it, and may then wait for ever."""
+    run = run_as_the_script(
+        tmp_path, {f"test_{name}.py": CRASHES.format(name=name) for name in "abcd"}
     )
     assert run.returncode == 1
     assert "crashed while running 'test_b.py::test_of_b[3]" in run.stdout

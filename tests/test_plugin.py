@@ -1,29 +1,57 @@
-"""What the plugin changes in SGLang's resolution of its arguments."""
+"""What SGLang's processes have of ours, however they are entered: patches, hooks and bindings, and
+another resolution of arguments.
+"""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.models import ensure_default_model
 
-RESOLVE = """
-import json, sys
-from sglang_hybrid.hooks import patching
-patching.install()
+ENTER = """
+import importlib, json, operator, sys
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 load_plugins()
+found = {"resolved": []}
 for flags, field in json.loads(sys.argv[1]):
     server_args = prepare_server_args(flags)
     server_args.resolve_once()
-    print("found", getattr(resolving_view(server_args), field))
+    found["resolved"].append(getattr(resolving_view(server_args), field))
+
+import sglang.srt.managers.scheduler
+from sglang_hybrid.hooks import patching
+from sglang_hybrid.hooks.hook import is_in_place
+from sglang_hybrid.hooks.table import HOOKS
+from sglang_hybrid.platforms.binder import bind_on_import
+from sglang_hybrid.platforms.cpu_ops.bindings import BINDINGS
+
+bind_on_import()  # as the platform has done, where there is no GPU
+patched = [patch.module for patch in patching.load_patches().values()]
+found["unpatched"] = [
+    name for name in patched
+    if name in sys.modules and type(sys.modules[name].__loader__).__name__ != "_PatchedLoader"
+]
+for target in {hook.target for hook in HOOKS}:
+    importlib.import_module(target.partition(":")[0])
+found["unhooked"] = [hook.target for hook in HOOKS if not is_in_place(hook.target)]
+
+def is_bound(binding):
+    owner = operator.attrgetter(binding.attribute)(importlib.import_module(binding.module))
+    return hasattr(owner, "__wrapped__") if binding.wraps else owner is binding.function
+
+found["unbound"] = [f"{it.module}.{it.attribute}" for it in BINDINGS if not is_bound(it)]
+print(json.dumps(found))
 """
+"""A process that SGLang starts, as far as its scheduler."""
+
 RATIO, ATTENTION = "mamba_full_memory_ratio", "attention_backend"
 OURS = ["--radix-cache-backend", "hybrid"]
 ASKED = {
@@ -36,29 +64,38 @@ ASKED = {
 
 
 @pytest.fixture(scope="module")
-def resolved() -> dict[str, str]:
-    """What an argument resolves to with some flags; "None" leaves SGLang's default."""
+def entered() -> dict[str, Any]:
+    """What such a process finds. `resolved`: an argument with some flags; None leaves SGLang's
+    default.
+    """
     model = ["--model-path", str(ensure_default_model())]
     asked = json.dumps([[[*model, *flags], field] for flags, field in ASKED.values()])
-    program = [sys.executable, "-c", RESOLVE, asked]
+    program = [sys.executable, "-c", ENTER, asked]
     done = subprocess.run(program, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("found")]
-    return dict(zip(ASKED, found, strict=True))
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {**found, "resolved": dict(zip(ASKED, found["resolved"], strict=True))}
+
+
+@pytest.mark.parametrize("what", ["unpatched", "unhooked", "unbound"])
+def test_nothing_is_imported_without_our_part(entered: dict[str, Any], what: str) -> None:
+    """Nobody but SGLang's own look-up of platforms and plugins has asked for it."""
+    assert entered[what] == []
 
 
 def test_pools_are_split_for_planned_checkpoints_unless_the_user_says_how(
-    resolved: dict[str, str],
+    entered: dict[str, Any],
 ) -> None:
     config = json.loads((Path(ensure_default_model()) / "config.json").read_text())
-    assert resolved["SGLang's pools"] == "None"
-    assert resolved["our pools"] == str(round(CostModel.from_config(config).states_to_kv, 3))
-    assert resolved["the user's pools"] == "0.7"
+    resolved = entered["resolved"]
+    assert resolved["SGLang's pools"] is None
+    assert resolved["our pools"] == round(CostModel.from_config(config).states_to_kv, 3)
+    assert resolved["the user's pools"] == 0.7
 
 
-def test_the_cpu_platform_has_an_attention_of_its_own(resolved: dict[str, str]) -> None:
-    assert resolved["our attention"] == "hybrid_cpu"
-    assert resolved["the user's attention"] == "torch_native"
+def test_the_cpu_platform_has_an_attention_of_its_own(entered: dict[str, Any]) -> None:
+    assert entered["resolved"]["our attention"] == "hybrid_cpu"
+    assert entered["resolved"]["the user's attention"] == "torch_native"
 
 
 @pytest.mark.parametrize(

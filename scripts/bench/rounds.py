@@ -98,7 +98,7 @@ class Waiting:
 
         def before_the_first() -> None:
             self.rank()
-            self.server._adder(self.queue)
+            self.server.adder(self.queue)
 
         return 1e3 * seconds_of(before_the_first, time.thread_time)
 

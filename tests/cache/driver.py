@@ -314,7 +314,7 @@ class Server:
         not join a batch now. The adder is there, and has arranged the queue, before anything is
         looked up to be admitted (scheduler.py, get_new_batch_prefill).
         """
-        adder = self._adder([req])
+        adder = self.adder([req])
         self.look_up(req)
         if not self._fits(req):
             self.send_back(req)
@@ -325,7 +325,7 @@ class Server:
         """What the PrefillAdder says of a request that was looked up; `waiting`: the queue, if it
         has more.
         """
-        return self._add(req, self._adder(waiting or [req]))
+        return self._add(req, self.adder(waiting or [req]))
 
     def _add(self, req: Req, adder: Any) -> bool:
         unfinished = any(other.extend_end < _length(other) for other in self.running)
@@ -369,7 +369,7 @@ class Server:
 
     def look_ahead(self, req: Req) -> None:
         """Say where the next forward of a prefill that was begun ends."""
-        adder = self._adder()
+        adder = self.adder()
         adder.add_chunked_req(req)
         assert req in adder.can_run_list, "a prefill that was begun cannot go on"
 
@@ -507,10 +507,15 @@ class Server:
         assert used[MemoryKind.KV] == kv_tokens * KV_BYTES
         assert used[MemoryKind.STATES] == sum(self._held_states()) * self.sizes.state_bytes
 
-    def _adder(
-        self, waiting: Sequence[Req] = (), running: ScheduleBatch | None = None
+    def adder(
+        self,
+        waiting: Sequence[Req] = (),
+        running: ScheduleBatch | None = None,
+        most_running: int | None = None,
     ) -> PrefillAdder:
-        """What fills a batch: the cache's own, or SGLang's. running: what decodes."""
+        """What fills a batch: the cache's own, or SGLang's; made in each round. running: what
+        decodes. most_running: how many requests may run at once.
+        """
         ours = getattr(self.cache, "prefill_adder_class", None)
         kind = PrefillAdder if ours is None else partial(ours, waiting_queue=waiting)
         return kind(
@@ -521,6 +526,7 @@ class Server:
             new_token_ratio=0.0,
             rem_input_tokens=1 << 30,
             rem_chunk_tokens=self.chunk or None,
+            max_running_requests=most_running,
         )
 
     def kv_to_be_had(self) -> int:

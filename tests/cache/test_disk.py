@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_hybrid.core.tiers.rates import Link
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
-from sglang_hybrid.storage.disk import file_backend, object_store, weights
+from sglang_hybrid.storage.disk import file_backend, object_store
 from tests.cache.backends import options
 from tests.cache.disk import FULL, MAMBA, DiskServer, PlainTiers, disk_server
 from tests.cache.driver import Sizes
@@ -40,7 +40,7 @@ Start = Callable[..., AbstractContextManager[DiskServer]]
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
     """Starts servers on one folder, where loading is always faster than computing."""
     monkeypatch.setattr(file_backend, "served_model", lambda: {"weights": "some"})
-    monkeypatch.setattr(weights, "_changed", False)
+    monkeypatch.setattr(object_store, "RETRY_SECONDS", 0.0)
     for name in ("disk_folder", "budget", "warm_bytes"):
         monkeypatch.setattr(file_backend.FileBackend, name, getattr(file_backend.FileBackend, name))
     yield partial(disk_server, tmp_path / "disk", options=options("reuse"), speeds=SLOW)
@@ -97,8 +97,8 @@ class Chaos:
     def happens(self) -> None:
         if self.full:
             self.full -= 1
-            if not self.full:
-                self._there_is_room_again()
+            if not self.full:  # there is room again
+                self.monkeypatch.undo()
         if self.source.random() < 0.2:  # first what has not happened yet
             new = [event for event in self.EVENTS if event not in self.happened]
             what = self.source.choice(new or self.EVENTS)
@@ -135,11 +135,6 @@ class Chaos:
 
         self.monkeypatch.setattr(object_store, "write_file", full)
         self.full = self.source.randrange(1, 12)
-        self.server.store._retry_at = 0.0
-
-    def _there_is_room_again(self) -> None:
-        self.monkeypatch.undo()
-        self.server.store._retry_at = 0.0
 
     def a_client_goes_away(self) -> None:
         if self.waiting:

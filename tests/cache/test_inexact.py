@@ -100,7 +100,7 @@ def test_nothing_inexact_is_called_exact(writes: str) -> None:
     server = SignedServer.on(SIZES, options("reuse"), policy=writes)
     source = random.Random(1)
     stems = [[source.randrange(5, 90) for _ in range(60)] for _ in range(5)]
-    for number in range(150):
+    for number in range(80):
         stem = source.choice(stems)
         prompt = stem[: source.randrange(20, 60)] + [100 + number] * source.randrange(1, 4)
         server.serve_one(prompt, exactly=source.random() < 0.3)

@@ -6,12 +6,14 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import Req
 
+from sglang_hybrid.cache.tree.tree_core import HybridTreeCore
 from tests.cache.backends import options
 from tests.cache.driver import MAMBA, Server, Sizes
+from tests.examples import examples
 
 SIZES = {
     "states": Sizes(kv=600, states=12),
@@ -31,7 +33,8 @@ class Pair:
         self.servers = [Server.on(sizes, options("reuse"), 16) for _ in "ab"]
         for server in self.servers[grows:]:
             server.cache.publisher.growth.serves = lambda req: False
-        self.servers[1].cache.tree_core._start_of = lambda params: None
+        theirs: Any = self.servers[1].cache.tree_core
+        theirs.begin_insert = super(HybridTreeCore, theirs).begin_insert
         self.running: list[list[Req]] = []
 
     def begin(self, tokens: list[int]) -> None:
@@ -97,7 +100,7 @@ def starts_of_insertions(server: Server) -> list[int]:
 
 @pytest.mark.parametrize("grows", [True, False])
 @pytest.mark.parametrize("name", SIZES)
-@settings(max_examples=5, deadline=None)
+@examples(3)
 @given(st.integers(0, 10**9))
 def test_it_is_the_tree_of_an_insertion_from_the_root(name: str, grows: bool, seed: int) -> None:
     rng = random.Random(seed)

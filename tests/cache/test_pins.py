@@ -169,7 +169,7 @@ def test_pins_outlive_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch, days: 
     """That of the rank that receives requests, and then the stamps of requests; time passes on."""
     it = server(states=8, kv=400)
     clock, now = it.cache.step_clock, 1_000.0
-    monkeypatch.setattr(clock, "_read", lambda: now)
+    monkeypatch.setattr(clock, "read", lambda: now)
 
     def tick() -> None:
         for message in clock.poll():

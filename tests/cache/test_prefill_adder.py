@@ -93,7 +93,7 @@ def test_without_chunked_prefill_a_prefill_is_split_where_kernels_need_that() ->
 
 def test_a_batch_without_chunks_keeps_its_bound() -> None:
     it = server(one_pass=False)
-    adder = it._adder()
+    adder = it.adder()
     adder.rem_input_tokens = 120
     verdicts = []
     for seed in range(3):
@@ -199,7 +199,7 @@ class Crowded:
         running = [req for req in self.it.running if req is not self.prefills]
         batch = ScheduleBatch(reqs=running, spec_algorithm=SpeculativeAlgorithm.NONE)
         batch.token_to_kv_pool_allocator = self.it.allocator
-        self.adder = self.it._adder(waiting, batch)
+        self.adder = self.it.adder(waiting, batch)
         return self.adder
 
     def go_on(self) -> Req | None:

@@ -1,12 +1,9 @@
 """Any order of requests, probes, holds, evictions, aborts and flushes, step by step, against plain
 models: a set of prefixes for what is stored, `tests/core/plain.py` for every victim.
-
-SGLANG_HYBRID_DEEP=1 runs a hundred times as many.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -21,8 +18,8 @@ from sglang_hybrid.core.victims.pool import Pool
 from tests.cache.backends import match_prefix, options
 from tests.cache.driver import Server, Sizes, build_cache
 from tests.core.plain import plain_victim
+from tests.examples import DEEP, examples
 
-EXAMPLES = 15_000 if os.environ.get("SGLANG_HYBRID_DEEP") else int(os.environ.get("N", "20"))
 CONFIGS = {
     "attention only": Sizes(states=0, kv=192, rows=6, context=128),
     "attention only, pages of 4": Sizes(states=0, kv=192, page=4, rows=6, context=128),
@@ -264,12 +261,7 @@ class Run:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_nothing_is_lost_freed_twice_or_chosen_wrongly(config: str) -> None:
-    @settings(
-        max_examples=EXAMPLES,
-        deadline=None,
-        derandomize=not os.environ.get("SGLANG_HYBRID_DEEP"),
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(examples(20), derandomize=DEEP == 1, suppress_health_check=list(HealthCheck))
     @given(
         policy=st.sampled_from(POLICIES),
         admission=st.sampled_from(["judicious", "all"]),

@@ -54,7 +54,18 @@ FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 SWA_CONFIGS = [cfg for cfg in CONFIGS if cfg.has_swa]
 
 
-@pytest.fixture(params=POLICIES)
+IN_EVERY_RUN = ("reuse", "sglang-lru")
+"""Our order and SGLang's, each with a tree of its own. The others differ from `reuse` in scores
+alone.
+"""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(policy, marks=[] if policy in IN_EVERY_RUN else pytest.mark.slow)
+        for policy in POLICIES
+    ]
+)
 def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     use_policy(monkeypatch, request.param)
     return str(request.param)

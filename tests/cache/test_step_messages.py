@@ -179,7 +179,7 @@ def test_the_newest_of_several_messages_of_a_kind_arrives(
     ranks = make_ranks(interval)
     now = 0.0
     clock = ranks[0].cache.step_clock
-    monkeypatch.setattr(clock, "_read", lambda: now)
+    monkeypatch.setattr(clock, "read", lambda: now)
     clock.join(lambda seconds: True)
     times = []
     for _ in range(4 * interval):

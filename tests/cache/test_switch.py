@@ -34,7 +34,7 @@ def prompt(source: random.Random, number: int) -> list[int]:
 def test_every_invariant_holds_after_each_switch(sizes: Sizes) -> None:
     source = random.Random(1)
     server = Server.on(sizes, HybridConfig(), 32)
-    for number in range(120):
+    for number in range(60):
         held = server.arrive(prompt(source, number), stamp=float(number + 1))
         admitted = server.admit(held) and server.prefill_step(held)
         if number % 3 == 0:
@@ -47,7 +47,7 @@ def test_every_invariant_holds_after_each_switch(sizes: Sizes) -> None:
             server.decode(held, run(900 + number, 4))
             server.finish(held)
         server.check()
-    assert server.cache.stats.evicted.total() > 20
+    assert server.cache.stats.evicted.total() > 10
     assert server.cache.stats.hit_tokens
 
 

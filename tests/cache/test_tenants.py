@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hybrid.explain.explanation import Explanation
@@ -19,6 +19,7 @@ from sglang_hybrid.simulation.traces.line_formats import RecordedLine
 from tests.cache.backends import POLICIES, options
 from tests.cache.driver import Server, Sizes
 from tests.cache.test_rules import run
+from tests.examples import examples
 
 ADAPTER = "0123456789abcdef" * 2
 WAYS = {  # what makes a tenant another one
@@ -79,7 +80,7 @@ tenants_traffic = st.lists(
         for policy in POLICIES
     ],
 )
-@settings(max_examples=40, deadline=None)
+@examples(15)
 @given(tenants_traffic)
 def test_with_room_for_all_nothing_of_others_is_seen(
     policy: str, traffic: list[tuple[bool, int, int, int]]
@@ -197,6 +198,7 @@ likenesses = st.builds(
 keys = st.one_of(st.text(max_size=3), likenesses)
 
 
+@examples(30)
 @given(st.lists(keys, min_size=2, max_size=2, unique=True), hexes)
 def test_no_extra_key_becomes_an_adapters(pair: list[str], adapter: str) -> None:
     one, other = map(apart_from_adapters, pair)

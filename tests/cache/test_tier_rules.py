@@ -156,7 +156,7 @@ def test_states_that_are_being_copied_do_not_end_the_scheduler() -> None:
     assert 0 < served < 6
     transfer_streams.simulate(None)
     for ack in at.cache.cache_controller.ack_write_queue:
-        ack.finish_event._reached = 0.0
+        ack.finish_event.record(transfer_streams.Stream())  # it has arrived
     at.poll()
     assert hit(at, [99] * 40) == 0
 

@@ -20,6 +20,7 @@ from sglang_hybrid.serving.startup import StartupError
 from tests.cache.backends import options
 from tests.cache.driver import Sizes
 from tests.cache.tiers import TieredServer, build_tiered_cache
+from tests.examples import seeds
 
 SIZES = {
     "two pools": Sizes(states=7, kv=160, rows=6, context=128),
@@ -88,7 +89,7 @@ def link(request: pytest.FixtureRequest) -> Iterator[None]:
 )
 def test_every_request_resumes_from_its_own_prefix(sizes: Sizes, writes: str) -> None:
     loads = 0
-    for seed in range(3):
+    for seed in seeds(2):
         server = TieredServer.on(sizes, options("reuse"), 0 if seed % 2 else 16, policy=writes)
         serve_at_random(server, seed, 25)
         loads += server.loads

@@ -7,7 +7,7 @@ from array import array
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import SchedulePolicy
@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 from sglang_hybrid.cache.request.tree_match import common_tokens, resumable_tokens
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes
+from tests.examples import examples
 
 
 def plain(server: Server, params: MatchPrefixParams) -> MatchResult:
@@ -50,7 +51,7 @@ def look_up(server: Server, req: Req, limit: int | None = None) -> MatchResult:
     ],
     ids=["states", "pages", "attention"],
 )
-@settings(max_examples=25, deadline=None)
+@examples(8)
 @given(st.integers(0, 10**9))
 def test_a_request_that_waits_is_matched_as_if_it_were_new(sizes: Sizes, seed: int) -> None:
     """Many requests wait and are looked up again and again, while others are served, nodes are
@@ -77,7 +78,7 @@ def test_a_request_that_waits_is_matched_as_if_it_were_new(sizes: Sizes, seed: i
         server.check()
 
 
-@settings(max_examples=25, deadline=None)
+@examples(8)
 @given(st.integers(0, 10**9))
 def test_ranked_requests_know_what_a_new_look_up_finds(seed: int) -> None:
     """They are ranked again and again, and some are looked up to be admitted in between."""

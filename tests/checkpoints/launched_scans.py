@@ -1,4 +1,5 @@
 """SGLang's Triton scans, patched, on a GPU or in Triton's interpreter: a program for test_triton.
+Its arguments are the types that inputs of delta rules have.
 
 Fails unless every state that a prefill is asked for, and every final state, is the one of the
 definition. Triton reads TRITON_INTERPRET=1 when it is imported, hence a process of its own.
@@ -7,6 +8,7 @@ definition. Triton reads TRITON_INTERPRET=1 when it is imported, hence a process
 import contextlib
 import os
 import random
+import sys
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +53,9 @@ HEADS, WIDTH, GROUPS, SIZE = (2, 16, 1, 16) if INTERPRETED else (4, 64, 2, 128)
 CHUNK = 16 if INTERPRETED else 64
 CLOSE = 1e-4 if INTERPRETED else 5e-3
 """Largest error of a Mamba2 state; on a GPU the scan multiplies in tf32."""
+TYPES = {"float16": (torch.float16, 1e-2), "bfloat16": (torch.bfloat16, 3e-2)}
+"""Types of a delta rule's inputs, and the largest error of its states."""
+
 PREFIXES = [0, 3, 64, 0]
 SLOTS = 40
 
@@ -288,9 +293,8 @@ if __name__ == "__main__":
     torch.manual_seed(seed)
     check_mamba2(resumed=False)
     check_mamba2(resumed=True)
-    check_gated_delta_net(torch.float16, 1e-2)
-    check_gated_delta_net(torch.bfloat16, 3e-2)
-    check_kda(torch.float16, 1e-2)
-    check_kda(torch.bfloat16, 3e-2)
-    for dtype in (torch.float16, torch.bfloat16):
+    for name in sys.argv[1:]:
+        dtype, close = TYPES[name]
+        check_gated_delta_net(dtype, close)
+        check_kda(dtype, close)
         check_that_nothing_is_rounded_on_its_way(dtype)

@@ -13,6 +13,7 @@ import pytest
 from sglang_hybrid.cache.memory.granules import GranulePool, runs
 from sglang_hybrid.core.memory.account import Account, MemoryKind
 from sglang_hybrid.core.memory.states import KEPT_TRANSITIONS, MemoryState, Monitor
+from tests.examples import seeds
 
 KV, STATES = MemoryKind.KV, MemoryKind.STATES
 
@@ -69,7 +70,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("per_granule", [1, 16])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_bytes_are_conserved_after_every_step(seed: int, per_granule: int) -> None:
     rng = random.Random(seed)
     memory = Memory(per_granule=per_granule)

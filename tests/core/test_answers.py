@@ -241,7 +241,7 @@ from tests.core.test_answers import GOODBYE
 
 history, clock, rng = History(TimeUnit.REQUESTS), Clock(), random.Random(7)
 sessions, digest = {}, hashlib.sha256()
-for number in range(10_000):
+for number in range(2_000):
     clock.advance()
     tenant = f"tenant {rng.randrange(3)}"
     session = sessions.setdefault((tenant, rng.randrange(40)), [rng.randrange(100, 1_000)] * 40)
@@ -260,7 +260,7 @@ print(digest.hexdigest())
 """
 
 
-def test_ranks_agree_after_ten_thousand_requests() -> None:
+def test_ranks_agree_after_two_thousand_requests() -> None:
     """Two processes, whose hashes of strings differ, expect the same of each answer."""
     found = []
     for seed in ("1", "2"):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hybrid.core.checkpoints.checkpoint_plan import hypothetical_node
@@ -37,6 +37,7 @@ from tests.core.plain import (
     plain_victim,
     textbook_marconi,
 )
+from tests.examples import examples
 
 PAPER = CostModel.paper_7b()
 KINDS = list(Kind)
@@ -124,7 +125,7 @@ class RandomTree:
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("scarce", list(Scarce))
-@settings(max_examples=25, deadline=None)
+@examples(10)
 @given(seed=st.integers(0, 10**9), last_resort=st.booleans())
 def test_the_index_picks_the_plain_victim(
     name: str, scarce: Scarce, seed: int, last_resort: bool
@@ -147,7 +148,7 @@ def test_the_index_picks_the_plain_victim(
                 world.evict(expected)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(seed=st.integers(0, 10**9))
 def test_gdsf_picks_by_its_definition(seed: int) -> None:
     rng = random.Random(seed)
@@ -173,7 +174,7 @@ def test_gdsf_picks_by_its_definition(seed: int) -> None:
             world.evict(victim)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(seed=st.integers(0, 10**9))
 def test_depths_and_anchors_stay_true(seed: int) -> None:
     world = RandomTree(random.Random(seed))
@@ -187,7 +188,7 @@ def test_depths_and_anchors_stay_true(seed: int) -> None:
         assert node.parent.children[node.key] is node
 
 
-@settings(max_examples=50, deadline=None)
+@examples(30)
 @given(seed=st.integers(0, 10**9), alpha=st.sampled_from([0.1, 1.0, 3.0]))
 def test_marconi_is_the_papers_score(seed: int, alpha: float) -> None:
     """The index leaves the minima out; the textbook score of its victim is still the lowest."""
@@ -203,7 +204,7 @@ def test_marconi_is_the_papers_score(seed: int, alpha: float) -> None:
         assert scores[victim.id] <= min(scores.values()) + 1e-9
 
 
-@settings(max_examples=30, deadline=None)
+@examples(15)
 @given(seed=st.integers(0, 10**9), scarce=st.sampled_from(list(Scarce)))
 def test_alpha_zero_is_lru_by_the_papers_rule(seed: int, scarce: Scarce) -> None:
     world = RandomTree(random.Random(seed))

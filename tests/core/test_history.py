@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hybrid.core.records.nodes import Clock
 from sglang_hybrid.core.returns.history import History, HistoryMatch, TimeUnit
 from sglang_hybrid.core.returns.history_tree import NO_INTERVAL, TOKEN_BYTES, HistoryNode
+from tests.examples import examples
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -57,7 +58,7 @@ def all_nodes(history: History, tenant: str | None = None) -> list[HistoryNode]:
     return found
 
 
-@settings(max_examples=50, deadline=None)
+@examples(20)
 @given(seed=st.integers(0, 10**9))
 def test_a_look_up_that_goes_on_is_one_from_the_start(seed: int) -> None:
     """Prompts wait while others end; one history is told what their last look-ups found."""
@@ -88,7 +89,7 @@ def comparable(match: HistoryMatch) -> Any:
     return match.known_len, match.branch, reused, path, match.version, match.fingerprints
 
 
-@settings(max_examples=150, deadline=None)
+@examples(50)
 @given(seed=st.integers(0, 10**9), min_branch=st.sampled_from([1, 3]))
 def test_history_remembers_what_plain_lists_remember(seed: int, min_branch: int) -> None:
     rng = random.Random(seed)
@@ -115,7 +116,7 @@ def test_history_remembers_what_plain_lists_remember(seed: int, min_branch: int)
         assert node.depth == node.parent.depth + len(node.edge) // TOKEN_BYTES
 
 
-@settings(max_examples=100, deadline=None)
+@examples(40)
 @given(seed=st.integers(0, 10**9))
 def test_a_meeting_saves_the_way_and_changes_nothing(seed: int) -> None:
     """Requests overlap, so some end after the history has moved on; some were cut short."""

@@ -23,6 +23,7 @@ from sglang_hybrid.core.tiers.places import (
 )
 from sglang_hybrid.core.tiers.rates import TIERS, Link, Speeds, Tier
 from sglang_hybrid.core.tiers.writes import write_pays
+from tests.examples import seeds
 
 COST = CostModel.paper_7b()
 SPEEDS = Speeds.of(2.6e14, host=Link(25e9, 2e-5), disk=Link(3e9, 1e-4))
@@ -86,7 +87,7 @@ def cheapest_way(path: list[Node], prompt_len: int, cost: CostModel, speeds: Spe
     return cheapest(ways(path, prompt_len, cost, speeds))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_the_cheapest_way_is_the_cheapest_of_all(seed: int) -> None:
     rng = random.Random(seed)
     sequence = Sequence()
@@ -283,7 +284,7 @@ class Dirty:
         self.nodes.discard(node)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_a_placement_counts_what_is_there_and_marks_what_changed(seed: int) -> None:
     rng = random.Random(seed)
     tree = NodeTree()

@@ -9,7 +9,7 @@ from collections import deque
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hybrid.core.returns.answers import BUCKETS as ANSWERS
@@ -27,6 +27,7 @@ from sglang_hybrid.core.returns.hazards import (
     reuse_class_of,
 )
 from sglang_hybrid.core.returns.reuse import REBUILD_EVERY, SEARCHED, ReuseIndex
+from tests.examples import examples
 
 
 def features(reuse_class: int) -> tuple[int, int, int, int, int]:
@@ -62,7 +63,7 @@ def plain_hazard(
     return hazard
 
 
-@settings(max_examples=50, deadline=None)
+@examples(15)
 @given(
     seed=st.integers(0, 10**6),
     classes=st.sets(st.integers(0, CLASSES - 1), max_size=30),
@@ -81,7 +82,7 @@ def test_hazards_are_kaplan_meier_with_shrinkage(seed: int, classes: set[int], o
             assert rows[row[reuse_class]] == pytest.approx(expected)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(20)
 @given(
     rows=st.lists(st.lists(st.sampled_from([0.0, 0.01, 0.3, 1.0]), min_size=6, max_size=6)),
     widths=st.lists(st.floats(0.1, 10), min_size=6, max_size=6),

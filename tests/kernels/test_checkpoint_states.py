@@ -43,18 +43,16 @@ def programs() -> list[str]:
     return ["launched_checkpoint_states.py", *with_sglang]
 
 
-def test_addresses_and_grids_at_the_largest_sizes() -> None:
-    run(["launched_addresses.py"], "not slow", 1, 250)
-
-
-def test_any_position_is_the_recurrence() -> None:
-    run(programs(), "not slow", 4, 250)
+def test_our_kernels_in_the_interpreter() -> None:
+    """States at any position are the recurrence's, no address is too large, rows of host memory."""
+    parts = ("checkpoint_states", "addresses", "host_rows")
+    run([f"launched_{part}.py" for part in parts], "not slow", 4, 250)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_any_position_is_the_recurrence_at_length() -> None:
-    run(["launched_checkpoint_states.py"], "slow or not slow", 300, 1700)
+    run(programs(), "slow or not slow", 300, 1700)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

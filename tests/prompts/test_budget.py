@@ -11,6 +11,7 @@ from sglang_hybrid.prompts.schemas.budget import all_prefixes, best_prefixes, co
 from sglang_hybrid.prompts.schemas.resolve import Import, Prompt, resolve
 from sglang_hybrid.prompts.schemas.schema import read_schema
 from sglang_hybrid.prompts.schemas.tree import Edge, PrefixNode, Shape, as_imports, prefix_tree
+from tests.examples import seeds
 from tests.prompts import schemas
 
 
@@ -24,7 +25,7 @@ def random_tree(source: random.Random, nodes: int) -> PrefixNode:
     return PrefixNode(shapes[0])
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(15))
 def test_no_other_set_saves_more(seed: int) -> None:
     source = random.Random(seed)
     root = random_tree(source, source.randint(1, 9))

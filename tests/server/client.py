@@ -54,16 +54,21 @@ def greedy(
     }
 
 
-def ask(
+def send(
     url: str,
     prompt: list[int] | list[list[int]],
     new_tokens: int = 16,
     headers: dict[str, str] | None = None,
     **more: Any,
-) -> Any:
-    """The record of a `greedy` request, or those of a batch."""
+) -> requests.Response:
+    """The response to a `greedy` request, or to a batch."""
     body = greedy(prompt, new_tokens, **more)
-    response = requests.post(url + "/generate", json=body, headers=headers, timeout=300)
+    return requests.post(url + "/generate", json=body, headers=headers, timeout=300)
+
+
+def ask(url: str, prompt: list[int] | list[list[int]], *args: Any, **more: Any) -> Any:
+    """The record of a `greedy` request, or those of a batch. args, more: as of `send`."""
+    response = send(url, prompt, *args, **more)
     response.raise_for_status()
     return response.json()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import flush, hybrid_cache
+from tests.server.client import flush, hybrid_cache, until
 
 TEMPLATE = Path(__file__).parents[1] / "prompts" / "chat.jinja"
 MARKED = {"type": "ephemeral"}
@@ -35,7 +34,7 @@ TOOLS = [
 
 
 @pytest.fixture(scope="module")
-def server(
+def other_server(
     model_directory: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     """A server whose chat template shows tools, with a story that was computed at its start; it
@@ -48,6 +47,11 @@ def server(
     flags = ["--model-path", str(model), "--chat-template", str(TEMPLATE)]
     with ServerProcess([*flags, "--hybrid-prewarm", str(warm)]) as running:
         yield running.url
+
+
+@pytest.fixture(params=["default_server", pytest.param("other_server", marks=pytest.mark.slow)])
+def server(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +89,12 @@ def counts(usage: anthropic.types.Usage) -> tuple[int, int, int]:
 
 @pytest.mark.slow
 def test_a_file_of_prompts_is_computed_at_the_start(
-    server: str, tokens: Callable[[str], int]
+    other_server: str, tokens: Callable[[str], int]
 ) -> None:
     """A line that is refused, as the empty text, does not keep the others from it."""
-    for _ in range(600):
-        if requests.get(server + "/v1/prompt_schemas", timeout=60).json():
-            break
-        time.sleep(0.1)
+    until(lambda: requests.get(other_server + "/v1/prompt_schemas", timeout=60).json())
     body = {"text": STORY + " And then?", "sampling_params": {"max_new_tokens": 1}}
-    meta = requests.post(server + "/generate", json=body, timeout=60).json()["meta_info"]
+    meta = requests.post(other_server + "/generate", json=body, timeout=60).json()["meta_info"]
     assert tokens(STORY) - 1 <= meta["cached_tokens"] <= tokens(STORY)
 
 
@@ -149,7 +150,8 @@ def test_each_kind_of_block_ends_at_its_own_token(
     assert counts(other_question)[1] == 0
     assert hits[0] - hits[1] >= tokens(STORY)
     assert hits[1] == usage.cache_creation.ephemeral_1h_input_tokens
-    assert hits[1] - hits[2] == tokens("<|im_end|>\n<|im_start|>system\n" + RULES)
+    system = "<|im_end|>\n<|im_start|>system\n" + RULES
+    assert hits[1] - hits[2] in (tokens(system), tokens("</tools>" + system))
     assert hits[2] > 0
 
 

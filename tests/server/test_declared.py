@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -11,18 +10,21 @@ import requests
 from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.serving.requests import kv_hints
-from tests.server.client import TOLERANCE, flush, hybrid_cache, logprobs, random_prompt
+from tests.server import client
+from tests.server.client import (
+    ask,
+    cached,
+    cold,
+    flush,
+    hybrid_cache,
+    random_prompt,
+    same,
+    until,
+)
 
 
 def send(url: str, prompt: Any, hints: Any = None) -> requests.Response:
-    body = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
-        "return_logprob": True,
-        "logprob_start_len": -1,
-        "kv_hints": hints,
-    }
-    return requests.post(url + "/generate", json=body, timeout=300)
+    return client.send(url, prompt, 4, kv_hints=hints)
 
 
 def at(*positions: int) -> Any:
@@ -42,12 +44,9 @@ def test_a_declared_position_is_hit_exactly_the_first_time_it_is_shared(url: str
     assert report["declared"] == {"kept": [123, 301], "written_tokens": 301}
     for declared in (301, 123):
         other = prompt[:declared] + random_prompt(50, seed=declared)
-        warm = send(url, other).json()
-        assert warm["meta_info"]["cached_tokens"] == declared
-        flush(url)
-        cold = send(url, other).json()
-        assert warm["output_ids"] == cold["output_ids"]
-        assert logprobs(warm) == pytest.approx(logprobs(cold), abs=TOLERANCE)
+        warm = ask(url, other, 4)
+        assert cached(warm) == declared
+        assert same(warm, cold(url, other, 4))
         send(url, prompt, at(123, 301))
 
 
@@ -60,8 +59,7 @@ def test_a_pin_lasts_for_its_time_on_an_idle_server(url: str) -> None:
     held = pins(url)
     assert held["pins"] == before["pins"] + 1 and held["bytes"] > before["bytes"]
     send(url, random_prompt(300, seed=6), pinned_at(200, 0.5))
-    while pins(url)["expired"] == before["expired"]:
-        time.sleep(0.05)
+    until(lambda: pins(url)["expired"] > before["expired"])
     after = pins(url)
     assert (after["pins"], after["bytes"]) == (held["pins"], held["bytes"])
     flush(url)

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sglang_hybrid import launch_server
 from sglang_hybrid.serving.server_process import ServerProcess, free_port
 from tests.server.client import alive, hybrid_cache
 
@@ -238,14 +239,11 @@ def test_ctrl_c_while_it_starts(seconds: int, tmp_path: Path) -> None:
     assert not list(own.iterdir())
 
 
-def test_help_shows_our_flags_in_a_group_of_their_own() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "sglang_hybrid.launch_server", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0
-    _, group = done.stdout.split("\nsglang_hybrid:\n")
+def test_help_shows_our_flags_in_a_group_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        launch_server.prepare(["--help"])
+    assert not stopped.value.code
+    shown = capsys.readouterr().out
+    _, group = shown.split("\nsglang_hybrid:\n")
     assert "--hybrid-default-model" in group.split("\n\n")[0] + group.split("\n\n")[1]
-    assert "--mamba-radix-cache-strategy" in done.stdout
+    assert "--mamba-radix-cache-strategy" in shown

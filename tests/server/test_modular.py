@@ -17,7 +17,7 @@ from sglang_hybrid.prompts.schemas.resolve import read_prompt, resolve
 from sglang_hybrid.prompts.schemas.schema import read_schema
 from sglang_hybrid.prompts.schemas.tokens import PromptTokenizer
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import TOLERANCE, logprobs
+from tests.server.client import TOLERANCE, flush, logprobs
 
 pytestmark = pytest.mark.slow
 
@@ -47,11 +47,7 @@ def url(model: Path) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def _empty(url: str) -> None:
     """No segments; those that a test before this one asked for may still be computed."""
-    for _ in range(100):
-        if requests.post(url + "/flush_cache", timeout=60).ok:
-            return
-        time.sleep(0.1)
-    raise AssertionError("the server is never idle")
+    flush(url)
 
 
 def pml(imports: str, question: str = "What is a unit?", mode: str = "modular") -> str:

@@ -346,13 +346,14 @@ def test_a_prewarming_ends_when_its_client_goes(registered: str) -> None:
     """While it waits for its turn on a busy server: nothing is computed when that is idle again."""
     flush(registered)
     budget = 20 * hybrid_cache(registered)["state_bytes"] / (1 << 20)
-    long = {**SAMPLING, "max_new_tokens": 1_500}
+    long = {**SAMPLING, "max_new_tokens": 4_000}
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(send, registered, text="Tell me all.", sampling_params=long)
+        other = pool.submit(send, registered, text="Tell all.", rid="long", sampling_params=long)
         with pytest.raises(requests.Timeout):
-            prewarm(registered, "education", timeout=2, budget_mb=budget)
+            prewarm(registered, "education", timeout=1, budget_mb=budget)
         assert not other.done(), "the other request was to keep the server busy"
-        other.result().raise_for_status()
+        requests.post(registered + "/abort_request", json={"rid": "long"}, timeout=60)
+        assert other.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
     time.sleep(2)
     assert send(registered, pml=pupil("high")).json()["meta_info"]["cached_tokens"] == 0
 

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import requests
 
 from sglang_hybrid.core.returns.hints import Hint, PromptHints
 from sglang_hybrid.serving.requests import kv_hints
-from tests.server.client import random_prompt
-
-
-def send(url: str, prompt: list[int], headers: dict[str, str] | None = None, **more: Any) -> Any:
-    body = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
-        **more,
-    }
-    return requests.post(url + "/generate", json=body, headers=headers, timeout=300)
+from tests.server.client import ask, random_prompt, send
 
 
 def expected(url: str, prompt: list[int], answer: list[int], tenant: str | None) -> float | None:
@@ -46,14 +35,13 @@ def test_a_request_says_it(
     prompt = random_prompt(200, seed)
     tenant = f"sessions {seed}"  # what hints are worth is learnt: from none that came before
     said = {} if hint is None else {"kv_hints": kv_hints.write(PromptHints(session=hint))}
-    answer = send(url, prompt, headers, extra_key=tenant, **said)
-    assert answer.status_code == 200
-    found = expected(url, prompt, answer.json()["output_ids"], tenant)
+    answer = ask(url, prompt, 4, headers, extra_key=tenant, **said)["output_ids"]
+    found = expected(url, prompt, answer, tenant)
     assert found == (None if p is None else pytest.approx(p, abs=0.05))
 
 
 def test_another_word_is_refused(url: str) -> None:
-    answer = send(url, random_prompt(20, seed=9), {"X-Hybrid-Session": "perhaps"})
+    answer = send(url, random_prompt(20, seed=9), 4, {"X-Hybrid-Session": "perhaps"})
     assert answer.status_code == 400
     assert "X-Hybrid-Session is 'perhaps'; it is neither" in answer.json()["error"]["message"]
 
@@ -64,7 +52,7 @@ def test_closing_a_session_ends_it(url: str) -> None:
     session = requests.post(url + "/open_session", json=body, timeout=60).json()
     prompt = random_prompt(200, seed=10)
     more = {"session_params": {"id": session, "rid": None}, "extra_key": tenant}
-    answer = send(url, prompt, **more).json()["output_ids"]
+    answer = ask(url, prompt, 4, **more)["output_ids"]
     assert expected(url, prompt, answer, tenant) is None
     body = {"session_id": session, "extra_key": tenant}
     closed = requests.post(url + "/close_session", json=body, timeout=60)

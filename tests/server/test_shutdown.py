@@ -20,7 +20,7 @@ import pytest
 import requests
 
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import alive, random_prompt
+from tests.server.client import alive, random_prompt, until
 
 LIMIT = 10
 """Seconds within which everything is gone after SIGTERM, and at worst after Ctrl-C."""
@@ -264,10 +264,8 @@ def test_when_the_first_process_is_killed_nothing_stays(flags: list[str]) -> Non
         it.begin("/generate", ENDLESS)
         it.kill(signal.SIGKILL)
         assert it.wait() == -signal.SIGKILL
-        deadline = time.monotonic() + LIMIT  # Python's resource tracker outlives all others
-        while it.left_in_shared_memory() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert it.left_in_shared_memory() == []
+        # Python's resource tracker outlives all others.
+        until(lambda: it.left_in_shared_memory() == [], LIMIT)
 
 
 def mapped(path: Path, it: Ending) -> bool:
@@ -339,10 +337,8 @@ def test_an_engine_leaves_nothing(
     )
     assert done.returncode == status, done.stderr[-3000:]
     memory = json.loads(next(line for line in done.stdout.splitlines() if line[:1] == "["))
-    deadline = time.monotonic() + LIMIT  # Python's resource tracker outlives all others
-    while (left := remaining(memory)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert memory and not left
+    assert memory
+    until(lambda: not remaining(memory), LIMIT)  # Python's resource tracker outlives all others
 
 
 def remaining(inodes: list[int]) -> list[str]:

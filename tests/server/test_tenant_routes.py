@@ -5,7 +5,6 @@ the other. Which routes there are is in tests/tenant_routes.py.
 from __future__ import annotations
 
 import random
-import time
 from typing import Any
 from uuid import uuid4
 
@@ -14,7 +13,7 @@ import requests
 
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests import tenant_routes
-from tests.server.client import hybrid_cache, random_prompt
+from tests.server.client import hybrid_cache, random_prompt, until
 
 IN_QUERY = ("/v1/decisions",)
 """Routes whose bodies may hold no other fields than their own."""
@@ -164,11 +163,7 @@ def test_what_is_stored_later_is_its_tenants_too(url: str, how: str) -> None:
     name = f"resp_{uuid4().hex}"
     started = respond(url, "a", input="Hello.", request_id=name, **{how: True})
     assert started.status_code == 200
-    for _ in range(200):
-        if stored(url, name, "a").json().get("status") == "incomplete":  # of its 4 tokens
-            break
-        time.sleep(0.05)
-    assert stored(url, name, "a").json()["status"] == "incomplete"
+    until(lambda: stored(url, name, "a").json().get("status") == "incomplete")  # of its 4 tokens
     assert stored(url, name, "b").status_code == 404
     assert stored(url, name, None, cancel=True).status_code == 404
     assert stored(url, name, "a", cancel=True).json()["status"] == "incomplete"

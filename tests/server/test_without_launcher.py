@@ -1,4 +1,6 @@
-"""Our cache under SGLang's own ways to start: planned checkpoints, hit to the token."""
+"""Our cache under SGLang's own ways to start: planned checkpoints, hit to the token. What a process
+of SGLang has of ours is in tests/test_plugin.py.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from tests.server.client import Serve
 from tests.server.engine_hits import HITS, REQUESTS, hit
 from tests.server.test_shutdown import SHARED_MEMORY, shared_by
 
+pytestmark = pytest.mark.slow
 SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [(sys.executable, "-m", "sglang.launch_server"), SERVE],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hybrid.core.costs.cost import CostModel
@@ -32,6 +32,7 @@ from sglang_hybrid.simulation.simulator import Cache, Outcome, Simulator, hit_ra
 from sglang_hybrid.simulation.traces.formats import read_trace
 from sglang_hybrid.simulation.traces.lines import Reading
 from sglang_hybrid.simulation.traces.requests import Request
+from tests.examples import examples
 from tests.simulation.interleaved import interleaved
 
 PAPER = CostModel.paper_7b()
@@ -109,7 +110,7 @@ def test_blocks_count_what_was_reused() -> None:
     assert (cache.stored, cache.kv_reused, cache.state_reused) == (3, 3, 1)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.integers(0, 10**9))
 def test_blocks_are_a_plain_prefix_cache(seed: int) -> None:
     """Unbounded, against every earlier sequence compared token by token."""
@@ -196,7 +197,7 @@ def with_running(budget: int) -> list[BlockCache | SglangPlus | SglangSimulator]
 
 
 @pytest.mark.parametrize("system", range(3))
-@settings(max_examples=25, deadline=None)
+@examples(15)
 @given(st.integers(0, 10**9), st.integers(20, 200))
 def test_running_requests_are_in_the_budget(system: int, seed: int, states: int) -> None:
     """Requests overlap; what all hold together never exceeds the budget, and nothing is left of
@@ -239,7 +240,7 @@ def test_a_running_request_takes_room_from_what_is_cached(system: int) -> None:
 # The future.
 
 
-@settings(max_examples=25, deadline=None)
+@examples(15)
 @given(st.integers(0, 10**9))
 def test_the_oracle_is_right_about_every_position(seed: int) -> None:
     requests = traffic(seed, 25, 12)
@@ -286,33 +287,22 @@ def test_tlru_lets_go_of_what_is_quick_to_compute() -> None:
 # All of them.
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", SYSTEMS)
-@settings(max_examples=8, deadline=None)
+@examples(5)
 @given(seed=st.integers(0, 10**9), split=st.booleans())
-def test_the_budget_is_strict_and_the_account_exact(name: str, seed: int, split: bool) -> None:
+def test_the_budget_is_strict_and_the_account_exact(
+    name: str, overlap: bool, seed: int, split: bool
+) -> None:
+    """One after another and in any interleaving; in the end nobody holds anything."""
     rng = random.Random(seed)
     states = rng.randrange(1, 12)
     budget = Split(rng.randrange(20, 400), states) if split else states * PAPER.state_bytes
     requests = traffic(seed)
     cache = Spec(name).build(Setting(PAPER, budget, requests, min_branch_tokens=3))
-    for one in requests:
-        outcome = cache.serve(one)
-        assert 0 <= outcome.hit_len <= outcome.kv_len < outcome.input_len
-        if isinstance(cache, Simulator):
-            check(cache)
-
-
-@pytest.mark.parametrize("name", SYSTEMS)
-@settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 10**9), split=st.booleans())
-def test_requests_may_overlap(name: str, seed: int, split: bool) -> None:
-    """In any interleaving the account stays exact, and in the end nobody holds anything."""
-    rng = random.Random(seed)
-    states = rng.randrange(1, 12)
-    budget = Split(rng.randrange(20, 400), states) if split else states * PAPER.state_bytes
-    requests = traffic(seed)
-    cache = Spec(name).build(Setting(PAPER, budget, requests, min_branch_tokens=3))
-    for _ in interleaved(cache, requests, rng):
+    steps = interleaved(cache, requests, rng) if overlap else map(cache.serve, requests)
+    for step in steps:
+        assert overlap or 0 <= step.hit_len <= step.kv_len < step.input_len
         if isinstance(cache, Simulator):
             check(cache)
     if isinstance(cache, Simulator):

@@ -55,7 +55,7 @@ class StepClock:
 
     def __init__(self, read: Callable[[], float] = time.perf_counter) -> None:
         self.now = 0.0
-        self._read = read
+        self.read = read
         self._moved = -math.inf  # reading of this rank's clock when `now` was last right
         self._offered = ClockTick(0.0), 0.0  # the last tick, and the reading that it is of
         self._offset: float | None = None  # from stamps to the time of all ranks
@@ -76,7 +76,7 @@ class StepClock:
 
     def poll(self) -> list[ClockTick]:
         """On the rank that receives requests: what is sent to all ranks now."""
-        reading = self._read()
+        reading = self.read()
         passed = reading - self._moved
         if passed < 0:  # this rank's clock went back
             self._moved, passed = reading, 0.0
@@ -97,7 +97,7 @@ class StepClock:
         offered, reading = self._offered
         self._ticks = True
         self.now = max(self.now, tick.seconds)
-        self._moved = reading if offered == tick else self._read()
+        self._moved = reading if offered == tick else self.read()
         for told in self._told:
             told(tick.seconds)
 
@@ -117,5 +117,5 @@ class StepClock:
         if self._ticks and not -LONGEST_WAIT <= seconds - self.now <= MOST_AT_ONCE:
             self._offset, seconds = self.now - stamp, self.now
         if seconds > self.now:
-            self.now, self._moved = seconds, self._read()
+            self.now, self._moved = seconds, self.read()
         return seconds
