@@ -110,11 +110,12 @@ def test_hits_under(feature: Feature, serve: Serve) -> None:
         assert said(server)
     exact = {which: position - position % feature.page for which, position in EXACT.items()}
     assert ({which: ours[which] for which in EXACT} == exact) is feature.planned
-    flags = [] if feature.flags[:1] == ("--hybrid-schedule",) else [*feature.flags]
-    flags = [] if feature.flags[:1] == ("--hybrid-admission",) else flags
+    ours_alone = any(flag.startswith("--hybrid") for flag in feature.flags)
+    flags = () if ours_alone else feature.flags
     with serve(*flags, module="sglang.launch_server") as server:
         theirs = hits(server.url)
-    assert all(mine >= other for mine, other in zip(ours, theirs, strict=True) if feature.planned)
+    if feature.planned:
+        assert sum(ours) > sum(theirs), (ours, theirs)
     told = ["yes" if feature.planned else "no", *(", ".join(map(str, of)) for of in (ours, theirs))]
     with rows() as found:
         found[feature.name] = [*feature.row, *told]
