@@ -30,7 +30,7 @@ from tests.cache.tiers import SLOW, TieredServer, build_tiered_cache, mark, set_
 KERNELS = {
     (mha, "transfer_kv_per_layer_pf_lf"): host_copies.per_layer_pf_lf,
     (mha, "transfer_kv_all_layer_lf_pf"): host_copies.all_layer_lf_pf,
-    (mamba, "transfer_kv_mamba_pf_lf"): host_copies.mamba_pf_lf,
+    (mamba, "transfer_kv_mamba_pf_lf"): host_copies.rows_pf_lf,
     (mamba, "transfer_kv_mamba_lf_pf"): host_copies.mamba_lf_pf,
     (mha, "transfer_kv_per_layer_direct_pf_lf"): host_copies.per_layer_direct_pf_lf,
     (mha, "transfer_kv_all_layer_direct_lf_pf"): host_copies.all_layer_direct_lf_pf,
