@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,23 @@ def random_ids(count: int, seed: int = 0) -> list[int]:
     return ids
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+IN_EVERY_RUN = ("nemotron-h", "transformer")
+"""The others take a second of a core for each test; they change only with their own files."""
+
+
+def in_every_run(names: Iterable[str]) -> list[Any]:
+    """Parameters, of which most are slow."""
+    return [
+        pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in names
+    ]
+
+
+@pytest.fixture(scope="module", params=in_every_run(ARCHITECTURES))
 def reference(request: pytest.FixtureRequest, model_dirs: dict[str, Path]) -> Reference:
     return load_reference(model_dirs[request.param])
 
 
-@pytest.fixture(scope="module", params=RECURRENT)
+@pytest.fixture(scope="module", params=in_every_run(RECURRENT))
 def recurrent(request: pytest.FixtureRequest, model_dirs: dict[str, Path]) -> Reference:
     return load_reference(model_dirs[request.param])
 
