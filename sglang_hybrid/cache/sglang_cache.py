@@ -23,6 +23,7 @@ class SglangCache(Protocol):
     disable: bool
     step_clock: StepClock
     is_mamba_enabled: bool
+    pp_size: int
     components: Mapping[ComponentType, Any]
     tree_core: Any
     req_to_token_pool: Any

@@ -103,9 +103,7 @@ def test_a_switch_travels_as_the_scheduler_sends_it() -> None:
     assert pickle.loads(pickle.dumps(sent)) == sent
     sizes = Sizes()
     cache = build_cache(sizes, HybridConfig())
-    ((kind, handle),) = cache.tuning.handlers()
-    assert kind is PolicySwitch
-    handle(sent)
+    dict(cache.tuning.handlers())[PolicySwitch](sent)
     assert cache.policy_name == CANDIDATES[4].name
 
 

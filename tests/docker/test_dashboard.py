@@ -11,9 +11,14 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
+from prometheus_client import CollectorRegistry
 
+from sglang_hybrid.core.memory.account import Account
+from sglang_hybrid.serving.telemetry.metric import Metrics
+from sglang_hybrid.serving.telemetry.metrics import cache_metrics, memory_metrics
 from tests.dashboard import DASHBOARD, DOCKER, metrics, panels
-from tests.serving.telemetry.test_metrics import read
+from tests.serving.telemetry.test_metrics import Cache, shown
+from tests.serving.telemetry.test_metrics import registry as registry  # a fixture
 
 
 def test_grafanas_library_reads_every_field() -> None:
@@ -50,17 +55,15 @@ def test_panels_have_their_own_number_and_place() -> None:
         taken |= cells
 
 
-def test_our_metrics_are_there() -> None:
+def test_our_metrics_are_there(registry: CollectorRegistry) -> None:
     """Those of SGLang are looked for on a server, in tests/server/test_hybrid_cache.py."""
-    steps = """
-cache.stats.admitted["branch"] = cache.stats.skipped["no_slot"] = cache.stats.evicted["leaf"] = 1
-metrics.update()
-from sglang_hybrid.core.memory.account import Account
-from sglang_hybrid.serving.telemetry.metrics import memory_metrics
-Metrics(memory_metrics(Account(1)))
-"""
-    tuner = {"runs": 1, "failures": 0, "seconds": 0.5, "switches": 0}
-    exported = {name.split("[")[0] for name in read(steps, "marconi", 1.0, tuner)}
+    cache = Cache("marconi", 1.0, runs=1, failures=0, seconds=0.5, switches=0)
+    counted = cache_metrics(cache)
+    stats = cache.stats
+    stats.admitted["branch"] = stats.skipped["no_slot"] = stats.evicted["leaf"] = 1
+    counted.update()
+    Metrics(memory_metrics(Account(1)))
+    exported = {"sglang_hybrid:" + name.split("[")[0] for name in shown(registry)}
     ours = {name for name in metrics() if name.startswith("sglang_hybrid:")}
     assert len(ours) == 15
     assert ours <= exported

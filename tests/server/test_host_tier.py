@@ -85,6 +85,7 @@ MIXTURES = [
     ("nemotron-h", ("--hybrid-memory", "split", *IN_PAGES)),
     ("nemotron-h", ("--chunked-prefill-size", "128")),
     ("nemotron-h", ("--tp-size", "2")),
+    ("nemotron-h", ("--pp-size", "2")),
     ("falcon-h1", ("--page-size", "16")),
     ("granite-hybrid", ()),
     ("qwen3-next", ("--page-size", "16", *IN_PAGES)),

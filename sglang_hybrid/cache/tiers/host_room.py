@@ -62,4 +62,5 @@ def share_host_room(cache: SglangCache, cost: CostModel) -> None:
     if exact and memory.hicache_ratio and not memory.hicache_size:
         ratio = memory.hicache_ratio
         asked = ratio * (kv_pool.host_capacity_bytes + pool.host_capacity_bytes)
+        asked /= cache.pp_size  # `cost` counts the layers of all stages
         check_host_room(f"--hicache-ratio {ratio:g}", asked, host_memory_budget_bytes())
