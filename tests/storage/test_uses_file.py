@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from sglang_hybrid.core.returns.hazards import INTERVAL_BUCKETS
-from sglang_hybrid.storage.disk import store_start
+from sglang_hybrid.storage.disk import object_store, store_start
 from sglang_hybrid.storage.disk.object_file import NAME_BYTES, BadFile
 from sglang_hybrid.storage.disk.object_store import ObjectStore
 from sglang_hybrid.storage.disk.uses_file import Uses, load_uses, save_uses
@@ -87,6 +88,27 @@ def test_without_what_was_known_it_is_recency(
         path.unlink()
     clock.now += 5
     assert read_ahead(tmp_path / "disk", clock, monkeypatch, 1 << 20)[0] == "last"
+
+
+def test_a_slow_writing_is_the_only_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one, begun meanwhile, could end before it and be lost."""
+    clock, may_end = Clock(step=1e-3), threading.Event()
+    begun: list[Any] = []
+
+    def write(*saved: Any) -> None:
+        begun.append(saved)
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(object_store, "save_uses", write)
+    store = opened(tmp_path / "disk", now=clock)
+    put(store, "one")
+    for _ in range(3):
+        clock.now += 61
+        use(store, "one")
+    assert len(begun) <= 1
+    may_end.set()
+    store.close()
+    assert len(begun) == 2
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "other model"])

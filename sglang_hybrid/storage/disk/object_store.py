@@ -261,7 +261,8 @@ class ObjectStore:
                 file.touched = now
                 with contextlib.suppress(OSError):
                     os.utime(file.path, (now, now), follow_symlinks=False)
-        if files and now - self._uses_saved > _SAVE_SECONDS:
+        saves = self._saver is not None and self._saver.is_alive()  # one that began before
+        if files and now - self._uses_saved > _SAVE_SECONDS and not saves:
             self._uses_saved = now
             self._saver = threading.Thread(target=self._save_uses, name="hybrid-uses", daemon=True)
             self._saver.start()
