@@ -24,6 +24,7 @@ from sglang_hybrid.serving.advice import ServerSetup, advise
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
 from sglang_hybrid.serving.data_parallel import ignores_prefixes
 from sglang_hybrid.serving.device_streams import host_is_device
+from sglang_hybrid.serving.ranks import of_all_stages
 from sglang_hybrid.storage.codecs import coded_rows
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     from sglang.srt.runtime_context import get_schedule
 
-    from sglang_hybrid.cache.sizes import cost_of_model, of_all_stages
+    from sglang_hybrid.cache.sizes import cost_of_model
 
     options = HybridConfig.from_environment()
     coded_rows.use(choose_codecs(options, context))

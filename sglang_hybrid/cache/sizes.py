@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.cache.memory.allocators import OneMemoryKV
 from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.serving.ranks import of_all_stages
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 EVERY_TOKEN_ALIKE = CostModel(
     linear=1, quadratic=0, windows=(), kv_bytes_per_token=1, state_bytes=0
@@ -65,15 +62,6 @@ def measured_cost(cost: CostModel | None, params: CacheInitParams) -> CostModel:
         kv_bytes_per_token=kv_bytes or cost.kv_bytes_per_token or 1,
         state_bytes=state_bytes or cost.state_bytes,
     )
-
-
-def of_all_stages(value: T, params: CacheInitParams) -> list[T]:
-    """What each stage of the pipeline gives as `value`, in their order; all of them must ask."""
-    if params.pp_size == 1:
-        return [value]
-    values: list[T] = [value] * params.pp_size
-    torch.distributed.all_gather_object(values, value, group=params.pp_cache_group)
-    return values
 
 
 def _total(sizes: int | tuple[int, ...]) -> int:

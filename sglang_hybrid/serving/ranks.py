@@ -9,14 +9,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+T = TypeVar("T")
+
 SECONDS: Final = 60.0
 """How long a rank that failed waits for the others."""
+
+
+def of_all_stages(value: T, params: CacheInitParams) -> list[T]:
+    """What each stage of a server's pipeline (`--pp-size`) gives as `value`, in their order. Every
+    stage calls this at the same place, and waits there for the others.
+    """
+    if params.pp_size == 1:
+        return [value]
+    values = [value] * params.pp_size
+    dist.all_gather_object(values, value, group=params.pp_cache_group)
+    return values
 
 
 class AnotherRankFailed(RuntimeError):
