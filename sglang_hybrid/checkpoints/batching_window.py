@@ -56,7 +56,7 @@ class Prefills(Protocol):
         """How long positions `begin` to `end` of a prompt are expected to take."""
 
 
-_newest: list[ref[Prefills]] = []
+_newest: list[ref[Prefills]] = []  # of the cache that was built last
 
 
 def ask(prefills: Prefills) -> None:

@@ -15,8 +15,8 @@ FADE = 0.75
 """Weight of the past beside the latest group of prompts."""
 
 GAP_FADE = 0.9
-"""What a later group leaves of the longest gap: a longer one costs a wait, a shorter one a prefill
-of what the group shares.
+"""The longest gap, times this with each later group. It fades slowly: too long a gap costs a wait,
+too short a one costs computing again what the group shares.
 """
 
 OFTEN = 0.2

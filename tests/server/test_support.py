@@ -15,6 +15,7 @@ import pytest
 
 from sglang_hybrid.checkpoints.support import why_unplanned
 from tests.server.client import Serve, ask, cached, cold, random_prompt, said, same
+from tests.server.test_checkpoints import CONFIGURATIONS
 from tests.tables import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
@@ -35,9 +36,9 @@ EXACT = {0: 699, 1: 699, 3: 500}
 
 @dataclass(frozen=True)
 class Feature:
-    """Flags of a server.
+    """A row of the page.
 
-    planned: whether hits are exact, to the page.
+    flags: of the server. page: tokens in a page of KV. planned: whether hits are exact, to pages.
     """
 
     name: str
@@ -51,21 +52,19 @@ class Feature:
         return [self.name, f"`{' '.join(self.flags)}`" if self.flags else ""]
 
 
-LAZY = ("--mamba-radix-cache-strategy", "extra_buffer_lazy")
-CHUNKS = ("--chunked-prefill-size", "128")
 FEATURES = [
     Feature("defaults"),
-    Feature("chunked prefill", CHUNKS),
-    Feature("chunks mixed with decodes", ("--enable-mixed-chunk", *CHUNKS)),
-    Feature("pages of 16 tokens", ("--page-size", "16"), page=16),
-    Feature("extra buffers, lazily", LAZY),
-    Feature("no overlap", ("--disable-overlap-schedule",)),
-    Feature("tensor parallelism", ("--tp-size", "2")),
-    Feature("pipeline parallelism", ("--pp-size", "2")),
+    Feature("chunked prefill", CONFIGURATIONS["chunks of 128"]),
+    Feature("chunks mixed with decodes", CONFIGURATIONS["mixed chunks of 128"]),
+    Feature("pages of 16 tokens", CONFIGURATIONS["page 16"], page=16),
+    Feature("extra buffers, lazily", CONFIGURATIONS["lazy"]),
+    Feature("no overlap", CONFIGURATIONS["no overlap"]),
+    Feature("tensor parallelism", CONFIGURATIONS["two ranks"]),
+    Feature("pipeline parallelism", CONFIGURATIONS["two stages"]),
     Feature("data parallelism", ("--dp-size", "2")),
-    Feature("requests at every fourth step", ("--scheduler-recv-interval", "4")),
-    Feature("several tokenizers", ("--tokenizer-worker-num", "2")),
-    Feature("no tokenizer", ("--skip-tokenizer-init",)),
+    Feature("requests at every fourth step", CONFIGURATIONS["requests at every fourth step"]),
+    Feature("several tokenizers", CONFIGURATIONS["two tokenizers"]),
+    Feature("no tokenizer", CONFIGURATIONS["without a tokenizer"]),
     Feature("host memory", ("--enable-hierarchical-cache", "--hicache-ratio", "2")),
     Feature("priorities", ("--enable-priority-scheduling",)),
     Feature("a window over the queue", ("--hybrid-schedule", "window")),
@@ -129,4 +128,4 @@ def test_what_is_not_planned_is_on_the_page() -> None:
     for name, changed in NOT_HERE.items():
         assert why_unplanned(SimpleNamespace(**{**defaults, **changed})) == name
         assert f"| {name} |  | no |" in page
-    assert all(f"| {feature.name} | " in page for feature in FEATURES)
+    assert all(f"| {' | '.join(feature.row)} | " in page for feature in FEATURES)
