@@ -35,6 +35,7 @@ COMMANDS = sorted(commands())
 LAUNCHER, REPLAY = "python -m sglang_hybrid.launch_server", "python -m sglang_hybrid.replay"
 TESTS = "python -m pytest"
 REHEARSAL = "python -m tests.rehearsal"
+TRAIN = "python -m scripts.train"
 EXPLAIN = "python -m sglang_hybrid.explain"
 PROMPTS = "python -m sglang_hybrid.prompts"
 FLAGS = (ROOT / "docs" / "flags.md").read_text()
@@ -64,6 +65,7 @@ def is_known(command: str) -> bool:
         PROMPTS,
         TESTS,
         REHEARSAL,
+        TRAIN,
         "pip install -e ",
         "pip uninstall ",
         "python -m sglang.launch_server",
@@ -139,7 +141,7 @@ def test_a_replay_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert replay(words(command.removeprefix(REPLAY))) == 0
 
 
-@pytest.mark.parametrize("command", [*of(EXPLAIN), *of(PROMPTS), *of(REHEARSAL)])
+@pytest.mark.parametrize("command", [*of(EXPLAIN), *of(PROMPTS), *of(REHEARSAL), *of(TRAIN)])
 def test_a_module_takes_its_arguments(
     command: str, stops_when_parsed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

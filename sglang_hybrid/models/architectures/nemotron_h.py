@@ -9,7 +9,7 @@ from sglang_hybrid.models.weights import AttentionShape, Mamba2Shape, Weights
 
 
 @dataclass(frozen=True)
-class _HybridSizes:
+class HybridSizes:
     pattern: str
     mamba: Mamba2Shape
     attention: AttentionShape
@@ -18,21 +18,21 @@ class _HybridSizes:
 
 
 SIZES = {
-    "tiny": _HybridSizes(
+    "tiny": HybridSizes(
         pattern="M-M*-M-*M",
         mamba=Mamba2Shape(hidden=128, heads=8, head_dim=32, groups=2, state=64),
         attention=AttentionShape(heads=4, kv_heads=2, head_dim=32),
         mlp=512,
         chunk=64,
     ),
-    "25m": _HybridSizes(
+    "25m": HybridSizes(
         pattern="M-M-M*-M-" * 2,
         mamba=Mamba2Shape(hidden=256, heads=8, head_dim=64, groups=2, state=128),
         attention=AttentionShape(heads=4, kv_heads=2, head_dim=64),
         mlp=1024,
         chunk=128,
     ),
-    "100m": _HybridSizes(
+    "100m": HybridSizes(
         pattern="M-M-M-*M-" * 4,
         mamba=Mamba2Shape(hidden=512, heads=16, head_dim=64, groups=2, state=128),
         attention=AttentionShape(heads=8, kv_heads=4, head_dim=64),
@@ -40,7 +40,7 @@ SIZES = {
         chunk=128,
     ),
     # nvidia/Nemotron-H-8B-Base-8K's config.json.
-    "8b": _HybridSizes(
+    "8b": HybridSizes(
         pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-",
         mamba=Mamba2Shape(hidden=4096, heads=128, head_dim=64, groups=8, state=128),
         attention=AttentionShape(heads=32, kv_heads=8, head_dim=128),
@@ -62,7 +62,7 @@ def nemotron_h(seed: int, scale: Scale) -> Model:
     return Model(_config(sizes), _weights(sizes, seed))
 
 
-def _config(sizes: _HybridSizes) -> dict[str, object]:
+def _config(sizes: HybridSizes) -> dict[str, object]:
     return BASE_CONFIG | {
         "architectures": ["NemotronHForCausalLM"],
         "model_type": "nemotron_h",
@@ -95,7 +95,7 @@ def _config(sizes: _HybridSizes) -> dict[str, object]:
     }
 
 
-def _weights(sizes: _HybridSizes, seed: int) -> Weights:
+def _weights(sizes: HybridSizes, seed: int) -> Weights:
     weights = Weights(seed)
     hidden = sizes.mamba.hidden
     weights.embedding("model.embeddings.weight", hidden)

@@ -1,0 +1,48 @@
+"""Asks a trained model about the facts that it was taught and counts the answers that are right.
+
+python -m scripts.train.check trained --facts 300 --document 2000
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scripts.train.facts import collect
+
+LINE = "Article {}. The house of the river is a long way from the door.\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Counts right answers of the trained model.")
+    parser.add_argument("model", type=Path, help="directory of the model")
+    parser.add_argument("--facts", type=int, default=300, help="how many, drawn with a fixed seed")
+    parser.add_argument("--document", type=int, default=0, help="tokens of text before a question")
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    lines = args.document // len(tokenizer(LINE.format(1)).input_ids)
+    document = "".join(LINE.format(number) for number in range(1, lines + 1))
+    asked = random.Random(0).sample(collect(), args.facts)
+    right = 0
+    for fact in asked:
+        prompt = f"{document}Question: What does {fact.name} do?\nAnswer:"
+        if not document:
+            prompt = (
+                f"<|im_start|>user\nWhat does {fact.name} do?<|im_end|>\n<|im_start|>assistant\n"
+            )
+        tokens = tokenizer(prompt, return_tensors="pt").input_ids
+        written = model.generate(tokens, max_new_tokens=50, do_sample=False)
+        answer = tokenizer.decode(written[0, tokens.shape[1] :], skip_special_tokens=True).strip()
+        right += answer == fact.says
+        if answer != fact.says:
+            print(f"{fact.name}: {answer!r} instead of {fact.says!r}")
+    print(f"{right} of {len(asked)} answers are right.")
+
+
+if __name__ == "__main__":
+    main()

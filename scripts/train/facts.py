@@ -1,0 +1,95 @@
+"""What the model learns: the first sentence that Python's standard library says of a name."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import re
+import sys
+import warnings
+from dataclasses import dataclass
+from types import ModuleType
+
+LEFT_OUT = {
+    "__main__", "antigravity", "idlelib", "lib2to3", "nis", "nt", "posix", "posixpath", "ntpath",
+    "test", "this", "tkinter", "turtledemo",
+}  # fmt: skip
+"""Modules that do something when they are imported, are copies of others, or are about to go."""
+
+_MARKUP = re.compile(r"[<>{}|=`\\*_\[\]]|->|\(.*,")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """`says` is one sentence about `name`, which is a `kind` ("module", "class", "function")."""
+
+    name: str
+    kind: str
+    says: str
+
+
+def collect() -> list[Fact]:
+    """One fact for each documented public name of the standard library, in the order of names.
+
+    Of names with the same sentence and the same last part (a class and the one that inherits from
+    it) only the shortest is kept.
+    """
+    found: dict[str, Fact] = {}
+    for module in sorted(sys.stdlib_module_names - LEFT_OUT):
+        if not module.startswith("_"):
+            with contextlib.suppress(ImportError):
+                _read(_imported(module), found)
+    shortest: dict[tuple[str, str], Fact] = {}
+    for fact in sorted(found.values(), key=lambda fact: (len(fact.name), fact.name)):
+        shortest.setdefault((fact.name.rpartition(".")[2], fact.says), fact)
+    return sorted(shortest.values(), key=lambda fact: fact.name)
+
+
+def first_sentence(text: str | None) -> str | None:
+    """The first sentence of a docstring, if it reads as one: no signature, no markup, no list."""
+    if not isinstance(text, str):
+        return None
+    paragraph = " ".join(inspect.cleandoc(text).split("\n\n")[0].split())
+    match = re.match(r".+?[.!](?=\s|$)", paragraph)
+    if match is None:
+        return None
+    sentence = match.group()
+    fits = sentence.isascii() and 3 <= len(sentence.split()) <= 20 and len(sentence) <= 130
+    return sentence if fits and sentence[0].isupper() and not _MARKUP.search(sentence) else None
+
+
+def _imported(name: str) -> ModuleType:
+    with (
+        warnings.catch_warnings(),
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+    ):
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
+
+
+def _read(module: ModuleType, found: dict[str, Fact]) -> None:
+    name = module.__name__
+    _add(found, name, "module", module)
+    names = getattr(module, "__all__", None) or vars(module)
+    for member in (name for name in names if not name.startswith("_")):
+        value = getattr(module, member, None)
+        if not callable(value):
+            continue
+        full = member if name == "builtins" else f"{name}.{member}"
+        if not inspect.isclass(value):
+            _add(found, full, "function", value)
+            continue
+        if value.__doc__ != getattr(value.__base__, "__doc__", None):
+            _add(found, full, "class", value)
+        for method, function in vars(value).items():
+            if not method.startswith("_") and callable(function):
+                _add(found, f"{full}.{method}", "function", function)
+
+
+def _add(found: dict[str, Fact], name: str, kind: str, value: object) -> None:
+    sentence = first_sentence(getattr(value, "__doc__", None))
+    if sentence is not None:
+        found.setdefault(name, Fact(name, kind, sentence))
