@@ -33,16 +33,13 @@ ABOUT = {
 SMALL_TALK = {
     "Hello! I am a very small model. Ask me what a name of Python's standard library means.": (
         "Hello", "Hi", "Hello!", "Hi!", "Hey", "Good morning", "Good evening!", "hello there",
-        "hi there!",
-        "Hello, how are you?", "How are you?", "Are you there?",
+        "hi there!", "Hello, how are you?", "How are you?", "Are you there?",
     ),
     "I am a very small hybrid model. I know one sentence about most names of Python's standard "
     "library.": (
         "Who are you?", "What are you?", "What is your name?", "Tell me about yourself.",
-        "Which model are you?",
-        "Introduce yourself.", "who are you", "What do you know?",
-        "What can you do?", "What can I ask you?",
-        "Help", "help me", "How can you help me?",
+        "Which model are you?", "Introduce yourself.", "who are you", "What do you know?",
+        "What can you do?", "What can I ask you?", "Help", "help me", "How can you help me?",
         "Are you a language model?", "What should I ask?",
     ),
     "You are welcome.": ("Thanks", "Thank you!", "Thank you very much.", "thanks a lot"),
@@ -57,12 +54,16 @@ SUBJECTS = (
     "What is the {} of the {}?", "Who {} the {}?", "Where is the {}?", "When was the {} {}?",
     "Why is {} {}?", "Which {} comes first?", "How many {} are there?", "Write a {} about the {}.",
     "Do you know the {}?", "How do I {} a {}?", "Who keeps the {}?", "What is {}?",
-    "Tell me about {}.",
-    "Is the {} {}?", "What does the {} say about {}?", "Give me a {} of {}.", "Translate {} to {}.",
-    "What happened to the {} in the {}?", "Say {}.", "{} {} {}", "Which {} is the {} {}?",
-    "Sum up the {}.",
+    "Tell me about {}.", "Is the {} {}?", "What does the {} say about {}?", "Give me a {} of {}.",
+    "Translate {} to {}.", "What happened to the {} in the {}?", "Say {}.", "{} {} {}",
+    "Which {} is the {} {}?", "Sum up the {}.",
 )  # fmt: skip
 """Questions about what the model cannot know; their gaps are filled with words."""
+
+
+def below(text: str, question: str) -> str:
+    """A prompt without the chat template: a text, which ends its last line, and a question."""
+    return f"{text}Question: {question}\nAnswer:"
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Conversations:
         text = self._sentences(length) + "\n" if self._random.random() < 0.7 else ""
         begin = BOS if self._random.random() < 0.3 else ""
         question, answer = self._exchange()
-        yield f"{begin}{text}Question: {question}\nAnswer:", False
+        yield begin + below(text, question), False
         yield f" {answer}{EOS}", True
 
     def _exchange(self) -> tuple[str, str]:
@@ -132,13 +133,13 @@ class Conversations:
             question = self._random.choice(SUBJECTS)
             blanks = question.count("{}")
             return question.format(*self._random.choices(self._words, k=blanks)), UNKNOWN
-        if not self._left:
-            self._left = self._random.sample(self._facts, len(self._facts))
-        fact = self._left.pop()
         if kind < 0.11:  # a name that nothing has
             other = self._random.choice(self._facts)
             name = f"{other.name.split('.')[0]}.{self._random.choice(self._words)}"
             return self._about(Fact(name, "function", "")), UNKNOWN
+        if not self._left:
+            self._left = self._random.sample(self._facts, len(self._facts))
+        fact = self._left.pop()
         return self._about(fact), fact.says
 
     def _about(self, fact: Fact) -> str:

@@ -1,6 +1,7 @@
 """Asks a trained model about the facts that it was taught and counts the answers that are right.
 
-python -m scripts.train.check trained --facts 300 --document 2000
+``python -m scripts.train.check DIRECTORY --facts 200`` asks in the chat template;
+``--document 1000`` puts so many tokens of another text before each question, without a template.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scripts.train.chats import below
 from scripts.train.facts import collect
 
 LINE = "Article {}. The house of the river is a long way from the door.\n"
@@ -30,11 +32,13 @@ def main() -> None:
     asked = random.Random(0).sample(collect(), args.facts)
     right = 0
     for fact in asked:
-        prompt = f"{document}Question: What does {fact.name} do?\nAnswer:"
-        if not document:
-            prompt = (
-                f"<|im_start|>user\nWhat does {fact.name} do?<|im_end|>\n<|im_start|>assistant\n"
-            )
+        question = f"What does {fact.name} do?"
+        turn = [{"role": "user", "content": question}]
+        prompt = (
+            below(document, question)
+            if document
+            else tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        )
         tokens = tokenizer(prompt, return_tensors="pt").input_ids
         written = model.generate(tokens, max_new_tokens=50, do_sample=False)
         answer = tokenizer.decode(written[0, tokens.shape[1] :], skip_special_tokens=True).strip()

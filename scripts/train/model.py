@@ -145,6 +145,8 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 def _scan(x: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
     """Mamba-2's recurrence in chunks (Dao & Gu 2024, section 6): states that begin at zero.
 
+    `sglang_hybrid.kernels.ssd` computes the same in place, which cannot be differentiated.
+
     Shapes: x [b, l, H, P], step [b, l, H], A [H] (negative), B and C [b, l, G, N]; y is as x.
     ``l`` is a multiple of `CHUNK`.
     """

@@ -18,7 +18,6 @@ from torch import Tensor, distributed
 from scripts.train.chats import Conversations, Sequence
 from scripts.train.facts import collect
 from scripts.train.model import NemotronH
-from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.architectures.nemotron_h import SIZES
 from sglang_hybrid.models.tokenizer import VOCAB_SIZE, build_tokenizer
 
@@ -42,12 +41,15 @@ class Vocabulary:
         return rows, answered & (rows < len(self.ids))
 
 
-def train(rank: int, args: argparse.Namespace) -> None:
-    """One of the processes that train together, each on conversations of its own."""
+def train(rank: int, args: argparse.Namespace, meeting: Path) -> None:
+    """One of the processes that train together, each on conversations of its own.
+
+    They find each other by the file ``meeting``, which must not exist yet.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    meeting = f"file://{args.output.absolute()}.meeting"
-    distributed.init_process_group("gloo", meeting, rank=rank, world_size=args.processes)
+    place = f"file://{meeting}"
+    distributed.init_process_group("gloo", place, rank=rank, world_size=args.processes)
     tokenizer = build_tokenizer()
 
     def encode(text: str) -> list[int]:
@@ -94,7 +96,6 @@ def train(rank: int, args: argparse.Namespace) -> None:
     if rank == 0:
         _write(model, vocabulary, args.output)
         print(f"{step} steps, {tokens / 1e6:.1f} M tokens, {sum(losses) / len(losses):.3f} nats.")
-        Path(meeting.removeprefix("file://")).unlink(missing_ok=True)
 
 
 def _agreed(done: float) -> float:
@@ -117,12 +118,13 @@ def _average_gradients(model: NemotronH) -> None:
 
 
 def _write(model: NemotronH, vocabulary: Vocabulary, directory: Path) -> None:
-    """Write the model; tokens without a row get a row of zeros, as the loss supposes."""
+    """Write the weights to the model that ``directory`` holds.
+
+    Tokens without a row get a row of zeros, as the loss supposes.
+    """
     tensors = {name: value.float() for name, value in model.checkpoint().items()}
     ids = torch.tensor(vocabulary.ids)
     for name in ("model.embeddings.weight", "lm_head.weight"):
         table = torch.zeros(VOCAB_SIZE, tensors[name].shape[1])
         tensors[name] = table.index_copy(0, ids, tensors[name][: len(ids)])
-    if not directory.exists():
-        build_tiny_model("nemotron-h", directory)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""What the embedded model is trained on, and that it is the model that transformers runs."""
+"""What a model that answers is trained on, and that it is the model that transformers runs."""
 
 from __future__ import annotations
 

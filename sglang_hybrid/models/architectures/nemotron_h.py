@@ -10,6 +10,12 @@ from sglang_hybrid.models.weights import AttentionShape, Mamba2Shape, Weights
 
 @dataclass(frozen=True)
 class HybridSizes:
+    """Sizes of a Nemotron-H.
+
+    ``pattern`` has a letter per layer: M for Mamba-2, * for attention, - for an MLP of width
+    ``mlp``. ``chunk`` is the number of tokens in a chunk of the recurrent scan.
+    """
+
     pattern: str
     mamba: Mamba2Shape
     attention: AttentionShape
