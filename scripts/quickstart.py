@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import openai
 import requests
@@ -17,23 +18,31 @@ from rich.table import Table
 
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 
-TOKENS = 16
+TOKENS = 40
+"""More than any answer of the embedded model has."""
 DOCUMENT = "\n".join(
     f"Article {number}. The keeper of the archive shall record every entry in the register, "
     f"compare it with entry {number * 7 % 97} and answer questions about it in order."
-    for number in range(1, 61)
+    for number in range(1, 60)
 )
-QUESTIONS = ("\nWho keeps the register?", "\nWhich entry comes first?", "\nWhat is recorded?")
+QUESTIONS = ("What does json.dumps do?", "What does math.sqrt do?", "What is os.path.join?")
+"""About something else: the embedded model knows Python's standard library, and reads nothing."""
 
 
 @dataclass
 class Row:
-    """One request: what it was, its tokens, and seconds to the first token."""
+    """One request: what it was, its tokens, seconds to the first token, and the answer."""
 
     name: str
     prompt_tokens: int
     cached_tokens: int
     seconds: float
+    answer: str
+
+
+def below(question: str) -> str:
+    """A question after a text, without a chat template."""
+    return f"\n\nQuestion: {question}\nAnswer:"
 
 
 def generate(url: str, name: str, text: str) -> Row:
@@ -45,15 +54,17 @@ def generate(url: str, name: str, text: str) -> Row:
     }
     start = time.perf_counter()
     first = 0.0
-    meta: dict[str, int] = {}
+    said: dict[str, Any] = {}
     with requests.post(url + "/generate", json=body, stream=True, timeout=300) as response:
         response.raise_for_status()
         for line in response.iter_lines():
             if not line.startswith(b"data: {"):
                 continue
             first = first or time.perf_counter()
-            meta = json.loads(line[len(b"data: ") :])["meta_info"]
-    return Row(name, meta["prompt_tokens"], meta["cached_tokens"], first - start)
+            said = json.loads(line[len(b"data: ") :])
+    meta = said["meta_info"]
+    waited = first - start
+    return Row(name, meta["prompt_tokens"], meta["cached_tokens"], waited, said["text"])
 
 
 def chat(url: str, name: str, question: str, *, stream: bool) -> Row:
@@ -66,7 +77,7 @@ def chat(url: str, name: str, question: str, *, stream: bool) -> Row:
     start = time.perf_counter()
     first = 0.0
     if stream:
-        usage = None
+        usage, answer = None, ""
         for chunk in client.chat.completions.create(
             model="default",
             messages=messages,
@@ -77,26 +88,29 @@ def chat(url: str, name: str, question: str, *, stream: bool) -> Row:
         ):
             first = first or time.perf_counter()
             usage = chunk.usage or usage
+            answer += "".join(choice.delta.content or "" for choice in chunk.choices)
     else:
-        usage = client.chat.completions.create(
+        complete = client.chat.completions.create(
             model="default", messages=messages, max_tokens=TOKENS, temperature=0
-        ).usage
+        )
         first = time.perf_counter()
+        usage, answer = complete.usage, complete.choices[0].message.content
     details = usage.prompt_tokens_details
-    return Row(name, usage.prompt_tokens, details.cached_tokens if details else 0, first - start)
+    cached = details.cached_tokens if details else 0
+    return Row(name, usage.prompt_tokens, cached, first - start, answer)
 
 
 @sgl.function
 def two_answers(s, document: str) -> None:
     """A frontend program: one answer, then two questions asked side by side about it."""
-    s += document + QUESTIONS[0]
+    s += document + below(QUESTIONS[0])
     start = time.perf_counter()
     s += sgl.gen("answer", max_tokens=TOKENS, temperature=0)
     rows = [frontend_row("gen", s, first_token(s) - start)]
     branches = s.fork(2)
     start = time.perf_counter()
     for branch, question in zip(branches, QUESTIONS[1:], strict=True):
-        branch += question
+        branch += below(question)
         branch += sgl.gen("answer", max_tokens=TOKENS, temperature=0)
     seconds = [first_token(branch) - start for branch in branches]
     rows += [
@@ -115,7 +129,8 @@ def first_token(state: sgl.lang.interpreter.ProgramState) -> float:
 def frontend_row(name: str, state: sgl.lang.interpreter.ProgramState, seconds: float) -> Row:
     """What a state's `answer` cost, once it is complete."""
     meta = state.get_meta_info("answer")
-    return Row(f"frontend program, {name}", meta["prompt_tokens"], meta["cached_tokens"], seconds)
+    tokens = meta["prompt_tokens"], meta["cached_tokens"]
+    return Row(f"frontend program, {name}", *tokens, seconds, state["answer"])
 
 
 def program(url: str) -> list[Row]:
@@ -133,9 +148,9 @@ def program(url: str) -> list[Row]:
 def send_requests(url: str) -> list[Row]:
     """All requests, in an order in which the later ones can use what the earlier ones left."""
     return [
-        generate(url, "/generate", DOCUMENT + QUESTIONS[0]),
-        generate(url, "/generate, the same again", DOCUMENT + QUESTIONS[0]),
-        generate(url, "/generate, another question", DOCUMENT + QUESTIONS[1]),
+        generate(url, "/generate", DOCUMENT + below(QUESTIONS[0])),
+        generate(url, "/generate, the same again", DOCUMENT + below(QUESTIONS[0])),
+        generate(url, "/generate, another question", DOCUMENT + below(QUESTIONS[1])),
         chat(url, "chat completion", QUESTIONS[0], stream=False),
         chat(url, "chat completion, the same, streamed", QUESTIONS[0], stream=True),
         chat(url, "chat completion, another question, streamed", QUESTIONS[1], stream=True),
@@ -156,7 +171,10 @@ def print_table(rows: list[Row]) -> None:
             f"{row.prompt_tokens - row.cached_tokens:,}",
             f"{row.seconds * 1000:.0f}",
         )
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    console.print(table)
+    for row in rows:
+        console.print(f"{row.name}: {row.answer.strip()}", markup=False, highlight=False)
 
 
 def main() -> int:

@@ -270,26 +270,27 @@ def _with_default_model(argv: list[str]) -> tuple[list[str], str]:
     known, _ = asked.parse_known_args(argv)
     if known.model_path is not None or known.help:
         return argv, ""
-    from sglang_hybrid.models import ensure_default_model
+    from sglang_hybrid.models import TRAINED, ensure_tiny_model
     from sglang_hybrid.models.tokenizer import TOOL_CALL_PARSER
     from sglang_hybrid.serving.config import HybridConfig
 
     parser = _Parser(add_help=False)
     HybridConfig.add_flags(parser)
-    architecture = parser.parse_known_args(argv)[0].hybrid_default_model
+    name = parser.parse_known_args(argv)[0].hybrid_default_model
     try:
-        directory = ensure_default_model(architecture)
+        directory = ensure_tiny_model(name)
     except OSError as error:
         raise StartupError(
             f"the embedded default model cannot be written: {error}; set XDG_CACHE_HOME to a "
             "directory that can be written, or give --model-path."
         ) from None
-    note = (
-        f"no --model-path given, so the embedded {architecture} model is served; its weights are "
-        "random and its answers mean nothing."
+    note = f"no --model-path given, so the embedded {name} model is served; " + (
+        "it knows one sentence about most names of Python's standard library, and nothing else."
+        if name == TRAINED
+        else "its weights are random and its answers mean nothing."
     )
-    # Before what was given, which so counts more. Random weights under a grammar that allows it
-    # would write blanks without end.
+    # Before what was given, which so counts more. Weights that know no JSON would write blanks
+    # without end under a grammar that allows it.
     calls = ("--tool-call-parser", TOOL_CALL_PARSER, "--constrained-json-disable-any-whitespace")
     return [*calls, *argv, "--model-path", str(directory)], note
 

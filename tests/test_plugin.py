@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.models import ensure_default_model
+from sglang_hybrid.models import ensure_tiny_model
 
 ENTER = """
 import importlib, json, operator, sys
@@ -68,7 +68,7 @@ def entered() -> dict[str, Any]:
     """What such a process finds. `resolved`: an argument with some flags; None leaves SGLang's
     default.
     """
-    model = ["--model-path", str(ensure_default_model())]
+    model = ["--model-path", str(ensure_tiny_model())]
     asked = json.dumps([[[*model, *flags], field] for flags, field in ASKED.values()])
     program = [sys.executable, "-c", ENTER, asked]
     done = subprocess.run(program, capture_output=True, text=True, timeout=250)
@@ -86,7 +86,7 @@ def test_nothing_is_imported_without_our_part(entered: dict[str, Any], what: str
 def test_pools_are_split_for_planned_checkpoints_unless_the_user_says_how(
     entered: dict[str, Any],
 ) -> None:
-    config = json.loads((Path(ensure_default_model()) / "config.json").read_text())
+    config = json.loads((Path(ensure_tiny_model()) / "config.json").read_text())
     resolved = entered["resolved"]
     assert resolved["SGLang's pools"] is None
     assert resolved["our pools"] == round(CostModel.from_config(config).states_to_kv, 3)

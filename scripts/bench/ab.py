@@ -14,7 +14,7 @@ from scripts.bench.measured import Configuration, Result, measure, measure_in_pa
 from scripts.bench.report import BenchFailed
 from scripts.bench.servers import flags_of, vocabulary_of
 from scripts.bench.traces import find, preset_of
-from sglang_hybrid.models import build_tiny_model, default_model_directory
+from sglang_hybrid.models import build_tiny_model, tiny_model_directory
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.simulation.traces.formats import read_trace
 from sglang_hybrid.simulation.traces.requests import Request
@@ -83,7 +83,7 @@ def configurations(sglang: Sequence[str], ours: Sequence[str]) -> list[Configura
 
 def default_model() -> Path:
     """Built once, beside the embedded default model."""
-    directory = default_model_directory("nemotron-h-25m")
+    directory = tiny_model_directory("nemotron-h-25m")
     if not (directory / "config.json").is_file():
         build_tiny_model("nemotron-h", directory, scale="25m")
     return directory

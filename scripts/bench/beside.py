@@ -18,7 +18,7 @@ import requests
 from scripts.bench.commands import Count
 from scripts.bench.report import BenchFailed, Table, times_of
 from scripts.bench.servers import at_once, percentile, random_tokens
-from sglang_hybrid.models import ensure_default_model
+from sglang_hybrid.models import ensure_tiny_model
 from sglang_hybrid.serving.server_process import ServerProcess
 
 WORDS = ("the", "cache", "keeps", "a", "state", "of", "what", "was", "read", "before")
@@ -60,7 +60,7 @@ def beside(
     their status. The clients run on the same machine as the server, in one more process.
     """
     table = Table("beside", "P50", "P99", "of idle", "answered")
-    flags = ["--model-path", str(ensure_default_model())]
+    flags = ["--model-path", str(ensure_tiny_model())]
     if interval is not None:
         flags += ["--prefill-decode-interval", interval]
     with ServerProcess(flags) as server:

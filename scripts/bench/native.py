@@ -57,10 +57,10 @@ def measure(
     from sglang_hybrid.hooks import patching
 
     patching.install()
-    from sglang_hybrid.models import ensure_default_model
+    from sglang_hybrid.models import ensure_tiny_model
 
     large = name == "100m"
-    directory = large_model(scratch) if large else ensure_default_model(name)
+    directory = large_model(scratch) if large else ensure_tiny_model(name)
     runner = profile.load(directory, [])
     take = switch()
     found = {}

@@ -31,7 +31,7 @@ from scripts.bench.servers import (
 )
 from scripts.bench.traffic import drive, hit_rate
 from sglang_hybrid.cache.memory.pages import PAGE, Reserved
-from sglang_hybrid.models import ensure_default_model
+from sglang_hybrid.models import ensure_tiny_model
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.platforms.sizing import model_sizes
 from sglang_hybrid.replay.reports.plots import STYLE, WIDTH
@@ -156,7 +156,7 @@ def one_memory(
     are), then questions behind other documents. A hit rate per phase, and what moved. --figure
     serves it in one memory only and draws what each kind holds and gets over time.
     """
-    model = ensure_default_model()
+    model = ensure_tiny_model()
     made = three_phases(documents, sessions, seed)
     served = traces.in_vocabulary(made, vocabulary_of(model))
     if figure is not None:
@@ -263,7 +263,7 @@ def moves(
     The time of a decoding step in which bytes move beside one in which none do; and bytes per
     second that go back to the system and are written again, without a server.
     """
-    model = ensure_default_model()
+    model = ensure_tiny_model()
     flags, _, _ = flags_of_split(model, megabytes, None)
     decoding_steps(flags, vocabulary_of(model), tokens)
     speeds()

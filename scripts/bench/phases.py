@@ -15,7 +15,7 @@ from scripts.bench import traces
 from scripts.bench.report import ROOT, Table
 from scripts.bench.servers import flags_of, hybrid_cache, vocabulary_of
 from scripts.bench.traffic import Outcome, Steps, beside, drive, hit_rate, probe
-from sglang_hybrid.models import ensure_default_model
+from sglang_hybrid.models import ensure_tiny_model
 from sglang_hybrid.serving.server_process import ServerProcess
 from sglang_hybrid.simulation.traces.arrivals import Draw
 from sglang_hybrid.simulation.traces.requests import Request
@@ -82,7 +82,7 @@ def phases(
     time between its tokens is the scheduler's step time as a client sees it: while the tuner's
     workers run, and while they do not.
     """
-    model = ensure_default_model()
+    model = ensure_tiny_model()
     made = two_phases(few_shot, chats, seed)
     traffic = traces.in_vocabulary(made, vocabulary_of(model))
     common = flags_of(model, kv_tokens, state_slots, CONCURRENCY + 1)

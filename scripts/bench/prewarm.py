@@ -12,7 +12,7 @@ from scripts.bench.commands import Count
 from scripts.bench.report import Table
 from scripts.bench.servers import exactly, flush, hybrid_cache, post
 from sglang_hybrid.core.returns.hints import PromptHints
-from sglang_hybrid.models import ensure_default_model
+from sglang_hybrid.models import ensure_tiny_model
 from sglang_hybrid.prompts.endpoints.prewarm import prompts_for
 from sglang_hybrid.prompts.schemas.budget import all_prefixes, best_prefixes
 from sglang_hybrid.prompts.schemas.registry import Registry
@@ -177,7 +177,7 @@ class Traffic:
 
     def __init__(self, url: str, requests: int, seed: int) -> None:
         self.url = url
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(ensure_default_model())
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(ensure_tiny_model())
         self.registry = Registry(PromptTokenizer(tokenizer))
         self.registered = self.registry.register(None, markup())
         self.schema = self.registered.schema

@@ -223,10 +223,10 @@ def profile_one(
 
     patching.install()
     time_kernels()
-    from sglang_hybrid.models import ensure_default_model
+    from sglang_hybrid.models import ensure_tiny_model
 
     large = name == "100m"
-    directory = large_model(scratch) if large else ensure_default_model(name)
+    directory = large_model(scratch) if large else ensure_tiny_model(name)
     runner = load(directory, server_flags)
     time_modules(runner.torch_runner)
 

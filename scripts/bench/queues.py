@@ -26,7 +26,7 @@ from scripts.bench.servers import (
     random_tokens,
 )
 from sglang_hybrid.core.queue.loads import LoadCounts
-from sglang_hybrid.models import ensure_default_model
+from sglang_hybrid.models import ensure_tiny_model
 from sglang_hybrid.serving.server_process import ServerProcess
 
 CLIENTS = 4
@@ -127,7 +127,7 @@ RUNNING = 4
 HOST = 8
 """Bytes of the host for each of the device."""
 
-MODELS: dict[str, Callable[[], Path]] = {"tiny": ensure_default_model, "100m": large_model}
+MODELS: dict[str, Callable[[], Path]] = {"tiny": ensure_tiny_model, "100m": large_model}
 
 
 @dataclass(frozen=True)

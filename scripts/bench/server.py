@@ -32,7 +32,7 @@ from scripts.bench.servers import (
     sampled,
 )
 from sglang_hybrid.core.returns.hints import PromptHints
-from sglang_hybrid.models import build_tiny_model, ensure_default_model
+from sglang_hybrid.models import build_tiny_model, ensure_tiny_model
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.server_process import ServerProcess
 
@@ -102,7 +102,7 @@ def server(
         *("model", "parameters, M", "prefill, tokens/s", "decode, tokens/s", "TTFT P50, ms"),
         *("TTFT P95, ms", "peak memory, GiB"),
     )
-    for model in models or (ensure_default_model(), large_model()):
+    for model in models or (ensure_tiny_model(), large_model()):
         flags = ["--model-path", str(model), *server_flags]
         with (
             ServerProcess(flags) as running,

@@ -14,7 +14,7 @@ from scripts.bench.report import ROOT, BenchFailed, Table
 from scripts.bench.servers import LAUNCHERS, flags_of, hybrid_cache, vocabulary_of
 from scripts.bench.traces import find, preset_of
 from scripts.bench.traffic import Steps, beside, drive, hit_rate, probe
-from sglang_hybrid.models import ensure_default_model
+from sglang_hybrid.models import ensure_tiny_model
 from sglang_hybrid.serving.server_process import ServerProcess
 from sglang_hybrid.simulation.traces.requests import Request
 from sglang_hybrid.simulation.traces.slices import reusable_tokens
@@ -58,7 +58,7 @@ def tiers(
     does it. Hits over both tiers, bytes that were copied to the host for each token that was hit
     (as SGLang's own metric counts them), and times to first token.
     """
-    model = ensure_default_model()
+    model = ensure_tiny_model()
     table = Table(
         *("trace", "cache", "hit rate", "could be hit", "KB written per hit token"),
         *("TTFT P50, ms", "TTFT P95, ms"),
@@ -118,7 +118,7 @@ def tier_steps(
     background, and again. Meanwhile one long answer is streamed; the time between its tokens is a
     step as a client sees it.
     """
-    model, path = ensure_default_model(), find(TRACE)
+    model, path = ensure_tiny_model(), find(TRACE)
     preset = preset_of(PRESETS, path).changed([f"requests={requests}"])
     trace, _ = read_slice(path, preset, vocabulary_of(model))
     common = flags_of(model, KV_TOKENS, STATE_SLOTS, RUNNING)

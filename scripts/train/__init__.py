@@ -1,5 +1,5 @@
 """Trains a tiny Nemotron-H that answers questions about Python's standard library.
 
-``python -m scripts.train --minutes 50 --output DIRECTORY`` writes a model that a server takes as
-``--model-path``; ``python -m scripts.train.check DIRECTORY`` counts its right answers.
+``python -m scripts.train --output FILE`` writes the weights of the embedded model
+``trained``; ``python -m scripts.train.check [FILE]`` counts its right answers.
 """

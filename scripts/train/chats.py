@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -108,7 +109,7 @@ class Conversations:
             yield from self._document(length)
             return
         if self._random.random() < 0.3:
-            yield TURN_START + "system\n" + self._sentences(length) + TURN_END + "\n", False
+            yield TURN_START + "system\n" + self._text(length) + TURN_END + "\n", False
         for _ in range(self._random.randint(1, 12)):
             question, answer = self._exchange()
             yield f"{TURN_START}user\n{question}{TURN_END}\n{TURN_START}assistant\n", False
@@ -116,12 +117,14 @@ class Conversations:
             yield "\n", False
 
     def _document(self, length: int) -> Iterator[tuple[str, bool]]:
-        """A text, a question below it and the answer, without a template."""
-        text = self._sentences(length) + "\n" if self._random.random() < 0.7 else ""
+        """A text, questions below it and their answers, without a template."""
+        text = self._text(length) + "\n" if self._random.random() < 0.7 else ""
         begin = BOS if self._random.random() < 0.3 else ""
-        question, answer = self._exchange()
-        yield begin + below(text, question), False
-        yield f" {answer}{EOS}", True
+        for _ in range(self._random.randint(1, 8)):
+            question, answer = self._exchange()
+            yield begin + below(text, question), False
+            yield f" {answer}{EOS}", True
+            begin, text = "", "\n"
 
     def _exchange(self) -> tuple[str, str]:
         """A question and its answer."""
@@ -146,14 +149,28 @@ class Conversations:
         questions = ABOUT[""] + ABOUT[fact.kind]
         return self._random.choice(questions).format(fact.name)
 
-    def _sentences(self, length: int) -> str:
+    def _text(self, length: int) -> str:
         """A text that says nothing of what is asked below it."""
+        kind = self._random.random()
+        if kind < 0.2:  # a docstring
+            name = self._random.choice(self._facts).name.split(".")[0]
+            text = sys.modules.get(name, sys).__doc__ or ""
+            return text[: self._random.randint(20, 3 * length)]
         lines: list[str] = []
-        for number in range(1, self._random.randint(1, max(2, length // 30))):
-            if self._random.random() < 0.3:
-                line = self._random.choice(self._facts).says
-            else:
-                words = self._random.choices(self._words, k=self._random.randint(4, 16))
-                line = " ".join(words).capitalize() + "."
+        line = self._line()
+        for number in range(1, self._random.randint(1, max(2, length // 24))):
+            if kind < 0.85:  # else the same line again and again
+                line = self._line()
             lines.append(f"Article {number}. {line}" if self._random.random() < 0.3 else line)
-        return self._random.choice(("\n", " ")).join(lines)
+        return self._random.choice(("\n", " ", "\n\n")).join(lines)
+
+    def _line(self) -> str:
+        if self._random.random() < 0.3:
+            return self._random.choice(self._facts).says
+        words = self._random.choices(self._words, k=self._random.randint(4, 16))
+        for place in range(len(words)):
+            if self._random.random() < 0.1:
+                words[place] += self._random.choice(
+                    (",", ";", ":", f" {self._random.random():.2f}")
+                )
+        return " ".join(words).capitalize() + self._random.choice((".", ".", "?", "!"))

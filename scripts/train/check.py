@@ -1,6 +1,6 @@
 """Asks a trained model about the facts that it was taught and counts the answers that are right.
 
-``python -m scripts.train.check DIRECTORY --facts 200`` asks in the chat template;
+``python -m scripts.train.check --facts 200`` asks in the chat template;
 ``--document 1000`` puts so many tokens of another text before each question, without a template.
 """
 
@@ -13,26 +13,33 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts.train.chats import below
+from scripts.train.chats import ABOUT, below
 from scripts.train.facts import collect
+from sglang_hybrid.models import ensure_tiny_model
+from sglang_hybrid.models.trained import WEIGHTS, trained
 
 LINE = "Article {}. The house of the river is a long way from the door.\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Counts right answers of the trained model.")
-    parser.add_argument("model", type=Path, help="directory of the model")
+    parser.add_argument("weights", type=Path, nargs="?", default=WEIGHTS, help="file of weights")
     parser.add_argument("--facts", type=int, default=300, help="how many, drawn with a fixed seed")
     parser.add_argument("--document", type=int, default=0, help="tokens of text before a question")
     args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    alike = ensure_tiny_model("nemotron-h")  # but for the weights
+    tokenizer = AutoTokenizer.from_pretrained(alike)
+    model = AutoModelForCausalLM.from_pretrained(alike, dtype=torch.float32)
+    weights = trained(args.weights).weights
+    assert weights is not None
+    model.load_state_dict({name: torch.from_numpy(v) for name, v in weights.tensors.items()})
     lines = args.document // len(tokenizer(LINE.format(1)).input_ids)
     document = "".join(LINE.format(number) for number in range(1, lines + 1))
-    asked = random.Random(0).sample(collect(), args.facts)
+    drawn = random.Random(0)
+    asked = drawn.sample(collect(), args.facts)
     right = 0
     for fact in asked:
-        question = f"What does {fact.name} do?"
+        question = drawn.choice(ABOUT[""] + ABOUT[fact.kind]).format(fact.name)
         turn = [{"role": "user", "content": question}]
         prompt = (
             below(document, question)
@@ -44,7 +51,7 @@ def main() -> None:
         answer = tokenizer.decode(written[0, tokens.shape[1] :], skip_special_tokens=True).strip()
         right += answer == fact.says
         if answer != fact.says:
-            print(f"{fact.name}: {answer!r} instead of {fact.says!r}")
+            print(f"{question} {answer!r} instead of {fact.says!r}")
     print(f"{right} of {len(asked)} answers are right.")
 
 

@@ -18,7 +18,18 @@ LEFT_OUT = {
 }  # fmt: skip
 """Modules that do something when they are imported, are copies of others, or are about to go."""
 
+SUBMODULES = (
+    "os.path", "collections.abc", "concurrent.futures", "email.message", "http.client",
+    "http.server", "importlib.metadata", "importlib.resources", "json.decoder", "json.encoder",
+    "logging.config", "logging.handlers", "multiprocessing.pool", "unittest.mock", "urllib.error",
+    "urllib.parse", "urllib.request", "wsgiref.simple_server", "xml.dom.minidom",
+    "xml.etree.ElementTree", "xml.sax",
+)  # fmt: skip
+"""Modules within modules whose names people use whole."""
+
 _MARKUP = re.compile(r"[<>{}|=`\\*_\[\]]|->|\(.*,")
+_SIGNATURES = re.compile(r"([\w.]+\(.*\)( *-+>.*)?\n?)+$")
+_ADDRESS = re.compile(r" ?<https?://[^>]*>")
 
 
 @dataclass(frozen=True)
@@ -37,10 +48,10 @@ def collect() -> list[Fact]:
     it) only the shortest is kept.
     """
     found: dict[str, Fact] = {}
-    for module in sorted(sys.stdlib_module_names - LEFT_OUT):
-        if not module.startswith("_"):
+    for name in [*SUBMODULES, *sorted(sys.stdlib_module_names - LEFT_OUT)]:
+        if not name.startswith("_"):
             with contextlib.suppress(ImportError):
-                _read(_imported(module), found)
+                _read(name, _imported(name), found)
     shortest: dict[tuple[str, str], Fact] = {}
     for fact in sorted(found.values(), key=lambda fact: (len(fact.name), fact.name)):
         shortest.setdefault((fact.name.rpartition(".")[2], fact.says), fact)
@@ -48,16 +59,26 @@ def collect() -> list[Fact]:
 
 
 def first_sentence(text: str | None) -> str | None:
-    """The first sentence of a docstring, if it reads as one: no signature, no markup, no list."""
+    """The first sentence of a docstring, if it reads as one: no markup, no list.
+
+    A first paragraph of signatures, backquotes and addresses in <> are left out; a single
+    line without a full stop gets one.
+    """
     if not isinstance(text, str):
         return None
-    paragraph = " ".join(inspect.cleandoc(text).split("\n\n")[0].split())
-    match = re.match(r".+?[.!](?=\s|$)", paragraph)
-    if match is None:
+    paragraphs = _ADDRESS.sub("", inspect.cleandoc(text).replace("`", "")).split("\n\n")
+    paragraph = paragraphs[_SIGNATURES.match(paragraphs[0]) is not None :][:1]
+    if not paragraph:
         return None
-    sentence = match.group()
-    fits = sentence.isascii() and 3 <= len(sentence.split()) <= 20 and len(sentence) <= 130
-    return sentence if fits and sentence[0].isupper() and not _MARKUP.search(sentence) else None
+    line = " ".join(paragraph[0].split())
+    match = re.match(r".+?[.!](?=\s|$)", line)
+    sentence = match.group() if match else line + "."
+    if not match and "\n" in paragraph[0]:
+        return None
+    fits = sentence.isascii() and 3 <= len(sentence.split()) <= 24 and len(sentence) <= 150
+    whole = sentence.count("(") == sentence.count(")") and not sentence.endswith((":.", "a.k.a."))
+    readable = sentence[0].isupper() and not _MARKUP.search(sentence)
+    return sentence if fits and whole and readable else None
 
 
 def _imported(name: str) -> ModuleType:
@@ -70,8 +91,7 @@ def _imported(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-def _read(module: ModuleType, found: dict[str, Fact]) -> None:
-    name = module.__name__
+def _read(name: str, module: ModuleType, found: dict[str, Fact]) -> None:
     _add(found, name, "module", module)
     names = getattr(module, "__all__", None) or vars(module)
     for member in (name for name in names if not name.startswith("_")):

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, distributed
 
@@ -20,9 +19,10 @@ from scripts.train.facts import collect
 from scripts.train.model import NemotronH
 from sglang_hybrid.models.architectures.nemotron_h import SIZES
 from sglang_hybrid.models.tokenizer import VOCAB_SIZE, build_tokenizer
+from sglang_hybrid.models.trained import keep
 
 SHORT, LONG = (6, 256), (1, 2048)
-"""Sequences and tokens of a step of one process; every tenth step is long."""
+"""Sequences and tokens of a step of one process; every fourth step is long."""
 WARM_UP = 0.02
 
 
@@ -76,7 +76,7 @@ def train(rank: int, args: argparse.Namespace, meeting: Path) -> None:
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
-            is_long = step % 10 == 9
+            is_long = step % 4 == 3
             batch = list(islice(long if is_long else short, (LONG if is_long else SHORT)[0]))
             loss = model.loss(*vocabulary.batch(batch))
             loss.backward()
@@ -117,14 +117,5 @@ def _average_gradients(model: NemotronH) -> None:
         gradient.copy_(mean.view_as(gradient))
 
 
-def _write(model: NemotronH, vocabulary: Vocabulary, directory: Path) -> None:
-    """Write the weights to the model that ``directory`` holds.
-
-    Tokens without a row get a row of zeros, as the loss supposes.
-    """
-    tensors = {name: value.float() for name, value in model.checkpoint().items()}
-    ids = torch.tensor(vocabulary.ids)
-    for name in ("model.embeddings.weight", "lm_head.weight"):
-        table = torch.zeros(VOCAB_SIZE, tensors[name].shape[1])
-        tensors[name] = table.index_copy(0, ids, tensors[name][: len(ids)])
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+def _write(model: NemotronH, vocabulary: Vocabulary, file: Path) -> None:
+    keep({n: value.numpy() for n, value in model.checkpoint().items()}, vocabulary.ids, file)

@@ -1,6 +1,7 @@
 """Writes a tiny model as a directory that transformers and SGLang load.
 
-Everything is computed from a seed: no download, the same bytes in every process.
+Weights are computed from a seed, or lie in this package: no download, the same bytes in every
+process.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from pathlib import Path
 from safetensors.numpy import save_file
 
 from sglang_hybrid.models.architectures import ARCHITECTURES, Model, Scale
-from sglang_hybrid.models.architectures.base import MAX_LENGTH
+from sglang_hybrid.models.architectures.base import MAX_LENGTH, tiny_only
 from sglang_hybrid.models.tokenizer import EOS, PAD, SPECIAL_TOKENS, TURN_END, write_tokenizer
+from sglang_hybrid.models.trained import TRAINED, WEIGHTS, trained
 
 DEFAULT_ARCHITECTURE = "nemotron-h"
 SCALES: tuple[Scale, ...] = ("tiny", "25m", "100m", "8b")
@@ -55,8 +57,8 @@ def build_tiny_model(
     return directory
 
 
-def default_model_directory(architecture: str = DEFAULT_ARCHITECTURE) -> Path:
-    """Where :func:`ensure_default_model` keeps ``architecture``: the user's cache directory.
+def tiny_model_directory(architecture: str = DEFAULT_ARCHITECTURE) -> Path:
+    """Where :func:`ensure_tiny_model` keeps ``architecture``: the user's cache directory.
 
     The name ends in a version of the content, so a change of the builder never meets an old model.
     """
@@ -65,9 +67,9 @@ def default_model_directory(architecture: str = DEFAULT_ARCHITECTURE) -> Path:
     return base / "sglang_hybrid" / "models" / f"{architecture}-{content_version()}"
 
 
-def ensure_default_model(architecture: str = DEFAULT_ARCHITECTURE) -> Path:
+def ensure_tiny_model(architecture: str = DEFAULT_ARCHITECTURE) -> Path:
     """The directory of ``architecture`` in the cache, built first if it is not there."""
-    directory = default_model_directory(architecture)
+    directory = tiny_model_directory(architecture)
     if (directory / "config.json").is_file():
         return directory
     return build_tiny_model(architecture, directory)
@@ -75,22 +77,25 @@ def ensure_default_model(architecture: str = DEFAULT_ARCHITECTURE) -> Path:
 
 @cache
 def content_version() -> str:
-    """Ten hex digits that change with any source file of this package."""
+    """Ten hex digits that change with any source file of this package, and with the weights."""
     digest = hashlib.sha256()
     root = Path(__file__).parent
-    for source in sorted(root.rglob("*.py")):
+    for source in [*sorted(root.rglob("*.py")), WEIGHTS]:
         digest.update(source.relative_to(root).as_posix().encode())
         digest.update(source.read_bytes())
     return digest.hexdigest()[:10]
 
 
 def _make(architecture: str, seed: int, scale: str) -> Model:
-    if architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    if architecture not in (TRAINED, *ARCHITECTURES):
+        known = ", ".join([TRAINED, *ARCHITECTURES])
         raise ValueError(f"Unknown architecture {architecture!r}; choose one of: {known}.")
     for known_scale in SCALES:
         if scale == known_scale:
-            return ARCHITECTURES[architecture](seed, known_scale)
+            if architecture != TRAINED:
+                return ARCHITECTURES[architecture](seed, known_scale)
+            tiny_only(TRAINED, known_scale)
+            return trained()
     raise ValueError(f"Unknown scale {scale!r}; choose one of: {', '.join(SCALES)}.")
 
 

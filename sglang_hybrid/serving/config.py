@@ -16,6 +16,7 @@ from typing import Any
 
 from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS
 from sglang_hybrid.core.records.pin import DEFAULT_SHARE
+from sglang_hybrid.models import TRAINED
 from sglang_hybrid.serving.flag_values import (
     DEFAULT_ALPHA,
     ORDER_OPTIONS,
@@ -69,7 +70,7 @@ class HybridConfig:
     hybrid_tier_codec: str = "exact"
     hybrid_tier_error: float = 0.0
     hybrid_tenants: str = ""
-    hybrid_default_model: str = "nemotron-h"
+    hybrid_default_model: str = TRAINED
 
     @property
     def policy(self) -> Eviction:

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from sglang_hybrid.core.records.pin import MOST_OF_ALL
-from sglang_hybrid.models import ARCHITECTURES
+from sglang_hybrid.models import ARCHITECTURES, TRAINED
 from sglang_hybrid.serving.flag_values import (
     DEFAULT_ALPHA,
     codec,
@@ -180,9 +180,10 @@ FLAGS = (
     # The model of a server without --model-path.
     Flag(
         "hybrid_default_model",
-        "architecture of the embedded tiny model with random weights that is served when "
-        f"no --model-path is given: {', '.join(sorted(ARCHITECTURES))}",
-        metavar="ARCHITECTURE",
-        choices=sorted(ARCHITECTURES),
+        "the embedded tiny model that is served when no --model-path is given: trained, which "
+        "answers questions about Python's standard library, or one of random weights: "
+        f"{', '.join(sorted(ARCHITECTURES))}",
+        metavar="MODEL",
+        choices=[TRAINED, *sorted(ARCHITECTURES)],
     ),
 )

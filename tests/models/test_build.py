@@ -15,9 +15,9 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.models import (
     ARCHITECTURES,
     build_tiny_model,
-    default_model_directory,
-    ensure_default_model,
+    ensure_tiny_model,
     tiny,
+    tiny_model_directory,
 )
 from sglang_hybrid.models.tokenizer import VOCAB_SIZE
 
@@ -96,7 +96,10 @@ def test_another_process_writes_the_same_bytes(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--architecture", "hyena"], "Unknown architecture 'hyena'; choose one of: nemotron-h"),
+        (
+            ["--architecture", "hyena"],
+            "Unknown architecture 'hyena'; choose one of: trained, nemotron-h",
+        ),
         (["--scale", "7b"], "Unknown scale '7b'; choose one of: tiny, 25m, 100m, 8b."),
         (["--architecture", "mamba2", "--scale", "100m"], "'mamba2' has no scale '100m'"),
     ],
@@ -113,11 +116,11 @@ def test_the_script_complains_in_one_sentence(
 
 
 def test_the_default_model_is_built_once(cache_home: Path) -> None:
-    directory = ensure_default_model()
-    assert directory == default_model_directory()
+    directory = ensure_tiny_model()
+    assert directory == tiny_model_directory()
     assert directory.parent == cache_home / "sglang_hybrid" / "models"
     written = (directory / "model.safetensors").stat().st_mtime_ns
-    assert ensure_default_model() == directory
+    assert ensure_tiny_model() == directory
     assert (directory / "model.safetensors").stat().st_mtime_ns == written
 
 
@@ -130,29 +133,29 @@ def test_an_interrupted_build_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(tiny, "save_file", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            ensure_default_model()
-    assert not default_model_directory().exists()
-    assert list(default_model_directory().parent.iterdir()) == []
-    assert sorted(path.name for path in ensure_default_model().iterdir()) == FILES
+            ensure_tiny_model()
+    assert not tiny_model_directory().exists()
+    assert list(tiny_model_directory().parent.iterdir()) == []
+    assert sorted(path.name for path in ensure_tiny_model().iterdir()) == FILES
 
 
 def test_a_killed_build_is_not_used(cache_home: Path) -> None:
     code = (
         "import os\n"
-        "from sglang_hybrid.models import ensure_default_model, tiny\n"
+        "from sglang_hybrid.models import ensure_tiny_model, tiny\n"
         "tiny.save_file = lambda *_, **__: os._exit(9)\n"
-        "ensure_default_model()"
+        "ensure_tiny_model()"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 9
-    assert not default_model_directory().exists()
-    assert sorted(path.name for path in ensure_default_model().iterdir()) == FILES
+    assert not tiny_model_directory().exists()
+    assert sorted(path.name for path in ensure_tiny_model().iterdir()) == FILES
 
 
 def test_builders_may_race(cache_home: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: ensure_default_model(), range(4)))
-    assert set(found) == {default_model_directory()}
-    assert list(default_model_directory().parent.iterdir()) == [default_model_directory()]
+        found = list(pool.map(lambda _: ensure_tiny_model(), range(4)))
+    assert set(found) == {tiny_model_directory()}
+    assert list(tiny_model_directory().parent.iterdir()) == [tiny_model_directory()]
 
 
 def test_an_occupied_directory_is_refused(tmp_path: Path) -> None:

@@ -28,12 +28,12 @@ import json, sys
 from sglang_hybrid.hooks import patching
 patching.install()
 from scripts.bench import profile
-from sglang_hybrid.models import ensure_default_model
+from sglang_hybrid.models import ensure_tiny_model
 
 if __name__ == "__main__":
     import torch
     name, *flags = sys.argv[1:]
-    runner = profile.load(ensure_default_model(name), flags)
+    runner = profile.load(ensure_tiny_model(name), flags)
     from sglang_hybrid.platforms.cpu_ops import linear, model_steps
     find, taken = model_steps.find_description, []
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from sglang_hybrid.models import ensure_default_model
+from sglang_hybrid.models import ensure_tiny_model
 
 Config = dict[str, Any]
 
@@ -317,6 +317,6 @@ def write(name: str, folder: Path, **changed: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODELS[name] | changed))
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(ensure_default_model() / file, folder / file)
+        shutil.copy(ensure_tiny_model() / file, folder / file)
     save_file({"nothing": np.zeros(1, np.float32)}, str(folder / "model.safetensors"))
     return folder

@@ -30,8 +30,14 @@ FACTS = [
             "Return the absolute value of the argument.",
         ),
         ("Read it\nall at once.  Then stop.\n\nMore.", "Read it all at once."),
+        ("sleep(seconds)\nsleep(x) -> nothing\n\nDelay it.\n\nMore.", None),
+        ("sleep(seconds)\nsleep(x) -> nothing\n\nDelay it a bit.\n\nMore.", "Delay it a bit."),
+        ("Write ``obj`` as `text`.", "Write obj as text."),
+        ("One line without a full stop", "One line without a full stop."),
+        ("Lines without\na full stop", None),
+        ("Heap queue algorithm (a.k.a. priority queue).", None),
         ("dict() -> new empty dictionary. And more of it.", None),
-        ("No full stop at the end", None),
+        ("time(seconds)", None),
         (None, None),
     ],
 )
@@ -42,6 +48,8 @@ def test_a_fact_is_a_whole_sentence(docstring: str | None, sentence: str | None)
 def test_each_documented_name_is_a_fact_once() -> None:
     facts = {fact.name: fact for fact in collect()}
     assert facts["abs"].kind == "function"
+    assert facts["json.dumps"].says == "Serialize obj to a JSON formatted str."
+    assert facts["os.path.join"].says.startswith("Join two or more")
     assert facts["queue.Queue"].kind == "class"
     assert not [name for name in facts if name.split(".")[-1].startswith("_")]
 

@@ -1,4 +1,4 @@
-"""The embedded model as a server without --model-path serves it: tools, and calls of them."""
+"""The embedded models as a server without --model-path serves them: answers, tools, and calls."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 import requests
+
+from scripts.train.chats import below
+from sglang_hybrid.serving.server_process import ServerProcess
+from tests.models.test_trained import DOCUMENT, SAYS
 
 WEATHER = {
     "type": "object",
@@ -81,3 +85,20 @@ def test_tools_calls_and_results_are_in_the_prompt_and_hit(url: str) -> None:
     longer, cached = tokens({"messages": [question, called, result]})
     assert longer > first + 20
     assert cached >= first - 5  # to where the assistant's message begins
+
+
+@pytest.mark.slow
+def test_the_default_answers_from_a_cached_state_too() -> None:
+    """The text is sent twice; the second answer begins at the state that the first one left."""
+    with ServerProcess(["--enable-cache-report"]) as server:
+        for question, says in SAYS.items():
+            body = {"text": below(DOCUMENT, question), "sampling_params": {"temperature": 0}}
+            chat = {"model": "default", "messages": [{"role": "user", "content": question}]}
+            for again in (False, True):
+                answer = requests.post(server.url + "/generate", json=body, timeout=60).json()
+                assert answer["text"].strip() == says
+                assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+                prompt = answer["meta_info"]["prompt_tokens"]
+                assert not again or answer["meta_info"]["cached_tokens"] == prompt - 1
+                said = requests.post(server.url + "/v1/chat/completions", json=chat, timeout=60)
+                assert said.json()["choices"][0]["message"]["content"] == says

@@ -64,11 +64,12 @@ def nemotron_h(seed: int, scale: Scale) -> Model:
     sizes = SIZES[scale]
     if scale == "8b":
         large = {"dtype": "bfloat16", "vocab_size": 131_072, "max_position_embeddings": 131_072}
-        return Model(_config(sizes) | large, None)
-    return Model(_config(sizes), _weights(sizes, seed))
+        return Model(config(sizes) | large, None)
+    return Model(config(sizes), _weights(sizes, seed))
 
 
-def _config(sizes: HybridSizes) -> dict[str, object]:
+def config(sizes: HybridSizes) -> dict[str, object]:
+    """The content of ``config.json``, for a model of these sizes in float32."""
     return BASE_CONFIG | {
         "architectures": ["NemotronHForCausalLM"],
         "model_type": "nemotron_h",
