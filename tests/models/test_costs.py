@@ -21,6 +21,11 @@ SCAN = {"falcon-mamba": 8, "qwen3-next": 7, "qwen3.5": 7, "kimi-linear": 7, "tra
 TOKENS = 37
 
 
+def first_product(module: Any) -> Any:
+    """Of experts, their weights that a token meets first: of gate and up projection, or of up."""
+    return getattr(module, "gate_up_proj", getattr(module, "up_proj", None))
+
+
 def counted(model: nn.Module, ids: Tensor) -> int:
     """FLOPs of products with weights, but the head's, and of convolutions."""
     total = 0
@@ -33,14 +38,14 @@ def counted(model: nn.Module, ids: Tensor) -> int:
         """Given are hidden states, the experts of each token [T, k], and their weights."""
         nonlocal total
         chosen = next(t for t in given if not t.is_floating_point()).numel()
-        weights = module.gate_up_proj.numel() + module.down_proj.numel()
-        total += 2 * weights // module.gate_up_proj.shape[0] * chosen
+        weights = first_product(module).numel() + module.down_proj.numel()
+        total += 2 * weights // module.down_proj.shape[0] * chosen
 
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d):
             total += 2 * module.weight.numel() * ids.numel()
-        elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+        elif isinstance(first_product(module), nn.Parameter):
             hooks.append(module.register_forward_hook(experts))
         elif name != "lm_head" and (
             isinstance(module, nn.Linear) or type(module).__name__.lower().endswith("topkrouter")

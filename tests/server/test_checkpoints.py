@@ -279,7 +279,7 @@ CONFIGURATIONS = {
 }
 WITHOUT_EXTRA_BUFFER = ("mamba2", "falcon-mamba", "lfm2", "lfm2-moe")
 """Models for which SGLang does not have it; pages need it."""
-IN_STAGES = ("nemotron-h", "kimi-linear", "qwen3.5")
+IN_STAGES = ("nemotron-h", "nemotron-3", "kimi-linear", "qwen3.5")
 """Models that SGLang can divide into the stages of a pipeline."""
 OF_EVERY_KIND = ("chunks of 128", "page 16", "lazy", "no buffer", "two ranks", "two stages")
 MATRIX = [

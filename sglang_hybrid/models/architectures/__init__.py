@@ -9,13 +9,14 @@ from sglang_hybrid.models.architectures.granite_hybrid import granite_hybrid
 from sglang_hybrid.models.architectures.kimi_linear import kimi_linear
 from sglang_hybrid.models.architectures.lfm2 import lfm2, lfm2_moe
 from sglang_hybrid.models.architectures.mamba2 import mamba2
-from sglang_hybrid.models.architectures.nemotron_h import nemotron_h
+from sglang_hybrid.models.architectures.nemotron_h import nemotron_3, nemotron_h
 from sglang_hybrid.models.architectures.qwen3_5 import qwen3_5
 from sglang_hybrid.models.architectures.qwen3_next import qwen3_next
 from sglang_hybrid.models.architectures.transformer import transformer
 
 ARCHITECTURES: dict[str, Architecture] = {
     "nemotron-h": nemotron_h,
+    "nemotron-3": nemotron_3,
     "falcon-h1": falcon_h1,
     "granite-hybrid": granite_hybrid,
     "mamba2": mamba2,
