@@ -1,0 +1,65 @@
+"""Sizes of states on docs/models.md are what the cost model says of published configurations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.costs.model_config import read_layers
+from sglang_hybrid.models import ARCHITECTURES
+from tests.rehearsal.models import MODELS
+from tests.tables import table
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+COLUMNS = (
+    "model",
+    "layers with a state",
+    "a state, MB",
+    "KV of a token, KB",
+    "a state is as large as the KV of",
+    "embedded model of its kind",
+)
+KINDS = {
+    "nemotron_h": ("Mamba-2", "nemotron-h"),
+    "qwen3_next": ("gated delta net", "qwen3-next"),
+    "qwen3_5_text": ("gated delta net", "qwen3.5"),
+    "qwen3_5_moe_text": ("gated delta net", "qwen3.5"),
+    "qwen4_exp_text": ("gated delta net or short convolution", ""),
+    "falcon_h1": ("Mamba-2", "falcon-h1"),
+    "granitemoehybrid": ("Mamba-2", "granite-hybrid"),
+    "kimi_linear": ("Kimi delta attention", "kimi-linear"),
+    "lfm2": ("short convolution", "lfm2"),
+    "mamba2": ("Mamba-2", "mamba2"),
+    "falcon_mamba": ("Mamba-1", "falcon-mamba"),
+}
+"""By the model type: the kind of its recurrent layers, and the embedded model that has them."""
+
+
+def row(name: str) -> list[str]:
+    config = MODELS[name].get("text_config", MODELS[name])
+    kind, embedded = KINDS[config["model_type"]]
+    if "E" in config.get("hybrid_override_pattern", ""):
+        embedded = "nemotron-3"
+    assert embedded in ("", *ARCHITECTURES)
+    cost = CostModel.from_config(config)
+    assert not cost.assumed
+    with_state = sum(
+        bool(layer.ssm_values or layer.conv_values) for layer in read_layers(config).layers
+    )
+    kv = cost.kv_bytes_per_token
+    return [
+        name,
+        f"{with_state} {kind}",
+        f"{cost.state_bytes / 1e6:.1f}",
+        f"{kv / 1e3:.1f}" if kv else "none",
+        f"{cost.state_bytes / kv:,.0f} tokens" if kv else "",
+        f"`{embedded}`" if embedded else "none",
+    ]
+
+
+def test_sizes_of_states() -> None:
+    """Where they differ the test writes the table anew, and fails once."""
+    before = PAGE.read_text()
+    with table(PAGE, "sizes", COLUMNS, list(MODELS)) as rows:
+        rows.update({name: row(name) for name in MODELS})
+    assert PAGE.read_text() == before
