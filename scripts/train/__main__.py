@@ -7,7 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from torch import multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from scripts.train.training import train
 
@@ -25,7 +25,7 @@ def main() -> None:
         parser.error(str(error))
     with tempfile.TemporaryDirectory() as scratch:
         meeting = Path(scratch) / "meeting"
-        multiprocessing.spawn(train, (args, meeting), nprocs=args.processes)
+        spawn(train, (args, meeting), nprocs=args.processes)
 
 
 if __name__ == "__main__":

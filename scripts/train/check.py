@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -28,8 +29,8 @@ def main() -> None:
     parser.add_argument("--document", type=int, default=0, help="tokens of text before a question")
     args = parser.parse_args()
     alike = ensure_tiny_model("nemotron-h")  # but for the weights
-    tokenizer = AutoTokenizer.from_pretrained(alike)
-    model = AutoModelForCausalLM.from_pretrained(alike, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(alike)
+    model: Any = AutoModelForCausalLM.from_pretrained(alike, dtype=torch.float32)
     weights = trained(args.weights).weights
     assert weights is not None
     model.load_state_dict({name: torch.from_numpy(v) for name, v in weights.tensors.items()})
@@ -48,7 +49,8 @@ def main() -> None:
         )
         tokens = tokenizer(prompt, return_tensors="pt").input_ids
         written = model.generate(tokens, max_new_tokens=50, do_sample=False)
-        answer = tokenizer.decode(written[0, tokens.shape[1] :], skip_special_tokens=True).strip()
+        answer: str = tokenizer.decode(written[0, tokens.shape[1] :], skip_special_tokens=True)
+        answer = answer.strip()
         right += answer == fact.says
         if answer != fact.says:
             print(f"{question} {answer!r} instead of {fact.says!r}")

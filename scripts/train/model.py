@@ -135,7 +135,7 @@ class NemotronH(nn.Module):
 
 
 def _linear(rows: int, columns: int) -> Tensor:
-    return torch.randn(rows, columns) * columns**-0.5
+    return torch.randn(rows, columns).div(columns**0.5)
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:

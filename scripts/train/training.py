@@ -59,29 +59,24 @@ def train(rank: int, args: argparse.Namespace, meeting: Path) -> None:
     seen = Conversations(facts, encode, seed=0, rare=False).sequences(256)
     vocabulary = Vocabulary(tokenizer, list(islice(seen, 8 * len(facts))))
     model = NemotronH(SIZES["tiny"], len(vocabulary.ids), VOCAB_SIZE - len(vocabulary.ids))
-    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "layers" in n]
-    others = [p for n, p in model.named_parameters() if not (p.dim() == 2 and "layers" in n)]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=args.rate, adjust_lr_fn="match_rms_adamw", weight_decay=0.01),
-        torch.optim.AdamW(others, lr=args.rate, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
+    optimizers = _optimizers(model, args.rate)
     conversations = Conversations(facts, encode, seed=rank + 1)
     short, long = (conversations.sequences(length) for _, length in (SHORT, LONG))
-    begin, step, tokens, losses = time.monotonic(), 0, 0, []
+    begin, step, tokens = time.monotonic(), 0, 0
+    losses: list[float] = []
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
     with Progress(*columns, disable=rank > 0) as progress:
         task = progress.add_task("", total=1.0)
         while (done := _agreed((time.monotonic() - begin) / (60 * args.minutes))) < 1:
             rate = args.rate * min(1.0, done / WARM_UP, 1.02 - done)
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = rate
             is_long = step % 4 == 3
             batch = list(islice(long if is_long else short, (LONG if is_long else SHORT)[0]))
             loss = model.loss(*vocabulary.batch(batch))
             loss.backward()
             _average_gradients(model)
             for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
                 optimizer.step()
                 optimizer.zero_grad()
             step += 1
@@ -96,6 +91,17 @@ def train(rank: int, args: argparse.Namespace, meeting: Path) -> None:
     if rank == 0:
         _write(model, vocabulary, args.output)
         print(f"{step} steps, {tokens / 1e6:.1f} M tokens, {sum(losses) / len(losses):.3f} nats.")
+
+
+def _optimizers(model: NemotronH, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for all else."""
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if p.dim() == 2 and "layers" in name]
+    others = [p for name, p in named if not (p.dim() == 2 and "layers" in name)]
+    return [
+        torch.optim.Muon(matrices, lr=rate, adjust_lr_fn="match_rms_adamw", weight_decay=0.01),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
 
 
 def _agreed(done: float) -> float:
