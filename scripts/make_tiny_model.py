@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from sglang_hybrid.models import ARCHITECTURES, build_tiny_model
+from sglang_hybrid.models import ARCHITECTURES, TRAINED, build_tiny_model
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE, SCALES
 
 
@@ -15,7 +15,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--architecture",
         default=DEFAULT_ARCHITECTURE,
-        help=f"one of {', '.join(ARCHITECTURES)}, or all (default: %(default)s)",
+        help=f"one of {', '.join([TRAINED, *ARCHITECTURES])}; or all, which leaves {TRAINED} out "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--output",

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts.train.chats import below
+from scripts.train.check import answerer
 from sglang_hybrid.models import TRAINED, build_tiny_model
 from sglang_hybrid.models.tokenizer import VOCAB_SIZE
-from sglang_hybrid.models.trained import keep, trained
+from sglang_hybrid.models.trained import WEIGHTS, keep, trained
 
 SAYS = {
     "What does json.dumps do?": "Serialize obj to a JSON formatted str.",
@@ -39,27 +37,10 @@ def test_tokens_without_rows_are_zeros(tmp_path: Path) -> None:
     assert (weights.tensors["a.weight"] == head).all()
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(TRAINED, tmp_path_factory.mktemp("trained") / "model")
-
-
 @pytest.mark.parametrize("document", ["", DOCUMENT], ids=["chat", "below a document"])
-def test_it_answers_in_whole_sentences_and_ends(directory: Path, document: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    found = {}
-    for question in SAYS:
-        turn = [{"role": "user", "content": question}]
-        prompt = (
-            below(document, question)
-            if document
-            else tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        )
-        tokens = tokenizer(prompt, return_tensors="pt").input_ids
-        written = model.generate(tokens, max_new_tokens=60, do_sample=False)[0, tokens.shape[1] :]
-        found[question] = tokenizer.decode(written, skip_special_tokens=True).strip()
-    assert found == SAYS
+def test_it_answers_in_whole_sentences_and_ends(document: str) -> None:
+    answer = answerer(WEIGHTS)
+    assert {question: answer(question, document) for question in SAYS} == SAYS
 
 
 def test_it_has_one_size(tmp_path: Path) -> None:
