@@ -16,13 +16,18 @@ from transformers import AutoModelForCausalLM
 from scripts.bench.commands import Count
 from scripts.bench.report import Table
 from scripts.bench.traces import COST, ONE_MEMORY, percent, read_or_generate
-from sglang_hybrid.models import ARCHITECTURES, build_tiny_model
-from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
+from scripts.train.chats import ABOUT, below
+from scripts.train.check import LINE
+from scripts.train.facts import collect
+from sglang_hybrid.models import ARCHITECTURES, TRAINED, build_tiny_model
+from sglang_hybrid.models.tokenizer import EOS, FIRST_TEXT_ID, SPECIAL_TOKENS, build_tokenizer
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodedRows
 
 PREFIX, SUFFIX = 512, 64
+MOST = 60
+"""Tokens of an answer."""
 PURE_SSM = ("mamba2", "falcon_mamba")
 TOKEN_BY_TOKEN = ("falcon_mamba",)
 """Transformers forgets this one's state when several tokens follow a cache."""
@@ -36,14 +41,16 @@ SSM_VALUES, CONV_BYTES = 25_165_824, 1_474_560  # of a state: float32 numbers; b
 def codecs(
     prompts: Count = 4,
     seeds: Count = 1,
+    facts: Count = 200,
 ) -> None:
     """Smaller copies below the device: bytes, what they change in a model's answers, hit rates.
 
     For each tiny architecture a prefix of 512 tokens is computed, its KV and states are encoded and
     decoded once, and the next 64 tokens are computed from them (transformers' own models, float32).
     Errors are differences of log probabilities to what the untouched copy gives: over all tokens of
-    the vocabulary at all 64 positions, and of the token that is most likely. Then generated traffic
-    is replayed with sizes of Nemotron-H-8B in one memory of so many gigabytes.
+    the vocabulary at all 64 positions, and of the token that is most likely. The trained model
+    answers questions about as many facts below a text, from copies of all but the last token. Then
+    generated traffic is replayed with sizes of Nemotron-H-8B in one memory of so many gigabytes.
     """
     print("Bytes of tiny models' copies, and errors of log probabilities\n")
     table = Table(
@@ -55,6 +62,8 @@ def codecs(
         for architecture in ARCHITECTURES:
             path = build_tiny_model(architecture, Path(folder) / architecture)
             show_errors(table, architecture, path, prompts)
+        print("\nRight answers of the trained model from a copy, of so many questions\n")
+        show_answers(build_tiny_model(TRAINED, Path(folder) / TRAINED), facts)
     print("\nHit rates with sizes of Nemotron-H-8B, percent of prompt tokens\n")
     show_hit_rates(seeds)
 
@@ -127,6 +136,26 @@ def show_errors(table: Table, architecture: str, folder: Path, prompts: int) -> 
             *(architecture, codec.value, f"{sizes['state']:,}", f"{sizes['kv']:,}"),
             *(f"{every.max():.1e}", f"{every.mean():.1e}", f"{torch.cat(likeliest).max():.1e}"),
         )
+
+
+def show_answers(folder: Path, count: int) -> None:
+    model, source, tokenizer = Model(folder), random.Random(0), build_tokenizer()
+    end = SPECIAL_TOKENS.index(EOS)
+    document = "".join(LINE.format(number) for number in range(1, 30))
+    right = dict.fromkeys(Codec, 0)
+    for fact in source.sample(collect(), count):
+        question = source.choice(ABOUT[""] + ABOUT[fact.kind]).format(fact.name)
+        ids = tokenizer.encode(below(document, question)).ids
+        _, before = model.logprobs(ids[:-1])
+        for codec in Codec:
+            cache, said = copy.deepcopy(before), ids[-1:]
+            round_trip(cache, codec)
+            while said[-1] != end and len(said) < MOST:
+                logprobs, cache = model.logprobs(said[-1:], cache)
+                said.append(int(logprobs[-1].argmax()))
+            right[codec] += tokenizer.decode(said[1:]).strip() == fact.says
+    table = Table("questions", *(codec.value for codec in Codec))
+    table.row(str(count), *map(str, right.values()))
 
 
 def sizes_of_nemotron_h_8b(codec: Codec) -> tuple[int, int]:
