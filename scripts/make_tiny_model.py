@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from sglang_hybrid.models import ARCHITECTURES, TRAINED, build_tiny_model
-from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE, SCALES
+from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE, MODELS, SCALES
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -15,7 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--architecture",
         default=DEFAULT_ARCHITECTURE,
-        help=f"one of {', '.join([TRAINED, *ARCHITECTURES])}; or all, which leaves {TRAINED} out "
+        help=f"one of {', '.join(MODELS)}; or all, which leaves {TRAINED} out "
         "(default: %(default)s)",
     )
     parser.add_argument(

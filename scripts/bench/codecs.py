@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 from scripts.bench.commands import Count
 from scripts.bench.report import Table
 from scripts.bench.traces import COST, ONE_MEMORY, percent, read_or_generate
-from scripts.train.chats import ABOUT, below
-from scripts.train.check import LINE
-from scripts.train.facts import collect
+from scripts.train.chats import below
+from scripts.train.check import document, questions
 from sglang_hybrid.models import ARCHITECTURES, TRAINED, build_tiny_model
 from sglang_hybrid.models.tokenizer import EOS, FIRST_TEXT_ID, SPECIAL_TOKENS, build_tokenizer
 from sglang_hybrid.replay.systems import Spec
@@ -26,8 +25,8 @@ from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodedRows
 
 PREFIX, SUFFIX = 512, 64
-MOST = 60
-"""Tokens of an answer."""
+DOCUMENT, MOST = 522, 60
+"""Tokens of the text above a question, and of an answer at most."""
 PURE_SSM = ("mamba2", "falcon_mamba")
 TOKEN_BY_TOKEN = ("falcon_mamba",)
 """Transformers forgets this one's state when several tokens follow a cache."""
@@ -139,13 +138,11 @@ def show_errors(table: Table, architecture: str, folder: Path, prompts: int) -> 
 
 
 def show_answers(folder: Path, count: int) -> None:
-    model, source, tokenizer = Model(folder), random.Random(0), build_tokenizer()
-    end = SPECIAL_TOKENS.index(EOS)
-    document = "".join(LINE.format(number) for number in range(1, 30))
+    model, tokenizer = Model(folder), build_tokenizer()
+    end, text = SPECIAL_TOKENS.index(EOS), document(DOCUMENT)
     right = dict.fromkeys(Codec, 0)
-    for fact in source.sample(collect(), count):
-        question = source.choice(ABOUT[""] + ABOUT[fact.kind]).format(fact.name)
-        ids = tokenizer.encode(below(document, question)).ids
+    for question, sentence in questions(count):
+        ids = tokenizer.encode(below(text, question)).ids
         _, before = model.logprobs(ids[:-1])
         for codec in Codec:
             cache, said = copy.deepcopy(before), ids[-1:]
@@ -153,7 +150,7 @@ def show_answers(folder: Path, count: int) -> None:
             while said[-1] != end and len(said) < MOST:
                 logprobs, cache = model.logprobs(said[-1:], cache)
                 said.append(int(logprobs[-1].argmax()))
-            right[codec] += tokenizer.decode(said[1:]).strip() == fact.says
+            right[codec] += tokenizer.decode(said[1:]).strip() == sentence
     table = Table("questions", *(codec.value for codec in Codec))
     table.row(str(count), *map(str, right.values()))
 

@@ -62,6 +62,11 @@ SUBJECTS = (
 """Questions about what the model cannot know; their gaps are filled with words."""
 
 
+def about(fact: Fact, drawn: random.Random) -> str:
+    """A question whose answer is the fact's sentence, in a form that is drawn at random."""
+    return drawn.choice(ABOUT[""] + ABOUT[fact.kind]).format(fact.name)
+
+
 def below(text: str, question: str) -> str:
     """A prompt without the chat template: a text, which ends its last line, and a question."""
     return f"{text}Question: {question}\nAnswer:"
@@ -78,7 +83,8 @@ class Sequence:
 class Conversations:
     """An endless stream of conversations, the same for the same seed.
 
-    With ``rare`` texts and questions hold derived words, too ("unlikeliest").
+    With ``rare``, texts and questions also hold words of `lexicon.derived_words`, whose tokens need
+    not have a row in the model (`scripts.train.training.Vocabulary`).
     """
 
     def __init__(self, facts: list[Fact], encode: Encode, seed: int, rare: bool = True) -> None:
@@ -139,15 +145,11 @@ class Conversations:
         if kind < 0.11:  # a name that nothing has
             other = self._random.choice(self._facts)
             name = f"{other.name.split('.')[0]}.{self._random.choice(self._words)}"
-            return self._about(Fact(name, "function", "")), UNKNOWN
+            return about(Fact(name, "function", ""), self._random), UNKNOWN
         if not self._left:
             self._left = self._random.sample(self._facts, len(self._facts))
         fact = self._left.pop()
-        return self._about(fact), fact.says
-
-    def _about(self, fact: Fact) -> str:
-        questions = ABOUT[""] + ABOUT[fact.kind]
-        return self._random.choice(questions).format(fact.name)
+        return about(fact, self._random), fact.says
 
     def _text(self, length: int) -> str:
         """A text that says nothing of what is asked below it."""

@@ -15,13 +15,25 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts.train.chats import ABOUT, below
+from scripts.train.chats import about, below
 from scripts.train.facts import collect
 from sglang_hybrid.models import ensure_tiny_model
 from sglang_hybrid.models.tokenizer import build_tokenizer
-from sglang_hybrid.models.trained import WEIGHTS, trained
+from sglang_hybrid.models.trained import WEIGHTS, read
 
 LINE = "Article {}. The house of the river is a long way from the door.\n"
+
+
+def questions(count: int) -> list[tuple[str, str]]:
+    """Questions about so many facts, and their answers: the same in every call."""
+    drawn = random.Random(0)
+    return [(about(fact, drawn), fact.says) for fact in drawn.sample(collect(), count)]
+
+
+def document(tokens: int) -> str:
+    """A text of nearly so many tokens that says nothing of any fact."""
+    lines = tokens // len(build_tokenizer().encode(LINE.format(1)).ids)
+    return "".join(LINE.format(number) for number in range(1, lines + 1))
 
 
 def answerer(weights: Path) -> Callable[[str, str], str]:
@@ -31,7 +43,7 @@ def answerer(weights: Path) -> Callable[[str, str], str]:
     alike = ensure_tiny_model("nemotron-h")  # but for the weights
     tokenizer: Any = AutoTokenizer.from_pretrained(alike)
     model: Any = AutoModelForCausalLM.from_pretrained(alike, dtype=torch.float32)
-    found = trained(weights).weights
+    found = read(weights).weights
     assert found is not None
     model.load_state_dict({name: torch.from_numpy(v) for name, v in found.tensors.items()})
 
@@ -56,19 +68,14 @@ def main() -> None:
     parser.add_argument("--facts", type=int, default=300, help="how many, drawn with a fixed seed")
     parser.add_argument("--document", type=int, default=0, help="tokens of text before a question")
     args = parser.parse_args()
-    answer = answerer(args.weights)
-    length = len(build_tokenizer().encode(LINE.format(1)).ids)
-    document = "".join(LINE.format(number) for number in range(1, args.document // length + 1))
-    drawn = random.Random(0)
-    asked = drawn.sample(collect(), args.facts)
+    answer, above = answerer(args.weights), document(args.document)
     right = 0
-    for fact in asked:
-        question = drawn.choice(ABOUT[""] + ABOUT[fact.kind]).format(fact.name)
-        said = answer(question, document)
-        right += said == fact.says
-        if said != fact.says:
-            print(f"{question} {said!r} instead of {fact.says!r}")
-    print(f"{right} of {len(asked)} answers are right.")
+    for question, sentence in questions(args.facts):
+        said = answer(question, above)
+        right += said == sentence
+        if said != sentence:
+            print(f"{question} {said!r} instead of {sentence!r}")
+    print(f"{right} of {args.facts} answers are right.")
 
 
 if __name__ == "__main__":

@@ -19,11 +19,13 @@ from pathlib import Path
 
 from safetensors.numpy import save_file
 
-from sglang_hybrid.models.architectures import ARCHITECTURES, Model, Scale
-from sglang_hybrid.models.architectures.base import MAX_LENGTH, tiny_only
+from sglang_hybrid.models.architectures import ARCHITECTURES, Architecture, Model, Scale
+from sglang_hybrid.models.architectures.base import MAX_LENGTH
 from sglang_hybrid.models.tokenizer import EOS, PAD, SPECIAL_TOKENS, TURN_END, write_tokenizer
 from sglang_hybrid.models.trained import TRAINED, WEIGHTS, trained
 
+MODELS: dict[str, Architecture] = {TRAINED: trained, **ARCHITECTURES}
+"""Every embedded model by its name; those of `ARCHITECTURES` have random weights."""
 DEFAULT_ARCHITECTURE = "nemotron-h"
 SCALES: tuple[Scale, ...] = ("tiny", "25m", "100m", "8b")
 
@@ -87,15 +89,12 @@ def content_version() -> str:
 
 
 def _make(architecture: str, seed: int, scale: str) -> Model:
-    if architecture not in (TRAINED, *ARCHITECTURES):
-        known = ", ".join([TRAINED, *ARCHITECTURES])
+    if architecture not in MODELS:
+        known = ", ".join(MODELS)
         raise ValueError(f"Unknown architecture {architecture!r}; choose one of: {known}.")
     for known_scale in SCALES:
         if scale == known_scale:
-            if architecture != TRAINED:
-                return ARCHITECTURES[architecture](seed, known_scale)
-            tiny_only(TRAINED, known_scale)
-            return trained()
+            return MODELS[architecture](seed, known_scale)
     raise ValueError(f"Unknown scale {scale!r}; choose one of: {', '.join(SCALES)}.")
 
 

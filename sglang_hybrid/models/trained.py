@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from sglang_hybrid.models.architectures.base import Model
+from sglang_hybrid.models.architectures.base import Model, Scale, tiny_only
 from sglang_hybrid.models.architectures.nemotron_h import SIZES, config
 from sglang_hybrid.models.tokenizer import VOCAB_SIZE
 from sglang_hybrid.models.weights import Array, Weights
@@ -21,7 +21,13 @@ WEIGHTS = Path(__file__).parent / "trained.safetensors"
 _TABLES = ("model.embeddings.weight", "lm_head.weight")
 
 
-def trained(file: Path = WEIGHTS) -> Model:
+def trained(seed: int, scale: Scale) -> Model:
+    """The model of this package's weights, whatever the seed."""
+    tiny_only(TRAINED, scale)
+    return read(WEIGHTS)
+
+
+def read(file: Path) -> Model:
     """The model of a file that :func:`keep` wrote; tokens without rows get rows of zeros."""
     weights = Weights(seed=0)
     stored = load_file(file)

@@ -10,7 +10,7 @@ import pytest
 from scripts.train.check import answerer
 from sglang_hybrid.models import TRAINED, build_tiny_model
 from sglang_hybrid.models.tokenizer import VOCAB_SIZE
-from sglang_hybrid.models.trained import WEIGHTS, keep, trained
+from sglang_hybrid.models.trained import WEIGHTS, keep, read
 
 SAYS = {
     "What does json.dumps do?": "Serialize obj to a JSON formatted str.",
@@ -27,7 +27,7 @@ DOCUMENT = "".join(
 def test_tokens_without_rows_are_zeros(tmp_path: Path) -> None:
     head = np.arange(9, dtype=np.float32).reshape(3, 3)  # its last row is that of all other tokens
     keep({"lm_head.weight": head, "a.weight": head}, [5, 300], tmp_path / "weights")
-    weights = trained(tmp_path / "weights").weights
+    weights = read(tmp_path / "weights").weights
     assert weights is not None
     found = weights.tensors["lm_head.weight"]
     assert found.shape == (VOCAB_SIZE, 3)

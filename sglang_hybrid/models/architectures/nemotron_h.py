@@ -99,40 +99,37 @@ def nemotron_3(seed: int, scale: Scale) -> Model:
 
 def config(sizes: HybridSizes) -> dict[str, object]:
     """The content of ``config.json``, for a model of these sizes in float32."""
-    return (
-        BASE_CONFIG
-        | _experts_config(sizes.experts)
-        | {
-            "architectures": ["NemotronHForCausalLM"],
-            "model_type": "nemotron_h",
-            # The one spelling of the layers that transformers and SGLang both accept.
-            "hybrid_override_pattern": sizes.pattern,
-            "num_hidden_layers": len(sizes.pattern),
-            "hidden_size": sizes.mamba.hidden,
-            "intermediate_size": sizes.mlp,
-            "mlp_hidden_act": "relu2",
-            "num_attention_heads": sizes.attention.heads,
-            "num_key_value_heads": sizes.attention.kv_heads,
-            "head_dim": sizes.attention.head_dim,
-            "mamba_num_heads": sizes.mamba.heads,
-            "mamba_head_dim": sizes.mamba.head_dim,
-            # SGLang reads both spellings in different places; transformers takes either.
-            "n_groups": sizes.mamba.groups,
-            "mamba_n_groups": sizes.mamba.groups,
-            "ssm_state_size": sizes.mamba.state,
-            "conv_kernel": sizes.mamba.conv_kernel,
-            "expand": sizes.mamba.inner // sizes.mamba.hidden,
-            "chunk_size": sizes.chunk,
-            "use_conv_bias": True,
-            # transformers clamps prefill steps to time_step_min, SGLang does not clamp at all.
-            "time_step_min": 1e-9,
-            "time_step_max": 0.1,
-            "time_step_limit": [0.0, 1e9],
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": False,
-            "mamba_ssm_cache_dtype": "float32",
-        }
-    )
+    return BASE_CONFIG | {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        # The pattern is the one spelling of the layers that transformers and SGLang both accept.
+        "hybrid_override_pattern": sizes.pattern,
+        "num_hidden_layers": len(sizes.pattern),
+        "hidden_size": sizes.mamba.hidden,
+        "intermediate_size": sizes.mlp,
+        "mlp_hidden_act": "relu2",
+        "num_attention_heads": sizes.attention.heads,
+        "num_key_value_heads": sizes.attention.kv_heads,
+        "head_dim": sizes.attention.head_dim,
+        "mamba_num_heads": sizes.mamba.heads,
+        "mamba_head_dim": sizes.mamba.head_dim,
+        # SGLang reads both spellings in different places; transformers takes either.
+        "n_groups": sizes.mamba.groups,
+        "mamba_n_groups": sizes.mamba.groups,
+        "ssm_state_size": sizes.mamba.state,
+        "conv_kernel": sizes.mamba.conv_kernel,
+        "expand": sizes.mamba.inner // sizes.mamba.hidden,
+        "chunk_size": sizes.chunk,
+        "use_conv_bias": True,
+        # transformers clamps prefill steps to time_step_min, SGLang does not clamp at all.
+        "time_step_min": 1e-9,
+        "time_step_max": 0.1,
+        "time_step_limit": [0.0, 1e9],
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": False,
+        "mamba_ssm_cache_dtype": "float32",
+        **_experts_config(sizes.experts),
+    }
 
 
 def _experts_config(experts: Experts | None) -> dict[str, object]:
@@ -164,7 +161,8 @@ def _weights(sizes: HybridSizes, seed: int) -> Weights:
             weights.mamba2(mixer, sizes.mamba, gain=2.5)
         elif kind == "*":
             weights.attention(mixer, hidden, sizes.attention, gain=1.5)
-        elif sizes.experts is not None and kind == "E":
+        elif kind == "E":
+            assert sizes.experts is not None
             _experts(weights, mixer, hidden, sizes.experts)
         else:
             weights.linear(f"{mixer}.up_proj.weight", sizes.mlp, hidden)
