@@ -71,11 +71,13 @@ def register() -> None:
 
     from sglang_hybrid.cache import factory
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform
+    from sglang_hybrid.serving import warm_up
     from sglang_hybrid.serving.processes import ignore_signals_for_the_first_process
     from sglang_hybrid.storage.disk import file_backend
 
     ignore_signals_for_the_first_process()
     factory.register()
+    warm_up.register()
     file_backend.register(
         options.hybrid_disk_folder, options.hybrid_disk_mb << 20, options.hybrid_warm_start << 20
     )

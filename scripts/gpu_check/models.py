@@ -3,6 +3,10 @@
     python -m scripts.gpu_check.models nemotron-h
     python -m scripts.gpu_check.models nemotron-h --float32    # where a wrong state cannot hide
     python -m scripts.gpu_check.models nemotron-h --cpu        # on a machine without a GPU
+    python -m scripts.gpu_check.models nemotron-h --stand-ins -- --page-size 16
+
+With --stand-ins the server has torch's functions in place of SGLang's CUDA packages (stand_ins/).
+What follows -- are more flags of the server.
 
 A hit is compared by the log probabilities of its own answer: as the server said them, and as a
 prefill with an empty cache says them. Each kind of checkpoint is hit once.
@@ -16,6 +20,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +28,7 @@ from typing import Any
 import requests
 
 from scripts.bench.servers import flush, greedy, post, random_tokens
+from scripts.gpu_check import stand_ins
 from scripts.gpu_check.findings import tell
 from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.models import ARCHITECTURES, build_tiny_model
@@ -33,14 +39,27 @@ KERNELS = {"falcon-mamba": 1, "lfm2": 1, "lfm2-moe": 1}
 """How many kernels a start compiles; 2 for the other models. Mamba1's scan needs none, and a short
 convolution has no other state than its window."""
 
-SMALL = ("--mem-fraction-static", "0.2", "--max-total-tokens", "65536")
-QUICK = ("--cuda-graph-max-bs-decode", "4")
+SMALL = (
+    *("--mem-fraction-static", "0.5", "--max-total-tokens", "65536"),
+    *("--max-mamba-cache-size", "256"),
+)
+"""Some 100 MB, since several servers share the GPU; the share is of what is free at the start."""
+QUICK = ("--cuda-graph-max-bs-decode", "4", "--cuda-graph-max-bs-prefill", "1024")
 FLOAT32 = ("--dtype", "float32", "--attention-backend", "triton")
+BFLOAT16 = ("--dtype", "bfloat16")
+"""SGLang's convolutions refuse float16, which it takes for weights in float32."""
+NO_TRITON = {"lfm2", "lfm2-moe"}
+"""Models whose attention SGLang does not compute with Triton."""
 NEW_TOKENS = 6
-CLOSE = {"float32": 0.01, "bfloat16": 0.15}
-"""Largest difference of a log probability; products of float32 are in tf32 on a GPU. A state that
-is one token too early makes 0.03 and more.
+CONVERSATIONS, TURNS = 6, 3
+CLOSE = {"float32": 0.02, "bfloat16": 0.3}
+"""Largest difference of a log probability; products of float32 are in tf32 on a GPU, and 0.012 was
+seen there. A state that is one token too early makes 0.03 and more.
 """
+
+
+Turn = tuple[list[int], dict[str, Any]]
+"""A prompt, and what the server said of its answer."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +78,13 @@ def prompt(length: int, seed: int) -> list[int]:
     return random_tokens(random.Random(seed), length)
 
 
-def generate(url: str, tokens: list[int], declared: tuple[int, ...] = ()) -> dict[str, Any]:
+def generate(
+    url: str, tokens: list[int], declared: tuple[int, ...] = (), **more: str
+) -> dict[str, Any]:
     """One greedy answer with its log probabilities."""
     hints = {"kv_hints": kv_hints.write(PromptHints(declared))} if declared else {}
     logprobs = {"return_logprob": True, "logprob_start_len": -1}
-    return post(url, "/generate", {**greedy(tokens, NEW_TOKENS), **logprobs, **hints})
+    return post(url, "/generate", {**greedy(tokens, NEW_TOKENS), **logprobs, **hints, **more})
 
 
 def difference(url: str, record: dict[str, Any], tokens: list[int]) -> float:
@@ -137,6 +158,41 @@ def check_hit(url: str, hit: Hit, close: float, page: int) -> None:
     )
 
 
+def check_at_once(url: str, close: float) -> None:
+    """Report conversations that go on at the same time: most of each turn is a hit, whose states
+    were written while others were read. The same turns are asked at once without a hit, too, since
+    what else is in a batch moves log probabilities as well.
+    """
+    flush(url)
+    system = prompt(400, 20)
+
+    def converse(number: int) -> list[Turn]:
+        said, tokens = [], system + prompt(60 + 10 * number, 30 + number)
+        for turn in range(TURNS):
+            said.append((tokens, generate(url, tokens)))
+            tokens = tokens + said[-1][1]["output_ids"] + prompt(40, 100 * (turn + 1) + number)
+        return said
+
+    def alone(number: int) -> Turn:
+        tokens = spoken[number][0]
+        return tokens, generate(url, tokens, extra_key=f"tenant {number}")
+
+    with ThreadPoolExecutor(CONVERSATIONS) as pool:
+        spoken = [turn for said in pool.map(converse, range(CONVERSATIONS)) for turn in said]
+        cold = list(pool.map(alone, range(len(spoken))))
+    found = sum(record["meta_info"]["cached_tokens"] for _, record in spoken)
+    asked = sum(len(tokens) for tokens, _ in spoken)
+    apart, noise = (
+        max(difference(url, record, tokens) for tokens, record in turns) for turns in (spoken, cold)
+    )
+    tell(
+        f"{CONVERSATIONS} conversations at once",
+        f"{found:,} of {asked:,} tokens hit; log probabilities differ by at most {apart:.4f}, "
+        f"without hits by {noise:.4f}",
+        found > asked // 2 and apart < max(close, 2 * noise),
+    )
+
+
 def check_choices(name: str, server: ServerProcess, *, gpu: bool) -> int:
     """Report how states are kept, what computes, and whether prefills are split; returns the size
     of a page in tokens.
@@ -182,19 +238,27 @@ def main() -> int:
     parser.add_argument("architecture", choices=sorted({*ARCHITECTURES} - {"transformer"}))
     parser.add_argument("--float32", action="store_true")
     parser.add_argument("--cpu", action="store_true")
-    options = parser.parse_args()
+    parser.add_argument("--stand-ins", action="store_true")
+    argv = sys.argv[1:]
+    end = argv.index("--") if "--" in argv else len(argv)
+    options, more = parser.parse_args(argv[:end]), argv[end + 1 :]
     name: str = options.architecture
-    exact = options.float32 or options.cpu
+    close = CLOSE["float32" if options.float32 or options.cpu else "bfloat16"]
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         model = build_tiny_model(name, Path(scratch) / name)
         flags = ["--model-path", str(model), *SMALL, *QUICK]
-        flags += FLOAT32 if options.float32 else ()
-        flags += ("--device", "cpu") if options.cpu else ()
+        flags += ("--device", "cpu") if options.cpu else FLOAT32 if options.float32 else BFLOAT16
+        if options.stand_ins:
+            flags += stand_ins.FLAGS
+            flags += ("--attention-backend", "torch_native") if name in NO_TRITON else ()
+        flags += more
+        environment = stand_ins.environment_with(stand_ins=options.stand_ins)
         try:
-            with ServerProcess(flags) as server:
+            with ServerProcess(flags, environment=environment) as server:
                 page = check_choices(name, server, gpu=not options.cpu)
                 for hit in hits(server.url, model):
-                    check_hit(server.url, hit, CLOSE["float32" if exact else "bfloat16"], page)
+                    check_hit(server.url, hit, close, page)
+                check_at_once(server.url, close)
         except ServerFailed as error:
             tell("start", " ".join(str(error).split())[-400:], False)
     return 0

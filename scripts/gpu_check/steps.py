@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,32 +22,49 @@ GRACE = 8.0
 
 @dataclass(frozen=True)
 class Step:
-    """A command that reports findings; ``seconds`` is the most that it may take."""
+    """A command that reports findings; ``seconds`` is the most that it may take.
+
+    Steps behind each other that run ``together`` share the machine.
+    """
 
     name: str
     command: Sequence[str]
     seconds: float
     environment: Mapping[str, str] = field(default_factory=dict)
+    together: bool = False
 
 
 def run_all(steps: Sequence[Step], seconds: float, logs: Path) -> dict[str, list[Finding]]:
-    """The findings of each step; together the steps take at most so many seconds.
+    """The findings of each step; all of them take at most so many seconds.
 
     A step that fails, that does not end in time or that finds no time left gets a finding that says
     so, and the next one begins. The output of step s is in ``logs / s.log``.
     """
     end = time.monotonic() + seconds
-    found: dict[str, list[Finding]] = {}
-    for step in steps:
+
+    def timed(step: Step) -> list[Finding]:
         left = end - time.monotonic() - GRACE
         if left <= 0:
-            found[step.name] = [Finding("time", "none was left; not run", False)]
-            continue
-        print(f"{step.name} (at most {min(left, step.seconds):.0f} s) ...", flush=True)
+            return [Finding("time", "none was left; not run", False)]
+        most = min(left, step.seconds)
+        print(f"{step.name} (at most {most:.0f} s) ...", flush=True)
         begin = time.monotonic()
-        found[step.name] = run(step, min(left, step.seconds), logs / f"{step.name}.log")
-        print(f"  {time.monotonic() - begin:.0f} s", flush=True)
+        findings = run(step, most, logs / f"{step.name}.log")
+        print(f"  {step.name}: {time.monotonic() - begin:.0f} s", flush=True)
+        return findings
+
+    found: dict[str, list[Finding]] = {}
+    for together, group in itertools.groupby(steps, key=lambda step: step.together):
+        members = list(group)
+        with ThreadPoolExecutor(at_once() if together else 1) as pool:
+            names = [step.name for step in members]
+            found |= zip(names, pool.map(timed, members), strict=True)
     return found
+
+
+def at_once() -> int:
+    """How many servers start beside each other: each keeps about two cores busy."""
+    return max(1, (os.cpu_count() or 1) // 2)
 
 
 def run(step: Step, seconds: float, log: Path) -> list[Finding]:
@@ -56,7 +75,8 @@ def run(step: Step, seconds: float, log: Path) -> list[Finding]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **step.environment},
+            # Many threads in small products wait for each other where steps share the machine.
+            env={"OMP_NUM_THREADS": "1", **os.environ, **step.environment},
             start_new_session=True,
         )
     try:

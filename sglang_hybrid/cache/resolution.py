@@ -20,6 +20,7 @@ from sglang_hybrid.checkpoints.support import (
     one_slot_per_request,
     plans_checkpoints,
 )
+from sglang_hybrid.serving import warm_up
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -44,6 +45,7 @@ def settle_states(server_args: ServerArgs) -> None:
     _pools_that_run_full_together(server_args)
     _kernels_that_leave_states(server_args)
     _no_graph_over_mixers(server_args)
+    _hits_before_users(server_args)
 
 
 def _one_slot_for_a_running_request(server_args: ServerArgs) -> None:
@@ -159,6 +161,15 @@ def _no_graph_over_mixers(server_args: ServerArgs) -> None:
     ):
         graphs = with_phase(view.cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED)
         declare_resolution(server_args, OURS, cuda_graph_config=graphs)
+
+
+def _hits_before_users(server_args: ServerArgs) -> None:
+    """Where kernels are compiled, the server's warm-up has a hit (serving/warm_up.py)."""
+    view = resolving_view(server_args)
+    if view.device != "cuda" or view.skip_server_warmup or not plans_checkpoints(view):
+        return
+    names = [name for name in (view.warmups, warm_up.NAME) if name]
+    declare_resolution(server_args, OURS, warmups=",".join(names))
 
 
 def _declared_by(server_args: ServerArgs, field: str) -> set[str]:

@@ -42,6 +42,7 @@ class Start:
         page: tokens of a page. attention: of prefills and of decoding.
         linear: backend of recurrent layers. prefill_kernel: of those that have a choice.
         planned: prefills leave the states that we want. why_split: why not in one pass.
+        warmups: what the server computes before it is ready.
         captured: prefills are in a CUDA graph. breaks: nothing recurrent is inside it.
         slots, state_bytes, tokens, kv_bytes: of the pools; a slot's, and a KV token's.
         free_bytes: of the GPU when pools were made. weights_bytes: what the model took of it.
@@ -63,6 +64,7 @@ class Start:
     prefill_kernel: str = ""
     planned: bool = False
     why_split: str | None = None
+    warmups: str | None = None
     captured: bool = False
     breaks: bool = True
     slots: int = 0
@@ -189,6 +191,7 @@ class _Server:
         self.found.page = view.page_size
         self.found.attention = list(attention_backends_of(view))
         self.found.planned = plans_checkpoints(view)
+        self.found.warmups = view.warmups
 
     def _model(self) -> None:
         """The model itself, on the meta device."""

@@ -43,6 +43,7 @@ def check_any(start: Start) -> None:
     if start.planned and start.page == 1 and set(start.attention) <= set(WITHOUT_PAGES):
         assert start.strategy == "no_buffer" and start.held == 1
     assert start.why_split is not None or not start.captured or start.breaks
+    assert start.planned == ("hybrid_hits" in (start.warmups or "").split(","))
     assert start.slots and start.tokens and start.running
     assert start.pool_bytes <= start.free_bytes
 
@@ -167,6 +168,7 @@ FLAGGED = [
     flagged("H100", NEMOTRON, "--mamba-radix-cache-strategy no_buffer", ONE_SLOT),
     flagged("H100", QWEN, "--linear-attn-prefill-backend flashinfer", ONE_SLOT | FLASHINFER),
     flagged("H100", NEMOTRON, "--disable-overlap-schedule", ONE_SLOT | {"overlap": False}),
+    flagged("H100", NEMOTRON, "--warmups voice_chat", {"warmups": "voice_chat,hybrid_hits"}),
     flagged(
         *("H100", "Qwen4-Exp", "--disable-overlap-schedule", {"held": 1, "overlap": False}),
         "prefills are split where they leave a state, since a state has parts that are not",

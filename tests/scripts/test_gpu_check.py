@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import requests
 import torch
 
 from scripts.gpu_check import __main__ as gpu_check
-from scripts.gpu_check import models, steps
+from scripts.gpu_check import models, stand_ins, steps
 from scripts.gpu_check.findings import Finding, told
 from scripts.gpu_check.steps import Step
 
@@ -156,6 +157,97 @@ def test_what_runs_depends_on_what_is_installed(monkeypatch: pytest.MonkeyPatch)
     assert {"memcheck", "racecheck", "nemotron-h, float32", *gpu_check.MODELS} < {*every}
     assert every["memcheck"].command[:3] == ["/cuda/bin/compute-sanitizer", "--tool", "memcheck"]
     assert every["memcheck"].environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_torch_stands_in_for_packages_that_are_missing(
+    complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "sanitizer", lambda: None)
+    monkeypatch.setattr(gpu_check, "complete", lambda: complete)
+    every = {step.name: step for step in gpu_check.steps_on_a_gpu()}
+    servers = [every[name] for name in ("nemotron-h, float32", *gpu_check.MODELS)]
+    assert {"--stand-ins" in step.command for step in servers} == {not complete}
+    assert all(step.together for step in servers)
+    assert bool(every["timings"].environment) == (not complete)
+    said = [row.found for row in gpu_check.environment("a GPU") if row.what == "servers"]
+    assert said == ([] if complete else [gpu_check.STOOD_IN])
+
+
+STOOD_IN = """
+import torch
+import sgl_kernel, sgl_kernel.utils, cutlass.cute as cute
+from sgl_kernel.scalar_type import scalar_types
+
+@cute.kernel
+def kernel(): ...
+
+assert not sgl_kernel.utils.is_arch_support_pdl()
+scalar_types.uint4.anything
+x, out = torch.randn(5, 3, 8), torch.empty(5, 8)
+sgl_kernel.moe_sum_reduce(x, out, 0.5)
+torch.testing.assert_close(out, x.sum(1) / 2)
+try:
+    sgl_kernel.silu_and_mul(x)
+except NotImplementedError as error:
+    assert "nothing in place of sgl_kernel.silu_and_mul" in str(error)
+else:
+    raise AssertionError("a function that is missing was called")
+"""
+
+
+def test_stand_ins_are_torchs_functions_and_others_are_refused(tmp_path: Path) -> None:
+    """A package that is there is not replaced."""
+    environment = os.environ | stand_ins.environment_with(stand_ins=True)
+    subprocess.run([sys.executable, "-c", STOOD_IN], check=True, env=environment, timeout=120)
+    (tmp_path / "sgl_kernel.py").write_text("here = True")
+    environment["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    code = "import sgl_kernel; assert sgl_kernel.here"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+
+
+def test_servers_start_beside_each_other(soon: None, tmp_path: Path) -> None:
+    """Each waits until the other has begun."""
+    wait = "import time, pathlib, sys\nhere = pathlib.Path({!r})\n(here / {!r}).touch()\n"
+    wait += "while not (here / {!r}).exists(): time.sleep(0.05)\ntell('met', 'the other', True)"
+    pair = [("a", "b"), ("b", "a")]
+    meet = [
+        Step(own, python(wait.format(str(tmp_path), own, other)), 20, together=True)
+        for own, other in pair
+    ]
+    with mock.patch.object(steps, "at_once", lambda: 2):
+        found = steps.run_all(
+            [*meet, Step("last", python("tell('x', 'y', True)"), 20)], 60, tmp_path
+        )
+    assert list(found) == ["a", "b", "last"]
+    assert all(finding.ok for findings in found.values() for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("hits", "apart", "noise", "ok"),
+    [
+        (300, 0.01, 0.01, True),
+        (300, 0.5, 0.3, True),
+        (300, 0.5, 0.1, False),
+        (100, 0.01, 0.01, False),
+    ],
+)
+def test_conversations_at_once_are_wrong_if_hits_move_them_more_than_batches_do(
+    hits: int, apart: float, noise: float, ok: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = Told(monkeypatch)
+
+    def generate(url: str, tokens: list[int], **more: str) -> dict[str, Any]:
+        cached = 0 if more else hits * len(tokens) // 500
+        return {"output_ids": [1, 2], "meta_info": {"cached_tokens": cached}, "cold": bool(more)}
+
+    monkeypatch.setattr(models, "generate", generate)
+    monkeypatch.setattr(models, "flush", lambda url: None)
+    monkeypatch.setattr(
+        models, "difference", lambda url, record, tokens: noise if record["cold"] else apart
+    )
+    models.check_at_once("", 0.02)
+    assert [*noted.verdicts.values()] == [ok]
 
 
 def test_a_triton_that_cannot_compile_sglangs_kernels_is_wrong(

@@ -1,0 +1,80 @@
+"""A server on a GPU meets a hit before its users do.
+
+A prefill that goes on from a state launches other variants of SGLang's Triton kernels than one that
+starts at nothing, and attention over cached keys other kernels. SGLang's warm-up request starts at
+nothing, so the first hit would compile them while a user waits: on an H100 ten seconds with
+Mamba2's scan (docs/gpu.md). This is one of the functions that SGLang's `--warmups` names
+(entrypoints/warmup.py); cache/resolution.py adds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+NAME = "hybrid_hits"
+"""Of this warm-up in `--warmups`."""
+
+TOKENS, MORE = 300, 20
+"""Of the prompt that leaves a state, and of what goes on from it: more than one page, and a prefill
+of several tokens.
+"""
+
+
+def register() -> None:
+    """SGLang knows the warm-up by its name."""
+    from sglang.srt.entrypoints.warmup import warmup
+
+    warmup(NAME)(hit)
+
+
+async def hit(mode: str, manager: Any) -> None:
+    """One prompt, then a hit of it, then two at once, on each data-parallel rank.
+
+    ``mode`` is SGLang's disaggregation, where nothing is done unless it is "null"; ``manager`` its
+    TokenizerManager. The prompts are of a tenant of their own, whose key nobody knows.
+    """
+    if mode != "null" or not manager.model_config.is_generation:
+        return
+    start = time.perf_counter()
+    found = 0
+    for rank in range(manager.server_args.dp_size):
+        tenant = secrets.token_hex(16)
+        prompt = _tokens(manager, 0, TOKENS)
+        await _answers(manager, tenant, rank, [prompt])
+        for ends in ((1,), (2, 3)):
+            prompts = [prompt + _tokens(manager, end, MORE) for end in ends]
+            for answer in await _answers(manager, tenant, rank, prompts):
+                found += int(answer["meta_info"]["cached_tokens"])
+    logger.info(
+        "sglang_hybrid: warmed up with hits of %d tokens in %.1f s.",
+        found,
+        time.perf_counter() - start,
+    )
+
+
+def _tokens(manager: Any, offset: int, count: int) -> list[int]:
+    """Token ids that differ at the first one from those of another small offset."""
+    size = manager.model_config.vocab_size
+    return [(17 * i + offset + 1) % size for i in range(count)]
+
+
+async def _answers(
+    manager: Any, tenant: str, rank: int, prompts: list[list[int]]
+) -> list[dict[str, Any]]:
+    """Two tokens each; the server's metrics do not count them."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    request = GenerateReqInput(
+        input_ids=prompts,
+        sampling_params={"max_new_tokens": 2, "temperature": 0.0, "ignore_eos": True},
+        extra_key=[tenant] * len(prompts),
+        routed_dp_rank=rank if manager.server_args.dp_size > 1 else None,
+        log_metrics=False,
+    )
+    answers: list[dict[str, Any]] = await anext(manager.generate_request(request, None))
+    return answers

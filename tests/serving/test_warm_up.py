@@ -1,0 +1,59 @@
+"""The warm-up of hits: what it asks of the server, and of whom it asks nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_hybrid.serving import warm_up
+
+
+class Manager:
+    """SGLang's TokenizerManager, as far as the warm-up uses it. It finds all but the last token of
+    the longest prompt so far.
+    """
+
+    def __init__(
+        self, *, ranks: int = 1, is_generation: bool = True, vocabulary: int = 400
+    ) -> None:
+        self.server_args = SimpleNamespace(dp_size=ranks)
+        self.model_config = SimpleNamespace(is_generation=is_generation, vocab_size=vocabulary)
+        self.asked: list[Any] = []
+
+    async def generate_request(self, request: Any, _: None) -> AsyncIterator[list[dict[str, Any]]]:
+        self.asked.append(request)
+        yield [{"meta_info": {"cached_tokens": 7}} for _ in request.input_ids]
+
+
+def ask(manager: Manager, mode: str = "null") -> list[Any]:
+    asyncio.run(warm_up.hit(mode, manager))
+    return manager.asked
+
+
+def test_prompts_go_on_from_one_that_was_computed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        first, one, two = (request.input_ids for request in ask(Manager()))
+    assert [len(first), len(one), len(two)] == [1, 1, 2]
+    for prompt in (*one, *two):
+        assert prompt[: warm_up.TOKENS] == first[0] and len(prompt) > warm_up.TOKENS
+    assert len({prompt[warm_up.TOKENS] for prompt in (*one, *two)}) == 3
+    assert all(0 <= token < 400 for token in two[1])
+    assert "hits of 21 tokens" in caplog.text
+
+
+def test_each_rank_has_hits_of_its_own_tenant() -> None:
+    requests = ask(Manager(ranks=2))
+    assert [request.routed_dp_rank for request in requests] == [0, 0, 0, 1, 1, 1]
+    tenants = [{*request.extra_key} for request in requests]
+    assert tenants[0] == tenants[1] == tenants[2] != tenants[3] == tenants[4] == tenants[5]
+    assert all(len(tenant) == 1 for tenant in tenants)
+    assert not any(request.log_metrics for request in requests)
+
+
+def test_nothing_is_asked_of_disaggregated_servers_and_of_embeddings() -> None:
+    assert ask(Manager(), "prefill") == []
+    assert ask(Manager(is_generation=False)) == []
