@@ -36,6 +36,7 @@ LAUNCHER, REPLAY = "python -m sglang_hybrid.launch_server", "python -m sglang_hy
 TESTS = "python -m pytest"
 REHEARSAL = "python -m tests.rehearsal"
 TRAIN = "python -m scripts.train"
+PORTABLE = "python -m scripts.gpu_check.portable"
 EXPLAIN = "python -m sglang_hybrid.explain"
 PROMPTS = "python -m sglang_hybrid.prompts"
 FLAGS = (ROOT / "docs" / "flags.md").read_text()
@@ -66,6 +67,7 @@ def is_known(command: str) -> bool:
         TESTS,
         REHEARSAL,
         TRAIN,
+        PORTABLE,
         "pip install -e ",
         "pip uninstall ",
         "python -m sglang.launch_server",
@@ -141,7 +143,9 @@ def test_a_replay_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert replay(words(command.removeprefix(REPLAY))) == 0
 
 
-@pytest.mark.parametrize("command", [*of(EXPLAIN), *of(PROMPTS), *of(REHEARSAL), *of(TRAIN)])
+@pytest.mark.parametrize(
+    "command", [*of(EXPLAIN), *of(PROMPTS), *of(REHEARSAL), *of(TRAIN), *of(PORTABLE)]
+)
 def test_a_module_takes_its_arguments(
     command: str, stops_when_parsed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

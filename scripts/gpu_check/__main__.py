@@ -81,8 +81,10 @@ def steps_on_a_gpu() -> list[Step]:
     path = environment_with(stand_ins=bool(stand_ins)) if serves() else {}
     found.append(Step("timings", module("timings"), 90, path))
     if serves():
+        found.append(Step("Nemotron-H-8B", module("large", *stand_ins), 150))
         exact = module("models", "nemotron-h", "--float32", *stand_ins)
         found.append(Step("nemotron-h, float32", exact, 240, together=True))
+        found.append(Step("nemotron-h, tiers", [*exact, "--tiers"], 240, together=True))
         found += [
             Step(name, module("models", name, *stand_ins), 240, together=True) for name in MODELS
         ]

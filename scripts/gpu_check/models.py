@@ -3,6 +3,7 @@
     python -m scripts.gpu_check.models nemotron-h
     python -m scripts.gpu_check.models nemotron-h --float32    # where a wrong state cannot hide
     python -m scripts.gpu_check.models nemotron-h --cpu        # on a machine without a GPU
+    python -m scripts.gpu_check.models nemotron-h --float32 --tiers   # hits from host memory
     python -m scripts.gpu_check.models nemotron-h --stand-ins -- --page-size 16
 
 With --stand-ins the server has torch's functions in place of SGLang's CUDA packages (stand_ins/).
@@ -48,6 +49,10 @@ QUICK = ("--cuda-graph-max-bs-decode", "4", "--cuda-graph-max-bs-prefill", "1024
 FLOAT32 = ("--dtype", "float32", "--attention-backend", "triton")
 BFLOAT16 = ("--dtype", "bfloat16")
 """SGLang's convolutions refuse float16, which it takes for weights in float32."""
+TIER_PROMPTS, TIER_TOKENS = 24, 600
+SMALLER = ("--max-total-tokens", "4800", "--max-mamba-cache-size", "24")
+"""A device that holds a third of those prompts."""
+TIERS = ("--enable-hierarchical-cache", "--hicache-size", "1", *SMALLER)
 NO_TRITON = {"lfm2", "lfm2-moe"}
 """Models whose attention SGLang does not compute with Triton."""
 NEW_TOKENS = 6
@@ -193,6 +198,27 @@ def check_at_once(url: str, close: float) -> None:
     )
 
 
+def check_tiers(url: str, close: float) -> None:
+    """Report prompts that are asked in turn, of which the device holds a third: the others' states
+    and KV come from host memory.
+    """
+    flush(url)
+    prompts = [prompt(TIER_TOKENS, 300 + number) for number in range(TIER_PROMPTS)]
+    for _ in range(2):
+        for tokens in prompts:
+            generate(url, tokens)
+    again = [generate(url, tokens) for tokens in prompts]
+    found = sum(record["meta_info"]["cached_tokens"] for record in again)
+    asked = TIER_TOKENS * TIER_PROMPTS
+    pairs = list(zip(again, prompts, strict=True))
+    apart = max(difference(url, record, tokens) for record, tokens in pairs[::4])
+    tell(
+        "hits from host memory",
+        f"{found:,} of {asked:,} tokens hit; log probabilities differ by at most {apart:.4f}",
+        found > asked // 2 and apart < close,
+    )
+
+
 def check_choices(name: str, server: ServerProcess, *, gpu: bool) -> int:
     """Report how states are kept, what computes, and whether prefills are split; returns the size
     of a page in tokens.
@@ -239,6 +265,7 @@ def main() -> int:
     parser.add_argument("--float32", action="store_true")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--stand-ins", action="store_true")
+    parser.add_argument("--tiers", action="store_true")
     argv = sys.argv[1:]
     end = argv.index("--") if "--" in argv else len(argv)
     options, more = parser.parse_args(argv[:end]), argv[end + 1 :]
@@ -251,14 +278,18 @@ def main() -> int:
         if options.stand_ins:
             flags += stand_ins.FLAGS
             flags += ("--attention-backend", "torch_native") if name in NO_TRITON else ()
-        flags += more
+            flags += stand_ins.TIER_FLAGS if options.tiers else ()
+        flags += (*(TIERS if options.tiers else ()), *more)
         environment = stand_ins.environment_with(stand_ins=options.stand_ins)
         try:
             with ServerProcess(flags, environment=environment) as server:
                 page = check_choices(name, server, gpu=not options.cpu)
-                for hit in hits(server.url, model):
-                    check_hit(server.url, hit, close, page)
-                check_at_once(server.url, close)
+                if options.tiers:
+                    check_tiers(server.url, close)
+                else:
+                    for hit in hits(server.url, model):
+                        check_hit(server.url, hit, close, page)
+                    check_at_once(server.url, close)
         except ServerFailed as error:
             tell("start", " ".join(str(error).split())[-400:], False)
     return 0

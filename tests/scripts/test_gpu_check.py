@@ -16,7 +16,7 @@ import requests
 import torch
 
 from scripts.gpu_check import __main__ as gpu_check
-from scripts.gpu_check import models, stand_ins, steps
+from scripts.gpu_check import models, portable, stand_ins, steps
 from scripts.gpu_check.findings import Finding, told
 from scripts.gpu_check.steps import Step
 
@@ -167,11 +167,21 @@ def test_torch_stands_in_for_packages_that_are_missing(
     monkeypatch.setattr(gpu_check, "complete", lambda: complete)
     every = {step.name: step for step in gpu_check.steps_on_a_gpu()}
     servers = [every[name] for name in ("nemotron-h, float32", *gpu_check.MODELS)]
+    assert ("--stand-ins" in every["Nemotron-H-8B"].command) == (not complete)
     assert {"--stand-ins" in step.command for step in servers} == {not complete}
     assert all(step.together for step in servers)
     assert bool(every["timings"].environment) == (not complete)
     said = [row.found for row in gpu_check.environment("a GPU") if row.what == "servers"]
     assert said == ([] if complete else [gpu_check.STOOD_IN])
+
+
+def test_an_archive_has_what_the_lock_file_pins_but_torch() -> None:
+    lock = "# all\na-b==1\ntorch==2.1  # CPU\ntriton==3\nC_d.e==4\n"
+    assert portable.pins(lock, ()) == ["a-b==1", "C_d.e==4"]
+    assert portable.pins(lock, ["c.D_E"]) == ["a-b==1"]
+    real = portable.pins((ROOT / "requirements" / "cpu.lock").read_text(), ["numpy"])
+    names = {pin.partition("==")[0] for pin in real}
+    assert "sglang" in names and not names & {"torch", "triton", "numpy"}
 
 
 STOOD_IN = """
