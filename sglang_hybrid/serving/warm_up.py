@@ -36,25 +36,35 @@ async def hit(mode: str, manager: Any) -> None:
     """One prompt, then a hit of it, then two at once, on each data-parallel rank.
 
     ``mode`` is SGLang's disaggregation, where nothing is done unless it is "null"; ``manager`` its
-    TokenizerManager. The prompts are of a tenant of their own, whose key nobody knows.
+    TokenizerManager. The prompts are of a tenant of their own, whose key nobody knows. Where they
+    are refused, the server starts all the same.
     """
     if mode != "null" or not manager.model_config.is_generation:
         return
     start = time.perf_counter()
-    found = 0
-    for rank in range(manager.server_args.dp_size):
-        tenant = secrets.token_hex(16)
-        prompt = _tokens(manager, 0, TOKENS)
-        await _answers(manager, tenant, rank, [prompt])
-        for ends in ((1,), (2, 3)):
-            prompts = [prompt + _tokens(manager, end, MORE) for end in ends]
-            for answer in await _answers(manager, tenant, rank, prompts):
-                found += int(answer["meta_info"]["cached_tokens"])
+    try:
+        found = sum([await _hits_of(rank, manager) for rank in range(manager.server_args.dp_size)])
+    except Exception as error:  # whatever it is, it ends no start
+        logger.warning("sglang_hybrid: no hit was warmed up: %s", error)
+        return
     logger.info(
         "sglang_hybrid: warmed up with hits of %d tokens in %.1f s.",
         found,
         time.perf_counter() - start,
     )
+
+
+async def _hits_of(rank: int, manager: Any) -> int:
+    """Hit tokens of what is asked of a rank."""
+    tenant = secrets.token_hex(16)
+    prompt = _tokens(manager, 0, min(TOKENS, manager.model_config.context_len // 2))
+    await _answers(manager, tenant, rank, [prompt])
+    found = 0
+    for ends in ((1,), (2, 3)):
+        prompts = [prompt + _tokens(manager, end, MORE) for end in ends]
+        for answer in await _answers(manager, tenant, rank, prompts):
+            found += int(answer["meta_info"]["cached_tokens"])
+    return found
 
 
 def _tokens(manager: Any, offset: int, count: int) -> list[int]:

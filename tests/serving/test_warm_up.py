@@ -13,19 +13,19 @@ from sglang_hybrid.serving import warm_up
 
 
 class Manager:
-    """SGLang's TokenizerManager, as far as the warm-up uses it. It finds all but the last token of
-    the longest prompt so far.
-    """
+    """SGLang's TokenizerManager, as far as the warm-up uses it. Each prompt hits seven tokens."""
 
-    def __init__(
-        self, *, ranks: int = 1, is_generation: bool = True, vocabulary: int = 400
-    ) -> None:
+    def __init__(self, *, ranks: int = 1, is_generation: bool = True, longest: int = 4096) -> None:
         self.server_args = SimpleNamespace(dp_size=ranks)
-        self.model_config = SimpleNamespace(is_generation=is_generation, vocab_size=vocabulary)
+        self.model_config = SimpleNamespace(
+            is_generation=is_generation, vocab_size=400, context_len=longest
+        )
         self.asked: list[Any] = []
 
     async def generate_request(self, request: Any, _: None) -> AsyncIterator[list[dict[str, Any]]]:
         self.asked.append(request)
+        if len(request.input_ids[0]) > self.model_config.context_len:
+            raise ValueError("the prompt is too long")
         yield [{"meta_info": {"cached_tokens": 7}} for _ in request.input_ids]
 
 
@@ -57,3 +57,11 @@ def test_each_rank_has_hits_of_its_own_tenant() -> None:
 def test_nothing_is_asked_of_disaggregated_servers_and_of_embeddings() -> None:
     assert ask(Manager(), "prefill") == []
     assert ask(Manager(is_generation=False)) == []
+
+
+def test_prompts_fit_into_a_short_context_and_a_refusal_ends_no_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert [len(request.input_ids[0]) for request in ask(Manager(longest=100))] == [50, 70, 70]
+    assert len(ask(Manager(longest=20))) == 2
+    assert "no hit was warmed up: the prompt is too long" in caplog.text
