@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS, platforms
 from sglang_hybrid.hooks import patching
+from sglang_hybrid.serving import warm_up
 from sglang_hybrid.serving.config import CPU_ATTENTION, HybridConfig
 from sglang_hybrid.serving.tenants import KEY_VARIABLE
 
@@ -50,6 +51,7 @@ def activate() -> str | None:
         patching.install()
     except patching.PatchError as error:
         raise SystemExit(f"sglang_hybrid: {error}") from None
+    warm_up.register_on_import()
     return platforms.activate()
 
 
@@ -71,13 +73,11 @@ def register() -> None:
 
     from sglang_hybrid.cache import factory
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform
-    from sglang_hybrid.serving import warm_up
     from sglang_hybrid.serving.processes import ignore_signals_for_the_first_process
     from sglang_hybrid.storage.disk import file_backend
 
     ignore_signals_for_the_first_process()
     factory.register()
-    warm_up.register()
     file_backend.register(
         options.hybrid_disk_folder, options.hybrid_disk_mb << 20, options.hybrid_warm_start << 20
     )

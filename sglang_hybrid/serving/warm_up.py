@@ -14,8 +14,11 @@ import secrets
 import time
 from typing import Any
 
+import wrapt
+
 logger = logging.getLogger(__name__)
 
+MODULE = "sglang.srt.entrypoints.warmup"
 NAME = "hybrid_hits"
 """Of this warm-up in `--warmups`."""
 
@@ -25,11 +28,9 @@ of several tokens.
 """
 
 
-def register() -> None:
-    """SGLang knows the warm-up by its name."""
-    from sglang.srt.entrypoints.warmup import warmup
-
-    warmup(NAME)(hit)
+def register_on_import() -> None:
+    """SGLang knows the warm-up by its name, in each process that has warm-ups."""
+    wrapt.register_post_import_hook(lambda module: module.warmup(NAME)(hit), MODULE)
 
 
 async def hit(mode: str, manager: Any) -> None:
