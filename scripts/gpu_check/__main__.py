@@ -64,7 +64,7 @@ def serves() -> bool:
 
 
 def complete() -> bool:
-    """Whether these packages are installed, too."""
+    """Whether the CUDA packages are installed that SGLang uses by default."""
     return all(map(importlib.util.find_spec, ("sgl_kernel", "flashinfer")))
 
 

@@ -228,6 +228,7 @@ def main() -> None:
     small = parser.parse_args().small or not GPU
     seed = torch.seed() % 2**31
     torch.manual_seed(seed)
+    torch.set_num_threads(1)  # definitions go token by token, and threads would wait for each other
     where = torch.cuda.get_device_name() if GPU else "Triton's interpreter"
     print(f"{where}, torch {torch.__version__}, Triton {triton.__version__}, seed {seed}")
     shapes = [(32, 16)] if small else [(64, 128), (128, 256)]

@@ -4,24 +4,18 @@
     python -m scripts.gpu_check.large --stand-ins    # without SGLang's CUDA packages
     python -m scripts.gpu_check.large --cpu          # a small one, on a machine without a GPU
 
-The model is Nemotron-H-8B by its config.json on Hugging Face, 16 GB in bfloat16, made on the GPU.
+The model has the sizes of Nemotron-H-8B; its weights, 16 GB in bfloat16, are made on the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import shutil
 import sys
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-import torch
-from safetensors.torch import save_file
 
 from scripts.bench.servers import flush, greedy, post, random_tokens
 from scripts.gpu_check import stand_ins
@@ -29,45 +23,11 @@ from scripts.gpu_check.findings import tell
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 
-NAME = "Nemotron-H-8B"
-SIZES = {
-    "attention_head_dim": 128,
-    "head_dim": 128,
-    "hidden_size": 4_096,
-    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-    "intermediate_size": 21_504,
-    "mamba_head_dim": 64,
-    "mamba_num_heads": 128,
-    "max_position_embeddings": 65_536,
-    "n_groups": 8,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 52,
-    "num_key_value_heads": 8,
-    "ssm_state_size": 128,
-    "vocab_size": 131_072,
-}
-"""What differs from the tiny model's config.json. Its tokenizer serves: prompts are token ids."""
-
 POOLS = ("--max-mamba-cache-size", "80", "--max-total-tokens", "300000")
 """5 GB of KV and 8 GB of states."""
 LENGTHS, SHORT = (1_024, 8_192, 32_768), (256, 512)
 MORE, TIMES = 32, 5
 """Tokens behind a hit; measurements, of which the median counts."""
-
-
-def write(folder: Path, *, small: bool) -> Path:
-    """A directory with the model's config, the tiny model's tokenizer, and no weights."""
-    tiny = build_tiny_model("nemotron-h", folder / "tiny")
-    if small:
-        return tiny
-    target = folder / NAME
-    target.mkdir()
-    config: dict[str, Any] = json.loads((tiny / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | SIZES))
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny / file, target / file)
-    save_file({"nothing": torch.zeros(1)}, target / "model.safetensors")
-    return target
 
 
 def one_token(url: str, tokens: list[int]) -> tuple[float, int]:
@@ -99,13 +59,10 @@ def main() -> int:
     options = parser.parse_args()
     source = random.Random(1)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
-        model = write(Path(scratch), small=options.cpu)
+        scale = "tiny" if options.cpu else "8b"
+        model = build_tiny_model("nemotron-h", Path(scratch) / scale, scale=scale)
         flags = ["--model-path", str(model), "--cuda-graph-max-bs-decode", "4"]
-        flags += (
-            ("--device", "cpu")
-            if options.cpu
-            else ("--load-format", "dummy", "--dtype", "bfloat16", *POOLS)
-        )
+        flags += ("--device", "cpu") if options.cpu else ("--load-format", "dummy", *POOLS)
         flags += stand_ins.FLAGS if options.stand_ins else ()
         environment = stand_ins.environment_with(stand_ins=options.stand_ins)
         try:

@@ -279,7 +279,8 @@ def main() -> int:
             flags += stand_ins.FLAGS
             flags += ("--attention-backend", "torch_native") if name in NO_TRITON else ()
             flags += stand_ins.TIER_FLAGS if options.tiers else ()
-        flags += (*(TIERS if options.tiers else ()), *more)
+        flags += TIERS if options.tiers else ()
+        flags += more
         environment = stand_ins.environment_with(stand_ins=options.stand_ins)
         try:
             with ServerProcess(flags, environment=environment) as server:

@@ -75,8 +75,7 @@ def run(step: Step, seconds: float, log: Path) -> list[Finding]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # Many threads in small products wait for each other where steps share the machine.
-            env={"OMP_NUM_THREADS": "1", **os.environ, **step.environment},
+            env={**os.environ, **step.environment},
             start_new_session=True,
         )
     try:

@@ -1,4 +1,4 @@
-"""A server on a GPU meets a hit before its users do.
+"""The warm-up of a server on a GPU has hits, so that no user waits for their kernels.
 
 A prefill that goes on from a state launches other variants of SGLang's Triton kernels than one that
 starts at nothing, and attention over cached keys other kernels. SGLang's warm-up request starts at

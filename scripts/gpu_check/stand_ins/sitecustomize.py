@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import os
 import sys
 import types
@@ -35,7 +34,6 @@ os.environ.update(
 
 def functions() -> dict[str, Callable[..., Any]]:
     """The functions that are here, by the name of their module and their own."""
-    import torch
     from torch import Tensor
 
     def weak_ref_tensor(tensor: Tensor) -> Tensor:
@@ -54,9 +52,6 @@ def functions() -> dict[str, Callable[..., Any]]:
         """input [tokens, experts of each, hidden]; output [tokens, hidden]."""
         output.copy_(input.float().sum(1) * routed_scaling_factor)
 
-    def rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6, **_: Any) -> Tensor:
-        return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
-
     def transfer_kv_direct(
         src_layers: Sequence[Tensor],
         dst_layers: Sequence[Tensor],
@@ -74,7 +69,6 @@ def functions() -> dict[str, Callable[..., Any]]:
         "sgl_kernel.utils.is_arch_support_pdl": is_arch_support_pdl,
         "sgl_kernel.moe_align_block_size": moe_align_block_size,
         "sgl_kernel.moe_sum_reduce": moe_sum_reduce,
-        "sgl_kernel.rmsnorm": rmsnorm,
         "sgl_kernel.kvcacheio.transfer_kv_direct": transfer_kv_direct,
     }
 
