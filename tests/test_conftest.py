@@ -40,14 +40,25 @@ def test_no_test_ends_its_own_process(ends: Callable[[], None]) -> None:
         ends()
 
 
+FORKS = """
+import os
+from tests.conftest import nothing_ends_this_process
+
+with nothing_ends_this_process():
+    if (forked := os.fork()) == 0:
+        os._exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]))
+"""
+"""A program of its own: a process that has run other tests may be too large to be forked."""
+
+
 def test_other_processes_are_ended_as_ever() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         os.kill(child.pid, 0)
         child.kill()
     assert child.returncode == -signal.SIGKILL
-    if (forked := os.fork()) == 0:
-        os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 7
+    repository = Path(__file__).parents[1]
+    assert subprocess.check_output([sys.executable, "-c", FORKS], cwd=repository) == b"7\n"
 
 
 def run_as_the_script(folder: Path, files: dict[str, str]) -> subprocess.CompletedProcess[str]:
