@@ -163,4 +163,16 @@ OPERATORS = {
 }
 """Routes behind the admin key: they act on the whole server."""
 
-KNOWN = {*PROMPTS, *EMBEDDINGS, *AUDIO, *KEPT, *NOTHING_KEPT, *TOTALS, *OPERATORS}
+PAGE = {
+    "/hybrid_cache/",
+    "/hybrid_cache/static/{name:path}",
+    "/hybrid_cache/changes",
+    "/hybrid_cache/nodes/{rank}/{node}",
+    "/hybrid_cache/ask",
+    "/hybrid_cache/differ",
+    "/hybrid_cache/what_if",
+}
+"""Routes of the live page, which shows an operator all tenants; behind the admin key, and closed
+without --hybrid-ui."""
+
+KNOWN = {*PROMPTS, *EMBEDDINGS, *AUDIO, *KEPT, *NOTHING_KEPT, *TOTALS, *OPERATORS, *PAGE}

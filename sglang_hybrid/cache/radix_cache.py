@@ -24,7 +24,10 @@ from sglang_hybrid.cache.request.segments import ModularPrompts
 from sglang_hybrid.cache.step_messages import StepMessages
 from sglang_hybrid.cache.tree.components import with_our_components
 from sglang_hybrid.cache.tuning import make_tuning
+from sglang_hybrid.explain.page.view import PageView
+from sglang_hybrid.explain.page.what_if import WhatIf
 from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import Ui
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -99,6 +102,11 @@ class HybridRadixCache(HostTierCache):
         self.endings = Endings(self, parts)
         one_of_its_kind = params.enable_metrics and rank is not None  # ranks do the same
         self.report = CacheReport(self, parts, metrics=one_of_its_kind)
+        self.page = None
+        if self.options.hybrid_ui is not Ui.OFF:
+            tuning = self.tuning
+            what_if = WhatIf(tuning.recent, lambda: tuning.in_force)
+            self.page = PageView(self, self.decision_log, what_if)
         logger.info(
             "sglang_hybrid: eviction %s, admission %s; a state is %s bytes, a KV token %s.",
             self.options.policy.value,

@@ -18,11 +18,18 @@ from sglang_hybrid.cache.tiers.measured_speeds import SpeedsMeasured
 from sglang_hybrid.cache.tiers.served_tiers import ServedCache, served_tiers
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import make_policies
-from sglang_hybrid.serving.flag_values import Eviction
+from sglang_hybrid.explain.page.what_if import FEWEST
+from sglang_hybrid.serving.flag_values import Eviction, Ui
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.tenants import TenantNames, tenant_of
 from sglang_hybrid.simulation.tuner.candidates import CANDIDATES, MARCONI_ALONE
-from sglang_hybrid.simulation.tuner.recorder import Finished, compact
+from sglang_hybrid.simulation.tuner.recorder import (
+    Finished,
+    Recorder,
+    RequestWindow,
+    compact,
+    make_window,
+)
 from sglang_hybrid.simulation.tuner.trace_file import TraceFile
 from sglang_hybrid.simulation.tuner.tuner import PolicySwitch, Rules, Tuner
 from sglang_hybrid.simulation.workers import Limits
@@ -46,18 +53,21 @@ class Tuning:
         cache: whose policies they are; parts: ours of it.
         tuner: on the rank that receives requests, if the policy is not pinned.
         file: where finished requests are written, if wanted.
+        recorder: keeps the latest finished requests for whoever asks (`recent`).
     """
 
     def __init__(
         self,
-        cache: SglangCache,
+        cache: TunedCache,
         parts: Parts,
         tuner: Tuner | None = None,
         file: TraceFile | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.in_force = parts.start
         self.tuner = tuner
         self.file = file
+        self.recorder = recorder
         self._cache = cache
         self._parts = parts
         self._names = TenantNames()
@@ -66,7 +76,7 @@ class Tuning:
     @property
     def listens(self) -> bool:
         """Whether it must be told of requests that ended."""
-        return self.tuner is not None or self.file is not None
+        return (self.tuner, self.file, self.recorder) != (None, None, None)
 
     def finished(self, req: Req, up_to: int, message_starts: Sequence[int]) -> None:
         """`req` ended with `up_to` tokens in the tree; its messages begin at `message_starts`."""
@@ -85,8 +95,30 @@ class Tuning:
         )
         if self.file is not None:
             self.file.add(record)
+        if self.recorder is not None:
+            self.recorder.add(record)
         if self.tuner is not None:
             self.tuner.on_finish(record, evicted=bool(self._parts.stats.evicted))
+
+    def recent(self) -> Callable[[], RequestWindow] | None:
+        """Makes a window of the latest finished requests, in any thread; None where they are too
+        few. The latter half of them counts.
+        """
+        if self.recorder is None or len(self.recorder) < FEWEST:
+            return None
+        parts = self._parts
+        records = self.recorder.latest(Rules.most)
+        tiers = served_tiers(self._cache)
+        return partial(
+            make_window,
+            records,
+            (len(records) + 1) // 2,
+            parts.cost,
+            parts.options.hybrid_min_branch_tokens,
+            parts.serving,
+            has_states=self._cache.is_mamba_enabled,
+            tiers=tiers,
+        )
 
     def _room(self) -> Split | int:
         """What running requests leave to the cache."""
@@ -173,4 +205,5 @@ def make_tuning(cache: TunedCache, parts: Parts, rank: int | None) -> Tuning:
         if rank:
             path = path.with_name(f"{rank}-{path.name}")
         file = TraceFile(path)
-    return Tuning(cache, parts, tuner, file)
+    recorder = None if options.hybrid_ui is Ui.OFF else Recorder(Rules.record_bytes)
+    return Tuning(cache, parts, tuner, file, recorder)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -145,13 +145,15 @@ class Decisions:
     """The logs of all tenants, `entries` in all.
 
     count: of all decisions there ever were. emptied: when the cache was emptied, in seconds of its
-    clock; None if it never was.
+    clock; None if it never was. heard: called with the tenant, the position and each new decision,
+    while somebody wants to hear of them.
     """
 
     def __init__(self, entries: int = ENTRIES) -> None:
         self.entries = entries
         self.count = 0
         self.emptied: float | None = None
+        self.heard: Callable[[Hashable, int, Decision], None] | None = None
         self._logs: dict[Hashable, TenantLog] = {}
         self._shares = Shares()
         self._nothing = TenantLog()
@@ -166,6 +168,8 @@ class Decisions:
     def add(self, tenant: Hashable, position: int, prefix_hash: int, decision: Decision) -> None:
         """File `decision`, which has the next order; forget another one if there are too many."""
         self.count += 1
+        if self.heard is not None:
+            self.heard(tenant, position, decision)
         log = self._logs.get(tenant)
         if log is None:
             log = self._logs[tenant] = TenantLog()

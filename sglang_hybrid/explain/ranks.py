@@ -29,7 +29,7 @@ async def ask_ranks(manager: TokenizerManager, question: BaseReq, kind: Any) -> 
     return answers
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=16)
 def _communicator(manager: TokenizerManager, kind: type[Any]) -> FanOutCommunicator[Any, Any]:
     """As SGLang makes its own (tokenizer_control_mixin.py, init_communicators)."""
     from sglang.srt.managers.communicator import FanOutCommunicator

@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput
+from sglang_hybrid.explain.page.route import router as page_router
 from sglang_hybrid.explain.ranks import ask_ranks, has_our_cache
 from sglang_hybrid.serving.requests import fields
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 router = APIRouter()
+router.routes.extend(page_router.routes)
 
 BYTES_PER_TOKEN = 16
 """A token id in JSON takes fewer, its comma and blanks included."""

@@ -30,9 +30,11 @@ def handle_our_requests(_: None, scheduler: Any) -> None:
     """The dispatcher hands the cache what is for it: messages of a step, and questions."""
     from sglang.utils import TypeBasedDispatcher
 
-    for name in ("step_messages", "explainer"):
+    for name in ("step_messages", "explainer", "page"):
         part = getattr(scheduler.tree_cache, name, None)
         if part is not None:
+            if name == "page":
+                part.scheduler = scheduler
             scheduler._request_dispatcher += TypeBasedDispatcher(part.handlers())
 
 

@@ -26,6 +26,7 @@ from sglang_hybrid.serving.flag_values import (
     Memory,
     NativeKernels,
     Schedule,
+    Ui,
     flag_name,
 )
 from sglang_hybrid.serving.flags import add_flags
@@ -70,6 +71,7 @@ class HybridConfig:
     hybrid_tier_codec: str = "exact"
     hybrid_tier_error: float = 0.0
     hybrid_tenants: str = ""
+    hybrid_ui: Ui = Ui.OFF
     hybrid_default_model: str = TRAINED
 
     @property

@@ -68,6 +68,14 @@ class Memory(Enum):
     SPLIT = "split"
 
 
+class Ui(Enum):
+    """What the live page shows of prompts, or that there is no page."""
+
+    OFF = "off"
+    LENGTHS = "lengths"
+    TEXT = "text"
+
+
 class NativeKernels(Enum):
     """Whether the CPU platform compiles kernels of its own."""
 

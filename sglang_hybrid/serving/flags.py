@@ -177,6 +177,12 @@ FLAGS = (
         metavar="WORDS",
         read=tenants,
     ),
+    # What an operator sees.
+    Flag(
+        "hybrid_ui",
+        "a live page of the cache at /hybrid_cache/, which takes the admin key if one is set: with "
+        "lengths and hashes of what was sent (lengths), or with its text, too (text)",
+    ),
     # The model of a server without --model-path.
     Flag(
         "hybrid_default_model",

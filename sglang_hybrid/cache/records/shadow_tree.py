@@ -270,6 +270,10 @@ class ShadowTree:
         """The record of a node of SGLang's tree."""
         return self._records[node.id]
 
+    def by_id(self, node_id: int) -> Node | None:
+        """The record of the node of SGLang's tree with this id; None if that is gone."""
+        return self._records.get(node_id)
+
     def __contains__(self, node: UnifiedTreeNode) -> bool:
         """Whether `node` is in SGLang's tree still."""
         record = self._records.get(node.id)

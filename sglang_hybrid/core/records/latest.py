@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 from sglang_hybrid.core.records.shares import Shares
@@ -51,6 +51,12 @@ class Latest(Generic[Value]):
     def of(self, tenant: Hashable) -> list[Value]:
         """All values of a tenant, the oldest first."""
         return [value for value, _ in self._kept.get(tenant, OrderedDict()).values()]
+
+    def all(self) -> Iterator[tuple[Hashable, str, Value]]:
+        """Every value with its tenant and name, a tenant's oldest first."""
+        for tenant, values in self._kept.items():
+            for name, (value, _) in values.items():
+                yield tenant, name, value
 
     def _drop_oldest(self, tenant: Hashable) -> None:
         self._drop(tenant, next(iter(self._kept[tenant])))

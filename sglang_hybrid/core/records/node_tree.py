@@ -47,12 +47,15 @@ class NodeTree:
         self._next_id = 1
         self.root = Node(0, None, 0, self.clock)
 
-    def listen(self, listener: Listener) -> None:
-        """From now on tell `listener` what changes, beginning with every node there is."""
+    def listen(self, listener: Listener, *, from_now: bool = False) -> None:
+        """From now on tell `listener` what changes, beginning with every node there is, unless it
+        wants none of these (`from_now`).
+        """
         self._listeners.append(listener)
         listener.settle = self.settle
-        for node in self.walk():
-            listener.mark_dirty(node)
+        if not from_now:
+            for node in self.walk():
+                listener.mark_dirty(node)
 
     def unlisten(self, listener: Listener) -> None:
         """Tell `listener` no more, as when another policy takes over."""

@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from sglang_hybrid import serving
 from sglang_hybrid.replay.reports import plots
 from sglang_hybrid.replay.reports.figures import Plot, clock, draw
 from sglang_hybrid.replay.reports.study import Study, hits_by_tier, lost_tokens, size_words
@@ -70,7 +71,7 @@ class Report:
 
     def _page(self, study: Study, drawn: Sequence[Plot]) -> str:
         environment = Environment(
-            loader=FileSystemLoader(Path(__file__).parent),
+            loader=FileSystemLoader([Path(__file__).parent, *serving.__path__]),
             autoescape=True,
             undefined=StrictUndefined,
         )

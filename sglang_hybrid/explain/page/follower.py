@@ -1,0 +1,160 @@
+"""What has changed in a tree of records since a reader asked last, in slices of bounded time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+from sglang_hybrid.core.costs.cost import CostModel
+from sglang_hybrid.core.records.node_tree import NodeTree
+from sglang_hybrid.core.records.nodes import Node
+from sglang_hybrid.core.tiers.rates import TIERS
+from sglang_hybrid.core.victims.eviction import Policy
+from sglang_hybrid.serving.tenants import TenantNames, tenant
+
+Row = tuple[int, int, int, str, str, int, float, float, int, int, str | None]
+"""Of a node: the ids that SGLang gives it and its parent (-1 of the root), tokens of its edge, kind
+of its state ("" of none), what it is held by (letters: k KV, s state, p pin, w waiting requests),
+hits, seconds of its last use on the cache's clock, expected FLOPs that a byte of it saves, the
+fastest tier of its KV and of its state (-1 of none), and its tenant's name (None: its parent's).
+"""
+
+NODES = 64
+"""Nodes between two looks at the clock."""
+
+AGAIN = 64
+"""Nodes without a change that an answer tells again, since their values change with time."""
+
+
+@dataclass(frozen=True)
+class NodeRows:
+    """Makes rows of nodes. policy: says how likely a node is used again."""
+
+    cost: CostModel
+    policy: Callable[[], Policy]
+    clock: Callable[[], float]
+    names: TenantNames
+
+    def row(self, node: Node, tree: NodeTree) -> Row:
+        parent, payload = node.parent, node.payload
+        held = (node.kv_locked, node.state_locked, node.pin is not None, node.standing > 0)
+        kv_tier, state_tier = tiers_of(node)
+        name = None
+        if parent is tree.root:
+            key = payload.key
+            name = self.names.name(tenant(key.extra_key, key.cache_salt))
+        return (
+            *(payload.id, -1 if parent is None else parent.payload.id, node.tokens),
+            node.kind.value if node.has_state else "",
+            "".join(letter for letter, is_held in zip("kspw", held, strict=True) if is_held),
+            *(node.hits, node.stamp, self.value(node, tree), kv_tier, state_tier, name),
+        )
+
+    def value(self, node: Node, tree: NodeTree) -> float:
+        """FLOPs that a byte of `node` is expected to save: those of a hit over one at the state
+        above, times the probability that there is one, over the bytes of state and edge.
+        """
+        if not node.has_state or node is tree.root:
+            return 0.0
+        saved = self.cost.savings(node.depth, node.anchor_depth)
+        likely = self.policy().return_probability(node, tree.clock)
+        return saved * (1.0 if likely is None else likely) / max(1, self.size(node))
+
+    def size(self, node: Node) -> int:
+        """Bytes of a node's KV and state."""
+        return node.tokens * self.cost.kv_bytes_per_token + self.cost.state_bytes * node.has_state
+
+
+def tiers_of(node: Node) -> tuple[int, int]:
+    """The fastest tiers of a node's KV and of its state, -1 of none."""
+    copies = node.copies
+    if copies is None:
+        return 0, 0 if node.has_state else -1
+    kv = next((int(tier) for tier in TIERS if copies.has_kv(tier)), -1)
+    return kv, next((int(tier) for tier in TIERS if copies.has_state(tier)), -1)
+
+
+@dataclass
+class Changes:
+    """Rows of nodes, ids of those that are gone, and whether there is more to tell."""
+
+    nodes: list[Row] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
+    more: bool = False
+
+
+class TreeFollower:
+    """One reader of a tree. It listens to the tree (`NodeTree.listen`) and reads it only: no
+    decision of the cache depends on it.
+    """
+
+    def __init__(self, tree: NodeTree, rows: NodeRows) -> None:
+        self.tree = tree
+        self.settle: Callable[[], None] = lambda: None
+        self._rows = rows
+        self._changed: dict[Node, None] = {}
+        self._gone: list[int] = []
+        self._round = self._walk()
+        self._told_all = False
+        tree.listen(self, from_now=True)
+
+    def leave(self) -> None:
+        """Listen no more."""
+        self.tree.unlisten(self)
+
+    @property
+    def waiting(self) -> int:
+        """Changes that are not told yet."""
+        return len(self._changed) + len(self._gone)
+
+    # What the tree calls.
+
+    def mark_dirty(self, node: Node) -> None:
+        self._changed[node] = None
+
+    def forget(self, node: Node) -> None:
+        self._changed.pop(node, None)
+        self._gone.append(node.payload.id)
+
+    # What the reader calls.
+
+    def changes(self, seconds: float) -> Changes:
+        """What has changed, as far as it is told within `seconds`; at first every node there is."""
+        until = time.perf_counter() + seconds
+        told = Changes(gone=self._gone)
+        self._gone = []
+        for number, node in enumerate(chain(self._take_changed(), self._take_round())):
+            told.nodes.append(self._rows.row(node, self.tree))
+            if number % NODES == NODES - 1 and time.perf_counter() > until:
+                break
+        told.more = bool(self._changed) or not self._told_all
+        return told
+
+    def _take_changed(self) -> Iterator[Node]:
+        while self._changed:
+            node, _ = self._changed.popitem()
+            yield node
+
+    def _take_round(self) -> Iterator[Node]:
+        """The next nodes of this round over the tree; after the first one only a few."""
+        left = AGAIN if self._told_all else -1
+        for node in self._round:
+            yield node
+            left -= 1
+            if left == 0:
+                return
+        self._told_all = True
+        self._round = self._walk()
+
+    def _walk(self) -> Iterator[Node]:
+        """Every node, while the tree may change between two of them: what is added meanwhile has
+        changed, and is told for that.
+        """
+        stack = [self.tree.root]
+        while stack:
+            node = stack.pop()
+            if node.parent is not None or node is self.tree.root:
+                yield node
+                stack.extend(node.children.values())

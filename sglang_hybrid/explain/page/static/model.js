@@ -1,0 +1,97 @@
+// The tree as the server tells it: rows by id, and sums over what is below each.
+
+export const KINDS = {
+  declared: ["#7b4fb5", "declared position"], branch: ["#c2410c", "branch point"],
+  message: ["#0b7285", "message start"], prompt_end: ["#1d6fb8", "prompt's end"],
+  tail: ["#2b8a3e", "answer's end"], chunk: ["#868e96", "chunk's end"], unknown: ["#868e96", "where SGLang tracks"],
+};
+export const TIERS = ["device", "host", "disk"];
+
+export class Tree {
+  constructor() { this.clear(); }
+
+  clear() {
+    this.nodes = new Map();
+    this.root = null;
+    this.version = 0; // grows with each change of what is drawn
+    this.largest = 0; // value
+  }
+
+  // Rows as explain/page/follower.py lists them. Returns the nodes that were hit since they were told last.
+  take(rows, told) {
+    const hit = [];
+    for (const [id, parent, tokens, kind, held, hits, used, value, kvTier, stateTier, tenant] of rows) {
+      const node = this.nodes.get(id) ?? this.add(id);
+      if (told && node.known && hits > node.hits) hit.push(node);
+      if (node.parentId !== parent) this.move(node, parent);
+      this.grow(node, tokens - node.tokens);
+      const own = tenant === null ? {} : { tenant };
+      Object.assign(node, { known: true, tokens, kind, held, hits, used, value, kvTier, stateTier }, own);
+      if (value > this.largest) this.largest = value;
+      if (parent === -1) this.root = node;
+    }
+    this.version += rows.length;
+    return hit;
+  }
+
+  drop(ids) {
+    for (const id of ids) {
+      const node = this.nodes.get(id);
+      if (!node) continue;
+      this.move(node, null);
+      for (const child of node.children) child.parentId = undefined; // it will be told anew
+      this.nodes.delete(id);
+    }
+    this.version += ids.length;
+  }
+
+  add(id) {
+    const node = { id, parentId: undefined, parent: null, children: new Set(), tokens: 0, sum: 0, known: false,
+                   hits: 0, kind: "", held: "", used: 0, value: 0, kvTier: 0, stateTier: -1, tenant: null, lit: 0 };
+    this.nodes.set(id, node);
+    return node;
+  }
+
+  move(node, parentId) {
+    if (node.parent) {
+      node.parent.children.delete(node);
+      this.count(node.parent, -node.sum);
+    }
+    node.parentId = parentId;
+    node.parent = parentId === null || parentId === -1 ? null : this.nodes.get(parentId) ?? this.add(parentId);
+    if (node.parent) {
+      node.parent.children.add(node);
+      this.count(node.parent, node.sum);
+    }
+  }
+
+  grow(node, by) { if (by) this.count(node, by); }
+
+  count(node, by) { for (let at = node; at; at = at.parent) at.sum += by; }
+
+  path(node) {
+    const path = [];
+    for (let at = node; at && at !== this.root; at = at.parent) path.unshift(at);
+    return path;
+  }
+
+  tenant(node) {
+    for (let at = node; at; at = at.parent) if (at.tenant !== null) return at.tenant;
+    return "";
+  }
+
+  begins(node) { let tokens = 0; for (let at = node.parent; at; at = at.parent) tokens += at.tokens; return tokens; }
+
+  // Tokens on the longest way down from `node`, its own included.
+  depth(node) {
+    let most = 0;
+    const stack = [[node, 0]];
+    while (stack.length) {
+      const [at, above] = stack.pop();
+      const here = above + at.tokens;
+      if (here > most) most = here;
+      for (const child of at.children) stack.push([child, here]);
+    }
+    return most;
+  }
+}
