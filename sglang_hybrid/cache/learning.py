@@ -55,8 +55,10 @@ class Learning:
     Args:
         history: of this rank's cache.
         store: finds the store of the disk tier; None while there is none.
-        ended: requests that have ended so far.
         now: seconds.
+
+    Attributes:
+        ended: requests that have ended so far.
     """
 
     def __init__(

@@ -38,7 +38,8 @@ class ServerSetup:
         running: requests that may run at once.
         asked: requests that were asked to, None if nobody asked.
         kv_tokens: size of the KV pool.
-        state_bytes, kv_bytes: of a slot, and of a KV token.
+        state_bytes: of a slot.
+        kv_bytes: of a KV token.
         kv_costs: KV tokens take memory, which they do not without any attention layer.
         one_memory: KV and states share their bytes, so neither can run out before the other.
         context: tokens of the longest request.

@@ -33,7 +33,8 @@ class ShadowTree:
 
     Args:
         cost: FLOPs from the model's config, bytes from the pools that were allocated.
-        kv_policy, state_policy: one object for each pool; both may learn from one history, which
+        kv_policy: of the pool of KV.
+        state_policy: of the pool of states, another object. Both may learn from one history, which
             is fed on while others are in force.
         has_states: False for a model without recurrent state. There every node can be resumed
             from, so every node counts as holding a state of no bytes.

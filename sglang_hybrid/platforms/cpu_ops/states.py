@@ -38,7 +38,7 @@ def last_slots(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tens
 
 
 def advance(pool: Tensor, slots: Tensor, step: Callable[[Tensor, slice], Tensor]) -> Tensor:
-    """Advance the states pool[slots] [b, ...] by one token each; returns the outputs [b, ...].
+    """Advance the states `pool[slots]` [b, ...] by one token each; returns the outputs [b, ...].
 
     ``step(states, rows)`` changes float32 states in place for the inputs of some rows of the batch
     and returns their outputs. Small states are gathered and advanced together. Large ones are
