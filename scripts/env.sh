@@ -42,6 +42,17 @@ install_gpu() {
     pip_install -e "$ROOT[gpu]"
 }
 
+# The browser that opens the page of the cache in tests. Only root on Debian gets it here; where
+# there is none these tests are skipped, and say so.
+install_browser() {
+    if command -v chromium-headless-shell chromium google-chrome >/dev/null ||
+        [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+        return
+    fi
+    { apt-get update && apt-get install -y --no-install-recommends chromium-headless-shell; } \
+        >/dev/null 2>&1 || echo "no browser could be installed: tests of the page are skipped" >&2
+}
+
 ensure_environment() {
     local wanted=${1:-serve} python=${PYTHON:-python3} key stamp
     stamp="$VENV/.sglang-hybrid-$wanted"
@@ -57,6 +68,7 @@ ensure_environment() {
     if has_nvidia_gpu; then install_gpu; else install_cpu; fi
     if [ "$wanted" = test ]; then
         pip_install --no-deps -r "$ROOT/requirements/test.lock"
+        install_browser
     fi
     "$VENV/bin/python" -c 'import torch' || die "torch does not import in .venv"
     echo "$key" >"$stamp"

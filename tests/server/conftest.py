@@ -34,10 +34,11 @@ def serve(model_directory: Callable[[str], Path]) -> Serve:
 
 @pytest.fixture(scope="session")
 def default_server() -> Iterator[str]:
-    """The address of a server at its defaults that reports cached tokens and stores responses. Its
-    weights are random: a state that is wrong shows in what they say, and not in a learnt sentence.
+    """The address of a server at its defaults that reports cached tokens, stores responses and has
+    a page. Its weights are random: a state that is wrong shows in what they say, and not in a
+    learnt sentence.
     """
-    flags = ["--enable-cache-report", "--enable-response-store"]
+    flags = ["--enable-cache-report", "--enable-response-store", "--hybrid-ui", "text"]
     with ServerProcess([*flags, "--hybrid-default-model", DEFAULT_ARCHITECTURE]) as running:
         yield running.url
 

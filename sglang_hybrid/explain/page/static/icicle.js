@@ -6,9 +6,13 @@ const LIT = 2500; // milliseconds for which a hit stays lit
 const TENANTS = ["#5b8ff9", "#61c0a0", "#e8a838", "#d3709b", "#8a7fd1", "#6bb1c9", "#a3a847", "#c98a6b"];
 const TIER_COLOURS = ["#5b8ff9", "#e8a838", "#a06bc9"];
 
-function heat(share) { // from pale to strong
+const NARROW = 0.6; // pixels of width below which an edge is not drawn
+
+const HEAT = Array.from({ length: 65 }, (_, step) => { // from pale to strong
+  const share = step / 64;
   return `hsl(${205 + 20 * share} ${45 + 30 * share}% ${90 - 52 * share}%)`;
-}
+});
+const heat = (share) => HEAT[Math.round(64 * Math.min(1, Math.max(0, share)))];
 
 export class Icicle {
   constructor(canvas, tree, { point, choose }) {
@@ -22,8 +26,6 @@ export class Icicle {
     this.running = [];
     this.found = new Set();
     this.boxes = [];
-    this.longest = 1;
-    this.measured = -1;
     canvas.addEventListener("mousemove", (event) => this.hover(event));
     canvas.addEventListener("click", (event) => this.zoom(this.at(event)));
     canvas.addEventListener("keydown", (event) => this.key(event));
@@ -39,8 +41,10 @@ export class Icicle {
 
   zoom(node) {
     this.top = node && node !== this.tree.root && node !== this.stage ? node : null;
-    this.measured = -1;
-    if (node) this.select(node);
+    if (node) {
+      this.selected = node;
+      this.choose(node);
+    }
     this.draw();
   }
 
@@ -92,7 +96,7 @@ export class Icicle {
     }
     if (this.colour === "tier") return node.kvTier < 0 ? "#cfcdc7" : TIER_COLOURS[node.kvTier];
     if (this.colour === "age") return heat(1 / (1 + Math.max(0, this.now - node.used) / 30));
-    return node.kind ? heat(Math.log1p(node.value) / Math.max(1e-9, Math.log1p(this.tree.largest))) : "#d7d5cf";
+    return node.kind ? heat(Math.log1p(node.value) / this.strongest) : "#d7d5cf";
   }
 
   draw() {
@@ -108,17 +112,18 @@ export class Icicle {
     this.boxes = [];
     const stage = this.stage;
     if (!stage || !stage.sum) return;
-    if (this.measured !== tree.version) {
-      this.longest = Math.max(1, tree.depth(stage));
-      this.measured = tree.version;
-    }
-    const scale = (width - 8) / this.longest, time = performance.now();
+    const time = performance.now();
+    const scale = (width - 8) / Math.max(1, tree.depth(stage));
+    this.strongest = Math.max(1e-9, Math.log1p(tree.largest));
+    this.ink = getComputedStyle(document.body).color;
     this.lit = 0;
     const stack = [[stage, 2, 0, height]];
     while (stack.length) {
       const [node, x, y, h] = stack.pop();
       const w = node === tree.root ? 0 : node.tokens * scale;
-      if (node !== tree.root) this.box(c, node, x, y, Math.max(w, 1.5), h, time);
+      if (node !== tree.root && (w > NARROW || node.lit || node === this.selected)) {
+        this.box(c, node, x, y, Math.max(w, 1.5), h, time);
+      }
       const below = node.sum - node.tokens;
       let at = y, small = 0, most = 0, smallNode = null, count = 0;
       for (const child of node.children) {
@@ -155,7 +160,7 @@ export class Icicle {
       c.fillRect(x + w - 3, y, 3, Math.max(1, h - (h > 4 ? 0.8 : 0)));
     }
     if (this.found.has(node)) this.frame(c, { x, y, w, h }, "#d6006c", 2);
-    if (node === this.selected) this.frame(c, { x, y, w, h }, getComputedStyle(document.body).color, 2);
+    if (node === this.selected) this.frame(c, { x, y, w, h }, this.ink, 2);
     if (node.held.includes("p") && h > 6) { c.fillStyle = "#7b4fb5"; c.fillRect(x + 1, y + 1, 4, 4); }
     this.boxes.push({ node, x, y, w, h });
   }

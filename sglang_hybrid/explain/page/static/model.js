@@ -13,7 +13,6 @@ export class Tree {
   clear() {
     this.nodes = new Map();
     this.root = null;
-    this.version = 0; // grows with each change of what is drawn
     this.largest = 0; // value
   }
 
@@ -24,13 +23,12 @@ export class Tree {
       const node = this.nodes.get(id) ?? this.add(id);
       if (told && node.known && hits > node.hits) hit.push(node);
       if (node.parentId !== parent) this.move(node, parent);
-      this.grow(node, tokens - node.tokens);
-      const own = tenant === null ? {} : { tenant };
+      const more = tokens - node.tokens, own = tenant === null ? {} : { tenant };
       Object.assign(node, { known: true, tokens, kind, held, hits, used, value, kvTier, stateTier }, own);
+      if (more) this.count(node, more);
       if (value > this.largest) this.largest = value;
       if (parent === -1) this.root = node;
     }
-    this.version += rows.length;
     return hit;
   }
 
@@ -42,11 +40,10 @@ export class Tree {
       for (const child of node.children) child.parentId = undefined; // it will be told anew
       this.nodes.delete(id);
     }
-    this.version += ids.length;
   }
 
   add(id) {
-    const node = { id, parentId: undefined, parent: null, children: new Set(), tokens: 0, sum: 0, known: false,
+    const node = { id, parentId: undefined, parent: null, children: new Set(), tokens: 0, sum: 0, deep: -1, known: false,
                    hits: 0, kind: "", held: "", used: 0, value: 0, kvTier: 0, stateTier: -1, tenant: null, lit: 0 };
     this.nodes.set(id, node);
     return node;
@@ -65,9 +62,12 @@ export class Tree {
     }
   }
 
-  grow(node, by) { if (by) this.count(node, by); }
-
-  count(node, by) { for (let at = node; at; at = at.parent) at.sum += by; }
+  count(node, by) {
+    for (let at = node; at; at = at.parent) {
+      at.sum += by;
+      at.deep = -1;
+    }
+  }
 
   path(node) {
     const path = [];
@@ -82,16 +82,21 @@ export class Tree {
 
   begins(node) { let tokens = 0; for (let at = node.parent; at; at = at.parent) tokens += at.tokens; return tokens; }
 
-  // Tokens on the longest way down from `node`, its own included.
+  // Tokens on the longest way down from `node`, its own included; kept until something below changes.
   depth(node) {
-    let most = 0;
-    const stack = [[node, 0]];
-    while (stack.length) {
-      const [at, above] = stack.pop();
-      const here = above + at.tokens;
-      if (here > most) most = here;
-      for (const child of at.children) stack.push([child, here]);
+    const stack = [node];
+    while (node.deep < 0) {
+      const at = stack.at(-1);
+      let most = 0, unknown = 0;
+      for (const child of at.children) {
+        if (child.deep < 0) unknown = stack.push(child);
+        else if (child.deep > most) most = child.deep;
+      }
+      if (!unknown) {
+        at.deep = at.tokens + most;
+        stack.pop();
+      }
     }
-    return most;
+    return node.deep;
   }
 }
