@@ -75,6 +75,15 @@ def pytest_runtest_protocol() -> Iterator[None]:
         return (yield)
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A browser; a test is skipped where there is none."""
+    from tests.browser import opened
+
+    with opened() as found:
+        yield found
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """xdist has lost a worker; the test that it ran is named with the failures."""

@@ -32,6 +32,7 @@ COMMANDS = {
     "victim": "operations",
     "admission": "admission",
     "rounds": "rounds",
+    "page": "page",
     "schedule-round": "rounds",
     "policies": "policies",
     "replicas": "replicas",

@@ -29,6 +29,7 @@ from rich.live import Live
 from scripts.bench.commands import positive
 from scripts.bench.servers import LAUNCHERS, at_once, events, flush
 from scripts.bench.traffic import Outcome
+from scripts.demo.picture import BROWSERS, browser, picture
 from scripts.demo.results import SYSTEMS, Row, Served, rows, summary, table
 from scripts.demo.traffic import Message, Step, plan
 from scripts.train.facts import Fact, collect
@@ -184,7 +185,8 @@ def run(options: argparse.Namespace) -> int:
         for server in (ours, theirs):
             server.wait_until_healthy()
         print(f"What is in our cache: {ours.url}/hybrid_cache/", flush=True)
-        total = compare((ours, theirs), options)
+        with picture(f"{ours.url}/hybrid_cache/", options.picture):
+            total = compare((ours, theirs), options)
         if not options.check and sys.stdin.isatty():
             theirs.stop()
             print(f"Serving {ours.url}/hybrid_cache/ until Ctrl-C.", flush=True)
@@ -203,9 +205,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the traffic")
     parser.add_argument("--port", type=positive, default=30000, help="of the server with our cache")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="the table, as JSON")
+    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="of the page, at the end")
     options = parser.parse_args()
-    if options.output and not options.output.resolve().parent.is_dir():
-        parser.error(f"--output {options.output}: there is no such folder")
+    for name in ("output", "picture"):
+        file = getattr(options, name)
+        if file and not file.resolve().parent.is_dir():
+            parser.error(f"--{name} {file}: there is no such folder")
+    if options.picture and browser() is None:
+        parser.error(f"--picture takes a browser: {', '.join(BROWSERS)}")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:

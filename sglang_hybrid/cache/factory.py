@@ -20,7 +20,7 @@ from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundarie
 from sglang_hybrid.checkpoints.scans import why_split
 from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, why_unplanned
 from sglang_hybrid.explain.cache_view import grid
-from sglang_hybrid.serving.advice import ServerSetup, advise
+from sglang_hybrid.serving.advice import ServerSetup, advise, who_sees_the_page
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
 from sglang_hybrid.serving.data_parallel import ignores_prefixes
 from sglang_hybrid.serving.device_streams import host_is_device
@@ -71,6 +71,9 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
         cache.forward_stream = context.tp_worker.model_runner.forward_stream
     if not context.disable_radix_cache:
         cache.report.advice = advise(_server_setup(context, cache))
+    if cache.page is not None:
+        server_args = context.server_args
+        cache.report.advice += who_sees_the_page(server_args.api_key, server_args.admin_api_key)
     for line in cache.report.advice if _rank() == 0 else ():
         logger.warning("sglang_hybrid: %s", line)
     return cache

@@ -27,6 +27,19 @@ RADIX_CACHE_DISABLED = (
 )
 
 
+def who_sees_the_page(api_key: str | None, admin_api_key: str | None) -> list[str]:
+    """What is said of a page (`--hybrid-ui`) that others than operators may open: one line, or
+    none.
+    """
+    if admin_api_key:
+        return []
+    who = "every client, who has the API key," if api_key else "everybody who reaches the server"
+    return [
+        f"the page at /hybrid_cache/ shows what all tenants send, and {who} may open it; give "
+        "--admin-api-key."
+    ]
+
+
 @dataclass(frozen=True)
 class ServerSetup:
     """What one rank of a server serves with.

@@ -9,6 +9,7 @@ import os
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from sglang_hybrid.simulation.tiers.tier_budgets import parse_bytes
 from sglang_hybrid.simulation.traces.formats import read_trace, recognise
 from sglang_hybrid.simulation.traces.generators import generate, traffic
 from sglang_hybrid.simulation.traces.lines import Reading
+from tests.browser import violations
 
 COST = CostModel.paper_7b()
 CHAT = ["--generate", "chat", "--sessions", "12"]
@@ -202,6 +204,17 @@ def test_a_report_has_every_plot_on_the_page_and_as_png(report: Path) -> None:
         with Image.open(report / link) as image:
             assert image.width > 800
     assert not list(report.parent.glob(".*"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_checker_of_accessibility_finds_nothing_in_a_report(
+    report: Path, scheme: str, browser: Any
+) -> None:
+    page = browser.new_page(color_scheme=scheme, viewport={"width": 390, "height": 800})
+    page.goto((report / "index.html").as_uri())
+    assert violations(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.close()
 
 
 def test_a_report_says_what_was_run(report: Path) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from scripts.bench.traffic import Outcome
 from scripts.demo import __main__ as demo
+from scripts.demo.picture import browser
 from scripts.demo.results import Served, rows, summary, table
 from scripts.demo.traffic import KINDS, LEAST_FACTS, Step, plan
 from scripts.train.facts import Fact
@@ -153,8 +154,9 @@ def test_a_file_that_cannot_be_written_is_told_before_the_start(
 @pytest.mark.timeout(900)
 def test_the_demo_ends_well(tmp_path: Path) -> None:
     """What demo.sh runs, in the environment that is there already."""
-    file = tmp_path / "table.json"
+    file, shown = tmp_path / "table.json", tmp_path / "page.png"
     arguments = ["--check", "--seconds", "20", "--port", str(free_port()), "--output", str(file)]
+    arguments += [] if browser() is None else ["--picture", str(shown)]
     done = subprocess.run(
         [sys.executable, "-m", "scripts.demo", *arguments],
         capture_output=True,
@@ -163,6 +165,7 @@ def test_the_demo_ends_well(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "/hybrid_cache/" in done.stdout
+    assert browser() is None or shown.stat().st_size > 20_000
     *kinds, total = json.loads(file.read_text())["rows"]
     assert sum(kind["requests"] for kind in kinds) == total["requests"] > 0
     ours, theirs = total["hit"]

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
-from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
+from tests.browser import violations
 from tests.server.client import random_prompt, send
 from tests.server.page import LARGE, large_tree
 
-BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 SHOWN = 20  # seconds
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    program = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if program is None:
-        pytest.skip(f"no browser: install one of {', '.join(BROWSERS)}")
-    with sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
 
 
 class Opened:
@@ -102,6 +90,7 @@ def test_explain_marks_where_the_server_says_that_a_hit_ends(opened: Opened, url
     assert opened.value("document.getElementById('answer').dataset.hit") == "120"
     opened.until("document.getElementById('tree').dataset.mark === '120'")
     assert "branch point" in opened.page.inner_text("#answer")
+    opened.until("document.querySelector('#requests tr')?.textContent.includes('150')")
     opened.page.click("#requests tr:first-child button")
     opened.until("document.getElementById('answer').textContent.startsWith('request ')")
     opened.page.click("#compare")
@@ -130,8 +119,7 @@ def test_a_checker_of_accessibility_finds_nothing(browser: Browser, url: str, sc
     for more in range(3):
         send(url, [*random_prompt(60, 7), *random_prompt(20, more)])
     it.until("document.querySelectorAll('#requests tr').length >= 3")
-    found = Axe().run(it.page).response["violations"]
-    assert [(each["id"], each["help"]) for each in found] == []
+    assert violations(it.page) == []
     assert it.value("document.documentElement.scrollWidth") <= 390  # no sideways scrolling
     it.page.close()
 
@@ -162,19 +150,4 @@ def test_a_hundred_thousand_nodes(browser: Browser, url: str) -> None:
     assert took["nodes"] == 100_001
     assert took["paint"] < 3_000
     assert took["zoom"] < 100 and took["hover"] < 100 and took["step"] < 100
-    it.page.close()
-
-
-@pytest.mark.slow
-def test_pictures(browser: Browser, url: str, tmp_path: Path) -> None:
-    """A picture of the page at work, for whoever changes it."""
-    for number in range(20):
-        send(
-            url,
-            [*random_prompt(100 + 40 * (number % 3), number % 5), *random_prompt(30, 9 + number)],
-        )
-    it = Opened(browser, url)
-    it.until(f"{NODES} > 20")
-    it.page.screenshot(path=tmp_path / "page.png", full_page=True)
-    assert (tmp_path / "page.png").stat().st_size > 20_000
     it.page.close()

@@ -24,10 +24,11 @@ from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.server_process import ServerProcess
+from tests import test_keys
 from tests.cache import test_learning
 from tests.cache import test_tenants as on_the_tree
 from tests.core import test_prefix_ranks
-from tests.server import test_adapters, test_modular
+from tests.server import test_adapters, test_modular, test_page
 from tests.server import test_tenant_routes as routes
 from tests.server.client import hybrid_cache, random_prompt
 from tests.simulation import test_parity
@@ -227,6 +228,10 @@ AFTER_THE_END: dict[str, Walk] = {
 }
 ELSEWHERE: dict[str, list[Callable[..., None]]] = {
     "how often files were used": [test_uses_file.test_tenants_are_apart_and_are_not_named],
+    "the live page": [
+        test_page.test_other_hosts_get_nothing,
+        test_keys.test_a_route_is_open_to_the_keys_of_its_level,
+    ],
     "which rank a prompt is sent to": [test_prefix_ranks.test_another_tenants_prefix_steers_nobody],
     "what was learnt": [test_learning.test_names_of_tenants_are_not_in_the_file],
     "modules computed apart": [test_modular.test_a_tenant_has_segments_of_its_own],

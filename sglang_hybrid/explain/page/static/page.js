@@ -172,6 +172,7 @@ const charts = CHARTS.map(([title, unit, series]) => {
     width: 320, height: 170, series: [{ value: (_, at) => (at ? new Date(1000 * at).toLocaleTimeString() : "") },
       ...series.map(([label, stroke]) => ({ label, stroke, width: 1.6, spanGaps: true, value: (_, v) => (v === null || v === undefined ? "" : v.toLocaleString("en", { maximumFractionDigits: 1 })) }))],
     axes: [{ ...axis, values: (_, ticks) => ticks.map((at) => new Date(1000 * at).toLocaleTimeString([], { minute: "2-digit", second: "2-digit" })) }, { ...axis, size: 55 }],
+    legend: { live: false },
     scales: { y: { range: (_, low, high) => [0, Math.max(1, high ?? 1) * 1.08] } },
   }, [[], ...series.map(() => [])], box);
   plot.root.setAttribute("role", "img");
@@ -212,12 +213,13 @@ $("pause").addEventListener("click", () => {
 // What happened.
 
 const WHY = { no_slot: "no slot was free and nothing could go", not_worth: "it was worth no more than what it would have pushed out", micro_branch: "it would have gained too few tokens" };
+const SHORT = { shared: "the memory", states: "state slots", kv: "KV" };
 function sentence(event) {
-  if (event.event === "not taken") return [`${(KINDS[event.kind] ?? ["", event.kind])[1]} not taken`, event.position, `${WHY[event.why] ?? event.why} (request ${short(event.request)})`];
-  if (event.what === "kv") return ["KV evicted", `${event.position} to ${event.end}`, "nothing resumed from it"];
+  if (event.event === "not taken") return [`${(KINDS[event.kind] ?? ["", event.kind])[1]} not taken`, number(event.position), `${WHY[event.why] ?? event.why} (request ${short(event.request)})`];
+  if (event.what === "kv") return ["KV evicted", `${number(event.position)} to ${number(event.end)}`, "nothing resumed from it"];
   const worth = event.worth === null ? "a leaf, which goes first" : `worth ${Number(event.worth).toPrecision(3)} by ${event.policy}`;
   const to = event.for ? `; its slot went to the ${(KINDS[event.for[1]] ?? ["", event.for[1]])[1]} at ${number(event.for[2])} of ${short(event.for[0])}` : "";
-  return [`${(KINDS[event.kind] ?? ["", event.kind])[1]} evicted`, event.position, `${worth}, ${number(event.hits)} hits, unused for ${time(event.unused)}${event.short ? `; ${event.short} ran short` : ""}${to}`];
+  return [`${(KINDS[event.kind] ?? ["", event.kind])[1]} evicted`, number(event.position), `${worth}, ${number(event.hits)} hits, unused for ${time(event.unused)}${event.short ? `; ${SHORT[event.short]} ran short` : ""}${to}`];
 }
 function showEvents() {
   const rank = now(), last = until().at(-1)?.clock ?? Infinity;
