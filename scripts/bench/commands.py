@@ -67,6 +67,7 @@ COMMANDS = {
     "modular": "modular",
     "schedule": "queues",
     "prewarm-server": "prewarm",
+    "restart": "restart",
     "loads": "queues",
     "beside": "beside",
 }

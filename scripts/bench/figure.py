@@ -24,6 +24,19 @@ TITLES = {
 }
 """Of traces, by the first word of their names."""
 
+MEMORIES = {
+    "one": "one memory",
+    "split, 15% for states": "15 %\nfor states",
+    "split, 40% for states": "40 %\nfor states",
+    "split, 70% for states": "70 %\nfor states",
+}
+RESTARTS = {
+    "before the restart, with a disk tier": "before\nthe restart",
+    "after the restart, with a disk tier": "after, with\na disk tier",
+    "after the restart, without": "after,\nwithout",
+}
+"""Rows of the pages one-memory and restart, and how they are called."""
+
 GREY, BLUE, ORANGE = "#999999", "#0072b2", "#d55e00"
 
 _TRACE = re.compile(r"^(\w+)\.jsonl\.gz: .*?(?=^\w+\.jsonl\.gz: |\Z)", re.MULTILINE | re.DOTALL)
@@ -64,11 +77,28 @@ def _number(pattern: str, text: str) -> float:
     return float(match[1])
 
 
-def draw(pairs: Sequence[Pair], file: Path) -> None:
-    """Two groups of bars for each trace: hit rates, and what is left of SGLang's work and time."""
+def read_rates(text: str, rows: Sequence[str], column: int) -> list[float]:
+    """Of the rows of these names: the percentages in a column; column 0 has the names. Raises
+    BenchFailed.
+    """
+    found = []
+    for name in rows:
+        row = next((line for line in text.splitlines() if line.startswith(f"| {name} |")), None)
+        if row is None:
+            raise BenchFailed(f"the page has no row {name!r}")
+        found.append(float(row.strip("| ").split(" | ")[column].rstrip(" %")))
+    return found
+
+
+def draw(
+    pairs: Sequence[Pair], memories: Sequence[float], restarts: Sequence[float], file: Path
+) -> None:
+    """Two groups of bars for each trace: hit rates, and what is left of SGLang's work and time.
+    Below them hit rates in one memory and in three splits of it, and before and after a restart.
+    """
     with rc_context(STYLE | {"svg.hashsalt": "worth"}):
-        figure = Figure(figsize=(1.25 * WIDTH, 2.9), layout="constrained")
-        hits, left = figure.subplots(1, 2)
+        figure = Figure(figsize=(1.25 * WIDTH, 5.4), layout="constrained")
+        (hits, left), (memory, restart) = figure.subplots(2, 2)
         names = [TITLES.get(pair.trace.split("_")[0], pair.trace) for pair in pairs]
         _bars(hits, names, "SGLang's cache", [pair.sglang for pair in pairs], -0.2, GREY)
         _bars(hits, names, "ours", [pair.ours for pair in pairs], 0.2, BLUE)
@@ -79,6 +109,10 @@ def draw(pairs: Sequence[Pair], file: Path) -> None:
         left.set(title="ours, as a multiple of SGLang's", ylim=(0, 1.4))
         for axes in (hits, left):
             axes.legend(loc="upper right", ncols=2)
+        _bars(memory, [*MEMORIES.values()], "", [*memories], 0, BLUE)
+        memory.set(title="documents, then chats: hit rate by memory, %", ylim=(0, 120))
+        _bars(restart, [*RESTARTS.values()], "", [*restarts], 0, BLUE)
+        restart.set(title="known documents, new questions: hit rate, %", ylim=(0, 120))
         figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
@@ -95,11 +129,14 @@ def figure(
     page: Annotated[str, "of docs/results"] = "ab-paired",
     file: Path = ROOT / "docs" / "worth.svg",
 ) -> None:
-    """Draws README's figure from a page of results: what the cache is worth beside SGLang's own.
+    """Draws README's figure from pages of results: what the cache is worth beside SGLang's own.
 
     Of each trace of `ab --paired`: the share of its prompt tokens that each server hits, and what
     ours prefills and how long its requests wait for their first token, as a multiple of SGLang's.
+    What one memory adds, from the page `one-memory`; what a restart keeps, from `restart`.
     """
     pairs = read_pairs((RESULTS / f"{page}.md").read_text())
-    draw(pairs, file)
-    print(f"{len(pairs)} traces of {page} are drawn.")
+    memories = read_rates((RESULTS / "one-memory.md").read_text(), list(MEMORIES), -1)
+    restarts = read_rates((RESULTS / "restart.md").read_text(), list(RESTARTS), 1)
+    draw(pairs, memories, restarts, file)
+    print(f"{len(pairs)} traces of {page}, one memory and a restart are drawn.")

@@ -106,15 +106,22 @@ def _opened(url: str, *, really: bool) -> Iterator[None]:
     if not really:
         yield
         return
-    stream = requests.get(f"{url}/hybrid_cache/changes", stream=True, timeout=60)
-    reads = threading.Thread(target=lambda: [None for _ in stream.iter_content(1 << 16)])
-    reads.daemon = True
+    ends = threading.Event()
+
+    def read() -> None:
+        with requests.get(f"{url}/hybrid_cache/changes", stream=True, timeout=60) as stream:
+            for _ in stream.iter_content(1 << 16):
+                if ends.is_set():
+                    return
+
+    reads = threading.Thread(target=read)
     reads.start()
     try:
         time.sleep(1.0)
         yield
     finally:
-        stream.close()
+        ends.set()
+        reads.join()
 
 
 def _decode(url: str, seed: int) -> list[float]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.bench import report
-from scripts.bench.figure import Pair, draw, read_pairs
+from scripts.bench.figure import MEMORIES, RESTARTS, Pair, draw, read_pairs, read_rates
 from scripts.bench.report import RESULTS, BenchFailed, Table, stamp
 from scripts.bench.results import (
     CONTENTS,
@@ -161,10 +161,14 @@ def test_the_figure_shows_the_numbers_of_its_page(tmp_path: Path) -> None:
     pairs = read_pairs((RESULTS / "ab-paired.md").read_text())
     assert pairs[0] == Pair("bbh_fewshot", sglang=43.1, ours=74.4, tokens=0.45, time=0.71)
     assert [pair.time for pair in pairs] == sorted(pair.time for pair in pairs)
-    draw(pairs, tmp_path / "worth.svg")
+    memories = read_rates((RESULTS / "one-memory.md").read_text(), list(MEMORIES), -1)
+    restarts = read_rates((RESULTS / "restart.md").read_text(), list(RESTARTS), 1)
+    draw(pairs, memories, restarts, tmp_path / "worth.svg")
     shown = (ROOT / "docs" / "worth.svg").read_text()
     numbers = re.findall(r">([\d.]+)</text>", (tmp_path / "worth.svg").read_text())
-    assert "74.4" in numbers and "0.71" in numbers
+    assert {"74.4", "0.71", "81.3", "73.8"} <= {*numbers}
+    with pytest.raises(BenchFailed, match="no row 'three'"):
+        read_rates("| one | 1% |", ["three"], 1)
     assert numbers == re.findall(r">([\d.]+)</text>", shown)
 
 

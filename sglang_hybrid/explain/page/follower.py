@@ -14,17 +14,18 @@ from sglang_hybrid.core.tiers.rates import TIERS
 from sglang_hybrid.core.victims.eviction import Policy
 from sglang_hybrid.serving.tenants import TenantNames, tenant
 
-Row = tuple[int, int, int, str, str, int, float, float, int, int, str | None]
+Row = tuple[int, int, int, str, str, int, float, float | None, int, int, str | None]
 """Of a node: the ids that SGLang gives it and its parent (-1 of the root), tokens of its edge, kind
 of its state ("" of none), what it is held by (letters: k KV, s state, p pin, w waiting requests),
-hits, seconds of its last use on the cache's clock, expected FLOPs that a byte of it saves, the
-fastest tier of its KV and of its state (-1 of none), and its tenant's name (None: its parent's).
+hits, seconds of its last use on the cache's clock, expected FLOPs that a byte of it saves (None:
+told later), the fastest tier of its KV and of its state (-1 of none), and its tenant's name (None:
+its parent's).
 """
 
-NODES = 64
+NODES = 16
 """Nodes between two looks at the clock."""
 
-AGAIN = 64
+AGAIN = 16
 """Nodes without a change that an answer tells again, since their values change with time."""
 
 
@@ -34,12 +35,13 @@ class NodeRows:
 
     cost: CostModel
     policy: Callable[[], Policy]
-    clock: Callable[[], float]
     names: TenantNames
 
-    def row(self, node: Node, tree: NodeTree) -> Row:
+    def row(self, node: Node, tree: NodeTree, *, valued: bool) -> Row:
+        """valued: with its value, which takes twice as long as the rest."""
         parent, payload = node.parent, node.payload
-        held = (node.kv_locked, node.state_locked, node.pin is not None, node.standing > 0)
+        held = "k" * node.kv_locked + "s" * node.state_locked
+        held += "p" * (node.pin is not None) + "w" * (node.standing > 0)
         kv_tier, state_tier = tiers_of(node)
         name = None
         if parent is tree.root:
@@ -48,8 +50,9 @@ class NodeRows:
         return (
             *(payload.id, -1 if parent is None else parent.payload.id, node.tokens),
             node.kind.value if node.has_state else "",
-            "".join(letter for letter, is_held in zip("kspw", held, strict=True) if is_held),
-            *(node.hits, node.stamp, self.value(node, tree), kv_tier, state_tier, name),
+            held,
+            *(node.hits, node.stamp, self.value(node, tree) if valued else None),
+            *(kv_tier, state_tier, name),
         )
 
     def value(self, node: Node, tree: NodeTree) -> float:
@@ -120,13 +123,16 @@ class TreeFollower:
 
     # What the reader calls.
 
-    def changes(self, seconds: float) -> Changes:
-        """What has changed, as far as it is told within `seconds`; at first every node there is."""
+    def changes(self, seconds: float, *, valued: bool) -> Changes:
+        """What has changed, as far as it is told within `seconds`; at first every node there is,
+        with its value if `valued`.
+        """
         until = time.perf_counter() + seconds
         told = Changes(gone=self._gone)
         self._gone = []
+        valued = valued or self._told_all
         for number, node in enumerate(chain(self._take_changed(), self._take_round())):
-            told.nodes.append(self._rows.row(node, self.tree))
+            told.nodes.append(self._rows.row(node, self.tree, valued=valued))
             if number % NODES == NODES - 1 and time.perf_counter() > until:
                 break
         told.more = bool(self._changed) or not self._told_all

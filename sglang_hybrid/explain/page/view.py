@@ -10,7 +10,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -40,7 +40,7 @@ from sglang_hybrid.serving.tenants import tenant, tenant_names
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
-BUSY_SECONDS = 0.0005
+BUSY_SECONDS = 0.0004
 """How long an answer may take while requests run: 1 % of the time between two (watch.py)."""
 
 IDLE_SECONDS = 0.02
@@ -64,13 +64,15 @@ class WatchedCache(ExplainedCache, Protocol):
 @dataclass
 class _Reader:
     """One HTTP process. asked: when it asked last, seconds of a monotonic clock. heard: number of
-    the last event that it was told. began: requests that it was told, by tenant and id.
+    the last event that it was told. began: requests that it was told, by tenant and id, when
+    `requests` had begun.
     """
 
     follower: TreeFollower
     asked: float
-    heard: int
-    began: set[tuple[Hashable, str]]
+    heard: int = 0
+    requests: int = -1
+    began: set[tuple[Hashable, str]] = field(default_factory=set)
 
 
 class PageView:
@@ -91,7 +93,6 @@ class PageView:
         self._rows = NodeRows(
             cache.cost,
             lambda: self._records().kv_pool.policy,
-            lambda: self._records().clock.stamp,
             self._names,
         )
 
@@ -116,7 +117,9 @@ class PageView:
             self._drop(asked.reader)
             return WatchReqOutput()
         reader, start = self._reader(asked.reader)
-        changes = reader.follower.changes(BUSY_SECONDS if self._is_busy() else IDLE_SECONDS)
+        busy = self._is_busy()
+        seconds = BUSY_SECONDS if busy else IDLE_SECONDS
+        changes = reader.follower.changes(seconds, valued=not busy)
         events = [event for number, event in self._events if number > reader.heard]
         reader.heard = self._happened
         return WatchReqOutput(
@@ -143,7 +146,7 @@ class PageView:
             self._drop(min(self._readers, key=lambda each: self._readers[each].asked))
         self._log.decisions.heard = self._on_decision
         follower = TreeFollower(tree, self._rows)
-        reader = self._readers[name] = _Reader(follower, now, 0, set())
+        reader = self._readers[name] = _Reader(follower, now)
         return reader, True
 
     def _drop(self, name: str) -> None:
@@ -194,7 +197,9 @@ class PageView:
 
     def _begun(self, reader: _Reader) -> Iterator[dict[str, Any]]:
         """Requests whose prefill has begun, of those that are remembered."""
-        there = set()
+        if reader.requests == (begun := self._cache.report.stats.requests):
+            return
+        reader.requests, there = begun, set()
         for whose, name, seen in self._log.recent.all():
             if not seen.report.started:
                 continue

@@ -19,8 +19,8 @@ export class Tree {
   // Rows as explain/page/follower.py lists them. Returns the nodes that were hit since they were told last.
   take(rows, told) {
     const hit = [];
-    for (const [id, parent, tokens, kind, held, hits, used, value, kvTier, stateTier, tenant] of rows) {
-      const node = this.nodes.get(id) ?? this.add(id);
+    for (const [id, parent, tokens, kind, held, hits, used, worth, kvTier, stateTier, tenant] of rows) {
+      const node = this.nodes.get(id) ?? this.add(id), value = worth ?? node.value;
       if (told && node.known && hits > node.hits) hit.push(node);
       if (node.parentId !== parent) this.move(node, parent);
       const more = tokens - node.tokens, own = tenant === null ? {} : { tenant };
