@@ -277,6 +277,11 @@ def test_watchers_share_one_reader_and_there_is_a_limit(monkeypatch: pytest.Monk
         count = len(asked)
         await asyncio.sleep(0.02)
         assert len(asked) == count  # nobody looks, nobody asks
+        last = await told.stream()
+        await anext(last)
+        told._manager.gracefully_exit = True
+        async with asyncio.timeout(5):
+            assert len([message async for message in last]) <= 1  # streams end with the server
 
     asyncio.run(look())
 

@@ -39,8 +39,8 @@ AT_ONCE = 5_000
 MESSAGES = 256
 """Messages that wait for a slow watcher; then it is told to begin anew."""
 
-IDLE = 15.0
-"""Seconds after which a silent stream says that it is alive."""
+IDLE = 0.6
+"""Seconds after which a silent stream says that it is alive, or ends with the server."""
 
 
 class TooManyWatchers(Exception):
@@ -104,7 +104,7 @@ class Watch:
             for message in whole:
                 yield _event(message)
                 await asyncio.sleep(0)
-            while True:
+            while not getattr(self._manager, "gracefully_exit", False):
                 try:
                     message_ = await asyncio.wait_for(queue.get(), IDLE)
                 except TimeoutError:
