@@ -22,10 +22,13 @@ def has_our_cache(manager: TokenizerManager) -> bool:
 
 async def ask_ranks(manager: TokenizerManager, question: BaseReq, kind: Any) -> list[Any]:
     """The answers of all ranks, which are of class `kind`. Questions with answers of one class are
-    asked one after another.
+    asked one after another. Raises `Refused` where a rank failed.
     """
+    from sglang_hybrid.serving.requests.control import raise_failure
+
     manager.auto_create_handle_loop()
     answers: list[Any] = await _communicator(manager, kind)(question)
+    raise_failure(answers)
     return answers
 
 

@@ -43,7 +43,7 @@ class KeyHeader:
             if key is not None and "authorization" not in headers:
                 bearer = (b"authorization", f"Bearer {key}".encode("latin-1"))
                 scope["headers"] = [*scope["headers"], bearer]
-            if scope["path"].startswith(PAGE):
+            if scope.get("path", "").startswith(PAGE):
                 scope["headers"] = _with_password(scope["headers"])
                 send = _asking(send)
         await self._app(scope, receive, send)

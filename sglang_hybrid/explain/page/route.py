@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine
 from functools import lru_cache
 from http import HTTPStatus
@@ -31,6 +32,7 @@ from sglang_hybrid.explain.render import render
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import Ui
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
+from sglang_hybrid.serving.requests.errors import Refused
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -50,12 +52,6 @@ HEADERS = {
 """The page loads what this server sends and nothing else, and nobody may frame it."""
 
 
-class _Refused(Exception):
-    def __init__(self, status: HTTPStatus, why: str) -> None:
-        super().__init__(why)
-        self.status = status
-
-
 class _Route(APIRoute):
     """A route of the page: closed without --hybrid-ui, and to pages of other hosts."""
 
@@ -66,10 +62,9 @@ class _Route(APIRoute):
             try:
                 _check(request)
                 response = await handle(request)
-            except _Refused as refused:
-                return JSONResponse({"error": str(refused)}, refused.status)
             except ValueError as error:
-                return JSONResponse({"error": str(error)}, HTTPStatus.BAD_REQUEST)
+                status = getattr(error, "status_code", HTTPStatus.BAD_REQUEST)
+                return JSONResponse({"error": str(error)}, status)
             response.headers.update(HEADERS)
             return response
 
@@ -82,11 +77,11 @@ router = APIRouter(prefix="/hybrid_cache", route_class=_Route, include_in_schema
 def _check(request: Request) -> None:
     if shown() is Ui.OFF or not has_our_cache(_manager()):
         why = "this server shows no page; start it with --hybrid-ui lengths or text."
-        raise _Refused(HTTPStatus.NOT_FOUND, why)
+        raise Refused(why, HTTPStatus.NOT_FOUND)
     origin = request.headers.get("origin")
     foreign = request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
     if foreign or (origin and urlsplit(origin).netloc != request.headers.get("host")):
-        raise _Refused(HTTPStatus.FORBIDDEN, "pages of other hosts get nothing from this one.")
+        raise Refused("pages of other hosts get nothing from this one.", HTTPStatus.FORBIDDEN)
 
 
 @lru_cache(maxsize=1)
@@ -106,9 +101,23 @@ def _watch(manager: TokenizerManager) -> Watch:
     return Watch(manager)
 
 
+@lru_cache(maxsize=1)
+def _write_no_log() -> None:
+    """What a page asks by itself is not in the log of requests: it would be most of it."""
+    quiet = tuple(f"{router.prefix}/{name}" for name in ("static", "nodes", "changes", "what_if"))
+
+    def is_written(record: logging.LogRecord) -> bool:
+        args = record.args
+        path = str(args[2]) if isinstance(args, tuple) and len(args) > 2 else ""
+        return not path.startswith(quiet)
+
+    logging.getLogger("uvicorn.access").addFilter(is_written)
+
+
 @router.get("/")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def page() -> Response:
+    _write_no_log()
     return FileResponse(FILES / "index.html")
 
 
@@ -119,7 +128,7 @@ async def static(name: str) -> Response:
     if name == STYLE:
         return FileResponse(Path(serving.__file__).with_name(STYLE))
     if not file.is_relative_to(FILES.resolve()) or not file.is_file():
-        raise _Refused(HTTPStatus.NOT_FOUND, "there is no such file.")
+        raise Refused("there is no such file.", HTTPStatus.NOT_FOUND)
     return FileResponse(file)
 
 
@@ -131,7 +140,7 @@ async def changes() -> Response:
         stream = await _watch(_manager()).stream()
     except TooManyWatchers:
         why = f"{MOST_WATCHERS} pages are open already; close one."
-        raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, why) from None
+        raise Refused(why, HTTPStatus.SERVICE_UNAVAILABLE) from None
     return StreamingResponse(stream, media_type="text/event-stream")
 
 
@@ -143,8 +152,8 @@ async def about(rank: int, node: int) -> Response:
     asked = NodeReq(node=node, text=shown() is Ui.TEXT)
     answers: list[NodeReqOutput] = await ask_ranks(manager, asked, NodeReqOutput)
     found = answers[rank] if 0 <= rank < len(answers) else NodeReqOutput()
-    if found.node is None:
-        raise _Refused(HTTPStatus.NOT_FOUND, "this node is no longer in the tree.")
+    if found.node is None:  # no status of its own, which a browser would write into its console
+        return JSONResponse({"gone": "This node is no longer in the tree."})
     return JSONResponse({**found.node, "text": _text(manager, found.tokens)})
 
 
@@ -188,7 +197,7 @@ async def ask(request: Request) -> Response:
     answers: list[AskReqOutput] = await ask_ranks(manager, asked, AskReqOutput)
     found = [(rank, answer) for rank, answer in enumerate(answers) if answer.report is not None]
     if not found:
-        raise _Refused(HTTPStatus.NOT_FOUND, answers[0].error or "no answer.")
+        raise Refused(answers[0].error or "no answer.", HTTPStatus.NOT_FOUND)
     rank, best = max(found, key=lambda pair: pair[1].report["hit"])  # type: ignore[index]
     report = msgspec.convert(best.report, MissReport)
     hit = report.hit

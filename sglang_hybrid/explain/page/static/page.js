@@ -94,7 +94,7 @@ const icicle = new Icicle($("tree"), empty, {
 async function tell(node) {
   const answer = await fetch(`nodes/${shown}/${node.id}`);
   const about = await answer.json();
-  if (!answer.ok) { $("about").replaceChildren(element("p", about.error)); return; }
+  if (!about.id) { $("about").replaceChildren(element("p", about.gone ?? about.error)); return; }
   const rows = [
     ["node", about.id], ["tenant", about.tenant || "none"],
     ["tokens", `${number(about.begins)} to ${number(about.ends)}`],
