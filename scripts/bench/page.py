@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated
 
 import requests
 
 from scripts.bench.commands import Count
 from scripts.bench.report import Table, seconds_of, times_of
-from scripts.bench.servers import at_once, events, percentile, random_tokens
+from scripts.bench.servers import arrivals, at_once, greedy, percentile, random_tokens
 from sglang_hybrid.explain.page.messages import WatchReq
 from sglang_hybrid.explain.page.watch import EVERY
 from sglang_hybrid.serving.config import HybridConfig
@@ -125,11 +125,5 @@ def _opened(url: str, *, really: bool) -> Iterator[None]:
 
 
 def _decode(url: str, seed: int) -> list[float]:
-    body: dict[str, Any] = {
-        "input_ids": random_tokens(random.Random(seed), 200),
-        "sampling_params": {"temperature": 0, "max_new_tokens": 100, "ignore_eos": True},
-        "stream": True,
-    }
-    answer = requests.post(f"{url}/generate", json=body, stream=True, timeout=120)
-    times = [time.perf_counter() for _ in events(answer.iter_lines())]
-    return [after - before for before, after in pairwise(times)]
+    body = greedy(random_tokens(random.Random(seed), 200), 100)
+    return [after - before for (before, _), (after, _) in pairwise(arrivals(url, body))]

@@ -7,13 +7,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 import requests
 
 from scripts.bench.commands import Count
 from scripts.bench.report import Table
-from scripts.bench.servers import events, random_tokens
+from scripts.bench.servers import events, greedy, random_tokens
 from sglang_hybrid.models import ensure_tiny_model
 from sglang_hybrid.serving.server_process import ServerProcess
 
@@ -69,11 +69,7 @@ def post(url: str, prompts: Sequence[list[int]]) -> list[tuple[int, int, float]]
     """Of each: tokens that were hit, its tokens, and seconds to the first token."""
     found = []
     for prompt in prompts:
-        body: dict[str, Any] = {
-            "input_ids": prompt,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
-            "stream": True,
-        }
+        body = greedy(prompt, 4) | {"stream": True}
         begin, first, last = time.perf_counter(), 0.0, {}
         answer = requests.post(f"{url}/generate", json=body, stream=True, timeout=120)
         for event in events(answer.iter_lines()):

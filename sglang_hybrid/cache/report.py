@@ -70,10 +70,6 @@ class CacheReport:
         """The tuner's totals, on the rank that has it."""
         return self._cache.tuning.counts
 
-    def tiers(self) -> dict[str, Any] | None:
-        """What each tier holds and what went between them; None without tiers."""
-        return self._cache.tiers_info()
-
     def update_metrics(self) -> None:
         """Bring the metrics, if there are any, up to the counts."""
         if self._metrics is not None:
@@ -93,7 +89,7 @@ class CacheReport:
             "state_slots_free": None if allocator is None else free_slots(allocator),
             **self.stats.as_dict(),
             "memory": None if self.account is None else self.account.as_dict(),
-            "tiers": self.tiers(),
+            "tiers": cache.tiers_info(),
             "schedule": None if cache.schedule is None else cache.schedule.info(),
             "pins": None if pins is None else pins.as_dict(),
             "tuner": cache.tuning.info(),

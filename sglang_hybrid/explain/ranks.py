@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sglang_hybrid.serving.config import BACKEND
+from sglang_hybrid.serving.requests import fields
 
 if TYPE_CHECKING:
     from sglang.srt.managers.communicator import FanOutCommunicator
@@ -18,6 +20,18 @@ def has_our_cache(manager: TokenizerManager) -> bool:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     return bool(resolving_view(manager.server_args).radix_cache_backend == BACKEND)
+
+
+def check_prompt(manager: TokenizerManager, ids: Sequence[int]) -> None:
+    """Raises ValueError where `ids` [n] are too many for this server, or no tokens of its model:
+    then neither this process nor a scheduler spends time on them.
+    """
+    longest = manager.context_len
+    if len(ids) > longest:
+        raise ValueError(
+            f"the prompt has {len(ids):,} tokens; the longest of this server has {longest:,}."
+        )
+    fields.token_ids("input_ids", ids, manager.model_config.vocab_size)
 
 
 async def ask_ranks(manager: TokenizerManager, question: BaseReq, kind: Any) -> list[Any]:

@@ -10,8 +10,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput
 from sglang_hybrid.explain.page.route import router as page_router
-from sglang_hybrid.explain.ranks import ask_ranks, has_our_cache
-from sglang_hybrid.serving.requests import fields
+from sglang_hybrid.explain.ranks import ask_ranks, check_prompt, has_our_cache
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.tenants import put_tenant, stored_under
 
@@ -109,11 +108,7 @@ async def _read(request: Request, manager: "TokenizerManager") -> Question:
     if (ids is None) == (question.request_id is None):
         raise ValueError(f"give either input_ids or request_id: {QUESTION.example}.")
     if ids is not None:
-        if len(ids) > longest:
-            raise ValueError(
-                f"the prompt has {len(ids):,} tokens; the longest of this server has {longest:,}."
-            )
-        fields.token_ids("input_ids", ids, manager.model_config.vocab_size)
+        check_prompt(manager, ids)
     return question
 
 

@@ -10,8 +10,6 @@ import fastapi.routing
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-UNAUTHORIZED = HTTPStatus.UNAUTHORIZED
-
 
 def all_routes(routes: Iterable[Any]) -> Iterable[Any]:
     """Every route that requests are matched with: it has `endpoint`, `path` and `matches`.
@@ -66,7 +64,10 @@ def _asking(send: Send) -> Send:
     """An answer that wants a key tells a browser to ask for one."""
 
     async def sent(message: Message) -> None:
-        if message["type"] == "http.response.start" and message["status"] == UNAUTHORIZED:
+        if (
+            message["type"] == "http.response.start"
+            and message["status"] == HTTPStatus.UNAUTHORIZED
+        ):
             challenge = (b"www-authenticate", b'Basic realm="sglang_hybrid"')
             message["headers"] = [*message.get("headers", ()), challenge]
         await send(message)

@@ -182,12 +182,18 @@ def test_it_tells_what_went_and_why() -> None:
     assert not copy.read().events
 
 
-def test_a_node_is_told_with_what_its_loss_costs() -> None:
+def forked() -> tuple[Server, Copy]:
+    """Prompts of 100 and 80 tokens, of which 60 are the same, and a reader that knows them."""
     it = server()
     it.serve(run(100), [7])
     it.serve([*run(60), *run(20, 3)], [7])
     copy = Copy(it)
     copy.read_all()
+    return it, copy
+
+
+def test_a_node_is_told_with_what_its_loss_costs() -> None:
+    it, copy = forked()
     branch = next(row for row in copy.nodes.values() if row[3] == "branch")
     told = page(it).node(NodeReq(node=branch[0], text=True))
     assert told.node is not None and told.tokens == run(60)
@@ -204,11 +210,7 @@ def test_a_node_is_told_with_what_its_loss_costs() -> None:
 
 
 def test_an_answer_has_the_path_that_the_report_is_about() -> None:
-    it = server()
-    it.serve(run(100), [7])
-    it.serve([*run(60), *run(20, 3)], [7])
-    copy = Copy(it)
-    copy.read_all()
+    it, copy = forked()
     told = page(it).ask(AskReq(input_ids=[*run(60), *run(9, 5)], text=True))
     assert told.report is not None and told.report["hit"] == 60
     assert sum(copy.nodes[node][2] for node in told.path) == 60

@@ -152,3 +152,19 @@ def test_a_hundred_thousand_nodes(browser: Browser, url: str) -> None:
     assert took["paint"] < 3_000
     assert took["zoom"] < 100 and took["hover"] < 100 and took["step"] < 100
     it.page.close()
+
+
+def test_a_question_is_one_of_its_tenant(url: str) -> None:
+    """Said as in any request; what it asks about is checked as by /hybrid_cache/explain."""
+
+    def ask(headers: dict[str, str] | None = None, **question: Any) -> requests.Response:
+        return requests.post(f"{url}/hybrid_cache/ask", json=question, headers=headers)
+
+    prompt = random_prompt(120, 11)
+    send(url, prompt, extra_key="a")
+    header = {"X-Hybrid-Tenant": "a"}
+    assert ask(header, input_ids=prompt).json()["report"]["hit"] == 119
+    assert ask(input_ids=prompt, extra_key="a").json()["report"]["hit"] == 119
+    assert ask(input_ids=prompt).json()["report"]["kv"] == 0
+    assert ask(header, input_ids=prompt, extra_key="b").status_code == 400
+    assert "a token id of this model" in ask(input_ids=[-1]).json()["error"]

@@ -10,7 +10,7 @@ from itertools import chain
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.node_tree import NodeTree
 from sglang_hybrid.core.records.nodes import Node
-from sglang_hybrid.core.tiers.rates import TIERS
+from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.core.victims.eviction import Policy
 from sglang_hybrid.serving.tenants import TenantNames, tenant
 
@@ -42,7 +42,6 @@ class NodeRows:
         parent, payload = node.parent, node.payload
         held = "k" * node.kv_locked + "s" * node.state_locked
         held += "p" * (node.pin is not None) + "w" * (node.standing > 0)
-        kv_tier, state_tier = tiers_of(node)
         name = None
         if parent is tree.root:
             key = payload.key
@@ -52,7 +51,7 @@ class NodeRows:
             node.kind.value if node.has_state else "",
             held,
             *(node.hits, node.stamp, self.value(node, tree) if valued else None),
-            *(kv_tier, state_tier, name),
+            *(*map(int, tiers_of(node)), name),
         )
 
     def value(self, node: Node, tree: NodeTree) -> float:
@@ -72,11 +71,10 @@ class NodeRows:
 
 def tiers_of(node: Node) -> tuple[int, int]:
     """The fastest tiers of a node's KV and of its state, -1 of none."""
-    copies = node.copies
-    if copies is None:
-        return 0, 0 if node.has_state else -1
-    kv = next((int(tier) for tier in TIERS if copies.has_kv(tier)), -1)
-    return kv, next((int(tier) for tier in TIERS if copies.has_state(tier)), -1)
+    if node.copies is None:
+        return Tier.DEVICE, Tier.DEVICE if node.has_state else -1
+    kv, state = node.copies.kv_tier, node.copies.state_tier
+    return -1 if kv is None else kv, -1 if state is None else state
 
 
 @dataclass

@@ -83,12 +83,11 @@ class WhatIfReq(BaseReq):
 
 
 class WhatIfReqOutput(BaseReq):
-    """state: idle, running, done or failed. requests: that count. rows: policy, times of the
+    """state: idle, running, done or failed. rows: policy, times of the
     memory, bytes of it, share of the prompt tokens that are hit. told: a sentence.
     """
 
     state: str = "idle"
-    requests: int = 0
     rows: list[tuple[str, float, float, float]] = msgspec.field(default_factory=list)
     told: str = ""
 

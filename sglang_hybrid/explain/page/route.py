@@ -27,12 +27,13 @@ from sglang_hybrid.explain.page.messages import (
     WhatIfReqOutput,
 )
 from sglang_hybrid.explain.page.watch import MOST_WATCHERS, TooManyWatchers, Watch
-from sglang_hybrid.explain.ranks import ask_ranks, has_our_cache
+from sglang_hybrid.explain.ranks import ask_ranks, check_prompt, has_our_cache
 from sglang_hybrid.explain.render import render
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import Ui
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.requests.errors import Refused
+from sglang_hybrid.serving.tenants import put_tenant, stored_under
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -182,15 +183,15 @@ async def ask(request: Request) -> Response:
     manager = _manager()
     question = await read_json(request, PageQuestion, MOST_BODY, "it may have", QUESTION)
     ids = question.input_ids
-    if question.request_id is None and ids is None:
-        ids = await _tokens(request, question)
-    if ids is not None and len(ids) > manager.context_len:
-        raise ValueError(f"the prompt has {len(ids):,} tokens, more than any may have.")
+    if question.request_id is None:  # a request is found by the page's name of its tenant
+        put_tenant(question, request)
+        ids = await _tokens(request, question) if ids is None else ids
+        check_prompt(manager, ids)
     asked = AskReq(
         input_ids=ids,
         request_id=question.request_id,
         tenant=question.tenant,
-        extra_key=question.extra_key,
+        extra_key=stored_under(question.extra_key, None),
         cache_salt=question.cache_salt,
         text=shown() is Ui.TEXT,
     )
@@ -207,7 +208,7 @@ async def ask(request: Request) -> Response:
             "report": best.report,
             "words": list(render(report)),
             "path": best.path,
-            "tokens": best.tokens if shown() is Ui.TEXT else [],
+            "tokens": best.tokens,
             "hit_text": _text(manager, best.tokens[max(0, hit - 24) : hit]),
             "then_text": _text(manager, best.tokens[hit : hit + 24]),
         }
@@ -241,7 +242,7 @@ async def what_if(request: Request) -> Response:
     """Begin the replay of recent requests (`?begin=1`), and say how far it is."""
     asked = WhatIfReq(begin=request.query_params.get("begin") == "1")
     answers: list[WhatIfReqOutput] = await ask_ranks(_manager(), asked, WhatIfReqOutput)
-    fields = ("state", "requests", "rows", "told")
+    fields = ("state", "rows", "told")
     return JSONResponse([{name: getattr(answer, name) for name in fields} for answer in answers])
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from sglang_hybrid.core.records.nodes import Node
+from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.core.victims.pool import absorbed_tokens
 from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
@@ -232,7 +233,11 @@ class PageView:
         if cache.account is not None:  # either kind may take all of it
             kv_room = state_room = cache.account.budget
         stats, scheduler = cache.report.stats, self.scheduler
-        tiers = cache.report.tiers() or {}
+        used = {}
+        if records.follows_copies:
+            used = {
+                t.name.lower(): records.placement.used(t, cost) for t in (Tier.DEVICE, Tier.HOST)
+            }
         return {
             "clock": records.clock.stamp,
             "requests": stats.requests,
@@ -246,11 +251,9 @@ class PageView:
             "state_room": state_room,
             "one_memory": cache.account is not None,
             "policy": cache.policy_name,
-            "bytes_per_token": cost.kv_bytes_per_token,
-            "bytes_per_state": cost.state_bytes,
             "running": 0 if scheduler is None else len(scheduler.running_batch.reqs),
             "waiting": 0 if scheduler is None else len(scheduler.waiting_queue),
-            "tiers": {name: held["bytes"] for name, held in tiers.get("held", {}).items()},
+            "tiers": used,
         }
 
     def _running(self) -> Iterator[tuple[str, int, int, int]]:
@@ -297,8 +300,8 @@ class PageView:
             "unused": records.clock.stamp - node.stamp,
             "kv_bytes": node.tokens * cost.kv_bytes_per_token,
             "state_bytes": cost.state_bytes if node.has_state else 0,
-            "kv_tier": kv_tier,
-            "state_tier": state_tier,
+            "kv_tier": int(kv_tier),
+            "state_tier": int(state_tier),
             "anchor": node.anchor_depth,
             "saves_flops": float(
                 cost.savings(node.depth, node.anchor_depth) if node.has_state else 0

@@ -87,7 +87,6 @@ def _compare(window: RequestWindow, policies: Sequence[Spec]) -> WhatIfReqOutput
     ]
     return WhatIfReqOutput(
         state="done",
-        requests=window.counted,
         rows=rows,
         told=f"the last {len(window.requests):,} requests were replayed; of the last "
         f"{window.counted:,} the hits are counted.",

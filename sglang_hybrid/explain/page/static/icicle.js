@@ -22,7 +22,7 @@ export class Icicle {
     this.top = null; // the node that fills the stage; null: all
     this.selected = null;
     this.path = new Set(); // of what was asked about
-    this.mark = null; // [node, position] that a hit ends at
+    this.mark = null; // [position at which its hit ends, ids of the nodes on its path]
     this.running = [];
     this.found = new Set();
     this.boxes = [];

@@ -80,8 +80,6 @@ export class Tree {
     return "";
   }
 
-  begins(node) { let tokens = 0; for (let at = node.parent; at; at = at.parent) tokens += at.tokens; return tokens; }
-
   // Tokens on the longest way down from `node`, its own included; kept until something below changes.
   depth(node) {
     const stack = [node];

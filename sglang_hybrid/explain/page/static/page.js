@@ -52,7 +52,7 @@ function receive(message) {
     list.push(event);
     if (list.length > SHOWN) list.shift();
     newEvents = true;
-    if (event.event === "request" && event.hit && !message.samples?.[1]) {
+    if (event.event === "request" && event.hit && !(message.samples?.length > 1)) { // several: it tells of the past
       const node = rank.tree.nodes.get(event.path[0]);
       if (node) hit.push(node);
     }
