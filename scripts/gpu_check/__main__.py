@@ -70,18 +70,18 @@ def complete() -> bool:
 
 def steps_on_a_gpu() -> list[Step]:
     """All steps that can run on this machine. Their limits may add up to more than there is."""
-    found = [Step("kernels", module("kernels"), 90)]
+    found = [Step("kernels", module("kernels"), 90, together=True)]
     if tool := sanitizer():
         # Without torch's cache of memory an address behind a tensor is nobody's.
         plain = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         for kind in ("memcheck", "racecheck"):
             check = [tool, "--tool", kind, "--error-exitcode", "9", *module("kernels", "--small")]
-            found.append(Step(kind, check, 75, plain))
+            found.append(Step(kind, check, 75, plain, together=True))
     stand_ins = () if complete() else ("--stand-ins",)
     path = environment_with(stand_ins=bool(stand_ins)) if serves() else {}
-    found.append(Step("timings", module("timings"), 90, path))
+    found.append(Step("timings", module("timings"), 110, path))
     if serves():
-        found.append(Step("Nemotron-H-8B", module("large", *stand_ins), 150))
+        found.append(Step("Nemotron-H-8B", module("large", *stand_ins), 180))
         exact = module("models", "nemotron-h", "--float32", *stand_ins)
         found.append(Step("nemotron-h, float32", exact, 240, together=True))
         found.append(Step("nemotron-h, tiers", [*exact, "--tiers"], 240, together=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -426,3 +427,26 @@ def test_a_server_is_checked_in_a_rehearsal() -> None:
         if finding.what in hits:
             kind = finding.what.removeprefix("hit: ")
             assert finding.ok and f"({kind})" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("num_experts_per_tok", {"num_experts": 4, "num_experts_per_tok": 2}),
+        ("num_experts_per_token", {"num_experts": 4, "num_experts_per_token": 2}),
+        ("num_experts_per_tok", {"n_routed_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_every_token_gets_all_experts(key: str, given: dict[str, int], tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(given))
+    models.take_all_experts(tmp_path)
+    assert json.loads(config.read_text()) == given | {key: 4}
+
+
+def test_a_model_without_experts_stays_as_it_is(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"num_experts_per_tok": 0, "num_local_experts": 0}))
+    before = config.read_bytes()
+    models.take_all_experts(tmp_path)
+    assert config.read_bytes() == before

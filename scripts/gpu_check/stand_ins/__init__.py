@@ -11,9 +11,6 @@ FLAGS = (
 )
 """Of a server without SGLang's own kernels."""
 
-TIER_FLAGS = ("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first")
-"""The same with copies on the host."""
-
 
 def environment_with(*, stand_ins: bool) -> dict[str, str]:
     """What a process needs beside this one's environment; see sitecustomize.py."""

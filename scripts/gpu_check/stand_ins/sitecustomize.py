@@ -52,24 +52,11 @@ def functions() -> dict[str, Callable[..., Any]]:
         """input [tokens, experts of each, hidden]; output [tokens, hidden]."""
         output.copy_(input.float().sum(1) * routed_scaling_factor)
 
-    def transfer_kv_direct(
-        src_layers: Sequence[Tensor],
-        dst_layers: Sequence[Tensor],
-        src_indices: Tensor,
-        dst_indices: Tensor,
-        page_size: int,
-    ) -> None:
-        """Rows of each layer's tensor [slots, ...], between device and host."""
-        for source, target in zip(src_layers, dst_layers, strict=True):
-            rows = source[src_indices.to(source.device)].to(target.device)
-            target[dst_indices.to(target.device)] = rows
-
     return {
         "sgl_kernel.weak_ref_tensor": weak_ref_tensor,
         "sgl_kernel.utils.is_arch_support_pdl": is_arch_support_pdl,
         "sgl_kernel.moe_align_block_size": moe_align_block_size,
         "sgl_kernel.moe_sum_reduce": moe_sum_reduce,
-        "sgl_kernel.kvcacheio.transfer_kv_direct": transfer_kv_direct,
     }
 
 
