@@ -21,6 +21,7 @@ from sglang_hybrid.cache.publishing import Publisher
 from sglang_hybrid.cache.queue.served_queue import make_served_queue
 from sglang_hybrid.cache.report import CacheReport
 from sglang_hybrid.cache.request.segments import ModularPrompts
+from sglang_hybrid.cache.resumable import ResumableView
 from sglang_hybrid.cache.step_messages import StepMessages
 from sglang_hybrid.cache.tree.components import with_our_components
 from sglang_hybrid.cache.tuning import make_tuning
@@ -107,6 +108,8 @@ class HybridRadixCache(HostTierCache):
             tuning = self.tuning
             what_if = WhatIf(tuning.recent, lambda: tuning.in_force)
             self.page = PageView(self, self.decision_log, what_if)
+        events = getattr(self.tree_core, "state_events", None)
+        self.resumable = None if events is None else ResumableView(self, events)
         logger.info(
             "sglang_hybrid: eviction %s, admission %s; a state is %s bytes, a KV token %s.",
             self.options.policy.value,

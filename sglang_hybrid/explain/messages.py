@@ -44,4 +44,36 @@ class ResidencyReqOutput(BaseReq):
     places: list[tuple[str, str | None]] = msgspec.field(default_factory=list)
 
 
-hook_custom_types(ExplainReq, ExplainReqOutput, ResidencyReq, ResidencyReqOutput)
+class ResumableReq(BaseReq):
+    """The next page of the snapshot `cursor` of where prompts can be resumed, which begins now with
+    `begin`; no page of any without a cursor.
+    """
+
+    only_reads: ClassVar[bool] = True
+    cursor: str | None = None
+    begin: bool = False
+
+
+class ResumableReqOutput(BaseReq):
+    """One page of one cache.
+
+    epoch: of this scheduler's process. seq: how many batches of events had been published before
+    the page was made, which is what it is true of. more: there is another page. events: as they
+    are published. prefill_tokens_per_second: of prompts of 1,024 tokens. waiting: requests. error:
+    why there is nothing.
+    """
+
+    epoch: str = ""
+    seq: int = 0
+    block_size: int = 1
+    more: bool = False
+    events: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    prefill_tokens_per_second: float = 0.0
+    waiting: int = 0
+    error: str = ""
+
+
+hook_custom_types(
+    *(ExplainReq, ExplainReqOutput, ResidencyReq, ResidencyReqOutput),
+    *(ResumableReq, ResumableReqOutput),
+)

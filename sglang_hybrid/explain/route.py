@@ -1,14 +1,22 @@
-"""`POST /hybrid_cache/explain`: from HTTP to the schedulers and back (hooks/scheduling.py)."""
+"""`POST /hybrid_cache/explain` and `GET /hybrid_cache/resumable`: from HTTP to the schedulers and
+back (hooks/scheduling.py).
+"""
 
+import secrets
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from sglang_hybrid.explain.messages import ExplainReq, ExplainReqOutput
+from sglang_hybrid.explain.messages import (
+    ExplainReq,
+    ExplainReqOutput,
+    ResumableReq,
+    ResumableReqOutput,
+)
 from sglang_hybrid.explain.page.route import router as page_router
 from sglang_hybrid.explain.ranks import ask_ranks, check_prompt, has_our_cache
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
@@ -90,6 +98,34 @@ async def explain(request: Request) -> JSONResponse:
     if not reports:
         return _refuse(HTTPStatus.NOT_FOUND, answers[0].error or "no answer.")
     return JSONResponse(max(reports, key=lambda report: (report["hit"], report["kv"])))
+
+
+@router.get("/hybrid_cache/resumable")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)  # it tells what others sent
+async def resumable(cursor: str | None = None, status: bool = False) -> JSONResponse:
+    """Where prompts can be resumed, of each data-parallel rank: a page of it, the next one where a
+    `cursor` is given, or without the events (`?status=1`). docs/replicas.md has the format.
+    """
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    manager = get_global_state().tokenizer_manager
+    if not has_our_cache(manager) or not manager.server_args.kv_events_config:
+        return _refuse(
+            HTTPStatus.NOT_FOUND,
+            "this server tells nobody where prompts can be resumed; start it with "
+            """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557"}'.""",
+        )
+    begin = cursor is None and not status
+    snapshot = secrets.token_hex(8) if begin else cursor
+    asked = ResumableReq(cursor=snapshot, begin=begin)
+    answers: list[ResumableReqOutput] = await ask_ranks(manager, asked, ResumableReqOutput)
+    return JSONResponse({"ranks": [_page(answer, snapshot) for answer in answers]})
+
+
+def _page(answer: ResumableReqOutput, snapshot: str | None) -> dict[str, Any]:
+    names = ("epoch", "seq", "block_size", "events", "prefill_tokens_per_second", "waiting")
+    told = {name: getattr(answer, name) for name in (*names, "error")}
+    return {**told, "cursor": snapshot if answer.more else None}
 
 
 async def _read(request: Request, manager: "TokenizerManager") -> Question:

@@ -30,10 +30,10 @@ def handle_our_requests(_: None, scheduler: Any) -> None:
     """The dispatcher hands the cache what is for it: messages of a step, and questions."""
     from sglang.utils import TypeBasedDispatcher
 
-    for name in ("step_messages", "explainer", "page"):
+    for name in ("step_messages", "explainer", "page", "resumable"):
         part = getattr(scheduler.tree_cache, name, None)
         if part is not None:
-            if name == "page":
+            if name in ("page", "resumable"):
                 part.scheduler = scheduler
             scheduler._request_dispatcher += TypeBasedDispatcher(part.handlers())
 
@@ -46,7 +46,12 @@ def add_step_messages(aborts: list[Any], scheduler: Any) -> None:
 
 
 def show_waiting_queue(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
-    """The cache sees the waiting queue at every step, also while no place is free."""
+    """The cache sees the waiting queue at every step, also while no place is free, and tells its
+    readers what the last step changed, where SGLang would wait for the next prefill.
+    """
+    resumable = getattr(scheduler.tree_cache, "resumable", None)
+    if resumable is not None:
+        resumable.publish()
     schedule = getattr(scheduler.tree_cache, "schedule", None)
     if schedule is not None and scheduler.disaggregation_mode.value == "null":
         schedule.step(scheduler.waiting_queue)

@@ -140,9 +140,10 @@ def compare_victims(pool: Pool, cache: Any) -> None:
 class Run:
     """One example: a server, requests at all stages, holds, and the plain models."""
 
-    def __init__(self, sizes: Sizes, policy: str, admission: str, chunk: int) -> None:
+    def __init__(self, sizes: Sizes, policy: str, admission: str, chunk: int, **more: Any) -> None:
         self.sizes = sizes
-        self.cache: Any = build_cache(sizes, options(policy, admission, hybrid_min_branch_tokens=3))
+        flags = options(policy, admission, hybrid_min_branch_tokens=3)
+        self.cache: Any = build_cache(sizes, flags, **more)
         self.server = Server(self.cache, sizes, chunk)
         self.start = self.server.free()
         self.prefilling: list[Req] = []

@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import (
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import InsertStepResult
 
 from sglang_hybrid.cache.request.tree_match import TreeMatcher, deepest_within, is_plain
+from sglang_hybrid.cache.state_events import StateEvents
 from sglang_hybrid.cache.tiers.inexact import MarkedTreeCore
 from sglang_hybrid.serving.config import BACKEND
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         MatchResult,
     )
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.events import KVCacheEventRecorder
     from sglang.srt.mem_cache.unified_cache.components.base import TreeComponent
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
@@ -38,6 +40,7 @@ class HybridTreeCore(MarkedTreeCore):
     """Repeats every added, split and removed node in the shadow tree of its cache."""
 
     _ongoing_insert_walk_state: _InsertWalkState | None
+    kv_events: KVCacheEventRecorder
 
     def __init__(
         self,
@@ -52,13 +55,20 @@ class HybridTreeCore(MarkedTreeCore):
         self.ways: WayChooser | None = None
         self.writes: WriteJudge | None = None
         self.due_copies: dict[int, None] = {}
+        self.state_events: StateEvents | None = None
         super().__init__(params, components)
+        if params.enable_kv_cache_events and shadow_tree.has_states:
+            self.state_events = StateEvents.in_place_of(self.kv_events)
+            self.state_events.follow(shadow_tree.tree)
+            self.kv_events = self.state_events
 
     def reset(self) -> None:
         super().reset()
         self._matcher.forget_all()
         self.due_copies.clear()
         self.shadow_tree.reset(self.root_node)
+        if self.state_events is not None:
+            self.state_events.follow(self.shadow_tree.tree)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         result = self._matcher.match(params)

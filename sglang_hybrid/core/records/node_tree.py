@@ -21,7 +21,8 @@ class Listener(Protocol):
 
     def mark_dirty(self, node: Node) -> None: ...
 
-    def forget(self, node: Node) -> None: ...
+    def forget(self, node: Node) -> None:
+        """`node` leaves the tree, in which it is still."""
 
 
 SETTLED_AT_ONCE = 256
@@ -103,11 +104,11 @@ class NodeTree:
         node.changes += 1
         if node.has_state:
             self._mark_anchor_dirty(node)
+        for listener in self._listeners:
+            listener.forget(node)
         parent = node.parent
         del parent.children[node.key]
         node.parent = None
-        for listener in self._listeners:
-            listener.forget(node)
         self.mark_dirty(parent)
         self._mark_chain_dirty(parent)
 

@@ -93,6 +93,15 @@ def copies_of(node: Node) -> Copies:
     return copies
 
 
+def tiers_of(node: Node) -> tuple[Tier | None, Tier | None]:
+    """The fastest tiers of a node's KV and of its state, None of none. A tree that no `Placement`
+    follows is on the device.
+    """
+    if node.copies is None:
+        return Tier.DEVICE, Tier.DEVICE if node.has_state else None
+    return node.copies.kv_tier, node.copies.state_tier
+
+
 def is_exact(path: Iterable[Node]) -> bool:
     """Whether no node of `path`, which begins at the root, is marked inexact. What is computed
     behind a marked node is inexact without a mark.

@@ -10,7 +10,7 @@ from itertools import chain
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.node_tree import NodeTree
 from sglang_hybrid.core.records.nodes import Node
-from sglang_hybrid.core.tiers.rates import Tier
+from sglang_hybrid.core.tiers.places import tiers_of
 from sglang_hybrid.core.victims.eviction import Policy
 from sglang_hybrid.serving.tenants import TenantNames, tenant
 
@@ -51,7 +51,7 @@ class NodeRows:
             node.kind.value if node.has_state else "",
             held,
             *(node.hits, node.stamp, self.value(node, tree) if valued else None),
-            *(*map(int, tiers_of(node)), name),
+            *(*row_tiers(node), name),
         )
 
     def value(self, node: Node, tree: NodeTree) -> float:
@@ -69,12 +69,10 @@ class NodeRows:
         return node.tokens * self.cost.kv_bytes_per_token + self.cost.state_bytes * node.has_state
 
 
-def tiers_of(node: Node) -> tuple[int, int]:
-    """The fastest tiers of a node's KV and of its state, -1 of none."""
-    if node.copies is None:
-        return Tier.DEVICE, Tier.DEVICE if node.has_state else -1
-    kv, state = node.copies.kv_tier, node.copies.state_tier
-    return -1 if kv is None else kv, -1 if state is None else state
+def row_tiers(node: Node) -> tuple[int, int]:
+    """The fastest tiers of a node's KV and of its state, as a row has them: -1 of none."""
+    kv, state = tiers_of(node)
+    return -1 if kv is None else int(kv), -1 if state is None else int(state)
 
 
 @dataclass

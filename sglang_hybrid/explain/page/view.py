@@ -22,7 +22,7 @@ from sglang_hybrid.explain.cache_view import ExplainedCache
 from sglang_hybrid.explain.decision_log import DecisionLog
 from sglang_hybrid.explain.decisions import Decision, KvLost, NotTaken, StateLost
 from sglang_hybrid.explain.explanation import Explanation
-from sglang_hybrid.explain.page.follower import NodeRows, TreeFollower, tiers_of
+from sglang_hybrid.explain.page.follower import NodeRows, TreeFollower, row_tiers
 from sglang_hybrid.explain.page.messages import (
     AskReq,
     AskReqOutput,
@@ -284,7 +284,7 @@ class PageView:
 
     def _about(self, node: Node) -> dict[str, Any]:
         records, cost = self._records(), self._cache.cost
-        kv_tier, state_tier = tiers_of(node)
+        kv_tier, state_tier = row_tiers(node)
         key = node.payload.key
         likely = records.kv_pool.policy.return_probability(node, records.clock)
         return {
@@ -300,8 +300,8 @@ class PageView:
             "unused": records.clock.stamp - node.stamp,
             "kv_bytes": node.tokens * cost.kv_bytes_per_token,
             "state_bytes": cost.state_bytes if node.has_state else 0,
-            "kv_tier": int(kv_tier),
-            "state_tier": int(state_tier),
+            "kv_tier": kv_tier,
+            "state_tier": state_tier,
             "anchor": node.anchor_depth,
             "saves_flops": float(
                 cost.savings(node.depth, node.anchor_depth) if node.has_state else 0

@@ -1,0 +1,89 @@
+"""Answers readers of KV events that begin late, or that have missed some: where prompts can be
+resumed now (`GET /hybrid_cache/resumable`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from sglang_hybrid.cache.state_events import PlacedBlocks, StateEvents
+from sglang_hybrid.explain.messages import ResumableReq, ResumableReqOutput
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from sglang_hybrid.cache.tiers.measured_speeds import MeasuredSpeeds
+    from sglang_hybrid.core.costs.cost import CostModel
+
+PAGE_TOKENS = 8_192
+"""Tokens after which a page ends; some milliseconds of the scheduler's time."""
+
+READERS = 8
+"""Snapshots that are read at once; one more ends the one that began first."""
+
+TIMED_TOKENS = 1_024
+
+
+class ServedCache(Protocol):
+    """What is asked of a cache beside its events."""
+
+    cost: CostModel
+    speeds: MeasuredSpeeds
+
+
+class ResumableView:
+    """Where prompts of one cache can be resumed.
+
+    scheduler: whose requests use the cache; a hook sets it (hooks/scheduling.py).
+    """
+
+    def __init__(self, cache: ServedCache, events: StateEvents) -> None:
+        self.scheduler: Scheduler | None = None
+        self._cache = cache
+        self._events = events
+        self._walks: dict[str, Iterator[list[PlacedBlocks]]] = {}
+
+    def handlers(self) -> list[tuple[type, Callable[[Any], Any]]]:
+        """What the scheduler's dispatcher must know."""
+        return [(ResumableReq, self.answer)]
+
+    def publish(self) -> None:
+        """Tell the readers what has changed."""
+        if self._events.has_news and self.scheduler is not None:
+            self.scheduler.kv_events_publisher.publish_kv_events()
+
+    def answer(self, asked: ResumableReq) -> ResumableReqOutput:
+        """One page. What had changed before it is published first, so that it is true of all that
+        was published.
+        """
+        self.publish()
+        speeds, cost = self._cache.speeds.speeds, self._cache.cost
+        answer = ResumableReqOutput(
+            epoch=self._events.epoch,
+            seq=self._events.batches,
+            block_size=self._events.page_size,
+            prefill_tokens_per_second=TIMED_TOKENS * speeds.prefill / cost.flops(TIMED_TOKENS),
+            waiting=0 if self.scheduler is None else len(self.scheduler.waiting_queue),
+        )
+        if asked.cursor is not None:
+            self._add_page(answer, asked.cursor, begin=asked.begin)
+        return answer
+
+    def _add_page(self, answer: ResumableReqOutput, cursor: str, *, begin: bool) -> None:
+        if begin:
+            while len(self._walks) >= READERS:
+                del self._walks[next(iter(self._walks))]
+            self._walks[cursor] = self._events.walk()
+        if cursor not in self._walks:
+            answer.error = "this snapshot is over; begin anew, without a cursor."
+            return
+        told = 0
+        for blocks in self._walks[cursor]:
+            answer.events += [msgspec.to_builtins(event) for event in blocks]
+            told += sum(len(event.token_ids) for event in blocks)
+            if told >= PAGE_TOKENS:
+                answer.more = True
+                return
