@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -28,15 +26,12 @@ import zmq
 from rich.live import Live
 from rich.table import Table
 
-from sglang_hybrid.core.replicas.index import (
-    LostMessages,
-    ReplicaIndex,
-    Resumable,
-    Tokens,
-    as_bytes,
-)
+from sglang_hybrid.core.replicas.index import LostMessages, ReplicaIndex
+from sglang_hybrid.core.replicas.load import ReplicaLoad
 from sglang_hybrid.core.replicas.names import tenant_name
 from sglang_hybrid.core.replicas.reader import OutOfStep, ReplicaReader
+from sglang_hybrid.core.replicas.resumable import Resumable
+from sglang_hybrid.core.replicas.tokens import TOKEN_BYTES, Tokens, as_bytes
 from sglang_hybrid.core.replicas.wire import (
     KvEvents,
     Malformed,
@@ -48,12 +43,8 @@ from sglang_hybrid.core.replicas.wire import (
 __all__ = ["Choice", "Follower", "ReplicaIndex", "Replicas", "Resumable", "tenant_name"]
 
 ROUTE: Final = "/hybrid_cache/resumable"
-TICK: Final = 0.1  # seconds for which a thread waits before it looks whether it should end
+TICK: Final = 100  # milliseconds for which a thread waits before it looks whether it should end
 QUEUE: Final = 100_000  # batches that may wait to be applied
-ASSUMED_RATE: Final = 10_000.0  # tokens per second of a server that has not measured its prefills
-RECENT: Final = 32  # predictions of a replica that are remembered
-TOO_MANY_WRONG: Final = 8  # of them; then its snapshot is read anew
-WEIGHT: Final = 0.1  # of the latest prompt in the typical prefill
 
 
 class Follower:
@@ -64,8 +55,8 @@ class Follower:
 
     is_in_step: whether the index has what the server holds. is_reachable: whether its latest answer
     by HTTP came. applied, malformed, snapshots: batches applied, messages that were malformed, and
-    snapshots read, since the start. error: why it was last out of step. waiting,
-    prefill_tokens_per_second: of the server, from its latest answer.
+    snapshots read, since the start. error: why it was last out of step. load: how busy the server
+    is.
     """
 
     def __init__(
@@ -86,12 +77,12 @@ class Follower:
         between two snapshots. patience: seconds to wait for an answer, or for a batch that the
         server has published.
         """
-        self.url = url
+        self.url = url.rstrip("/")
         self.name = name
         self.is_in_step = self.is_reachable = False
-        self.malformed = self.snapshots = self.waiting = 0
+        self.malformed = self.snapshots = 0
         self.error = ""
-        self.prefill_tokens_per_second: float | None = None
+        self.load = ReplicaLoad()
         self._index = index
         self._reader = ReplicaReader(index, name)
         self._reader.clear()  # the replica is known from now on
@@ -171,7 +162,7 @@ class Follower:
 
     def _receive(self) -> None:
         """Apply the next batch, if one comes soon."""
-        if not self._socket.poll(TICK * 1000):
+        if not self._socket.poll(TICK):
             return
         frames = self._socket.recv_multipart()
         if len(frames) != 3 or len(frames[1]) != 8:
@@ -202,8 +193,7 @@ class Follower:
         if page.error:
             raise OutOfStep(f"the server has no snapshot: {page.error}")
         self.is_reachable = True
-        self.waiting = page.waiting
-        self.prefill_tokens_per_second = page.prefill_tokens_per_second
+        self.load.on_status(page.waiting, page.prefill_tokens_per_second)
         return page
 
 
@@ -215,18 +205,6 @@ class Choice(NamedTuple):
     replica: str
     position: int
     seconds: float
-
-
-@dataclass
-class Record:
-    """How well a replica was predicted, and what is sent to it. recent: for each of the latest
-    predictions, whether it was wrong. typical: tokens of a prefill there; None before the first.
-    """
-
-    right: int = 0
-    wrong: int = 0
-    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
-    typical: float | None = None
 
 
 class Replicas:
@@ -249,7 +227,6 @@ class Replicas:
         """endpoints: the publisher of each server, instead of what its /server_info says."""
         self.index = ReplicaIndex()
         self.followers: dict[str, Follower] = {}
-        self.records: dict[str, Record] = {}
         self.errors = {url.rstrip("/"): "was not asked yet" for url in urls}
         self._admin_key = admin_key
         self._pause = pause
@@ -275,35 +252,26 @@ class Replicas:
         wait there, and of what is left of this prompt. Raises LookupError if none is reachable.
         """
         prompt = as_bytes(tokens)
-        total = len(prompt) // 4
+        total = len(prompt) // TOKEN_BYTES
         choices = []
         for name, position, tier, _ in self.index.resume(prompt, tenant):
             follower = self.followers.get(name)
             if follower is not None and follower.is_reachable:
-                rate = follower.prefill_tokens_per_second or ASSUMED_RATE
-                typical = self.records[name].typical
-                queued = follower.waiting * (total if typical is None else typical)
-                choices.append(((queued + total - position) / rate, tier, name, position))
+                seconds = follower.load.seconds(total - position, total)
+                choices.append((seconds, tier, name, position))
         if not choices:
             raise LookupError(f"no server can be reached: {self._reasons()}")
         seconds, _, name, position = min(choices)
-        record, left = self.records[name], total - position
-        before = left if record.typical is None else record.typical
-        record.typical = before + WEIGHT * (left - before)
-        self.followers[name].waiting += 1  # until the server says how many wait
+        self.followers[name].load.on_choice(total - position)
         return Choice(name, position, seconds)
 
     def check(self, name: str, predicted: int, served: int) -> None:
-        """A replica resumed a prompt at `served` tokens instead of `predicted`. Where more than
-        TOO_MANY_WRONG of the last RECENT predictions were wrong, its snapshot is read anew.
+        """A replica resumed a prompt at `served` tokens instead of `predicted`. Where too many of
+        the latest predictions were wrong, its snapshot is read anew.
         """
-        record, wrong = self.records[name], predicted != served
-        record.wrong += wrong
-        record.right += not wrong
-        record.recent.append(wrong)
-        if sum(record.recent) > TOO_MANY_WRONG:
-            record.recent.clear()
-            self.followers[name].resync()
+        follower = self.followers[name]
+        if follower.load.is_doubtful_after(predicted, served):
+            follower.resync()
 
     def _reasons(self) -> str:
         reasons = self.errors | {one.name: one.error for one in self.followers.values()}
@@ -331,7 +299,6 @@ class Replicas:
             self._add(url, name, endpoint_of(url, events, rank), events.topic, rank)
 
     def _add(self, url: str, name: str, endpoint: str, topic: str = "", rank: int = 0) -> None:
-        self.records[name] = Record()
         follower = Follower(
             url,
             endpoint,
@@ -361,10 +328,10 @@ def table(replicas: Replicas) -> Table:
     columns = ["replica", "in step", "nodes", "tokens", "on device", "on host", "on disk"]
     found = Table(*columns, "waiting", "predicted right")
     for name, follower in sorted(replicas.followers.items()):
-        held, record = replicas.index.holdings(name), replicas.records[name]
+        held, load = replicas.index.holdings(name), follower.load
         step = "yes" if follower.is_in_step else follower.error or "reads"
-        numbers = [held.nodes, held.tokens, *held.positions, follower.waiting]
-        share = f"{record.right:,} of {record.right + record.wrong:,}"
+        numbers = [held.nodes, held.tokens, *held.positions, load.waiting]
+        share = f"{load.right:,} of {load.right + load.wrong:,}"
         found.add_row(name, step, *(f"{number:,}" for number in numbers), share)
     for name, error in sorted(replicas.errors.items()):
         found.add_row(name, error)

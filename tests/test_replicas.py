@@ -18,9 +18,9 @@ import pytest
 import zmq
 from rich.console import Console
 
+from sglang_hybrid.core.replicas.load import TOO_MANY_WRONG
 from sglang_hybrid.core.replicas.wire import KvEvents
 from sglang_hybrid.replicas import (
-    TOO_MANY_WRONG,
     Follower,
     ReplicaIndex,
     Replicas,
@@ -84,7 +84,7 @@ class Server:
         return f"tcp://127.0.0.1:{self.port}"
 
     def open_publisher(self) -> None:
-        self.socket = zmq.Context.instance().socket(zmq.XPUB)
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(f"tcp://127.0.0.1:{self.port or '*'}")
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
@@ -414,10 +414,10 @@ def test_the_replica_with_the_earliest_first_token_is_chosen(server: Server, oth
     with all_of(server, other) as replicas:
         assert replicas.choose([1, 2, 3]) == (server.url, 2, 0.01)
         server.waiting = 9
-        wait_until(lambda: replicas.followers[server.url].waiting == 9)
+        wait_until(lambda: replicas.followers[server.url].load.waiting == 9)
         assert replicas.choose([1, 2, 3]) == (other.url, 0, 0.03)
         other.rate = 10.0
-        wait_until(lambda: replicas.followers[other.url].prefill_tokens_per_second == 10)
+        wait_until(lambda: replicas.followers[other.url].load.prefill_tokens_per_second == 10)
         assert replicas.choose([1, 2, 3]).replica == server.url
         server.stop_http()
         wait_until(lambda: not replicas.followers[server.url].is_reachable)
@@ -442,8 +442,7 @@ def test_a_replica_that_is_often_wrong_is_read_anew(server: Server) -> None:
         assert follower.snapshots == 1
         replicas.check(server.url, 10, 12)
         wait_until(lambda: follower.is_in_step and follower.snapshots == 2)
-        record = replicas.records[server.url]
-        assert (record.right, record.wrong) == (TOO_MANY_WRONG, TOO_MANY_WRONG + 1)
+        assert (follower.load.right, follower.load.wrong) == (TOO_MANY_WRONG, TOO_MANY_WRONG + 1)
 
 
 def test_the_table_has_a_line_for_each_server(server: Server) -> None:

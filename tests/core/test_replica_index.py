@@ -8,13 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sglang_hybrid.core.replicas.index import (
-    Holdings,
-    LostMessages,
-    ReplicaIndex,
-    Resumable,
-    Tokens,
-)
+from sglang_hybrid.core.replicas.index import Holdings, LostMessages, ReplicaIndex
+from sglang_hybrid.core.replicas.resumable import Resumable
+from sglang_hybrid.core.replicas.tokens import Tokens
 from sglang_hybrid.core.tiers.rates import TIERS, Tier
 
 Prefix = tuple[int, ...]

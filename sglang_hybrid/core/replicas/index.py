@@ -3,41 +3,21 @@
 from __future__ import annotations
 
 import threading
-from array import array
 from collections.abc import Collection, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final, NamedTuple
 
 from sglang_hybrid.core.replicas import tree
+from sglang_hybrid.core.replicas.resumable import Resumable, answers, note_deepest
+from sglang_hybrid.core.replicas.tokens import TOKEN_BYTES, Tokens, as_bytes
 from sglang_hybrid.core.replicas.tree import Node, Root
-from sglang_hybrid.core.tiers.rates import TIERS, Tier
+from sglang_hybrid.core.tiers.rates import Tier
 
-Tokens: TypeAlias = Sequence[int] | NDArray[Any] | bytes
-"""Token ids. `bytes` are int32 in the machine's order; they and int32 arrays are the fastest."""
-
-TOKEN_BYTES: Final = 4
 KV: Final = "full"
 STATE: Final = "mamba"
 
 
 class LostMessages(Exception):
     """A replica speaks of a block that it never said it had."""
-
-
-class Resumable(NamedTuple):
-    """Where a replica can resume a prompt.
-
-    position: tokens from the start that need no prefill; 0 if there is no state. tier: the slowest
-    of the tiers from which the KV up to there and the state are loaded. device_position: the
-    deepest position for which nothing has to be loaded.
-    """
-
-    replica: str
-    position: int
-    tier: Tier
-    device_position: int
 
 
 class Holdings(NamedTuple):
@@ -172,8 +152,8 @@ class ReplicaIndex:
             deepest = [0] * (tree.TIER_COUNT * len(self._numbered))
             for width, root in self._roots.get(tenant, {}).items():
                 ends, holders = tree.stops(root, prompt, limit, self._everyone, width)
-                _note_deepest(deepest, ends, holders)
-            return _answers(self._numbered, deepest)
+                note_deepest(deepest, ends, holders)
+            return answers(self._numbered, deepest)
 
     def holdings(self, replica: str) -> Holdings:
         """How much a replica holds; nothing if it is unknown."""
@@ -281,41 +261,3 @@ def _end_with(one: _Replica, node: Node, end: int) -> None:
         one.nodes[other] = None
     one.nodes[node] = end
     one.ends[end] = node
-
-
-def as_bytes(tokens: Tokens) -> bytes:
-    """Token ids as int32 in the machine's order. Raises OverflowError or TypeError for what is no
-    such number.
-    """
-    if isinstance(tokens, bytes):
-        return tokens
-    if isinstance(tokens, np.ndarray):
-        return tokens.astype(np.int32, copy=False).tobytes()
-    return array("i", tokens).tobytes()
-
-
-def _note_deepest(deepest: list[int], ends: Sequence[int], holders: Sequence[int]) -> None:
-    """Note for each bit of `holders` in tokens the last of the positions `ends`, in bytes, that has
-    the bit. Bits without a position keep what was noted.
-    """
-    seen = 0
-    for end, bits in zip(reversed(ends), reversed(holders), strict=True):
-        new = bits & ~seen
-        seen |= new
-        position = end // TOKEN_BYTES
-        while new:
-            low = new & -new
-            deepest[low.bit_length() - 1] = position
-            new ^= low
-
-
-def _answers(names: Sequence[str | None], deepest: Sequence[int]) -> list[Resumable]:
-    """deepest: for each name and tier, the deepest position that comes from it or a faster one."""
-    new, step = tuple.__new__, tree.TIER_COUNT  # twice as fast as Resumable(...)
-    return [
-        new(Resumable, (name, disk, TIERS[(device < disk) + (host < disk)], device))
-        for name, device, host, disk in zip(
-            names, deepest[::step], deepest[1::step], deepest[2::step], strict=True
-        )
-        if name is not None
-    ]
