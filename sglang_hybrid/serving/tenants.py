@@ -26,6 +26,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from sglang_hybrid.core.replicas import names
 from sglang_hybrid.serving import headers
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import API_KEY, REQUIRED
@@ -52,7 +53,6 @@ OF_KEY = "api-key/"
 
 LIKE_AN_ADAPTER = re.compile(r"[0-9a-f]{32}\.*\Z")
 KEY_VARIABLE = "SGLANG_HYBRID_RECORD_KEY"
-NAME_BYTES = 8
 
 _served: ContextVar[Request | None] = ContextVar("served", default=None)
 
@@ -321,15 +321,13 @@ class TenantNames:
     def __init__(self, key: bytes | None = None) -> None:
         if key is None:
             key = (os.environ.get(KEY_VARIABLE) or secrets.token_hex(16)).encode()
-        self._key = blake2b(key).digest()
+        self._key = names.as_key(key)
 
     def name(self, tenant: Tenant) -> str:
         """The name of a tenant: 16 hex digits; "" of requests with neither key nor salt."""
         if tenant is None:
             return ""
-        extra_key, salt = (b"-" if part is None else b"+" + part.encode() for part in tenant)
-        content = len(extra_key).to_bytes(8, "little") + extra_key + salt
-        return blake2b(content, key=self._key, digest_size=NAME_BYTES).hexdigest()
+        return names.hashed(*tenant, self._key)
 
     def of_api_key(self, key: str) -> str:
         """The name of clients with an API key: 32 hex digits."""
