@@ -128,7 +128,12 @@ WITH_STATES = [name for name in CONFIGS if "attention" not in name]
 def test_readers_know_where_prompts_can_be_resumed(config: str) -> None:
     """Whatever happens, one from the beginning, and one who joins and takes a node at a time."""
 
-    @settings(examples(15), phases=[Phase.generate], derandomize=DEEP == 1, suppress_health_check=list(HealthCheck))
+    @settings(
+        examples(15),
+        phases=[Phase.generate],
+        derandomize=DEEP == 1,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(
         policy=st.sampled_from([name for name in POLICIES if name != "sglang-lru"]),
         chunk=st.sampled_from([0, 16]),

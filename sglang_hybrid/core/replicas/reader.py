@@ -21,6 +21,9 @@ class ReplicaReader:
         a batch                       has the number `next`, which is then one more
         a later page, of `seq` m      once `next` is m; until then, the batches up to m are missing
 
+    Until the last page has come, batches may speak of blocks below one that no page has told of
+    yet. They are left out: a later page has the block, and all that is below it by then.
+
     next: number of the batch that is applied next. applied: batches that were applied. epoch: of
     the snapshot; "" before the first page.
     """
@@ -29,6 +32,7 @@ class ReplicaReader:
         self._index = index
         self._name = name
         self._latest = -1  # number of the batch that came last
+        self._is_joining = False  # whether pages of the snapshot are missing
         self.epoch = ""
         self.next = 0
         self.applied = 0
@@ -42,7 +46,7 @@ class ReplicaReader:
         """Apply the first page of a snapshot."""
         self._index.clear(self._name)
         self.epoch, self.next = page.epoch, page.seq
-        apply_events(self._index, self._name, page.events)
+        self.apply_page(page)
 
     def is_ready_for(self, page: Page) -> bool:
         """Whether all batches that were published before a later page have been applied. Raises
@@ -57,6 +61,7 @@ class ReplicaReader:
     def apply_page(self, page: Page) -> None:
         """Apply a later page of a snapshot, for which the reader is ready."""
         apply_events(self._index, self._name, page.events)
+        self._is_joining = page.cursor is not None
 
     def on_batch(self, number: int, payload: bytes) -> None:
         """Apply a batch; one that is contained in the snapshot changes nothing.
@@ -71,6 +76,7 @@ class ReplicaReader:
             return
         if number > self.next:
             raise OutOfStep(f"batch {number} came where batch {self.next} was due")
-        apply_events(self._index, self._name, decode_batch(payload))
+        events = decode_batch(payload)
+        apply_events(self._index, self._name, events, is_joining=self._is_joining)
         self.next += 1
         self.applied += 1

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sglang_hybrid.core.replicas.index import KV, STATE, ReplicaIndex
+from sglang_hybrid.core.replicas.index import KV, STATE, LostMessages, ReplicaIndex
 from sglang_hybrid.core.tiers.rates import Tier
 
 MEDIA: Final = {"GPU": Tier.DEVICE, "CPU_PINNED": Tier.HOST, "DISK": Tier.DISK}
@@ -104,13 +104,23 @@ def decode_batch(payload: bytes) -> list[Event]:
     return batch[1]
 
 
-def apply_events(index: ReplicaIndex, replica: str, events: Iterable[Mapping[str, Any]]) -> None:
+def apply_events(
+    index: ReplicaIndex,
+    replica: str,
+    events: Iterable[Mapping[str, Any]],
+    *,
+    is_joining: bool = False,
+) -> None:
     """Tell the index what a replica said, in its order. Raises Malformed, and LostMessages for
-    blocks after an unknown one; the events before it have been applied.
+    blocks after an unknown one, which are left out with `is_joining`; the events before it have
+    been applied.
     """
     for event in events:
         try:
             _apply(index, replica, event)
+        except LostMessages:
+            if not is_joining:
+                raise
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise Malformed(f"an event of type {event.get('type')} is wrong: {error!r}") from error
 
