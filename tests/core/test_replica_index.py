@@ -155,7 +155,7 @@ class Replicas(RuleBasedStateMachine):
 
 
 TestReplicas = Replicas.TestCase
-TestReplicas.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestReplicas.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 def assert_is_empty(index: ReplicaIndex) -> None:
@@ -243,6 +243,16 @@ def test_several_chains_are_removed_at_once() -> None:
     index.remove("a", [98, 99])
     index.remove("unknown", [1])
     index.remove("a", [1, 2])
+    assert_is_empty(index)
+
+
+def test_a_chain_is_removed_across_blocks_that_were_removed_before() -> None:
+    index = ReplicaIndex()
+    store(index, "a", [1, 2], hashes=[1, 2])
+    store(index, "a", [3], parent=2, hashes=[3])
+    index.remove("a", [2])
+    assert index.resume([1, 2, 3, 4])[0].position == 1  # nothing is loaded across a hole
+    index.remove("a", [1, 2, 3])
     assert_is_empty(index)
 
 

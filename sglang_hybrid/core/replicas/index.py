@@ -213,19 +213,19 @@ class ReplicaIndex:
         """
         width = one.block_size * TOKEN_BYTES
         while True:
-            blocks = len(node.edge) // width
+            is_held, blocks = node in one.nodes, len(node.edge) // width
             if blocks > left:
+                if not is_held:
+                    return 0
                 self._share(tree.cut(node, (blocks - left) * width, width))
                 blocks = left
             above = node.parent
-            assert above is not None
-            self._release(one, node)
+            if is_held:
+                self._release(one, node)
             left -= blocks
-            if (
-                not left
-                or above not in one.nodes
-                or one.nodes[above] not in (None, hashes[left - 1])
-            ):
+            if not left or above is None or above.parent is None:
+                return left
+            if one.nodes.get(above) not in (None, hashes[left - 1]):  # another chain ends here
                 return left
             node = above
 
