@@ -15,6 +15,8 @@ from sglang.srt.disaggregation.kv_events import KVEventBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_hybrid.cache.resumable import READERS, ResumableView
+from sglang_hybrid.core.replicas.index import ReplicaIndex
+from sglang_hybrid.core.replicas.wire import apply_events
 from sglang_hybrid.core.tiers.places import tiers_of
 from sglang_hybrid.explain.messages import ResumableReq
 from sglang_hybrid.serving.tenants import tenant, tenant_names
@@ -37,6 +39,12 @@ class Block:
     """The medium of each part of the block."""
 
 
+def sent(events: Iterable[Any]) -> list[dict[str, Any]]:
+    """As readers receive them."""
+    decoded: list[dict[str, Any]] = msgspec.msgpack.decode(msgspec.msgpack.encode(list(events)))
+    return decoded
+
+
 class Reader:
     """Knows what it was told, by the hash of each block. It keeps to docs/replicas.md, and asserts
     what is promised there.
@@ -48,7 +56,7 @@ class Reader:
         self.joins = False  # a snapshot is being read, which has yet to tell of other blocks
 
     def apply(self, events: Iterable[Any]) -> None:
-        for event in msgspec.msgpack.decode(msgspec.msgpack.encode(list(events))):
+        for event in sent(events):
             getattr(self, event["type"])(event)
 
     def BlockStored(self, event: dict[str, Any]) -> None:
@@ -143,7 +151,7 @@ def test_readers_know_where_prompts_can_be_resumed(config: str) -> None:
     )
     def property(policy: str, chunk: int, joins: int, every: int, operations: list[Any]) -> None:
         run = Run(CONFIGS[config], policy, "judicious", chunk, enable_kv_cache_events=True)
-        reader, late = Reader(), Reader()
+        reader, late, index = Reader(), Reader(), ReplicaIndex()
         walk: Any = None
         for number, step in enumerate(operations):
             run.do(*step)
@@ -153,6 +161,11 @@ def test_readers_know_where_prompts_can_be_resumed(config: str) -> None:
             reader.apply(events)
             assert reader.resumable() == resumable(run.cache)
             reader.check_plain()
+            apply_events(index, "a", sent(events))
+            prompt = run.tokens(step[1], step[2])
+            for at in index.resume(prompt):
+                assert run.stored is not None
+                assert at.position == run.stored.lookup(prompt[:-1])[1]
             if number >= joins:
                 late.joins = True
                 late.apply(events if walk is not None else [])
