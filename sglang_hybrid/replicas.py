@@ -107,6 +107,11 @@ class Follower:
     def applied(self) -> int:
         return self._reader.applied
 
+    @property
+    def seq(self) -> int:
+        """How many batches, of those that the server has published, the index knows."""
+        return self._reader.next
+
     def resync(self) -> None:
         """Have the snapshot read anew, soon."""
         self._doubted.set()

@@ -118,6 +118,7 @@ TOTALS = {"/server_info", "/get_server_info", "/v1/loads", "/get_hicache_l3_cach
 """Routes that tell sums over all tenants."""
 
 OPERATORS = {
+    "/hybrid_cache/resumable",
     "/scale_elastic_ep",
     "/is_scaling_elastic_ep",
     "/set_internal_state",
@@ -161,7 +162,7 @@ OPERATORS = {
     "/pause_generation",
     "/continue_generation",
 }
-"""Routes behind the admin key: they act on the whole server."""
+"""Routes behind the admin key: they act on the whole server, or tell of it."""
 
 PAGE = {
     "/hybrid_cache/",

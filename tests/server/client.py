@@ -1,5 +1,6 @@
 """What the server tests send and read back."""
 
+import json
 import random
 import re
 import time
@@ -10,10 +11,20 @@ import psutil
 import pytest
 import requests
 
-from sglang_hybrid.serving.server_process import ServerProcess
+from sglang_hybrid.serving.server_process import ServerProcess, free_port
 
 TOLERANCE = 1e-3
 """Largest difference of a logprob that counts as equal, in float32."""
+
+RECORD_KEY = "the key of these tests"
+"""Names of tenants are made with it (SGLANG_HYBRID_RECORD_KEY)."""
+
+
+def published() -> list[str]:
+    """Flags of a server that publishes KV events at a free port."""
+    config = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{free_port()}", "bind": True}
+    return ["--kv-events-config", json.dumps(config)]
+
 
 Serve = Callable[..., ServerProcess]
 """The fixture `serve`: a server, not started yet, of `of`, the name of an architecture, with these

@@ -9,7 +9,8 @@ import pytest
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import Serve, flush
+from sglang_hybrid.serving.tenants import KEY_VARIABLE
+from tests.server.client import RECORD_KEY, Serve, flush, published
 
 
 @pytest.fixture(scope="session")
@@ -34,12 +35,15 @@ def serve(model_directory: Callable[[str], Path]) -> Serve:
 
 @pytest.fixture(scope="session")
 def default_server() -> Iterator[str]:
-    """The address of a server at its defaults that reports cached tokens, stores responses and has
-    a page. Its weights are random: a state that is wrong shows in what they say, and not in a
-    learnt sentence.
+    """The address of a server at its defaults that reports cached tokens, stores responses, has a
+    page, and publishes where prompts can be resumed. Its weights are random: a state that is wrong
+    shows in what they say, and not in a learnt sentence.
     """
     flags = ["--enable-cache-report", "--enable-response-store", "--hybrid-ui", "text"]
-    with ServerProcess([*flags, "--hybrid-default-model", DEFAULT_ARCHITECTURE]) as running:
+    flags += published()
+    named = {KEY_VARIABLE: RECORD_KEY}
+    flags += ["--hybrid-default-model", DEFAULT_ARCHITECTURE]
+    with ServerProcess(flags, environment=named) as running:
         yield running.url
 
 
