@@ -6,8 +6,8 @@ prints once a second what each server holds. In a router:
 
     replicas = Replicas(["http://a:30000", "http://b:30000"], admin_key=KEY)
     choice = replicas.choose(token_ids, tenant_name(extra_key, cache_salt, record_key))
-    ...                            # send the request to choice.replica
-    replicas.check(choice.replica, choice.position, cached_tokens)
+    ...                                      # send the request to choice.replica
+    replicas.on_answer(choice, cached_tokens)  # at its first token, or when it has failed
 
 Servers need `--kv-events-config`. This file imports neither torch nor sglang.
 """
@@ -45,6 +45,10 @@ __all__ = ["Choice", "Follower", "ReplicaIndex", "Replicas", "Resumable", "tenan
 ROUTE: Final = "/hybrid_cache/resumable"
 TICK: Final = 100  # milliseconds for which a thread waits before it looks whether it should end
 QUEUE: Final = 100_000  # batches that may wait to be applied
+DISPLACED: Final = 1.0
+"""What a token that is computed costs beside its own prefill, in prefills of a token: it takes the
+place of others in the cache, which are computed again, and delays those who wait behind it.
+"""
 
 
 class Follower:
@@ -203,13 +207,14 @@ class Follower:
 
 
 class Choice(NamedTuple):
-    """Where a prompt should be sent. seconds: expected until its first token. position: tokens that
-    need no prefill there.
+    """Where a prompt should be sent. position: tokens that its cache holds for it. seconds:
+    expected until its first token. number: of this choice.
     """
 
     replica: str
     position: int
     seconds: float
+    number: int
 
 
 class Replicas:
@@ -236,6 +241,8 @@ class Replicas:
         self._admin_key = admin_key
         self._pause = pause
         self._patience = patience
+        self._choosing = threading.Lock()
+        self._choices = 0
         self._closed = threading.Event()
         for url, endpoint in (endpoints or {}).items():
             self._add(url.rstrip("/"), url.rstrip("/"), endpoint)
@@ -253,29 +260,45 @@ class Replicas:
         return self.index.resume(tokens, tenant)
 
     def choose(self, tokens: Tokens, tenant: str = "") -> Choice:
-        """The replica with the least expected seconds to the first token: the prefills of those who
-        wait there, and of what is left of this prompt. Raises LookupError if none is reachable.
+        """The replica with the least expected seconds to the first token: of the prefills that were
+        sent there and are not answered, and of what is left of this prompt. What one of those has
+        in common with it counts as left to nobody. Tell `on_answer` what became of it. Raises
+        LookupError if no replica is reachable.
         """
         prompt = as_bytes(tokens)
-        total = len(prompt) // TOKEN_BYTES
-        choices = []
-        for name, position, tier, _ in self.index.resume(prompt, tenant):
-            follower = self.followers.get(name)
-            if follower is not None and follower.is_reachable:
-                seconds = follower.load.seconds(total - position, total)
-                choices.append((seconds, tier, name, position))
-        if not choices:
-            raise LookupError(f"no server can be reached: {self._reasons()}")
-        seconds, _, name, position = min(choices)
-        self.followers[name].load.on_choice(total - position)
-        return Choice(name, position, seconds)
+        last = len(prompt) // TOKEN_BYTES - 1
+        with self._choosing:
+            choices = []
+            for name, position, tier, _ in self.index.resume(prompt, tenant):
+                follower = self.followers.get(name)
+                if follower is not None and follower.is_reachable:
+                    load = follower.load
+                    found = max(position, min(last, load.on_its_way(tenant, prompt)))
+                    left = last + 1 - found
+                    seconds = load.seconds(left)
+                    price = seconds + DISPLACED * load.prefill_seconds(left)
+                    choices.append((price, seconds, -found, tier, name, position))
+            if not choices:
+                raise LookupError(f"no server can be reached: {self._reasons()}")
+            _, seconds, found, _, name, position = min(choices)
+            self._choices += 1
+            load = self.followers[name].load
+            load.on_choice(self._choices, tenant, prompt, last + 1 + found)
+            return Choice(name, position, seconds, self._choices)
 
-    def check(self, name: str, predicted: int, served: int) -> None:
-        """A replica resumed a prompt at `served` tokens instead of `predicted`. Where too many of
-        the latest predictions were wrong, its snapshot is read anew.
+    def on_answer(self, choice: Choice, cached_tokens: int | None = None) -> None:
+        """The first token of what was sent after `choice` has come, or none will come. Where too
+        many of the latest predictions of a replica were wrong, its snapshot is read anew.
+
+        cached_tokens: of the answer's usage; None where they are not known.
         """
-        follower = self.followers[name]
-        if follower.load.is_doubtful_after(predicted, served):
+        follower = self.followers[choice.replica]
+        with self._choosing:
+            follower.load.on_answer(choice.number)
+            if cached_tokens is None:
+                return
+            doubtful = follower.load.is_doubtful_after(choice.position, cached_tokens)
+        if doubtful:
             follower.resync()
 
     def _reasons(self) -> str:

@@ -21,6 +21,7 @@ from rich.console import Console
 from sglang_hybrid.core.replicas.load import TOO_MANY_WRONG
 from sglang_hybrid.core.replicas.wire import KvEvents
 from sglang_hybrid.replicas import (
+    Choice,
     Follower,
     ReplicaIndex,
     Replicas,
@@ -412,17 +413,34 @@ def test_the_replica_with_the_earliest_first_token_is_chosen(server: Server, oth
     server.snapshot = [[stored([1, 2])]]
     server.rate = other.rate = 100.0
     with all_of(server, other) as replicas:
-        assert replicas.choose([1, 2, 3]) == (server.url, 2, 0.01)
+
+        def choose() -> Choice:
+            """Nothing is left of the choice: it is answered at once."""
+            choice = replicas.choose([1, 2, 3])
+            replicas.on_answer(choice)
+            return choice
+
+        assert choose()[:3] == (server.url, 2, 0.01)
         server.waiting = 9
         wait_until(lambda: replicas.followers[server.url].load.waiting == 9)
-        assert replicas.choose([1, 2, 3]) == (other.url, 0, 0.03)
+        assert choose()[:3] == (other.url, 0, 0.03)
         other.rate = 10.0
         wait_until(lambda: replicas.followers[other.url].load.prefill_tokens_per_second == 10)
-        assert replicas.choose([1, 2, 3]).replica == server.url
+        assert choose().replica == server.url
         server.stop_http()
         wait_until(lambda: not replicas.followers[server.url].is_reachable)
-        assert replicas.choose([1, 2, 3]).replica == other.url
+        assert choose().replica == other.url
         server.start_http()
+
+
+def test_equal_prompts_at_once_are_sent_to_one_replica(server: Server, other: Server) -> None:
+    """The second waits for the prefill of the first there; others are sent elsewhere meanwhile."""
+    prompt, different = list(range(100)), list(range(100, 200))
+    with all_of(server, other) as replicas:
+        first = replicas.choose(prompt)
+        assert replicas.choose(prompt).replica == first.replica
+        assert replicas.choose(prompt, "another tenant").replica != first.replica
+        assert replicas.choose(different[:50]).replica != first.replica
 
 
 def test_none_is_chosen_where_none_is_reachable() -> None:
@@ -434,15 +452,17 @@ def test_none_is_chosen_where_none_is_reachable() -> None:
 
 
 def test_a_replica_that_is_often_wrong_is_read_anew(server: Server) -> None:
+    """One that served more than it had said is not wrong."""
     with all_of(server) as replicas:
         follower = replicas.followers[server.url]
-        for _ in range(TOO_MANY_WRONG):
-            replicas.check(server.url, 10, 0)
-            replicas.check(server.url, 10, 10)
-        assert follower.snapshots == 1
-        replicas.check(server.url, 10, 12)
+        for number in range(TOO_MANY_WRONG + 1):
+            assert follower.snapshots == 1
+            replicas.on_answer(Choice(server.url, 10, 0.0, number), 10)
+            replicas.on_answer(Choice(server.url, 10, 0.0, number), 12)
+            replicas.on_answer(Choice(server.url, 10, 0.0, number), 0)
         wait_until(lambda: follower.is_in_step and follower.snapshots == 2)
-        assert (follower.load.right, follower.load.wrong) == (TOO_MANY_WRONG, TOO_MANY_WRONG + 1)
+        load = follower.load
+        assert (load.right, load.wrong) == (2 * (TOO_MANY_WRONG + 1), TOO_MANY_WRONG + 1)
 
 
 def test_the_table_has_a_line_for_each_server(server: Server) -> None:

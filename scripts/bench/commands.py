@@ -68,6 +68,7 @@ COMMANDS = {
     "schedule": "queues",
     "prewarm-server": "prewarm",
     "restart": "restart",
+    "fleet": "fleet",
     "loads": "queues",
     "beside": "beside",
 }

@@ -108,8 +108,7 @@ class HybridRadixCache(HostTierCache):
             tuning = self.tuning
             what_if = WhatIf(tuning.recent, lambda: tuning.in_force)
             self.page = PageView(self, self.decision_log, what_if)
-        events = getattr(self.tree_core, "state_events", None)
-        self.resumable = None if events is None else ResumableView(self, events)
+        self.resumable = ResumableView(self, getattr(self.tree_core, "state_events", None))
         logger.info(
             "sglang_hybrid: eviction %s, admission %s; a state is %s bytes, a KV token %s.",
             self.options.policy.value,

@@ -37,10 +37,11 @@ class ServedCache(Protocol):
 class ResumableView:
     """Where prompts of one cache can be resumed.
 
+    events: None where nothing is published of states; of several ranks, the first one publishes.
     scheduler: whose requests use the cache; a hook sets it (hooks/scheduling.py).
     """
 
-    def __init__(self, cache: ServedCache, events: StateEvents) -> None:
+    def __init__(self, cache: ServedCache, events: StateEvents | None) -> None:
         self.scheduler: Scheduler | None = None
         self._cache = cache
         self._events = events
@@ -52,13 +53,16 @@ class ResumableView:
 
     def publish(self) -> None:
         """Tell the readers what has changed."""
-        if self._events.has_news and self.scheduler is not None:
+        news = self._events is not None and self._events.has_news
+        if news and self.scheduler is not None:
             self.scheduler.kv_events_publisher.publish_kv_events()
 
     def answer(self, asked: ResumableReq) -> ResumableReqOutput:
         """One page. What had changed before it is published first, so that it is true of all that
         was published.
         """
+        if self._events is None:
+            return ResumableReqOutput(error="this server's events say nothing of states.")
         self.publish()
         speeds, cost = self._cache.speeds.speeds, self._cache.cost
         answer = ResumableReqOutput(
@@ -69,19 +73,22 @@ class ResumableView:
             waiting=0 if self.scheduler is None else len(self.scheduler.waiting_queue),
         )
         if asked.cursor is not None:
-            self._add_page(answer, asked.cursor, begin=asked.begin)
+            self._add_page(self._events, answer, asked)
         return answer
 
-    def _add_page(self, answer: ResumableReqOutput, cursor: str, *, begin: bool) -> None:
-        if begin:
+    def _add_page(
+        self, events: StateEvents, answer: ResumableReqOutput, asked: ResumableReq
+    ) -> None:
+        assert asked.cursor is not None
+        if asked.begin:
             while len(self._walks) >= READERS:
                 del self._walks[next(iter(self._walks))]
-            self._walks[cursor] = self._events.walk()
-        if cursor not in self._walks:
+            self._walks[asked.cursor] = events.walk()
+        if asked.cursor not in self._walks:
             answer.error = "this snapshot is over; begin anew, without a cursor."
             return
         told = 0
-        for blocks in self._walks[cursor]:
+        for blocks in self._walks[asked.cursor]:
             answer.events += [msgspec.to_builtins(event) for event in blocks]
             told += sum(len(event.token_ids) for event in blocks)
             if told >= PAGE_TOKENS:

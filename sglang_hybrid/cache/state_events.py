@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from sglang.srt.disaggregation.kv_events import (
     BlockRemoved,
     BlockStored,
@@ -21,7 +22,6 @@ from sglang.srt.disaggregation.kv_events import (
     namespaced_block_hash,
 )
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
-from sglang.srt.mem_cache.utils import hash_str_to_int64
 
 from sglang_hybrid.core.records.node_tree import NodeTree
 from sglang_hybrid.core.records.nodes import Node
@@ -242,13 +242,20 @@ class StateEvents(KVCacheEventRecorder):
             self._queue.append(BlockRemoved(block_hashes=hashes[-1:], medium=MEDIA[state]))
 
     def _hashes(self, node: Node, begin: int = 0) -> list[int]:
-        """Of the blocks of `node` from its block `begin` on; a tenant's are its own."""
+        """Of the blocks of `node` from its block `begin` on: 64 bits of SGLang's hash of all tokens
+        up to the block's end, as SGLang publishes them. A tenant's are its own.
+        """
         key = node.payload.key
+        texts = self._node_event_hash_values(node.payload)[begin:]
+        # As SGLang's hash_str_to_int64, for all of them at once.
+        values = np.frombuffer(bytes.fromhex("".join([text[:16] for text in texts])), ">i8")
         seed = self._seed(extra_key=key.extra_key, cache_salt=key.cache_salt)
-        return [
-            namespaced_block_hash(hash_str_to_int64(each), namespace_seed=seed)
-            for each in self._node_event_hash_values(node.payload)[begin:]
-        ]
+        if seed is not None and self.dynamo_format:
+            return [namespaced_block_hash(int(each), namespace_seed=seed) for each in values]
+        if seed is not None:
+            values = values ^ np.frombuffer(seed[:8], ">i8")
+        numbers: list[int] = values.tolist()
+        return numbers
 
     def _blocks(
         self, node: Node, place: tuple[Tier, Tier | None], begin: int = 0

@@ -280,7 +280,7 @@ def test_what_is_encoded_is_what_sglang_publishes() -> None:
 
 def test_a_model_without_states_has_sglangs_events() -> None:
     at = Server.on(Sizes(states=0), options("reuse"), enable_kv_cache_events=True)
-    assert at.cache.tree_core.state_events is None and at.cache.resumable is None
+    assert at.cache.tree_core.state_events is None
     at.serve(list(range(100, 140)), [3])
     assert sum(len(event.block_hashes) for event in stored(at)) == 40
 
@@ -288,7 +288,9 @@ def test_a_model_without_states_has_sglangs_events() -> None:
 def test_nothing_is_recorded_where_events_are_off() -> None:
     at = Server.on(ROOM, options("reuse"))
     at.serve(list(range(100, 140)), [3])
-    assert at.cache.resumable is None and at.cache.take_events() == []
+    assert at.cache.take_events() == []
+    at.cache.resumable.publish()
+    assert "nothing of states" in at.cache.resumable.answer(ResumableReq()).error
 
 
 # Snapshots.

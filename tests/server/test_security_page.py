@@ -25,7 +25,7 @@ from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests import test_keys
-from tests.cache import test_learning
+from tests.cache import test_learning, test_state_events
 from tests.cache import test_tenants as on_the_tree
 from tests.core import test_prefix_ranks
 from tests.server import test_adapters, test_modular, test_page
@@ -230,6 +230,10 @@ ELSEWHERE: dict[str, list[Callable[..., None]]] = {
     "how often files were used": [test_uses_file.test_tenants_are_apart_and_are_not_named],
     "the live page": [
         test_page.test_other_hosts_get_nothing,
+        test_keys.test_a_route_is_open_to_the_keys_of_its_level,
+    ],
+    "KV events": [
+        test_state_events.test_tenants_are_told_by_a_keyed_hash_and_share_no_block,
         test_keys.test_a_route_is_open_to_the_keys_of_its_level,
     ],
     "which rank a prompt is sent to": [test_prefix_ranks.test_another_tenants_prefix_steers_nobody],
