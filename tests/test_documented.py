@@ -39,6 +39,7 @@ TRAIN = "python -m scripts.train"
 PORTABLE = "python -m scripts.gpu_check.portable"
 EXPLAIN = "python -m sglang_hybrid.explain"
 PROMPTS = "python -m sglang_hybrid.prompts"
+REPLICAS = "python -m sglang_hybrid.replicas"
 FLAGS = (ROOT / "docs" / "flags.md").read_text()
 REPORTS = (ROOT / "docs" / "reports.md").read_text()
 GPU_PAGE = (ROOT / "docs" / "gpu.md").read_text()
@@ -64,6 +65,7 @@ def is_known(command: str) -> bool:
         REPLAY,
         EXPLAIN,
         PROMPTS,
+        REPLICAS,
         TESTS,
         REHEARSAL,
         TRAIN,
@@ -144,7 +146,8 @@ def test_a_replay_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "command", [*of(EXPLAIN), *of(PROMPTS), *of(REHEARSAL), *of(TRAIN), *of(PORTABLE)]
+    "command",
+    [*of(EXPLAIN), *of(PROMPTS), *of(REPLICAS), *of(REHEARSAL), *of(TRAIN), *of(PORTABLE)],
 )
 def test_a_module_takes_its_arguments(
     command: str, stops_when_parsed: None, monkeypatch: pytest.MonkeyPatch
