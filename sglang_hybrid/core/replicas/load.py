@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-import numpy as np
-
+from sglang_hybrid.core.records.edges import common_bytes
 from sglang_hybrid.core.replicas.tokens import TOKEN_BYTES
 
 ASSUMED_RATE: Final = 10_000.0  # tokens per second of a server that has not measured its prefills
@@ -67,7 +66,7 @@ class ReplicaLoad:
         there: a state will be there when it has waited for that.
         """
         sent = [each.prompt for each in self._sent.values() if each.tenant == tenant]
-        return max((_common(prompt, each) for each in sent), default=0) // TOKEN_BYTES
+        return max((common_bytes(each, prompt, 0) for each in sent), default=0) // TOKEN_BYTES
 
     def seconds(self, left: int) -> float:
         """Expected seconds to the first token of a prompt with `left` tokens to be prefilled: after
@@ -94,13 +93,3 @@ class ReplicaLoad:
             return False
         self._recent.clear()
         return True
-
-
-def _common(first: bytes, second: bytes) -> int:
-    """Bytes of whole tokens that two prompts begin with in common."""
-    size = min(len(first), len(second))
-    if first[:size] == second[:size]:
-        return size
-    count = size // TOKEN_BYTES
-    ours, theirs = (np.frombuffer(each, np.int32, count) for each in (first, second))
-    return int(np.argmax(ours != theirs)) * TOKEN_BYTES

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from sglang_hybrid.core.records.edges import common_bytes
 from sglang_hybrid.core.tiers.rates import TIERS, Tier
 
 TIER_COUNT: Final = len(TIERS)
@@ -104,7 +105,7 @@ def extend(top: Node, tokens: bytes, width: int) -> tuple[list[Node], list[Node]
         if child is None:
             child = top.children[first] = Node(top, tokens[offset:])
         else:
-            same = common(tokens, offset, child.edge, width)
+            same = common_bytes(child.edge, tokens, offset) // width * width
             if same < len(child.edge):
                 child = cut(child, same, width)
                 cuts.append(child)
@@ -142,22 +143,6 @@ def prune(node: Node, width: int) -> Node:
     return node
 
 
-def common(tokens: bytes, offset: int, edge: bytes, width: int) -> int:
-    """Bytes of the whole blocks that `edge` and `tokens` from `offset` on have in common at their
-    beginning.
-    """
-    if tokens.startswith(edge, offset):
-        return len(edge)
-    same, end = 0, min(len(edge), len(tokens) - offset) // width
-    while same < end:  # blocks before `same` are equal; one before `end` differs, or is the last
-        half = (same + end + 1) // 2
-        if tokens.startswith(edge[same * width : half * width], offset + same * width):
-            same = half
-        else:
-            end = half - 1
-    return same * width
-
-
 def stops(
     root: Node, prompt: bytes, limit: int, everyone: int, width: int
 ) -> tuple[list[int], list[int]]:
@@ -178,7 +163,7 @@ def stops(
         edge = node.edge
         end = position + len(edge)
         if end > limit or not prompt.startswith(edge, position):
-            same = min(common(prompt, position, edge, width), limit - position) // width * width
+            same = min(common_bytes(edge, prompt, position), limit - position) // width * width
             if same > 0 and whole & node.inner:
                 positions.append(position + same)
                 holders.append(whole & node.inner)
