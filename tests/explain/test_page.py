@@ -288,6 +288,38 @@ def test_watchers_share_one_reader_and_there_is_a_limit(monkeypatch: pytest.Monk
     asyncio.run(look())
 
 
+def test_who_joins_while_the_last_one_leaves_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that is opened just after another was closed."""
+    leaves, joined = asyncio.Event(), asyncio.Event()
+
+    async def ask(manager: Any, question: WatchReq, kind: Any) -> list[WatchReqOutput]:
+        if question.leave and not joined.is_set():
+            leaves.set()
+            await joined.wait()
+        return [WatchReqOutput(counts={"requests": 7 if joined.is_set() else 1})]
+
+    monkeypatch.setattr(watch, "ask_ranks", ask)
+    monkeypatch.setattr(watch, "EVERY", 0.001)
+
+    async def look() -> None:
+        told = Watch(SimpleNamespace())  # type: ignore[arg-type]
+        first = await told.stream()
+        await anext(first)
+        await first.aclose()
+        async with asyncio.timeout(5):
+            await leaves.wait()
+            second = await told.stream()
+            joined.set()
+            async for message in second:
+                if b'"requests":7' in message:
+                    break
+        await second.aclose()
+        while told._task is not None:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(look())
+
+
 @pytest.mark.parametrize(
     ("path", "sent", "comes"),
     [

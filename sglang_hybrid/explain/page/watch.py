@@ -131,18 +131,14 @@ class Watch:
         return messages
 
     async def _follow(self) -> None:
-        """While somebody watches: ask, remember, tell."""
+        """While somebody watches: ask, remember, tell. Who joins while the schedulers are told that
+        nobody does is told all of it anew.
+        """
         try:
             while self._watchers:
-                begin = time.monotonic()
-                answers = await ask_ranks(
-                    self._manager, WatchReq(reader=self._name), WatchReqOutput
-                )
-                self._tell(answers)
-                more = any(answer.more for answer in answers)
-                rest = EVERY / 10 if more else EVERY
-                await asyncio.sleep(max(0.0, begin + rest - time.monotonic()))
-            await ask_ranks(self._manager, WatchReq(reader=self._name, leave=True), WatchReqOutput)
+                await self._ask_until_nobody_watches()
+                leave = WatchReq(reader=self._name, leave=True)
+                await ask_ranks(self._manager, leave, WatchReqOutput)
         except Exception:
             logger.exception("sglang_hybrid: the page can show nothing more.")
             for queue in list(self._watchers):
@@ -151,6 +147,15 @@ class Watch:
             for copy in self._copies:
                 copy.nodes.clear()
             self._task = None
+
+    async def _ask_until_nobody_watches(self) -> None:
+        while self._watchers:
+            begin = time.monotonic()
+            answers = await ask_ranks(self._manager, WatchReq(reader=self._name), WatchReqOutput)
+            self._tell(answers)
+            more = any(answer.more for answer in answers)
+            rest = EVERY / 10 if more else EVERY
+            await asyncio.sleep(max(0.0, begin + rest - time.monotonic()))
 
     def _tell(self, answers: list[WatchReqOutput]) -> None:
         now = time.time()
