@@ -261,8 +261,8 @@ class Replicas:
 
     def choose(self, tokens: Tokens, tenant: str = "") -> Choice:
         """The replica with the least expected seconds to the first token: of the prefills that were
-        sent there and are not answered, and of what is left of this prompt. What one of those has
-        in common with it counts as left to nobody. Tell `on_answer` what became of it. Raises
+        sent there and are not answered, and of what is left of this prompt. Tokens that this prompt
+        shares with one of those are prefilled once. Tell `on_answer` what became of it. Raises
         LookupError if no replica is reachable.
         """
         prompt = as_bytes(tokens)

@@ -17,7 +17,6 @@ import numpy as np
 from sglang.srt.disaggregation.kv_events import (
     BlockRemoved,
     BlockStored,
-    StorageMedium,
     kv_event_namespace_seed,
     namespaced_block_hash,
 )
@@ -25,17 +24,14 @@ from sglang.srt.mem_cache.events import KVCacheEventRecorder
 
 from sglang_hybrid.core.records.node_tree import NodeTree
 from sglang_hybrid.core.records.nodes import Node
+from sglang_hybrid.core.replicas import wire
+from sglang_hybrid.core.replicas.index import KV, STATE
 from sglang_hybrid.core.tiers.places import tiers_of
 from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.serving.tenants import TenantNames, tenant, tenant_names
 
-MEDIA = {
-    Tier.DEVICE: StorageMedium.GPU,
-    Tier.HOST: StorageMedium.CPU,
-    Tier.DISK: StorageMedium.DISK,
-}
-KV, STATE = "full", "mamba"
-"""SGLang's names of the parts of a block (its ComponentType)."""
+MEDIA = {tier: medium for medium, tier in wire.MEDIA.items()}
+"""SGLang's names of the tiers (its StorageMedium)."""
 
 
 class PlacedBlocks(BlockStored, tag=BlockStored.__name__):  # type: ignore[call-arg]

@@ -321,7 +321,7 @@ class TenantNames:
     def __init__(self, key: bytes | None = None) -> None:
         if key is None:
             key = (os.environ.get(KEY_VARIABLE) or secrets.token_hex(16)).encode()
-        self._key = names.as_key(key)
+        self._key = names.secret_key(key)
 
     def name(self, tenant: Tenant) -> str:
         """The name of a tenant: 16 hex digits; "" of requests with neither key nor salt."""

@@ -14,6 +14,7 @@ from sglang_hybrid.core.tiers.rates import Tier
 
 KV: Final = "full"
 STATE: Final = "mamba"
+"""SGLang's names of the parts of a block (its ComponentType)."""
 
 
 class LostMessages(Exception):

@@ -18,10 +18,10 @@ def tenant_name(extra_key: str | None, cache_salt: str | None, key: str | bytes)
     """
     if not extra_key and not cache_salt:
         return ""
-    return hashed(extra_key or None, cache_salt or None, as_key(key))
+    return hashed(extra_key or None, cache_salt or None, secret_key(key))
 
 
-def as_key(key: str | bytes) -> bytes:
+def secret_key(key: str | bytes) -> bytes:
     """A secret of any length as the key of `hashed`."""
     return blake2b(key.encode() if isinstance(key, str) else key).digest()
 
