@@ -87,8 +87,18 @@ class Server:
     def open_publisher(self) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind(f"tcp://127.0.0.1:{self.port or '*'}")
+        wait_until(self.bind)
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    def bind(self) -> bool:
+        """Binds the socket. False while ZeroMQ's own thread still closes the port's last socket."""
+        try:
+            self.socket.bind(f"tcp://127.0.0.1:{self.port or '*'}")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise
+            return False
+        return True
 
     def wait_for_subscriber(self) -> None:
         assert self.socket.poll(20_000), "nobody subscribed"
