@@ -19,7 +19,7 @@ from rich.progress import track
 from rich.table import Table
 
 from sglang_hybrid.replay.measure import Measured, Server, fit, measure
-from sglang_hybrid.simulation.prefill_time import PrefillTime
+from sglang_hybrid.replay.simulation.prefill_time import PrefillTime
 
 
 def main() -> int:

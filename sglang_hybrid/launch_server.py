@@ -189,10 +189,10 @@ def _check(flags: argparse.Namespace, argv: Sequence[str]) -> tuple["HybridConfi
     flags: those of SGLang that are checked.
     """
     from sglang_hybrid.prompts.endpoints import warm_file
+    from sglang_hybrid.replay.simulation.tuner import trace_file
     from sglang_hybrid.serving import preflight
     from sglang_hybrid.serving.backend import has_recurrent_state
     from sglang_hybrid.serving.config import HybridConfig
-    from sglang_hybrid.simulation.tuner import trace_file
 
     preflight.check(flags)
     try:

@@ -13,9 +13,9 @@ patching.install()
 from scripts.bench.report import Table  # noqa: E402
 from scripts.bench.traces import SIZES, find, preset_of  # noqa: E402
 from sglang_hybrid.core.costs.cost import CostModel  # noqa: E402
-from sglang_hybrid.simulation.traces.formats import read_trace  # noqa: E402
-from sglang_hybrid.simulation.traces.lines import Reading  # noqa: E402
-from sglang_hybrid.simulation.traces.requests import Request  # noqa: E402
+from sglang_hybrid.replay.simulation.traces.formats import read_trace  # noqa: E402
+from sglang_hybrid.replay.simulation.traces.lines import Reading  # noqa: E402
+from sglang_hybrid.replay.simulation.traces.requests import Request  # noqa: E402
 from tests.cache.backends import options  # noqa: E402
 from tests.cache.driver import Server, Sizes, build_cache  # noqa: E402
 

@@ -31,10 +31,10 @@ from sglang_hybrid.core.records.nodes import Clock
 from sglang_hybrid.core.returns import answers as model
 from sglang_hybrid.core.returns.history import History, TimeUnit
 from sglang_hybrid.replay.runner import Job, Runner
+from sglang_hybrid.replay.simulation.traces.declared_hints import KINDS, with_hints
+from sglang_hybrid.replay.simulation.traces.generators import generate, traffic
+from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.simulation.traces.declared_hints import KINDS, with_hints
-from sglang_hybrid.simulation.traces.generators import generate, traffic
-from sglang_hybrid.simulation.traces.requests import Request
 
 WITHOUT = Spec("reuse", (("answers", 0.0),))
 WITH = Spec("reuse")

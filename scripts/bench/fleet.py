@@ -22,10 +22,10 @@ from scripts.bench.commands import Count
 from scripts.bench.report import Table
 from scripts.bench.servers import events, flush, greedy, percentile, random_tokens
 from sglang_hybrid.models import ensure_tiny_model
+from sglang_hybrid.replay.simulation.replicas import ROUTERS
+from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.replicas import Replicas
 from sglang_hybrid.serving.server_process import ServerProcess, free_port
-from sglang_hybrid.simulation.replicas import ROUTERS
-from sglang_hybrid.simulation.traces.requests import Request
 
 SECONDS = 45.0
 """In which sessions begin."""
@@ -92,7 +92,7 @@ class Chooser(Protocol):
 
 
 class OfReplay:
-    """A router of the replay (simulation/replicas.py)."""
+    """A router of the replay (replay/simulation/replicas.py)."""
 
     def __init__(self, name: str, urls: list[str]) -> None:
         self._router, self._urls = ROUTERS[name](), urls

@@ -27,10 +27,10 @@ from sglang_hybrid.core.costs.cost import MOST_STATES_TO_KV, TOKENS_PER_STATE, C
 from sglang_hybrid.core.records.pin import PinRequest, Priority
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.replay.runner import Job, Result, Runner
+from sglang_hybrid.replay.simulation.prefill_time import PAPER
+from sglang_hybrid.replay.simulation.tiers.tier_budgets import CopyCodec, TierBudgets
+from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.simulation.prefill_time import PAPER
-from sglang_hybrid.simulation.tiers.tier_budgets import CopyCodec, TierBudgets
-from sglang_hybrid.simulation.traces.requests import Request
 
 REUSE = Spec("reuse")
 

@@ -35,9 +35,9 @@ from sglang_hybrid.models import ensure_tiny_model
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.platforms.sizing import model_sizes
 from sglang_hybrid.replay.reports.plots import STYLE, WIDTH
+from sglang_hybrid.replay.simulation.traces.arrivals import Draw
+from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.serving.server_process import ServerProcess
-from sglang_hybrid.simulation.traces.arrivals import Draw
-from sglang_hybrid.simulation.traces.requests import Request
 
 CONCURRENCY = 2
 STATES_SHARES = (0.15, 0.4, 0.7)

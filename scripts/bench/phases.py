@@ -16,9 +16,9 @@ from scripts.bench.report import ROOT, Table
 from scripts.bench.servers import flags_of, hybrid_cache, vocabulary_of
 from scripts.bench.traffic import Outcome, Steps, beside, drive, hit_rate, probe
 from sglang_hybrid.models import ensure_tiny_model
+from sglang_hybrid.replay.simulation.traces.arrivals import Draw
+from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.serving.server_process import ServerProcess
-from sglang_hybrid.simulation.traces.arrivals import Draw
-from sglang_hybrid.simulation.traces.requests import Request
 
 FIXED = ("--hybrid-eviction sglang-lru", "--hybrid-eviction marconi:1", "--hybrid-eviction reuse")
 CONCURRENCY = 2
@@ -45,7 +45,7 @@ async def look_for_workers(server: ServerProcess, steps: Steps) -> None:
         running = False
         for process in await asyncio.to_thread(server.processes):
             with contextlib.suppress(psutil.Error):
-                running |= "sglang_hybrid.simulation.workers" in process.cmdline()
+                running |= "sglang_hybrid.replay.simulation.workers" in process.cmdline()
         steps.looks.append((time.perf_counter(), running))
         await asyncio.sleep(LOOK_SECONDS)
 

@@ -15,10 +15,10 @@ from scripts.bench.traces import COST, RULES, TRACES, Folder, Row, Seeds, percen
 from sglang_hybrid.core.returns import answers, hazards
 from sglang_hybrid.core.server_settings import Serving, Split
 from sglang_hybrid.replay.runner import Runner
+from sglang_hybrid.replay.simulation.traces.arrivals import Draw
+from sglang_hybrid.replay.simulation.traces.generators import generate, traffic
+from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.replay.systems import Setting, Spec
-from sglang_hybrid.simulation.traces.arrivals import Draw
-from sglang_hybrid.simulation.traces.generators import generate, traffic
-from sglang_hybrid.simulation.traces.requests import Request
 
 CHANGES = (
     ("agent", "few-shot"),

@@ -21,14 +21,14 @@ from sglang_hybrid.core.queue.orders import (
     Window,
 )
 from sglang_hybrid.core.queue.waiting import Bound
+from sglang_hybrid.replay.simulation.prefill_time import PAPER
+from sglang_hybrid.replay.simulation.simulator import Cache, Simulator
+from sglang_hybrid.replay.simulation.tiers.tier_budgets import TierBudgets
+from sglang_hybrid.replay.simulation.traces.arrivals import Azure
+from sglang_hybrid.replay.simulation.traces.requests import Request
+from sglang_hybrid.replay.simulation.workers import run_all
 from sglang_hybrid.replay.systems import Setting, Spec
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.simulation.prefill_time import PAPER
-from sglang_hybrid.simulation.simulator import Cache, Simulator
-from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets
-from sglang_hybrid.simulation.traces.arrivals import Azure
-from sglang_hybrid.simulation.traces.requests import Request
-from sglang_hybrid.simulation.workers import run_all
 
 Item = TypeVar("Item")
 

@@ -14,14 +14,14 @@ from scripts.bench.traces import COST, find
 from sglang_hybrid.core.server_settings import Serving
 from sglang_hybrid.core.victims.eviction import POLICIES
 from sglang_hybrid.replay.runner import Job, Runner
+from sglang_hybrid.replay.simulation.future import Oracle
+from sglang_hybrid.replay.simulation.prefill_time import PAPER
+from sglang_hybrid.replay.simulation.simulator import Simulator
+from sglang_hybrid.replay.simulation.traces.formats import read_trace
+from sglang_hybrid.replay.simulation.traces.generators import generate, traffic
+from sglang_hybrid.replay.simulation.traces.lines import Reading
+from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.replay.systems import Setting, Spec, systems
-from sglang_hybrid.simulation.future import Oracle
-from sglang_hybrid.simulation.prefill_time import PAPER
-from sglang_hybrid.simulation.simulator import Simulator
-from sglang_hybrid.simulation.traces.formats import read_trace
-from sglang_hybrid.simulation.traces.generators import generate, traffic
-from sglang_hybrid.simulation.traces.lines import Reading
-from sglang_hybrid.simulation.traces.requests import Request
 
 ALPHAS = [0.0, *np.geomspace(0.01, 10, 19).round(3).tolist()]
 

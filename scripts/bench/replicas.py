@@ -8,9 +8,9 @@ from scripts.bench.queue_rows import SIZES, Row, at_load
 from scripts.bench.report import Table
 from scripts.bench.traces import COST, ONE_MEMORY, TRACES, Folder, read_named
 from sglang_hybrid.replay.runner import Job, Runner
+from sglang_hybrid.replay.simulation.prefill_time import PAPER
+from sglang_hybrid.replay.simulation.replicas import ROUTERS
 from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.simulation.prefill_time import PAPER
-from sglang_hybrid.simulation.replicas import ROUTERS
 
 REUSE = Spec("reuse")
 

@@ -15,9 +15,9 @@ from scripts.bench.servers import LAUNCHERS, flags_of, hybrid_cache, vocabulary_
 from scripts.bench.traces import find, preset_of
 from scripts.bench.traffic import Steps, beside, drive, hit_rate, probe
 from sglang_hybrid.models import ensure_tiny_model
+from sglang_hybrid.replay.simulation.traces.requests import Request
+from sglang_hybrid.replay.simulation.traces.slices import reusable_tokens
 from sglang_hybrid.serving.server_process import ServerProcess
-from sglang_hybrid.simulation.traces.requests import Request
-from sglang_hybrid.simulation.traces.slices import reusable_tokens
 
 PRESETS_OF_TIERS = {
     "sharegpt_55": ("kv_tokens=4096",),

@@ -22,11 +22,11 @@ from sglang_hybrid.core.returns.reuse import ReuseIndex
 from sglang_hybrid.core.victims.eviction import Policy, Reuse
 from sglang_hybrid.core.victims.table import Table as Candidates
 from sglang_hybrid.replay.runner import Runner
+from sglang_hybrid.replay.simulation.future import Oracle
+from sglang_hybrid.replay.simulation.tiers.tier_budgets import TierBudgets
+from sglang_hybrid.replay.simulation.tiers.tier_simulator import TieredClairvoyant, TieredSimulator
+from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.simulation.future import Oracle
-from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets
-from sglang_hybrid.simulation.tiers.tier_simulator import TieredClairvoyant, TieredSimulator
-from sglang_hybrid.simulation.traces.requests import Request
 
 MISSED = {  # GB of the device, with a tenfold host
     "sharegpt_55": 0.4,

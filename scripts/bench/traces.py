@@ -11,13 +11,13 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Budget, Serving
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from sglang_hybrid.replay.runner import Job, Runner
+from sglang_hybrid.replay.simulation.traces.arrivals import Draw
+from sglang_hybrid.replay.simulation.traces.formats import read_trace
+from sglang_hybrid.replay.simulation.traces.generators import Traffic, generate, traffic
+from sglang_hybrid.replay.simulation.traces.lines import Reading
+from sglang_hybrid.replay.simulation.traces.requests import Request
+from sglang_hybrid.replay.simulation.traces.slices import to_vocabulary
 from sglang_hybrid.replay.systems import Spec
-from sglang_hybrid.simulation.traces.arrivals import Draw
-from sglang_hybrid.simulation.traces.formats import read_trace
-from sglang_hybrid.simulation.traces.generators import Traffic, generate, traffic
-from sglang_hybrid.simulation.traces.lines import Reading
-from sglang_hybrid.simulation.traces.requests import Request
-from sglang_hybrid.simulation.traces.slices import to_vocabulary
 
 TRACES = ROOT.parent / "shared" / "traces"
 SIZES: dict[str, tuple[float, ...]] = {  # GB, by trace

@@ -22,12 +22,12 @@ from scripts.bench.traces import (
     in_phases,
     read_named,
 )
+from sglang_hybrid.replay.simulation.traces import generators
+from sglang_hybrid.replay.simulation.traces.requests import Request
+from sglang_hybrid.replay.simulation.tuner.candidates import CANDIDATES
+from sglang_hybrid.replay.simulation.tuner.tuned import DELAY, TunedCache, switching
+from sglang_hybrid.replay.simulation.tuner.tuner import Rules
 from sglang_hybrid.replay.systems import Setting, Spec
-from sglang_hybrid.simulation.traces import generators
-from sglang_hybrid.simulation.traces.requests import Request
-from sglang_hybrid.simulation.tuner.candidates import CANDIDATES
-from sglang_hybrid.simulation.tuner.tuned import DELAY, TunedCache, switching
-from sglang_hybrid.simulation.tuner.tuner import Rules
 
 Ints = npt.NDArray[np.int64]
 

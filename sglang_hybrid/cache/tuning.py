@@ -19,20 +19,20 @@ from sglang_hybrid.cache.tiers.served_tiers import ServedCache, served_tiers
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import make_policies
 from sglang_hybrid.explain.page.what_if import FEWEST
-from sglang_hybrid.serving.flag_values import Eviction, Ui
-from sglang_hybrid.serving.requests import kv_hints
-from sglang_hybrid.serving.tenants import TenantNames, tenant_of
-from sglang_hybrid.simulation.tuner.candidates import CANDIDATES, MARCONI_ALONE
-from sglang_hybrid.simulation.tuner.recorder import (
+from sglang_hybrid.replay.simulation.tuner.candidates import CANDIDATES, MARCONI_ALONE
+from sglang_hybrid.replay.simulation.tuner.recorder import (
     Finished,
     Recorder,
     RequestWindow,
     compact,
     make_window,
 )
-from sglang_hybrid.simulation.tuner.trace_file import TraceFile
-from sglang_hybrid.simulation.tuner.tuner import PolicySwitch, Rules, Tuner
-from sglang_hybrid.simulation.workers import Limits
+from sglang_hybrid.replay.simulation.tuner.trace_file import TraceFile
+from sglang_hybrid.replay.simulation.tuner.tuner import PolicySwitch, Rules, Tuner
+from sglang_hybrid.replay.simulation.workers import Limits
+from sglang_hybrid.serving.flag_values import Eviction, Ui
+from sglang_hybrid.serving.requests import kv_hints
+from sglang_hybrid.serving.tenants import TenantNames, tenant_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

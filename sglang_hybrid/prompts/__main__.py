@@ -22,9 +22,9 @@ from sglang_hybrid.prompts.linter.lint import lint
 from sglang_hybrid.prompts.linter.recorded import TenantReport, analyse, sentences
 from sglang_hybrid.prompts.schemas.schema import read_schema
 from sglang_hybrid.prompts.schemas.xml import MarkupError
-from sglang_hybrid.simulation.prefill_time import PAPER, PrefillTime
-from sglang_hybrid.simulation.traces.formats import FORMATS, read_trace
-from sglang_hybrid.simulation.traces.lines import Reading
+from sglang_hybrid.replay.simulation.prefill_time import PAPER, PrefillTime
+from sglang_hybrid.replay.simulation.traces.formats import FORMATS, read_trace
+from sglang_hybrid.replay.simulation.traces.lines import Reading
 
 
 def main() -> int:

@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sglang_hybrid.replay.command_line import jobs_of, parser, traffic_of
 from sglang_hybrid.replay.reports.tables import show_results
 from sglang_hybrid.replay.runner import Job, Result, Runner
-from sglang_hybrid.simulation.traces.formats import find_format, write_trace
-from sglang_hybrid.simulation.traces.lines import whole_file
+from sglang_hybrid.replay.simulation.traces.formats import find_format, write_trace
+from sglang_hybrid.replay.simulation.traces.lines import whole_file
 
 AVMP = "avmp"
 """In the place of a trace: the comparison of the AVMP paper."""

@@ -13,17 +13,17 @@ from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel
 from sglang_hybrid.core.server_settings import Budget, Serving, Split
 from sglang_hybrid.core.systems import HINDSIGHT, SYSTEMS, Spec
 from sglang_hybrid.replay.runner import Job
+from sglang_hybrid.replay.simulation.prefill_time import PAPER, PrefillTime
+from sglang_hybrid.replay.simulation.replicas import ROUTERS
+from sglang_hybrid.replay.simulation.tiers.tier_budgets import EXAMPLE, TierBudgets, parse_bytes
+from sglang_hybrid.replay.simulation.traces.arrivals import Azure, Draw
+from sglang_hybrid.replay.simulation.traces.declared_hints import KINDS as HINTS
+from sglang_hybrid.replay.simulation.traces.declared_hints import with_hints
+from sglang_hybrid.replay.simulation.traces.formats import FORMATS, read_trace
+from sglang_hybrid.replay.simulation.traces.generators import KINDS, generate, traffic
+from sglang_hybrid.replay.simulation.traces.lines import Reading, Skipped
+from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.replay.systems import smallest_budget
-from sglang_hybrid.simulation.prefill_time import PAPER, PrefillTime
-from sglang_hybrid.simulation.replicas import ROUTERS
-from sglang_hybrid.simulation.tiers.tier_budgets import EXAMPLE, TierBudgets, parse_bytes
-from sglang_hybrid.simulation.traces.arrivals import Azure, Draw
-from sglang_hybrid.simulation.traces.declared_hints import KINDS as HINTS
-from sglang_hybrid.simulation.traces.declared_hints import with_hints
-from sglang_hybrid.simulation.traces.formats import FORMATS, read_trace
-from sglang_hybrid.simulation.traces.generators import KINDS, generate, traffic
-from sglang_hybrid.simulation.traces.lines import Reading, Skipped
-from sglang_hybrid.simulation.traces.requests import Request
 
 ONE_MEMORY = "one"
 TIER_POLICIES = "hicache,lru,reuse,clairvoyant,unbounded"

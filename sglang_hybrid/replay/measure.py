@@ -11,7 +11,7 @@ from typing import Any
 
 import requests
 
-from sglang_hybrid.simulation.prefill_time import PrefillTime
+from sglang_hybrid.replay.simulation.prefill_time import PrefillTime
 
 FEW, MANY = 1, 33  # tokens of the answers that decoding is measured with
 

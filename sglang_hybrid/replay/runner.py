@@ -13,17 +13,17 @@ from sglang_hybrid.core.costs.cost import MIN_BRANCH_TOKENS, CostModel, FloatArr
 from sglang_hybrid.core.server_settings import Budget, Serving, Split
 from sglang_hybrid.core.systems import Setting, Spec
 from sglang_hybrid.replay import systems  # noqa: F401, it registers them
-from sglang_hybrid.simulation.block_cache import BlockCache
-from sglang_hybrid.simulation.future import Oracle
-from sglang_hybrid.simulation.prefill_time import PrefillTime
-from sglang_hybrid.simulation.replicas import ROUTERS
-from sglang_hybrid.simulation.simulator import Outcome
-from sglang_hybrid.simulation.tiers.losses import Loss, Losses
-from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets, TierCounts
-from sglang_hybrid.simulation.tiers.tier_simulator import TieredSimulator
-from sglang_hybrid.simulation.timing import Timeline, paper_ttft
-from sglang_hybrid.simulation.traces.requests import Request
-from sglang_hybrid.simulation.workers import run_all
+from sglang_hybrid.replay.simulation.block_cache import BlockCache
+from sglang_hybrid.replay.simulation.future import Oracle
+from sglang_hybrid.replay.simulation.prefill_time import PrefillTime
+from sglang_hybrid.replay.simulation.replicas import ROUTERS
+from sglang_hybrid.replay.simulation.simulator import Outcome
+from sglang_hybrid.replay.simulation.tiers.losses import Loss, Losses
+from sglang_hybrid.replay.simulation.tiers.tier_budgets import TierBudgets, TierCounts
+from sglang_hybrid.replay.simulation.tiers.tier_simulator import TieredSimulator
+from sglang_hybrid.replay.simulation.timing import Timeline, paper_ttft
+from sglang_hybrid.replay.simulation.traces.requests import Request
+from sglang_hybrid.replay.simulation.workers import run_all
 
 
 @dataclass(frozen=True)

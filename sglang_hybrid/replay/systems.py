@@ -17,7 +17,7 @@ from sglang_hybrid.core.systems import (
 )
 from sglang_hybrid.core.tiers.rates import Speeds
 from sglang_hybrid.core.victims.eviction import POLICIES, Lru, Policy
-from sglang_hybrid.simulation.baselines import (
+from sglang_hybrid.replay.simulation.baselines import (
     SGLANG_RUNNING_STATES,
     ClairvoyantCache,
     NoCache,
@@ -25,14 +25,14 @@ from sglang_hybrid.simulation.baselines import (
     SglangPlus,
     SglangSimulator,
 )
-from sglang_hybrid.simulation.block_cache import BlockCache
-from sglang_hybrid.simulation.future import Oracle
-from sglang_hybrid.simulation.policies import Density, SglangLru, TailLru
-from sglang_hybrid.simulation.server_simulator import ServerSimulator
-from sglang_hybrid.simulation.simulator import Cache, Simulator
-from sglang_hybrid.simulation.tiers.hicache import HiCache
-from sglang_hybrid.simulation.tiers.tier_simulator import TieredClairvoyant, TieredSimulator
-from sglang_hybrid.simulation.tuner.tuned import SYSTEMS as TUNED
+from sglang_hybrid.replay.simulation.block_cache import BlockCache
+from sglang_hybrid.replay.simulation.future import Oracle
+from sglang_hybrid.replay.simulation.policies import Density, SglangLru, TailLru
+from sglang_hybrid.replay.simulation.server_simulator import ServerSimulator
+from sglang_hybrid.replay.simulation.simulator import Cache, Simulator
+from sglang_hybrid.replay.simulation.tiers.hicache import HiCache
+from sglang_hybrid.replay.simulation.tiers.tier_simulator import TieredClairvoyant, TieredSimulator
+from sglang_hybrid.replay.simulation.tuner.tuned import SYSTEMS as TUNED
 
 __all__ = ["SYSTEMS", "Setting", "Spec", "smallest_budget", "systems"]
 

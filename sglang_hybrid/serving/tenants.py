@@ -26,7 +26,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from sglang_hybrid.core.replicas import names
+from sglang_hybrid.core.records.tenant_names import hashed, secret_key
 from sglang_hybrid.serving import headers
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import API_KEY, REQUIRED
@@ -321,13 +321,13 @@ class TenantNames:
     def __init__(self, key: bytes | None = None) -> None:
         if key is None:
             key = (os.environ.get(KEY_VARIABLE) or secrets.token_hex(16)).encode()
-        self._key = names.secret_key(key)
+        self._key = secret_key(key)
 
     def name(self, tenant: Tenant) -> str:
         """The name of a tenant: 16 hex digits; "" of requests with neither key nor salt."""
         if tenant is None:
             return ""
-        return names.hashed(*tenant, self._key)
+        return hashed(*tenant, self._key)
 
     def of_api_key(self, key: str) -> str:
         """The name of clients with an API key: 32 hex digits."""

@@ -50,9 +50,9 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.memory.account import Account, MemoryKind
 from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.core.returns.hints import Hint, PromptHints
+from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.requests import kv_hints
-from sglang_hybrid.simulation.traces.requests import Request
 from tests.cache.backends import COST
 
 FULL, MAMBA = ComponentType.FULL, ComponentType.MAMBA

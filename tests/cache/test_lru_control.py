@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hybrid.replay.simulation.traces.formats import read_trace
+from sglang_hybrid.replay.simulation.traces.lines import Reading
+from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.simulation.traces.formats import read_trace
-from sglang_hybrid.simulation.traces.lines import Reading
-from sglang_hybrid.simulation.traces.requests import Request
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes
 

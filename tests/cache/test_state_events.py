@@ -15,10 +15,10 @@ from sglang.srt.disaggregation.kv_events import KVEventBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_hybrid.cache.resumable import READERS, ResumableView
-from sglang_hybrid.core.replicas.index import ReplicaIndex
-from sglang_hybrid.core.replicas.wire import apply_events
 from sglang_hybrid.core.tiers.places import tiers_of
 from sglang_hybrid.explain.messages import ResumableReq
+from sglang_hybrid.replicas.index import ReplicaIndex
+from sglang_hybrid.replicas.wire import apply_events
 from sglang_hybrid.serving.tenants import tenant, tenant_names
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes

@@ -35,7 +35,7 @@ from tests.cache.pretended_server import PretendedServer, plainly, pretend, pret
 from tests.cache.test_tiers import serve_at_random
 from tests.examples import seeds
 from tests.releases import smaller_copies, waits_listed
-from tests.simulation.tuner.traffic import conversations, requests, templates
+from tests.replay.simulation.tuner.traffic import conversations, requests, templates
 
 SIZES = Sizes(states=7, kv=160, rows=6, context=128)
 KV_ONLY = Sizes(states=0, kv=160, rows=6, context=128)

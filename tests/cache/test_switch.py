@@ -7,13 +7,13 @@ import random
 
 import pytest
 
+from sglang_hybrid.replay.simulation.tuner.candidates import CANDIDATES
+from sglang_hybrid.replay.simulation.tuner.tuner import PolicySwitch
 from sglang_hybrid.replay.systems import Spec
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.simulation.tuner.candidates import CANDIDATES
-from sglang_hybrid.simulation.tuner.tuner import PolicySwitch
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes, build_cache
-from tests.simulation.tuner.traffic import run
+from tests.replay.simulation.tuner.traffic import run
 
 SIZES = {
     "states": Sizes(kv=600, states=8),

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from sglang_hybrid.explain.explanation import Explanation
 from sglang_hybrid.explain.messages import ExplainReq
+from sglang_hybrid.replay.simulation.traces.line_formats import RecordedLine
 from sglang_hybrid.serving.tenants import TenantNames, apart_from_adapters, tenant, tenant_of
-from sglang_hybrid.simulation.traces.line_formats import RecordedLine
 from tests.cache.backends import POLICIES, options
 from tests.cache.driver import Server, Sizes
 from tests.cache.test_rules import run

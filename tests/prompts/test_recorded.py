@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from sglang_hybrid.models.tokenizer import build_tokenizer
 from sglang_hybrid.prompts.linter.alignment import Aligner
 from sglang_hybrid.prompts.linter.recorded import TenantReport, analyse, sentences, short_branches
-from sglang_hybrid.simulation.prefill_time import PAPER
-from sglang_hybrid.simulation.traces.formats import write_recorded
-from sglang_hybrid.simulation.traces.requests import Request
+from sglang_hybrid.replay.simulation.prefill_time import PAPER
+from sglang_hybrid.replay.simulation.traces.formats import write_recorded
+from sglang_hybrid.replay.simulation.traces.requests import Request
 
 Make = Callable[[int], str]
 COUNT = 20

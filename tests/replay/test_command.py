@@ -24,12 +24,12 @@ from sglang_hybrid.replay.reports.figures import cached_bytes, flop_efficiency
 from sglang_hybrid.replay.reports.report import MARK, leads
 from sglang_hybrid.replay.reports.study import paper_model
 from sglang_hybrid.replay.runner import Job, Result, Runner
-from sglang_hybrid.simulation.prefill_time import PAPER
-from sglang_hybrid.simulation.simulator import Simulator, hit_rate
-from sglang_hybrid.simulation.tiers.tier_budgets import parse_bytes
-from sglang_hybrid.simulation.traces.formats import read_trace, recognise
-from sglang_hybrid.simulation.traces.generators import generate, traffic
-from sglang_hybrid.simulation.traces.lines import Reading
+from sglang_hybrid.replay.simulation.prefill_time import PAPER
+from sglang_hybrid.replay.simulation.simulator import Simulator, hit_rate
+from sglang_hybrid.replay.simulation.tiers.tier_budgets import parse_bytes
+from sglang_hybrid.replay.simulation.traces.formats import read_trace, recognise
+from sglang_hybrid.replay.simulation.traces.generators import generate, traffic
+from sglang_hybrid.replay.simulation.traces.lines import Reading
 from tests.browser import violations
 
 COST = CostModel.paper_7b()

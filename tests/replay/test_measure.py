@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from sglang_hybrid.replay.measure import Server, TimedAnswer, decode_seconds, fit, measure
-from sglang_hybrid.simulation.prefill_time import PrefillTime
+from sglang_hybrid.replay.simulation.prefill_time import PrefillTime
 
 TRUE = PrefillTime(0.03, 4e-5, 3e-9, 0.005, "made up")
 

@@ -7,8 +7,8 @@ import pytest
 from scripts.bench.tiers_ladder import RUNGS, Told, hit_rate, shares, weigh
 from scripts.bench.traces import COST
 from sglang_hybrid.core.returns import hazards
-from sglang_hybrid.simulation.tiers.tier_budgets import TierBudgets
-from sglang_hybrid.simulation.traces import generators
+from sglang_hybrid.replay.simulation.tiers.tier_budgets import TierBudgets
+from sglang_hybrid.replay.simulation.traces import generators
 
 REQUESTS = generators.generate("chat", generators.traffic("chat", sessions=40), 3)
 DEVICE = 0.05

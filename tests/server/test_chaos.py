@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.replay.simulation.traces.line_formats import RecordedLine
 from sglang_hybrid.serving.server_process import ServerProcess
-from sglang_hybrid.simulation.traces.line_formats import RecordedLine
 from tests.server.chaos import Chaos, Clients
 from tests.server.client import Serve, alive, random_prompt, said, until
 from tests.server.one_memory import all_is_free

@@ -28,11 +28,11 @@ from tests import test_keys
 from tests.cache import test_learning, test_state_events
 from tests.cache import test_tenants as on_the_tree
 from tests.core import test_prefix_ranks
+from tests.replay.simulation import test_parity
+from tests.replay.simulation.tuner import test_trace_file
 from tests.server import test_adapters, test_modular, test_page
 from tests.server import test_tenant_routes as routes
 from tests.server.client import hybrid_cache, random_prompt
-from tests.simulation import test_parity
-from tests.simulation.tuner import test_trace_file
 from tests.storage import test_uses_file
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"

@@ -58,7 +58,7 @@ seen, with five objects of one type each."""
 RECORDS = {
     "sglang_hybrid.core.returns.answers.Answer",
     "sglang_hybrid.core.returns.history_tree.HistoryNode",
-    "sglang_hybrid.simulation.tuner.recorder.Finished",
+    "sglang_hybrid.replay.simulation.tuner.recorder.Finished",
 }
 """What is kept of requests by design, up to a number or a number of bytes."""
 

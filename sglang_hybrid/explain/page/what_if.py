@@ -14,9 +14,9 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Budget, Split
 from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.explain.page.messages import WhatIfReqOutput
-from sglang_hybrid.simulation.tuner.candidates import describe_failure, replay
-from sglang_hybrid.simulation.tuner.recorder import RequestWindow
-from sglang_hybrid.simulation.workers import Limits, run_jobs
+from sglang_hybrid.replay.simulation.tuner.candidates import describe_failure, replay
+from sglang_hybrid.replay.simulation.tuner.recorder import RequestWindow
+from sglang_hybrid.replay.simulation.workers import Limits, run_jobs
 
 logger = logging.getLogger(__name__)
 

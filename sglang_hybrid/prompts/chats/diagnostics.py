@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from sglang_hybrid.core.records.latest import Latest
 from sglang_hybrid.prompts.chats.breakpoints import common_start
+from sglang_hybrid.replay.simulation.traces.requests import common_prefix
 from sglang_hybrid.serving.tenants import Tenant, tenant_of_prompt
-from sglang_hybrid.simulation.traces.requests import common_prefix
 
 MOST_BYTES = 64 << 20
 """Of all requests that are kept; the tenant that holds most loses its oldest one first."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hybrid.simulation.traces.requests import TokenArray, common_prefix
+from sglang_hybrid.replay.simulation.traces.requests import TokenArray, common_prefix
 
 Hashes = npt.NDArray[np.uint64]
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from sglang_hybrid.prompts.linter.alignment import RUN, Aligner, Alignment, EqualBlock
 from sglang_hybrid.prompts.linter.lint import DATES
-from sglang_hybrid.simulation.prefill_time import PrefillTime
-from sglang_hybrid.simulation.traces.requests import Request, TokenArray, common_prefix
+from sglang_hybrid.replay.simulation.prefill_time import PrefillTime
+from sglang_hybrid.replay.simulation.traces.requests import Request, TokenArray, common_prefix
 
 LEAST_TOKENS = 32
 """That a request would save by a change, for it to count."""

@@ -13,7 +13,7 @@ from sglang_hybrid.replay.avmp.paged import Padded, TwoPools
 from sglang_hybrid.replay.avmp.queueing import Capacity, queue
 from sglang_hybrid.replay.avmp.requests import WORKLOADS
 from sglang_hybrid.replay.avmp.shared import OneWayDonor, PlainShared, SharedByValue
-from sglang_hybrid.simulation.workers import run_all
+from sglang_hybrid.replay.simulation.workers import run_all
 
 SGLANGS_SHARE = 0.474
 """Of the memory, 0.9 / 1.9: what SGLang's --mamba-full-memory-ratio gives to states by default."""

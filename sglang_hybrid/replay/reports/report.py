@@ -23,7 +23,7 @@ from sglang_hybrid.replay.reports import plots
 from sglang_hybrid.replay.reports.figures import Plot, clock, draw
 from sglang_hybrid.replay.reports.study import Study, hits_by_tier, lost_tokens, size_words
 from sglang_hybrid.replay.runner import Result
-from sglang_hybrid.simulation.baselines import SGLANG_RUNNING_STATES
+from sglang_hybrid.replay.simulation.baselines import SGLANG_RUNNING_STATES
 
 MARK = "sglang_hybrid replay report"
 

@@ -11,8 +11,8 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Budget, Split
 from sglang_hybrid.core.systems import HINDSIGHT, Spec
 from sglang_hybrid.replay.runner import Job, Result, Runner
-from sglang_hybrid.simulation.traces.generators import retime
-from sglang_hybrid.simulation.traces.requests import Request
+from sglang_hybrid.replay.simulation.traces.generators import retime
+from sglang_hybrid.replay.simulation.traces.requests import Request
 
 SWEPT = ("vllm+", "sglang+", "lru", HINDSIGHT, "reuse")  # the policies of sweeps, where asked for
 MIXES = ((32, 4), (30, 5), (28, 7), (24, 12), (0, 36))  # SSM and attention layers, paper figure 12a

@@ -11,7 +11,7 @@ from rich.table import Table
 from sglang_hybrid.core.server_settings import Budget, Split
 from sglang_hybrid.replay.reports.study import lost_tokens
 from sglang_hybrid.replay.runner import Result
-from sglang_hybrid.simulation.traces.requests import Request
+from sglang_hybrid.replay.simulation.traces.requests import Request
 
 
 def show_results(results: Sequence[Result], requests: Sequence[Request], console: Console) -> None:

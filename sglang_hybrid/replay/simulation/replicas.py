@@ -1,0 +1,181 @@
+"""Several servers, each with a cache of its own, and routers that choose one for a request."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from sglang_hybrid.core.queue.prefix_overlap import TOKEN_BYTES, SortedKeys, as_key
+from sglang_hybrid.core.queue.prefix_ranks import PrefixRanks
+from sglang_hybrid.replay.simulation.prefill_time import PrefillTime
+from sglang_hybrid.replay.simulation.simulated_queue import SimulatedQueue
+from sglang_hybrid.replay.simulation.simulator import Cache, Simulator
+from sglang_hybrid.replay.simulation.traces.requests import Request
+
+
+@dataclass(eq=False)
+class Replica:
+    """One server. free_at: when the prefill under way ends, in seconds. unfinished: requests that
+    it was sent and that have no answer yet. waiting: seconds of the prefills in its queue, by the
+    request's index, as they were expected when it was sent.
+    """
+
+    cache: Cache
+    queue: SimulatedQueue
+    time: PrefillTime
+    busy: bool = False
+    free_at: float = 0.0
+    unfinished: int = 0
+    waiting: dict[int, float] = field(default_factory=dict)
+
+    def backlog(self, now: float) -> float:
+        """Seconds until a request that is sent now begins."""
+        return max(0.0, self.free_at - now) + sum(self.waiting.values())
+
+    def seconds(self, request: Request, hit: int) -> float:
+        """Of the prefill of `request`, if it hits `hit` tokens."""
+        return self.time.seconds(hit, request.input_len - hit)
+
+    def stored(self, request: Request) -> int:
+        """Prompt tokens of `request` whose KV is here, whether there is a state to resume from or
+        not.
+        """
+        if not isinstance(self.cache, Simulator):
+            return self.cache.peek(request)
+        prompt = request.tokens[: request.input_len - 1]
+        return self.cache.tree.find(prompt, tenant=request.tenant)[1]
+
+    def own(self, request: Request) -> int:
+        """Prompt tokens of `request` that would be hit here, if nothing but one sequence goes on
+        from there; 0 for a prefix that several share.
+        """
+        if not isinstance(self.cache, Simulator):
+            return self.cache.peek(request)
+        node, hit = self.cache.resumes_from(request)
+        return hit if node is not None and len(node.children) < 2 else 0
+
+
+class Router(ABC):
+    """Chooses a replica for each request, in the order in which they arrive."""
+
+    @abstractmethod
+    def choose(self, request: Request, replicas: Sequence[Replica], now: float) -> int:
+        """The number of the replica that `request` is sent to at `now` seconds."""
+
+
+class Random(Router):
+    """Any replica."""
+
+    def __init__(self) -> None:
+        self._draw = random.Random(0)
+
+    def choose(self, request: Request, replicas: Sequence[Replica], now: float) -> int:
+        return self._draw.randrange(len(replicas))
+
+
+class RoundRobin(Router):
+    """One after the other."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, request: Request, replicas: Sequence[Replica], now: float) -> int:
+        self._next += 1
+        return (self._next - 1) % len(replicas)
+
+
+class Sticky(Router):
+    """A session stays where its first request went: to the replica with the fewest requests."""
+
+    def __init__(self) -> None:
+        self._replica_of: dict[int, int] = {}
+
+    def choose(self, request: Request, replicas: Sequence[Replica], now: float) -> int:
+        if request.session not in self._replica_of:
+            self._replica_of[request.session] = _least_loaded(replicas)
+        return self._replica_of[request.session]
+
+
+class CacheAware(Router):
+    """sglang-router's `cache_aware` at its defaults: where the longest prefix of the prompt was
+    sent before, if that is more than 0.3 of it, or else where least was sent; to the replica with
+    the fewest requests while the loads are far apart (the most above the fewest by more than 64,
+    and more than 1.5 times as many). It knows neither states nor evictions. Its tree of at most
+    2^26 characters forgets the oldest; here nothing is forgotten.
+    """
+
+    threshold, absolute, relative = 0.3, 64, 1.5
+
+    def __init__(self) -> None:
+        self._sent: defaultdict[tuple[int, str], SortedKeys] = defaultdict(SortedKeys)
+        self._tokens: defaultdict[int, int] = defaultdict(int)
+
+    def choose(self, request: Request, replicas: Sequence[Replica], now: float) -> int:
+        key = as_key(request.tokens[: request.input_len])
+        loads = [replica.unfinished for replica in replicas]
+        most, fewest = max(loads), min(loads)
+        known = [self._sent[at, request.tenant].longest(key) for at in range(len(replicas))]
+        if most - fewest > self.absolute and most > self.relative * fewest:
+            chosen = _least_loaded(replicas)
+        elif max(known) > self.threshold * request.input_len:
+            chosen = known.index(max(known))
+        else:
+            chosen = min(range(len(replicas)), key=lambda at: self._tokens[at])
+        self._sent[chosen, request.tenant].add(request.session, key)
+        self._tokens[chosen] += len(key) // TOKEN_BYTES - known[chosen]
+        return chosen
+
+
+class Soonest(Router):
+    """The replica whose first token is expected first: after its backlog, and the prefill of what
+    `hit` says that it would not hit. Of equal ones that with the fewest requests.
+    """
+
+    def __init__(self, hit: Callable[[Replica, Request], int]) -> None:
+        self._hit = hit
+
+    def choose(self, request: Request, replicas: Sequence[Replica], now: float) -> int:
+        def cost(at: int) -> tuple[float, int, int]:
+            replica = replicas[at]
+            seconds = replica.seconds(request, self._hit(replica, request))
+            return replica.backlog(now) + seconds, replica.unfinished, at
+
+        return min(range(len(replicas)), key=cost)
+
+
+class DpRanks(Router):
+    """What `--dp-size` does on a server: `core.queue.prefix_ranks`, told of every load at once."""
+
+    def __init__(self) -> None:
+        self._ranks: PrefixRanks | None = None
+
+    def choose(self, request: Request, replicas: Sequence[Replica], now: float) -> int:
+        ranks = self._ranks = self._ranks or PrefixRanks(len(replicas))
+        for load, replica in zip(ranks.loads, replicas, strict=True):
+            tokens = round(replica.backlog(now) / replica.time.per_token)
+            load.on_told(now, replica.unfinished, tokens)
+        prompt = request.tokens[: request.input_len].tolist()
+        return ranks.send(request.tenant, prompt, now, range(len(replicas)))
+
+
+ROUTERS: dict[str, Callable[[], Router]] = {
+    "random": Random,
+    "round_robin": RoundRobin,
+    "sticky": Sticky,
+    "cache_aware": CacheAware,
+    "dp_ranks": DpRanks,
+    "by_blocks": lambda: Soonest(Replica.stored),
+    "by_states": lambda: Soonest(Replica.own),
+}
+"""By name. by_blocks: by the KV that is stored, which is what SGLang's and vLLM's events tell.
+by_states: by states, but for those of prefixes that several sequences share. Each replica computes
+such a prefix once and hits it from then on; where it drew sequences to the replica that has it,
+their states would fill that one's memory while others have room.
+"""
+
+
+def _least_loaded(replicas: Sequence[Replica]) -> int:
+    return min(range(len(replicas)), key=lambda at: (replicas[at].unfinished, at))

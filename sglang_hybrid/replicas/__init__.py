@@ -1,0 +1,21 @@
+"""Several servers: what the cache of each one holds, and which of them should get a prompt.
+
+    python -m sglang_hybrid.replicas http://a:30000 http://b:30000 --admin-key KEY
+
+prints once a second what each server holds. In a router:
+
+    replicas = Replicas(["http://a:30000", "http://b:30000"], admin_key=KEY)
+    choice = replicas.choose(token_ids, tenant_name(extra_key, cache_salt, record_key))
+    ...                                      # send the request to choice.replica
+    replicas.on_answer(choice, cached_tokens)  # at its first token, or when it has failed
+
+Servers need `--kv-events-config`. This room imports neither torch nor sglang.
+"""
+
+from sglang_hybrid.core.records.tenant_names import tenant_name
+from sglang_hybrid.replicas.choosing import Choice, Replicas
+from sglang_hybrid.replicas.follower import Follower
+from sglang_hybrid.replicas.index import ReplicaIndex
+from sglang_hybrid.replicas.resumable import Resumable
+
+__all__ = ["Choice", "Follower", "ReplicaIndex", "Replicas", "Resumable", "tenant_name"]

@@ -1,0 +1,168 @@
+"""Several servers that are followed, and which of them should get a prompt."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
+
+import requests
+import zmq
+
+from sglang_hybrid.replicas.follower import Follower
+from sglang_hybrid.replicas.index import ReplicaIndex
+from sglang_hybrid.replicas.reader import OutOfStep
+from sglang_hybrid.replicas.resumable import Resumable
+from sglang_hybrid.replicas.tokens import TOKEN_BYTES, Tokens, as_bytes
+from sglang_hybrid.replicas.wire import KvEvents, Malformed, decode_server_info
+
+DISPLACED: Final = 1.0
+"""What a token that is computed costs beside its own prefill, in prefills of a token: it takes the
+place of others in the cache, which are computed again, and delays those who wait behind it.
+"""
+
+
+class Choice(NamedTuple):
+    """Where a prompt should be sent. position: tokens that its cache holds for it. seconds:
+    expected until its first token. number: of this choice.
+    """
+
+    replica: str
+    position: int
+    seconds: float
+    number: int
+
+
+class Replicas:
+    """Servers that are followed, and what they could do for a prompt.
+
+    Servers that do not answer yet are asked again each second. A data-parallel rank of a server has
+    the name URL#RANK, any other server that of its URL. followers: by name. errors: for each server
+    that is not followed, why.
+    """
+
+    def __init__(
+        self,
+        urls: Iterable[str],
+        admin_key: str | None = None,
+        *,
+        endpoints: Mapping[str, str] | None = None,
+        pause: float = 1.0,
+        patience: float = 5.0,
+    ) -> None:
+        """endpoints: the publisher of each server, instead of what its /server_info says."""
+        self.index = ReplicaIndex()
+        self.followers: dict[str, Follower] = {}
+        self.errors = {url.rstrip("/"): "was not asked yet" for url in urls}
+        self._admin_key = admin_key
+        self._pause = pause
+        self._patience = patience
+        self._choosing = threading.Lock()
+        self._choices = 0
+        self._closed = threading.Event()
+        for url, endpoint in (endpoints or {}).items():
+            self._add(url.rstrip("/"), url.rstrip("/"), endpoint)
+        self._finder = threading.Thread(target=self._find, name="find replicas", daemon=True)
+        self._finder.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._finder.join()
+        for follower in self.followers.values():
+            follower.close()
+
+    def resume(self, tokens: Tokens, tenant: str = "") -> list[Resumable]:
+        """Where each replica can resume a prompt; tenant: its `tenant_name`."""
+        return self.index.resume(tokens, tenant)
+
+    def choose(self, tokens: Tokens, tenant: str = "") -> Choice:
+        """The replica with the least expected seconds to the first token: of the prefills that were
+        sent there and are not answered, and of what is left of this prompt. Tokens that this prompt
+        shares with one of those are prefilled once. Tell `on_answer` what became of it. Raises
+        LookupError if no replica is reachable.
+        """
+        prompt = as_bytes(tokens)
+        last = len(prompt) // TOKEN_BYTES - 1
+        with self._choosing:
+            choices = []
+            for name, position, tier, _ in self.index.resume(prompt, tenant):
+                follower = self.followers.get(name)
+                if follower is not None and follower.is_reachable:
+                    load = follower.load
+                    found = max(position, min(last, load.on_its_way(tenant, prompt)))
+                    left = last + 1 - found
+                    seconds = load.seconds(left)
+                    price = seconds + DISPLACED * load.prefill_seconds(left)
+                    choices.append((price, seconds, -found, tier, name, position))
+            if not choices:
+                raise LookupError(f"no server can be reached: {self._reasons()}")
+            _, seconds, found, _, name, position = min(choices)
+            self._choices += 1
+            load = self.followers[name].load
+            load.on_choice(self._choices, tenant, prompt, last + 1 + found)
+            return Choice(name, position, seconds, self._choices)
+
+    def on_answer(self, choice: Choice, cached_tokens: int | None = None) -> None:
+        """The first token of what was sent after `choice` has come, or none will come. Where too
+        many of the latest predictions of a replica were wrong, its snapshot is read anew.
+
+        cached_tokens: of the answer's usage; None where they are not known.
+        """
+        follower = self.followers[choice.replica]
+        with self._choosing:
+            follower.load.on_answer(choice.number)
+            if cached_tokens is None:
+                return
+            doubtful = follower.load.is_doubtful_after(choice.position, cached_tokens)
+        if doubtful:
+            follower.resync()
+
+    def _reasons(self) -> str:
+        reasons = self.errors | {one.name: one.error for one in self.followers.values()}
+        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+
+    def _find(self) -> None:
+        """Follow each server as soon as it says where it publishes."""
+        while self.errors and not self._closed.is_set():
+            for url in list(self.errors):
+                try:
+                    self._follow(url)
+                except (OutOfStep, Malformed, requests.RequestException, zmq.ZMQError) as error:
+                    self.errors = self.errors | {url: str(error)}
+            self._closed.wait(self._pause if self.errors else 0)
+
+    def _follow(self, url: str) -> None:
+        headers = {"Authorization": f"Bearer {self._admin_key}"} if self._admin_key else {}
+        answer = requests.get(f"{url}/server_info", headers=headers, timeout=self._patience)
+        answer.raise_for_status()
+        events = decode_server_info(answer.content).kv_events
+        if events is None:
+            raise OutOfStep("publishes no events; start it with --kv-events-config")
+        for rank in range(events.dp_size):
+            name = url if events.dp_size == 1 else f"{url}#{rank}"
+            self._add(url, name, endpoint_of(url, events, rank), events.topic, rank)
+
+    def _add(self, url: str, name: str, endpoint: str, topic: str = "", rank: int = 0) -> None:
+        follower = Follower(
+            url,
+            endpoint,
+            self.index,
+            name,
+            self._admin_key,
+            topic,
+            rank=rank,
+            pause=self._pause,
+            patience=self._patience,
+        )
+        self.followers = self.followers | {name: follower}
+        self.errors = {each: why for each, why in self.errors.items() if each != url}
+
+
+def endpoint_of(url: str, events: KvEvents, rank: int) -> str:
+    """Where a data-parallel rank publishes. A host that is a wildcard is that of the URL."""
+    host = events.endpoint_host
+    if host in ("*", "0.0.0.0", "::", "[::]"):
+        host = urlsplit(url).hostname or "localhost"
+        host = f"[{host}]" if ":" in host else host
+    return f"tcp://{host}:{events.endpoint_port_base + rank}"

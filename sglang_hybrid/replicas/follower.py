@@ -1,0 +1,174 @@
+"""Keeps the index in step with one server, by the events that it publishes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Final
+
+import requests
+import zmq
+
+from sglang_hybrid.replicas.index import LostMessages, ReplicaIndex
+from sglang_hybrid.replicas.load import ReplicaLoad
+from sglang_hybrid.replicas.reader import OutOfStep, ReplicaReader
+from sglang_hybrid.replicas.wire import Malformed, Page, decode_page
+
+ROUTE: Final = "/hybrid_cache/resumable"
+TICK: Final = 100  # milliseconds for which a thread waits before it looks whether it should end
+QUEUE: Final = 100_000  # batches that may wait to be applied
+
+
+class Follower:
+    """A thread that keeps the index in step with one server, or one data-parallel rank of it.
+
+    It reads a snapshot, then applies batches of events. Where a batch is missing or malformed, or
+    the server started anew, it clears what the index has of the server and begins again.
+
+    is_in_step: whether the index has what the server holds. is_reachable: whether its latest answer
+    by HTTP came. applied, malformed, snapshots: batches applied, messages that were malformed, and
+    snapshots read, since the start. error: why it was last out of step. load: how busy the server
+    is.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        endpoint: str,
+        index: ReplicaIndex,
+        name: str,
+        admin_key: str | None = None,
+        topic: str = "",
+        *,
+        rank: int = 0,
+        pause: float = 1.0,
+        patience: float = 5.0,
+    ) -> None:
+        """url: of the server. endpoint: of its publisher, as tcp://host:port. name: of the replica
+        in the index. pause: seconds between two questions for the server's state, and at least
+        between two snapshots. patience: seconds to wait for an answer, or for a batch that the
+        server has published.
+        """
+        self.url = url.rstrip("/")
+        self.name = name
+        self.is_in_step = self.is_reachable = False
+        self.malformed = self.snapshots = 0
+        self.error = ""
+        self.load = ReplicaLoad()
+        self._index = index
+        self._reader = ReplicaReader(index, name)
+        self._reader.clear()  # the replica is known from now on
+        self._rank = rank
+        self._pause = pause
+        self._patience = patience
+        self._owed: tuple[int, float] | None = None  # batches published, and when they must be here
+        self._closed = threading.Event()
+        self._doubted = threading.Event()
+        self._http = requests.Session()
+        if admin_key:
+            self._http.headers["Authorization"] = f"Bearer {admin_key}"
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUE)
+        self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._socket.connect(endpoint)
+        self._thread = threading.Thread(target=self._run, name=f"follow {name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def applied(self) -> int:
+        return self._reader.applied
+
+    @property
+    def seq(self) -> int:
+        """How many batches, of those that the server has published, the index knows."""
+        return self._reader.next
+
+    def resync(self) -> None:
+        """Have the snapshot read anew, soon."""
+        self._doubted.set()
+
+    def close(self) -> None:
+        """Stop, and have the index forget the server."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            began = time.monotonic()
+            try:
+                self._read_snapshot()
+                self._follow()
+            except (Malformed, LostMessages, OutOfStep, requests.RequestException) as error:
+                self.is_in_step = False
+                self.error = str(error)
+                self.malformed += isinstance(error, Malformed)
+                self.is_reachable &= not isinstance(error, requests.RequestException)
+                self._reader.clear()
+                self._closed.wait(began + self._pause - time.monotonic())
+        self.is_in_step = False
+        self._socket.close()
+        self._http.close()
+        self._index.forget(self.name)
+
+    def _read_snapshot(self) -> None:
+        self._doubted.clear()
+        self._owed = None
+        page = self._ask()
+        self._reader.begin(page)
+        while page.cursor is not None:
+            page = self._ask(cursor=page.cursor)
+            deadline = time.monotonic() + self._patience
+            while not self._reader.is_ready_for(page):
+                if self._closed.is_set() or time.monotonic() > deadline:
+                    raise OutOfStep(f"batches before number {page.seq} did not come")
+                self._receive()
+            self._reader.apply_page(page)
+        self.snapshots += 1
+        self.is_in_step = True
+
+    def _follow(self) -> None:
+        due = time.monotonic() + self._pause
+        while not self._closed.is_set():
+            if self._doubted.is_set():
+                raise OutOfStep("its answers were not as predicted")
+            self._receive()
+            if time.monotonic() >= due:
+                self._check_status()
+                due = time.monotonic() + self._pause
+
+    def _receive(self) -> None:
+        """Apply the next batch, if one comes soon."""
+        if not self._socket.poll(TICK):
+            return
+        frames = self._socket.recv_multipart()
+        if len(frames) != 3 or len(frames[1]) != 8:
+            raise Malformed(f"a message has frames of {[len(each) for each in frames]} bytes")
+        self._reader.on_batch(int.from_bytes(frames[1], "big"), frames[2])
+
+    def _check_status(self) -> None:
+        """Refresh the load of the server. Raises OutOfStep if it started anew, or if batches that
+        it has published do not come.
+        """
+        try:
+            status = self._ask(status="1")
+        except requests.ReadTimeout:  # it is busy
+            return
+        if status.epoch != self._reader.epoch:
+            raise OutOfStep("the server started anew")
+        if self._owed is None or self._reader.next >= self._owed[0]:
+            behind = status.seq > self._reader.next
+            self._owed = (status.seq, time.monotonic() + self._patience) if behind else None
+        elif time.monotonic() > self._owed[1]:
+            raise OutOfStep(f"batches before number {self._owed[0]} did not come")
+
+    def _ask(self, **query: str) -> Page:
+        """A page of the snapshot, or with status="1" one without events."""
+        answer = self._http.get(self.url + ROUTE, params=query, timeout=self._patience)
+        answer.raise_for_status()
+        page = decode_page(answer.content, self._rank)
+        if page.error:
+            raise OutOfStep(f"the server has no snapshot: {page.error}")
+        self.is_reachable = True
+        self.load.on_status(page.waiting, page.prefill_tokens_per_second)
+        return page

@@ -1,0 +1,95 @@
+"""How long a replica takes to the first token of a prompt, and how often it was predicted right."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from sglang_hybrid.core.records.edges import common_bytes
+from sglang_hybrid.replicas.tokens import TOKEN_BYTES
+
+ASSUMED_RATE: Final = 10_000.0  # tokens per second of a server that has not measured its prefills
+RECENT: Final = 32  # predictions that are remembered
+TOO_MANY_WRONG: Final = 8  # of them: what is known of the replica is not true
+WEIGHT: Final = 0.1  # of the latest prompt in the typical prefill
+FORGOTTEN: Final = 60.0  # seconds after which nobody will say any more that an answer began
+
+
+class _Sent(NamedTuple):
+    """A prompt that was sent and is not answered: its tenant and tokens (int32), how many of them
+    are to be prefilled, and when it was sent.
+    """
+
+    tenant: str
+    prompt: bytes
+    left: int
+    at: float
+
+
+class ReplicaLoad:
+    """What is to be prefilled by one replica before a prompt that is sent now.
+
+    waiting: requests that the server says wait there, whoever sent them. prefill_tokens_per_second:
+    None while it is unknown. right, wrong: predictions that were and that were not as served.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.waiting = 0
+        self.prefill_tokens_per_second: float | None = None
+        self.right = self.wrong = 0
+        self._clock = clock
+        self._recent: deque[bool] = deque(maxlen=RECENT)  # of each prediction, whether it was wrong
+        self._typical = 0.0  # tokens of a prefill that was sent there
+        self._sent: dict[int, _Sent] = {}
+
+    def on_status(self, waiting: int, prefill_tokens_per_second: float | None) -> None:
+        """The server says how busy it is."""
+        self.waiting = waiting
+        self.prefill_tokens_per_second = prefill_tokens_per_second
+
+    def on_choice(self, number: int, tenant: str, prompt: bytes, left: int) -> None:
+        """Request `number` is sent there; `left` of its tokens are expected to be prefilled."""
+        now = self._clock()
+        for old in [old for old, sent in self._sent.items() if now - sent.at > FORGOTTEN]:
+            del self._sent[old]
+        self._typical += (left - self._typical) * (WEIGHT if self._typical else 1.0)
+        self._sent[number] = _Sent(tenant, prompt, left, now)
+
+    def on_answer(self, number: int) -> None:
+        """Request `number` has its first token, or has ended without one."""
+        self._sent.pop(number, None)
+
+    def on_its_way(self, tenant: str, prompt: bytes) -> int:
+        """How many tokens `prompt` has in common with one of its tenant that is being prefilled
+        there: a state will be there when it has waited for that.
+        """
+        sent = [each.prompt for each in self._sent.values() if each.tenant == tenant]
+        return max((common_bytes(each, prompt, 0) for each in sent), default=0) // TOKEN_BYTES
+
+    def seconds(self, left: int) -> float:
+        """Expected seconds to the first token of a prompt with `left` tokens to be prefilled: after
+        all that was sent there, and a typical prefill for each request of somebody else's.
+        """
+        own = sum(sent.left for sent in self._sent.values())
+        others = max(0, self.waiting - len(self._sent)) * (self._typical or left)
+        return self.prefill_seconds(own + others + left)
+
+    def prefill_seconds(self, tokens: float) -> float:
+        """Of so many tokens, alone."""
+        return tokens / (self.prefill_tokens_per_second or ASSUMED_RATE)
+
+    def is_doubtful_after(self, predicted: int, served: int) -> bool:
+        """Count a prompt that was resumed at `served` tokens where `predicted` were expected; more
+        are no error, since another request may have computed them meanwhile. Returns whether more
+        than TOO_MANY_WRONG of the last RECENT were wrong; then these are forgotten.
+        """
+        is_wrong = served < predicted
+        self.wrong += is_wrong
+        self.right += not is_wrong
+        self._recent.append(is_wrong)
+        if sum(self._recent) <= TOO_MANY_WRONG:
+            return False
+        self._recent.clear()
+        return True
