@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_hybrid import SGLANG_VERSION, SGLANG_VERSIONS, platforms
+from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.hooks import patching
 from sglang_hybrid.serving import warm_up
 from sglang_hybrid.serving.config import CPU_ATTENTION, HybridConfig
-from sglang_hybrid.serving.tenants import KEY_VARIABLE
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

@@ -109,6 +109,7 @@ NOTHING_KEPT = {
     "/detokenize",
     "/v1/detokenize",
     "/v1/messages/count_tokens",
+    "/hybrid_cache/prompt/{route:path}",
     "/parse_function_call",
     "/separate_reasoning",
 }

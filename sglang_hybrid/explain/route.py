@@ -18,6 +18,7 @@ from sglang_hybrid.explain.messages import (
     ResumableReqOutput,
 )
 from sglang_hybrid.explain.page.route import router as page_router
+from sglang_hybrid.explain.prompt_route import router as prompt_router
 from sglang_hybrid.explain.ranks import ask_ranks, check_prompt, has_our_cache
 from sglang_hybrid.serving.requests.bodies import BodyKind, read_json
 from sglang_hybrid.serving.tenants import put_tenant, stored_under
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 router.routes.extend(page_router.routes)
+router.routes.extend(prompt_router.routes)
 
 BYTES_PER_TOKEN = 16
 """A token id in JSON takes fewer, its comma and blanks included."""

@@ -18,20 +18,26 @@ def send_arrival(state: dict[str, Any], stats: Any) -> None:
 
 
 def count_prompts(_: None, manager: Any, body: Any, *__: Any, **___: Any) -> None:
-    """The prompts of a body are on the way to a scheduler."""
+    """The prompts of a body are on the way to a scheduler, unless they are only asked for."""
+    from sglang_hybrid.explain.prompt_route import is_asked_only
     from sglang_hybrid.serving.requests import on_the_way
 
-    on_the_way.on_received(body)
+    if not is_asked_only():
+        on_the_way.on_received(body)
 
 
 async def send_prompts(
     send: Callable[[Any, Any], Awaitable[None]], manager: Any, prompts: Any
 ) -> None:
     """Tokenized prompts, one or several in a message, are sent to a scheduler. Where none of this
-    process is there yet, what has reached the process is read before.
+    process is there yet, what has reached the process is read before. One that is only asked for
+    is not sent.
     """
+    from sglang_hybrid.explain.prompt_route import is_asked_only, keep_from_scheduler
     from sglang_hybrid.serving.requests import on_the_way
 
+    if is_asked_only():
+        await keep_from_scheduler(prompts)
     if len(manager.rid_to_state) == on_the_way.count():
         await on_the_way.read_arrivals()
     on_the_way.on_send(len(prompts) if isinstance(prompts, list) else 1)

@@ -25,13 +25,15 @@ place of others in the cache, which are computed again, and delays those who wai
 
 class Choice(NamedTuple):
     """Where a prompt should be sent. position: tokens that its cache holds for it. seconds:
-    expected until its first token. number: of this choice.
+    expected until its first token. number: of this choice. others: the other replicas that can be
+    reached, the best first.
     """
 
     replica: str
     position: int
     seconds: float
     number: int
+    others: tuple[str, ...] = ()
 
 
 class Replicas:
@@ -76,11 +78,15 @@ class Replicas:
         """Where each replica can resume a prompt; tenant: its `tenant_name`."""
         return self.index.resume(tokens, tenant)
 
+    def reachable(self) -> list[Follower]:
+        """The replicas that can be asked now."""
+        return [one for one in self.followers.values() if one.is_reachable]
+
     def choose(self, tokens: Tokens, tenant: str = "") -> Choice:
         """The replica with the least expected seconds to the first token: of the prefills that were
         sent there and are not answered, and of what is left of this prompt. Tokens that this prompt
-        shares with one of those are prefilled once. Tell `on_answer` what became of it. Raises
-        LookupError if no replica is reachable.
+        shares with one of those are prefilled once. A prompt without tokens is one that nobody
+        knows. Tell `on_answer` what became of it. Raises LookupError if no replica is reachable.
         """
         prompt = as_bytes(tokens)
         last = len(prompt) // TOKEN_BYTES - 1
@@ -91,17 +97,18 @@ class Replicas:
                 if follower is not None and follower.is_reachable:
                     load = follower.load
                     found = max(position, min(last, load.on_its_way(tenant, prompt)))
-                    left = last + 1 - found
+                    left = last + 1 - found if prompt else load.typical or 1.0
                     seconds = load.seconds(left)
                     price = seconds + DISPLACED * load.prefill_seconds(left)
-                    choices.append((price, seconds, -found, tier, name, position))
+                    choices.append((price, seconds, -found, tier, name, position, left))
             if not choices:
                 raise LookupError(f"no server can be reached: {self._reasons()}")
-            _, seconds, found, _, name, position = min(choices)
+            choices.sort()
+            _, seconds, _, _, name, position, left = choices[0]
             self._choices += 1
-            load = self.followers[name].load
-            load.on_choice(self._choices, tenant, prompt, last + 1 + found)
-            return Choice(name, position, seconds, self._choices)
+            self.followers[name].load.on_choice(self._choices, tenant, prompt, left)
+            others = tuple(each[4] for each in choices[1:])
+            return Choice(name, position, seconds, self._choices, others)
 
     def on_answer(self, choice: Choice, cached_tokens: int | None = None) -> None:
         """The first token of what was sent after `choice` has come, or none will come. Where too

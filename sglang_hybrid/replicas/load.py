@@ -24,7 +24,7 @@ class _Sent(NamedTuple):
 
     tenant: str
     prompt: bytes
-    left: int
+    left: float
     at: float
 
 
@@ -32,16 +32,17 @@ class ReplicaLoad:
     """What is to be prefilled by one replica before a prompt that is sent now.
 
     waiting: requests that the server says wait there, whoever sent them. prefill_tokens_per_second:
-    None while it is unknown. right, wrong: predictions that were and that were not as served.
+    None while it is unknown. typical: tokens of a prefill that was sent there. right, wrong:
+    predictions that were and that were not as served.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.waiting = 0
         self.prefill_tokens_per_second: float | None = None
+        self.typical = 0.0
         self.right = self.wrong = 0
         self._clock = clock
         self._recent: deque[bool] = deque(maxlen=RECENT)  # of each prediction, whether it was wrong
-        self._typical = 0.0  # tokens of a prefill that was sent there
         self._sent: dict[int, _Sent] = {}
 
     def on_status(self, waiting: int, prefill_tokens_per_second: float | None) -> None:
@@ -49,12 +50,12 @@ class ReplicaLoad:
         self.waiting = waiting
         self.prefill_tokens_per_second = prefill_tokens_per_second
 
-    def on_choice(self, number: int, tenant: str, prompt: bytes, left: int) -> None:
+    def on_choice(self, number: int, tenant: str, prompt: bytes, left: float) -> None:
         """Request `number` is sent there; `left` of its tokens are expected to be prefilled."""
         now = self._clock()
         for old in [old for old, sent in self._sent.items() if now - sent.at > FORGOTTEN]:
             del self._sent[old]
-        self._typical += (left - self._typical) * (WEIGHT if self._typical else 1.0)
+        self.typical += (left - self.typical) * (WEIGHT if self.typical else 1.0)
         self._sent[number] = _Sent(tenant, prompt, left, now)
 
     def on_answer(self, number: int) -> None:
@@ -68,12 +69,12 @@ class ReplicaLoad:
         sent = [each.prompt for each in self._sent.values() if each.tenant == tenant]
         return max((common_bytes(each, prompt, 0) for each in sent), default=0) // TOKEN_BYTES
 
-    def seconds(self, left: int) -> float:
+    def seconds(self, left: float) -> float:
         """Expected seconds to the first token of a prompt with `left` tokens to be prefilled: after
         all that was sent there, and a typical prefill for each request of somebody else's.
         """
         own = sum(sent.left for sent in self._sent.values())
-        others = max(0, self.waiting - len(self._sent)) * (self._typical or left)
+        others = max(0, self.waiting - len(self._sent)) * (self.typical or left)
         return self.prefill_seconds(own + others + left)
 
     def prefill_seconds(self, tokens: float) -> float:

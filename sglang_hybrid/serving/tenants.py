@@ -26,7 +26,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from sglang_hybrid.core.records.tenant_names import hashed, secret_key
+from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE, hashed, secret_key
 from sglang_hybrid.serving import headers
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import API_KEY, REQUIRED
@@ -52,7 +52,6 @@ OF_KEY = "api-key/"
 """Extra keys of clients with an API key begin so, where it makes tenants."""
 
 LIKE_AN_ADAPTER = re.compile(r"[0-9a-f]{32}\.*\Z")
-KEY_VARIABLE = "SGLANG_HYBRID_RECORD_KEY"
 
 _served: ContextVar[Request | None] = ContextVar("served", default=None)
 

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import requests
 
+from sglang_hybrid.replicas import Replicas
 from sglang_hybrid.serving.server_process import ServerProcess, free_port
 
 TOLERANCE = 1e-3
@@ -155,3 +156,11 @@ def until(happened: Callable[[], Any], seconds: float = 300) -> None:
     while not happened():
         assert time.monotonic() < deadline, f"it did not happen within {seconds} seconds"
         time.sleep(0.05)
+
+
+def settle(replicas: Replicas, url: str) -> None:
+    """Wait until what the server at `url` has published is known."""
+    follower = replicas.followers[url]
+    until(lambda: follower.is_in_step)
+    ranks = requests.get(url + "/hybrid_cache/resumable?status=1", timeout=30).json()["ranks"]
+    until(lambda: follower.is_in_step and follower.seq >= ranks[0]["seq"])

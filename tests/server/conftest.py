@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
-from sglang_hybrid.serving.tenants import KEY_VARIABLE
 from tests.server.client import RECORD_KEY, Serve, flush, published
 
 

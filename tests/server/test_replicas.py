@@ -16,21 +16,13 @@ import requests
 import zmq
 from sglang.srt.disaggregation.kv_events import BlockStored, KVEventBatch
 
+from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.replicas import Replicas, tenant_name
-from sglang_hybrid.serving.tenants import KEY_VARIABLE
-from tests.server.client import RECORD_KEY, Serve, greedy, published, random_prompt, until
+from tests.server.client import RECORD_KEY, Serve, greedy, published, random_prompt, settle, until
 
 ROUTE = "/hybrid_cache/resumable"
 SECONDS = 30
 SALTS = (None, "first", "second")
-
-
-def settle(replicas: Replicas, url: str) -> None:
-    """Wait until what the server at `url` has published is known."""
-    follower = replicas.followers[url]
-    until(lambda: follower.is_in_step)
-    status = requests.get(url + ROUTE, params={"status": 1}, timeout=SECONDS).json()["ranks"][0]
-    until(lambda: follower.is_in_step and follower.seq >= status["seq"])
 
 
 def predicted(replicas: Replicas, url: str, prompt: list[int], salt: str | None = None) -> int:

@@ -30,7 +30,8 @@ from tests.cache import test_tenants as on_the_tree
 from tests.core import test_prefix_ranks
 from tests.replay.simulation import test_parity
 from tests.replay.simulation.tuner import test_trace_file
-from tests.server import test_adapters, test_modular, test_page
+from tests.replicas import test_index, test_picker
+from tests.server import test_adapters, test_modular, test_page, test_prompt_route
 from tests.server import test_tenant_routes as routes
 from tests.server.client import hybrid_cache, random_prompt
 from tests.storage import test_uses_file
@@ -234,6 +235,14 @@ ELSEWHERE: dict[str, list[Callable[..., None]]] = {
     ],
     "KV events": [
         test_state_events.test_tenants_are_told_by_a_keyed_hash_and_share_no_block,
+        test_keys.test_a_route_is_open_to_the_keys_of_its_level,
+    ],
+    "a router's picker": [
+        test_picker.test_what_names_a_tenant_is_told_and_no_more,
+        test_index.test_tenants_share_nothing,
+    ],
+    "`POST /hybrid_cache/prompt/ROUTE`": [
+        test_prompt_route.test_what_is_told_is_what_is_sent,
         test_keys.test_a_route_is_open_to_the_keys_of_its_level,
     ],
     "which rank a prompt is sent to": [test_prefix_ranks.test_another_tenants_prefix_steers_nobody],

@@ -8,6 +8,8 @@ from hashlib import blake2b
 from typing import Final
 
 NAME_BYTES: Final = 8
+KEY_VARIABLE: Final = "SGLANG_HYBRID_RECORD_KEY"
+"""The environment variable with the key. Without it, each start of a server has its own."""
 
 
 def tenant_name(extra_key: str | None, cache_salt: str | None, key: str | bytes) -> str:

