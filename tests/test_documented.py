@@ -91,13 +91,23 @@ class Parsed(Exception):
 
 @pytest.fixture
 def stops_when_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    parse = argparse.ArgumentParser.parse_args
+    parse, parse_known = (
+        argparse.ArgumentParser.parse_args,
+        argparse.ArgumentParser.parse_known_args,
+    )
 
     def parse_and_stop(self: argparse.ArgumentParser, *arguments: Any) -> None:
-        parse(self, *arguments)
+        with monkeypatch.context() as inside:
+            inside.setattr(argparse.ArgumentParser, "parse_known_args", parse_known)
+            parse(self, *arguments)
+        raise Parsed
+
+    def parse_known_and_stop(self: argparse.ArgumentParser, *arguments: Any) -> None:
+        parse_known(self, *arguments)
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known_and_stop)
 
 
 @pytest.mark.parametrize("command", of(LAUNCHER))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from types import SimpleNamespace
@@ -24,7 +25,6 @@ from scripts.bench.servers import events, flush, greedy, percentile, random_toke
 from sglang_hybrid.models import ensure_tiny_model
 from sglang_hybrid.replay.simulation.replicas import ROUTERS
 from sglang_hybrid.replay.simulation.traces.requests import Request
-from sglang_hybrid.replicas import Replicas
 from sglang_hybrid.serving.server_process import ServerProcess, free_port
 
 SECONDS = 45.0
@@ -34,6 +34,7 @@ POOLS = ("--max-total-tokens", "12000", "--max-mamba-cache-size", "60")
 """Of each server; all sessions together have some 60,000 tokens."""
 
 ANSWER = 8
+MODULE = "sglang_hybrid.replicas"
 
 
 @dataclass(frozen=True)
@@ -111,16 +112,21 @@ class OfReplay:
             self._loads[choice].unfinished -= 1
 
 
-class ByEvents:
-    """By what the servers publish (sglang_hybrid.replicas)."""
+class Behind:
+    """A router that is a program of its own, at a URL."""
 
-    def __init__(self, replicas: Replicas) -> None:
-        self.on_answer = replicas.on_answer
-        self._replicas = replicas
+    def __init__(self, url: str) -> None:
+        self._url = url
 
     def choose(self, prompt: list[int], session: int) -> tuple[str, Any]:
-        choice = self._replicas.choose(prompt)
-        return choice.replica, choice
+        return self._url, None
+
+    def on_answer(self, choice: Any, cached: int) -> None: ...
+
+
+def ours(urls: list[str]) -> ServerProcess:
+    """By what the servers publish: `python -m sglang_hybrid.replicas route`."""
+    return ServerProcess(urls, program=[sys.executable, "-m", MODULE, "route"], health="/health")
 
 
 class Run:
@@ -179,18 +185,19 @@ def fleet(
         str, {"default": list(NAMES), "metavar": "ROUTER"}, f"of {', '.join(NAMES)}"
     ],
     rounds: Annotated[Count, "of each router, by turns"] = 2,
+    servers: Annotated[Count, "behind each router"] = 2,
 ) -> None:
-    """Two servers with little room behind four routers: requests of five kinds, by turns.
+    """Servers with little room behind four routers: requests of five kinds, by turns.
 
-    round_robin, sticky and cache_aware are those of the replay; `by_events` follows what the
-    servers publish (`Replicas.choose`). Of each kind the share of prompt tokens that is hit; of all
-    also the median and the 95th percentile of the seconds to the first token.
+    round_robin, sticky and cache_aware are those of the replay, asked by the benchmark; by_events
+    is our router, with Envoy. Of each kind the share of prompt tokens that is hit; of all also the
+    median and the 95th percentile of the seconds to the first token.
     """
     kinds = ("agents", "chats", "documents", "fan-out", "few-shot")
     table = Table("router", *kinds, "all", "first token, median", "P95")
     with ExitStack() as stack:
         urls = []
-        for _ in range(2):
+        for _ in range(servers):
             config = {
                 "publisher": "zmq",
                 "endpoint": f"tcp://127.0.0.1:{free_port()}",
@@ -199,14 +206,12 @@ def fleet(
             told = ["--kv-events-config", msgspec.json.encode(config).decode()]
             flags = ["--model-path", str(ensure_tiny_model()), *POOLS, *told]
             urls.append(stack.enter_context(ServerProcess(flags)).url)
-        replicas = stack.enter_context(closing(Replicas(urls)))
-        while sum(each.is_in_step for each in replicas.followers.values()) < len(urls):
-            time.sleep(0.1)
+        behind = Behind(stack.enter_context(ours(urls)).url)
         runs: dict[str, list[Run]] = {name: [] for name in routers}
         for number, name in itertools.product(range(rounds), routers):
             for url in urls:
                 flush(url)
-            run = Run(ByEvents(replicas) if name == "by_events" else OfReplay(name, urls))
+            run = Run(behind if name == "by_events" else OfReplay(name, urls))
             run.all(list(sessions(random.Random(number))))
             runs[name].append(run)
         for name in routers:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -64,26 +65,25 @@ def parser() -> argparse.ArgumentParser:
     made = {
         name: commands.add_parser(name, help=what, allow_abbrev=False) for name, what in of.items()
     }
-    listens = {"route": "127.0.0.1:30000", "pick": "127.0.0.1:9002"}
-    for name in ("watch", *listens):
+    for name in ("watch", "route", "pick"):
         made[name].add_argument("urls", nargs="+", metavar="URL", help="of a server")
         made[name].add_argument("--admin-key", help="the servers' --admin-api-key")
-    for name, address in listens.items():
-        made[name].add_argument("--listen", default=address, help=f"host:port ({address})")
-    fleet = made["serve"]
-    fleet.description = "All other flags are those of each server (sglang_hybrid.launch_server)."
-    fleet.add_argument("--n", type=int, default=2, help="servers (2)")
-    fleet.add_argument("--host", default="127.0.0.1", help="of the router (127.0.0.1)")
-    fleet.add_argument("--port", type=int, default=30000, help="of the router (30000)")
-    fleet.add_argument("--admin-api-key", help="of each server")
+    for name, port in {"route": 30_000, "pick": 9_002, "serve": 30_000}.items():
+        made[name].add_argument("--host", default="127.0.0.1", help="to listen on (127.0.0.1)")
+        made[name].add_argument("--port", type=int, default=port, help=f"to listen on ({port})")
+    made["serve"].description = "All other flags are those of each server (launch_server)."
+    made["serve"].add_argument("--n", type=int, default=2, help="servers (2)")
+    made["serve"].add_argument("--admin-api-key", help="of each server")
     return main
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    reader = parser()
-    given, flags = reader.parse_known_args(arguments)
-    if flags and given.command != "serve":
-        reader.error(f"unrecognized arguments: {' '.join(flags)}")
+    said = sys.argv[1:] if arguments is None else list(arguments)
+    flags: list[str] = []
+    if said[:1] == ["serve"]:
+        given, flags = parser().parse_known_args(said)
+    else:
+        given = parser().parse_args(said)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
@@ -96,22 +96,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(given: argparse.Namespace, flags: Sequence[str]) -> None:
+    listen = "" if given.command == "watch" else f"{given.host}:{given.port}"
     if given.command == "serve":
         from sglang_hybrid.replicas import fleet
 
         key = given.admin_api_key
         flags = [*flags, "--admin-api-key", key] if key else flags
-        fleet.run(given.n, flags, f"{given.host}:{given.port}", key)
+        fleet.run(given.n, flags, listen, key)
     elif given.command == "route":
         from sglang_hybrid.replicas import fleet
 
-        fleet.route(given.urls, given.listen, given.admin_key)
+        fleet.route(given.urls, listen, given.admin_key)
     else:
         with closing(Replicas(given.urls, given.admin_key)) as replicas:
             if given.command == "watch":
                 watch(replicas)
             else:
-                asyncio.run(pick(replicas, given.listen))
+                asyncio.run(pick(replicas, listen))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ DISPLACED: Final = 1.0
 """What a token that is computed costs beside its own prefill, in prefills of a token: it takes the
 place of others in the cache, which are computed again, and delays those who wait behind it.
 """
+SIMILAR: Final = 1.1  # times the least price: not more, since speeds are measured
 
 
 class Choice(NamedTuple):
@@ -85,7 +86,8 @@ class Replicas:
     def choose(self, tokens: Tokens, tenant: str = "") -> Choice:
         """The replica with the least expected seconds to the first token: of the prefills that were
         sent there and are not answered, and of what is left of this prompt. Tokens that this prompt
-        shares with one of those are prefilled once. A prompt without tokens is one that nobody
+        shares with one of those are prefilled once. Of similar ones it is the replica that was sent
+        the fewest prompts. A prompt without tokens is one that nobody
         knows. Tell `on_answer` what became of it. Raises LookupError if no replica is reachable.
         """
         prompt = as_bytes(tokens)
@@ -100,14 +102,16 @@ class Replicas:
                     left = last + 1 - found if prompt else load.typical or 1.0
                     seconds = load.seconds(left)
                     price = seconds + DISPLACED * load.prefill_seconds(left)
-                    choices.append((price, seconds, -found, tier, name, position, left))
+                    choices.append((price, (tier, load.sent, name), position, seconds, left))
             if not choices:
                 raise LookupError(f"no server can be reached: {self._reasons()}")
             choices.sort()
-            _, seconds, _, _, name, position, left = choices[0]
+            alike = [each for each in choices if each[0] <= SIMILAR * choices[0][0]]
+            chosen = min(alike, key=lambda each: each[1])
+            _, (_, _, name), position, seconds, left = chosen
             self._choices += 1
             self.followers[name].load.on_choice(self._choices, tenant, prompt, left)
-            others = tuple(each[4] for each in choices[1:])
+            others = tuple(each[1][2] for each in choices if each is not chosen)
             return Choice(name, position, seconds, self._choices, others)
 
     def on_answer(self, choice: Choice, cached_tokens: int | None = None) -> None:

@@ -32,18 +32,19 @@ class ReplicaLoad:
     """What is to be prefilled by one replica before a prompt that is sent now.
 
     waiting: requests that the server says wait there, whoever sent them. prefill_tokens_per_second:
-    None while it is unknown. typical: tokens of a prefill that was sent there. right, wrong:
-    predictions that were and that were not as served.
+    None while it is unknown. sent: prompts that were sent there, so far. typical: tokens of a
+    prefill that was sent there. right, wrong: predictions that were and that were not as served.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.waiting = 0
         self.prefill_tokens_per_second: float | None = None
+        self.sent = 0
         self.typical = 0.0
         self.right = self.wrong = 0
         self._clock = clock
         self._recent: deque[bool] = deque(maxlen=RECENT)  # of each prediction, whether it was wrong
-        self._sent: dict[int, _Sent] = {}
+        self._unanswered: dict[int, _Sent] = {}
 
     def on_status(self, waiting: int, prefill_tokens_per_second: float | None) -> None:
         """The server says how busy it is."""
@@ -53,28 +54,29 @@ class ReplicaLoad:
     def on_choice(self, number: int, tenant: str, prompt: bytes, left: float) -> None:
         """Request `number` is sent there; `left` of its tokens are expected to be prefilled."""
         now = self._clock()
-        for old in [old for old, sent in self._sent.items() if now - sent.at > FORGOTTEN]:
-            del self._sent[old]
+        for old in [old for old, sent in self._unanswered.items() if now - sent.at > FORGOTTEN]:
+            del self._unanswered[old]
+        self.sent += 1
         self.typical += (left - self.typical) * (WEIGHT if self.typical else 1.0)
-        self._sent[number] = _Sent(tenant, prompt, left, now)
+        self._unanswered[number] = _Sent(tenant, prompt, left, now)
 
     def on_answer(self, number: int) -> None:
         """Request `number` has its first token, or has ended without one."""
-        self._sent.pop(number, None)
+        self._unanswered.pop(number, None)
 
     def on_its_way(self, tenant: str, prompt: bytes) -> int:
         """How many tokens `prompt` has in common with one of its tenant that is being prefilled
         there: a state will be there when it has waited for that.
         """
-        sent = [each.prompt for each in self._sent.values() if each.tenant == tenant]
+        sent = [each.prompt for each in self._unanswered.values() if each.tenant == tenant]
         return max((common_bytes(each, prompt, 0) for each in sent), default=0) // TOKEN_BYTES
 
     def seconds(self, left: float) -> float:
         """Expected seconds to the first token of a prompt with `left` tokens to be prefilled: after
         all that was sent there, and a typical prefill for each request of somebody else's.
         """
-        own = sum(sent.left for sent in self._sent.values())
-        others = max(0, self.waiting - len(self._sent)) * (self.typical or left)
+        own = sum(sent.left for sent in self._unanswered.values())
+        others = max(0, self.waiting - len(self._unanswered)) * (self.typical or left)
         return self.prefill_seconds(own + others + left)
 
     def prefill_seconds(self, tokens: float) -> float:

@@ -265,6 +265,21 @@ def test_the_replica_with_the_earliest_first_token_is_chosen(server: Server, oth
         server.start_http()
 
 
+def test_replicas_that_are_as_good_get_prompts_by_turns(server: Server, other: Server) -> None:
+    """Speeds are measured, so that two of the same kind are never quite equal."""
+    server.rate, other.rate = 1_000.0, 1_050.0
+    with all_of(server, other) as replicas:
+        loads = [follower.load for follower in replicas.followers.values()]
+        wait_until(lambda: all(load.prefill_tokens_per_second for load in loads))
+        for at in range(6):
+            replicas.on_answer(replicas.choose([at] * 50))
+        assert [load.sent for load in loads] == [3, 3]
+        other.rate = 2_000.0
+        wait_until(lambda: any(load.prefill_tokens_per_second == 2_000 for load in loads))
+        choice = replicas.choose([7] * 50)
+        assert (choice.replica, choice.others) == (other.url, (server.url,))
+
+
 def test_equal_prompts_at_once_are_sent_to_one_replica(server: Server, other: Server) -> None:
     """The second waits for the prefill of the first there; others are sent elsewhere meanwhile."""
     prompt, different = list(range(100)), list(range(100, 200))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import psutil
 import pytest
@@ -12,9 +13,9 @@ import requests
 
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.replicas import Replicas
+from sglang_hybrid.replicas import Replicas, Resumable
 from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import greedy, random_prompt, settle, until
+from tests.server.client import greedy, random_prompt, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -48,6 +49,15 @@ def hits(url: str, prompt: list[int]) -> int:
     return int(answer.json()["meta_info"]["cached_tokens"])
 
 
+def furthest(replicas: Replicas, prompt: list[int]) -> Resumable:
+    """Where a prompt and one more token can be resumed furthest."""
+    return max(replicas.resume([*prompt, 1]), key=lambda one: one.position)
+
+
+def is_held(replicas: Replicas, prompt: list[int]) -> bool:
+    return furthest(replicas, prompt).position >= len(prompt) - 1
+
+
 def test_turns_find_their_server_and_a_dead_one_is_started_again(fleet: ServerProcess) -> None:
     urls = sorted(servers(fleet))
     assert len(urls) == 2
@@ -55,10 +65,9 @@ def test_turns_find_their_server_and_a_dead_one_is_started_again(fleet: ServerPr
     until(lambda: len(replicas.followers) == 2)
     sessions = [random_prompt(400, seed) for seed in range(6)]
     assert [hits(fleet.url, prompt) for prompt in sessions] == [0] * 6
-    for url in urls:
-        settle(replicas, url)
-    said = [replicas.resume([*prompt, 1]) for prompt in sessions]
-    holders = [max(each, key=lambda one: one.position) for each in said]
+    for prompt in sessions:
+        until(partial(is_held, replicas, prompt))
+    holders = [furthest(replicas, prompt) for prompt in sessions]
     assert {one.replica for one in holders} == set(urls)
     assert [hits(fleet.url, [*prompt, 5, 6]) for prompt in sessions] == [
         one.position for one in holders
