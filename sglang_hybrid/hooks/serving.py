@@ -26,6 +26,20 @@ def count_prompts(_: None, manager: Any, body: Any, *__: Any, **___: Any) -> Non
         on_the_way.on_received(body)
 
 
+def tell_span(
+    attributes: dict[str, Any], manager: Any, state: Any, outputs: Any, at: int
+) -> dict[str, Any]:
+    """The span of a request says what the cache did for it, and how long it waited."""
+    from sglang_hybrid.serving.telemetry import spans
+
+    if manager.enable_trace and state.cache_report is not None:
+        attributes.update(spans.span_attributes(state.cache_report))
+    times = (outputs.time_stats or [])[at : at + 1]
+    if manager.enable_trace and times and times[0] is not None:
+        attributes[spans.QUEUE] = times[0].get_queueing_time()
+    return attributes
+
+
 async def send_prompts(
     send: Callable[[Any, Any], Awaitable[None]], manager: Any, prompts: Any
 ) -> None:

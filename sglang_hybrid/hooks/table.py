@@ -145,6 +145,7 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.tokenizer_manager",
         ("TokenizerManager.sigterm_watchdog", _AROUND, serving.end_on_signal),
         ("TokenizerManager._init_req_state", _AFTER, serving.count_prompts),
+        ("TokenizerManager.convert_to_span_attrs", _AFTER, serving.tell_span),
         ("TokenizerManager._send_one_request", _AROUND, serving.send_prompts),
         ("TokenizerManager._send_batch_request", _AROUND, serving.send_prompts),
         ("kill_process_tree", _AROUND, serving.kill_process_tree),

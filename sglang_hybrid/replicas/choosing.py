@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import requests
 import zmq
 
+from sglang_hybrid.core.costs.cost import DISPLACED
 from sglang_hybrid.replicas.follower import Follower
 from sglang_hybrid.replicas.index import ReplicaIndex
 from sglang_hybrid.replicas.reader import OutOfStep
@@ -17,10 +18,6 @@ from sglang_hybrid.replicas.resumable import Resumable
 from sglang_hybrid.replicas.tokens import TOKEN_BYTES, Tokens, as_bytes
 from sglang_hybrid.replicas.wire import KvEvents, Malformed, decode_server_info
 
-DISPLACED: Final = 1.0
-"""What a token that is computed costs beside its own prefill, in prefills of a token: it takes the
-place of others in the cache, which are computed again, and delays those who wait behind it.
-"""
 SIMILAR: Final = 1.1  # times the least price: not more, since speeds are measured
 
 

@@ -27,6 +27,12 @@ MOST_STATES_TO_KV = 1.5
 MIN_BRANCH_TOKENS = 16
 """Tokens that a branch point must gain over the hit to get a checkpoint, by default."""
 
+DISPLACED: Final = 1.0
+"""What a token that one of several servers computes costs beside its own prefill, in prefills of a
+token: it takes the place of others in the cache, which are computed again, and delays those who
+wait behind it.
+"""
+
 UNBOUNDED: Final = 2**62
 """More tokens, slots or bytes than any pool has."""
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from sglang_hybrid.core.costs.cost import DISPLACED
 from sglang_hybrid.core.queue.prefix_overlap import TOKEN_BYTES, SortedKeys, as_key
 from sglang_hybrid.core.queue.prefix_ranks import PrefixRanks
 from sglang_hybrid.replay.simulation.prefill_time import PrefillTime
@@ -48,14 +49,9 @@ class Replica:
         prompt = request.tokens[: request.input_len - 1]
         return self.cache.tree.find(prompt, tenant=request.tenant)[1]
 
-    def own(self, request: Request) -> int:
-        """Prompt tokens of `request` that would be hit here, if nothing but one sequence goes on
-        from there; 0 for a prefix that several share.
-        """
-        if not isinstance(self.cache, Simulator):
-            return self.cache.peek(request)
-        node, hit = self.cache.resumes_from(request)
-        return hit if node is not None and len(node.children) < 2 else 0
+    def resumable(self, request: Request) -> int:
+        """Prompt tokens of `request` that would be hit here."""
+        return self.cache.peek(request)
 
 
 class Router(ABC):
@@ -132,16 +128,21 @@ class CacheAware(Router):
 class Soonest(Router):
     """The replica whose first token is expected first: after its backlog, and the prefill of what
     `hit` says that it would not hit. Of equal ones that with the fewest requests.
+
+    displaced: what a token that is computed costs beside its own prefill, in prefills of a token.
     """
 
-    def __init__(self, hit: Callable[[Replica, Request], int]) -> None:
+    def __init__(self, hit: Callable[[Replica, Request], int], displaced: float = 0.0) -> None:
         self._hit = hit
+        self._displaced = displaced
 
     def choose(self, request: Request, replicas: Sequence[Replica], now: float) -> int:
         def cost(at: int) -> tuple[float, int, int]:
             replica = replicas[at]
-            seconds = replica.seconds(request, self._hit(replica, request))
-            return replica.backlog(now) + seconds, replica.unfinished, at
+            hit = self._hit(replica, request)
+            price = self._displaced * replica.time.per_token * (request.input_len - hit)
+            seconds = replica.backlog(now) + replica.seconds(request, hit)
+            return seconds + price, replica.unfinished, at
 
         return min(range(len(replicas)), key=cost)
 
@@ -168,12 +169,10 @@ ROUTERS: dict[str, Callable[[], Router]] = {
     "cache_aware": CacheAware,
     "dp_ranks": DpRanks,
     "by_blocks": lambda: Soonest(Replica.stored),
-    "by_states": lambda: Soonest(Replica.own),
+    "by_states": lambda: Soonest(Replica.resumable, DISPLACED),
 }
 """By name. by_blocks: by the KV that is stored, which is what SGLang's and vLLM's events tell.
-by_states: by states, but for those of prefixes that several sequences share. Each replica computes
-such a prefix once and hits it from then on; where it drew sequences to the replica that has it,
-their states would fill that one's memory while others have room.
+by_states: by the states, with a price on what is computed, as our router (replicas/choosing.py).
 """
 
 

@@ -59,25 +59,24 @@ def test_by_states_goes_where_the_state_is_and_by_blocks_where_the_kv_is() -> No
     assert chosen("by_states", caches, goes_on) == 0
 
 
-def test_by_states_is_not_drawn_by_a_prefix_that_many_share() -> None:
-    """Or all sessions with one system prompt would come to one replica."""
-    held = [*SHARED, *range(500, 600)]
-    caches = replicas(server(held, [*SHARED, 700], [*SHARED, 800]), server())
-    new = request([*SHARED, 900])
-    assert caches[0].cache.peek(new) == 100 and caches[0].own(new) == 0
-    caches[0].unfinished = 1
-    assert chosen("by_states", caches, new) == 1
-    assert chosen("by_blocks", caches, new) == 0
-
-
-@pytest.mark.parametrize(("backlog", "to"), [(100.0, 0), (300.0, 1)])
-def test_a_hit_is_weighed_against_the_queue(backlog: float, to: int) -> None:
-    """A second a token, and 200 tokens in the cache of the first replica."""
+@pytest.mark.parametrize(
+    ("routing", "backlog", "to"),
+    [
+        ("by_states", 390.0, 0),
+        ("by_states", 410.0, 1),
+        ("by_blocks", 190.0, 0),
+        ("by_blocks", 210.0, 1),
+    ],
+)
+def test_a_hit_is_weighed_against_the_queue(routing: str, backlog: float, to: int) -> None:
+    """A second a token, and 200 tokens in the cache of the first replica. by_states counts twice
+    what the second would compute.
+    """
     held = [*range(200)]
     caches = replicas(server(held), server())
     caches[0].free_at, caches[0].waiting = 1_000.0, {7: backlog - 50}
     assert caches[0].backlog(950.0) == backlog
-    assert chosen("by_states", caches, request([*held, 99_999, 5]), now=950.0) == to
+    assert chosen(routing, caches, request([*held, 99_999, 5]), now=950.0) == to
 
 
 def test_cache_aware_follows_texts_until_loads_are_far_apart() -> None:
