@@ -74,7 +74,7 @@ def register() -> None:
     from sglang_hybrid.cache import factory
     from sglang_hybrid.platforms.cpu import HybridCpuPlatform
     from sglang_hybrid.serving.processes import ignore_signals_for_the_first_process
-    from sglang_hybrid.storage.disk import file_backend
+    from sglang_hybrid.storage import file_backend
 
     ignore_signals_for_the_first_process()
     factory.register()

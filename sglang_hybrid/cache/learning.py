@@ -21,7 +21,7 @@ from sglang_hybrid.storage.disk.object_file import BadFile
 if TYPE_CHECKING:
     from sglang_hybrid.core.returns.history import History
     from sglang_hybrid.storage.disk.folder import RankFolder
-    from sglang_hybrid.storage.disk.object_store import ObjectStore
+    from sglang_hybrid.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Learning:
     def __init__(
         self,
         history: History,
-        store: Callable[[], ObjectStore | None],
+        store: Callable[[], Store | None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts = LearningCounts()

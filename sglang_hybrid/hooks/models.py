@@ -63,7 +63,7 @@ def forget_old_weights(refused: str | None, model: Any = None) -> None:
     """
     if refused is not None:
         return
-    from sglang_hybrid.storage.disk import weights
+    from sglang_hybrid.storage import weights
 
     for module in () if model is None else model.modules():
         method: Any = getattr(module, "quant_method", None)

@@ -12,7 +12,7 @@ from pathlib import Path
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.serving.advice import RADIX_CACHE_DISABLED
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
-from sglang_hybrid.serving.flag_values import Eviction, Schedule, flag_name
+from sglang_hybrid.serving.flag_values import SHARED, Eviction, Schedule, flag_name
 from sglang_hybrid.serving.model_directory import read_config
 from sglang_hybrid.serving.startup import StartupError
 
@@ -72,6 +72,13 @@ def check_disk(flags: argparse.Namespace, options: HybridConfig) -> None:
                 "--hicache-storage-backend file needs SGLang 0.5.23, and 0.5.22 is installed; "
                 "leave it out."
             )
+        shared = options.hybrid_disk_folder.startswith(SHARED)
+        for name in ("hybrid_disk_mb", "hybrid_warm_start") if shared else ():
+            if getattr(options, name):
+                raise StartupError(
+                    f"{flag_name(name)} means nothing with {flag_name('hybrid_disk_folder')} "
+                    f"{options.hybrid_disk_folder}: Mooncake divides its memory by itself."
+                )
         return
     for name in ("hybrid_disk_folder", "hybrid_disk_mb", "hybrid_warm_start"):
         value = getattr(options, name)

@@ -13,6 +13,11 @@ from sglang_hybrid.core.tiers.rates import parse_links
 TIER_CODECS = ("exact", "bf16", "int8")
 """Names of `sglang_hybrid.storage.codecs.codecs.Codec`, which needs torch."""
 
+SHARED = "mooncake://"
+"""How `--hybrid-disk-folder` begins where several servers share a store: mooncake://HOST:PORT, of
+Mooncake's master.
+"""
+
 API_KEY, REQUIRED = "api-key", "required"
 TENANTS = (API_KEY, REQUIRED)
 """What `--hybrid-tenants` may say."""

@@ -143,7 +143,8 @@ FLAGS = (
         "hybrid_disk_folder",
         "where --hicache-storage-backend file keeps KV and states, in a folder "
         "sglang_hybrid-tier of its own; by default what SGLang's own settings name, or "
-        "sglang_hybrid/tiers in the user's folder of caches",
+        "sglang_hybrid/tiers in the user's folder of caches; mooncake://HOST:PORT is a store "
+        "that several servers share",
         metavar="DIR",
     ),
     Flag(

@@ -18,7 +18,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_hybrid.core.tiers.rates import Speeds
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.storage.disk import file_backend
+from sglang_hybrid.storage import file_backend
 from sglang_hybrid.storage.disk.object_store import ObjectStore
 from tests.cache.driver import Sizes
 from tests.cache.tiers import TieredServer, build_tiered_cache, mark, set_speeds

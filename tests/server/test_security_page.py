@@ -34,7 +34,7 @@ from tests.replicas import test_index, test_picker
 from tests.server import test_adapters, test_modular, test_page, test_prompt_route
 from tests.server import test_tenant_routes as routes
 from tests.server.client import hybrid_cache, random_prompt
-from tests.storage import test_uses_file
+from tests.storage import test_shared_store, test_uses_file
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 SALT, KEY = "salt-of-a-91bc", "key-of-a-7f3a"
@@ -232,6 +232,10 @@ ELSEWHERE: dict[str, list[Callable[..., None]]] = {
     "the live page": [
         test_page.test_other_hosts_get_nothing,
         test_keys.test_a_route_is_open_to_the_keys_of_its_level,
+    ],
+    "a store that servers share": [
+        test_shared_store.test_what_depends_on_something_else_has_another_name,
+        test_shared_store.test_a_right_object_under_a_wrong_name_is_damaged,
     ],
     "KV events": [
         test_state_events.test_tenants_are_told_by_a_keyed_hash_and_share_no_block,

@@ -156,6 +156,19 @@ def test_flags_of_the_disk_need_a_disk(
         check_disk(flags("m", **(disk | lack)), HybridConfig())
 
 
+@pytest.mark.parametrize("name", ["hybrid_disk_mb", "hybrid_warm_start"])
+def test_a_shared_store_has_neither_budget_nor_files(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "version", lambda name: "0.5.23")
+    tiers = flags("m", enable_hierarchical_cache=True, hicache_storage_backend="file")
+    store = "mooncake://master:50051"
+    check_disk(tiers, HybridConfig(hybrid_disk_folder=store))
+    said = f"^--{name.replace('_', '-')} means nothing with .*{store}"
+    with pytest.raises(StartupError, match=said):
+        check_disk(tiers, HybridConfig(hybrid_disk_folder=store, **{name: 64}))
+
+
 def test_a_storage_backend_below_no_host_is_said_to_do_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

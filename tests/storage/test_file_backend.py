@@ -18,10 +18,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-from sglang_hybrid.storage.disk import file_backend, weights
-from sglang_hybrid.storage.disk.file_backend import FileBackend
+from sglang_hybrid.storage import file_backend, weights
 from sglang_hybrid.storage.disk.other_models import identity_of
 from sglang_hybrid.storage.disk.served_model import Unidentified
+from sglang_hybrid.storage.file_backend import FileBackend
 from tests.storage.objects import warnings_of
 
 PAGE = 4

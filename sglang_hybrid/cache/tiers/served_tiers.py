@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.tiers.request_loads import WayChooser
     from sglang_hybrid.core.costs.cost import CostModel
     from sglang_hybrid.serving.config import HybridConfig
-    from sglang_hybrid.storage.disk.object_store import ObjectStore
+    from sglang_hybrid.storage.store import Store
 
 
 class ServedCache(Protocol):
@@ -65,8 +65,8 @@ def served_tiers(cache: ServedCache) -> ServedTiers | None:
     )
 
 
-def disk_of(cache: object) -> ObjectStore | None:
+def disk_of(cache: object) -> Store | None:
     """The store of the disk tier, if there is one by now."""
     backend = getattr(getattr(cache, "cache_controller", None), "storage_backend", None)
-    store: ObjectStore | None = getattr(backend, "store", None)  # storage/disk/file_backend.py
+    store: Store | None = getattr(backend, "store", None)  # storage/file_backend.py
     return store

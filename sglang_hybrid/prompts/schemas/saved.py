@@ -22,6 +22,7 @@ import msgspec
 
 from sglang_hybrid.prompts.schemas.xml import MOST_BYTES
 from sglang_hybrid.serving.config import HybridConfig
+from sglang_hybrid.serving.flag_values import SHARED
 from sglang_hybrid.serving.tenants import Tenant
 from sglang_hybrid.storage.disk.folder import SCHEMAS, RankFolder, disk_folder
 from sglang_hybrid.storage.disk.own_files import finished_name, read_file, remove, write_file
@@ -137,11 +138,14 @@ def _bytes(texts: Iterable[str]) -> int:
 
 
 def saved_schemas(server_args: Any) -> SavedSchemas | None:
-    """The schemas of a server with a disk tier, or None.
+    """The schemas of a server with a folder for its disk tier, or None.
 
     server_args: SGLang's.
     """
     if not server_args.enable_hierarchical_cache or server_args.hicache_storage_backend != "file":
+        return None
+    folder = HybridConfig.from_environment().hybrid_disk_folder
+    if folder.startswith(SHARED):
         return None
     facts = {"schemas": 1, "model": server_args.model_path, "revision": server_args.revision}
     try:
@@ -149,7 +153,7 @@ def saved_schemas(server_args: Any) -> SavedSchemas | None:
     except ValueError:
         extra = {}
     try:
-        top = disk_folder(HybridConfig.from_environment().hybrid_disk_folder, extra)
+        top = disk_folder(folder, extra)
         return SavedSchemas(RankFolder(top, facts, SCHEMAS))
     except (FolderError, OSError) as error:
         logger.warning("sglang_hybrid: schemas are in memory alone: %s.", error)

@@ -208,7 +208,7 @@ def test_above_a_disk_the_simulator_hits_about_what_the_server_hits(
     from sglang_hybrid.cache.tiers.served_tiers import served_tiers
     from sglang_hybrid.replay.simulation.tuner.tuner import PolicySwitch
     from sglang_hybrid.serving.config import HybridConfig
-    from sglang_hybrid.storage.disk import file_backend
+    from sglang_hybrid.storage import file_backend
     from tests.cache.disk import disk_server
 
     monkeypatch.setattr(file_backend, "served_model", lambda: {"weights": "some"})

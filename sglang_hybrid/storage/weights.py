@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from weakref import WeakSet
 
-from sglang_hybrid.storage.disk.object_store import ObjectStore
+from sglang_hybrid.storage.store import Store
 
 WHY_OFF = "the weights were updated; a restart with them uses the disk again"
 
-_stores: WeakSet[ObjectStore] = WeakSet()
+_stores: WeakSet[Store] = WeakSet()
 _changed = False
 
 
-def watch(store: ObjectStore) -> None:
+def watch(store: Store) -> None:
     """Turn this store off as soon as weights change, or now if they have since the start."""
     _stores.add(store)
     if _changed:

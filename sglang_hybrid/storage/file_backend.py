@@ -25,13 +25,15 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from sglang_hybrid import SGLANG_VERSION
-from sglang_hybrid.storage.disk import weights
+from sglang_hybrid.serving.flag_values import SHARED
+from sglang_hybrid.storage import weights
 from sglang_hybrid.storage.disk.folder import RankFolder, disk_folder
 from sglang_hybrid.storage.disk.object_file import MOST_OBJECTS, Bytes
-from sglang_hybrid.storage.disk.object_store import ObjectStore
 from sglang_hybrid.storage.disk.served_model import Unidentified, served_model
 from sglang_hybrid.storage.disk.store_start import open_store
 from sglang_hybrid.storage.disk.tier_folder import FolderError
+from sglang_hybrid.storage.shared_store import open_shared
+from sglang_hybrid.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,8 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
     tenant's extra key and salt. Where the folder cannot be used the backend holds nothing, and the
     log says why; a server never ends for that.
 
-    disk_folder: where objects are kept; what SGLang's settings name if it is empty. budget: bytes
+    disk_folder: where objects are kept; what SGLang's settings name if it is empty, or
+    mooncake://HOST:PORT for a store that several servers share. budget: bytes
     that all ranks may use together, 0 for all but a share of the disk. warm_bytes: what a starting
     rank reads ahead. `register` sets them: SGLang makes the object.
     """
@@ -60,7 +63,7 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
         storage_config.is_mla_model = False
         self.config = storage_config
         self.registered_pools: dict[str, Any] = {}
-        self.store: ObjectStore | None = None
+        self.store: Store | None = None
         if not hasattr(HiCacheStorage, "on_host_pools_registered"):
             logger.error(  # an engine prints nothing below that
                 "sglang_hybrid: the disk tier is off: --hicache-storage-backend file needs SGLang "
@@ -77,14 +80,14 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
                 pool.pin_memory = False  # there is none; SGLang would ask for it page by page
         try:
             self.store = self._open(pools)
-        except (FolderError, Unidentified, OSError) as error:
+        except (FolderError, Unidentified, OSError, ValueError) as error:
             logger.warning("sglang_hybrid: the disk tier is off: %s.", error)
         except Exception:
             logger.exception("sglang_hybrid: the disk tier is off.")
         else:
             weights.watch(self.store)
 
-    def _open(self, pools: dict[str, Any]) -> ObjectStore:
+    def _open(self, pools: dict[str, Any]) -> Store:
         config = self.config
         dcp_size = getattr(config, "dcp_size", 1)  # not in 0.5.22
         if dcp_size > 1:
@@ -94,6 +97,8 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
             "pools": {str(name): _pool_facts(pool) for name, pool in sorted(pools.items())},
             "ranks": [config.tp_size, config.pp_size, config.attn_cp_size, dcp_size],
         }
+        if self.disk_folder.startswith(SHARED):
+            return open_shared(self.disk_folder, config.extra_config or {}, facts, _part(config))
         top = disk_folder(self.disk_folder, config.extra_config or {})
         folder = RankFolder(top, facts, _rank(config))
         disk = os.statvfs(folder.path)
@@ -237,9 +242,12 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
 def _rank(config: HiCacheStorageConfig) -> str:
     from sglang.srt.runtime_context import get_parallel
 
-    here = [config.tp_rank, config.pp_rank, config.attn_cp_rank]
-    replica = config.dp_rank or get_parallel().dp_rank or 0
-    return "-".join(str(number) for number in ["rank", *here, replica])
+    return f"rank-{_part(config)}-{config.dp_rank or get_parallel().dp_rank or 0}"
+
+
+def _part(config: HiCacheStorageConfig) -> str:
+    """Which part of the model a rank has: the same in each data-parallel replica."""
+    return f"{config.tp_rank}-{config.pp_rank}-{config.attn_cp_rank}"
 
 
 def _ranks(config: HiCacheStorageConfig) -> int:
