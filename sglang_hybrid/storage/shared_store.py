@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -39,17 +39,24 @@ AT_ONCE: Final = 64 << 20
 
 
 class Client(Protocol):
-    """Of `mooncake.store.MooncakeDistributedStore`; a negative number is an error."""
+    """What is used of `mooncake.store.MooncakeDistributedStore`; a negative number is an error."""
 
     def is_exist(self, name: str) -> int: ...
 
     def batch_is_exist(self, names: list[str]) -> list[int]: ...
 
-    def put_batch(self, names: list[str], values: list[bytes]) -> int: ...
+    def put_batch(self, names: list[str], values: list[bytes], config: Any) -> int: ...
 
     def get_batch(self, names: list[str]) -> list[bytes]: ...
 
     def close(self) -> Any: ...
+
+
+class Joined(NamedTuple):
+    """A client of the store, and where it puts objects."""
+
+    client: Client
+    config: Any
 
 
 class Unreachable(Exception):
@@ -70,7 +77,7 @@ class SharedStore:
     """The objects of one rank in Mooncake's store.
 
     Args:
-        join: makes the client; raises Unreachable. It is called in a thread of its own, again and
+        join: joins the store; raises Unreachable. It is called in a thread of its own, again and
             again until it returns.
         facts: what the content of an object depends on.
         rank: which part of a model the objects are of.
@@ -83,7 +90,7 @@ class SharedStore:
 
     def __init__(
         self,
-        join: Callable[[], Client],
+        join: Callable[[], Joined],
         facts: Mapping[str, Any],
         rank: str,
         secret: str,
@@ -98,6 +105,7 @@ class SharedStore:
         self._join = join
         self._now = now
         self._client: Client | None = None
+        self._config: Any = None
         self._retry_at = 0.0
         self._closed = threading.Event()
         self._joiner = threading.Thread(target=self._start, name="hybrid-store", daemon=True)
@@ -119,7 +127,7 @@ class SharedStore:
         for name, content in pairs:
             value = content.tobytes() + self._sum(kind, name, content)
             client = self._reachable()
-            if client is None or client.put_batch([name], [value]) < 0:
+            if client is None or client.put_batch([name], [value], self._config) < 0:
                 break
             written += 1
         self.counts.written += written
@@ -166,7 +174,7 @@ class SharedStore:
     def _start(self) -> None:
         while not self._closed.is_set() and self._client is None:
             try:
-                client = self._join()
+                client, self._config = self._join()
             except Unreachable as error:
                 self._refuse(str(error))
                 self._closed.wait(START_SECONDS)
@@ -241,12 +249,15 @@ def open_shared(
     return SharedStore(lambda: _join(master, wanted), facts, rank, secret)
 
 
-def _join(master: str, settings: Mapping[str, Any]) -> Client:
+def _join(master: str, settings: Mapping[str, Any]) -> Joined:
+    """Objects lie in this server's own part of the memory while there is room. So they are written
+    at the speed of memory, and who ends takes nobody else's along.
+    """
     from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStoreConfig
 
     os.environ.setdefault("GLOG_minloglevel", "2")
     try:
-        from mooncake.store import MooncakeDistributedStore
+        from mooncake.store import MooncakeDistributedStore, ReplicateConfig
     except ImportError as error:
         raise Unreachable(f"{error}; pip install mooncake-transfer-engine") from error
     try:
@@ -270,8 +281,9 @@ def _join(master: str, settings: Mapping[str, Any]) -> Client:
     )
     if status:
         raise Unreachable(f"Mooncake's master at {master} was not reached (error {status})")
-    joined: Client = client
-    return joined
+    where = ReplicateConfig()
+    where.preferred_segment = client.get_hostname()
+    return Joined(client, where)
 
 
 def _address_towards(master: str) -> str:

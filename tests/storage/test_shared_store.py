@@ -10,9 +10,10 @@ import pytest
 
 from sglang_hybrid.storage import shared_store
 from sglang_hybrid.storage.disk.folder import KEY_VARIABLE
-from sglang_hybrid.storage.shared_store import SharedStore, Unreachable, open_shared
+from sglang_hybrid.storage.shared_store import Joined, SharedStore, Unreachable, open_shared
 
 FACTS = {"model": "m"}
+CONFIG = "here"
 
 
 class Client:
@@ -32,7 +33,8 @@ class Client:
         self.calls.append("batch_is_exist")
         return [self.is_exist(name) for name in names]
 
-    def put_batch(self, names: list[str], values: list[bytes]) -> int:
+    def put_batch(self, names: list[str], values: list[bytes], config: Any) -> int:
+        assert config == CONFIG
         self.calls.append("put_batch")
         if self.is_down:
             return -900
@@ -57,7 +59,9 @@ class Time:
 
 
 def joined(client: Client, **given: Any) -> SharedStore:
-    store = SharedStore(lambda: client, **{"facts": FACTS, "rank": "0-0-0", "secret": "s", **given})
+    store = SharedStore(
+        lambda: Joined(client, CONFIG), **{"facts": FACTS, "rank": "0-0-0", "secret": "s", **given}
+    )
     store._joiner.join(10)
     return store
 
@@ -155,10 +159,10 @@ def test_until_it_is_joined_nothing_is_there(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(shared_store, "START_SECONDS", 0.01)
     client, may_join = Client(), threading.Event()
 
-    def join() -> Client:
+    def join() -> Joined:
         if not may_join.is_set():
             raise Unreachable("no master")
-        return client
+        return Joined(client, CONFIG)
 
     store = SharedStore(join, FACTS, "0-0-0", "s")
     assert get(store, "a") == [None] and not store.put("kv", ["a"], [page(1)])
