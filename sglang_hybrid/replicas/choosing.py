@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -18,7 +19,23 @@ from sglang_hybrid.replicas.resumable import Resumable
 from sglang_hybrid.replicas.tokens import TOKEN_BYTES, Tokens, as_bytes
 from sglang_hybrid.replicas.wire import KvEvents, Malformed, decode_server_info
 
+DNS: Final = "dns://"
 SIMILAR: Final = 1.1  # times the least price: not more, since speeds are measured
+
+
+def addresses(name: str) -> set[str]:
+    """URLs of the servers at all addresses of dns://HOST:PORT; none where HOST has no address.
+    Raises OSError where nobody can say.
+    """
+    where = urlsplit(name)
+    try:
+        found = socket.getaddrinfo(where.hostname, where.port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
+            return set()
+        raise
+    hosts = {str(each[4][0]) for each in found}
+    return {f"http://{f'[{host}]' if ':' in host else host}:{where.port}" for host in hosts}
 
 
 class Choice(NamedTuple):
@@ -38,8 +55,9 @@ class Replicas:
     """Servers that are followed, and what they could do for a prompt.
 
     Servers that do not answer yet are asked again each second. A data-parallel rank of a server has
-    the name URL#RANK, any other server that of its URL. followers: by name. errors: for each server
-    that is not followed, why.
+    the name URL#RANK, any other server that of its URL. dns://HOST:PORT is a server at each address
+    that HOST has; those that come and go are noticed within seconds. followers: by name. errors:
+    for each server or name that is not followed, why.
     """
 
     def __init__(
@@ -50,11 +68,17 @@ class Replicas:
         endpoints: Mapping[str, str] | None = None,
         pause: float = 1.0,
         patience: float = 5.0,
+        resolve: Callable[[str], set[str]] = addresses,
     ) -> None:
-        """endpoints: the publisher of each server, instead of what its /server_info says."""
+        """endpoints: the publisher of each server, instead of what its /server_info says. resolve:
+        the URLs that a dns:// name has now; raises OSError where nobody can say.
+        """
+        given = [url.rstrip("/") for url in urls]
         self.index = ReplicaIndex()
         self.followers: dict[str, Follower] = {}
-        self.errors = {url.rstrip("/"): "was not asked yet" for url in urls}
+        self.errors = {url: "was not asked yet" for url in given if not url.startswith(DNS)}
+        self._resolved: dict[str, set[str]] = {url: set() for url in given if url.startswith(DNS)}
+        self._resolve = resolve
         self._admin_key = admin_key
         self._pause = pause
         self._patience = patience
@@ -84,8 +108,8 @@ class Replicas:
         """The replica with the least expected seconds to the first token: of the prefills that were
         sent there and are not answered, and of what is left of this prompt. Tokens that this prompt
         shares with one of those are prefilled once. Of similar ones it is the replica that was sent
-        the fewest prompts. A prompt without tokens is one that nobody
-        knows. Tell `on_answer` what became of it. Raises LookupError if no replica is reachable.
+        the fewest prompts. A prompt without tokens is one that nobody knows. Tell `on_answer` what
+        became of it. Raises LookupError if no replica is reachable.
         """
         prompt = as_bytes(tokens)
         last = len(prompt) // TOKEN_BYTES - 1
@@ -117,7 +141,9 @@ class Replicas:
 
         cached_tokens: of the answer's usage; None where they are not known.
         """
-        follower = self.followers[choice.replica]
+        follower = self.followers.get(choice.replica)
+        if follower is None:  # it has gone
+            return
         with self._choosing:
             follower.load.on_answer(choice.number)
             if cached_tokens is None:
@@ -132,13 +158,32 @@ class Replicas:
 
     def _find(self) -> None:
         """Follow each server as soon as it says where it publishes."""
-        while self.errors and not self._closed.is_set():
-            for url in list(self.errors):
+        while (self.errors or self._resolved) and not self._closed.is_set():
+            for name in self._resolved:
+                self._look_up(name)
+            for url in self.errors.keys() - self._resolved.keys():
                 try:
                     self._follow(url)
                 except (OutOfStep, Malformed, requests.RequestException, zmq.ZMQError) as error:
                     self.errors = self.errors | {url: str(error)}
-            self._closed.wait(self._pause if self.errors else 0)
+            self._closed.wait(self._pause if self.errors or self._resolved else 0)
+
+    def _look_up(self, name: str) -> None:
+        """Servers at new addresses are followed from now on, those at others no more."""
+        try:
+            found = self._resolve(name)
+        except OSError as error:  # the servers that were there may be there
+            self.errors = self.errors | {name: str(error)}
+            return
+        gone = self._resolved[name] - found
+        new = dict.fromkeys(found - self._resolved[name], "was not asked yet")
+        kept = {url: why for url, why in self.errors.items() if url not in gone | {name}}
+        self._resolved[name] = found
+        self.errors = kept | new
+        old = [one for one in self.followers.values() if one.url in gone]
+        self.followers = {at: one for at, one in self.followers.items() if one not in old}
+        for follower in old:
+            follower.close()
 
     def _follow(self, url: str) -> None:
         headers = {"Authorization": f"Bearer {self._admin_key}"} if self._admin_key else {}

@@ -10,6 +10,8 @@ from sglang_hybrid.replicas.picker import DESTINATION
 
 _FILTERS: Final = "envoy.extensions.filters.http"
 _BALANCERS: Final = "envoy.extensions.load_balancing_policies"
+RETRIES: Final = 3  # servers that are tried after the first one
+
 LONGEST_BODY: Final = 272 << 20
 """Bytes of the longest request: more than a server takes (serving/requests/long_requests.py)."""
 
@@ -17,7 +19,8 @@ LONGEST_BODY: Final = 272 << 20
 def configuration(urls: Sequence[str], listen: str, picker: str) -> dict[str, Any]:
     """Envoy's bootstrap configuration: what it listens on, the servers, and where the picker is.
 
-    urls: of the servers, as http://host:port. listen, picker: host:port.
+    urls: of the servers, as http://host:port, or as dns://host:port for a server at each address
+    of the host. listen, picker: host:port.
 
     Where the picker cannot be asked or chooses nobody, requests go to the servers by turns. One
     that could not be sent to its server goes to the next of the picker's list.
@@ -31,7 +34,7 @@ def configuration(urls: Sequence[str], listen: str, picker: str) -> dict[str, An
     }
     retries = {
         "retry_on": "connect-failure,refused-stream,reset-before-request",
-        "num_retries": max(1, len(urls) - 1),
+        "num_retries": RETRIES,
     }
     to_servers = {
         "match": {"prefix": "/"},

@@ -78,19 +78,22 @@ def test_kubernetes_takes_the_manifest(release: str) -> None:
 
 def test_a_router_knows_each_server_and_the_key() -> None:
     (servers,) = [each for each in resources() if each["kind"] == "StatefulSet"]
-    name, headless = servers["metadata"]["name"], servers["spec"]["serviceName"]
     routers = [each["args"] for each in containers() if "router" in each["image"]]
     cluster, compose = (parser().parse_args(arguments) for arguments in routers)
-    numbers = range(servers["spec"]["replicas"])
-    assert cluster.urls == [f"http://{name}-{number}.{headless}:30000" for number in numbers]
+    headless = servers["spec"]["serviceName"]
+    named = [each for each in resources() if each["metadata"]["name"] == headless]
+    (service,) = [each for each in named if each["kind"] == "Service"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == servers["spec"]["selector"]["matchLabels"]
+    assert cluster.urls == [f"dns://{headless}:30000"]
     assert cluster.admin_key == "$(ADMIN_KEY)"
     services = yaml.safe_load(COMPOSE.read_text())["services"]
-    assert compose.urls == [f"http://{name}:30000" for name in services if name != "router"]
+    assert compose.urls == ["dns://server:30000"] and services["server"]["deploy"]["replicas"] == 2
 
 
 def test_servers_publish_where_a_router_reads() -> None:
     servers = [each["args"] for each in containers() if "router" not in each["image"]]
-    assert len(servers) == 3
+    assert len(servers) == 2
     for arguments in servers:
         config = json.loads(arguments[arguments.index("--kv-events-config") + 1])
         assert config == {"publisher": "zmq", "endpoint": "tcp://*:5557"}

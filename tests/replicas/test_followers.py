@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from sglang_hybrid.replicas import Choice, Follower, ReplicaIndex, tenant_name
+from sglang_hybrid.replicas import Choice, Follower, ReplicaIndex, Replicas, tenant_name
 from sglang_hybrid.replicas.__main__ import table
-from sglang_hybrid.replicas.choosing import endpoint_of
+from sglang_hybrid.replicas.choosing import addresses, endpoint_of
 from sglang_hybrid.replicas.load import TOO_MANY_WRONG
 from sglang_hybrid.replicas.wire import KvEvents
 from sglang_hybrid.serving.tenants import TenantNames
@@ -288,6 +290,41 @@ def test_equal_prompts_at_once_are_sent_to_one_replica(server: Server, other: Se
         assert replicas.choose(prompt).replica == first.replica
         assert replicas.choose(prompt, "another tenant").replica != first.replica
         assert replicas.choose(different[:50]).replica != first.replica
+
+
+def test_servers_of_a_name_come_and_go(server: Server, other: Server) -> None:
+    now: set[str] | OSError = {server.url}
+
+    def resolve(name: str) -> set[str]:
+        assert name == "dns://servers:30000"
+        if isinstance(now, OSError):
+            raise now
+        return now
+
+    names = ["dns://servers:30000/"]
+    with closing(Replicas(names, KEY, pause=PAUSE, patience=PATIENCE, resolve=resolve)) as replicas:
+        wait_until(lambda: {*replicas.followers} == {server.url})
+        wait_until(lambda: replicas.followers[server.url].is_in_step)
+        choice = replicas.choose([1, 2, 3])
+        now = {other.url, "http://127.0.0.1:9"}
+        wait_until(lambda: {*replicas.followers} == {other.url})
+        assert [each.replica for each in replicas.resume([1])] == [other.url]
+        replicas.on_answer(choice, 2)  # of one that has gone
+        now = OSError("no nameserver")
+        wait_until(lambda: replicas.errors.get("dns://servers:30000") == "no nameserver")
+        assert {*replicas.followers} == {other.url}
+        now = set()
+        wait_until(lambda: not replicas.followers and not replicas.errors)
+
+
+def test_a_name_has_a_server_at_each_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert addresses("dns://127.0.0.1:30000") == {"http://127.0.0.1:30000"}
+    assert addresses("dns://[::1]:30000") == {"http://[::1]:30000"}
+    for number, is_known in ((socket.EAI_NONAME, True), (socket.EAI_AGAIN, False)):
+        error = socket.gaierror(number, "no")
+        monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=error))
+        with nullcontext() if is_known else pytest.raises(OSError, match="no"):
+            assert addresses("dns://servers:30000") == set()
 
 
 def test_none_is_chosen_where_none_is_reachable() -> None:

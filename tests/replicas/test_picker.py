@@ -205,6 +205,17 @@ def test_without_its_picker_a_gateway_goes_by_turns(
     assert len(sent(server)) == len(sent(other)) == 2
 
 
+def test_envoy_looks_up_names_as_the_picker_does() -> None:
+    clusters = configuration(["dns://servers:30000"], "0.0.0.0:1", "127.0.0.1:2")
+    servers = clusters["static_resources"]["clusters"][0]
+    ((endpoint,),) = (each["lb_endpoints"] for each in servers["load_assignment"]["endpoints"])
+    address = endpoint["endpoint"]["address"]["socket_address"]
+    assert (servers["type"], address) == (
+        "STRICT_DNS",
+        {"address": "servers", "port_value": 30000},
+    )
+
+
 async def exchange(replicas: Replicas, *sent: ProcessingRequest) -> list[Any]:
     """What the picker replies to these messages of a gateway."""
 
