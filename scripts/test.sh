@@ -2,7 +2,7 @@
 # Lint, types and all tests but the slow ones, in .venv, which is made first where it is missing.
 # Two processes; a file's tests stay in one, and those of all files that ask servers, for they share
 # one. Files are taken in the order of tests/conftest.py (by itself xdist begins with those of many
-# short tests). mypy, which has one thread, runs beside them and is told of last. Arguments go to pytest:
+# short tests). The slowest are listed at the end. mypy, which has one thread, runs beside them and is told of last. Arguments go to pytest:
 # scripts/test.sh tests/core -k reuse
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,7 +16,7 @@ types=$(mktemp)
 "$bin/mypy" >"$types" 2>&1 &
 status=0
 "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 \
-    -m "not slow" "$@" || status=$?
+    -m "not slow" --durations=25 --durations-min=5 "$@" || status=$?
 wait $! || status=$?
 cat "$types"
 rm "$types"

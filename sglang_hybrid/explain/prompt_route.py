@@ -101,7 +101,7 @@ async def prompt(route: str, request: Request) -> Response:
 
 
 async def _serve(request: Request, path: str) -> Response:
-    """The application's own answer to `request` on another path."""
+    """What the application's own route at another path answers to `request`."""
     scope = {key: value for key, value in request.scope.items() if key not in _OF_THE_ROUTE}
     scope |= {"path": path, "raw_path": path.encode(), "state": dict(scope.get("state", {}))}
     answer = Response()
@@ -114,7 +114,8 @@ async def _serve(request: Request, path: str) -> Response:
         elif message["type"] == "http.response.body":
             body.extend(message.get("body", b""))
 
-    await request.app(scope, request.receive, send)
+    # Without the middleware, through which the request has come already.
+    await request.app.router(scope, request.receive, send)
     answer.body = bytes(body)
     return answer
 

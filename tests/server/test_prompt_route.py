@@ -11,7 +11,7 @@ import requests
 
 from sglang_hybrid.explain.prompt_route import PREFIX, ROUTES
 from sglang_hybrid.replicas import Replicas
-from tests.server.client import random_prompt, settle, until
+from tests.server.client import greedy, random_prompt, settle, until
 from tests.tenant_routes import PROMPTS
 
 TEXT = "A sentence that is longer than a few tokens, so that it can be resumed. " * 8
@@ -77,6 +77,20 @@ def test_an_id_may_be_asked_for_and_then_be_sent(url: str) -> None:
     body = {"input_ids": [5, 6, 7], "rid": "the same", "sampling_params": {"max_new_tokens": 1}}
     for path in (PREFIX + "/generate", PREFIX + "/generate", "/generate"):
         assert post(url, path, body).status_code == 200
+
+
+def test_a_prewarm_is_told_while_others_run(url: str) -> None:
+    """It would be sent when they have ended."""
+    action = {"action_id": "a", "action_version": "1", "action_type": "hybrid.prewarm"}
+    hints = {"protocol_version": "1", "message_id": "m", "actions": [action]}
+    running = greedy(random_prompt(10, 3), 4_000, stream=True)
+    with requests.post(url + "/generate", json=running, stream=True, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        asked = {"input_ids": random_prompt(100, 4), "kv_hints": hints}
+        answer = requests.post(url + PREFIX + "/generate", json=asked, timeout=5)
+        assert answer.json()["input_ids"] == asked["input_ids"]
+        assert b"[DONE]" not in next(line for line in lines if line)
 
 
 @pytest.mark.parametrize(

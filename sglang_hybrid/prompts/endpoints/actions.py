@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from sglang_hybrid.core.returns.hints import IMPORT, PREWARM, SEGMENTS, read_rate
 from sglang_hybrid.core.sentences import shown
+from sglang_hybrid.explain.prompt_route import is_asked_only
 from sglang_hybrid.prompts.endpoints.chat import PromptSchema, prompt_of
 from sglang_hybrid.prompts.endpoints.prewarm import gone_from, turns_of
 from sglang_hybrid.serving.requests.kv_hints import take
@@ -72,13 +73,13 @@ def prepare_prewarm(request: Any) -> None:
 
 
 async def take_turn(manager: TokenizerManager, request: Any, http: fastapi.Request | None) -> None:
-    """Return when `request` may run: at once, unless it has `hybrid.prewarm`. Raises ValueError if
-    its client has gone.
+    """Return when `request` may run: at once, unless it has `hybrid.prewarm` and is to run. Raises
+    ValueError if its client has gone.
 
     http: the HTTP request that it came with, if it did.
     """
     waits: Waits | None = getattr(request, "prewarm", None)
-    if waits is None:
+    if waits is None or is_asked_only():
         return
     tokens = 0
     if waits.rate is not None:
