@@ -2,8 +2,8 @@
 # Lint, types and all tests but the slow ones, in .venv, which is made first where it is missing.
 # Two processes; a file's tests stay in one, and those of all files that ask servers, for they share
 # one. Files are taken in the order of tests/conftest.py (by itself xdist begins with those of many
-# short tests). The slowest are listed at the end. mypy, which has one thread, runs beside them and is told of last. Arguments go to pytest:
-# scripts/test.sh tests/core -k reuse
+# short tests). The slowest are listed at the end. mypy, which has one thread, runs beside them and is
+# told of last. Arguments go to pytest: scripts/test.sh tests/core -k reuse
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh

@@ -51,8 +51,13 @@ def words(command: str) -> list[str]:
 
 
 def of(prefix: str) -> list[str]:
-    """The commands that begin so, and say more than that."""
-    return [command for command in COMMANDS if command.startswith(prefix + " ")]
+    """The commands that begin so, and say more than that; without the variables that they set."""
+    return [command for each in COMMANDS if (command := bare(each)).startswith(prefix + " ")]
+
+
+def bare(command: str) -> str:
+    """A command without the variables that it sets."""
+    return re.sub(r"^(?:[A-Z_]+=\S+ )+", "", command)
 
 
 def is_script(command: str) -> bool:
@@ -77,7 +82,7 @@ def is_known(command: str) -> bool:
         "curl ",
         "source .venv/bin/activate",
     )
-    return command.startswith(kinds) or is_script(command)
+    return bare(command).startswith(kinds) or is_script(command)
 
 
 def test_no_command_is_left_out() -> None:

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             run(given, flags)
         except ImportError as error:
-            raise SystemExit(f"{error}: pip install 'sglang_hybrid[router]'") from None
+            raise SystemExit(f"{error}: install the extra 'router' (pyproject.toml)") from None
         except (FileNotFoundError, ServerFailed) as error:
             raise SystemExit(str(error)) from None
 

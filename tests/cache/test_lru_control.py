@@ -8,7 +8,6 @@ account.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +17,8 @@ from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.serving.config import HybridConfig
 from tests.cache.backends import options
 from tests.cache.driver import Server, Sizes
+from tests.traces import TRACES
 
-TRACES = Path(__file__).parents[3] / "shared" / "traces"
 CHUNK = 2_048
 
 # (KV tokens, state slots): under pressure, some pressure, hardly any.

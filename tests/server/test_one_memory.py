@@ -96,7 +96,7 @@ def test_what_the_cache_did_is_told(server: ServerProcess) -> None:
         sample.name for family in text_string_to_metric_families(text) for sample in family.samples
     }
     asked = {name for name in dashboard.metrics() if name.startswith("sglang:")}
-    assert len(asked) == 7 and asked <= exported
+    assert len(asked) == 8 and asked <= exported
 
 
 def test_bytes_follow_the_traffic_and_answers_stay(server: ServerProcess) -> None:

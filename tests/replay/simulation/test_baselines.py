@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,11 +33,11 @@ from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.replay.systems import Setting, Spec, systems
 from tests.examples import examples
 from tests.replay.simulation.interleaved import interleaved
+from tests.traces import TRACES
 
 PAPER = CostModel.paper_7b()
 SYSTEMS = systems(tiered=False)
 GB = 10**9
-TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 BLOCK = 32 * PAPER.kv_bytes_per_token + PAPER.state_bytes
 
 

@@ -21,8 +21,8 @@ from sglang_hybrid.replay.simulation.traces.formats import (
 )
 from sglang_hybrid.replay.simulation.traces.lines import Reading, Skipped, TraceError
 from sglang_hybrid.replay.simulation.traces.requests import Request
+from tests.traces import TRACES
 
-TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 WRITABLE = [known.name for known in FORMATS.values() if known.write]
 MARCONI = {"session_id": 3, "turn_id": 1, "ts": 0.5, "input_tokens": [1, 2], "output_tokens": [7]}
 COMPACT = {"session": 0, "turn": 0, "t": 0.5, "base": None, "new": [1, 2, 3], "out": [4, 5]}

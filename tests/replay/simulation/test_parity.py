@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -24,10 +23,10 @@ pytest.importorskip("sglang")
 from sglang_hybrid.core.memory.account import MemoryKind
 from tests.cache.backends import options
 from tests.cache.driver import KV_BYTES, Server, Sizes, build_cache
+from tests.traces import TRACES
 
 TENANTS = "of three tenants: "
 PINS = "with pins: "
-TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 SERVING = Serving(chunk=2_048, grid=64)
 POLICIES = {
     "sglang-lru": options("sglang-lru"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +17,10 @@ from sglang_hybrid.replay.simulation.token_tree import TOKEN_BYTES
 from sglang_hybrid.replay.simulation.traces.formats import read_trace
 from sglang_hybrid.replay.simulation.traces.requests import Request
 from tests.core.plain import PaperLru
+from tests.traces import TRACES
 
 PAPER = CostModel.paper_7b()
 GB = 10**9
-TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 FILES = {"bbh": "bbh_fewshot", "sharegpt": "sharegpt_55", "tau": "taubench_airline"}
 
 

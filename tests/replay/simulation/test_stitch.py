@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -19,10 +18,9 @@ from sglang_hybrid.replay.simulation.traces.requests import (
 )
 from sglang_hybrid.replay.simulation.traces.stitch import stitched
 from sglang_hybrid.replay.systems import Setting, Spec
+from tests.traces import TRACES
 
-MOONCAKE = (
-    Path(__file__).parents[2].parent / "shared" / "traces" / "mooncake_conversation_trace.jsonl.gz"
-)
+MOONCAKE = TRACES / "mooncake_conversation_trace.jsonl.gz"
 PAPER = CostModel.paper_7b()
 
 
