@@ -88,7 +88,7 @@ def test_a_prewarm_is_told_while_others_run(url: str) -> None:
         lines = stream.iter_lines()
         next(lines)
         asked = {"input_ids": random_prompt(100, 4), "kv_hints": hints}
-        answer = requests.post(url + PREFIX + "/generate", json=asked, timeout=5)
+        answer = requests.post(url + PREFIX + "/generate", json=asked, timeout=10)
         assert answer.json()["input_ids"] == asked["input_ids"]
         assert b"[DONE]" not in next(line for line in lines if line)
 
