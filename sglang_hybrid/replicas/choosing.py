@@ -12,7 +12,6 @@ import requests
 import zmq
 
 from sglang_hybrid.core.costs.cost import DISPLACED
-from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.replicas.follower import Follower
 from sglang_hybrid.replicas.index import ReplicaIndex
 from sglang_hybrid.replicas.reader import OutOfStep
@@ -21,7 +20,6 @@ from sglang_hybrid.replicas.tokens import TOKEN_BYTES, Tokens, as_bytes
 from sglang_hybrid.replicas.wire import KvEvents, Malformed, decode_server_info
 
 DNS: Final = "dns://"
-MUCH: Final = 0.5  # of a prompt: few tokens that all prompts share draw none to a replica
 SIMILAR: Final = 1.1  # times the least price: not more, since speeds are measured
 
 
@@ -51,19 +49,6 @@ class Choice(NamedTuple):
     seconds: float
     number: int
     others: tuple[str, ...] = ()
-
-
-class _Candidate(NamedTuple):
-    """A replica that may be chosen. price: expected seconds, with what it displaces. left: tokens
-    to be prefilled there.
-    """
-
-    price: float
-    name: str
-    position: int
-    tier: Tier
-    seconds: float
-    left: float
 
 
 class Replicas:
@@ -122,11 +107,9 @@ class Replicas:
     def choose(self, tokens: Tokens, tenant: str = "") -> Choice:
         """The replica with the least expected seconds to the first token: of the prefills that were
         sent there and are not answered, and of what is left of this prompt. Tokens that this prompt
-        shares with one of those are prefilled once. Of similar ones it is the replica with most of
-        the prompt's KV, if that is much of it: it will keep a state where this prompt leaves the
-        one that it knows. Next comes the one that was sent the fewest prompts. A prompt without
-        tokens is one that nobody knows. Tell `on_answer` what became of it. Raises LookupError if
-        no replica is reachable.
+        shares with one of those are prefilled once. Of similar ones it is the replica that was sent
+        the fewest prompts. A prompt without tokens is one that nobody knows. Tell `on_answer` what
+        became of it. Raises LookupError if no replica is reachable.
         """
         prompt = as_bytes(tokens)
         last = len(prompt) // TOKEN_BYTES - 1
@@ -140,16 +123,16 @@ class Replicas:
                     left = last + 1 - found if prompt else load.typical or 1.0
                     seconds = load.seconds(left)
                     price = seconds + DISPLACED * load.prefill_seconds(left)
-                    choices.append(_Candidate(price, name, position, tier, seconds, left))
+                    choices.append((price, (tier, load.sent, name), position, seconds, left))
             if not choices:
                 raise LookupError(f"no server can be reached: {self._reasons()}")
             choices.sort()
-            alike = [each for each in choices if each.price <= SIMILAR * choices[0].price]
-            chosen = self._best(alike, prompt, tenant) if len(alike) > 1 else alike[0]
-            _, name, position, _, seconds, left = chosen
+            alike = [each for each in choices if each[0] <= SIMILAR * choices[0][0]]
+            chosen = min(alike, key=lambda each: each[1])
+            _, (_, _, name), position, seconds, left = chosen
             self._choices += 1
             self.followers[name].load.on_choice(self._choices, tenant, prompt, left)
-            others = tuple(each.name for each in choices if each is not chosen)
+            others = tuple(each[1][2] for each in choices if each is not chosen)
             return Choice(name, position, seconds, self._choices, others)
 
     def on_answer(self, choice: Choice, cached_tokens: int | None = None) -> None:
@@ -168,17 +151,6 @@ class Replicas:
             doubtful = follower.load.is_doubtful_after(choice.position, cached_tokens)
         if doubtful:
             follower.resync()
-
-    def _best(self, alike: list[_Candidate], prompt: bytes, tenant: str) -> _Candidate:
-        stored = self.index.stored(prompt, tenant)
-        much = MUCH * len(prompt) // TOKEN_BYTES
-
-        def order(one: _Candidate) -> tuple[int, Tier, int, str]:
-            known = stored.get(one.name, 0)
-            sent = self.followers[one.name].load.sent
-            return -known if known > much else 0, one.tier, sent, one.name
-
-        return min(alike, key=order)
 
     def _reasons(self) -> str:
         reasons = self.errors | {one.name: one.error for one in self.followers.values()}

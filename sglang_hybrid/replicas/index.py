@@ -156,19 +156,6 @@ class ReplicaIndex:
                 note_deepest(deepest, ends, holders)
             return answers(self._numbered, deepest)
 
-    def stored(self, tokens: Tokens, tenant: str = "") -> dict[str, int]:
-        """For every known replica, how many tokens of a prompt, but for the last one, it has as KV
-        from the start; with a state behind them or without.
-        """
-        prompt = as_bytes(tokens)
-        limit = len(prompt) - TOKEN_BYTES
-        with self._lock:
-            deepest = [0] * (tree.TIER_COUNT * len(self._numbered))
-            for width, root in self._roots.get(tenant, {}).items():
-                ends, holders = tree.reaches(root, prompt, limit, self._everyone, width)
-                note_deepest(deepest, ends, holders)
-            return {each.replica: each.position for each in answers(self._numbered, deepest)}
-
     def holdings(self, replica: str) -> Holdings:
         """How much a replica holds; nothing if it is unknown."""
         with self._lock:

@@ -176,32 +176,6 @@ def stops(
     return positions, holders
 
 
-def reaches(
-    root: Node, prompt: bytes, limit: int, everyone: int, width: int
-) -> tuple[list[int], list[int]]:
-    """As `stops`, but for KV alone: positions on the path of `prompt`, and who has all KV up to
-    there; in whole blocks.
-    """
-    positions: list[int] = []
-    holders: list[int] = []
-    whole = everyone
-    children, position = root.children, 0
-    while (node := children.get(prompt[position : position + width])) is not None:
-        whole &= node.kv
-        if not whole:
-            break
-        edge = node.edge
-        same = min(common_bytes(edge, prompt, position), limit - position) // width * width
-        if same <= 0:
-            break
-        positions.append(position + same)
-        holders.append(whole)
-        if same < len(edge):
-            break
-        children, position = node.children, position + same
-    return positions, holders
-
-
 def walk(root: Node) -> Iterator[Node]:
     """All nodes below `root`, in no particular order."""
     waiting = list(root.children.values())

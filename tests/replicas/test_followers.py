@@ -282,24 +282,6 @@ def test_replicas_that_are_as_good_get_prompts_by_turns(server: Server, other: S
         assert (choice.replica, choice.others) == (other.url, (server.url,))
 
 
-def test_a_prompt_goes_where_much_of_it_is_known_though_no_state_is_there(
-    server: Server, other: Server
-) -> None:
-    """The server that has the KV will keep a state where the two prompts part."""
-    text = list(range(100))
-    with all_of(server, other) as replicas:
-        other.wait_for_subscriber()
-        blocks = {"block_hashes": text, "block_size": 1, "component_types": ["full"]}
-        other.publish(stored(text, **blocks))
-        wait_until(lambda: replicas.index.stored(text)[other.url] == 99)
-        for at in range(4):  # of turns it would get half
-            choice = replicas.choose([*text[:80], *[1_000 + at] * 20])
-            assert (choice.replica, choice.position) == (other.url, 0)
-            replicas.on_answer(choice)
-        little = [replicas.choose([*text[:20], *[2_000 + at] * 80]) for at in range(4)]
-        assert {choice.replica for choice in little} == {server.url, other.url}
-
-
 def test_equal_prompts_at_once_are_sent_to_one_replica(server: Server, other: Server) -> None:
     """The second waits for the prefill of the first there; others are sent elsewhere meanwhile."""
     prompt, different = list(range(100)), list(range(100, 200))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -57,11 +55,6 @@ class NaiveReplica:
             if self.states.get(key, 9) <= slowest:
                 found = (len(key[1]), max(whole, self.states[key]))
         return found
-
-    def reach(self, tenant: str, prompt: list[int]) -> int:
-        """How far all KV is there."""
-        keys = self.chain(tenant, (), prompt[:-1])
-        return sum(1 for _ in takewhile(self.kv.__contains__, keys)) * self.block_size
 
 
 class Replicas(RuleBasedStateMachine):
@@ -138,8 +131,6 @@ class Replicas(RuleBasedStateMachine):
             device, _ = one.deepest(tenant, prompt, Tier.DEVICE)
             expected.append(Resumable(name, position, tier, device))
         assert self.index.resume(prompt, tenant) == expected
-        reached = {name: one.reach(tenant, prompt) for name, one in self.naive.items()}
-        assert self.index.stored(prompt, tenant) == reached
 
     @invariant()
     def is_whole(self) -> None:
