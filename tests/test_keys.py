@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
+from sglang_hybrid.explain.prompt_route import PREFIX, ROUTES
 from tests import tenant_routes
 
 EVERYBODY = {"none", "api", "admin", "wrong", "x-api", "x-admin", "x-wrong"}
@@ -79,3 +80,11 @@ def test_only_operators_routes_want_the_admin_key(routes: list[Route]) -> None:
     level = {route.path: route.level for route in routes}
     operators = tenant_routes.OPERATORS | tenant_routes.PAGE
     assert {path for path in operators if level[path] is None} == set()
+
+
+def test_a_prompt_is_told_to_the_keys_that_may_send_it(routes: list[Route]) -> None:
+    """The route that tells it calls these behind its own check of keys."""
+    told = [route for route in routes if route.path.startswith(PREFIX)]
+    sent = [route for route in routes if route.path in ROUTES and route.method == "POST"]
+    assert {route.path for route in sent} == ROUTES
+    assert [route.lets_in for route in sent] == [told[0].lets_in] * len(sent)

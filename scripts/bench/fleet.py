@@ -15,7 +15,6 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Annotated, Any, Protocol
 
-import msgspec
 import numpy as np
 import requests
 
@@ -25,7 +24,7 @@ from scripts.bench.servers import events, flush, greedy, percentile, random_toke
 from sglang_hybrid.models import ensure_tiny_model
 from sglang_hybrid.replay.simulation.replicas import ROUTERS
 from sglang_hybrid.replay.simulation.traces.requests import Request
-from sglang_hybrid.serving.server_process import ServerProcess, free_port
+from sglang_hybrid.serving.server_process import ServerProcess, event_flags
 
 SECONDS = 45.0
 """In which sessions begin."""
@@ -198,13 +197,7 @@ def fleet(
     with ExitStack() as stack:
         urls = []
         for _ in range(servers):
-            config = {
-                "publisher": "zmq",
-                "endpoint": f"tcp://127.0.0.1:{free_port()}",
-                "bind": True,
-            }
-            told = ["--kv-events-config", msgspec.json.encode(config).decode()]
-            flags = ["--model-path", str(ensure_tiny_model()), *POOLS, *told]
+            flags = ["--model-path", str(ensure_tiny_model()), *POOLS, *event_flags()]
             urls.append(stack.enter_context(ServerProcess(flags)).url)
         behind = Behind(stack.enter_context(ours(urls)).url)
         runs: dict[str, list[Run]] = {name: [] for name in routers}

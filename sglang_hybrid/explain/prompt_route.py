@@ -75,7 +75,7 @@ def _name(prompt: Any) -> str:
 
 
 @router.post(PREFIX + "/{route:path}")
-@auth_level(AuthLevel.NORMAL)  # and the route itself is asked with the same key
+@auth_level(AuthLevel.NORMAL)  # that of ROUTES, whose own check of keys is passed over
 async def prompt(route: str, request: Request) -> Response:
     """`{"input_ids": [...], "tenant": NAME}` for a body that ROUTE takes; NAME is `tenant_name`'s.
 

@@ -34,8 +34,12 @@ def addresses(name: str) -> set[str]:
         if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
             return set()
         raise
-    hosts = {str(each[4][0]) for each in found}
-    return {f"http://{f'[{host}]' if ':' in host else host}:{where.port}" for host in hosts}
+    return {f"http://{host_and_port(str(each[4][0]), each[4][1])}" for each in found}
+
+
+def host_and_port(host: str, port: object) -> str:
+    """As they stand in a URL, where an address of IPv6 has brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Choice(NamedTuple):
@@ -217,5 +221,4 @@ def endpoint_of(url: str, events: KvEvents, rank: int) -> str:
     host = events.endpoint_host
     if host in ("*", "0.0.0.0", "::", "[::]"):
         host = urlsplit(url).hostname or "localhost"
-        host = f"[{host}]" if ":" in host else host
-    return f"tcp://{host}:{events.endpoint_port_base + rank}"
+    return f"tcp://{host_and_port(host.strip('[]'), events.endpoint_port_base + rank)}"

@@ -20,7 +20,12 @@ from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.replicas import envoy
 from sglang_hybrid.replicas.choosing import Replicas
 from sglang_hybrid.replicas.picker import Picker, serve
-from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess, free_port
+from sglang_hybrid.serving.server_process import (
+    ServerFailed,
+    ServerProcess,
+    event_flags,
+    free_port,
+)
 
 START_SECONDS: Final = 3_600.0  # in which a server must be healthy
 PAUSE: Final = 10.0  # seconds, at least, between two starts of a server
@@ -99,9 +104,7 @@ class _Server:
     """One of the servers, as often as it is started. process: the latest."""
 
     def __init__(self, number: int, count: int, flags: Sequence[str], stack: ExitStack) -> None:
-        events = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{free_port()}", "bind": True}
-        own = ["--kv-events-config", json.dumps(events), *_devices(number, count, flags)]
-        self._flags = [*flags, *own]
+        self._flags = [*flags, *event_flags(), *_devices(number, count, flags)]
         self._number = number
         self._stack = stack
         self._start(free_port())

@@ -28,7 +28,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
     add_ExternalProcessorServicer_to_server,
 )
 
-from sglang_hybrid.replicas.choosing import Choice, Replicas
+from sglang_hybrid.replicas.choosing import Choice, Replicas, host_and_port
 
 logger = logging.getLogger(__name__)
 
@@ -159,8 +159,7 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
         except OSError as error:
             logger.warning("%s has no address: %s", replica, error)
             return ""
-        host = str(found[0][4][0])
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = host_and_port(str(found[0][4][0]), port)
         self._addresses[replica] = (time.monotonic() + ADDRESS_SECONDS, address)
         return address
 

@@ -1,5 +1,6 @@
 """A server in a process of its own: started, awaited and ended with everything it started."""
 
+import json
 import os
 import random
 import signal
@@ -162,6 +163,12 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+def event_flags() -> list[str]:
+    """Flags of a server that publishes KV events at a free port of this machine."""
+    config = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{free_port()}", "bind": True}
+    return ["--kv-events-config", json.dumps(config)]
 
 
 def _descendants(pid: int) -> list[psutil.Process]:

@@ -49,9 +49,9 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
     log says why; a server never ends for that.
 
     disk_folder: where objects are kept; what SGLang's settings name if it is empty, or
-    mooncake://HOST:PORT for a store that several servers share. budget: bytes
-    that all ranks may use together, 0 for all but a share of the disk. warm_bytes: what a starting
-    rank reads ahead. `register` sets them: SGLang makes the object.
+    mooncake://HOST:PORT for a store that several servers share. budget: bytes that all ranks may
+    use together, 0 for all but a share of the disk. warm_bytes: what a starting rank reads ahead.
+    `register` sets them: SGLang makes the object.
     """
 
     disk_folder = ""

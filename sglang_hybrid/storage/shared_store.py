@@ -124,10 +124,12 @@ class SharedStore:
             if not known
         ]
         written = 0
+        client = self._reachable() if pairs else None
         for name, content in pairs:
+            if client is None:
+                break
             value = content.tobytes() + self._sum(kind, name, content)
-            client = self._reachable()
-            if client is None or client.put_batch([name], [value], self._config) < 0:
+            if client.put_batch([name], [value], self._config) < 0:
                 break
             written += 1
         self.counts.written += written
@@ -221,7 +223,7 @@ class SharedStore:
         """Whether `value` is a whole object; it is in the buffer then."""
         if not value:
             return False
-        content = np.frombuffer(value, np.uint8)[: -SUM_BYTES or None]
+        content = np.frombuffer(value, np.uint8)[:-SUM_BYTES]
         whole = (
             len(value) == buffer.nbytes + SUM_BYTES
             and self._sum(kind, name, content) == value[-SUM_BYTES:]

@@ -1,6 +1,5 @@
 """What the server tests send and read back."""
 
-import json
 import random
 import re
 import time
@@ -12,19 +11,13 @@ import pytest
 import requests
 
 from sglang_hybrid.replicas import Replicas
-from sglang_hybrid.serving.server_process import ServerProcess, free_port
+from sglang_hybrid.serving.server_process import ServerProcess
 
 TOLERANCE = 1e-3
 """Largest difference of a logprob that counts as equal, in float32."""
 
 RECORD_KEY = "the key of these tests"
 """Names of tenants are made with it (SGLANG_HYBRID_RECORD_KEY)."""
-
-
-def published() -> list[str]:
-    """Flags of a server that publishes KV events at a free port."""
-    config = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{free_port()}", "bind": True}
-    return ["--kv-events-config", json.dumps(config)]
 
 
 Serve = Callable[..., ServerProcess]

@@ -9,8 +9,8 @@ import pytest
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
-from sglang_hybrid.serving.server_process import ServerProcess
-from tests.server.client import RECORD_KEY, Serve, flush, published
+from sglang_hybrid.serving.server_process import ServerProcess, event_flags
+from tests.server.client import RECORD_KEY, Serve, flush
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +40,7 @@ def default_server() -> Iterator[str]:
     shows in what they say, and not in a learnt sentence.
     """
     flags = ["--enable-cache-report", "--enable-response-store", "--hybrid-ui", "text"]
-    flags += published()
+    flags += event_flags()
     named = {KEY_VARIABLE: RECORD_KEY}
     flags += ["--hybrid-default-model", DEFAULT_ARCHITECTURE]
     with ServerProcess(flags, environment=named) as running:

@@ -18,7 +18,8 @@ from sglang.srt.disaggregation.kv_events import BlockStored, KVEventBatch
 
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.replicas import Replicas, tenant_name
-from tests.server.client import RECORD_KEY, Serve, greedy, published, random_prompt, settle, until
+from sglang_hybrid.serving.server_process import event_flags
+from tests.server.client import RECORD_KEY, Serve, greedy, random_prompt, settle, until
 
 ROUTE = "/hybrid_cache/resumable"
 SECONDS = 30
@@ -105,7 +106,7 @@ class Fleet:
         tiers = ["--enable-hierarchical-cache", "--hicache-ratio", "3"]
         named = {KEY_VARIABLE: RECORD_KEY}
         self._make = [
-            partial(serve, *small, *tiers, *published(), environment=named) for _ in range(2)
+            partial(serve, *small, *tiers, *event_flags(), environment=named) for _ in range(2)
         ]
         self.servers = [stack.enter_context(make()) for make in self._make]
         self.urls = [server.url for server in self.servers]

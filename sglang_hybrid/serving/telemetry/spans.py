@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-PREFIX: Final = "hybrid_cache."
+NAME: Final = "hybrid_cache"
 QUEUE: Final = "gen_ai.latency.time_in_queue"
 """SGLang's name, which its own spans do not fill."""
 
@@ -15,7 +15,7 @@ def span_attributes(report: Mapping[str, Any]) -> dict[str, Any]:
     for example; checkpoints are two lists of one length, `.position` and `.kind`. None is left out.
     """
     found: dict[str, Any] = {}
-    _add(found, PREFIX[:-1], report)
+    _add(found, NAME, report)
     return found
 
 
