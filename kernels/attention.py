@@ -44,16 +44,22 @@ class Rule(NamedTuple):
     sinks: Tensor | None = None
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, rule: Rule, path: Tensor | None = None) -> Tensor:
     """Attention of the last n of T tokens: [n, Hq, Dv] in q's dtype. Without any keys it is zero.
 
-    Shapes: q [n, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv].
+    Shapes: q [n, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv]. ``path`` [n, n]: the new tokens are a tree
+    behind the others, and each sees those new ones where its row is true: itself and its ancestors.
     """
     n, total = q.shape[0], k.shape[0]
     if not n or not total:
         return q.new_zeros(*q.shape[:2], v.shape[-1])
     k, v = k.to(q.dtype), v.to(q.dtype)
-    if rule.cap or (rule.causal and rule.window is not None):
+    if path is not None:
+        hidden = _hidden_in_tree(path, total, rule.window)
+        out, lse = (
+            _capped(q, k, v, rule, hidden) if rule.cap else _flashed(q, k, v, rule.scale, hidden)
+        )
+    elif rule.cap or (rule.causal and rule.window is not None):
         out, lse = _in_blocks(q, k, v, rule)
     elif rule.causal and n > 1:  # torch's kernel is twice as fast where it needs no mask
         out, lse = _flashed(q, k[-n:], v[-n:], rule.scale, causal=True)
@@ -104,6 +110,17 @@ def _hidden(first: int, n: int, total: int, rule: Rule) -> Tensor | None:
     distance = torch.arange(first, first + n)[:, None] - torch.arange(total)
     hidden = distance < 0
     return hidden if rule.window is None else hidden | (distance > rule.window)
+
+
+def _hidden_in_tree(path: Tensor, total: int, window: int | None) -> Tensor:
+    """Which keys [n, total] the tokens of a tree do not see; see `attention`."""
+    older = total - path.shape[0]
+    depth = path.sum(-1)
+    hidden = torch.cat([path.new_zeros(len(path), older), ~path], dim=1)
+    if window is None:
+        return hidden
+    places = torch.cat([torch.arange(older) - older + 1, depth])
+    return hidden | (depth[:, None] - places > window)
 
 
 def _flashed(

@@ -10,7 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.runtime_context import mamba_checkpoint_grid
+from sglang.srt.runtime_context import (
+    get_exec,
+    mamba_checkpoint_grid,
+    max_speculative_num_draft_tokens,
+)
 
 from sglang_hybrid.cache.learning import Learning
 from sglang_hybrid.cache.memory.allocators import OneMemoryKV
@@ -152,8 +156,17 @@ def build_parts(
     if has_states and not params.disable:
         if plans and options.is_judicious:
             _plan(parts, params, one_pass=one_pass)
-        decode.plan_for_pages_of(None if parts.planner is None else params.page_size)
+        _plan_decodes(parts, params)
     return parts
+
+
+def _plan_decodes(parts: Parts, params: CacheInitParams) -> None:
+    """Decodes leave the states that prefills do not."""
+    if parts.planner is None:
+        decode.leave_to_sglang()
+        return
+    lazily = get_exec().mamba.enable_mamba_extra_buffer_lazy
+    decode.plan_for(params.page_size, max_speculative_num_draft_tokens(), lazily=lazily)
 
 
 def _plan(parts: Parts, params: CacheInitParams, *, one_pass: bool) -> None:

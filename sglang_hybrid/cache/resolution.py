@@ -17,6 +17,7 @@ from sglang.srt.configs.model_config import PURE_SSM_ARCHITECTURES
 from sglang_hybrid.cache.sizes import cost_of_model
 from sglang_hybrid.checkpoints.support import (
     MIXERS_INSIDE_GRAPHS,
+    SHORT_CONVOLUTIONS,
     one_slot_per_request,
     plans_checkpoints,
 )
@@ -36,8 +37,10 @@ TOKENS_WITHOUT_KV = 1 << 22
 def settle_states(server_args: ServerArgs) -> None:
     """Declare how states are kept, which kernels leave them, and what room they get.
 
-    Raises ValueError where one buffer per request was asked for beside pages of several tokens.
+    Raises ValueError where one buffer per request was asked for beside pages of several tokens, and
+    for drafts that SGLang would answer wrongly with.
     """
+    _no_drafts_that_states_do_not_follow(server_args)
     _one_slot_for_a_running_request(server_args)
     _one_state_buffer_for_pure_state_space_models(server_args)
     _no_single_buffer_with_pages(server_args)
@@ -46,6 +49,29 @@ def settle_states(server_args: ServerArgs) -> None:
     _kernels_that_leave_states(server_args)
     _no_graph_over_mixers(server_args)
     _hits_before_users(server_args)
+
+
+def _no_drafts_that_states_do_not_follow(server_args: ServerArgs) -> None:
+    """With speculative decoding SGLang 0.5.23 leaves states of models without attention where they
+    were, whatever was accepted, and convolves trees of drafts as if they were chains where a model
+    has short convolutions (models/lfm2.py:223): both answer wrongly.
+    """
+    view = resolving_view(server_args)
+    if view.speculative_algorithm is None:
+        return
+    if _is_pure(server_args):
+        raise ValueError(
+            "speculative decoding answers wrongly with a model that has no attention: SGLang does "
+            "not move its states on; leave out --speculative-algorithm."
+        )
+    by_ngrams = view.speculative_algorithm.upper() == "NGRAM"
+    flag = "--speculative-ngram-max-bfs-breadth" if by_ngrams else "--speculative-eagle-topk"
+    width = view.speculative_ngram_max_bfs_breadth if by_ngrams else view.speculative_eagle_topk
+    if _architectures(server_args) & set(SHORT_CONVOLUTIONS) and (width or 1) > 1:
+        raise ValueError(
+            "speculative decoding answers wrongly with a model of short convolutions where a draft "
+            f"is a tree; use {flag} 1."
+        )
 
 
 def _one_slot_for_a_running_request(server_args: ServerArgs) -> None:

@@ -2,6 +2,11 @@
 
 A request that ends leaves its live state, exact to the token, so that nothing need be tracked
 before. A tree with pages can only name a page's end: there the last page's end is tracked.
+
+With speculative decoding a step reads several tokens. A request may end inside of them, and with
+the overlap scheduler the next step has begun by then: the live state has read too much. There
+SGLang keeps the state at the last multiple of some tokens, in two slots by turns
+(`speculative_grid`).
 """
 
 from __future__ import annotations
@@ -11,12 +16,32 @@ from sglang_hybrid.core.costs.cost import ENDLESS
 _grid: int | None = None
 
 
-def plan_for_pages_of(page_size: int | None) -> None:
-    """From now on this process tracks decode states for a tree of `page_size`; None: as SGLang
-    does by itself, every `--mamba-track-interval` tokens.
+def plan_for(page_size: int, drafted: int | None = None, *, lazily: bool = False) -> None:
+    """From now on this process tracks decode states for a tree of `page_size`.
+
+    drafted: tokens that a step of speculative decoding reads of a request; None without. lazily:
+    the second slot comes only where a state is near (`extra_buffer_lazy`).
     """
     global _grid
-    _grid = page_size if page_size is None or page_size > 1 else ENDLESS
+    if drafted is None:
+        _grid = page_size if page_size > 1 else ENDLESS
+    else:
+        _grid = None if lazily else speculative_grid(page_size, drafted)
+
+
+def leave_to_sglang() -> None:
+    """From now on this process tracks decode states every `--mamba-track-interval` tokens."""
+    global _grid
+    _grid = None
+
+
+def speculative_grid(page_size: int, drafted: int) -> int:
+    """Tokens between two states that a decode leaves where a step reads `drafted` tokens.
+
+    Two steps in a row must not both leave one: when the second begins, SGLang does not know yet
+    whether the first has, and writes to the same slot. That needs twice the tokens of a step.
+    """
+    return -(-2 * drafted // page_size) * page_size
 
 
 def track_grid() -> int | None:

@@ -15,6 +15,9 @@ from sglang_hybrid.serving.config import BACKEND, CPU_ATTENTION, HybridConfig
 WITHOUT_PAGES = ("triton", "flashinfer", "fa3", "torch_native", CPU_ATTENTION)
 """Attention backends that have pages of one token unless somebody asks for more."""
 
+EXACT_DRAFTS = ("NGRAM", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+"""Algorithms of speculative decoding beside which states are exact."""
+
 MIXERS_INSIDE_GRAPHS = ("FalconH1ForCausalLM",)
 """Models with attention and a Mamba2 mixer in each layer: SGLang captures prefills of such a model
 in a CUDA graph, and of these the mixer with it (models/falcon_h1.py:345). Others have layers
@@ -22,13 +25,24 @@ without attention, which keeps SGLang from a graph, or a break at each mixer.
 """
 
 
+SHORT_CONVOLUTIONS = (
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "Lfm2VlForConditionalGeneration",
+    "ZayaForCausalLM",
+)
+"""Models whose states are windows of a convolution only."""
+
+
 def why_unplanned(flags: Any) -> str | None:
     """What keeps prefills from leaving the states that we want; None if nothing does.
 
     flags: SGLang's server arguments, or its view of them while they are resolved.
     """
+    drafts = (flags.speculative_algorithm or "").upper()
     several = {
-        "speculative decoding": flags.speculative_algorithm is not None,
+        f"speculative decoding by {drafts}": drafts not in ("", *EXACT_DRAFTS),
+        "ReplaySSM": flags.enable_linear_replayssm or flags.enable_linear_replayssm_spec,
         "disaggregated prefill": flags.disaggregation_mode != "null",
         "two-batch overlap": flags.enable_two_batch_overlap,
         "decode context parallelism": flags.dcp_size > 1,
@@ -48,12 +62,14 @@ def plans_checkpoints(flags: Any) -> bool:
 
 def one_slot_per_request(flags: Any) -> bool:
     """Whether a running request should hold its live state only (SGLang's `no_buffer`), which is
-    possible with pages of one token, in prefills and in decoding.
+    possible with pages of one token, in prefills and in decoding. With speculative decoding a
+    step may take a request past its end, so that its live state cannot be kept.
     """
     from sglang.srt.arg_groups.model_override_base import attention_backends_of
 
     return (
         plans_checkpoints(flags)
+        and flags.speculative_algorithm is None
         and flags.page_size in (None, 1)
         and set(attention_backends_of(flags)) <= set(WITHOUT_PAGES)
     )

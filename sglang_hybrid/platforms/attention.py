@@ -42,10 +42,14 @@ def register() -> None:
 
 
 class HybridCpuAttnBackend(AttentionBackend):
-    """Softmax attention over SGLang's KV pools on a CPU."""
+    """Softmax attention over SGLang's KV pools on a CPU.
 
-    def __init__(self, model_runner: Any) -> None:
+    ahead: tokens that a draft model has made of each sequence, and SGLang has not counted.
+    """
+
+    def __init__(self, model_runner: Any, ahead: int = 0) -> None:
         super().__init__()
+        self._ahead = ahead
         self.device = model_runner.device
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
@@ -61,7 +65,7 @@ class HybridCpuAttnBackend(AttentionBackend):
         if self._window_pool_layers:
             to_window_pool = self.token_to_kv_pool.translate_loc_from_full_to_swa
         table = self.req_to_token_pool.req_to_token
-        self._batch = _Batch(forward_batch, table, to_window_pool)
+        self._batch = _Batch(forward_batch, table, to_window_pool, self._ahead)
 
     def support_triton(self) -> bool:
         return False
@@ -102,13 +106,23 @@ class HybridCpuAttnBackend(AttentionBackend):
             encoder=layer.is_cross_attention,
             window_pool=layer.layer_id in self._window_pool_layers,
         )
-        if self._native is not None and native.can_compute(q, *pool, sequences.most):
+        paths = self._batch.paths
+        if (
+            self._native is not None
+            and paths is None
+            and native.can_compute(q, *pool, sequences.most)
+        ):
             return native.attention(self._native, q, *pool, sequences, rule, width).flatten(1)
         out, counts = q.new_empty(*q.shape[:2], width), sequences.counts.tolist()
-        read = zip(*(torch.split(t, counts) for t in (out, q)), sequences.slots(), strict=True)
-        for place, new, slots in read:
+        read = zip(
+            *(torch.split(t, counts) for t in (out, q)),
+            sequences.slots(),
+            [None] * len(counts) if paths is None else paths,
+            strict=True,
+        )
+        for place, new, slots, path in read:
             keys, values = (t.index_select(0, slots) for t in pool)
-            place.copy_(attention(new, keys, values, rule)[..., :width])
+            place.copy_(attention(new, keys, values, rule, path)[..., :width])
         return out.flatten(1)
 
     def plain_pool(self, layer: RadixAttention) -> Pool | None:
@@ -133,6 +147,21 @@ class HybridCpuAttnBackend(AttentionBackend):
         return keys, keys if values.data_ptr() == keys.data_ptr() else values
 
 
+class DraftSteps:
+    """Attention of a draft model that makes tokens one behind the other: a backend per step but the
+    last, whose token is not read.
+    """
+
+    def __init__(self, model_runner: Any, steps: int) -> None:
+        self.attn_backends = [
+            HybridCpuAttnBackend(model_runner, ahead=step + 1) for step in range(steps - 1)
+        ]
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        for backend in self.attn_backends:
+            backend.init_forward_metadata(forward_batch)
+
+
 class _Batch:
     """Where the tokens of one forward pass lie; layers of the same kind share what is found."""
 
@@ -141,19 +170,36 @@ class _Batch:
         forward_batch: ForwardBatch,
         table: Tensor,
         to_window_pool: Callable[[Tensor], Tensor] | None,
+        ahead: int,
     ) -> None:
         self._table = table
         self._to_window_pool = to_window_pool
         self._rows: list[int] = forward_batch.req_pool_indices.tolist()
-        self._lengths: list[int] = forward_batch.seq_lens.tolist()
+        self._lengths: list[int] = (forward_batch.seq_lens + ahead).tolist()
         encoder = forward_batch.encoder_lens
         self._encoder = [0] * len(self._rows) if encoder is None else encoder.tolist()
         self._sequences: dict[tuple[bool, bool], native.Sequences] = {}
         lengths = forward_batch.extend_seq_lens
         self._new: list[int] | None = None if lengths is None else lengths.tolist()
+        self.paths: list[Tensor] | None = None  # of drafts that are trees
+        if forward_batch.forward_mode.is_target_verify():
+            self._verify(forward_batch.spec_info)
         self.window_pool_slots: Tensor | None = None
         if to_window_pool is not None and forward_batch.out_cache_loc is not None:
             self.window_pool_slots = to_window_pool(forward_batch.out_cache_loc)
+
+    def _verify(self, drafts: Any) -> None:
+        """The new tokens are drafts: as many for each sequence, behind those that are counted."""
+        count = drafts.draft_token_num
+        rows = [length + count for length in self._lengths]
+        self._new, self._lengths = [count] * len(rows), rows
+        mask = drafts.custom_mask
+        if mask is not None and drafts.tree_topk != 1:
+            whole = torch.split(mask[: count * sum(rows)], [count * length for length in rows])
+            self.paths = [
+                one.view(count, length)[:, -count:].bool()
+                for one, length in zip(whole, rows, strict=True)
+            ]
 
     def sequences(self, *, encoder: bool, window_pool: bool) -> native.Sequences:
         """Slots of all sequences' tokens, or of what their encoders left, in their order."""

@@ -5,13 +5,14 @@ import keeps the order of SGLang's own imports (several of the modules import ea
 nothing for the modules that a model does not use.
 """
 
+import sys
 from collections import defaultdict
 from types import ModuleType
 from typing import Any
 
 import wrapt
 
-from sglang_hybrid.platforms.cpu_ops.bindings import BINDINGS, Binding
+from sglang_hybrid.platforms.cpu_ops.bindings import BINDINGS, STAND_INS, Binding
 
 _registered = False
 
@@ -26,6 +27,8 @@ def bind_on_import() -> None:
     if _registered:
         return
     _registered = True
+    for name, stand_in in STAND_INS.items():
+        sys.modules[name] = stand_in
     by_module: defaultdict[str, list[Binding]] = defaultdict(list)
     for binding in BINDINGS:
         by_module[binding.module].append(binding)

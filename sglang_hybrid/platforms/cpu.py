@@ -15,8 +15,10 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
+from sglang_hybrid.checkpoints.support import EXACT_DRAFTS
 from sglang_hybrid.core.tiers.rates import parse_links
 from sglang_hybrid.platforms.cpu_flags import ADAPTERS_OF_SGLANG, ADAPTERS_ON_CPU
+from sglang_hybrid.platforms.cpu_ops.draft_steps import slots_behind
 from sglang_hybrid.platforms.memory import keep_freed_memory, memory_limit, memory_used
 from sglang_hybrid.platforms.sizing import (
     DTYPES,
@@ -58,6 +60,12 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def support_mamba_cache_extra_buffer(self) -> bool:
         return True
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm in EXACT_DRAFTS
+
+    def get_speculative_cache_locs_fn(self) -> Any:
+        return slots_behind
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
@@ -115,7 +123,7 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
         library()
         teach_torch_mm_with_dtype()
         keep_freed_memory()
-        _make_pin_memory_the_identity()
+        _teach_torch_to_live_without_cuda()
         _simulate_bandwidth()
 
 
@@ -151,13 +159,17 @@ def _simulate_bandwidth() -> None:
     transfer_streams.simulate(parse_links(text).get("host"))
 
 
-def _make_pin_memory_the_identity() -> None:
-    """`Tensor.pin_memory` raises without an accelerator; SGLang calls it for every decode batch.
-
-    (sglang/srt/managers/schedule_batch.py, mamba track mask.)
+def _teach_torch_to_live_without_cuda() -> None:
+    """Two of torch's functions raise without an accelerator, and SGLang calls them on every
+    platform: `Tensor.pin_memory` for each decode batch (sglang/srt/managers/schedule_batch.py,
+    mamba track mask), `torch.cuda.synchronize` where a draft model gets its target's embeddings.
     """
 
     def pin_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
         return tensor
 
+    def synchronize(device: object = None) -> None:
+        """Nothing runs beside the caller."""
+
     torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment,method-assign]
+    torch.cuda.synchronize = synchronize

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+from sglang_hybrid.checkpoints.support import EXACT_DRAFTS
 from sglang_hybrid.serving.config import CPU_ATTENTION
 from sglang_hybrid.serving.flag_values import flag_name
 from sglang_hybrid.serving.startup import StartupError
 
 NOT_ON_CPU = {
-    "speculative_algorithm": "SGLang checks drafts with CUDA kernels (sgl_kernel)",
     "enable_unified_memory": "SGLang's pages of KV and states in one pool need Triton kernels",
     "enable_page_major_kv_layout": "it needs Triton kernels",
 }
@@ -35,6 +35,7 @@ def check_flags(flags: argparse.Namespace) -> None:
     for name, why in NOT_ON_CPU.items():
         if getattr(flags, name, None):
             raise StartupError(f"{flag_name(name)} does not work on the CPU: {why}; leave it out.")
+    _check_drafts(flags)
     for name, known in ON_CPU.items():
         given = getattr(flags, name, None)
         if given not in (None, *known):
@@ -46,4 +47,26 @@ def check_flags(flags: argparse.Namespace) -> None:
         raise StartupError(
             f"--lora-backend {flags.lora_backend} does not work on the CPU; leave it out, and "
             f"{ADAPTERS_ON_CPU} is taken."
+        )
+
+
+def _check_drafts(flags: argparse.Namespace) -> None:
+    """Raise `StartupError` for speculative decoding of a kind that this platform does not have."""
+    algorithm = (flags.speculative_algorithm or "").upper()
+    if not algorithm:
+        return
+    if algorithm not in EXACT_DRAFTS:
+        raise StartupError(
+            f"--speculative-algorithm {algorithm} does not work on the CPU; use one of "
+            f"{', '.join(EXACT_DRAFTS)}."
+        )
+    if algorithm != "NGRAM" and (flags.speculative_eagle_topk or 1) > 1:
+        raise StartupError(
+            f"--speculative-eagle-topk {flags.speculative_eagle_topk} does not work on the CPU: "
+            "there a draft model makes one token behind the other; use 1."
+        )
+    if "torch_native" in (flags.attention_backend, flags.decode_attention_backend):
+        raise StartupError(
+            "--attention-backend torch_native knows no drafts of speculative decoding; leave it "
+            f"out, and {CPU_ATTENTION} is taken."
         )

@@ -71,7 +71,7 @@ CHECKED: dict[Read, dict[str, Any]] = {
         **{"--dp-size --data-parallel-size": 1, "--nnodes": 1, "--port": 30_000},
         **{"--stream-interval": 1, "--tokenizer-worker-num": 1, "--detokenizer-worker-num": 1},
         **{"--page-size": None, "--max-running-requests": None, "--max-mamba-cache-size": None},
-        **{"--hicache-size": 0, "--grpc-port": None},
+        **{"--hicache-size": 0, "--grpc-port": None, "--speculative-eagle-topk": None},
     },
     _number: {"--context-length": None, "--max-prefill-tokens": 16_384, "--max-total-tokens": None},
     float: {

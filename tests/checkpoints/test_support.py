@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from sglang_hybrid.checkpoints import decode
 from sglang_hybrid.checkpoints.support import one_slot_per_request, plans_checkpoints
+from sglang_hybrid.core.costs.cost import ENDLESS
 
 
 def flags(**changed: Any) -> SimpleNamespace:
@@ -17,6 +19,8 @@ def flags(**changed: Any) -> SimpleNamespace:
         "prefill_attention_backend": None,
         "decode_attention_backend": None,
         "speculative_algorithm": None,
+        "enable_linear_replayssm": False,
+        "enable_linear_replayssm_spec": False,
         "dcp_size": 1,
         "disaggregation_mode": "null",
         "enable_two_batch_overlap": False,
@@ -35,7 +39,9 @@ def test_planned_checkpoints_need_one_slot_per_request() -> None:
     [
         {"radix_cache_backend": None},
         {"disable_radix_cache": True},
-        {"speculative_algorithm": "EAGLE"},
+        {"speculative_algorithm": "DFLASH"},
+        {"enable_linear_replayssm": True},
+        {"enable_linear_replayssm_spec": True},
         {"dcp_size": 2},
         {"disaggregation_mode": "prefill"},
         {"enable_two_batch_overlap": True},
@@ -64,3 +70,28 @@ def test_admission_all_leaves_the_tracking_to_sglang(monkeypatch: pytest.MonkeyP
 def test_pages_need_tracked_states(changed: dict[str, Any]) -> None:
     assert plans_checkpoints(flags(**changed))
     assert not one_slot_per_request(flags(**changed))
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE", "NEXTN", "nextn", "STANDALONE"])
+def test_drafts_may_take_a_request_past_its_end(algorithm: str) -> None:
+    """So that the live state cannot be what it leaves."""
+    assert plans_checkpoints(flags(speculative_algorithm=algorithm))
+    assert not one_slot_per_request(flags(speculative_algorithm=algorithm))
+
+
+@pytest.mark.parametrize(
+    ("page", "drafted", "lazily", "grid"),
+    [
+        (1, None, False, ENDLESS),
+        (16, None, False, 16),
+        (1, 4, False, 8),
+        (16, 4, False, 16),
+        (16, 12, False, 32),
+        (1, 4, True, None),
+    ],
+)
+def test_what_a_decode_leaves(page: int, drafted: int | None, lazily: bool, grid: int) -> None:
+    decode.plan_for(page, drafted, lazily=lazily)
+    assert decode.track_grid() == grid
+    decode.leave_to_sglang()
+    assert decode.track_grid() is None

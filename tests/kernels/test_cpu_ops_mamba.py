@@ -312,21 +312,6 @@ def test_mamba1_scan_is_the_recurrence():
     assert_close(final, states[-1], FP32, "state")
 
 
-def test_speculative_buffers_are_refused_in_a_sentence():
-    pool = torch.zeros(2, 6, 3)
-    with pytest.raises(RuntimeError, match="Speculative decoding is not available"):
-        mamba2.causal_conv1d_update(
-            torch.ones(1, 6), pool, torch.ones(6, 4), intermediate_conv_window=pool
-        )
-    with pytest.raises(RuntimeError, match="intermediate_states_buffer"):
-        mamba2.selective_state_update(
-            *(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1), torch.ones(1, 1, 1)),
-            *(torch.ones(1, 1, 1), torch.ones(1, 1, 1), torch.ones(1, 1, 1)),
-            out=torch.ones(1, 1, 1),
-            intermediate_states_buffer=pool,
-        )
-
-
 def test_a_scan_that_is_not_packed_is_refused():
     positional, arguments, _ = scan_case(Draw(1), [4], False)
     arguments["cu_seqlens"] = None

@@ -14,6 +14,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
@@ -105,6 +106,7 @@ class World:
             self.requests.req_to_token[row, :e] for row, e in zip(self.rows(), first, strict=True)
         ]
         return SimpleNamespace(
+            forward_mode=ForwardMode.DECODE if decoding else ForwardMode.EXTEND,
             req_pool_indices=torch.tensor(self.rows()),
             seq_lens=torch.tensor(ends),
             encoder_lens=None if self.encoder is None else torch.tensor(self.encoder),
@@ -264,3 +266,23 @@ def test_keys_that_an_earlier_layer_has_stored(decoding: bool) -> None:
     world.ours.init_forward_metadata(batch)
     forward = world.ours.forward_decode if decoding else world.ours.forward_extend
     close(forward(q, None, None, world.layer, batch), expected)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_drafts_are_new_tokens_behind_those_that_are_counted(
+    tree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree that is a chain answers as the chain does."""
+    world = World(3, [(30, 4), (7, 4), (0, 4)])
+    expected = world.run(world.ours, decoding=False)
+    extend = world.batch(decoding=False)
+    mask = torch.cat(
+        [torch.ones(4, end, dtype=torch.bool).tril(end - 4).flatten() for end in (34, 11, 4)]
+    )
+    drafts = SimpleNamespace(draft_token_num=4, custom_mask=mask, tree_topk=-1 if tree else 1)
+    changed = {"forward_mode": ForwardMode.TARGET_VERIFY, "extend_seq_lens": None}
+    changed |= {"seq_lens": extend.seq_lens - 4, "spec_info": drafts}
+    verified = SimpleNamespace(**{**vars(extend), **changed})
+    monkeypatch.setattr(world, "batch", lambda *, decoding: verified)
+    found = world.run(world.ours, decoding=False)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)

@@ -15,13 +15,23 @@ from tests.platforms.test_bind_cores import unset_arguments
 
 
 def flags(**given: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"speculative_algorithm": None, "lora_backend": "csgmv", **given})
+    asked = {"speculative_algorithm": None, "speculative_eagle_topk": None, "lora_backend": "csgmv"}
+    backends = {"attention_backend": None, "decode_attention_backend": None}
+    return argparse.Namespace(**{**asked, **backends, **given})
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm does not work on the CPU"),
+        ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm DFLASH does not work on"),
+        (
+            {"speculative_algorithm": "eagle", "speculative_eagle_topk": 4},
+            "--speculative-eagle-topk 4 does not work on the CPU",
+        ),
+        (
+            {"speculative_algorithm": "NGRAM", "attention_backend": "torch_native"},
+            "torch_native knows no drafts",
+        ),
         (
             {"attention_backend": "flashinfer"},
             "--attention-backend flashinfer does not work on the CPU; leave it out, and hybrid_cpu",

@@ -102,13 +102,19 @@ def wrong_hits(case: Case, records: list[dict], page: int, chunk: int) -> list[t
 
 def plays_exactly(url: str, cold_url: str, page: int = 1, chunk: int = 0) -> None:
     """Every case hits what it should and answers as without a cache."""
-    for name, case in cases().items():
+    plays_hits(url, cold_url, *cases(), page=page, chunk=chunk)
+    second_turn_is_cached(url, cold_url, page)
+    flush(url)
+
+
+def plays_hits(url: str, cold_url: str, *names: str, page: int = 1, chunk: int = 0) -> None:
+    """`plays_exactly` for the cases of these names."""
+    for name in names:
+        case = cases()[name]
         warm = play(url, case)
         assert not wrong_hits(case, warm, page, chunk), name
         for record, prompt in zip(warm, case.prompts, strict=True):
             assert same(record, cold(cold_url, prompt, NEW_TOKENS))
-    second_turn_is_cached(url, cold_url, page)
-    flush(url)
 
 
 def second_turn_is_cached(url: str, cold_url: str, page: int = 1) -> None:

@@ -174,8 +174,8 @@ def test_a_mistake_ends_in_one_sentence(
             "the server cannot start: --hybrid-memory one cannot be: --hybrid-eviction sglang-lru",
         ),
         (
-            "--device cpu --speculative-algorithm NGRAM",
-            "--speculative-algorithm does not work on the CPU",
+            "--device cpu --speculative-algorithm DFLASH",
+            "--speculative-algorithm DFLASH does not work on the CPU; use one of NGRAM, EAGLE",
         ),
     ],
 )

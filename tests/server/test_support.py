@@ -68,11 +68,13 @@ FEATURES = [
     Feature("host memory", ("--enable-hierarchical-cache", "--hicache-ratio", "2")),
     Feature("priorities", ("--enable-priority-scheduling",)),
     Feature("a window over the queue", ("--hybrid-schedule", "window")),
+    Feature("drafts from n-grams", ("--speculative-algorithm", "NGRAM")),
     Feature("SGLang's admission", ("--hybrid-admission", "all"), planned=False),
 ]
 
 NOT_HERE = {
-    "speculative decoding": {"speculative_algorithm": "EAGLE"},
+    "speculative decoding by DFLASH": {"speculative_algorithm": "DFLASH"},
+    "ReplaySSM": {"enable_linear_replayssm": True},
     "disaggregated prefill": {"disaggregation_mode": "prefill"},
     "two-batch overlap": {"enable_two_batch_overlap": True},
     "decode context parallelism": {"dcp_size": 2},
@@ -122,6 +124,7 @@ def test_hits_under(feature: Feature, serve: Serve) -> None:
 
 def test_what_is_not_planned_is_on_the_page() -> None:
     defaults = {"speculative_algorithm": None, "disaggregation_mode": "null"}
+    defaults |= {"enable_linear_replayssm": False, "enable_linear_replayssm_spec": False}
     defaults |= {"enable_two_batch_overlap": False, "dcp_size": 1}
     assert why_unplanned(SimpleNamespace(**defaults)) is None
     page = PAGE.read_text()

@@ -52,6 +52,9 @@ def why_two_pools(configurator: KVCacheConfigurator) -> str | None:
         f"checkpoints are not planned ({why_unplanned(flags) or 'admission or cache'})": not (
             plans_checkpoints(flags)
         ),
+        "drafts of speculative decoding have states of their own": (
+            flags.speculative_algorithm is not None
+        ),
         "each stage of a pipeline has layers, and so sizes, of its own": flags.pp_size > 1,
         "--hybrid-eviction sglang-lru is SGLang's own order, which knows two pools": (
             options.policy is Eviction.SGLANG_LRU

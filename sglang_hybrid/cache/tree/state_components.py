@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
 from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
+from sglang.srt.runtime_context import get_schedule, get_spec
 
 from sglang_hybrid.cache.releases import tracking_slots_used
 from sglang_hybrid.cache.request.lookups import NoSlotForHit
@@ -35,6 +36,8 @@ class RobustMamba(MambaComponent):
         super().__init__(*args)
         self._parts = parts
         self._publication: Publication | None = None
+        self._speculates = get_spec().speculative_algorithm is not None
+        self._overlaps = not get_schedule().disable_overlap_schedule
 
     def reclaimable_value_len(self, node: UnifiedTreeNode) -> int:
         return value_len(node, self.component_type)
@@ -147,9 +150,12 @@ class RobustMamba(MambaComponent):
         The step in flight when a request ended has consumed its last token too, and SGLang has
         counted it (`kv_committed_len`): the live state is that of all tokens counted. It can be
         kept if the key ends there as well; elsewhere, with pages, the last tracked one is kept.
+        So it is where drafts were read that are not counted.
         """
         exact = (
-            token_ids_len == req.kv.kv_committed_len and not token_ids_len % self.cache.page_size
+            token_ids_len == req.kv.kv_committed_len
+            and not token_ids_len % self.cache.page_size
+            and not self._has_read_on(req)
         )
         if not self.cache.enable_mamba_extra_buffer:
             return token_ids_len if exact else 0
@@ -157,6 +163,12 @@ class RobustMamba(MambaComponent):
             self._track_the_live_state(req, token_ids_len)
         checkpoint = self._select_finished_checkpoint(req, token_ids_len)
         return 0 if checkpoint is None else checkpoint[0]
+
+    def _has_read_on(self, req: Req) -> bool:
+        """Whether the live state may be that of more tokens than SGLang has counted: a step of
+        speculative decoding was under way when the request ended, or a grammar ended inside of one.
+        """
+        return self._speculates and (self._overlaps or req.grammar is not None)
 
     def _track_the_live_state(self, req: Req, position: int) -> None:
         """Swap the live state for a tracked one: from there SGLang donates it without a copy."""

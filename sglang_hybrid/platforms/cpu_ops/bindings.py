@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_hybrid.platforms.cpu_ops import (
+    draft_steps,
+    draft_trees,
     gated_delta,
     host_copies,
     kimi_delta,
@@ -61,6 +63,8 @@ _LAYERNORM = "sglang.srt.layers.layernorm"
 _QWEN3_NEXT = "sglang.srt.models.qwen3_next"
 _QWEN3_5 = "sglang.srt.models.qwen3_5"
 _HOST = "sglang.srt.mem_cache.pool_host"
+_DRAFTS = "sglang.kernels.ops.speculative"
+_SCATTER = "sglang.kernels.ops.mamba.mamba_state_scatter_triton"
 _DIRECT = {
     "transfer_kv_direct": host_copies.direct,
     "transfer_kv_per_layer_direct_pf_lf": host_copies.per_layer_direct_pf_lf,
@@ -99,6 +103,7 @@ BINDINGS: tuple[Binding, ...] = (
     Binding(_UNQUANTIZED, f"{_EMBEDDING}.forget_derived_weights", linear.unpack, creates=True),
     Binding(_UNQUANTIZED, f"{_EMBEDDING}.lm_head_product", linear.lm_head_product, creates=True),
     Binding(_ALLOCATION, "get_last_loc_triton", states.last_slots),
+    Binding(_ALLOCATION, "assign_req_to_token_pool_func", draft_steps.give_slots),
     Binding(_MAMBA, "causal_conv1d_fn", mamba2.causal_conv1d_fn, creates=True),
     Binding(_MAMBA, "causal_conv1d_fn_triton", mamba2.causal_conv1d_fn, creates=True),
     Binding(_MAMBA, "causal_conv1d_update", mamba2.causal_conv1d_update, creates=True),
@@ -132,6 +137,7 @@ BINDINGS: tuple[Binding, ...] = (
     Binding(_MAMBA1, "MambaMixer1._selective_scan", mamba1.selective_scan),
     Binding(f"{_MODELS}.lfm2", "causal_conv1d_fn", mamba2.causal_conv1d_fn),
     Binding(f"{_MODELS}.lfm2", "causal_conv1d_update", mamba2.causal_conv1d_update),
+    Binding(f"{_MODELS}.lfm2", "causal_conv1d_update_triton", mamba2.causal_conv1d_update),
     Binding(f"{_MODELS}.lfm2_moe", "causal_conv1d_fn", mamba2.causal_conv1d_fn),
     Binding(f"{_MODELS}.lfm2_moe", "causal_conv1d_update", mamba2.causal_conv1d_update),
     Binding(_GDN_BACKEND, "causal_conv1d_fn", mamba2.causal_conv1d_fn),
@@ -164,7 +170,7 @@ BINDINGS: tuple[Binding, ...] = (
     Binding(
         _KDA_KERNELS,
         "fused_sigmoid_gating_delta_rule_update",
-        gated_delta.fused_sigmoid_gating_delta_rule_update,
+        kimi_delta.fused_sigmoid_gating_delta_rule_update,
     ),
     Binding(
         _KDA_KERNELS,
@@ -187,6 +193,46 @@ BINDINGS: tuple[Binding, ...] = (
         gated_delta.fused_qkvzba_split_reshape_cat_contiguous,
     ),
     Binding(_QWEN3_5, "fused_sigmoid_mul", gated_delta.fused_sigmoid_mul),
+    Binding(
+        "sglang.srt.arg_groups.speculative_hook",
+        "_disable_overlap_schedule_for_cpu",
+        draft_steps.leave_overlap,
+    ),
+    Binding(
+        f"{_DRAFTS}.cache_locs",
+        "fill_front_out_cache_loc_func",
+        draft_steps.fill_front_out_cache_loc,
+    ),
+    Binding(
+        f"{_DRAFTS}.eagle", "fill_accept_out_cache_loc_func", draft_steps.fill_accept_out_cache_loc
+    ),
+    Binding(f"{_DRAFTS}.gather_spec_extras", "gather_spec_extras", draft_steps.gather_rows),
+    Binding(f"{_DRAFTS}.eagle", "fill_bonus_tokens_func", draft_steps.last_accepted),
+    Binding(
+        f"{_DRAFTS}.cache_locs", "assign_draft_cache_locs_contiguous_func", draft_steps.draft_slots
+    ),
+    Binding(f"{_DRAFTS}.spec_tree", "build_tree_kernel_efficient_func", draft_trees.build_tree),
+    Binding(
+        "sglang.srt.speculative.draft_utils",
+        "DraftBackendFactory._create_backend",
+        draft_steps.draft_backend,
+        wraps=True,
+    ),
+    Binding(f"{_DRAFTS}.spec_tree", "verify_tree_greedy_func", draft_trees.accept_greedy),
+    Binding(
+        f"{_DRAFTS}.verify_sampling",
+        "tree_speculative_sampling_target_only",
+        draft_trees.accept_sampled,
+    ),
+    Binding("sglang.kernels.ops.sampling.renorm", "top_k_renorm_prob", draft_trees.keep_top_k),
+    Binding("sglang.kernels.ops.sampling.renorm", "top_p_renorm_prob", draft_trees.keep_top_p),
+    Binding(
+        "sglang.srt.mem_cache.memory_pool",
+        "MHATokenToKVPool._init_kv_copy_and_warmup",
+        draft_steps.move_rows_in_torch,
+        wraps=True,
+    ),
+    Binding(_SCATTER, "scatter_mamba_states_after_mtp_verify", draft_steps.scatter_accepted_states),
     Binding("sglang.srt.mem_cache.l2_transfer", "device_module", transfer_streams),
     Binding("sglang.srt.managers.cache_controller", "device_module", transfer_streams),
     Binding(f"{_HOST}.common", "_cuda_host_register", host_copies.no_registration),
@@ -196,3 +242,6 @@ BINDINGS: tuple[Binding, ...] = (
         for name, function in copies.items()
     ),
 )
+
+STAND_INS = {f"{_DRAFTS}.reconstruct_tree": draft_trees}
+"""SGLang's modules whose import needs `sgl_kernel`, and those that take their place."""

@@ -6,7 +6,7 @@ for; the arithmetic is in ``sglang_hybrid.kernels.gated_delta_rule``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,12 @@ from sglang_hybrid.kernels.gated_delta_rule import (
     gated_delta_rule_prefill,
     gated_delta_rule_step,
 )
-from sglang_hybrid.platforms.cpu_ops.states import advance, find_owned
+from sglang_hybrid.platforms.cpu_ops.states import (
+    advance,
+    advance_drafts,
+    find_owned,
+    keep_behind_drafts,
+)
 from sglang_hybrid.platforms.cpu_ops.tracking import is_grid_read
 
 if TYPE_CHECKING:
@@ -202,12 +207,68 @@ def step(
         out[rows, 0] = o
 
 
-def fused_sigmoid_gating_delta_rule_update(*_: object, **__: object) -> Tensor:
-    """Raises RuntimeError: off SGLang's own CPU engine only speculative verification comes here."""
-    raise RuntimeError(
-        "Speculative decoding of gated delta nets is not available on the CPU platform; start the "
-        "server without it."
-    )
+def fused_sigmoid_gating_delta_rule_update(
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor,
+    **drafts: Any,
+) -> Tensor:
+    """Reads drafted tokens: o [1, b * T, Hv, Dv]; see `read_drafts`.
+
+    Shapes: q and k [1, b * T, Hk, Dk], v [1, b * T, Hv, Dv], a and b [b * T, Hv]. Off SGLang's own
+    CPU engine only the verification of drafts comes here.
+    """
+    g, beta = fused_gdn_gating(A_log, a, b, dt_bias, softplus_beta, softplus_threshold)
+    return read_drafts((q, k, v, g, beta), initial_state_source, initial_state_indices, **drafts)
+
+
+def read_drafts(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    pool: Tensor,
+    indices: Tensor,
+    *,
+    cache_steps: int,
+    intermediate_states_buffer: Tensor,
+    intermediate_state_indices: Tensor,
+    retrieve_parent_token: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    scale: float | None = None,
+    **_: Any,
+) -> Tensor:
+    """The delta rule over the ``cache_steps`` drafted tokens of each row: o [1, b * T, Hv, Dv].
+
+    ``inputs`` are q, k, v, g and beta as `scan` has them, with 1 and b * T in front. States
+    ``pool[indices]`` stay as they are; the one behind each token goes to the row
+    ``intermediate_state_indices`` [b] of ``intermediate_states_buffer`` [m, T, Hv, Dv, Dk].
+    ``retrieve_parent_token`` [b, T] says from which token each goes on; None is a chain. Rows with
+    a negative slot give zeros.
+    """
+    count = inputs[2].shape[1] // cache_steps
+    rows, slots = find_owned(indices, count, -1, pool.device)
+    drafts = [t[0].view(count, cache_steps, *t.shape[2:]) for t in inputs]
+    parents = retrieve_parent_token
+    if rows is not None:
+        drafts = [t[rows] for t in drafts]
+        parents = None if parents is None else parents[rows]
+
+    def stepped(states: Tensor, node: int) -> Tensor:
+        some = (t[:, node] for t in drafts)
+        return gated_delta_rule_step(states, *some, scale=scale, l2norm=use_qk_l2norm_in_kernel)
+
+    live = pool.index_select(0, slots).float()
+    o, behind = advance_drafts(live, parents, cache_steps, stepped)
+    keep_behind_drafts(intermediate_states_buffer, intermediate_state_indices, rows, behind)
+    out = torch.zeros(count, *o.shape[1:], dtype=inputs[2].dtype)
+    out[slice(None) if rows is None else rows] = o.to(out.dtype)
+    return out.flatten(0, 1)[None]
 
 
 def fused_recurrent_gdn_replayssm_decode(**_: object) -> None:

@@ -6,13 +6,13 @@ for; the arithmetic is in ``sglang_hybrid.kernels.gated_delta_rule``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from sglang_hybrid.platforms.cpu_ops.gated_delta import scan, step
+from sglang_hybrid.platforms.cpu_ops.gated_delta import read_drafts, scan, step
 from sglang_hybrid.platforms.cpu_ops.tracking import is_grid_read
 
 if TYPE_CHECKING:
@@ -123,3 +123,31 @@ def fused_recurrent_kda_packed_decode(
         use_qk_l2norm_in_kernel,
     )
     return out, initial_state
+
+
+def fused_sigmoid_gating_delta_rule_update(
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor,
+    lower_bound: float | None = None,
+    **drafts: Any,
+) -> Tensor:
+    """Reads drafted tokens: o [1, b * T, H, Dv]; see `gated_delta.read_drafts`.
+
+    Shapes: q and k [1, b * T, H, Dk], v [1, b * T, H, Dv], a [b * T, H Dk] and b [b * T, H], which
+    the gates are made of.
+    """
+    heads, _, k_dim = initial_state_source.shape[1:]
+    g = kda_gate(a.reshape(-1, heads, k_dim), A_log, dt_bias, lower_bound)
+    beta = b.float().sigmoid().view(-1, heads)
+    return read_drafts(
+        (q, k, v, g[None], beta[None]), initial_state_source, initial_state_indices, **drafts
+    )

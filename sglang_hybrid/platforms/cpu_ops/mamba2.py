@@ -14,24 +14,25 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from sglang_hybrid.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_step
-from sglang_hybrid.kernels.ssd import selective_state_step, ssd_prefill, step_inputs
-from sglang_hybrid.platforms.cpu_ops.states import advance, find_owned
+from sglang_hybrid.kernels.ssd import (
+    StepInputs,
+    selective_state_step,
+    ssd_prefill,
+    step_inputs,
+)
+from sglang_hybrid.platforms.cpu_ops import draft_trees
+from sglang_hybrid.platforms.cpu_ops.states import (
+    advance,
+    advance_drafts,
+    find_owned,
+    keep_behind_drafts,
+)
 from sglang_hybrid.platforms.cpu_ops.tracking import is_grid_read
 
 if TYPE_CHECKING:
     from sglang_hybrid.checkpoints.tracks import StateWriter
 
 PAD_SLOT_ID = -1
-
-
-def refuse_speculation(**buffers: object) -> None:
-    """Raises RuntimeError if a caller passed a buffer that only speculative decoding uses."""
-    used = [name for name, value in buffers.items() if value is not None and value is not False]
-    if used:
-        raise RuntimeError(
-            "Speculative decoding is not available on the CPU platform "
-            f"(a kernel was called with {', '.join(used)}); start the server without it."
-        )
 
 
 def activation_name(activation: bool | str | None) -> str | None:
@@ -110,18 +111,33 @@ def causal_conv1d_update(
     """Decode convolution: x [b, D] or [b, D, T]; shifts ``conv_state[conv_state_indices]``.
 
     Returns y like x. Rows with the padding slot give zeros and touch no window.
+
+    With ``intermediate_conv_window`` [m, T, D, K-1] the T tokens of a row are a draft: windows stay
+    as they are, and the one behind each token goes to the row ``intermediate_state_indices`` [b].
+    Drafts are chains, or trees given by both ``retrieve_next_`` links [b, T]; of a tree, the
+    parents are written to ``retrieve_parent_token`` [b, T].
     """
-    refuse_speculation(
-        cache_seqlens=cache_seqlens,
-        num_accept_tokens=num_accept_tokens,
-        intermediate_conv_window=intermediate_conv_window,
-        retrieve_next_token=retrieve_next_token,
-        retrieve_parent_token=retrieve_parent_token,
-    )
     rows, slots = find_owned(conv_state_indices, x.shape[0], pad_slot_id, x.device)
     steps = x if rows is None else x[rows]
     past = weight.shape[1] - 1
     windows = conv_state.index_select(0, slots)[:, :, :past]
+    if intermediate_conv_window is not None and intermediate_state_indices is not None:
+        parents = None
+        if retrieve_next_token is not None and retrieve_next_sibling is not None:
+            parents = draft_trees.parents(retrieve_next_token, retrieve_next_sibling)
+            if retrieve_parent_token is not None:
+                retrieve_parent_token.copy_(parents)
+        parents = parents if parents is None or rows is None else parents[rows]
+
+        def convolved(reached: Tensor, node: int) -> Tensor:
+            token = steps[:, :, node : node + 1]
+            y, moved = causal_conv1d_step(token, reached, weight, bias, activation_name(activation))
+            reached.copy_(moved)
+            return y[..., 0]
+
+        y, behind = advance_drafts(windows, parents, x.shape[2], convolved)
+        keep_behind_drafts(intermediate_conv_window, intermediate_state_indices, rows, behind)
+        return _spread(y.transpose(1, 2), rows, x)
     y, windows = causal_conv1d_step(
         steps if x.dim() == 3 else steps[:, :, None],
         windows,
@@ -133,10 +149,15 @@ def causal_conv1d_update(
         conv_state.index_copy_(0, slots, windows)
     else:
         conv_state[slots, :, :past] = windows
+    return _spread(y.view(steps.shape), rows, x)
+
+
+def _spread(y: Tensor, rows: Tensor | None, like: Tensor) -> Tensor:
+    """What rows of the batch became; zeros for the others. None: ``y`` has all rows."""
     if rows is None:
-        return y.view(x.shape)
-    out = torch.zeros_like(x)
-    out[rows] = y.view(steps.shape)
+        return y.to(like.dtype)
+    out = torch.zeros_like(like)
+    out[rows] = y.to(like.dtype)
     return out
 
 
@@ -260,16 +281,17 @@ def selective_state_update(
 
     Shapes: x, dt, z and out [b, H, P], A [H, P, N], B and C [b, G, N], D and dt_bias [H, P]. Rows
     with the padding slot give zeros and touch no state.
+
+    With ``intermediate_states_buffer`` [m, T, H, P, N] the rows have T drafted tokens each: x, dt
+    and out [b, T, H, P], B and C [b, T, G, N]. States stay as they are, and the one behind each
+    token goes to the row ``intermediate_state_indices`` [b]. ``retrieve_parent_token`` [b, T] says
+    from which token each goes on; None is a chain.
     """
-    refuse_speculation(
-        disable_state_update=disable_state_update,
-        intermediate_states_buffer=intermediate_states_buffer,
-        retrieve_parent_token=retrieve_parent_token,
-    )
-    if out is None or state.dim() != 4 or x.dim() != 3:
+    if out is None or state.dim() != 4 or x.dim() != 3 + (intermediate_states_buffer is not None):
         raise ValueError(
             "selective_state_update on the CPU platform needs `out`, a pool of shape "
-            "[slots, heads, dim, state] and x of shape [batch, heads, dim]."
+            "[slots, heads, dim, state] and x of shape [batch, heads, dim], of drafts [batch, "
+            "tokens, heads, dim]."
         )
     rows, slots = find_owned(state_batch_indices, x.shape[0], pad_slot_id, x.device)
     if rows is not None:
@@ -277,17 +299,26 @@ def selective_state_update(
         x, dt, B, C = (t[rows] for t in (x, dt, B, C))
     if not len(slots):
         return
-    inputs = step_inputs(
-        x,
-        _once_per_head(dt, 2),
-        _once_per_head(A, 1),
-        B,
-        C,
-        D=D,
-        dt_bias=None if dt_bias is None else _once_per_head(dt_bias, 1),
-        dt_softplus=dt_softplus,
-    )
-    y = advance(state, slots, lambda states, at: selective_state_step(states, inputs.of(at)))
+
+    def inputs(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> StepInputs:
+        dt, rate = _once_per_head(dt, 2), _once_per_head(A, 1)
+        bias = None if dt_bias is None else _once_per_head(dt_bias, 1)
+        return step_inputs(x, dt, rate, B, C, D=D, dt_bias=bias, dt_softplus=dt_softplus)
+
+    if intermediate_states_buffer is not None and intermediate_state_indices is not None:
+        parents = retrieve_parent_token
+        y, behind = advance_drafts(
+            state.index_select(0, slots).float(),
+            parents if parents is None or rows is None else parents[rows],
+            x.shape[1],
+            lambda states, node: selective_state_step(
+                states, inputs(x[:, node], dt[:, node], B[:, node], C[:, node])
+            ),
+        )
+        keep_behind_drafts(intermediate_states_buffer, intermediate_state_indices, rows, behind)
+    else:
+        read = inputs(x, dt, B, C)
+        y = advance(state, slots, lambda states, at: selective_state_step(states, read.of(at)))
     if z is not None:
         y = y * silu((z if rows is None else z[rows]).float())
     if rows is None:

@@ -54,3 +54,45 @@ def advance(pool: Tensor, slots: Tensor, step: Callable[[Tensor, slice], Tensor]
     outputs_of_all = step(states, slice(None))
     pool.index_copy_(0, slots, states.to(pool.dtype))
     return outputs_of_all
+
+
+def advance_drafts(
+    states: Tensor,
+    parents: Tensor | None,
+    nodes: int,
+    step: Callable[[Tensor, int], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Read trees of drafted tokens from states [b, ...] (float32), which stay as they are.
+
+    ``parents`` [b, nodes] is the node whose state each node goes on from, -1 for the given states;
+    None is a chain. ``step(states, node)`` changes states in place for this node of every tree and
+    returns the outputs [b, ...]. Returns the outputs [b, nodes, ...] and the state behind each node
+    [b, nodes, ...].
+    """
+    rows = torch.arange(len(states))
+    behind = states.new_empty(len(states), nodes, *states.shape[1:])
+    outputs = []
+    for node in range(nodes):
+        start = states if node == 0 else behind[:, node - 1]
+        if parents is not None and node:
+            parent = parents[:, node].long()
+            root = (parent < 0).view(-1, *[1] * (states.dim() - 1))
+            start = torch.where(root, states, behind[rows, parent.clamp(min=0)])
+        reached = start.clone(memory_format=torch.contiguous_format)
+        outputs.append(step(reached, node))
+        behind[:, node] = reached
+    return torch.stack(outputs, 1), behind
+
+
+def keep_behind_drafts(
+    buffer: Tensor, indices: Tensor, rows: Tensor | None, behind: Tensor
+) -> None:
+    """Write states behind drafted tokens, ``behind`` [b, T, ...], to rows of ``buffer`` [m, T,
+    ...].
+
+    ``indices`` are the buffer's rows for all rows of the batch, ``rows`` those of the batch that
+    are written (None: all). The buffer's T parts may overlap, as windows of a convolution do.
+    """
+    places = (indices[: len(behind)] if rows is None else indices[rows]).long()
+    for node in range(behind.shape[1]):
+        buffer[:, node][places] = behind[:, node].to(buffer.dtype)

@@ -19,8 +19,9 @@ def shifted(forward: Any, batch: Any) -> torch.Tensor:
     if positions is None or not any(offsets):
         return positions
     moved = to_device(torch.tensor(offsets, dtype=positions.dtype), positions.device)
-    if len(positions) == len(offsets) and forward.forward_mode.is_decode():
-        return positions + moved
-    lengths = forward.extend_seq_lens.to(torch.int64)
+    lengths = forward.extend_seq_lens
+    if forward.forward_mode.is_decode() or lengths is None:  # one token each, or a draft
+        return positions + moved.repeat_interleave(len(positions) // len(offsets))
+    lengths = lengths.to(torch.int64)
     # Without the size of the result the host would wait for the device to tell it.
     return positions + torch.repeat_interleave(moved, lengths, output_size=len(positions))

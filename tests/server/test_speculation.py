@@ -1,0 +1,151 @@
+"""Speculative decoding beside exact states: hits to the token, and answers that drafts do not
+change.
+
+A kept state never has read a token that was drafted and not accepted. Where a reply ends is known
+only when the next step has begun, so that its last states are kept within two steps' tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import requests
+
+from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.serving.server_process import ServerProcess
+from tests.server.client import Serve, ask, cached, cold, flush, random_prompt, said, same
+from tests.server.draft_heads import SAID, Headed, question, with_draft_head
+from tests.server.expected import agree, expect
+from tests.server.test_checkpoints import (
+    NEW_TOKENS,
+    cases,
+    page_and_chunk,
+    plays_hits,
+    samples_share,
+)
+
+DRAFTED = 4
+"""Tokens that a step reads of each request."""
+
+NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(DRAFTED))
+CHAIN = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
+CHAIN += ("--speculative-num-draft-tokens", str(DRAFTED))
+HEAD = ("--speculative-algorithm", "NEXTN", *CHAIN)
+
+
+@pytest.fixture(scope="module")
+def headed(
+    model_directory: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Headed:
+    """The trained model with a draft head, and what it says without one."""
+    return with_draft_head(model_directory("trained"), tmp_path_factory.mktemp("headed") / "model")
+
+
+def second_turn_is_cached(url: str, page: int = 1) -> int:
+    """A reply is cached but for two steps' tokens; returns how many tokens a step accepted."""
+    flush(url)
+    prompt, reply = random_prompt(332, seed=50), 40
+    first = ask(url, prompt, reply)
+    longer = prompt + first["output_ids"] + random_prompt(17, seed=51)
+    second = ask(url, longer, NEW_TOKENS)
+    known, lost = len(prompt) + reply - 1, -(-2 * DRAFTED // page) * page + DRAFTED
+    assert known - lost - page < cached(second) <= known + 1
+    assert same(second, cold(url, longer, NEW_TOKENS))
+    accepted: float = first["meta_info"]["spec_accept_length"]
+    return accepted
+
+
+def repeats_are_accepted(url: str) -> float:
+    """A prompt that is asked again is drafted from its own answer; accepted tokens of a step."""
+    flush(url)
+    prompt = random_prompt(40, seed=60)
+    first, second = (ask(url, prompt, 40) for _ in range(2))
+    assert same(second, first)
+    return float(second["meta_info"]["spec_accept_length"])
+
+
+def test_a_draft_head_changes_nothing(headed: Headed) -> None:
+    """Neither what is said nor what is hit; some of its tokens are accepted, and some are not."""
+    with ServerProcess(["--model-path", str(headed.directory), *HEAD]) as server:
+        plays_hits(server.url, server.url, "siblings in turn")
+        second_turn_is_cached(server.url)
+        lengths = []
+        for name, tokens in headed.said.items():
+            body = {
+                "text": question(name),
+                "sampling_params": {"temperature": 0, "max_new_tokens": SAID},
+            }
+            record = requests.post(server.url + "/generate", json=body, timeout=60).json()
+            assert record["output_ids"] == tokens
+            lengths.append(record["meta_info"]["spec_accept_length"])
+        assert max(lengths) > 3 and min(lengths) < DRAFTED
+        assert said(server)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "architecture",
+    ["qwen3-next", "qwen3.5", "kimi-linear", "falcon-h1", "granite-hybrid", "nemotron-3", "lfm2"],
+)
+def test_drafts_of_every_kind_of_layer(architecture: str, serve: Serve) -> None:
+    """Trees, and chains where SGLang knows no trees."""
+    chain = ("--speculative-ngram-max-bfs-breadth", "1") if architecture == "lfm2" else ()
+    with serve(*NGRAM, *chain, of=architecture) as server:
+        plays_hits(server.url, server.url, *cases())
+        second_turn_is_cached(server.url)
+        assert repeats_are_accepted(server.url) > 3
+        samples_share(server.url, 699)
+        assert said(server)
+
+
+CONFIGURATIONS = {
+    "default": (),
+    "chunks of 128": ("--chunked-prefill-size", "128"),
+    "page 16": ("--page-size", "16", "--speculative-ngram-max-bfs-breadth", "1"),
+    "lazy": ("--mamba-radix-cache-strategy", "extra_buffer_lazy"),
+    "no overlap": ("--disable-overlap-schedule",),
+    "no buffer": ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"),
+    "two ranks": ("--tp-size", "2"),
+    "host memory": ("--enable-hierarchical-cache", "--hicache-ratio", "2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_drafts_change_nothing(
+    configuration: str, model_directory: Callable[[str], Path], serve: Serve
+) -> None:
+    page, chunk = page_and_chunk(configuration)
+    with serve(*NGRAM, *CONFIGURATIONS[configuration]) as server:
+        plays_hits(server.url, server.url, *cases(), page=page, chunk=chunk)
+        if configuration not in ("lazy", "no buffer"):
+            second_turn_is_cached(server.url, page)
+        assert repeats_are_accepted(server.url) > 3
+        samples_share(server.url, 699 - 699 % page)
+        agree(server.url, expect(model_directory(DEFAULT_ARCHITECTURE)))
+        assert said(server)
+
+
+@pytest.mark.slow
+def test_a_model_beside_it_drafts(model_directory: Callable[[str], Path], serve: Serve) -> None:
+    draft = ("--speculative-draft-model-path", str(model_directory("transformer")))
+    with serve("--speculative-algorithm", "STANDALONE", *draft, *CHAIN) as server:
+        plays_hits(server.url, server.url, *cases())
+        second_turn_is_cached(server.url)
+        agree(server.url, expect(model_directory(DEFAULT_ARCHITECTURE)))
+        assert said(server)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leak", ["kept", "live"])
+def test_one_drafted_token_too_many_would_be_seen(
+    leak: str, model_directory: Callable[[str], Path], serve: Serve
+) -> None:
+    wrong = {"module": "tests.server.leaky", "environment": {"LEAK": leak}}
+    with serve(*NGRAM, **wrong) as server, pytest.raises(AssertionError):
+        if leak == "kept":
+            second_turn_is_cached(server.url)
+        else:
+            agree(server.url, expect(model_directory(DEFAULT_ARCHITECTURE)))
