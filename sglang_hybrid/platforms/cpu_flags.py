@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 
+from sglang_hybrid import SGLANG_VERSION
 from sglang_hybrid.checkpoints.support import EXACT_DRAFTS
 from sglang_hybrid.serving.config import CPU_ATTENTION
 from sglang_hybrid.serving.flag_values import flag_name
@@ -28,6 +30,11 @@ ADAPTERS_OF_SGLANG = "csgmv"
 
 ADAPTERS_ON_CPU = "torch_native"
 """The only --lora-backend in plain torch."""
+
+
+def has_drafts() -> bool:
+    """Whether the installed SGLang is one for which this platform has speculative decoding."""
+    return importlib.metadata.version("sglang") == SGLANG_VERSION
 
 
 def check_flags(flags: argparse.Namespace) -> None:
@@ -55,6 +62,11 @@ def _check_drafts(flags: argparse.Namespace) -> None:
     algorithm = (flags.speculative_algorithm or "").upper()
     if not algorithm:
         return
+    if not has_drafts():
+        raise StartupError(
+            f"--speculative-algorithm works on the CPU with SGLang {SGLANG_VERSION} only; leave it "
+            "out."
+        )
     if algorithm not in EXACT_DRAFTS:
         raise StartupError(
             f"--speculative-algorithm {algorithm} does not work on the CPU; use one of "

@@ -23,6 +23,7 @@ from tests.server.test_checkpoints import (
     cases,
     page_and_chunk,
     plays_hits,
+    reply_is_cached,
     samples_share,
 )
 
@@ -122,6 +123,8 @@ def test_drafts_change_nothing(
         plays_hits(server.url, server.url, *cases(), page=page, chunk=chunk)
         if configuration not in ("lazy", "no buffer"):
             second_turn_is_cached(server.url, page)
+            for end in ("length", "stop token", "abort"):
+                reply_is_cached(server.url, server.url, end, lost=3 * DRAFTED + page)
         assert repeats_are_accepted(server.url) > 3
         samples_share(server.url, 699 - 699 % page)
         agree(server.url, expect(model_directory(DEFAULT_ARCHITECTURE)))

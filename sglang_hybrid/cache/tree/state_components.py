@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
 from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
-from sglang.srt.runtime_context import get_schedule, get_spec
+from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
 
 from sglang_hybrid.cache.releases import tracking_slots_used
 from sglang_hybrid.cache.request.lookups import NoSlotForHit
@@ -37,7 +37,8 @@ class RobustMamba(MambaComponent):
         self._parts = parts
         self._publication: Publication | None = None
         self._speculates = get_spec().speculative_algorithm is not None
-        self._overlaps = not get_schedule().disable_overlap_schedule
+        steps_are_alone = get_schedule().disable_overlap_schedule and get_parallel().pp_size == 1
+        self._reads_on = self._speculates and not steps_are_alone
 
     def reclaimable_value_len(self, node: UnifiedTreeNode) -> int:
         return value_len(node, self.component_type)
@@ -168,7 +169,7 @@ class RobustMamba(MambaComponent):
         """Whether the live state may be that of more tokens than SGLang has counted: a step of
         speculative decoding was under way when the request ended, or a grammar ended inside of one.
         """
-        return self._speculates and (self._overlaps or req.grammar is not None)
+        return self._reads_on or (self._speculates and req.grammar is not None)
 
     def _track_the_live_state(self, req: Req, position: int) -> None:
         """Swap the live state for a tracked one: from there SGLang donates it without a copy."""

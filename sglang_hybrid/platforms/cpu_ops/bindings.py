@@ -8,6 +8,7 @@ Only names that SGLang reaches on an out-of-tree platform without an accelerator
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_hybrid.platforms.cpu_flags import has_drafts
 from sglang_hybrid.platforms.cpu_ops import (
     draft_steps,
     draft_trees,
@@ -93,7 +94,54 @@ _COPIES = {
 }
 """SGLang's copies between device and host pools, by the module of the host pool."""
 
+DRAFT_BINDINGS: tuple[Binding, ...] = (
+    Binding(
+        "sglang.srt.arg_groups.speculative_hook",
+        "_disable_overlap_schedule_for_cpu",
+        draft_steps.leave_overlap,
+    ),
+    Binding(
+        f"{_DRAFTS}.cache_locs",
+        "fill_front_out_cache_loc_func",
+        draft_steps.fill_front_out_cache_loc,
+    ),
+    Binding(
+        f"{_DRAFTS}.eagle", "fill_accept_out_cache_loc_func", draft_steps.fill_accept_out_cache_loc
+    ),
+    Binding(f"{_DRAFTS}.gather_spec_extras", "gather_spec_extras", draft_steps.gather_rows),
+    Binding(f"{_DRAFTS}.eagle", "fill_bonus_tokens_func", draft_steps.last_accepted),
+    Binding(
+        f"{_DRAFTS}.cache_locs", "assign_draft_cache_locs_contiguous_func", draft_steps.draft_slots
+    ),
+    Binding(f"{_DRAFTS}.spec_tree", "build_tree_kernel_efficient_func", draft_trees.build_tree),
+    Binding(
+        "sglang.srt.speculative.draft_utils",
+        "DraftBackendFactory._create_backend",
+        draft_steps.draft_backend,
+        wraps=True,
+    ),
+    Binding(f"{_DRAFTS}.spec_tree", "verify_tree_greedy_func", draft_trees.accept_greedy),
+    Binding(
+        f"{_DRAFTS}.verify_sampling",
+        "tree_speculative_sampling_target_only",
+        draft_trees.accept_sampled,
+    ),
+    Binding("sglang.kernels.ops.sampling.renorm", "top_k_renorm_prob", draft_trees.keep_top_k),
+    Binding("sglang.kernels.ops.sampling.renorm", "top_p_renorm_prob", draft_trees.keep_top_p),
+    Binding(
+        "sglang.srt.mem_cache.memory_pool",
+        "MHATokenToKVPool._init_kv_copy_and_warmup",
+        draft_steps.move_rows_in_torch,
+        wraps=True,
+    ),
+    Binding(_SCATTER, "scatter_mamba_states_after_mtp_verify", draft_steps.scatter_accepted_states),
+    Binding(_ALLOCATION, "assign_req_to_token_pool_func", draft_steps.give_slots),
+    Binding(f"{_MODELS}.lfm2", "causal_conv1d_update_triton", mamba2.causal_conv1d_update),
+)
+"""For speculative decoding, where the installed SGLang has their names."""
+
 BINDINGS: tuple[Binding, ...] = (
+    *(DRAFT_BINDINGS if has_drafts() else ()),
     Binding(_UNQUANTIZED, f"{_LINEAR}.apply", linear.apply),
     Binding(_UNQUANTIZED, f"{_LINEAR}.process_weights_after_loading", linear.pack),
     Binding(_UNQUANTIZED, f"{_LINEAR}.restore_weights_before_loading", linear.unpack),
@@ -103,7 +151,6 @@ BINDINGS: tuple[Binding, ...] = (
     Binding(_UNQUANTIZED, f"{_EMBEDDING}.forget_derived_weights", linear.unpack, creates=True),
     Binding(_UNQUANTIZED, f"{_EMBEDDING}.lm_head_product", linear.lm_head_product, creates=True),
     Binding(_ALLOCATION, "get_last_loc_triton", states.last_slots),
-    Binding(_ALLOCATION, "assign_req_to_token_pool_func", draft_steps.give_slots),
     Binding(_MAMBA, "causal_conv1d_fn", mamba2.causal_conv1d_fn, creates=True),
     Binding(_MAMBA, "causal_conv1d_fn_triton", mamba2.causal_conv1d_fn, creates=True),
     Binding(_MAMBA, "causal_conv1d_update", mamba2.causal_conv1d_update, creates=True),
@@ -137,7 +184,6 @@ BINDINGS: tuple[Binding, ...] = (
     Binding(_MAMBA1, "MambaMixer1._selective_scan", mamba1.selective_scan),
     Binding(f"{_MODELS}.lfm2", "causal_conv1d_fn", mamba2.causal_conv1d_fn),
     Binding(f"{_MODELS}.lfm2", "causal_conv1d_update", mamba2.causal_conv1d_update),
-    Binding(f"{_MODELS}.lfm2", "causal_conv1d_update_triton", mamba2.causal_conv1d_update),
     Binding(f"{_MODELS}.lfm2_moe", "causal_conv1d_fn", mamba2.causal_conv1d_fn),
     Binding(f"{_MODELS}.lfm2_moe", "causal_conv1d_update", mamba2.causal_conv1d_update),
     Binding(_GDN_BACKEND, "causal_conv1d_fn", mamba2.causal_conv1d_fn),
@@ -193,46 +239,6 @@ BINDINGS: tuple[Binding, ...] = (
         gated_delta.fused_qkvzba_split_reshape_cat_contiguous,
     ),
     Binding(_QWEN3_5, "fused_sigmoid_mul", gated_delta.fused_sigmoid_mul),
-    Binding(
-        "sglang.srt.arg_groups.speculative_hook",
-        "_disable_overlap_schedule_for_cpu",
-        draft_steps.leave_overlap,
-    ),
-    Binding(
-        f"{_DRAFTS}.cache_locs",
-        "fill_front_out_cache_loc_func",
-        draft_steps.fill_front_out_cache_loc,
-    ),
-    Binding(
-        f"{_DRAFTS}.eagle", "fill_accept_out_cache_loc_func", draft_steps.fill_accept_out_cache_loc
-    ),
-    Binding(f"{_DRAFTS}.gather_spec_extras", "gather_spec_extras", draft_steps.gather_rows),
-    Binding(f"{_DRAFTS}.eagle", "fill_bonus_tokens_func", draft_steps.last_accepted),
-    Binding(
-        f"{_DRAFTS}.cache_locs", "assign_draft_cache_locs_contiguous_func", draft_steps.draft_slots
-    ),
-    Binding(f"{_DRAFTS}.spec_tree", "build_tree_kernel_efficient_func", draft_trees.build_tree),
-    Binding(
-        "sglang.srt.speculative.draft_utils",
-        "DraftBackendFactory._create_backend",
-        draft_steps.draft_backend,
-        wraps=True,
-    ),
-    Binding(f"{_DRAFTS}.spec_tree", "verify_tree_greedy_func", draft_trees.accept_greedy),
-    Binding(
-        f"{_DRAFTS}.verify_sampling",
-        "tree_speculative_sampling_target_only",
-        draft_trees.accept_sampled,
-    ),
-    Binding("sglang.kernels.ops.sampling.renorm", "top_k_renorm_prob", draft_trees.keep_top_k),
-    Binding("sglang.kernels.ops.sampling.renorm", "top_p_renorm_prob", draft_trees.keep_top_p),
-    Binding(
-        "sglang.srt.mem_cache.memory_pool",
-        "MHATokenToKVPool._init_kv_copy_and_warmup",
-        draft_steps.move_rows_in_torch,
-        wraps=True,
-    ),
-    Binding(_SCATTER, "scatter_mamba_states_after_mtp_verify", draft_steps.scatter_accepted_states),
     Binding("sglang.srt.mem_cache.l2_transfer", "device_module", transfer_streams),
     Binding("sglang.srt.managers.cache_controller", "device_module", transfer_streams),
     Binding(f"{_HOST}.common", "_cuda_host_register", host_copies.no_registration),
@@ -243,5 +249,5 @@ BINDINGS: tuple[Binding, ...] = (
     ),
 )
 
-STAND_INS = {f"{_DRAFTS}.reconstruct_tree": draft_trees}
+STAND_INS = {f"{_DRAFTS}.reconstruct_tree": draft_trees} if has_drafts() else {}
 """SGLang's modules whose import needs `sgl_kernel`, and those that take their place."""
