@@ -6,6 +6,7 @@ those that requests go on from.
 
 import os
 
+import sglang.srt.platforms  # noqa: F401 (registers what the platform binds, before the leak)
 import torch
 import wrapt
 
@@ -16,13 +17,13 @@ right = draft_steps.scatter_accepted_states
 LEAK = os.environ["LEAK"]
 
 
-def one_too_many(caches, slots, nodes, tracked, steps, *more):
+def one_too_many(caches, slots, nodes, tracked, steps, **more):
     last = caches.temporal.new_tensor(caches.intermediate_ssm.shape[2] - 1).long()
     if LEAK == "live":
         nodes = torch.minimum(nodes.long() + 1, last)
     elif steps is not None:
         steps = torch.where(steps >= 0, torch.minimum(steps.long() + 1, last), steps.long())
-    right(caches, slots, nodes, tracked, steps, *more)
+    right(caches, slots, nodes, tracked, steps, **more)
 
 
 def leak(module):
