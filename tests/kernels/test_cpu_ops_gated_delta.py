@@ -211,7 +211,6 @@ def test_gated_norm_is_the_definition(activation):
 @pytest.mark.parametrize(
     "refusal",
     [
-        gated_delta.fused_sigmoid_gating_delta_rule_update,
         gated_delta.fused_recurrent_gdn_replayssm_decode,
     ],
 )

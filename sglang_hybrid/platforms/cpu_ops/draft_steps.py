@@ -7,6 +7,7 @@ Functions that stand for one of SGLang's keep its parameters and in-place effect
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ def leave_overlap(_: object) -> None:
     """Stands for what turns the overlap scheduler off on a CPU: here it works as on a GPU."""
 
 
-def draft_backend(_: Callable[..., Any]) -> Callable[..., Any]:
+def draft_backend(original: Callable[..., Any]) -> Callable[..., Any]:
     """`DraftBackendFactory._create_backend`, which knows SGLang's own attention backends."""
 
-    def create(self: Any, backend_name: str, *__: Any, **___: Any) -> Any:
+    @wraps(original)
+    def create(self: Any, backend_name: str, *_: Any, **__: Any) -> Any:
         from sglang_hybrid.platforms.attention import DraftSteps, HybridCpuAttnBackend
 
         runner = self.draft_model_runner
@@ -138,9 +140,10 @@ def fill_accept_out_cache_loc(
     accept_out_cache_loc[: len(accepted)] = out_cache_loc[accepted]
 
 
-def move_rows_in_torch(_: Any) -> Callable[[Any], None]:
+def move_rows_in_torch(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """`MHATokenToKVPool._init_kv_copy_and_warmup`: KV of accepted tokens is moved by torch."""
 
+    @wraps(original)
     def use_torch(pool: Any) -> None:
         pool.use_native_move_kv_cache = True
 

@@ -20,7 +20,8 @@ def shifted(forward: Any, batch: Any) -> torch.Tensor:
         return positions
     moved = to_device(torch.tensor(offsets, dtype=positions.dtype), positions.device)
     lengths = forward.extend_seq_lens
-    if forward.forward_mode.is_decode() or lengths is None:  # one token each, or a draft
+    one_each = len(positions) == len(offsets) and forward.forward_mode.is_decode()
+    if lengths is None or one_each:  # drafts have equally many
         return positions + moved.repeat_interleave(len(positions) // len(offsets))
     lengths = lengths.to(torch.int64)
     # Without the size of the result the host would wait for the device to tell it.
