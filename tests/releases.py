@@ -15,3 +15,7 @@ waits_listed = pytest.mark.skipif(
 smaller_copies = pytest.mark.skipif(
     version("sglang") == "0.5.22", reason="smaller copies need SGLang 0.5.23"
 )
+
+drafts_on_cpu = pytest.mark.skipif(
+    version("sglang") == "0.5.22", reason="speculative decoding on a CPU needs SGLang 0.5.23"
+)

@@ -27,6 +27,7 @@ from sglang_hybrid.platforms.cpu_ops import (
     kimi_delta,
     mamba2,
 )
+from tests.releases import drafts_on_cpu
 
 ROWS, NODES = 3, 5
 
@@ -381,6 +382,7 @@ def test_the_accepted_state_becomes_the_requests() -> None:
         assert torch.equal(states[:, [1, 3, 4, 6]], before[:, [1, 3, 4, 6]])
 
 
+@drafts_on_cpu
 def test_drafts_are_those_of_sglangs_kernels() -> None:
     pytest.importorskip("triton")
     run(["launched_drafts.py"], "not slow", 4, 250)

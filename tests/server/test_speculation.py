@@ -15,6 +15,7 @@ import requests
 
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
+from tests.releases import drafts_on_cpu
 from tests.server.client import Serve, ask, cached, cold, flush, random_prompt, said, same
 from tests.server.draft_heads import SAID, Headed, question, with_draft_head
 from tests.server.expected import agree, expect
@@ -26,6 +27,8 @@ from tests.server.test_checkpoints import (
     reply_is_cached,
     samples_share,
 )
+
+pytestmark = drafts_on_cpu
 
 DRAFTED = 4
 """Tokens that a step reads of each request."""
