@@ -56,9 +56,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rule: Rule, path: Tensor | None =
     k, v = k.to(q.dtype), v.to(q.dtype)
     if path is not None:
         hidden = _hidden_in_tree(path, total, rule.window)
-        out, lse = (
-            _capped(q, k, v, rule, hidden) if rule.cap else _flashed(q, k, v, rule.scale, hidden)
-        )
+        out, lse = _masked(q, k, v, rule, hidden)
     elif rule.cap or (rule.causal and rule.window is not None):
         out, lse = _in_blocks(q, k, v, rule)
     elif rule.causal and n > 1:  # torch's kernel is twice as fast where it needs no mask
@@ -93,10 +91,7 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Partial:
             low = 0 if rule.window is None else max(0, own - rule.window)
         hidden = _hidden(own - low, block.shape[0], high - low, rule)
         seen = k[low:high], v[low:high]
-        if rule.cap:
-            parts.append(_capped(block, *seen, rule, hidden))
-        else:
-            parts.append(_flashed(block, *seen, rule.scale, hidden))
+        parts.append(_masked(block, *seen, rule, hidden))
     out, lse = (torch.cat(t) for t in zip(*parts, strict=True))
     return out, lse
 
@@ -121,6 +116,13 @@ def _hidden_in_tree(path: Tensor, total: int, window: int | None) -> Tensor:
         return hidden
     places = torch.cat([torch.arange(older) - older + 1, depth])
     return hidden | (depth[:, None] - places > window)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, rule: Rule, hidden: Tensor | None) -> Partial:
+    """Attention of queries over all keys but the `hidden` ones [n, T]; None hides none."""
+    if rule.cap:
+        return _capped(q, k, v, rule, hidden)
+    return _flashed(q, k, v, rule.scale, hidden)
 
 
 def _flashed(

@@ -16,16 +16,16 @@ import requests
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.releases import drafts_on_cpu
-from tests.server.client import Serve, ask, cached, cold, flush, random_prompt, said, same
+from tests.server.client import Serve, ask, flush, random_prompt, said, same
 from tests.server.draft_heads import SAID, Headed, question, with_draft_head
 from tests.server.expected import agree, expect
 from tests.server.test_checkpoints import (
-    NEW_TOKENS,
     cases,
     page_and_chunk,
     plays_hits,
     reply_is_cached,
     samples_share,
+    second_turn_is_cached,
 )
 
 pytestmark = drafts_on_cpu
@@ -47,18 +47,10 @@ def headed(
     return with_draft_head(model_directory("trained"), tmp_path_factory.mktemp("headed") / "model")
 
 
-def second_turn_is_cached(url: str, page: int = 1) -> int:
-    """A reply is cached but for two steps' tokens; returns how many tokens a step accepted."""
-    flush(url)
-    prompt, reply = random_prompt(332, seed=50), 40
-    first = ask(url, prompt, reply)
-    longer = prompt + first["output_ids"] + random_prompt(17, seed=51)
-    second = ask(url, longer, NEW_TOKENS)
-    known, lost = len(prompt) + reply - 1, -(-2 * DRAFTED // page) * page + DRAFTED
-    assert known - lost - page < cached(second) <= known + 1
-    assert same(second, cold(url, longer, NEW_TOKENS))
-    accepted: float = first["meta_info"]["spec_accept_length"]
-    return accepted
+def next_turn_is_cached(url: str, page: int = 1) -> None:
+    """Of the reply all but two steps' tokens, and those of the step in which it ended."""
+    lost = -(-2 * DRAFTED // page) * page + DRAFTED
+    second_turn_is_cached(url, url, page, reply=40, lost=lost)
 
 
 def repeats_are_accepted(url: str) -> float:
@@ -74,7 +66,7 @@ def test_a_draft_head_changes_nothing(headed: Headed) -> None:
     """Neither what is said nor what is hit; some of its tokens are accepted, and some are not."""
     with ServerProcess(["--model-path", str(headed.directory), *HEAD]) as server:
         plays_hits(server.url, server.url, "siblings in turn")
-        second_turn_is_cached(server.url)
+        next_turn_is_cached(server.url)
         lengths = []
         for name, tokens in headed.said.items():
             body = {
@@ -98,7 +90,7 @@ def test_drafts_of_every_kind_of_layer(architecture: str, serve: Serve) -> None:
     chain = ("--speculative-ngram-max-bfs-breadth", "1") if architecture == "lfm2" else ()
     with serve(*NGRAM, *chain, of=architecture) as server:
         plays_hits(server.url, server.url, *cases())
-        second_turn_is_cached(server.url)
+        next_turn_is_cached(server.url)
         assert repeats_are_accepted(server.url) > 3
         samples_share(server.url, 699)
         assert said(server)
@@ -125,7 +117,7 @@ def test_drafts_change_nothing(
     with serve(*NGRAM, *CONFIGURATIONS[configuration]) as server:
         plays_hits(server.url, server.url, *cases(), page=page, chunk=chunk)
         if configuration not in ("lazy", "no buffer"):
-            second_turn_is_cached(server.url, page)
+            next_turn_is_cached(server.url, page)
             for end in ("length", "stop token", "abort"):
                 reply_is_cached(server.url, server.url, end, lost=3 * DRAFTED + page)
         assert repeats_are_accepted(server.url) > 3
@@ -139,7 +131,7 @@ def test_a_model_beside_it_drafts(model_directory: Callable[[str], Path], serve:
     draft = ("--speculative-draft-model-path", str(model_directory("transformer")))
     with serve("--speculative-algorithm", "STANDALONE", *draft, *CHAIN) as server:
         plays_hits(server.url, server.url, *cases())
-        second_turn_is_cached(server.url)
+        next_turn_is_cached(server.url)
         agree(server.url, expect(model_directory(DEFAULT_ARCHITECTURE)))
         assert said(server)
 
@@ -152,6 +144,6 @@ def test_one_drafted_token_too_many_would_be_seen(
     wrong = {"module": "tests.server.leaky", "environment": {"LEAK": leak}}
     with serve(*NGRAM, **wrong) as server, pytest.raises(AssertionError):
         if leak == "kept":
-            second_turn_is_cached(server.url)
+            next_turn_is_cached(server.url)
         else:
             agree(server.url, expect(model_directory(DEFAULT_ARCHITECTURE)))

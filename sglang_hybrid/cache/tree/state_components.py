@@ -151,7 +151,7 @@ class RobustMamba(MambaComponent):
         The step in flight when a request ended has consumed its last token too, and SGLang has
         counted it (`kv_committed_len`): the live state is that of all tokens counted. It can be
         kept if the key ends there as well; elsewhere, with pages, the last tracked one is kept.
-        So it is where drafts were read that are not counted.
+        That one is kept, too, where the live state may be of more tokens (`_has_read_on`).
         """
         exact = (
             token_ids_len == req.kv.kv_committed_len

@@ -53,8 +53,13 @@ def slots_behind(
     Shapes: ``req_pool_indices``, ``start_offset`` and ``end_offset`` [b], ``req_to_token``
     [requests, context].
     """
-    spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
-    return torch.cat([req_to_token[row, start:end] for row, start, end in spans]).long()
+    return _slots_of(req_pool_indices, req_to_token, start_offset, end_offset)
+
+
+def _slots_of(rows: Tensor, table: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """What `slots_behind` returns."""
+    spans = zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True)
+    return torch.cat([table[row, start:end] for row, start, end in spans]).long()
 
 
 def gather_rows(
@@ -101,8 +106,7 @@ def draft_slots(
 ) -> None:
     """Write to ``out_cache_loc`` the ``topk * num_cols`` KV slots behind each request's tokens."""
     ends = seq_lens + topk * num_cols
-    spans = zip(req_pool_indices.tolist(), seq_lens.tolist(), ends.tolist(), strict=True)
-    out_cache_loc.copy_(torch.cat([req_to_token[row, start:end] for row, start, end in spans]))
+    out_cache_loc.copy_(_slots_of(req_pool_indices, req_to_token, seq_lens, ends))
 
 
 def last_accepted(

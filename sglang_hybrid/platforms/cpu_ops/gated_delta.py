@@ -208,33 +208,33 @@ def step(
 
 
 def fused_sigmoid_gating_delta_rule_update(
+    *,
     A_log: Tensor,
     a: Tensor,
     dt_bias: Tensor,
     softplus_beta: float,
     softplus_threshold: float,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     b: Tensor,
-    initial_state_source: Tensor,
-    initial_state_indices: Tensor,
     **drafts: Any,
 ) -> Tensor:
     """Reads drafted tokens: o [1, b * T, Hv, Dv]; see `read_drafts`.
 
-    Shapes: q and k [1, b * T, Hk, Dk], v [1, b * T, Hv, Dv], a and b [b * T, Hv]. Off SGLang's own
-    CPU engine only the verification of drafts comes here.
+    Shapes: a and b [b * T, Hv]. Off SGLang's own CPU engine only the verification of drafts comes
+    here.
     """
     g, beta = fused_gdn_gating(A_log, a, b, dt_bias, softplus_beta, softplus_threshold)
-    return read_drafts((q, k, v, g, beta), initial_state_source, initial_state_indices, **drafts)
+    return read_drafts(g, beta, **drafts)
 
 
 def read_drafts(
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    pool: Tensor,
-    indices: Tensor,
+    g: Tensor,
+    beta: Tensor,
     *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor,
     cache_steps: int,
     intermediate_states_buffer: Tensor,
     intermediate_state_indices: Tensor,
@@ -245,15 +245,16 @@ def read_drafts(
 ) -> Tensor:
     """The delta rule over the ``cache_steps`` drafted tokens of each row: o [1, b * T, Hv, Dv].
 
-    ``inputs`` are q, k, v, g and beta as `scan` has them, with 1 and b * T in front. States
-    ``pool[indices]`` stay as they are; the one behind each token goes to the row
-    ``intermediate_state_indices`` [b] of ``intermediate_states_buffer`` [m, T, Hv, Dv, Dk].
-    ``retrieve_parent_token`` [b, T] says from which token each goes on; None is a chain. Rows with
-    a negative slot give zeros.
+    Shapes: g [1, b * T, Hv] or, of KDA, [1, b * T, Hv, Dk], beta [1, b * T, Hv], q and k
+    [1, b * T, Hk, Dk], v [1, b * T, Hv, Dv]. States ``initial_state_source[initial_state_indices]``
+    stay as they are; the one behind each token goes to the row ``intermediate_state_indices`` [b]
+    of ``intermediate_states_buffer`` [m, T, Hv, Dv, Dk]. ``retrieve_parent_token`` [b, T] says from
+    which token each goes on; None is a chain. Rows with a negative slot give zeros.
     """
-    count = inputs[2].shape[1] // cache_steps
-    rows, slots = find_owned(indices, count, -1, pool.device)
-    drafts = [t[0].view(count, cache_steps, *t.shape[2:]) for t in inputs]
+    pool = initial_state_source
+    count = v.shape[1] // cache_steps
+    rows, slots = find_owned(initial_state_indices, count, -1, pool.device)
+    drafts = [t[0].view(count, cache_steps, *t.shape[2:]) for t in (q, k, v, g, beta)]
     parents = retrieve_parent_token
     if rows is not None:
         drafts = [t[rows] for t in drafts]
@@ -266,7 +267,7 @@ def read_drafts(
     live = pool.index_select(0, slots).float()
     o, behind = advance_drafts(live, parents, cache_steps, stepped)
     keep_behind_drafts(intermediate_states_buffer, intermediate_state_indices, rows, behind)
-    out = torch.zeros(count, *o.shape[1:], dtype=inputs[2].dtype)
+    out = torch.zeros(count, *o.shape[1:], dtype=v.dtype)
     out[slice(None) if rows is None else rows] = o.to(out.dtype)
     return out.flatten(0, 1)[None]
 

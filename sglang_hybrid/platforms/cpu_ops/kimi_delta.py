@@ -126,28 +126,18 @@ def fused_recurrent_kda_packed_decode(
 
 
 def fused_sigmoid_gating_delta_rule_update(
+    *,
     A_log: Tensor,
     a: Tensor,
     dt_bias: Tensor,
-    softplus_beta: float,
-    softplus_threshold: float,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     b: Tensor,
-    initial_state_source: Tensor,
-    initial_state_indices: Tensor,
     lower_bound: float | None = None,
     **drafts: Any,
 ) -> Tensor:
     """Reads drafted tokens: o [1, b * T, H, Dv]; see `gated_delta.read_drafts`.
 
-    Shapes: q and k [1, b * T, H, Dk], v [1, b * T, H, Dv], a [b * T, H Dk] and b [b * T, H], which
-    the gates are made of.
+    Shapes: a [b * T, H Dk] and b [b * T, H], which the gates are made of.
     """
-    heads, _, k_dim = initial_state_source.shape[1:]
+    heads, _, k_dim = drafts["initial_state_source"].shape[1:]
     g = kda_gate(a.reshape(-1, heads, k_dim), A_log, dt_bias, lower_bound)
-    beta = b.float().sigmoid().view(-1, heads)
-    return read_drafts(
-        (q, k, v, g[None], beta[None]), initial_state_source, initial_state_indices, **drafts
-    )
+    return read_drafts(g[None], b.float().sigmoid().view(1, -1, heads), **drafts)

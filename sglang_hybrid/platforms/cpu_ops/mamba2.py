@@ -300,10 +300,12 @@ def selective_state_update(
     if not len(slots):
         return
 
+    rate = _once_per_head(A, 1)
+    bias = None if dt_bias is None else _once_per_head(dt_bias, 1)
+
     def inputs(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> StepInputs:
-        dt, rate = _once_per_head(dt, 2), _once_per_head(A, 1)
-        bias = None if dt_bias is None else _once_per_head(dt_bias, 1)
-        return step_inputs(x, dt, rate, B, C, D=D, dt_bias=bias, dt_softplus=dt_softplus)
+        steps = _once_per_head(dt, 2)
+        return step_inputs(x, steps, rate, B, C, D=D, dt_bias=bias, dt_softplus=dt_softplus)
 
     if intermediate_states_buffer is not None and intermediate_state_indices is not None:
         parents = retrieve_parent_token
