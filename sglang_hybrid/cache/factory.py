@@ -18,7 +18,7 @@ from sglang_hybrid.cache.tiers.codec_choice import choose_codecs
 from sglang_hybrid.checkpoints.compile_kernels import compile_kernels
 from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
 from sglang_hybrid.checkpoints.scans import why_split
-from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, why_unplanned
+from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, receives_states, why_unplanned
 from sglang_hybrid.explain.cache_view import grid
 from sglang_hybrid.serving.advice import ServerSetup, advise, who_sees_the_page
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
@@ -60,6 +60,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
             one_pass=split is None,
             unplanned=unplanned,
             tiers=bool(context.server_args.enable_hierarchical_cache),
+            states_arrive=receives_states(context.server_args),
             rank=_rank(),
             priority_sign=_priority_sign(context.server_args),
         )

@@ -4,6 +4,7 @@ prefill is about to leave a checkpoint that they can resume from."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -54,13 +55,19 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
       tokens left by its own estimate, it goes on with a whole chunk, whatever is free
       (prefill_budget.py, available_chunk_tokens), and an allocation that fails ends the scheduler.
       Here the prefill waits, and nobody joins a batch before it.
+
+    Args:
+        waiting_queue: the scheduler's.
+        coming: requests that will reach it.
     """
 
     tree_cache: AdmittingCache
     chunked_req_limit: int | None
     rem_chunk_tokens: int | None
 
-    def __init__(self, *args: Any, waiting_queue: list[Req], **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, waiting_queue: list[Req], coming: Sequence[Req] = (), **kwargs: Any
+    ) -> None:
         super().__init__(*args, waiting_queue=waiting_queue, **kwargs)
         self._promised = 0  # slots of requests already in this batch
         running = [] if self.running_batch is None else self.running_batch.reqs
@@ -71,7 +78,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         self._unlimited = self.rem_chunk_tokens is None and self.tree_cache.plans.splits_prefills
         if self._unlimited:
             self.rem_chunk_tokens = ENDLESS
-        self.tree_cache.plans.prefix_wait.now_waiting(waiting_queue)
+        self.tree_cache.plans.prefix_wait.now_waiting([*waiting_queue, *coming])
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
         if not self.can_run(req):

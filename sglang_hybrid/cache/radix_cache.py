@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from sglang_hybrid.cache.report import CacheReport
 from sglang_hybrid.cache.request.segments import ModularPrompts
 from sglang_hybrid.cache.resumable import ResumableView
 from sglang_hybrid.cache.step_messages import StepMessages
-from sglang_hybrid.cache.tree.components import with_our_components
+from sglang_hybrid.cache.tree.components import kept_components, with_our_components
 from sglang_hybrid.cache.tuning import make_tuning
 from sglang_hybrid.explain.page.view import PageView
 from sglang_hybrid.explain.page.what_if import WhatIf
@@ -59,6 +60,7 @@ class HybridRadixCache(HostTierCache):
         unplanned: why states are taken where SGLang tracks them, as with "speculative decoding"; ""
             where we say where.
         tiers: there is host memory below the device, whose copies are chosen by value.
+        states_arrive: each request brings its state from a prefill server: the tree keeps KV only.
         rank: which of several caches with requests of their own this is; None if another rank
             receives its requests.
         priority_sign: times a request's priority gives a number that is smaller for those that run
@@ -75,10 +77,14 @@ class HybridRadixCache(HostTierCache):
         one_pass: bool = True,
         unplanned: str = "",
         tiers: bool = False,
+        states_arrive: bool = False,
         rank: int | None = None,
         priority_sign: int | None = None,
     ) -> None:
         self.options = options or HybridConfig.from_environment()
+        kept = kept_components(params, states_arrive=states_arrive)
+        self._only_requests_hold_states: bool = kept != params.tree_components
+        params = replace(params, tree_components=kept)
         parts = build_parts(
             self, params, self.options, cost, one_pass=one_pass, plans=not unplanned, tiers=tiers
         )
@@ -188,6 +194,8 @@ class HybridRadixCache(HostTierCache):
 
     def on_release(self, req: Req, *args: Any, **kwargs: Any) -> None:
         super().on_release(req, *args, **kwargs)
+        if self._only_requests_hold_states and req.kv.holds_mamba:
+            self.req_to_token_pool.free_mamba_cache(req)
         self.slots.on_finish()
         self.plans.drop(req)
         if self.schedule is not None:
@@ -197,6 +205,10 @@ class HybridRadixCache(HostTierCache):
         super().finish(handle, outcome)
         if self.schedule is not None and outcome is CacheRequestOutcome.ABORT:
             self.schedule.on_abort(handle)
+
+    def supports_mamba(self) -> bool:
+        """Whether requests hold states, as SGLang asks."""
+        return self._only_requests_hold_states or bool(self.is_mamba_enabled)
 
     # The whole tree.
 

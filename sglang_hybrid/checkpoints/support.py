@@ -43,11 +43,26 @@ def why_unplanned(flags: Any) -> str | None:
     several = {
         f"speculative decoding by {drafts}": drafts not in ("", *EXACT_DRAFTS),
         "ReplaySSM": flags.enable_linear_replayssm or flags.enable_linear_replayssm_spec,
-        "disaggregated prefill": flags.disaggregation_mode != "null",
+        "states come from a prefill server": receives_states(flags),
         "two-batch overlap": flags.enable_two_batch_overlap,
         "decode context parallelism": flags.dcp_size > 1,
     }
     return next((what for what, asked in several.items() if asked), None)
+
+
+def receives_states(flags: Any) -> bool:
+    """Whether every request brings its state from a prefill server, so that a hit needs none."""
+    mode: str = flags.disaggregation_mode
+    return mode == "decode"
+
+
+def keeps_kv_only(flags: Any) -> bool:
+    """Whether the server's cache will be ours and have no states, since requests bring theirs."""
+    return (
+        flags.radix_cache_backend == BACKEND
+        and not flags.disable_radix_cache
+        and receives_states(flags)
+    )
 
 
 def plans_checkpoints(flags: Any) -> bool:
@@ -68,7 +83,7 @@ def one_slot_per_request(flags: Any) -> bool:
     from sglang.srt.arg_groups.model_override_base import attention_backends_of
 
     return (
-        plans_checkpoints(flags)
+        (plans_checkpoints(flags) or keeps_kv_only(flags))
         and flags.speculative_algorithm is None
         and flags.page_size in (None, 1)
         and set(attention_backends_of(flags)) <= set(WITHOUT_PAGES)

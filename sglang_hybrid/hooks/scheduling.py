@@ -8,9 +8,17 @@ from typing import Any
 
 
 def bring_prefill_adder(adder: type, scheduler: Any) -> Any:
-    """The cache brings the `PrefillAdder` that knows its state slots, and gives it the queue."""
+    """The cache brings the `PrefillAdder` that knows its state slots, and gives it the queue, and
+    on a prefill server those that reach the queue once a decode server has room for them. Stages
+    of a pipeline learn of that at different times.
+    """
     ours = getattr(scheduler.tree_cache, "prefill_adder_class", None)
-    return None if ours is None else partial(ours, waiting_queue=scheduler.waiting_queue)
+    if ours is None:
+        return None
+    coming: list[Any] = []
+    if scheduler.disaggregation_mode.value == "prefill" and scheduler.tree_cache.pp_size == 1:
+        coming = scheduler.disagg_prefill_bootstrap_queue.queue
+    return partial(ours, waiting_queue=scheduler.waiting_queue, coming=coming)
 
 
 def wait_for_burst(received: list[Any] | None, receiver: Any) -> None:
@@ -53,7 +61,7 @@ def show_waiting_queue(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
     if resumable is not None:
         resumable.publish()
     schedule = getattr(scheduler.tree_cache, "schedule", None)
-    if schedule is not None and scheduler.disaggregation_mode.value == "null":
+    if schedule is not None:
         schedule.step(scheduler.waiting_queue)
 
 

@@ -15,12 +15,15 @@ def count_slots(mamba_ratio: Callable[[Any], int], configurator: Any) -> int:
     if memory.disable_radix_cache or memory.radix_cache_backend != "hybrid":
         return mamba_ratio(configurator)
     from sglang_hybrid.cache.state_slots.slots import slots_per_request
+    from sglang_hybrid.checkpoints.support import receives_states
 
-    needed = 1 + get_mamba_tracking_slots(
+    needed: int = 1 + get_mamba_tracking_slots(
         extra_buffer=get_exec().mamba.enable_mamba_extra_buffer,
         overlap=not get_schedule().disable_overlap_schedule,
         lazy=get_exec().mamba.enable_mamba_extra_buffer_lazy,
     )
+    if receives_states(configurator.server_args):
+        return needed  # the cache takes none
     slots = slots_per_request(needed)
     return mamba_ratio(configurator) if slots is None else slots
 
@@ -38,12 +41,13 @@ class _WithoutOverlap:
 
 
 def accept_one_slot(view: Any, model_arch: str) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """One slot for a request goes with the overlap scheduler where the cache plans its checkpoints:
-    a planned state has a slot of its own, which no later step changes.
+    """One slot for a request goes with the overlap scheduler where the cache plans its checkpoints,
+    since a planned state has a slot of its own, which no later step changes, and where it has none.
     """
-    from sglang_hybrid.checkpoints.support import plans_checkpoints
+    from sglang_hybrid.checkpoints.support import keeps_kv_only, plans_checkpoints
 
-    return ((_WithoutOverlap(view), model_arch), {}) if plans_checkpoints(view) else None
+    safe = plans_checkpoints(view) or keeps_kv_only(view)
+    return ((_WithoutOverlap(view), model_arch), {}) if safe else None
 
 
 def plan_forward(_: None, batch: Any, *__: Any, **___: Any) -> None:

@@ -57,4 +57,5 @@ def bind_one(module: ModuleType, binding: Binding) -> None:
     if binding.wraps:
         setattr(owner, name, binding.function(getattr(owner, name)))
         return
-    setattr(owner, name, staticmethod(binding.function) if path else binding.function)
+    in_class = path and callable(binding.function)
+    setattr(owner, name, staticmethod(binding.function) if in_class else binding.function)

@@ -160,9 +160,10 @@ def _simulate_bandwidth() -> None:
 
 
 def _teach_torch_to_live_without_cuda() -> None:
-    """Two of torch's functions raise without an accelerator, and SGLang calls them on every
-    platform: `Tensor.pin_memory` for each decode batch (sglang/srt/managers/schedule_batch.py,
-    mamba track mask), `torch.cuda.synchronize` where a draft model gets its target's embeddings.
+    """Three of torch's names raise without an accelerator, and SGLang uses them on every platform:
+    `Tensor.pin_memory` for each decode batch (sglang/srt/managers/schedule_batch.py, mamba track
+    mask), `torch.cuda.synchronize` where a draft model gets its target's embeddings, and
+    `torch.cuda.Event` where a prefill server sends what it has found in its cache.
     """
 
     def pin_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
@@ -173,3 +174,4 @@ def _teach_torch_to_live_without_cuda() -> None:
 
     torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment,method-assign]
     torch.cuda.synchronize = synchronize
+    torch.cuda.Event = torch.cpu.Event  # type: ignore[misc,assignment]

@@ -36,15 +36,17 @@ def register_on_import() -> None:
 async def hit(mode: str, manager: Any) -> None:
     """One prompt, then a hit of it, then two at once, on each data-parallel rank.
 
-    ``mode`` is SGLang's disaggregation, where nothing is done unless it is "null"; ``manager`` its
-    TokenizerManager. The prompts are of a tenant of their own, whose key nobody knows. Where they
-    are refused, the server starts all the same.
+    ``mode`` is SGLang's disaggregation: a decode server, which prefills nothing, is left alone, and
+    a prefill server sends what it has computed nowhere. ``manager`` is SGLang's TokenizerManager.
+    The prompts are of a tenant of their own, whose key nobody knows. Where they are refused, the
+    server starts all the same.
     """
-    if mode != "null" or not manager.model_config.is_generation:
+    if mode == "decode" or not manager.model_config.is_generation:
         return
     start = time.perf_counter()
     try:
-        found = sum([await _hits_of(rank, manager) for rank in range(manager.server_args.dp_size)])
+        ranks = range(manager.server_args.dp_size)
+        found = sum([await _hits_of(rank, manager, mode == "prefill") for rank in ranks])
     except Exception as error:  # whatever it is, it ends no start
         logger.warning("sglang_hybrid: no hit was warmed up: %s", error)
         return
@@ -55,15 +57,15 @@ async def hit(mode: str, manager: Any) -> None:
     )
 
 
-async def _hits_of(rank: int, manager: Any) -> int:
-    """Hit tokens of what is asked of a rank."""
+async def _hits_of(rank: int, manager: Any, sends: bool) -> int:
+    """Hit tokens of what is asked of a rank, which is that of a prefill server if it ``sends``."""
     tenant = secrets.token_hex(16)
     prompt = _tokens(manager, 0, min(TOKENS, manager.model_config.context_len // 2))
-    await _answers(manager, tenant, rank, [prompt])
+    await _answers(manager, tenant, rank, [prompt], sends)
     found = 0
     for ends in ((1,), (2, 3)):
         prompts = [prompt + _tokens(manager, end, MORE) for end in ends]
-        for answer in await _answers(manager, tenant, rank, prompts):
+        for answer in await _answers(manager, tenant, rank, prompts, sends):
             found += int(answer["meta_info"]["cached_tokens"])
     return found
 
@@ -75,16 +77,20 @@ def _tokens(manager: Any, offset: int, count: int) -> list[int]:
 
 
 async def _answers(
-    manager: Any, tenant: str, rank: int, prompts: list[list[int]]
+    manager: Any, tenant: str, rank: int, prompts: list[list[int]], sends: bool
 ) -> list[dict[str, Any]]:
     """Two tokens each; the server's metrics do not count them."""
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
     from sglang.srt.managers.io_struct import GenerateReqInput
 
+    nowhere = [FAKE_BOOTSTRAP_HOST] * len(prompts) if sends else None
     request = GenerateReqInput(
         input_ids=prompts,
         sampling_params={"max_new_tokens": 2, "temperature": 0.0, "ignore_eos": True},
         extra_key=[tenant] * len(prompts),
         routed_dp_rank=rank if manager.server_args.dp_size > 1 else None,
+        bootstrap_host=nowhere,
+        bootstrap_room=nowhere and [*range(len(prompts))],
         log_metrics=False,
     )
     answers: list[dict[str, Any]] = await anext(manager.generate_request(request, None))

@@ -96,6 +96,7 @@ def build_cache(
     one_pass: bool = True,
     unplanned: str = "",
     tiers: bool = False,
+    states_arrive: bool = False,
     rank: int | None = None,
     priority_sign: int | None = None,
     token_allocator: type = TokenToKVPoolAllocator,
@@ -193,6 +194,7 @@ def build_cache(
             one_pass=one_pass,
             unplanned=unplanned,
             tiers=tiers,
+            states_arrive=states_arrive,
             rank=rank,
             priority_sign=priority_sign,
         )
@@ -512,12 +514,13 @@ class Server:
         waiting: Sequence[Req] = (),
         running: ScheduleBatch | None = None,
         most_running: int | None = None,
+        coming: Sequence[Req] = (),
     ) -> PrefillAdder:
         """What fills a batch: the cache's own, or SGLang's; made in each round. running: what
-        decodes. most_running: how many requests may run at once.
+        decodes. most_running: how many requests may run at once. coming: those that will wait.
         """
         ours = getattr(self.cache, "prefill_adder_class", None)
-        kind = PrefillAdder if ours is None else partial(ours, waiting_queue=waiting)
+        kind = PrefillAdder if ours is None else partial(ours, waiting_queue=waiting, coming=coming)
         return kind(
             self.sizes.page,
             self.cache,

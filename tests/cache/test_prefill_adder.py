@@ -281,6 +281,18 @@ def test_a_prefill_that_is_sent_to_another_server_keeps_its_memory(
     assert here.go_on() is here.prefills and here.adder.preempt_list == []
 
 
+def test_prompts_that_will_come_are_known_before_they_wait() -> None:
+    """As those of which a decode server has not said yet where to."""
+    it = server()
+    first, second = (it.arrive(run(100, 2) + run(90, 3 + k)) for k in range(2))
+    adder = it.adder([first], coming=[second])
+    it.look_up(first)
+    assert it._add(first, adder)
+    assert 100 in it.cache.plans.planner.in_flight()[0][1].wanted
+    it.look_up(second)
+    assert it.cache.plans.prefix_wait.waits_for_prefix(second)
+
+
 @pytest.mark.parametrize("late", [run(200, 2) + run(90, 3), run(40, 2) + run(90, 3)])
 def test_a_prompt_that_comes_between_chunks_branches_in_the_next_one(late: list[int]) -> None:
     """Unless the branch is behind already."""

@@ -6,7 +6,11 @@ from typing import Any
 import pytest
 
 from sglang_hybrid.checkpoints import decode
-from sglang_hybrid.checkpoints.support import one_slot_per_request, plans_checkpoints
+from sglang_hybrid.checkpoints.support import (
+    keeps_kv_only,
+    one_slot_per_request,
+    plans_checkpoints,
+)
 from sglang_hybrid.core.costs.cost import ENDLESS
 
 
@@ -34,6 +38,18 @@ def test_planned_checkpoints_need_one_slot_per_request() -> None:
     assert one_slot_per_request(flags(page_size=1, attention_backend="triton"))
 
 
+def test_prefill_servers_plan_and_decode_servers_keep_no_states() -> None:
+    """Both need one slot for a running request."""
+    assert plans_checkpoints(flags(disaggregation_mode="prefill"))
+    assert one_slot_per_request(flags(disaggregation_mode="prefill"))
+    decodes = flags(disaggregation_mode="decode")
+    assert keeps_kv_only(decodes) and not plans_checkpoints(decodes)
+    assert one_slot_per_request(decodes)
+    for changed in ({"disable_radix_cache": True}, {"radix_cache_backend": None}):
+        other = flags(disaggregation_mode="decode", **changed)
+        assert not keeps_kv_only(other) and not one_slot_per_request(other)
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -43,7 +59,6 @@ def test_planned_checkpoints_need_one_slot_per_request() -> None:
         {"enable_linear_replayssm": True},
         {"enable_linear_replayssm_spec": True},
         {"dcp_size": 2},
-        {"disaggregation_mode": "prefill"},
         {"enable_two_batch_overlap": True},
     ],
 )

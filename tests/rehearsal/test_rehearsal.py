@@ -114,6 +114,7 @@ class Flagged:
 ONE_SLOT = {"strategy": "no_buffer", "held": 1, "overlap": True, "why_split": None}
 TRACKED = {"planned": False, "strategy": "extra_buffer", "held": 3}
 NEMOTRON, QWEN = "Nemotron-H-8B", "Qwen3-Next-80B"
+KEEPS_KV = "--disaggregation-mode decode --disaggregation-decode-enable-radix-cache"
 FLASHINFER = {"prefill_kernel": "FlashInferGDNKernel"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -144,10 +145,8 @@ FLAGGED = [
         {"planned": False, "strategy": "no_buffer", "held": 1},
         "with SGLang's strategy no_buffer no state is kept where prompts branch",
     ),
-    flagged(
-        *("H100", NEMOTRON, "--disaggregation-mode prefill", TRACKED),
-        "with disaggregated prefill states are taken where SGLang tracks them, on a grid of",
-    ),
+    flagged("H100", NEMOTRON, "--disaggregation-mode prefill", ONE_SLOT),
+    flagged("H100", NEMOTRON, KEEPS_KV, {"planned": False, "held": 1}),
     flagged("H100", NEMOTRON, "--chunked-prefill-size 2048", ONE_SLOT),
     flagged("H100", NEMOTRON, "--chunked-prefill-size -1", ONE_SLOT),
     flagged("H100", NEMOTRON, "--mamba-ssm-dtype bfloat16", ONE_SLOT | {"state_dtype": "bfloat16"}),

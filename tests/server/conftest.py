@@ -11,6 +11,7 @@ from sglang_hybrid.models import build_tiny_model
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess, event_flags
 from tests.server.client import RECORD_KEY, Serve, flush
+from tests.server.divided import Divide, Divided
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +30,14 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 def serve(model_directory: Callable[[str], Path]) -> Serve:
     def make(*flags: str, of: str = DEFAULT_ARCHITECTURE, **more: Any) -> ServerProcess:
         return ServerProcess(["--model-path", str(model_directory(of)), *flags], **more)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def divide(model_directory: Callable[[str], Path]) -> Divide:
+    def make(*flags: str, of: str = DEFAULT_ARCHITECTURE, **more: Any) -> Divided:
+        return Divided(["--model-path", str(model_directory(of)), *flags], **more)
 
     return make
 

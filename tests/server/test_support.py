@@ -15,6 +15,7 @@ import pytest
 
 from sglang_hybrid.checkpoints.support import why_unplanned
 from tests.server.client import Serve, ask, cached, cold, random_prompt, said, same
+from tests.server.divided import CAN_TRANSFER, WITHOUT_TRANSFERS, Divide, Divided
 from tests.server.test_checkpoints import CONFIGURATIONS
 from tests.tables import table
 
@@ -39,12 +40,14 @@ class Feature:
     """A row of the page.
 
     flags: of the server. page: tokens in a page of KV. planned: whether hits are exact, to pages.
+    divided: prefill and decode servers; there the state of a whole prompt is hit.
     """
 
     name: str
     flags: tuple[str, ...] = ()
     page: int = 1
     planned: bool = True
+    divided: bool = False
 
     @property
     def row(self) -> list[str]:
@@ -69,13 +72,13 @@ FEATURES = [
     Feature("priorities", ("--enable-priority-scheduling",)),
     Feature("a window over the queue", ("--hybrid-schedule", "window")),
     Feature("drafts from n-grams", ("--speculative-algorithm", "NGRAM")),
+    Feature("disaggregated prefill", ("--disaggregation-mode", "prefill"), divided=True),
     Feature("SGLang's admission", ("--hybrid-admission", "all"), planned=False),
 ]
 
 NOT_HERE = {
     "speculative decoding by DFLASH": {"speculative_algorithm": "DFLASH"},
     "ReplaySSM": {"enable_linear_replayssm": True},
-    "disaggregated prefill": {"disaggregation_mode": "prefill"},
     "two-batch overlap": {"enable_two_batch_overlap": True},
     "decode context parallelism": {"dcp_size": 2},
 }
@@ -105,15 +108,20 @@ def hits(url: str) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
-def test_hits_under(feature: Feature, serve: Serve) -> None:
-    with serve(*feature.flags) as server:
+def test_hits_under(feature: Feature, serve: Serve, divide: Divide) -> None:
+    if feature.divided and not CAN_TRANSFER:
+        pytest.skip(WITHOUT_TRANSFERS)
+    with divide() if feature.divided else serve(*feature.flags) as server:
         ours = hits(server.url)
-        assert said(server)
+        for one in server.servers if isinstance(server, Divided) else [server]:
+            assert said(one)
     exact = {which: position - position % feature.page for which, position in EXACT.items()}
+    exact[1] += feature.divided
     assert ({which: ours[which] for which in EXACT} == exact) is feature.planned
     ours_alone = any(flag.startswith("--hybrid") for flag in feature.flags)
     flags = () if ours_alone else feature.flags
-    with serve(*flags, module="sglang.launch_server") as server:
+    plain = {"module": "sglang.launch_server"}
+    with divide(**plain) if feature.divided else serve(*flags, **plain) as server:
         theirs = hits(server.url)
     if feature.planned:
         assert sum(ours) > sum(theirs), (ours, theirs)

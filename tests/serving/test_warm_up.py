@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
 from sglang_hybrid.serving import warm_up
 
@@ -54,9 +55,16 @@ def test_each_rank_has_hits_of_its_own_tenant() -> None:
     assert not any(request.log_metrics for request in requests)
 
 
-def test_nothing_is_asked_of_disaggregated_servers_and_of_embeddings() -> None:
-    assert ask(Manager(), "prefill") == []
+def test_nothing_is_asked_of_decode_servers_and_of_embeddings() -> None:
+    assert ask(Manager(), "decode") == []
     assert ask(Manager(is_generation=False)) == []
+
+
+def test_a_prefill_server_sends_it_nowhere() -> None:
+    assert {request.bootstrap_host for request in ask(Manager())} == {None}
+    for request in ask(Manager(), "prefill"):
+        assert request.bootstrap_host == [FAKE_BOOTSTRAP_HOST] * len(request.input_ids)
+        assert len(set(request.bootstrap_room)) == len(request.input_ids)
 
 
 def test_prompts_fit_into_a_short_context_and_a_refusal_ends_no_start(

@@ -56,6 +56,9 @@ def why_two_pools(configurator: KVCacheConfigurator) -> str | None:
             flags.speculative_algorithm is not None
         ),
         "each stage of a pipeline has layers, and so sizes, of its own": flags.pp_size > 1,
+        "with disaggregated prefill other servers reach the pools by their addresses": (
+            flags.disaggregation_mode != "null"
+        ),
         "--hybrid-eviction sglang-lru is SGLang's own order, which knows two pools": (
             options.policy is Eviction.SGLANG_LRU
         ),

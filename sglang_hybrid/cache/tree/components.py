@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.parts import Parts
 
 
+def kept_components(
+    params: CacheInitParams, *, states_arrive: bool
+) -> tuple[ComponentType, ...] | None:
+    """The components of a tree: SGLang's, but no states where each request brings its own."""
+    kept: tuple[ComponentType, ...] | None = params.tree_components
+    if kept is None or params.disable or not states_arrive:
+        return kept
+    return tuple(kind for kind in kept if kind is not ComponentType.MAMBA)
+
+
 def with_our_components(params: CacheInitParams, parts: Parts) -> CacheInitParams:
     """`params` with SGLang's components replaced by ours; without a shadow tree it is SGLang's own
     Python tree.

@@ -30,7 +30,7 @@ from sglang_hybrid.platforms.cpu_ops import (
 
 @dataclass(frozen=True)
 class Binding:
-    """``module.attribute`` (dotted for a class member) becomes ``function``, or a module.
+    """``module.attribute`` (dotted for a class member) becomes ``function``, a module or a value.
 
     ``creates`` marks a name that SGLang's module has on other platforms only. A function that
     ``wraps`` is called with SGLang's and returns what stands for it.
@@ -65,6 +65,7 @@ _QWEN3_NEXT = "sglang.srt.models.qwen3_next"
 _QWEN3_5 = "sglang.srt.models.qwen3_5"
 _HOST = "sglang.srt.mem_cache.pool_host"
 _DRAFTS = "sglang.kernels.ops.speculative"
+_MOONCAKE = "sglang.srt.disaggregation.mooncake.conn"
 _SCATTER = "sglang.kernels.ops.mamba.mamba_state_scatter_triton"
 _DIRECT = {
     "transfer_kv_direct": host_copies.direct,
@@ -239,6 +240,8 @@ BINDINGS: tuple[Binding, ...] = (
         gated_delta.fused_qkvzba_split_reshape_cat_contiguous,
     ),
     Binding(_QWEN3_5, "fused_sigmoid_mul", gated_delta.fused_sigmoid_mul),
+    # indices that a copy engine writes into pinned memory
+    Binding(_MOONCAKE, "MooncakeKVSender.supports_host_tensor_indices", False),
     Binding("sglang.srt.mem_cache.l2_transfer", "device_module", transfer_streams),
     Binding("sglang.srt.managers.cache_controller", "device_module", transfer_streams),
     Binding(f"{_HOST}.common", "_cuda_host_register", host_copies.no_registration),

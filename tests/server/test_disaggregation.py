@@ -1,0 +1,193 @@
+"""Prefill and decode servers: hits to the token, and the answers of one server.
+
+A prefill server leaves the states that it wants, and hands over the state of the whole prompt. A
+decode server is given a state with every request, so that what it keeps is KV only.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import requests
+
+from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.serving.server_process import ServerProcess
+from tests.server.client import (
+    ask,
+    cached,
+    cold,
+    flush,
+    random_prompt,
+    said,
+    same,
+    send,
+    until,
+)
+from tests.server.divided import Divide, Divided, needs_transfers
+from tests.server.expected import agree, expect
+from tests.server.test_checkpoints import cases, page_and_chunk, plays_hits
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_transfers]
+
+KEEPS_KV = ("--disaggregation-decode-enable-radix-cache",)
+
+WHOLE_PROMPT = 1
+"""A prefill server has the state of a whole prompt; one that goes on to decode has not."""
+
+ANY = 1 << 20
+"""A decode server that keeps KV counts that as cached, too, whatever was prefilled."""
+
+KILLS = int(os.environ.get("KILLS", "4"))
+
+SOON = {
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "30",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30",
+}
+"""Seconds for which a server waits for its peer; SGLang's default is 300."""
+
+CONFIGURATIONS = {
+    "default": ((), ()),
+    "decode servers keep KV": ((), KEEPS_KV),
+    "chunks of 128": (("--chunked-prefill-size", "128"), ()),
+    "page 16": (("--page-size", "16"), KEEPS_KV),
+    "no overlap": (("--disable-overlap-schedule",), KEEPS_KV),
+    "two ranks": (("--tp-size", "2"), ()),
+    "host memory": (("--enable-hierarchical-cache", "--hicache-ratio", "2"), ()),
+    "drafts": (("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"), ()),
+}
+"""Flags of all servers, and more of decode servers."""
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_it_is_exact(
+    configuration: str, divide: Divide, model_directory: Callable[[str], Path]
+) -> None:
+    page, chunk = page_and_chunk(configuration)
+    flags, decode = CONFIGURATIONS[configuration]
+    more = ANY if decode else WHOLE_PROMPT
+    with divide(*flags, decode=decode) as servers:
+        plays_hits(servers.url, servers.url, *cases(), page=page, chunk=chunk, more=more)
+        turns_are_cached(servers, page)
+        agree(servers.url, expect(model_directory(DEFAULT_ARCHITECTURE)))
+        all_is_given_back(servers)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["qwen3-next", "kimi-linear", "falcon-h1", "granite-hybrid", "lfm2"]
+)
+def test_states_of_every_kind_arrive(architecture: str, divide: Divide) -> None:
+    with divide(of=architecture) as servers:
+        plays_hits(servers.url, servers.url, *cases(), more=WHOLE_PROMPT)
+        turns_are_cached(servers)
+        all_is_given_back(servers)
+
+
+def test_only_new_tokens_are_sent(divide: Divide) -> None:
+    """A decode server that keeps KV is sent that of a turn's new tokens, and one state."""
+    sent = {}
+    for decode in ((), KEEPS_KV):
+        with divide("--enable-metrics", decode=decode) as servers:
+            prompt, megabytes = random_prompt(700, seed=60), []
+            for turn in range(2):
+                before = megabytes_sent(servers)
+                reply = ask(servers.url, prompt, 20)["output_ids"]
+                megabytes.append(megabytes_sent(servers) - before)
+                prompt = prompt + reply + random_prompt(17, seed=61 + turn)
+            sent[decode] = megabytes
+    (whole, more), (alike, rest) = sent[()], sent[KEEPS_KV]
+    assert whole == pytest.approx(alike, rel=0.01)
+    token, new = (more - whole) / 37, 37 + 1  # the last token of a reply was never read
+    assert rest == pytest.approx(whole - (700 - new) * token, rel=0.01)
+
+
+def test_a_state_that_lacks_a_token_would_be_seen(
+    divide: Divide, model_directory: Callable[[str], Path]
+) -> None:
+    with divide(module="tests.server.lacks_last") as servers, pytest.raises(AssertionError):
+        agree(servers.url, expect(model_directory(DEFAULT_ARCHITECTURE)))
+
+
+def test_whoever_is_killed_costs_an_error_and_never_an_answer(divide: Divide) -> None:
+    """Prefill and decode servers are killed at random while requests run: each request is answered
+    rightly or ends with an error, in time, and the other side gives back what it held.
+    """
+    chance = random.Random(7)
+    prompts = [random_prompt(700, seed=70 + number) for number in range(6)]
+    with divide(decode=KEEPS_KV, environment=SOON) as servers:
+        right = [ask(servers.url, prompt) for prompt in prompts]
+        answered = failed = 0
+        for _ in range(KILLS):
+            with ThreadPoolExecutor(12) as pool:
+                asked = [chance.randrange(len(prompts)) for _ in range(12)]
+                replies = [pool.submit(send, servers.url, prompts[which]) for which in asked]
+                time.sleep(chance.uniform(0, 1.5))
+                killed = chance.randrange(2)
+                kill(servers.servers[killed])
+                for which, reply in zip(asked, replies, strict=True):
+                    response = reply.result()
+                    if response.status_code == 200 and "error" not in response.json():
+                        assert same(response.json(), right[which])
+                        answered += 1
+                    else:
+                        failed += 1
+            flush(servers.servers[1 - killed].url, seconds=120)  # it is idle again
+            servers.restart(killed)
+            until(partial(is_answered, servers.url), seconds=120)
+            for prompt, record in zip(prompts, right, strict=True):
+                assert same(ask(servers.url, prompt), record)
+        print(f"{KILLS} kills: {answered} answered, {failed} failed")
+        all_is_given_back(servers)
+
+
+def is_answered(url: str) -> bool:
+    """Whether the router has found the server that was started again."""
+    return send(url, [1, 2, 3]).status_code == 200
+
+
+def kill(server: ServerProcess) -> None:
+    for process in server.processes():
+        process.kill()
+
+
+def megabytes_sent(servers: Divided) -> float:
+    """What prefill servers have handed over so far."""
+    total = 0.0
+    for server in servers.servers[: servers.prefills]:
+        text = requests.get(server.url + "/metrics", timeout=30).text
+        total += sum(
+            map(float, re.findall(r"^sglang:kv_transfer_total_mb_sum{.*} (.*)$", text, re.M))
+        )
+    return total
+
+
+def turns_are_cached(servers: Divided, page: int = 1) -> None:
+    """Of a conversation's next turn, a prefill server has all of the earlier prompt: the reply was
+    computed elsewhere.
+    """
+    flush(servers.url)
+    prompt = random_prompt(332, seed=50)
+    for turn in range(3):
+        record = ask(servers.url, prompt, 20)
+        longer = prompt + record["output_ids"] + random_prompt(17, seed=51 + turn)
+        again = ask(servers.url, longer, 20)
+        assert cached(again) >= len(prompt) // page * page
+        prompt = longer
+    assert same(again, cold(servers.url, prompt, 20))
+
+
+def all_is_given_back(servers: Divided) -> None:
+    """Nothing runs: SGLang, which looks when a server is idle, finds no slot and no token missing,
+    and no error has left a trace.
+    """
+    flush(servers.url)
+    for server in servers.servers:
+        requests.get(server.url + "/health_generate", timeout=60).raise_for_status()
+        assert said(server)
