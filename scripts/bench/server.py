@@ -1,4 +1,4 @@
-"""How fast a server on the CPU is, and how near it comes to what the CPU can do."""
+"""How fast a server on the CPU is."""
 
 from __future__ import annotations
 
@@ -8,20 +8,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import psutil
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
-from scripts.bench.commands import Count, one_of
-from scripts.bench.report import BenchFailed, Table, seconds_of
+from scripts.bench.commands import Count
+from scripts.bench.report import BenchFailed, Table
 from scripts.bench.servers import (
-    SCRATCH,
     STEPS,
     Client,
     flush,
@@ -186,82 +181,3 @@ def _states_inside(
     return [
         (seconds(url, {}), seconds(url, hints), seconds(splitting, {})) for _ in range(requests + 1)
     ]
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def seconds(run: Callable[[], object], times: int = 3) -> float:
-    """The median of some runs, after one that does not count."""
-    run()
-    return median(seconds_of(run) for _ in range(times))
-
-
-def products(weights: list[Tensor]) -> dict[str, float]:
-    """Seconds of the layers' products with `PROMPT` rows: as torch computes them by default, and in
-    oneDNN, with weights in its own layout.
-    """
-    inputs = {w.shape[1]: torch.randn(PROMPT, w.shape[1], dtype=w.dtype) for w in weights}
-    pairs = [(inputs[w.shape[1]], w) for w in weights]
-    packed = [(x, torch.ops.mkldnn._reorder_linear_weight(w)) for x, w in pairs]
-    linear, onednn = torch.nn.functional.linear, torch.ops.mkldnn._linear_pointwise.default
-    return {
-        "torch's products": seconds(lambda: [linear(*pair) for pair in pairs]),
-        "oneDNN's products": seconds(lambda: [onednn(*p, None, "none", [], "") for p in packed]),
-    }
-
-
-def roofline(
-    *server_flags: Annotated[str, "flags for the server, after --"],
-    scratch: Path = SCRATCH,
-    rounds: int = 5,
-    dtype: Annotated[str, one_of(DTYPES)] = "float32",
-) -> None:
-    """How near a model of 100 M parameters comes to what the CPU can do.
-
-    Prefill: the FLOPs of a prompt's products with weights per second until the first token, as a
-    share of what the same products do in torch alone. Decode: the time of a step, against the time
-    that reading all weights once takes. Both over HTTP, one request at a time; in turn with the
-    bare products and reads, which run while the server idles.
-    """
-    model = large_model(scratch)
-    tensors = {
-        name: tensor.to(DTYPES[dtype])
-        for name, tensor in load_file(str(next(model.glob("*.safetensors")))).items()
-        if tensor.dim() == 2 and "embeddings" not in name
-    }
-    layers = [tensor for name, tensor in tensors.items() if "lm_head" not in name]
-    operations = 2 * PROMPT * sum(w.numel() for w in layers)
-    everything = torch.cat([tensor.flatten() for tensor in tensors.values()])
-    words = everything.view(torch.int64)  # sums of integers are as fast as the memory
-
-    seen: dict[str, list[float]] = {}
-    flags = ["--model-path", str(model), "--dtype", dtype, *server_flags]
-    with ServerProcess(flags) as server:
-        client = Client(server.url)
-        client.first_token(client.tokens(PROMPT), 0)
-        for _ in range(rounds):
-            times = {
-                "prefill": client.first_token(client.tokens(PROMPT), 0),
-                "decode": client.step([client.tokens(16)]),
-                **products(layers),
-                "read": seconds(words.sum),
-            }
-            for name, value in times.items():
-                seen.setdefault(name, []).append(value)
-    found = {name: median(values) for name, values in seen.items()}
-    table = Table(dtype, "ms", "GFLOP/s", "prefill's share")
-    prefill = found["prefill"]
-    for what, spent, share in (
-        (f"prefill of {PROMPT:,} ({PROMPT / prefill:,.0f} tokens/s)", prefill, ""),
-        *(
-            (name, found[name], f"{100 * found[name] / prefill:.0f} %")
-            for name in ("torch's products", "oneDNN's products")
-        ),
-    ):
-        table.row(what, f"{1e3 * spent:,.0f}", f"{operations / spent / 1e9:,.0f}", share)
-    size = everything.numel() * everything.element_size()
-    print(
-        f"\nA decode step takes {1e3 * found['decode']:.1f} ms, reading {size / 1e6:,.0f} MB of "
-        f"weights {1e3 * found['read']:.1f} ms: {found['decode'] / found['read']:.2f} times."
-    )

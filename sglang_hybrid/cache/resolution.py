@@ -18,6 +18,7 @@ from sglang_hybrid.cache.sizes import cost_of_model
 from sglang_hybrid.checkpoints.support import (
     MIXERS_INSIDE_GRAPHS,
     SHORT_CONVOLUTIONS,
+    keeps_kv_only,
     one_slot_per_request,
     plans_checkpoints,
 )
@@ -37,10 +38,11 @@ TOKENS_WITHOUT_KV = 1 << 22
 def settle_states(server_args: ServerArgs) -> None:
     """Declare how states are kept, which kernels leave them, and what room they get.
 
-    Raises ValueError where one buffer per request was asked for beside pages of several tokens, and
-    for drafts that SGLang would answer wrongly with.
+    Raises ValueError where one buffer per request was asked for beside pages of several tokens, for
+    drafts that SGLang would answer wrongly with, and for host memory below a tree of KV only.
     """
     _no_drafts_that_states_do_not_follow(server_args)
+    _no_host_below_kv_alone(server_args)
     _one_slot_for_a_running_request(server_args)
     _one_state_buffer_for_pure_state_space_models(server_args)
     _no_single_buffer_with_pages(server_args)
@@ -71,6 +73,19 @@ def _no_drafts_that_states_do_not_follow(server_args: ServerArgs) -> None:
         raise ValueError(
             "speculative decoding answers wrongly with a model of short convolutions where a draft "
             f"is a tree; use {flag} 1."
+        )
+
+
+def _no_host_below_kv_alone(server_args: ServerArgs) -> None:
+    """A decode server's tree keeps no states, and SGLang has no host pool for a hybrid model's KV
+    without them (hybrid_pool_assembler.py:2431).
+    """
+    view = resolving_view(server_args)
+    has_states = view.uses_mamba_radix_cache or _is_pure(server_args)
+    if view.enable_hierarchical_cache and has_states and keeps_kv_only(view):
+        raise ValueError(
+            "a decode server of a model with states keeps KV on the device only; leave out "
+            "--enable-hierarchical-cache there, or --disaggregation-decode-enable-radix-cache."
         )
 
 

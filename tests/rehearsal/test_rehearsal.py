@@ -230,12 +230,17 @@ REFUSED = {
     Case("Mamba-Codestral-7B", ("--page-size", "64")): (
         "needs pages of one token; leave out --page-size 64."
     ),
+    Case(NEMOTRON, (*KEEPS_KV.split(), "--enable-hierarchical-cache")): (
+        "keeps KV on the device only; leave out --enable-hierarchical-cache there, or"
+    ),
 }
 
 
 @pytest.mark.slow
-def test_one_buffer_with_pages_is_refused() -> None:
-    """SGLang starts such a server if a default brings the pages, and ends at an assertion later."""
+def test_what_cannot_be_is_refused() -> None:
+    """SGLang starts a server with one buffer if a default brings the pages, and ends at an
+    assertion later.
+    """
     starts = rehearsed("B200", list(REFUSED)).starts
     for start, sentence in zip(starts, REFUSED.values(), strict=True):
         assert sentence in (start.stopped or ""), start.stopped

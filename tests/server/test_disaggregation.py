@@ -32,8 +32,10 @@ from tests.server.client import (
     until,
 )
 from tests.server.divided import Divide, Divided, needs_transfers
+from tests.server.draft_heads import with_draft_head
 from tests.server.expected import agree, expect
 from tests.server.test_checkpoints import cases, page_and_chunk, plays_hits
+from tests.server.test_speculation import HEAD, says_the_same
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_transfers]
 
@@ -53,17 +55,18 @@ SOON = {
 }
 """Seconds for which a server waits for its peer; SGLang's default is 300."""
 
-CONFIGURATIONS = {
-    "default": ((), ()),
-    "decode servers keep KV": ((), KEEPS_KV),
-    "chunks of 128": (("--chunked-prefill-size", "128"), ()),
-    "page 16": (("--page-size", "16"), KEEPS_KV),
-    "no overlap": (("--disable-overlap-schedule",), KEEPS_KV),
-    "two ranks": (("--tp-size", "2"), ()),
-    "host memory": (("--enable-hierarchical-cache", "--hicache-ratio", "2"), ()),
-    "drafts": (("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"), ()),
+HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "2")
+
+CONFIGURATIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "default": {},
+    "decode servers keep KV": {"decode": KEEPS_KV},
+    "chunks of 128": {"flags": ("--chunked-prefill-size", "128")},
+    "page 16": {"flags": ("--page-size", "16"), "decode": KEEPS_KV},
+    "no overlap": {"flags": ("--disable-overlap-schedule",), "decode": KEEPS_KV},
+    "two ranks": {"flags": ("--tp-size", "2")},
+    "host memory": {"prefill": HOST},
 }
-"""Flags of all servers, and more of decode servers."""
+"""Flags of all servers, and more of prefill and of decode servers."""
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
@@ -71,9 +74,9 @@ def test_it_is_exact(
     configuration: str, divide: Divide, model_directory: Callable[[str], Path]
 ) -> None:
     page, chunk = page_and_chunk(configuration)
-    flags, decode = CONFIGURATIONS[configuration]
-    more = ANY if decode else WHOLE_PROMPT
-    with divide(*flags, decode=decode) as servers:
+    which = dict(CONFIGURATIONS[configuration])
+    more = ANY if "decode" in which else WHOLE_PROMPT
+    with divide(*which.pop("flags", ()), **which) as servers:
         plays_hits(servers.url, servers.url, *cases(), page=page, chunk=chunk, more=more)
         turns_are_cached(servers, page)
         agree(servers.url, expect(model_directory(DEFAULT_ARCHITECTURE)))
@@ -87,6 +90,17 @@ def test_states_of_every_kind_arrive(architecture: str, divide: Divide) -> None:
     with divide(of=architecture) as servers:
         plays_hits(servers.url, servers.url, *cases(), more=WHOLE_PROMPT)
         turns_are_cached(servers)
+        all_is_given_back(servers)
+
+
+def test_a_draft_head_changes_nothing(
+    model_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    headed = with_draft_head(model_directory("trained"), tmp_path / "model")
+    with Divided(["--model-path", str(headed.directory), *HEAD]) as servers:
+        plays_hits(servers.url, servers.url, *cases(), more=WHOLE_PROMPT)
+        turns_are_cached(servers)
+        assert max(says_the_same(servers.url, headed)) > 3
         all_is_given_back(servers)
 
 

@@ -73,6 +73,7 @@ class Configuration:
     slots: int = 2 * RUNNING
 
 
+NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
 EXTRA_BUFFER = ("--mamba-radix-cache-strategy", "extra_buffer", "--page-size", "16")
 CONFIGURATIONS = {
     "default": Configuration(REQUESTS, PRIORITIES),
@@ -83,6 +84,7 @@ CONFIGURATIONS = {
     "extra buffer, page 16": Configuration(
         FEWER, (*PRIORITIES, *EXTRA_BUFFER), slots=2 * 3 * RUNNING
     ),
+    "drafts": Configuration(1_000, (*PRIORITIES, *NGRAM), slots=2 * 3 * RUNNING),
     "split prefills": Configuration(FEWER, PRIORITIES, "tests.server.split_prefills"),
 }
 

@@ -62,20 +62,24 @@ def repeats_are_accepted(url: str) -> float:
     return float(second["meta_info"]["spec_accept_length"])
 
 
+def says_the_same(url: str, headed: Headed) -> list[float]:
+    """Each answer is what the model says without its head; accepted tokens of a step, of each."""
+    lengths = []
+    for name, tokens in headed.said.items():
+        sampling = {"temperature": 0, "max_new_tokens": SAID}
+        body = {"text": question(name), "sampling_params": sampling}
+        record = requests.post(url + "/generate", json=body, timeout=60).json()
+        assert record["output_ids"] == tokens
+        lengths.append(record["meta_info"]["spec_accept_length"])
+    return lengths
+
+
 def test_a_draft_head_changes_nothing(headed: Headed) -> None:
     """Neither what is said nor what is hit; some of its tokens are accepted, and some are not."""
     with ServerProcess(["--model-path", str(headed.directory), *HEAD]) as server:
         plays_hits(server.url, server.url, "siblings in turn")
         next_turn_is_cached(server.url)
-        lengths = []
-        for name, tokens in headed.said.items():
-            body = {
-                "text": question(name),
-                "sampling_params": {"temperature": 0, "max_new_tokens": SAID},
-            }
-            record = requests.post(server.url + "/generate", json=body, timeout=60).json()
-            assert record["output_ids"] == tokens
-            lengths.append(record["meta_info"]["spec_accept_length"])
+        lengths = says_the_same(server.url, headed)
         assert max(lengths) > 3 and min(lengths) < DRAFTED
         assert said(server)
 

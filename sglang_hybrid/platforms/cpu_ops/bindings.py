@@ -241,7 +241,7 @@ BINDINGS: tuple[Binding, ...] = (
     ),
     Binding(_QWEN3_5, "fused_sigmoid_mul", gated_delta.fused_sigmoid_mul),
     # indices that a copy engine writes into pinned memory
-    Binding(_MOONCAKE, "MooncakeKVSender.supports_host_tensor_indices", False),
+    Binding(_MOONCAKE, "MooncakeKVSender.supports_host_tensor_indices", False, creates=True),
     Binding("sglang.srt.mem_cache.l2_transfer", "device_module", transfer_streams),
     Binding("sglang.srt.managers.cache_controller", "device_module", transfer_streams),
     Binding(f"{_HOST}.common", "_cuda_host_register", host_copies.no_registration),
