@@ -78,6 +78,7 @@ def is_known(command: str) -> bool:
         "pip install -e ",
         "pip uninstall ",
         "python -m sglang.launch_server",
+        "python -m sglang_router.launch_router",
         "docker",
         "curl ",
         "source .venv/bin/activate",

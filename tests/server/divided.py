@@ -68,6 +68,7 @@ class Divided:
             program += ["--prefill", server.url, port] if number < prefills else []
             program += ["--decode", server.url] if number >= prefills else []
         program += ["--prometheus-port", str(free_port())]
+        program += ["--disable-circuit-breaker", "--health-check-interval-secs", "1"]
         self._router = ServerProcess(program=program, health="/readiness")
         self.url = self._router.url
         self.prefills, self.decodes = prefills, decodes

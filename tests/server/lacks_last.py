@@ -1,6 +1,5 @@
 """A server whose live state lacks the last token of each prefill; for a test that must see it."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 from sglang_hybrid import launch_server
@@ -15,7 +14,7 @@ def without_last(*arguments, positions, **more):
     before = [(sequence, length - 1) for sequence, length in enumerate(lengths)]
     done = right(*arguments, positions=[*positions, *before], **more)
     asked = len(positions)
-    return replace(done, states_at=done.states_at[:asked], final_states=done.states_at[asked:])
+    return done._replace(states_at=done.states_at[:asked], final_states=done.states_at[asked:])
 
 
 mamba2.ssd_prefill = without_last

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -57,14 +58,19 @@ SOON = {
 
 HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "2")
 
-CONFIGURATIONS: dict[str, dict[str, tuple[str, ...]]] = {
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "decode servers keep KV": {"decode": KEEPS_KV},
     "chunks of 128": {"flags": ("--chunked-prefill-size", "128")},
     "page 16": {"flags": ("--page-size", "16"), "decode": KEEPS_KV},
     "no overlap": {"flags": ("--disable-overlap-schedule",), "decode": KEEPS_KV},
     "two ranks": {"flags": ("--tp-size", "2")},
+    "two stages": {"prefill": ("--pp-size", "2")},
     "host memory": {"prefill": HOST},
+    "begun before a decode server has room, and again": {
+        "prefill": ("--optimistic-prefill-attempts", "2"),
+        "environment": {"SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": "0.5"},
+    },
 }
 """Flags of all servers, and more of prefill and of decode servers."""
 
@@ -99,7 +105,7 @@ def test_a_draft_head_changes_nothing(
     headed = with_draft_head(model_directory("trained"), tmp_path / "model")
     with Divided(["--model-path", str(headed.directory), *HEAD]) as servers:
         plays_hits(servers.url, servers.url, *cases(), more=WHOLE_PROMPT)
-        turns_are_cached(servers)
+        turns_are_cached(servers, lost=1)  # a head reads pairs of tokens, one fewer than tokens
         assert max(says_the_same(servers.url, headed)) > 3
         all_is_given_back(servers)
 
@@ -116,10 +122,13 @@ def test_only_new_tokens_are_sent(divide: Divide) -> None:
                 megabytes.append(megabytes_sent(servers) - before)
                 prompt = prompt + reply + random_prompt(17, seed=61 + turn)
             sent[decode] = megabytes
-    (whole, more), (alike, rest) = sent[()], sent[KEEPS_KV]
-    assert whole == pytest.approx(alike, rel=0.01)
-    token, new = (more - whole) / 37, 37 + 1  # the last token of a reply was never read
-    assert rest == pytest.approx(whole - (700 - new) * token, rel=0.01)
+    whole, next_turn = sent[()]
+    token = (next_turn - whole) / 37
+    state = whole - 700 * token
+    assert sent[KEEPS_KV][0] == pytest.approx(whole, rel=0.01)
+    new = (sent[KEEPS_KV][1] - state) / token  # the last token of a reply may not have been read
+    print(f"a state {state:.4f} MB, a token {token:.6f}, of the next turn {new:.1f} tokens")
+    assert 17 <= round(new) <= 18
 
 
 def test_a_state_that_lacks_a_token_would_be_seen(
@@ -182,9 +191,9 @@ def megabytes_sent(servers: Divided) -> float:
     return total
 
 
-def turns_are_cached(servers: Divided, page: int = 1) -> None:
-    """Of a conversation's next turn, a prefill server has all of the earlier prompt: the reply was
-    computed elsewhere.
+def turns_are_cached(servers: Divided, page: int = 1, lost: int = 0) -> None:
+    """Of a conversation's next turn, a prefill server has all of the earlier prompt but `lost`
+    tokens: the reply was computed elsewhere.
     """
     flush(servers.url)
     prompt = random_prompt(332, seed=50)
@@ -192,7 +201,7 @@ def turns_are_cached(servers: Divided, page: int = 1) -> None:
         record = ask(servers.url, prompt, 20)
         longer = prompt + record["output_ids"] + random_prompt(17, seed=51 + turn)
         again = ask(servers.url, longer, 20)
-        assert cached(again) >= len(prompt) // page * page
+        assert cached(again) >= (len(prompt) - lost) // page * page
         prompt = longer
     assert same(again, cold(servers.url, prompt, 20))
 
