@@ -70,3 +70,18 @@ def forget_old_weights(refused: str | None, model: Any = None) -> None:
         if hasattr(method, "forget_derived_weights"):
             method.forget_derived_weights(module)
     weights.on_change()
+
+
+def know_its_stage(*, model: Any, model_num_layers: int) -> tuple[tuple[()], dict[str, Any]] | None:
+    """A model whose inner model alone says which layers this stage of a pipeline has (Nemotron-H):
+    SGLang takes it to have all of them, so that each stage has pools for all, and a prefill server
+    in stages hands over states that it never computed.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    inner = getattr(model, "model", None)
+    if get_parallel().pp_size == 1 or hasattr(model, "start_layer"):
+        return None
+    if not hasattr(inner, "start_layer"):
+        return None
+    return (), {"model": inner, "model_num_layers": model_num_layers}

@@ -112,6 +112,10 @@ HOOKS: tuple[Hook, ...] = (
         ("LogitsProcessor._compute_lm_head", _AROUND, models.multiply_by_lm_head),
     ),
     *_in(
+        "sglang.srt.model_executor.model_runner_components.layer_setup",
+        ("_resolve_pp_layer_range", _BEFORE, models.know_its_stage),
+    ),
+    *_in(
         "sglang.srt.model_executor.model_runner_components.weight_updater",
         ("_unsupported_derived_weight_cache_error", _AFTER, models.forget_old_weights),
     ),

@@ -1,9 +1,11 @@
 """What hooks on SGLang's models change."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt import runtime_context
 
 from sglang_hybrid.hooks import models
 
@@ -27,3 +29,18 @@ def test_the_gates_of_kda_have_the_type_that_is_served(served_in_bfloat16: None)
     models.take_the_served_type(make, "layer", 2, 3, 4, dtype=torch.float32)
     wanted = ("layer", (2, 3, 4, torch.bfloat16))
     assert made == [(*wanted, {"parallel_group": "tp"}), (*wanted, {})]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("outer", [{}, {"start_layer": 4, "end_layer": 8}])
+def test_a_stage_has_the_layers_that_its_inner_model_names(
+    stages: int, outer: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(pp_size=stages))
+    model = SimpleNamespace(model=SimpleNamespace(start_layer=2, end_layer=4), **outer)
+    changed = models.know_its_stage(model=model, model_num_layers=8)
+    if stages == 1 or outer:
+        assert changed is None
+    else:
+        assert changed == ((), {"model": model.model, "model_num_layers": 8})
+    assert models.know_its_stage(model=SimpleNamespace(), model_num_layers=8) is None

@@ -16,6 +16,9 @@ from sglang_hybrid.serving.server_process import ServerProcess
 TOLERANCE = 1e-3
 """Largest difference of a logprob that counts as equal, in float32."""
 
+PARTIAL = 206
+"""What a router answers where only some servers could do it."""
+
 RECORD_KEY = "the key of these tests"
 """Names of tenants are made with it (SGLANG_HYBRID_RECORD_KEY)."""
 
@@ -128,12 +131,18 @@ def metric(url: str, name: str) -> float:
 
 
 def flush(url: str, seconds: int = 30) -> None:
-    """Empty the server's prefix cache, once nothing runs and copies to other tiers that are under
-    way have ended; they have so many seconds.
+    """Empty the server's prefix cache, or those behind a router, once nothing runs and copies to
+    other tiers that are under way have ended; they have so many seconds.
     """
-    timeout = {"timeout": seconds}
-    empty = requests.post(url + "/flush_cache", params=timeout, timeout=seconds + 30)
-    empty.raise_for_status()
+    deadline = time.monotonic() + seconds
+    while True:
+        timeout = {"timeout": seconds}
+        empty = requests.post(url + "/flush_cache", params=timeout, timeout=seconds + 30)
+        empty.raise_for_status()
+        if empty.status_code != PARTIAL:
+            return
+        assert time.monotonic() < deadline, empty.text
+        time.sleep(0.1)
 
 
 def said(server: ServerProcess) -> str:

@@ -67,10 +67,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "two ranks": {"flags": ("--tp-size", "2")},
     "two stages": {"prefill": ("--pp-size", "2")},
     "host memory": {"prefill": HOST},
-    "begun before a decode server has room, and again": {
-        "prefill": ("--optimistic-prefill-attempts", "2"),
-        "environment": {"SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": "0.5"},
-    },
 }
 """Flags of all servers, and more of prefill and of decode servers."""
 
@@ -107,6 +103,20 @@ def test_a_draft_head_changes_nothing(
         plays_hits(servers.url, servers.url, *cases(), more=WHOLE_PROMPT)
         turns_are_cached(servers, lost=1)  # a head reads pairs of tokens, one fewer than tokens
         assert max(says_the_same(servers.url, headed)) > 3
+        all_is_given_back(servers)
+
+
+def test_prefills_that_are_begun_again(
+    divide: Divide, model_directory: Callable[[str], Path]
+) -> None:
+    """They began before a decode server had room, and gave back what they held."""
+    often = {"SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": "0.5"}
+    early = ("--optimistic-prefill-attempts", "2")
+    with divide(prefill=early, environment=often) as servers:
+        for _ in range(3):
+            agree(servers.url, expect(model_directory(DEFAULT_ARCHITECTURE)))
+            flush(servers.url)
+        assert "optimistic prefill yielded" in said(servers.servers[0])
         all_is_given_back(servers)
 
 
