@@ -7,8 +7,10 @@ only when the next step has begun, so that its last states are kept within two s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean, median
 
 import pytest
 import requests
@@ -138,6 +140,29 @@ def test_a_model_beside_it_drafts(model_directory: Callable[[str], Path], serve:
         next_turn_is_cached(server.url)
         agree(server.url, expect(model_directory(DEFAULT_ARCHITECTURE)))
         assert said(server)
+
+
+@pytest.mark.slow
+def test_as_many_drafts_are_accepted_as_under_sglangs_own(serve: Serve) -> None:
+    """Of the same requests, sent to both in turn. Times are only printed."""
+    with serve(*NGRAM) as ours, serve(*NGRAM, module="sglang.launch_server") as theirs:
+        accepted: dict[str, list[float]] = {ours.url: [], theirs.url: []}
+        seconds: dict[str, list[float]] = {ours.url: [], theirs.url: []}
+        for seed in (*range(12), *range(12)):  # the second time drafts come from the first
+            prompt = random_prompt(300, seed=200 + seed)
+            for url in (ours.url, theirs.url) if seed % 2 else (theirs.url, ours.url):
+                start = time.perf_counter()
+                record = ask(url, prompt, 80)
+                seconds[url].append(time.perf_counter() - start)
+                accepted[url].append(record["meta_info"]["spec_accept_length"])
+    mean = {url: fmean(lengths) for url, lengths in accepted.items()}
+    ratios = [b / a for a, b in zip(seconds[ours.url], seconds[theirs.url], strict=True)]
+    print(
+        f"accepted tokens of a step: {mean[ours.url]:.2f}, SGLang's own {mean[theirs.url]:.2f}; "
+        f"tokens/s, median of ours over theirs: {median(ratios[:12]):.2f} when a prompt is new, "
+        f"{median(ratios[12:]):.2f} when it comes again"
+    )
+    assert mean[ours.url] >= 0.98 * mean[theirs.url]
 
 
 @pytest.mark.slow
