@@ -75,6 +75,13 @@ def plans_checkpoints(flags: Any) -> bool:
     )
 
 
+def kept_states_never_change(flags: Any) -> bool:
+    """Whether no later step changes a state that the cache keeps: a planned one has a slot of its
+    own, and a cache of KV only has none.
+    """
+    return plans_checkpoints(flags) or keeps_kv_only(flags)
+
+
 def one_slot_per_request(flags: Any) -> bool:
     """Whether a running request should hold its live state only (SGLang's `no_buffer`), which is
     possible with pages of one token, in prefills and in decoding. With speculative decoding a
@@ -83,7 +90,7 @@ def one_slot_per_request(flags: Any) -> bool:
     from sglang.srt.arg_groups.model_override_base import attention_backends_of
 
     return (
-        (plans_checkpoints(flags) or keeps_kv_only(flags))
+        kept_states_never_change(flags)
         and flags.speculative_algorithm is None
         and flags.page_size in (None, 1)
         and set(attention_backends_of(flags)) <= set(WITHOUT_PAGES)

@@ -41,13 +41,12 @@ class _WithoutOverlap:
 
 
 def accept_one_slot(view: Any, model_arch: str) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """One slot for a request goes with the overlap scheduler where the cache plans its checkpoints,
-    since a planned state has a slot of its own, which no later step changes, and where it has none.
+    """One slot for a request goes with the overlap scheduler where no later step changes a state
+    that the cache keeps.
     """
-    from sglang_hybrid.checkpoints.support import keeps_kv_only, plans_checkpoints
+    from sglang_hybrid.checkpoints.support import kept_states_never_change
 
-    safe = plans_checkpoints(view) or keeps_kv_only(view)
-    return ((_WithoutOverlap(view), model_arch), {}) if safe else None
+    return ((_WithoutOverlap(view), model_arch), {}) if kept_states_never_change(view) else None
 
 
 def plan_forward(_: None, batch: Any, *__: Any, **___: Any) -> None:

@@ -57,15 +57,15 @@ async def hit(mode: str, manager: Any) -> None:
     )
 
 
-async def _hits_of(rank: int, manager: Any, sends: bool) -> int:
-    """Hit tokens of what is asked of a rank, which is that of a prefill server if it ``sends``."""
+async def _hits_of(rank: int, manager: Any, hands_over: bool) -> int:
+    """Hit tokens of what is asked of a rank; ``hands_over``: it is a prefill server's."""
     tenant = secrets.token_hex(16)
     prompt = _tokens(manager, 0, min(TOKENS, manager.model_config.context_len // 2))
-    await _answers(manager, tenant, rank, [prompt], sends)
+    await _answers(manager, tenant, rank, [prompt], hands_over)
     found = 0
     for ends in ((1,), (2, 3)):
         prompts = [prompt + _tokens(manager, end, MORE) for end in ends]
-        for answer in await _answers(manager, tenant, rank, prompts, sends):
+        for answer in await _answers(manager, tenant, rank, prompts, hands_over):
             found += int(answer["meta_info"]["cached_tokens"])
     return found
 
@@ -77,13 +77,13 @@ def _tokens(manager: Any, offset: int, count: int) -> list[int]:
 
 
 async def _answers(
-    manager: Any, tenant: str, rank: int, prompts: list[list[int]], sends: bool
+    manager: Any, tenant: str, rank: int, prompts: list[list[int]], hands_over: bool
 ) -> list[dict[str, Any]]:
     """Two tokens each; the server's metrics do not count them."""
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    nowhere = [FAKE_BOOTSTRAP_HOST] * len(prompts) if sends else None
+    nowhere = [FAKE_BOOTSTRAP_HOST] * len(prompts) if hands_over else None
     request = GenerateReqInput(
         input_ids=prompts,
         sampling_params={"max_new_tokens": 2, "temperature": 0.0, "ignore_eos": True},

@@ -10,7 +10,6 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 import pytest
@@ -82,27 +81,21 @@ class Divided:
         again.wait_until_healthy()
 
     def __enter__(self) -> Self:
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._stop)
             for server in self.servers:
                 server.start()
             for server in self.servers:
                 server.wait_until_healthy()
-            self._router.__enter__()
-        except BaseException:
-            self._stop()
-            raise
+            stack.enter_context(self._router)
+            self._running = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._router.stop()
-        self._stop()
+    def __exit__(self, *_: object) -> None:
+        self._running.close()
 
     def _stop(self) -> None:
+        """All servers, those that were started again too, even if one cannot be stopped."""
         with ExitStack() as stack:
             for server in self.servers:
                 stack.callback(server.stop)

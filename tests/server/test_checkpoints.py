@@ -97,7 +97,7 @@ def wrong_hits(
     return [
         (wanted, found)
         for wanted, found in pairs
-        if not wanted - wanted % page <= found <= wanted + more
+        if not (found % page == 0 and wanted - wanted % page <= found <= wanted + more)
         and not (chunk and found % chunk == 0 and found >= wanted)
     ]
 

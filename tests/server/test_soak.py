@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import pytest
 
 from sglang_hybrid.serving.server_process import ServerProcess
+from tests.releases import drafts_on_cpu
 from tests.server.client import TOLERANCE, Serve, ask, cached, flush, hybrid_cache, logprobs, said
 from tests.server.one_memory import PAGES_OF_OTHERS, all_is_free, pool_memory
 from tests.server.soak import Soak, Watched
+from tests.server.test_speculation import NGRAM
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -73,7 +75,6 @@ class Configuration:
     slots: int = 2 * RUNNING
 
 
-NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
 EXTRA_BUFFER = ("--mamba-radix-cache-strategy", "extra_buffer", "--page-size", "16")
 CONFIGURATIONS = {
     "default": Configuration(REQUESTS, PRIORITIES),
@@ -89,7 +90,10 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "configuration",
+    [pytest.param(it, marks=drafts_on_cpu if it == "drafts" else ()) for it in CONFIGURATIONS],
+)
 def test_nothing_is_lost_or_wrong(configuration: str, serve: Serve) -> None:
     chosen = CONFIGURATIONS[configuration]
     seed = random.randrange(2**32)
