@@ -23,7 +23,8 @@ def configuration(urls: Sequence[str], listen: str, picker: str) -> dict[str, An
     of the host. listen, picker: host:port.
 
     Where the picker cannot be asked or chooses nobody, requests go to the servers by turns. One
-    that could not be sent to its server goes to the next of the picker's list.
+    that could not be sent to its server goes to the next of the picker's list. What a client says
+    of where its request goes has no effect.
     """
     asks = {
         "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "60s"},
@@ -32,6 +33,7 @@ def configuration(urls: Sequence[str], listen: str, picker: str) -> dict[str, An
         "message_timeout": "60s",
         "processing_mode": {"request_body_mode": "BUFFERED", "response_body_mode": "NONE"},
     }
+    unsaid = {"mutations": {"request_mutations": [{"remove": DESTINATION}]}}
     retries = {
         "retry_on": "connect-failure,refused-stream,reset-before-request",
         "num_retries": RETRIES,
@@ -47,6 +49,7 @@ def configuration(urls: Sequence[str], listen: str, picker: str) -> dict[str, An
         "stream_idle_timeout": "0s",
         "route_config": {"virtual_hosts": [host]},
         "http_filters": [
+            _typed("unsaid", f"{_FILTERS}.header_mutation.v3.HeaderMutation", unsaid),
             _typed("ext_proc", f"{_FILTERS}.ext_proc.v3.ExternalProcessor", asks),
             _typed("router", f"{_FILTERS}.router.v3.Router"),
         ],

@@ -191,9 +191,11 @@ def handler(server: Server) -> type[BaseHTTPRequestHandler]:
 
 
 @contextmanager
-def all_of(*servers: Server, urls: tuple[str, ...] = ()) -> Iterator[Replicas]:
+def all_of(
+    *servers: Server, urls: tuple[str, ...] = (), patience: float = PATIENCE
+) -> Iterator[Replicas]:
     urls = urls or tuple(server.url for server in servers)
-    replicas = Replicas(urls, KEY, pause=PAUSE, patience=PATIENCE)
+    replicas = Replicas(urls, KEY, pause=PAUSE, patience=patience)
     try:
         wait_until(lambda: len(replicas.followers) == len(servers))
         wait_until(lambda: all(each.is_in_step for each in replicas.followers.values()))

@@ -88,7 +88,8 @@ def gateway(server: Server, other: Server, tmp_path: Path) -> Iterator[Gateway]:
         prompt = {"input_ids": [*LONG, 0], "tenant": ""}
         one.answers[PROMPT_ROUTE + "/generate"] = JSON, json.dumps(prompt).encode()
         one.answers["/generate"] = JSON, b'{"meta_info": {"cached_tokens": 300}}'
-    with all_of(server, other) as replicas:
+    # A server that answers late, on a busy machine, has not gone.
+    with all_of(server, other, patience=20) as replicas:
         gateway = Gateway(replicas, [server.url, other.url], tmp_path)
         yield gateway
         gateway.close()
@@ -200,8 +201,9 @@ def test_without_its_picker_a_gateway_goes_by_turns(
 ) -> None:
     hold(gateway, server)
     gateway.end_picker()
+    said = {DESTINATION: server.url.removeprefix("http://")}  # by a client
     for _ in range(4):
-        assert gateway.post("/generate", b"{}").ok
+        assert gateway.post("/generate", b"{}", **said).ok
     assert len(sent(server)) == len(sent(other)) == 2
 
 
