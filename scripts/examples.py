@@ -69,7 +69,7 @@ def tuner() -> Iterator[str]:
     """Two searches over the hits of two candidates."""
     rules = Rules()
     reuse, lru = Spec("reuse"), Spec("lru")
-    regrets = Regrets()
+    regrets: Regrets[Spec] = Regrets()
     searches = (
         ({reuse: [0, 900, 800, 0], lru: [0, 900, 0, 850]}),
         ({reuse: [700] * 40, lru: [650] * 40}),

@@ -38,6 +38,7 @@ COMMANDS = {
     "replicas": "replicas",
     "answers": "answers",
     "pools": "memory",
+    "better-split": "memory",
     "tuner": "tuner",
     "replay": "replay",
     "tiers-replay": "memory",

@@ -30,6 +30,9 @@ from sglang_hybrid.replay.runner import Job, Result, Runner
 from sglang_hybrid.replay.simulation.prefill_time import PAPER
 from sglang_hybrid.replay.simulation.tiers.tier_budgets import CopyCodec, TierBudgets
 from sglang_hybrid.replay.simulation.traces.requests import Request
+from sglang_hybrid.replay.simulation.tuner.recorder import RequestWindow
+from sglang_hybrid.replay.simulation.tuner.splits import find_better_split, splits_of
+from sglang_hybrid.replay.simulation.workers import Limits
 from sglang_hybrid.replay.systems import Spec
 
 REUSE = Spec("reuse")
@@ -106,6 +109,47 @@ def show_splits(runner: Runner, rows: Sequence[Row], model: Model, policy: Spec)
         best = others.index(max(others))
         print(f"{trace} {splits[best]:,} ({rates[best] - rates[0]:+.1f}); ", end="")
     print()
+
+
+def better_split(traces: Folder = TRACES, generated: Seeds = None) -> None:
+    """What a server with two pools gains where its next start follows the traffic of the last one.
+
+    Each trace is cut into halves. The split is chosen as a running server chooses it, by replaying
+    the first half, whose requests come last in it counting; then the second half is replayed from
+    an empty cache. Percent of prompt tokens of the second half, under the reuse index as served:
+    our default split; the chosen one; the best of all in hindsight; and one memory. States' share
+    of the memory in parentheses.
+    """
+    runner, rows = read_or_generate(traces, generated)
+    for model in MODELS:
+        print(f"\n{model.name}\n")
+        table = Table("trace", "GB", "default", "chosen", "best in hindsight", "one memory")
+        found = []
+        for trace, size in rows:
+            cost, budget = model.cost, int(size * model.memory * 1e9)
+            default, requests = Split.of(budget, cost), runner.traces[trace]
+            half = len(requests) // 2
+            seen = RequestWindow(requests[:half], cost, default, half // 2, serving=TWO_POOLS)
+            better = find_better_split(seen, REUSE, Split(0, 0), Limits())
+            chosen = default if better is None else better.split
+            later = Runner({trace: requests[half:]})
+            splits = dict.fromkeys((default, chosen, *splits_of(default, cost)))
+            rates = {
+                split: percent(later, REUSE, trace, split, cost, serving=TWO_POOLS)
+                for split in splits
+            }
+            one = percent(later, REUSE, trace, budget, cost, serving=ONE_MEMORY)
+            shown = (default, chosen, max(splits, key=lambda split: rates[split]))
+            cells = (
+                f"{rates[split]:.1f} ({split.slots * cost.state_bytes / budget:.0%})"
+                for split in shown
+            )
+            table.row(trace, f"{size:g}", *cells, f"{one:.1f}")
+            found.append((*(rates[split] for split in shown), one))
+        default_mean, *means = (mean(column) for column in zip(*found, strict=True))
+        table.row("**mean**", "", *(f"{rate:.1f}" for rate in (default_mean, *means)))
+        closed = 100 * (means[0] - default_mean) / (means[-1] - default_mean)
+        print(f"\nThe chosen split closes {closed:.0f} % of the distance to one memory.")
 
 
 CONVERSATIONS = ("taubench_airline", "sharegpt_55", "claude_code_64k")

@@ -71,7 +71,10 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     if (overlaps or context.params.pp_size > 1) and not host_is_device():
         cache.forward_stream = context.tp_worker.model_runner.forward_stream
     if not context.disable_radix_cache:
-        cache.report.advice = advise(_server_setup(context, cache))
+        setup = _server_setup(context, cache)
+        cache.report.advice = advise(setup)
+        if _rank() is not None and cache.is_mamba_enabled and context.params.pp_size == 1:
+            cache.tuning.watch_splits(setup)
     if cache.page is not None:
         server_args = context.server_args
         cache.report.advice += who_sees_the_page(server_args.api_key, server_args.admin_api_key)

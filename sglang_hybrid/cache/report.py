@@ -31,8 +31,8 @@ class ReportedCache(Protocol):
 class CacheReport:
     """Reports of one cache.
 
-    advice: what its flags should rather be, one sentence each. metrics: whether Prometheus is told,
-    which needs one cache in this process that receives requests.
+    advice: what its flags should rather be as far as the start tells, one sentence each. metrics:
+    whether Prometheus is told, which needs one cache in this process that receives requests.
     """
 
     def __init__(self, cache: ReportedCache, parts: Parts, *, metrics: bool) -> None:
@@ -94,5 +94,5 @@ class CacheReport:
             "pins": None if pins is None else pins.as_dict(),
             "tuner": cache.tuning.info(),
             "recording": cache.tuning.recording(),
-            "advice": self.advice,
+            "advice": [*self.advice, *cache.tuning.advice],
         }

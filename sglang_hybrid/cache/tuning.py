@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sglang_hybrid.cache.learning import LearntBefore
 from sglang_hybrid.cache.memory.allocators import OneMemoryKV
 from sglang_hybrid.cache.sglang_cache import SglangCache
+from sglang_hybrid.cache.split_watch import SplitWatch
 from sglang_hybrid.cache.tiers.measured_speeds import SpeedsMeasured
 from sglang_hybrid.cache.tiers.served_tiers import ServedCache, served_tiers
 from sglang_hybrid.core.server_settings import Split
@@ -30,6 +31,7 @@ from sglang_hybrid.replay.simulation.tuner.recorder import (
 from sglang_hybrid.replay.simulation.tuner.trace_file import TraceFile
 from sglang_hybrid.replay.simulation.tuner.tuner import PolicySwitch, Rules, Tuner
 from sglang_hybrid.replay.simulation.workers import Limits
+from sglang_hybrid.serving.advice import ServerSetup
 from sglang_hybrid.serving.flag_values import Eviction, Ui
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.tenants import TenantNames, tenant_of
@@ -68,10 +70,21 @@ class Tuning:
         self.tuner = tuner
         self.file = file
         self.recorder = recorder
+        self.splits: SplitWatch | None = None
         self._cache = cache
         self._parts = parts
         self._names = TenantNames()
         self._ended = 0
+
+    def watch_splits(self, setup: ServerSetup) -> None:
+        """Compare splits of the memory from now on, where it has two pools. Needs planned
+        checkpoints, which a replay knows, and a policy of ours.
+        """
+        parts = self._parts
+        if setup.one_memory or parts.serving is None or parts.shadow_tree is None:
+            return
+        self.recorder = self.recorder if self.recorder is not None else Recorder(Rules.record_bytes)
+        self.splits = SplitWatch(setup, self.recent, lambda: self.in_force)
 
     @property
     def listens(self) -> bool:
@@ -82,13 +95,14 @@ class Tuning:
         """`req` ended with `up_to` tokens in the tree; its messages begin at `message_starts`."""
         self._ended += 1
         input_len = len(req.origin_input_ids)
+        room, evicted = self._room(), bool(self._parts.stats.evicted)
         answer = req.full_untruncated_fill_ids[input_len : up_to + 1]
         record = Finished(
             compact(req.origin_input_ids, answer),
             input_len,
             self._cache.step_clock.arrival(req) or float(self._ended),
             self._parts.lookups.hit_tokens(req),
-            self._room(),
+            room,
             message_starts=tuple(message_starts),
             tenant=self._names.name(tenant_of(req)),
             hint=kv_hints.read(req.kv_hints).session,
@@ -98,7 +112,9 @@ class Tuning:
         if self.recorder is not None:
             self.recorder.add(record)
         if self.tuner is not None:
-            self.tuner.on_finish(record, evicted=bool(self._parts.stats.evicted))
+            self.tuner.on_finish(record, evicted=evicted)
+        if self.splits is not None:
+            self.splits.on_finish(room, evicted=evicted)
 
     def recent(self) -> Callable[[], RequestWindow] | None:
         """Makes a window of the latest finished requests, in any thread; None where they are too
@@ -166,6 +182,11 @@ class Tuning:
     def counts(self) -> Mapping[str, float]:
         """The tuner's totals; nothing where there is none."""
         return {} if self.tuner is None else vars(self.tuner.counts)
+
+    @property
+    def advice(self) -> list[str]:
+        """What would hit more of the traffic that there was, a sentence each."""
+        return [self.splits.advice] if self.splits is not None and self.splits.advice else []
 
     def info(self) -> dict[str, Any] | None:
         """For /server_info."""

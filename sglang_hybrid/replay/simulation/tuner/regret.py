@@ -4,18 +4,21 @@ switch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from sglang_hybrid.core.costs.cost import FloatArray, IntArray
 from sglang_hybrid.core.systems import Spec
 
+Candidate = TypeVar("Candidate", bound=Hashable)
+
 OLDER = 0.5
 """What a request counts for beside one of the next search."""
 
 
-class Regrets:
+class Regrets(Generic[Candidate]):
     """Hit tokens of the candidates in all requests that searches counted, and how sure it is that
     one of them does better than another.
 
@@ -24,45 +27,49 @@ class Regrets:
     """
 
     def __init__(self) -> None:
-        self._specs: tuple[Spec, ...] = ()
+        self._candidates: tuple[Candidate, ...] = ()
         self._tokens: FloatArray = np.zeros(0)  # [C]
         self._products: FloatArray = np.zeros((0, 0))  # [C, C]: of the hits of two, summed
 
     @property
-    def shares(self) -> dict[Spec, float]:
+    def shares(self) -> dict[Candidate, float]:
         """By candidate, the share of the best candidate's hit tokens that it missed."""
         best = max(1.0, self._tokens.max(initial=0))
-        return dict(zip(self._specs, ((best - self._tokens) / best).tolist(), strict=True))
+        return dict(zip(self._candidates, ((best - self._tokens) / best).tolist(), strict=True))
 
-    def learn(self, hits: Mapping[Spec, IntArray | FloatArray]) -> None:
+    def learn(self, hits: Mapping[Candidate, IntArray] | Mapping[Candidate, FloatArray]) -> None:
         """Add the hit tokens [n] of each request that a search found, by candidate. Earlier
         searches are forgotten if they compared other candidates.
         """
         found = np.array(list(hits.values()), dtype=np.float64)
-        if tuple(hits) != self._specs:
-            self._specs = tuple(hits)
+        if tuple(hits) != self._candidates:
+            self._candidates = tuple(hits)
             self.forget()
         self._tokens = OLDER * self._tokens + found.sum(axis=1)
         self._products = OLDER**2 * self._products + found @ found.T
 
     def forget(self) -> None:
         """Forget all searches, because the traffic has changed."""
-        count = len(self._specs)
+        count = len(self._candidates)
         self._tokens, self._products = np.zeros(count), np.zeros((count, count))
 
-    def choose(self, current: Spec, margin: float, sure: float) -> Spec:
+    def choose(self, current: Candidate, margin: float, sure: float) -> Candidate:
         """The candidate that gained most on `current`, the first of equals, if that is more than
         `margin` of its tokens and than `sure` standard errors; else, and if `current` was never
         tried, `current`.
         """
-        if current not in self._specs:
+        if current not in self._candidates:
             return current
-        now = self._specs.index(current)
+        now = self._candidates.index(current)
         gains = self._tokens - self._tokens[now]
         squares = self._products.diagonal()
         errors = np.sqrt(np.maximum(squares + squares[now] - 2 * self._products[now], 0.0))
         enough = (gains > margin * self._tokens[now]) & (gains > sure * errors)
-        return self._specs[int(np.where(enough, gains, 0.0).argmax())] if enough.any() else current
+        return (
+            self._candidates[int(np.where(enough, gains, 0.0).argmax())]
+            if enough.any()
+            else current
+        )
 
 
 class Advantages:

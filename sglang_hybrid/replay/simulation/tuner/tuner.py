@@ -138,7 +138,7 @@ class Tuner:
         self._tiers = tiers
         self._search = search
         self._recorder = Recorder(self.rules.record_bytes)
-        self._regrets = Regrets()
+        self._regrets: Regrets[Spec] = Regrets()
         self._advantages = Advantages()
         self._left: Spec | None = None  # what the last switch left behind, while that is watched
         self._switched_at = 0

@@ -1,0 +1,117 @@
+"""Two pools that would fit the traffic better: recent requests are replayed on other splits of the
+same memory while the server runs, and what would hit more is advice, with the flags that give it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from sglang_hybrid.core.server_settings import Split
+from sglang_hybrid.core.systems import Spec
+from sglang_hybrid.replay.simulation.tuner.candidates import describe_failure
+from sglang_hybrid.replay.simulation.tuner.recorder import RequestWindow
+from sglang_hybrid.replay.simulation.tuner.splits import BetterSplit, find_better_split
+from sglang_hybrid.serving.advice import ServerSetup
+
+logger = logging.getLogger(__name__)
+
+FIRST = 128
+"""Requests before the first search; each search doubles the requests until the next one."""
+
+
+class SplitWatch:
+    """Compares splits now and then, in a worker process of lowest priority.
+
+    Args:
+        setup: of a server with two pools.
+        recent: makes a window of the requests that ended last; None where they are too few. It is
+            called in the thread that calls `on_finish`, the window is made in another one.
+        in_force: the policy that the server runs.
+
+    Attributes:
+        advice: what the last search found, one sentence; "" if no split hits more.
+    """
+
+    def __init__(
+        self,
+        setup: ServerSetup,
+        recent: Callable[[], Callable[[], RequestWindow] | None],
+        in_force: Callable[[], Spec],
+    ) -> None:
+        self.advice = ""
+        self._setup, self._recent, self._in_force = setup, recent, in_force
+        self._ended = 0
+        self._next = FIRST
+        self._most_held = 0  # slots, by running requests
+        self._has_failed = False
+        self._thread: threading.Thread | None = None
+
+    def on_finish(self, room: Split | int, *, evicted: bool) -> None:
+        """A request ended. room: what running requests leave to the cache. evicted: whether the
+        cache ever had to evict.
+        """
+        assert isinstance(room, Split), "one memory has no split"
+        self._ended += 1
+        self._most_held = max(self._most_held, self._setup.slots - room.slots)
+        if self._ended >= self._next and evicted and not self.is_searching:
+            window = self._recent()
+            if window is not None:
+                self._next = 2 * self._ended
+                self._thread = threading.Thread(
+                    target=self._search,
+                    args=(window, self._in_force()),
+                    name="hybrid-split-watch",
+                    daemon=True,
+                )
+                self._thread.start()
+
+    @property
+    def is_searching(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Block until the running search ends, if there is one."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _search(self, make: Callable[[], RequestWindow], spec: Spec) -> None:
+        """Whatever goes wrong here, the server goes on."""
+        try:
+            window = make()
+            room = window.budget
+            assert isinstance(room, Split)
+            better = find_better_split(window, spec, self._least(room))
+        except Exception as error:
+            logger.debug("the search failed", exc_info=True)
+            if not self._has_failed:
+                logger.warning("sglang_hybrid: comparing splits: %s.", describe_failure(error))
+            self._has_failed = True
+            return
+        before, self.advice = self.advice, ""
+        if better is not None:
+            self.advice = self._say(better, room, window.counted)
+        if self.advice != before:
+            logger.info("sglang_hybrid: %s", self.advice or "no other split hits more now.")
+
+    def _least(self, room: Split) -> Split:
+        """What must be left beside running requests: KV for the longest request, and slots with
+        which as many requests may run as have.
+        """
+        it = self._setup
+        running = -(-self._most_held // it.held)
+        return Split(
+            min(it.context, it.kv_tokens) - (it.kv_tokens - room.kv_tokens),
+            it.counted * running - (it.slots - room.slots),
+        )
+
+    def _say(self, better: BetterSplit, room: Split, counted: int) -> str:
+        it = self._setup
+        slots = it.slots + better.split.slots - room.slots
+        rates = (100 * hits / better.tokens for hits in (better.hits, better.hits_now))
+        return (
+            "of the prompts of the last {:,} requests {:.1f} % would be hit instead of {:.1f} % "
+            "with --max-mamba-cache-size {:,} and --max-total-tokens {:,}, which take the same "
+            "memory.".format(counted, *rates, slots * it.shards, it.tokens_beside(slots))
+        )

@@ -1,0 +1,124 @@
+"""When splits are compared, what is advised, and what is not."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sglang_hybrid.cache.split_watch import FIRST, SplitWatch
+from sglang_hybrid.core.server_settings import Split
+from sglang_hybrid.core.systems import Spec
+from sglang_hybrid.serving.advice import ServerSetup
+from tests.replay.simulation.tuner.traffic import COST, conversations, window
+from tests.serving.test_advice import DEFAULT
+
+SPARE = 3
+"""Slots beside the free ones, which running requests hold."""
+
+FEW_TOKENS, FEW_SLOTS, GOOD = Split(800, 9), Split(5_000, 2), Split(1_506, 8)
+"""Of about the same memory, beside running requests."""
+
+
+def watch(room: Split, context: int = 600) -> tuple[SplitWatch, ServerSetup]:
+    """Of a server whose running requests leave `room`, after conversations."""
+    server = replace(
+        DEFAULT,
+        slots=room.slots + SPARE,
+        kv_tokens=room.kv_tokens,
+        state_bytes=COST.state_bytes,
+        kv_bytes=COST.kv_bytes_per_token,
+        context=context,
+        counted=1,
+    )
+    made = replace(window(conversations(80)), budget=room)
+    return SplitWatch(server, lambda: lambda: made, lambda: Spec("reuse")), server
+
+
+def feed(it: SplitWatch, count: int, *, evicted: bool = True) -> None:
+    room = Split(800, 9)
+    for _ in range(count):
+        it.on_finish(room, evicted=evicted)
+    it.wait()
+
+
+def sizes(advice: str) -> tuple[int, int]:
+    """Slots and KV tokens that are advised."""
+    words = advice.replace(",", "").split()
+    slots, tokens = (
+        int(words[words.index(flag) + 1])
+        for flag in ("--max-mamba-cache-size", "--max-total-tokens")
+    )
+    return slots, tokens
+
+
+def test_a_better_split_is_advised_in_the_same_memory(caplog: pytest.LogCaptureFixture) -> None:
+    it, server = watch(FEW_SLOTS)
+    with caplog.at_level(logging.INFO):
+        feed(it, FIRST)
+    slots, tokens = sizes(it.advice)
+    assert slots > server.slots
+    assert 0 <= server.bytes - slots * server.state_bytes - tokens * server.kv_bytes < 8
+    assert it.advice in caplog.text
+    assert "of the prompts of the last 40 requests" in it.advice
+
+
+def test_nothing_is_compared_before_something_was_evicted_or_requests_are_few() -> None:
+    it, _ = watch(FEW_SLOTS)
+    feed(it, FIRST - 1)
+    feed(it, FIRST, evicted=False)
+    assert it.advice == ""
+    feed(it, 1)
+    assert it.advice != ""
+
+
+def test_each_search_doubles_the_time_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[object] = []
+    ended = []
+    it, _ = watch(FEW_SLOTS)
+    monkeypatch.setattr(it, "_search", lambda *args: searches.append(args))
+    for number in range(1, 5 * FIRST):
+        before = len(searches)
+        feed(it, 1)
+        if len(searches) > before:
+            ended.append(number)
+    assert ended == [FIRST, 2 * FIRST, 4 * FIRST]
+
+
+def test_what_is_good_gets_no_advice() -> None:
+    it, _ = watch(GOOD)
+    feed(it, FIRST)
+    assert it.advice == ""
+
+
+def test_as_many_requests_may_run_as_have() -> None:
+    """More KV would hit more; but running requests held all slots at some time."""
+    free, server = watch(FEW_TOKENS)
+    feed(free, FIRST)
+    assert sizes(free.advice)[0] < server.slots
+    held, _ = watch(FEW_TOKENS)
+    held.on_finish(Split(800, 0), evicted=False)
+    feed(held, FIRST)
+    assert held.advice == ""
+
+
+def test_the_longest_request_finds_room() -> None:
+    short, _ = watch(FEW_SLOTS)
+    long, server = watch(FEW_SLOTS, context=3_000)
+    for it in (short, long):
+        feed(it, FIRST)
+    assert sizes(short.advice)[1] < server.context <= sizes(long.advice)[1]
+
+
+def test_a_failure_is_said_once_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> Any:
+        raise OSError("no memory")
+
+    _, server = watch(GOOD)
+    it = SplitWatch(server, lambda: fail, lambda: Spec("reuse"))
+    feed(it, 4 * FIRST)
+    feed(it, 4 * FIRST)
+    assert it.advice == ""
+    assert caplog.text.count("no memory") == 1
