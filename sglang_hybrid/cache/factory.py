@@ -26,6 +26,7 @@ from sglang_hybrid.serving.data_parallel import ignores_prefixes
 from sglang_hybrid.serving.device_streams import host_is_device
 from sglang_hybrid.serving.ranks import of_all_stages
 from sglang_hybrid.storage.codecs import coded_rows
+from sglang_hybrid.storage.disk.split_file import split_path
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
         setup = _server_setup(context, cache)
         cache.report.advice = advise(setup)
         if _rank() is not None and cache.is_mamba_enabled and context.params.pp_size == 1:
-            cache.tuning.watch_splits(setup)
+            path = None if _rank() else split_path(context.server_args)
+            cache.tuning.watch_splits(setup, path)
     if cache.page is not None:
         server_args = context.server_args
         cache.report.advice += who_sees_the_page(server_args.api_key, server_args.admin_api_key)

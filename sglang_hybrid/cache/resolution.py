@@ -8,6 +8,7 @@ flag stays.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of
@@ -23,9 +24,12 @@ from sglang_hybrid.checkpoints.support import (
     plans_checkpoints,
 )
 from sglang_hybrid.serving import warm_up
+from sglang_hybrid.storage.disk.split_file import read_split, split_path
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
 
 OURS = "sglang_hybrid"
 SGLANGS = "_mamba_radix_cache_resolution"
@@ -155,16 +159,29 @@ def _no_single_buffer_with_pages(server_args: ServerArgs) -> None:
 
 
 def _pools_that_run_full_together(server_args: ServerArgs) -> None:
-    """The default of --mamba-full-memory-ratio where checkpoints are planned: SGLang's is meant for
-    a state per chunk of a prefill, and planned ones are fewer (`CostModel.states_to_kv`).
+    """The default of --mamba-full-memory-ratio where checkpoints are planned: what the last
+    server's traffic asked for, or `CostModel.states_to_kv`. SGLang's is meant for a state per chunk
+    of a prefill, and planned ones are fewer.
     """
     view = resolving_view(server_args)
     if view.mamba_full_memory_ratio is not None or not plans_checkpoints(view):
         return
     cost = cost_of_model(model_config_of(server_args).hf_config)
-    if cost is not None and cost.state_bytes:
-        ratio = round(cost.states_to_kv, 3)
-        declare_resolution(server_args, OURS, mamba_full_memory_ratio=ratio)
+    if cost is None or not cost.state_bytes:
+        return
+    ratio = round(cost.states_to_kv, 3)
+    path = None if view.max_mamba_cache_size is not None else split_path(server_args)
+    learnt = path and read_split(path)
+    if learnt:
+        logger.info(
+            "sglang_hybrid: memory is divided as the traffic of the last server asked for: "
+            "--mamba-full-memory-ratio %s, by default %s; of the prompts of its last %s requests "
+            "%.1f %% would have been hit instead of %.1f %%.",
+            *(f"{learnt.states_to_kv:.3f}", ratio, f"{learnt.requests:,}"),
+            *(100 * learnt.hits, 100 * learnt.hits_now),
+        )
+        ratio = round(learnt.states_to_kv, 3)
+    declare_resolution(server_args, OURS, mamba_full_memory_ratio=ratio)
 
 
 def _kernels_that_leave_states(server_args: ServerArgs) -> None:

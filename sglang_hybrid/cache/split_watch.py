@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import Spec
@@ -14,6 +15,7 @@ from sglang_hybrid.replay.simulation.tuner.candidates import describe_failure
 from sglang_hybrid.replay.simulation.tuner.recorder import RequestWindow
 from sglang_hybrid.replay.simulation.tuner.splits import BetterSplit, find_better_split
 from sglang_hybrid.serving.advice import ServerSetup
+from sglang_hybrid.storage.disk.split_file import LearntSplit, write_split
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ class SplitWatch:
         recent: makes a window of the requests that ended last; None where they are too few. It is
             called in the thread that calls `on_finish`, the window is made in another one.
         in_force: the policy that the server runs.
+        path: where the next server finds the split; None where it does not look.
 
     Attributes:
         advice: what the last search found, one sentence; "" if no split hits more.
@@ -39,9 +42,10 @@ class SplitWatch:
         setup: ServerSetup,
         recent: Callable[[], Callable[[], RequestWindow] | None],
         in_force: Callable[[], Spec],
+        path: Path | None = None,
     ) -> None:
         self.advice = ""
-        self._setup, self._recent, self._in_force = setup, recent, in_force
+        self._setup, self._recent, self._in_force, self._path = setup, recent, in_force, path
         self._ended = 0
         self._next = FIRST
         self._most_held = 0  # slots, by running requests
@@ -83,10 +87,14 @@ class SplitWatch:
             room = window.budget
             assert isinstance(room, Split)
             better = find_better_split(window, spec, self._least(room))
+            if better is not None and self._path is not None:
+                write_split(self._path, self._learnt(better, room, window.counted))
         except Exception as error:
             logger.debug("the search failed", exc_info=True)
             if not self._has_failed:
-                logger.warning("sglang_hybrid: comparing splits: %s.", describe_failure(error))
+                logger.warning(
+                    "sglang_hybrid: splits are not compared: %s", describe_failure(error)
+                )
             self._has_failed = True
             return
         before, self.advice = self.advice, ""
@@ -106,9 +114,18 @@ class SplitWatch:
             it.counted * running - (it.slots - room.slots),
         )
 
-    def _say(self, better: BetterSplit, room: Split, counted: int) -> str:
+    def _learnt(self, better: BetterSplit, room: Split, counted: int) -> LearntSplit:
         it = self._setup
-        slots = it.slots + better.split.slots - room.slots
+        for_states = self._slots(better, room) * it.state_bytes
+        hits, hits_now = (each / better.tokens for each in (better.hits, better.hits_now))
+        return LearntSplit(for_states / (it.bytes - for_states), hits, hits_now, counted)
+
+    def _slots(self, better: BetterSplit, room: Split) -> int:
+        """Of the whole pool."""
+        return self._setup.slots + better.split.slots - room.slots
+
+    def _say(self, better: BetterSplit, room: Split, counted: int) -> str:
+        it, slots = self._setup, self._slots(better, room)
         rates = (100 * hits / better.tokens for hits in (better.hits, better.hits_now))
         return (
             "of the prompts of the last {:,} requests {:.1f} % would be hit instead of {:.1f} % "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from sglang_hybrid.cache.split_watch import FIRST, SplitWatch
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.serving.advice import ServerSetup
+from sglang_hybrid.storage.disk.split_file import read_split
+from sglang_hybrid.storage.disk.tier_folder import TIER, make_tier, tier_lock
 from tests.replay.simulation.tuner.traffic import COST, conversations, window
 from tests.serving.test_advice import DEFAULT
 
@@ -22,7 +25,9 @@ FEW_TOKENS, FEW_SLOTS, GOOD = Split(800, 9), Split(5_000, 2), Split(1_506, 8)
 """Of about the same memory, beside running requests."""
 
 
-def watch(room: Split, context: int = 600) -> tuple[SplitWatch, ServerSetup]:
+def watch(
+    room: Split, context: int = 600, path: Path | None = None
+) -> tuple[SplitWatch, ServerSetup]:
     """Of a server whose running requests leave `room`, after conversations."""
     server = replace(
         DEFAULT,
@@ -34,7 +39,7 @@ def watch(room: Split, context: int = 600) -> tuple[SplitWatch, ServerSetup]:
         counted=1,
     )
     made = replace(window(conversations(80)), budget=room)
-    return SplitWatch(server, lambda: lambda: made, lambda: Spec("reuse")), server
+    return SplitWatch(server, lambda: lambda: made, lambda: Spec("reuse"), path), server
 
 
 def feed(it: SplitWatch, count: int, *, evicted: bool = True) -> None:
@@ -63,6 +68,33 @@ def test_a_better_split_is_advised_in_the_same_memory(caplog: pytest.LogCaptureF
     assert 0 <= server.bytes - slots * server.state_bytes - tokens * server.kv_bytes < 8
     assert it.advice in caplog.text
     assert "of the prompts of the last 40 requests" in it.advice
+
+
+def test_the_next_server_is_told(tmp_path: Path) -> None:
+    with tier_lock(make_tier(tmp_path), 1):
+        pass
+    path = tmp_path / TIER / "a.split"
+    it, server = watch(FEW_SLOTS, path=path)
+    feed(it, FIRST)
+    learnt = read_split(path)
+    assert learnt is not None
+    slots, tokens = sizes(it.advice)
+    assert learnt.states_to_kv == pytest.approx(
+        slots * server.state_bytes / (tokens * server.kv_bytes), rel=1e-3
+    )
+    assert f"{100 * learnt.hits:.1f} % would be hit instead of {100 * learnt.hits_now:.1f} %" in (
+        it.advice
+    )
+    assert learnt.requests == 40
+
+
+def test_a_split_that_is_good_is_not_told(tmp_path: Path) -> None:
+    with tier_lock(make_tier(tmp_path), 1):
+        pass
+    path = tmp_path / TIER / "a.split"
+    it, _ = watch(GOOD, path=path)
+    feed(it, FIRST)
+    assert not path.exists()
 
 
 def test_nothing_is_compared_before_something_was_evicted_or_requests_are_few() -> None:

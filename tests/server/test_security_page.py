@@ -34,7 +34,7 @@ from tests.replicas import test_index, test_picker
 from tests.server import test_adapters, test_modular, test_page, test_prompt_route
 from tests.server import test_tenant_routes as routes
 from tests.server.client import hybrid_cache, random_prompt
-from tests.storage import test_shared_store, test_uses_file
+from tests.storage import test_shared_store, test_split_file, test_uses_file
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 SALT, KEY = "salt-of-a-91bc", "key-of-a-7f3a"
@@ -251,12 +251,13 @@ ELSEWHERE: dict[str, list[Callable[..., None]]] = {
     ],
     "which rank a prompt is sent to": [test_prefix_ranks.test_another_tenants_prefix_steers_nobody],
     "what was learnt": [test_learning.test_names_of_tenants_are_not_in_the_file],
+    "the split that was learnt": [test_split_file.test_what_was_written_is_read],
     "modules computed apart": [test_modular.test_a_tenant_has_segments_of_its_own],
     "an adapter's part of the tree": [
         test_adapters.test_each_adapter_answers_as_merged_weights_and_hits_its_own_prefixes,
         on_the_tree.test_an_adapter_and_a_key_that_looks_like_one_are_two_tenants,
     ],
-    "the tuner's worker processes": [
+    "the worker processes of the tuner and of the comparison of splits": [
         test_trace_file.test_a_file_is_a_trace_that_the_replay_reads,
         test_parity.test_tenants_share_nothing_in_either,
     ],

@@ -5,6 +5,7 @@
         sglang_hybrid.tier        says that this folder is ours; its lock is held by who adds or
                                   removes an identity
         key                       a secret, from which names of objects are made
+        IDENTITY.split            how memory should be divided (split_file.py)
         IDENTITY/                 objects of one model and one way to store them
           manifest.json           what IDENTITY is the hash of
           rank-0-0-0-0/           objects of one rank (tensor, pipeline, context, replica)

@@ -48,6 +48,11 @@ def make_tier(top: Path) -> Path:
     return top / TIER
 
 
+def is_tier(path: Path) -> bool:
+    """Whether the folder is one that a disk tier has marked as its own."""
+    return (path / _MARKER).is_file()
+
+
 def make_private(path: Path) -> None:
     """Make the folder for its owner alone; an existing one must be the owner's already."""
     with contextlib.suppress(FileExistsError):

@@ -35,7 +35,7 @@ def find_better_split(
     window: RequestWindow, spec: Spec, least: Split, limits: Limits | None = None
 ) -> BetterSplit | None:
     """The split of `SHARES` under which the window's requests hit most with the policy `spec`, of
-    equals the nearest one; None if none hits more for sure, as the tuner's rules have it.
+    equals the nearest one; None if none gains what the tuner asks for.
 
     window: of a server with two pools. least: KV tokens and slots that must be there. Raises what a
     worker raised, and ChildProcessError if one died.
