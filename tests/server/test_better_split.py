@@ -15,10 +15,10 @@ from tests.server.client import Serve, ask, cached, hybrid_cache, random_prompt,
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SPLIT = ("--hybrid-memory", "split", "--enable-cache-report")
+SPLIT = ("--hybrid-memory", "split", "--enable-cache-report", "--context-length", "2048")
 FEW_SLOTS = ("--max-mamba-cache-size", "24", "--max-total-tokens", "40000")
-DOCUMENTS = [random_prompt(60, seed=seed) for seed in range(40)]
-REQUESTS = 280
+DOCUMENTS = [random_prompt(60, seed=seed) for seed in range(80)]
+REQUESTS = 250
 
 
 def hit_share(url: str) -> float:
