@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hybrid.core.costs.cost import CostModel
-from sglang_hybrid.core.costs.layers import Layer, attention, mlp, short_conv
+from sglang_hybrid.core.costs.layers import Layer, attention, lightning_attention, mlp, short_conv
 from sglang_hybrid.core.costs.model_config import FAMILIES, read_layers
 from tests.rehearsal.models import MODELS
 
@@ -275,6 +275,44 @@ def test_kimi_linear_and_k3_by_hand() -> None:
     assert dense.linear == model.linear - 2 * moe + 2 * 6 * 64 * 100
     with pytest.raises(ValueError, match="'kimi_linear' lacks linear_attn_config"):
         CostModel.from_config({**KIMI, "linear_attn_config": None})
+
+
+def test_other_models_of_latent_attention_by_hand() -> None:
+    """GLM-5 Next, Ling and GigaChat: the blocks of Kimi Linear under other names."""
+    kimi = CostModel.from_config(KIMI)
+    common = {name: KIMI[name] for name in KIMI if name != "linear_attn_config"}
+    experts = {"num_experts": None, "n_routed_experts": 8, "n_shared_experts": 1}
+    delta = {"linear_num_heads": 4, "linear_head_dim": 16, "linear_conv_kernel_dim": 4}
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    glm = {**common, **experts, **delta, "model_type": "glm5_next_text", "layer_types": kinds}
+    assert CostModel.from_config({"model_type": "glm5_next", "text_config": glm}) == kimi
+    counted = {"linear_attn_config": {**KIMI["linear_attn_config"], "kda_layers": [0, 2]}}
+    assert CostModel.from_config({**glm, **counted, "layer_types": None}) == kimi
+
+    ling = {**common, "model_type": "bailing_hybrid", "layer_group_size": [1, 0, 1]}
+    assert CostModel.from_config({**ling, "short_conv_kernel_size": 4}) == kimi
+    full = CostModel.from_config({**ling, "short_conv_kernel_size": 4, "no_kda_lora": True})
+    assert full.linear - kimi.linear == 2 * 2 * 2 * (64 * 64 - 2 * 64 * 16)
+    lightning = CostModel.from_config({**ling, "layer_group_size": 2, "num_hidden_layers": 4})
+    assert lightning.state_bytes == 2 * 4 * 4 * 16 * 16
+    assert lightning.kv_bytes_per_token == 2 * 2 * 40
+    ends_with = CostModel.from_config({**ling, "layer_group_size": 3})
+    begins_with = CostModel.from_config({**ling, "layer_group_size": [1, 1, 0]})
+    assert ends_with == begins_with
+    one = lightning_attention(64, 4, 4, 16)
+    assert one.per_token == 2 * 64 * 5 * 64 + 5 * 4 * 16 * 16
+
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    heads |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    giga = {**common, **experts, **heads, "model_type": "gigachat3_5", "gated_attention": True}
+    found = CostModel.from_config({**giga, "full_attention_layers": [1]})
+    assert found.state_bytes == 2 * (4 * 4 * 16 * 16 + 2 * 3 * (2 * 2 * 16 + 4 * 16))
+    assert found.kv_bytes_per_token == kimi.kv_bytes_per_token
+    ungated = {**giga, "full_attention_layers": [1], "gated_attention": False}
+    assert found.linear - CostModel.from_config(ungated).linear == 2 * 64 * 4 * 12
+    assert found == CostModel.from_config({**giga, "layer_types": kinds})
+    for model in (kimi, lightning, found):
+        assert model.assumed == ""
 
 
 @pytest.mark.parametrize(

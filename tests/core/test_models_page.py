@@ -28,6 +28,9 @@ KINDS = {
     "falcon_h1": ("Mamba-2", "falcon-h1"),
     "granitemoehybrid": ("Mamba-2", "granite-hybrid"),
     "kimi_linear": ("Kimi delta attention", "kimi-linear"),
+    "glm5_next_text": ("Kimi delta attention", ""),
+    "bailing_hybrid": ("Kimi delta attention", ""),
+    "gigachat3_5": ("gated delta net", ""),
     "lfm2": ("short convolution", "lfm2"),
     "mamba2": ("Mamba-2", "mamba2"),
     "falcon_mamba": ("Mamba-1", "falcon-mamba"),
@@ -38,6 +41,8 @@ KINDS = {
 def row(name: str) -> list[str]:
     config = MODELS[name].get("text_config", MODELS[name])
     kind, embedded = KINDS[config["model_type"]]
+    if config["model_type"] == "bailing_hybrid" and "short_conv_kernel_size" not in config:
+        kind = "lightning attention"
     if "E" in config.get("hybrid_override_pattern", ""):
         embedded = "nemotron-3"
     assert embedded in ("", *ARCHITECTURES)

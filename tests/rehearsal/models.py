@@ -1,7 +1,8 @@
 """Published sizes of hybrid models that people run, as the config.json of each has them.
 
 Sizes are here, and what differs from the defaults of a model's class. Qwen4-Exp has no published
-sizes: it has Qwen3.5's with its own model's defaults.
+sizes: it has Qwen3.5's with its own model's defaults. GLM-5-Next, Ling and GigaChat have the sizes
+of their classes, with the kinds of layers that these know.
 """
 
 from __future__ import annotations
@@ -86,6 +87,29 @@ def _with_vision(architecture: str, kind: str, text: Config) -> Config:
         "tie_word_embeddings": False,
     }
 
+
+LING: Config = COMMON | {
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_size": 2_048,
+    "intermediate_size": 5_120,
+    "kv_lora_rank": 512,
+    "layer_group_size": 5,
+    "max_position_embeddings": 131_072,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 20,
+    "num_shared_experts": 1,
+    "q_lora_rank": 1_536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 157_184,
+}
 
 KIMI_ATTENTION = [4, 8, 12, 16, 20, 24, 27]
 
@@ -248,6 +272,63 @@ MODELS: dict[str, Config] = {
         "routed_scaling_factor": 2.446,
         "v_head_dim": 128,
         "vocab_size": 163_840,
+    },
+    "GLM-5-Next": {
+        "architectures": ["Glm5NextForConditionalGeneration"],
+        "model_type": "glm5_next",
+        "text_config": COMMON
+        | {
+            "model_type": "glm5_next_text",
+            "first_k_dense_replace": 3,
+            "hidden_size": 4_096,
+            "intermediate_size": 12_288,
+            "kv_lora_rank": 512,
+            "linear_conv_kernel_dim": 4,
+            "linear_head_dim": 128,
+            "linear_num_heads": 64,
+            "moe_intermediate_size": 2_048,
+            "n_routed_experts": 288,
+            "n_shared_experts": 1,
+            "num_attention_heads": 64,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 45,
+            "q_lora_rank": 1_536,
+            "qk_nope_head_dim": 256,
+            "qk_rope_head_dim": 0,
+            "v_head_dim": 256,
+            "vocab_size": 154_880,
+        },
+        "vision_config": {"swiglu_limit": 7.0},
+    },
+    "Ling-3": LING | {"short_conv_kernel_size": 4},
+    "Ling-2.5": LING | {"architectures": ["BailingMoeV2_5ForCausalLM"]},
+    "GigaChat-3.5": COMMON
+    | {
+        "architectures": ["GigaChat35ForCausalLM"],
+        "model_type": "gigachat3_5",
+        "first_k_dense_replace": 1,
+        "full_attention_layers": [3, 7, 11],
+        "gated_attention": True,
+        "hidden_size": 1_280,
+        "intermediate_size": 896,
+        "kv_lora_rank": 512,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "moe_intermediate_size": 896,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 12,
+        "q_lora_rank": 1_536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 128_256,
     },
     "LFM2-2.6B": COMMON
     | {

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_hybrid.checkpoints.support import WITHOUT_PAGES
+from sglang_hybrid.core.costs.cost import CostModel
 from tests.rehearsal.models import MODELS
 from tests.rehearsal.run import Case, Rehearsed, rehearsed
 from tests.rehearsal.start import Start
@@ -17,11 +18,15 @@ from tests.rehearsal.start import Start
 pytestmark = pytest.mark.timeout(300)
 
 SPLIT = {
+    "Ling-2.5": "LightningAttentionBackend writes no states inside a prefill",
     "Qwen4-Exp": (
         "a state has parts that are not written inside a prefill (ShortConvPool, NGramPool)"
     ),
 }
 """Models whose prefills are split where they leave a state, and why."""
+
+BESIDE = 294_912
+"""Bytes of a slot of Qwen4-Exp in pools of its own, beside the one that a start tells of."""
 
 REPLACED = {
     *("cuda", "cutlass", "deep_gemm", "flash_attn", "flashinfer", "pynvml", "quack", "sgl_kernel"),
@@ -30,9 +35,14 @@ REPLACED = {
 """Packages that a start imports and that are not here: what they would do was not rehearsed."""
 
 
+QUICK = ("Nemotron-H-8B", "Qwen3.5-9B", "LFM2-2.6B")
+"""Models that the quick suite tries on an H100: small ones, which are made in no time."""
+
+
 @cache
-def defaults(machine: str) -> Rehearsed:
-    return rehearsed(machine, [Case(model) for model in MODELS])
+def defaults(machine: str, quick: bool) -> Rehearsed:
+    """Starts of the models in `QUICK`, or of all others."""
+    return rehearsed(machine, [Case(model) for model in MODELS if (model in QUICK) is quick])
 
 
 def check_any(start: Start) -> None:
@@ -70,15 +80,23 @@ MACHINES = [
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [model if model in QUICK else pytest.param(model, marks=pytest.mark.slow) for model in MODELS],
+)
 def test_a_default_server(machine: str, model: str) -> None:
     """One slot for a running request, overlap scheduling, and states that a prefill leaves in one
     pass; where attention needs pages, the line that says what they cost and what mends it.
     """
-    (start,) = (it for it in defaults(machine).starts if it.model == model)
+    starts = defaults(machine, model in QUICK).starts
+    (start,) = (it for it in starts if it.model == model)
     check_any(start)
     assert start.planned and start.overlap
     assert start.why_split == SPLIT.get(model)
+    cost = CostModel.from_config(MODELS[model])
+    assert not cost.assumed
+    measured = start.state_bytes + (BESIDE if model == "Qwen4-Exp" else 0)
+    assert (measured, start.kv_bytes) == (cost.state_bytes, cost.kv_bytes_per_token)
     paged = not set(start.attention) <= set(WITHOUT_PAGES)
     assert start.page == (64 if paged else 1)
     lines = [line for line in start.lines if "pages of 64 tokens" in line]
@@ -92,12 +110,12 @@ def test_a_default_server(machine: str, model: str) -> None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_what_was_not_rehearsed(machine: str) -> None:
-    assert defaults(machine).replaced == REPLACED
+    assert defaults(machine, True).replaced == REPLACED
 
 
 def test_machines_differ() -> None:
     """The pretence tells of the machine that was asked for."""
-    (start,) = (it for it in defaults("H100").starts if it.model == "Nemotron-H-8B")
+    (start,) = (it for it in defaults("H100", True).starts if it.model == "Nemotron-H-8B")
     assert start.attention == ["fa3", "fa3"] and 60e9 < start.free_bytes < 80e9
 
 

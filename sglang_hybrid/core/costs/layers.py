@@ -120,22 +120,39 @@ def gated_delta_net(
 
 
 def kimi_delta_attention(
-    hidden: int, heads: int, head_dim: int, conv_kernel: int, *, full_rank_gate: bool = False
+    hidden: int,
+    heads: int,
+    head_dim: int,
+    conv_kernel: int,
+    *,
+    full_rank_gate: bool = False,
+    full_rank_decay: bool = False,
 ) -> Layer:
     """Delta rule with a decay per channel, 7 FLOPs per state value and token; decay and output gate
-    are projected through `head_dim` numbers each (Kimi Team 2025, "Kimi Linear", section 4), or the
-    gate directly (`full_rank_gate`, Kimi K3).
+    are projected through `head_dim` numbers each (Kimi Team 2025, "Kimi Linear", section 4), or
+    directly: the gate with `full_rank_gate` (Kimi K3), the decay with `full_rank_decay` (Ling 3).
     """
     inner = heads * head_dim
     state = inner * head_dim
-    low_rank = hidden * head_dim + head_dim * inner
-    gate = hidden * inner if full_rank_gate else low_rank
-    projections = hidden * (3 * inner + heads) + low_rank + gate + inner * hidden
+    full_rank, low_rank = hidden * inner, hidden * head_dim + head_dim * inner
+    gate = full_rank if full_rank_gate else low_rank
+    decay = full_rank if full_rank_decay else low_rank
+    projections = hidden * (3 * inner + heads) + decay + gate + inner * hidden
     return Layer(
         2 * projections + 2 * conv_kernel * 3 * inner + 7 * state,
         ssm_values=state,
         conv_values=3 * inner * (conv_kernel - 1),
     )
+
+
+def lightning_attention(hidden: int, heads: int, kv_heads: int, head_dim: int) -> Layer:
+    """Linear attention with one constant decay per head (Qin et al. 2024, "Lightning Attention-2")
+    and an output gate: decay, outer product, sum and read-out are 5 FLOPs per state value and
+    token. Its state has no convolution.
+    """
+    inner, kv = heads * head_dim, kv_heads * head_dim
+    state = inner * head_dim
+    return Layer(2 * hidden * (3 * inner + 2 * kv) + 5 * state, ssm_values=state)
 
 
 def short_conv(hidden: int, kernel: int) -> Layer:

@@ -10,6 +10,7 @@ from sglang_hybrid.core.costs.layers import (
     attention,
     gated_delta_net,
     kimi_delta_attention,
+    lightning_attention,
     mlp,
     short_conv,
 )
@@ -134,14 +135,8 @@ def _jamba(config: Config) -> list[Layer]:
     return layers
 
 
-def _qwen3_next(config: Config) -> list[Layer]:
-    """Qwen3-Next and Qwen3.5: gated delta net, and gated attention in every fourth block."""
-    interval = integer(config, "full_attention_interval", default=4)
-    count = layer_count(config)
-    kinds = mixer_kinds(
-        config, ["linear" if (i + 1) % interval else "attention" for i in range(count)]
-    )
-    delta = gated_delta_net(
+def _delta_net_of(config: Config) -> Layer:
+    return gated_delta_net(
         integer(config, "hidden_size"),
         integer(config, "linear_num_key_heads"),
         integer(config, "linear_num_value_heads"),
@@ -149,6 +144,16 @@ def _qwen3_next(config: Config) -> list[Layer]:
         integer(config, "linear_value_head_dim"),
         integer(config, "linear_conv_kernel_dim", default=4),
     )
+
+
+def _qwen3_next(config: Config) -> list[Layer]:
+    """Qwen3-Next and Qwen3.5: gated delta net, and gated attention in every fourth block."""
+    interval = integer(config, "full_attention_interval", default=4)
+    count = layer_count(config)
+    kinds = mixer_kinds(
+        config, ["linear" if (i + 1) % interval else "attention" for i in range(count)]
+    )
+    delta = _delta_net_of(config)
     dense_only = set(config.get("mlp_only_layers") or ())
     sparse_step = integer(config, "decoder_sparse_step", default=1)
     layers = []
@@ -217,18 +222,77 @@ def _kimi_linear(config: Config) -> list[Layer]:
         full_rank_gate=bool(linear.get("use_full_rank_gate")),
     )
     with_delta = set(linear.get("kda_layers") or ())
+    kinds = ["linear" if i + 1 in with_delta else "" for i in range(layer_count(config))]
+    return _beside_latent_attention(config, kinds, delta)
+
+
+def _beside_latent_attention(config: Config, kinds: list[str], linear: Layer) -> list[Layer]:
+    """Blocks of a linear layer, where the kind says so, or of latent attention, and of experts or,
+    in the first blocks, an MLP, as DeepSeek-V3 has them.
+    """
     dense = integer(config, "first_k_dense_replace", default=0)
     every = integer(config, "moe_layer_freq", default=1)
+    has_experts = config.get("num_experts") or config.get("n_routed_experts")
     layers = []
-    for i in range(layer_count(config)):
-        layers.append(delta if i + 1 in with_delta else latent_attention_of(config))
-        if config.get("num_experts") and i >= dense and i % every == 0:
+    for i, kind in enumerate(kinds):
+        layers.append(linear if kind.startswith("linear") else latent_attention_of(config))
+        if has_experts and i >= dense and i % every == 0:
             inner = integer(config, "moe_intermediate_size")
-            shared = inner * integer(config, "num_shared_experts", default=0)
+            shared = inner * integer(config, "num_shared_experts", "n_shared_experts", default=0)
             layers.append(moe_of(config, inner, shared))
         else:
             layers.append(mlp_of(config))
     return layers
+
+
+def _glm5_next(config: Config) -> list[Layer]:
+    """GLM-5 Next: KDA, and latent attention in every fourth block. What finds the keys that a query
+    sees (an index, in some sizes) is left out.
+    """
+    linear = config.get("linear_attn_config")
+    if isinstance(linear, Mapping):
+        heads, head_dim = integer(linear, "num_heads"), integer(linear, "head_dim")
+        with_delta = set(linear.get("kda_layers") or ())
+    else:
+        heads, head_dim = integer(config, "linear_num_heads"), integer(config, "linear_head_dim")
+        with_delta = {i for i in range(layer_count(config)) if i % 4 != 3}
+    taps = integer(config, "linear_conv_kernel_dim", default=4)
+    delta = kimi_delta_attention(integer(config, "hidden_size"), heads, head_dim, taps)
+    kinds = ["linear" if i in with_delta else "" for i in range(layer_count(config))]
+    return _beside_latent_attention(config, mixer_kinds(config, kinds), delta)
+
+
+def _bailing(config: Config) -> list[Layer]:
+    """Ling and Ring: latent attention ends each group of blocks; the others have KDA (Ling 3, which
+    says the width of a convolution) or lightning attention (2.5).
+    """
+    hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+    head_dim = integer(config, "head_dim", default=hidden // heads)
+    taps = config.get("short_conv_kernel_size")
+    full = bool(config.get("no_kda_lora"))
+    linear = (
+        lightning_attention(hidden, heads, heads, head_dim)
+        if taps is None
+        else kimi_delta_attention(
+            *(hidden, heads, head_dim, size(config, taps, "short_conv_kernel_size")),
+            full_rank_gate=full,
+            full_rank_decay=full,
+        )
+    )
+    group, count = config.get("layer_group_size", 1), layer_count(config)
+    if isinstance(group, list):  # 1 is a linear layer
+        kinds = ["linear" if one == 1 else "" for one in group]
+    else:
+        every = size(config, group, "layer_group_size")
+        kinds = ["linear" if (i + 1) % every else "" for i in range(count)]
+    return _beside_latent_attention(config, kinds, linear)
+
+
+def _gigachat(config: Config) -> list[Layer]:
+    """GigaChat 3.5: gated delta nets, and gated latent attention in the blocks that are named."""
+    named_ones = set(config.get("full_attention_layers") or ())
+    kinds = ["" if i in named_ones else "linear" for i in range(layer_count(config))]
+    return _beside_latent_attention(config, mixer_kinds(config, kinds), _delta_net_of(config))
 
 
 def _lfm2(config: Config) -> list[Layer]:
@@ -332,6 +396,9 @@ FAMILIES: dict[str, Callable[[Config], list[Layer]]] = {
     "qwen3_5_moe": _qwen3_next,
     "qwen4_exp": _qwen4_exp,
     "kimi_linear": _kimi_linear,
+    "glm5_next": _glm5_next,
+    "bailing_hybrid": _bailing,
+    "gigachat3_5": _gigachat,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
     "zamba2": _zamba2,

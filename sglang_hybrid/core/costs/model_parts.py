@@ -113,7 +113,7 @@ def latent_attention_of(config: Config) -> Layer:
         integer(config, "v_head_dim"),
         integer(config, "kv_lora_rank"),
         query_latent=None if query_latent is None else size(config, query_latent, "q_lora_rank"),
-        gated=bool(config.get("mla_use_output_gate")),
+        gated=any(bool(config.get(name)) for name in ("mla_use_output_gate", "gated_attention")),
     )
 
 
