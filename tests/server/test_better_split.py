@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SPLIT = ("--hybrid-memory", "split", "--enable-cache-report", "--context-length", "2048")
 FEW_SLOTS = ("--max-mamba-cache-size", "24", "--max-total-tokens", "40000")
-DOCUMENTS = [random_prompt(60, seed=seed) for seed in range(80)]
-REQUESTS = 250
+DOCUMENTS = [random_prompt(60, seed=seed) for seed in range(60)]
+REQUESTS = 270
 
 
 def hit_share(url: str) -> float:
