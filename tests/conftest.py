@@ -18,6 +18,9 @@ from xdist.scheduler import LoadFileScheduling
 SERVERS = "tests/server/"
 """Files that ask servers, one of which they share."""
 
+ENDS_IT = "default_process_to_end"
+"""The fixture of a test that ends the server which they share."""
+
 
 @contextmanager
 def nothing_ends_this_process() -> Iterator[None]:
@@ -52,9 +55,15 @@ def nothing_ends_this_process() -> Iterator[None]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that ask servers come first: of two processes that share the files, none is left alone
-    with these at the end.
+    with these at the end. What ends the server that they share is the last of them.
     """
-    items.sort(key=lambda item: item.get_closest_marker("server") is None)
+
+    def place(item: pytest.Item) -> int:
+        if item.get_closest_marker("server") is None:
+            return 2
+        return int(ENDS_IT in getattr(item, "fixturenames", ()))
+
+    items.sort(key=place)
 
 
 class FilesOfServersTogether(LoadFileScheduling):

@@ -43,17 +43,29 @@ def divide(model_directory: Callable[[str], Path]) -> Divide:
 
 
 @pytest.fixture(scope="session")
-def default_server() -> Iterator[str]:
-    """The address of a server at its defaults that reports cached tokens, stores responses, has a
+def default_process() -> Iterator[ServerProcess]:
+    """A server at its defaults that reports cached tokens, counts metrics, stores responses, has a
     page, and publishes where prompts can be resumed. Its weights are random: a state that is wrong
     shows in what they say, and not in a learnt sentence.
     """
-    flags = ["--enable-cache-report", "--enable-response-store", "--hybrid-ui", "text"]
-    flags += event_flags()
+    flags = ["--enable-cache-report", "--enable-metrics", "--enable-response-store"]
+    flags += ["--hybrid-ui", "text", *event_flags()]
     named = {KEY_VARIABLE: RECORD_KEY}
     flags += ["--hybrid-default-model", DEFAULT_ARCHITECTURE]
     with ServerProcess(flags, environment=named) as running:
-        yield running.url
+        yield running
+
+
+@pytest.fixture(scope="session")
+def default_server(default_process: ServerProcess) -> str:
+    """Its address."""
+    return default_process.url
+
+
+@pytest.fixture
+def default_process_to_end(default_process: ServerProcess) -> ServerProcess:
+    """The same server, for the one test that ends it: tests/conftest.py lets it be the last."""
+    return default_process
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hybrid.models import ARCHITECTURES
+from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import Serve, cached
 from tests.server.expected import Expected, agree, conversations_agree, expect
@@ -14,22 +15,12 @@ from tests.server.expected import Expected, agree, conversations_agree, expect
 CACHED = "chunks of 128, with cache"
 PLAIN = "whole, without cache"
 FLAGS = {CACHED: ("--chunked-prefill-size", "128"), PLAIN: ("--disable-radix-cache",)}
-CONFIGURATIONS = [CACHED, pytest.param(PLAIN, marks=pytest.mark.slow)]
-
-IN_EVERY_RUN = ("nemotron-h",)
-"""The others take a minute each."""
 
 Ask = Callable[[str], str]
 """The address of the server with a configuration of that name."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow)
-        for name in sorted(ARCHITECTURES)
-    ],
-)
+@pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
 def served(
     request: pytest.FixtureRequest, model_directory: Callable[[str], Path], serve: Serve
 ) -> Iterator[tuple[Ask, list[Expected]]]:
@@ -55,13 +46,24 @@ def served(
         yield url, expect(model_directory(request.param))
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_the_default_server_agrees(url: str, model_directory: Callable[[str], Path]) -> None:
+    """Without hits, with hits, and where a conversation goes on."""
+    expected = expect(model_directory(DEFAULT_ARCHITECTURE))
+    agree(url, expected, prompts=True)
+    agree(url, expected)
+    assert cached(agree(url, expected)[-1]) > 0
+    conversations_agree(url, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("configuration", FLAGS)
 def test_tokens_and_logprobs_agree(served: tuple[Ask, list[Expected]], configuration: str) -> None:
     url, expected = served
     agree(url(configuration), expected, prompts=True)
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.slow
+@pytest.mark.parametrize("configuration", FLAGS)
 def test_a_second_visit_agrees_and_hits_only_with_the_cache(
     served: tuple[Ask, list[Expected]], configuration: str
 ) -> None:
@@ -72,6 +74,7 @@ def test_a_second_visit_agrees_and_hits_only_with_the_cache(
     assert cached(again[-1]) > 0 or configuration == PLAIN
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_from_the_cache(served: tuple[Ask, list[Expected]]) -> None:
     url, expected = served
     conversations_agree(url(CACHED), expected)

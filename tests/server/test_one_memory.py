@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import requests
@@ -45,9 +46,7 @@ TOLD = ("--hybrid-eviction", "marconi:0.5", "--max-running-requests", "4")
 """A policy whose alpha is told, and so few requests at once that there is no advice."""
 
 
-@pytest.fixture(
-    scope="module", params=["nemotron-h", pytest.param("kimi-linear", marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=["nemotron-h", "kimi-linear"])
 def server(serve: Serve, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     with serve(*FLAGS, *TOLD, of=request.param, environment=CHECKED) as running:
         yield running
@@ -65,18 +64,20 @@ def sessions(seed: int) -> list[list[int]]:
     return [prompt for prompt in prompts for _ in range(2)]
 
 
-def test_what_the_cache_did_is_told(server: ServerProcess) -> None:
-    """One request after another; the report, /server_info and /metrics say the same."""
+def what_the_cache_did_is_told(server: ServerProcess) -> dict[str, Any]:
+    """One request after another; the report, /server_info and /metrics say the same. Returns what
+    /server_info says then.
+    """
+    admitted = 'checkpoints_admitted_total{.*reason="branch".*}'
     document = random_prompt(701, seed=11)
     flush(server.url)
     before = hybrid_cache(server.url)
+    branches = before["checkpoints_admitted"].get("branch", 0)
     reports = [
         ask(server.url, document + random_prompt(20, seed=seed))["meta_info"]["hybrid_cache"]
         for seed in (12, 13, 14)
     ]
     after = hybrid_cache(server.url)
-    hits, alpha = metric(server.url, "hit_tokens_total"), metric(server.url, "alpha")
-    branches = metric(server.url, 'checkpoints_admitted_total{.*reason="branch".*}')
     text = requests.get(server.url + "/metrics", timeout=30).text
     assert [report["hit_tokens"] for report in reports] == [0, 0, 701]
     assert [report["missed"] for report in reports] == ["not_stored", "no_state", "not_stored"]
@@ -89,16 +90,31 @@ def test_what_the_cache_did_is_told(server: ServerProcess) -> None:
     assert after["hit_tokens"] - before["hit_tokens"] == 701
     assert after["kv_only_tokens"] - before["kv_only_tokens"] == 701
     assert after["flops_saved"] > before["flops_saved"]
-    assert (after["eviction"], after["alpha"]) == ("marconi", 0.5)
-    assert (hits, branches, alpha) == (after["hit_tokens"], 1, 0.5)
-    assert after["advice"] == [], "nothing but what was asked for"
+    assert metric(server.url, "hit_tokens_total") == after["hit_tokens"]
+    assert metric(server.url, admitted) == branches + 1
     exported = {
         sample.name for family in text_string_to_metric_families(text) for sample in family.samples
     }
     asked = {name for name in dashboard.metrics() if name.startswith("sglang:")}
     assert len(asked) == 8 and asked <= exported
+    return after
 
 
+def test_what_the_cache_of_a_default_server_did_is_told(default_process: ServerProcess) -> None:
+    assert what_the_cache_did_is_told(default_process)["eviction"] == "reuse"
+
+
+@pytest.mark.slow
+def test_what_the_cache_did_is_told(server: ServerProcess) -> None:
+    """With the alpha of a policy, and no advice."""
+    after = what_the_cache_did_is_told(server)
+    assert after["checkpoints_admitted"]["branch"] == 1
+    assert (after["eviction"], after["alpha"]) == ("marconi", 0.5)
+    assert metric(server.url, "alpha") == 0.5
+    assert after["advice"] == [], "nothing but what was asked for"
+
+
+@pytest.mark.slow
 def test_bytes_follow_the_traffic_and_answers_stay(server: ServerProcess) -> None:
     """Long documents, many short sessions, and back: what one kind had goes to the other."""
     moved = []
@@ -122,6 +138,7 @@ def test_bytes_follow_the_traffic_and_answers_stay(server: ServerProcess) -> Non
             assert same(warm, cold(server.url, prompt, 4))
 
 
+@pytest.mark.slow
 def test_metrics_say_the_same(server: ServerProcess) -> None:
     ask(server.url, random_prompt(50, seed=77), 2)
     info = memory(server)

@@ -35,11 +35,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Ending:
-    """A server with requests under way that gets a signal."""
+    """A server, started before, with requests under way that gets a signal."""
 
-    def __init__(self, *flags: str, **more: Any) -> None:
-        self.server = ServerProcess(flags, **more)
-        self.server.start()
+    def __init__(self, server: ServerProcess) -> None:
+        self.server = server
 
     def begin(self, stream: str, tokens: int) -> Future[list[str]]:
         """Send a streaming request to /generate or the chat; its events, once it has started."""
@@ -122,12 +121,14 @@ def shared_by(process: psutil.Process) -> list[int]:
 
 @contextmanager
 def ending(*flags: str, **more: Any) -> Iterator[Ending]:
-    it = Ending(*flags, **more)
+    server = ServerProcess(flags, **more)
+    server.start()
+    it = Ending(server)
     try:
         with it.running():
             yield it
     finally:
-        it.server.stop()
+        server.stop()
 
 
 def patient(seconds: int) -> dict[str, str]:
@@ -149,31 +150,51 @@ def error_of_chat(events: list[str]) -> dict[str, Any]:
     return error
 
 
-def test_sigterm_ends_streams_with_an_error_and_leaves_nothing() -> None:
-    """Sent to every process, as shells, `timeout` and systemd do; only the first acts on it."""
-    with ending() as it:
-        said = it.server.log.read_text()
-        generate, chat = it.begin("/generate", ENDLESS), it.begin("/v1/chat/completions", ENDLESS)
-        it.kill(signal.SIGTERM, group=True)
-        while requests.get(it.server.url + "/health", timeout=5).status_code != 503:
-            time.sleep(0.05)  # it ends with a connection error if that is never said
-        assert it.wait() == 0
-        assert it.left_in_shared_memory() == []
-        assert not it.left_in_temporary_files()
-        cut = error_of_generate(generate.result(5))
-        error = error_of_chat(chat.result(5))
+def ends_on_sigterm(it: Ending) -> str:
+    """Sent to every process, as shells, `timeout` and systemd do; only the first acts on it. Streams
+    end with an error, and nothing is left. Returns what the log says from then on.
+    """
+    generate, chat = it.begin("/generate", ENDLESS), it.begin("/v1/chat/completions", ENDLESS)
+    before = it.server.log.stat().st_size
+    it.kill(signal.SIGTERM, group=True)
+    while requests.get(it.server.url + "/health", timeout=5).status_code != 503:
+        time.sleep(0.05)  # it ends with a connection error if that is never said
+    assert it.wait() == 0
+    assert it.left_in_shared_memory() == []
+    assert not it.left_in_temporary_files()
+    cut = error_of_generate(generate.result(5))
+    error = error_of_chat(chat.result(5))
     assert (cut["type"], cut["message"], cut["status_code"]) == ("abort", CUT, 503)
     assert (error["message"], error["code"]) == (CUT, 503)
+    return it.server.log.read_bytes()[before:].decode(errors="replace")
+
+
+def ended_quietly(log: str) -> bool:
+    return not any(words in log for words in ("Traceback", "leaked", "state was deleted"))
+
+
+def test_sigterm_ends_streams_with_an_error(default_process_to_end: ServerProcess) -> None:
+    """The last test of the server that all files share."""
+    it = Ending(default_process_to_end)
+    with it.running():
+        assert ended_quietly(ends_on_sigterm(it))
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_fresh_server_without_a_word() -> None:
+    with ending() as it:
+        said = it.server.log.read_text()
+        assert ended_quietly(ends_on_sigterm(it))
     assert said.count("the embedded trained model is served; it knows one sentence") == 1
-    log = it.server.log.read_text(errors="replace")
-    assert "Traceback" not in log and "leaked" not in log
-    assert "state was deleted" not in log
+    assert ended_quietly(it.server.log.read_text(errors="replace"))
 
 
 @pytest.mark.slow
 def test_several_tokenizer_processes_end_quietly() -> None:
     """By SGLang's own ways, which wait up to five seconds for a signal, and up to five more."""
-    it = Ending("--tokenizer-worker-num", "2")
+    server = ServerProcess(["--tokenizer-worker-num", "2"])
+    server.start()
+    it = Ending(server)
     with it.running():
         it.kill(signal.SIGTERM)
         assert it.wait() == 0
@@ -199,6 +220,7 @@ def test_ctrl_c_lets_a_request_end_that_ends_in_time() -> None:
     assert "Traceback" not in it.server.log.read_text(errors="replace")
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_ends_requests_and_the_server() -> None:
     with ending() as it:
         generate, chat = it.begin("/generate", ENDLESS), it.begin("/v1/chat/completions", ENDLESS)

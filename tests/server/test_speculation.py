@@ -76,6 +76,7 @@ def says_the_same(url: str, headed: Headed) -> list[float]:
     return lengths
 
 
+@pytest.mark.slow
 def test_a_draft_head_changes_nothing(headed: Headed) -> None:
     """Neither what is said nor what is hit; some of its tokens are accepted, and some are not."""
     with ServerProcess(["--model-path", str(headed.directory), *HEAD]) as server:
