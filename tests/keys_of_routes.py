@@ -48,7 +48,7 @@ class Gate:
     async def _inside(self, scope: Any, receive: Any, send: Any) -> None:
         self._let_in = True
 
-    def lets_in(self, path: str, method: str, headers: list[tuple[bytes, bytes]]) -> bool:
+    async def lets_in(self, path: str, method: str, headers: list[tuple[bytes, bytes]]) -> bool:
         scope = {
             "type": "http",
             "method": method,
@@ -60,7 +60,7 @@ class Gate:
             "scheme": "http",
         }
         self._let_in = False
-        asyncio.run(self._check(scope, _nothing, _nothing))
+        await self._check(scope, _nothing, _nothing)
         return self._let_in
 
 
@@ -86,19 +86,19 @@ def routes(app: Any) -> Iterator[tuple[str, str, str | None, bool]]:
             yield route.path, method, None if level is None else level.value, known
 
 
-def main() -> None:
+async def rows() -> list[tuple[Any, ...]]:
     patching.install()
     from sglang.srt.entrypoints.http_server import app
 
     gates = {name: Gate(app, *keys) for name, keys in SETUPS.items()}
-    rows = []
+    found = []
     for path, method, level, known in routes(app):
         lets_in: dict[str, dict[str, bool]] = {name: {} for name in SETUPS}
         for setup, (name, headers) in itertools.product(SETUPS, SENT.items()):
-            lets_in[setup][name] = gates[setup].lets_in(path, method, headers)
-        rows.append((path, method, level, known, lets_in))
-    print(json.dumps(rows))
+            lets_in[setup][name] = await gates[setup].lets_in(path, method, headers)
+        found.append((path, method, level, known, lets_in))
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(asyncio.run(rows())))

@@ -61,6 +61,11 @@ def test_other_processes_are_ended_as_ever() -> None:
     assert subprocess.check_output([sys.executable, "-c", FORKS], cwd=repository) == b"7\n"
 
 
+ONLY_XDIST = ("-p", "xdist.plugin", "-p", "no:cacheprovider")
+NO_OTHERS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""Other plugins of pytest take seconds of each of the three processes."""
+
+
 def run_as_the_script(folder: Path, files: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """`files` are tested with the flags of scripts/test.sh, and our conftest."""
     script = Path(__file__).parents[1] / "scripts/test.sh"
@@ -72,9 +77,9 @@ def run_as_the_script(folder: Path, files: dict[str, str]) -> subprocess.Complet
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *given, "."],
+        [sys.executable, "-m", "pytest", "-q", *ONLY_XDIST, "-n", "2", *given, "."],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(script.parents[1])},
+        env={**os.environ, "PYTHONPATH": str(script.parents[1]), **NO_OTHERS},
         capture_output=True,
         text=True,
         timeout=120,

@@ -25,9 +25,11 @@ def on_two_ranks(
     serve: Callable[[int, str, list[str]], None], folder: Path, names: Sequence[str]
 ) -> list[str | None]:
     """What `serve(rank, folder, names)` writes into the file of its rank's number in `folder`, on
-    each of two ranks; None for one that hangs or ends before. serve: a function of a module.
+    each of two ranks; None for one that hangs or ends before. serve: a function of a module, which
+    is imported once for both.
     """
-    start = multiprocessing.get_context("spawn")
+    start = multiprocessing.get_context("forkserver")
+    start.set_forkserver_preload([serve.__module__])
     ranks = [
         start.Process(target=serve, args=(rank, str(folder), list(names))) for rank in range(2)
     ]

@@ -67,7 +67,7 @@ def tokenizer() -> Tokenizer:
     return build_tokenizer()
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def loaded(request: pytest.FixtureRequest, model_dirs: dict[str, Path]) -> Any:
     return AutoTokenizer.from_pretrained(model_dirs[request.param])
 

@@ -128,6 +128,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_help_names_every_flag_without_importing_most_of_sglang(
     sglang: dict[str, argparse.Action],
 ) -> None:

@@ -95,6 +95,7 @@ def outcome(folder: Path, *handlers: Any) -> list[str]:
     return [found or "" for found in on_two_ranks(serve, folder, names)]
 
 
+@pytest.mark.slow
 def test_what_fails_on_one_rank_ends_all(tmp_path: Path) -> None:
     first, second = outcome(tmp_path, all_do_it, all_fail, all_refuse, one_is_slow, one_fails)
     assert first == second == "done 500 400 done RanksDiffer"
