@@ -147,8 +147,13 @@ def test_a_server_takes_what_turns_something_off(
 
 
 def replays() -> list[Any]:
-    """Those that play the paper's workloads in full are slow ones."""
-    slow = {command: pytest.mark.slow for command in of(REPLAY) if "replay avmp" in command}
+    """Those that play the paper's workloads in full, or draw all plots, are slow ones."""
+    long = ("replay avmp", "--report")
+    slow = {
+        command: pytest.mark.slow
+        for command in of(REPLAY)
+        if any(words in command for words in long)
+    }
     return [pytest.param(command, marks=slow.get(command, ())) for command in of(REPLAY)]
 
 

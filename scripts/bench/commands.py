@@ -19,6 +19,7 @@ import argparse
 import ast
 import inspect
 from collections.abc import Callable, Iterable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import UnionType
@@ -103,6 +104,7 @@ def function_of(command: str) -> Callable[..., int | None]:
     return function
 
 
+@cache
 def about(command: str) -> str:
     """The docstring of a subcommand's function, whose module is not imported."""
     path = Path(__file__).with_name(f"{COMMANDS[command]}.py")

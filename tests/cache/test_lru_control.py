@@ -63,8 +63,11 @@ def compare(requests: list[Request], sizes: Sizes) -> None:
 
 TRACES_AND_POOLS = [
     *(("sharegpt_55", size, None) for size in range(3)),
-    *(("taubench_airline", size, 800) for size in range(3)),
-    *(pytest.param("taubench_airline", size, None, marks=pytest.mark.slow) for size in range(3)),
+    *(
+        pytest.param("taubench_airline", size, limit, marks=pytest.mark.slow)
+        for limit in (800, None)
+        for size in range(3)
+    ),
 ]
 """Names, numbers of pools, and how many requests: all of tau-bench takes half a minute."""
 

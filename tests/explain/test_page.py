@@ -227,7 +227,7 @@ def test_a_replay_says_what_more_memory_would_hit() -> None:
     it = server(kv=600, states=12, rank=0)
     view = page(it)
     assert view.try_others(WhatIfReq(begin=True)).told.startswith(f"fewer than {FEWEST}")
-    for number in range(2 * FEWEST):
+    for number in range(FEWEST):
         it.serve([*run(60, number % 8), *run(10, 100 + number)], [7])
     assert view.try_others(WhatIfReq(begin=True)).state == "running"
     view._what_if._thread.join()

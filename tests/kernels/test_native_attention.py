@@ -51,7 +51,17 @@ def placed(random: torch.Generator, lengths: list[int], page: int) -> list[Tenso
     return found
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+IN_EVERY_RUN = ("one token", "decode", "extend")
+"""The others take seconds each for the definition."""
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow)
+        for name in BATCHES
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_like_the_definition(batch: str, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(1)

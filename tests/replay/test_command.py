@@ -206,7 +206,7 @@ def test_a_report_has_every_plot_on_the_page_and_as_png(report: Path) -> None:
     assert not list(report.parent.glob(".*"))
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_a_checker_of_accessibility_finds_nothing_in_a_report(
     report: Path, scheme: str, browser: Any
 ) -> None:
@@ -231,6 +231,7 @@ def test_a_report_says_what_was_run(report: Path) -> None:
         assert words in " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_a_report_of_one_size_looks_at_others(trace: Path, tmp_path: Path) -> None:
     """And replaces an earlier report, but nothing else."""
     directory = tmp_path / "report"
@@ -245,6 +246,7 @@ def test_a_report_of_one_size_looks_at_others(trace: Path, tmp_path: Path) -> No
     assert "hit rate in other words" in (directory / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_report_as_served_says_what_its_budgets_hold(trace: Path, tmp_path: Path) -> None:
     arguments = [str(trace), "--cache", "400MB", "--policy", "lru,sglang", "--rules", "served"]
     assert main([*arguments, "--instant", "--report", str(tmp_path / "report")]) == 0

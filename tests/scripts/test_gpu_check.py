@@ -88,6 +88,7 @@ def test_a_step_that_fails_or_hangs_keeps_no_other_from_running(soon: None, tmp_
     assert found["well"] == [Finding("what", "that", True)]
 
 
+@pytest.mark.slow
 def test_all_steps_together_end_in_time(soon: None, tmp_path: Path) -> None:
     """The last one of them finds no time left."""
     sleeps = python("import time; time.sleep(60)")
@@ -277,7 +278,7 @@ WITHOUT_SGLANG = (
 )
 
 
-@pytest.mark.parametrize("module", ["kernels", "timings"])
+@pytest.mark.parametrize("module", ["kernels", pytest.param("timings", marks=pytest.mark.slow)])
 def test_kernels_are_checked_without_sglang(module: str) -> None:
     """In Triton's interpreter where there is no GPU."""
     pytest.importorskip("triton")
@@ -288,6 +289,7 @@ def test_kernels_are_checked_without_sglang(module: str) -> None:
         assert all(finding.ok for finding in found)
 
 
+@pytest.mark.slow
 def test_kernels_that_write_nothing_are_found() -> None:
     pytest.importorskip("triton")
     code = (
@@ -311,7 +313,7 @@ def test_kernels_that_write_nothing_are_found() -> None:
     }
 
 
-@pytest.mark.parametrize("specialised", [False, True])
+@pytest.mark.parametrize("specialised", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_prefills_that_compile_anything_are_found(specialised: bool) -> None:
     """Counted as on a GPU, with a driver that is pretended."""
     pytest.importorskip("triton")

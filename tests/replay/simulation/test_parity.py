@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,17 @@ POOLS = {
         Split(3_000_000, 600),
     ],
 }
+
+
+OURS = [policy for policy in POLICIES if policy != "sglang-lru"]  # there SGLang chooses the victims
+
+
+def some(quick: Iterable[str], of: Iterable[str] = POLICIES) -> list[Any]:
+    """Policies, of which all but the `quick` ones are slow: they take the same way."""
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in of]
+
+
+TRACES_OF_BOTH = ["sharegpt_55", pytest.param("taubench_airline", marks=pytest.mark.slow)]
 
 
 @cache
@@ -135,7 +147,7 @@ def compare(name: str, limit: int | None, pools: Split, policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["sharegpt_55", "taubench_airline"])
+@pytest.mark.parametrize("name", TRACES_OF_BOTH)
 def test_the_simulator_is_the_server(name: str, policy: str) -> None:
     compare(name, 300, POOLS[name][0], policy)
 
@@ -149,11 +161,8 @@ def compare_in_one_memory(name: str, limit: int | None, pools: Split, policy: st
     return theirs
 
 
-OURS = [policy for policy in POLICIES if policy != "sglang-lru"]  # there SGLang chooses the victims
-
-
-@pytest.mark.parametrize("policy", OURS)
-@pytest.mark.parametrize("name", ["sharegpt_55", "taubench_airline"])
+@pytest.mark.parametrize("policy", some(["reuse"], OURS))
+@pytest.mark.parametrize("name", TRACES_OF_BOTH)
 def test_the_simulator_is_the_server_in_one_memory(name: str, policy: str) -> None:
     """And it is not what two pools of as many bytes do."""
     one = compare_in_one_memory(name, 300, POOLS[name][0], policy)
@@ -161,7 +170,7 @@ def test_the_simulator_is_the_server_in_one_memory(name: str, policy: str) -> No
     assert one != two
 
 
-@pytest.mark.parametrize("policy", OURS)
+@pytest.mark.parametrize("policy", some(["reuse"], OURS))
 def test_a_small_difference_of_one_memory_is_seen(policy: str) -> None:
     name = "sharegpt_55"
     theirs, pools, cost = served(name, 300, POOLS[name][0], policy, one_memory=True)
@@ -170,7 +179,7 @@ def test_a_small_difference_of_one_memory_is_seen(policy: str) -> None:
         assert simulated(trace(name, 300), less, cost, policy).hits != theirs.hits
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", some(["reuse", "sglang-lru"]))
 def test_tenants_share_nothing_in_either(policy: str) -> None:
     """What one request sends is hit by its own tenant only."""
     pools = POOLS["sharegpt_55"][0]
@@ -195,7 +204,7 @@ def test_pins_are_the_servers(policy: str, one_memory: bool) -> None:
     assert simulated(unpinned, memory, cost, policy).hits != theirs.hits
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", some(["reuse", "lru"]))
 def test_a_small_difference_is_seen(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another policy, one slot less, a tenth less KV, an answer whose last token is computed."""
     name = "sharegpt_55"

@@ -4,6 +4,7 @@ knows tokens and no tree.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -148,8 +149,18 @@ class PlainTiers:
 SIZES = [(3_000, 5_000, 30_000), (6_000, 20_000, 0), (4_000, 0, 30_000)]
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("name", ["lru", "reuse", "marconi:alpha=1", "gdsf", "clairvoyant"])
+POLICIES = ["lru", "reuse", "marconi:alpha=1", "gdsf", "clairvoyant"]
+IN_EVERY_RUN = {("reuse", SIZES[0]), ("lru", SIZES[1]), ("clairvoyant", SIZES[2])}
+"""The others take seconds each for the plain model."""
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        pytest.param(*row, marks=[] if row in IN_EVERY_RUN else pytest.mark.slow)
+        for row in itertools.product(POLICIES, SIZES)
+    ],
+)
 def test_random_traffic_finds_what_a_plain_model_of_three_tiers_holds(
     name: str, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,14 @@ SETTINGS = {
     "one budget": Setting(COST, 40_000, TRAFFIC),
 }
 RULES = Rules(window=40)
-everywhere = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+everywhere = pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(setting, id=name, marks=[] if "served" in name else pytest.mark.slow)
+        for name, setting in SETTINGS.items()
+    ],
+)
+"""Of the quick tests only what a server does."""
 
 
 def played(setting: Setting, delay: int) -> TunedCache:
@@ -86,7 +93,10 @@ def test_the_paper_tunes_alpha_and_starts_with_0() -> None:
     assert cache.tuner.counts.runs > 1
 
 
-@pytest.mark.parametrize("serving", [None, Serving()], ids=["paper", "served"])
+@pytest.mark.parametrize(
+    "serving",
+    [pytest.param(None, id="paper", marks=pytest.mark.slow), pytest.param(Serving(), id="served")],
+)
 @pytest.mark.parametrize("name", CHOICES)
 def test_it_is_replayed_by_name_and_in_time(name: str, serving: Serving | None) -> None:
     spec = Spec.parse(f"{name}:delay=4,window=40")
