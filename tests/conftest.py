@@ -18,6 +18,9 @@ from xdist.scheduler import LoadFileScheduling
 SERVERS = "tests/server/"
 """Files that ask servers, one of which they share."""
 
+TOGETHER = {"tests/test_keys.py": "tests/entered.py", "tests/test_plugin.py": "tests/entered.py"}
+"""Files that share what a module keeps, and the module."""
+
 ENDS_IT = "default_process_to_end"
 """The fixture of a test that ends the server which they share."""
 
@@ -66,16 +69,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-class FilesOfServersTogether(LoadFileScheduling):
-    """A file's tests stay in one process, and those of all files that ask servers."""
+class FilesTogether(LoadFileScheduling):
+    """A file's tests stay in one process, and those of files that share something."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return SERVERS if nodeid.startswith(SERVERS) else super()._split_scope(nodeid)
+        scope: str = super()._split_scope(nodeid)
+        return SERVERS if scope.startswith(SERVERS) else TOGETHER.get(scope, scope)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
-    return FilesOfServersTogether(config, log) if config.getvalue("dist") == "loadfile" else None
+    return FilesTogether(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,11 +1,7 @@
-"""Run by test_keys.py: which routes there are, and what lets a request in. Prints JSON:
-[path, method, level, whether SGLang by itself has it, {setup: {key: let in}}] of each.
-"""
+"""Run in the process of entered.py: which routes there are, and what lets a request in."""
 
-import asyncio
 import inspect
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,7 +83,7 @@ def routes(app: Any) -> Iterator[tuple[str, str, str | None, bool]]:
 
 
 async def rows() -> list[tuple[Any, ...]]:
-    patching.install()
+    """(path, method, level, whether SGLang by itself has it, {setup: {key: let in}}) of each."""
     from sglang.srt.entrypoints.http_server import app
 
     gates = {name: Gate(app, *keys) for name, keys in SETUPS.items()}
@@ -98,7 +94,3 @@ async def rows() -> list[tuple[Any, ...]]:
             lets_in[setup][name] = await gates[setup].lets_in(path, method, headers)
         found.append((path, method, level, known, lets_in))
     return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(asyncio.run(rows())))

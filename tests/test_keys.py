@@ -1,14 +1,12 @@
 """Which key opens which route, for every route that we add and every one that names its level."""
 
-import json
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
 
 from sglang_hybrid.explain.prompt_route import PREFIX, ROUTES
 from tests import tenant_routes
+from tests.entered import entered
 
 EVERYBODY = {"none", "api", "admin", "wrong", "x-api", "x-admin", "x-wrong"}
 OPEN_TO = {
@@ -44,10 +42,7 @@ class Route(NamedTuple):
 
 @pytest.fixture(scope="module")
 def routes() -> list[Route]:
-    program = [sys.executable, "-m", "tests.keys_of_routes"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [Route(*row) for row in json.loads(done.stdout.splitlines()[-1])]
+    return [Route(*row) for row in entered()["routes"]]
 
 
 @pytest.fixture(scope="module")

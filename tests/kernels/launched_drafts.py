@@ -3,6 +3,8 @@
 SGLang's kernels run in Triton's interpreter.
 """
 
+import os
+
 import pytest
 import torch
 from sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent import (
@@ -20,7 +22,7 @@ from sglang_hybrid.platforms.cpu_ops import (
     mamba2,
 )
 
-SEEDS = range(6)
+SEEDS = range(int(os.environ.get("EXAMPLES", "6")))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -383,6 +383,7 @@ def test_the_accepted_state_becomes_the_requests() -> None:
 
 
 @drafts_on_cpu
-def test_drafts_are_those_of_sglangs_kernels() -> None:
+@pytest.mark.parametrize("examples", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_drafts_are_those_of_sglangs_kernels(examples: int) -> None:
     pytest.importorskip("triton")
-    run(["launched_drafts.py"], "not slow", 4, 250)
+    run(["launched_drafts.py"], "not slow", examples, 250)

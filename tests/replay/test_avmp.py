@@ -238,7 +238,13 @@ def test_requests_wait_for_all_that_they_will_hold() -> None:
     assert queue(Capacity(SMALL, 130), [large]).refused == [large]
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize(
+    "workload",
+    [
+        pytest.param(name, marks=[] if name == "agentic_burst" else pytest.mark.slow)
+        for name in WORKLOADS
+    ],
+)
 def test_with_a_queue_nobody_is_harmed_and_all_is_done_sooner(workload: str) -> None:
     rows = compare_queues(workload, seeds=1)
     assert set(rows) == set(QUEUES)

@@ -151,8 +151,8 @@ def error_of_chat(events: list[str]) -> dict[str, Any]:
 
 
 def ends_on_sigterm(it: Ending) -> str:
-    """Sent to every process, as shells, `timeout` and systemd do; only the first acts on it. Streams
-    end with an error, and nothing is left. Returns what the log says from then on.
+    """Sent to every process, as shells, `timeout` and systemd do; only the first acts on it.
+    Streams end with an error, and nothing is left. Returns what the log says from then on.
     """
     generate, chat = it.begin("/generate", ENDLESS), it.begin("/v1/chat/completions", ENDLESS)
     before = it.server.log.stat().st_size
