@@ -9,11 +9,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
+
+HERE = Path(__file__).parent
 
 SERVERS = "tests/server/"
 """Files that ask servers, one of which they share."""
@@ -57,14 +60,15 @@ def nothing_ends_this_process() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that ask servers come first: of two processes that share the files, none is left alone
-    with these at the end. What ends the server that they share is the last of them.
+    """Files that ask servers come first, and then those of this folder, each of which takes long:
+    of two processes that share the files, none is left alone with these at the end. What ends the
+    server that is shared is the last test that asks one.
     """
 
     def place(item: pytest.Item) -> int:
-        if item.get_closest_marker("server") is None:
-            return 2
-        return int(ENDS_IT in getattr(item, "fixturenames", ()))
+        if item.get_closest_marker("server") is not None:
+            return int(ENDS_IT in getattr(item, "fixturenames", ()))
+        return 2 if item.path.parent == HERE else 3
 
     items.sort(key=place)
 

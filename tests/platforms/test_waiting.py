@@ -22,8 +22,14 @@ VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     [
         ({}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(SPINS)}),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
-        ({"OMP_WAIT_POLICY": "PASSIVE"}, {"OMP_WAIT_POLICY": "PASSIVE"}),
-        ({"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "7"}),
+        pytest.param(
+            *({"OMP_WAIT_POLICY": "PASSIVE"}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *({"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "7"}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_openmp_reads(users: dict[str, str], found: dict[str, str]) -> None:

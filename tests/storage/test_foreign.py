@@ -74,7 +74,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, free: int, used: Callable[[], int
     monkeypatch.setattr(room.os, "statvfs", statvfs)
 
 
-@pytest.mark.parametrize("full", ["budget", "disk"])
+@pytest.mark.parametrize("full", ["budget", pytest.param("disk", marks=pytest.mark.slow)])
 def test_two_thousand_writes_over_the_budget(
     start: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
