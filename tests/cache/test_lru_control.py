@@ -62,7 +62,9 @@ def compare(requests: list[Request], sizes: Sizes) -> None:
 
 
 TRACES_AND_POOLS = [
-    *(("sharegpt_55", size, None) for size in range(3)),
+    ("sharegpt_55", 0, None),
+    pytest.param("sharegpt_55", 1, None, marks=pytest.mark.slow),
+    ("sharegpt_55", 2, None),
     *(
         pytest.param("taubench_airline", size, limit, marks=pytest.mark.slow)
         for limit in (800, None)

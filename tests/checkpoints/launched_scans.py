@@ -298,6 +298,6 @@ if __name__ == "__main__":
     for name in names:
         dtype, close = TYPES[name]
         check_gated_delta_net(dtype, close)
+        check_that_nothing_is_rounded_on_its_way(dtype)
         if which == "all":
             check_kda(dtype, close)
-            check_that_nothing_is_rounded_on_its_way(dtype)

@@ -266,6 +266,7 @@ def test_the_clairvoyant_is_shown_as_a_ceiling_only_where_it_is_one() -> None:
     assert not leads("clairvoyant", found)
 
 
+@pytest.mark.slow
 def test_a_report_on_split_pools(trace: Path, tmp_path: Path) -> None:
     arguments = [str(trace), "--pools", "3000:5,6000:20", "--policy", "lru,sglang"]
     assert main([*arguments, "--report", str(tmp_path / "report")]) == 0

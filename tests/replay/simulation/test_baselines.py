@@ -457,6 +457,7 @@ def test_density_is_no_worse_than_in_the_notes() -> None:
         assert 100 * hit_rate([cache.serve(one) for one in requests]) >= notes
 
 
+@pytest.mark.slow
 def test_knowing_the_future_beats_every_other_policy() -> None:
     requests = trace("bbh_fewshot")
     oracle_rate = 0.0
