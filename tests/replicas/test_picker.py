@@ -37,7 +37,7 @@ class Gateway:
         self._at = f"127.0.0.1:{free_port()}"
         self._loop = asyncio.new_event_loop()
         self.picker: Picker
-        self._ended = asyncio.Event()
+        self._serves, self._ended = threading.Event(), asyncio.Event()
         self._thread = threading.Thread(
             target=self._loop.run_until_complete, args=(self._answer(),)
         )
@@ -51,6 +51,7 @@ class Gateway:
         self._process = subprocess.Popen(
             [*command, "--concurrency", "1", "--log-level", "error"], stderr=self._log
         )
+        assert self._serves.wait(20)
         wait_until(self._is_up)
 
     def _is_up(self) -> bool:
@@ -62,6 +63,7 @@ class Gateway:
     async def _answer(self) -> None:
         self.picker = Picker(self.replicas)
         server = await serve(self.picker, self._at)
+        self._serves.set()
         await self._ended.wait()
         await server.stop(0)
 
