@@ -63,8 +63,7 @@ def compare(requests: list[Request], sizes: Sizes) -> None:
 
 TRACES_AND_POOLS = [
     ("sharegpt_55", 0, None),
-    pytest.param("sharegpt_55", 1, None, marks=pytest.mark.slow),
-    ("sharegpt_55", 2, None),
+    *(pytest.param("sharegpt_55", size, None, marks=pytest.mark.slow) for size in (1, 2)),
     *(
         pytest.param("taubench_airline", size, limit, marks=pytest.mark.slow)
         for limit in (800, None)

@@ -278,7 +278,8 @@ WITHOUT_SGLANG = (
 )
 
 
-@pytest.mark.parametrize("module", ["kernels", pytest.param("timings", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["kernels", "timings"])
 def test_kernels_are_checked_without_sglang(module: str) -> None:
     """In Triton's interpreter where there is no GPU."""
     pytest.importorskip("triton")

@@ -30,7 +30,7 @@ def test_a_request(url: str, command: str) -> None:
 
 
 PROGRAMS = [
-    pytest.param(page, number, marks=[] if page == "README.md" else pytest.mark.slow)
+    pytest.param(page, number, marks=[] if (page, number) == ("README.md", 0) else pytest.mark.slow)
     for page in ("README.md", "docs/prompts.md")
     for number in range(len(python_blocks(page)))
 ]

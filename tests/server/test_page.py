@@ -112,7 +112,7 @@ def test_what_was_sent_is_shown_and_not_run(opened: Opened, url: str) -> None:
     assert key not in opened.page.content()  # tenants have names of their own
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_a_checker_of_accessibility_finds_nothing(browser: Browser, url: str, scheme: str) -> None:
     it = Opened(browser, url, color_scheme=scheme, viewport={"width": 390, "height": 800})
     for more in range(3):

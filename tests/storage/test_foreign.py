@@ -26,7 +26,12 @@ from tests.storage.foreign import a_link, a_pipe, checksum, checksum_of, home, m
 from tests.storage.objects import RANK, Open, held, opened, put, put_each
 
 FACTS, OTHER = {"weights": "1234"}, {"weights": "old"}
-KINDS = sorted(makers(Path()))
+IN_EVERY_RUN = ("file", "folder", "link to a file", "link to a folder", "pipe")
+KINDS = [
+    pytest.param(kind, marks=[] if kind in IN_EVERY_RUN else pytest.mark.slow)
+    for kind in sorted(makers(Path()))
+]
+"""What may be in a folder; of all kinds of it some take the same way."""
 
 
 @pytest.fixture

@@ -88,7 +88,10 @@ def test_a_switch_in_a_replay_is_a_switch_in_the_server(serving: Serving) -> Non
 
 
 @KINDS
-@pytest.mark.parametrize("name", ["reuse", "lru", "marconi:1"])
+@pytest.mark.parametrize(
+    "name",
+    ["reuse", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lru", "marconi:1"))],
+)
 def test_what_a_server_records_is_replayed_as_it_was(serving: Serving, name: str) -> None:
     """A window of everything that a server served under `name`, from its first request on, tells
     what each request hit; another kind of memory, or less of it, does not.
