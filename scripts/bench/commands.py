@@ -43,7 +43,6 @@ COMMANDS = {
     "tuner": "tuner",
     "replay": "replay",
     "tiers-replay": "memory",
-    "tiers-ladder": "tiers_ladder",
     "tier-codecs": "memory",
     "prewarm": "prewarm",
     "pins": "memory",
