@@ -26,12 +26,13 @@ from tests.storage.foreign import a_link, a_pipe, checksum, checksum_of, home, m
 from tests.storage.objects import RANK, Open, held, opened, put, put_each
 
 FACTS, OTHER = {"weights": "1234"}, {"weights": "old"}
+KINDS = sorted(makers(Path()))
 IN_EVERY_RUN = ("file", "folder", "link to a file", "link to a folder", "pipe")
-KINDS = [
-    pytest.param(kind, marks=[] if kind in IN_EVERY_RUN else pytest.mark.slow)
-    for kind in sorted(makers(Path()))
-]
-"""What may be in a folder; of all kinds of it some take the same way."""
+every_kind = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind in IN_EVERY_RUN else pytest.mark.slow) for kind in KINDS],
+)
+"""What may be in a folder. Other kinds take the same way."""
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_two_thousand_writes_over_the_budget(
     assert held(live, 1, 2, 3) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_what_is_put_into_the_folders_of_a_model_that_is_removed_stays(
     start: Open, kind: str, elsewhere: Path
 ) -> None:
@@ -127,7 +128,7 @@ def test_what_is_put_into_the_folders_of_a_model_that_is_removed_stays(
     assert not list(left.rglob("*-2.safetensors")) and (left / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_what_is_put_into_the_folder_of_a_model_that_is_served_stays(
     start: Open, kind: str, elsewhere: Path
 ) -> None:
