@@ -21,6 +21,9 @@ HERE = Path(__file__).parent
 SERVERS = "tests/server/"
 """Files that ask servers, one of which they share."""
 
+MODELS = "tests/models/"
+"""Files that use models of every architecture, which each process builds."""
+
 TOGETHER = {"tests/test_keys.py": "tests/entered.py", "tests/test_plugin.py": "tests/entered.py"}
 """Files that share what a module keeps, and the module."""
 
@@ -78,7 +81,8 @@ class FilesTogether(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         scope: str = super()._split_scope(nodeid)
-        return SERVERS if scope.startswith(SERVERS) else TOGETHER.get(scope, scope)
+        folders = (folder for folder in (SERVERS, MODELS) if scope.startswith(folder))
+        return next(folders, TOGETHER.get(scope, scope))
 
 
 @pytest.hookimpl(optionalhook=True)

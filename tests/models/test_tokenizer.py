@@ -67,7 +67,17 @@ def tokenizer() -> Tokenizer:
     return build_tokenizer()
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+IN_EVERY_RUN = ("nemotron-h", "transformer")
+"""All architectures have the same tokenizer, which a test says."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow)
+        for name in ARCHITECTURES
+    ],
+)
 def loaded(request: pytest.FixtureRequest, model_dirs: dict[str, Path]) -> Any:
     return AutoTokenizer.from_pretrained(model_dirs[request.param])
 
@@ -75,6 +85,11 @@ def loaded(request: pytest.FixtureRequest, model_dirs: dict[str, Path]) -> Any:
 def test_the_vocabulary_is_full_and_starts_with_the_special_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.get_vocab_size() == VOCAB_SIZE
     assert [tokenizer.id_to_token(index) for index in range(FIRST_BYTE_ID)] == list(SPECIAL_TOKENS)
+
+
+def test_all_architectures_have_the_same_tokenizer(model_dirs: dict[str, Path]) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert len({(directory / file).read_bytes() for directory in model_dirs.values()}) == 1
 
 
 def test_two_builds_are_the_same(tokenizer: Tokenizer) -> None:
