@@ -77,11 +77,11 @@ class Tuning:
         self._ended = 0
 
     def watch_splits(self, setup: ServerSetup, path: Path | None) -> None:
-        """Compare splits of the memory from now on, where it has two pools. Needs planned
+        """Compare splits of the memory from now on, where two pools take of it. Needs planned
         checkpoints, which a replay knows, and a policy of ours. path: see `SplitWatch`.
         """
-        parts = self._parts
-        if setup.one_memory or parts.serving is None or parts.shadow_tree is None:
+        parts, divided = self._parts, setup.kv_costs and not setup.one_memory
+        if not divided or parts.serving is None or parts.shadow_tree is None:
             return
         self.recorder = self.recorder if self.recorder is not None else Recorder(Rules.record_bytes)
         self.splits = SplitWatch(setup, self.recent, lambda: self.in_force, path)
