@@ -10,6 +10,7 @@ source scripts/env.sh
 ensure_environment test
 bin="$VENV/bin"
 export OMP_WAIT_POLICY=PASSIVE # servers and their tests share the cores
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same files
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 types=$(mktemp)

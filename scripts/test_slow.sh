@@ -20,4 +20,5 @@ if [ "${1:-}" = clients ]; then
     fi
 fi
 export OMP_WAIT_POLICY=PASSIVE # servers and their tests share the cores
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same files
 exec "$VENV/bin/python" -m pytest -m slow "$@"

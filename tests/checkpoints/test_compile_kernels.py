@@ -132,7 +132,10 @@ def test_the_start_of_a_server_compiles_where_prefills_leave_states(
         "advise": [],
         "_server_setup": None,
         "create_unified_radix_cache": SimpleNamespace(
-            slots=SimpleNamespace(), report=SimpleNamespace(advice=[]), page=None
+            slots=SimpleNamespace(),
+            report=SimpleNamespace(advice=[]),
+            page=None,
+            is_mamba_enabled=False,
         ),
     }
     for name, answer in answers.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import random
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hybrid.core.server_settings import Split
-from sglang_hybrid.explain.page import watch, what_if
+from sglang_hybrid.explain.page import watch
 from sglang_hybrid.explain.page.follower import AGAIN, NODES
 from sglang_hybrid.explain.page.messages import (
     AskReq,
@@ -25,8 +24,8 @@ from sglang_hybrid.explain.page.messages import (
 )
 from sglang_hybrid.explain.page.view import READERS, PageView
 from sglang_hybrid.explain.page.watch import MOST_WATCHERS, TooManyWatchers, Watch
-from sglang_hybrid.explain.page.what_if import FEWEST, SIZES, scaled
-from sglang_hybrid.replay.simulation.workers import Limits
+from sglang_hybrid.explain.page.what_if import FEWEST, SIZES
+from sglang_hybrid.replay.simulation.tuner.sizes import scaled
 from sglang_hybrid.serving.flag_values import Ui
 from sglang_hybrid.serving.routes import KeyHeader
 from tests.cache.backends import options
@@ -225,9 +224,7 @@ def test_an_answer_has_the_path_that_the_report_is_about() -> None:
     assert page(it).ask(AskReq()).error == "the prompt has no tokens."
 
 
-def test_a_replay_says_what_more_memory_would_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not of lowest priority here: it would wait for whatever else runs."""
-    monkeypatch.setattr(what_if, "Limits", partial(Limits, nice=0))
+def test_a_replay_says_what_more_memory_would_hit() -> None:
     it = server(kv=600, states=12, rank=0)
     view = page(it)
     assert view.try_others(WhatIfReq(begin=True)).told.startswith(f"fewer than {FEWEST}")

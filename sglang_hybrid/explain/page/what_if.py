@@ -8,14 +8,14 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Budget, Split
 from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.explain.page.messages import WhatIfReqOutput
-from sglang_hybrid.replay.simulation.tuner.candidates import describe_failure, replay
+from sglang_hybrid.replay.simulation.tuner.candidates import describe_failure
 from sglang_hybrid.replay.simulation.tuner.recorder import RequestWindow
+from sglang_hybrid.replay.simulation.tuner.sizes import hit_share, scaled
 from sglang_hybrid.replay.simulation.workers import Limits, run_jobs
 
 logger = logging.getLogger(__name__)
@@ -25,8 +25,6 @@ SIZES = (0.5, 1.0, 2.0, 4.0, math.inf)
 
 FEWEST = 16
 """Requests without which a replay says nothing."""
-
-Job = tuple[Spec, float]
 
 
 class WhatIf:
@@ -77,7 +75,7 @@ class WhatIf:
 
 
 def _compare(window: RequestWindow, policies: Sequence[Spec]) -> WhatIfReqOutput:
-    jobs: list[Job] = [(spec, times) for spec in policies for times in SIZES]
+    jobs = [(spec, times) for spec in policies for times in SIZES]
     done = run_jobs(hit_share, window, jobs, Limits())
     if done.failures:
         return WhatIfReqOutput(state="failed", told=describe_failure(done.failures[0]))
@@ -91,23 +89,6 @@ def _compare(window: RequestWindow, policies: Sequence[Spec]) -> WhatIfReqOutput
         told=f"the last {len(window.requests):,} requests were replayed; of the last "
         f"{window.counted:,} the hits are counted.",
     )
-
-
-def hit_share(window: RequestWindow, job: Job, count_step: Callable[[], None]) -> float:
-    """Share of the prompt tokens of the requests that count, which `job` hits."""
-    spec, times = job
-    found = replay(replace(window, budget=scaled(window.budget, times)), spec)
-    hits = sum(outcome.hit_len for outcome in found[window.counted_from :])
-    return hits / max(1, window.counted_tokens)
-
-
-def scaled(budget: Budget, times: float) -> Budget:
-    """`budget`, `times` as large; None without a bound."""
-    if budget is None or math.isinf(times):
-        return None
-    if isinstance(budget, Split):
-        return Split(int(budget.kv_tokens * times), int(budget.slots * times))
-    return int(budget * times)
 
 
 def size_of(budget: Budget, cost: CostModel) -> int:
