@@ -80,7 +80,7 @@ class Gateway:
         self._loop.close()
 
     def post(self, path: str, body: bytes, **headers: str) -> requests.Response:
-        return requests.post(self.url + path, body, headers=headers, timeout=20)
+        return requests.post(self.url + path, body, headers=headers, timeout=60)
 
 
 @pytest.fixture
