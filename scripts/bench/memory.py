@@ -32,7 +32,6 @@ from sglang_hybrid.replay.simulation.tiers.tier_budgets import CopyCodec, TierBu
 from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.replay.simulation.tuner.recorder import RequestWindow
 from sglang_hybrid.replay.simulation.tuner.splits import find_better_split, splits_of
-from sglang_hybrid.replay.simulation.workers import Limits
 from sglang_hybrid.replay.systems import Spec
 
 REUSE = Spec("reuse")
@@ -114,11 +113,11 @@ def show_splits(runner: Runner, rows: Sequence[Row], model: Model, policy: Spec)
 def better_split(traces: Folder = TRACES, generated: Seeds = None) -> None:
     """What a server with two pools gains where its next start follows the traffic of the last one.
 
-    Each trace is cut into halves. The split is chosen as a running server chooses it, by replaying
-    the first half, whose requests come last in it counting; then the second half is replayed from
-    an empty cache. Percent of prompt tokens of the second half, under the reuse index as served:
-    our default split; the chosen one; the best of all in hindsight; and one memory. States' share
-    of the memory in parentheses.
+    Each trace is cut into halves. The first half chooses the split as a running server does: it is
+    replayed on several, and the hits of its later requests are compared. Then the second half is
+    replayed from an empty cache. Percent of prompt tokens of the second half, under the reuse index
+    as served: our default split; the chosen one; the best of all in hindsight; and one memory.
+    States' share of the memory in parentheses.
     """
     runner, rows = read_or_generate(traces, generated)
     for model in MODELS:
@@ -130,7 +129,7 @@ def better_split(traces: Folder = TRACES, generated: Seeds = None) -> None:
             default, requests = Split.of(budget, cost), runner.traces[trace]
             half = len(requests) // 2
             seen = RequestWindow(requests[:half], cost, default, half // 2, serving=TWO_POOLS)
-            better = find_better_split(seen, REUSE, Split(0, 0), Limits())
+            better = find_better_split(seen, REUSE, Split(0, 0))
             chosen = default if better is None else better.split
             later = Runner({trace: requests[half:]})
             splits = dict.fromkeys((default, chosen, *splits_of(default, cost)))

@@ -33,7 +33,7 @@ def configuration(urls: Sequence[str], listen: str, picker: str) -> dict[str, An
         "message_timeout": "60s",
         "processing_mode": {"request_body_mode": "BUFFERED", "response_body_mode": "NONE"},
     }
-    unsaid = {"mutations": {"request_mutations": [{"remove": DESTINATION}]}}
+    no_destination = {"mutations": {"request_mutations": [{"remove": DESTINATION}]}}
     retries = {
         "retry_on": "connect-failure,refused-stream,reset-before-request",
         "num_retries": RETRIES,
@@ -49,7 +49,7 @@ def configuration(urls: Sequence[str], listen: str, picker: str) -> dict[str, An
         "stream_idle_timeout": "0s",
         "route_config": {"virtual_hosts": [host]},
         "http_filters": [
-            _typed("unsaid", f"{_FILTERS}.header_mutation.v3.HeaderMutation", unsaid),
+            _typed("destination", f"{_FILTERS}.header_mutation.v3.HeaderMutation", no_destination),
             _typed("ext_proc", f"{_FILTERS}.ext_proc.v3.ExternalProcessor", asks),
             _typed("router", f"{_FILTERS}.router.v3.Router"),
         ],

@@ -70,10 +70,14 @@ def test_a_better_split_is_advised_in_the_same_memory(caplog: pytest.LogCaptureF
     assert "of the prompts of the last 40 requests" in it.advice
 
 
-def test_the_next_server_is_told(tmp_path: Path) -> None:
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Of a file in the folder of a disk tier."""
     with tier_lock(make_tier(tmp_path), 1):
-        pass
-    path = tmp_path / TIER / "a.split"
+        return tmp_path / TIER / "a.split"
+
+
+def test_the_next_server_is_told(path: Path) -> None:
     it, server = watch(FEW_SLOTS, path=path)
     feed(it, FIRST)
     learnt = read_split(path)
@@ -88,10 +92,7 @@ def test_the_next_server_is_told(tmp_path: Path) -> None:
     assert learnt.requests == 40
 
 
-def test_a_split_that_is_good_is_not_told(tmp_path: Path) -> None:
-    with tier_lock(make_tier(tmp_path), 1):
-        pass
-    path = tmp_path / TIER / "a.split"
+def test_a_split_that_is_good_is_not_told(path: Path) -> None:
     it, _ = watch(GOOD, path=path)
     feed(it, FIRST)
     assert not path.exists()

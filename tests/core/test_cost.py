@@ -299,7 +299,7 @@ def test_other_models_of_latent_attention_by_hand() -> None:
     ends_with = CostModel.from_config({**ling, "layer_group_size": 3})
     begins_with = CostModel.from_config({**ling, "layer_group_size": [1, 1, 0]})
     assert ends_with == begins_with
-    one = lightning_attention(64, 4, 4, 16)
+    one = lightning_attention(64, 4, 16)
     assert one.per_token == 2 * 64 * 5 * 64 + 5 * 4 * 16 * 16
 
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}

@@ -24,8 +24,7 @@ from sglang_hybrid.explain.page.messages import (
 )
 from sglang_hybrid.explain.page.view import READERS, PageView
 from sglang_hybrid.explain.page.watch import MOST_WATCHERS, TooManyWatchers, Watch
-from sglang_hybrid.explain.page.what_if import FEWEST, SIZES
-from sglang_hybrid.replay.simulation.tuner.sizes import scaled
+from sglang_hybrid.explain.page.what_if import FEWEST, SIZES, scaled
 from sglang_hybrid.serving.flag_values import Ui
 from sglang_hybrid.serving.routes import KeyHeader
 from tests.cache.backends import options

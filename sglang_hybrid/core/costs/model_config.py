@@ -271,7 +271,7 @@ def _bailing(config: Config) -> list[Layer]:
     taps = config.get("short_conv_kernel_size")
     full = bool(config.get("no_kda_lora"))
     linear = (
-        lightning_attention(hidden, heads, heads, head_dim)
+        lightning_attention(hidden, heads, head_dim)
         if taps is None
         else kimi_delta_attention(
             *(hidden, heads, head_dim, size(config, taps, "short_conv_kernel_size")),

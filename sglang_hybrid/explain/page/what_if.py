@@ -13,9 +13,8 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Budget, Split
 from sglang_hybrid.core.systems import Spec
 from sglang_hybrid.explain.page.messages import WhatIfReqOutput
-from sglang_hybrid.replay.simulation.tuner.candidates import describe_failure
+from sglang_hybrid.replay.simulation.tuner.candidates import describe_failure, hits_within
 from sglang_hybrid.replay.simulation.tuner.recorder import RequestWindow
-from sglang_hybrid.replay.simulation.tuner.sizes import hit_share, scaled
 from sglang_hybrid.replay.simulation.workers import Limits, run_jobs
 
 logger = logging.getLogger(__name__)
@@ -75,13 +74,15 @@ class WhatIf:
 
 
 def _compare(window: RequestWindow, policies: Sequence[Spec]) -> WhatIfReqOutput:
-    jobs = [(spec, times) for spec in policies for times in SIZES]
-    done = run_jobs(hit_share, window, jobs, Limits())
+    tried = [(spec, times) for spec in policies for times in SIZES]
+    jobs = [(spec, scaled(window.budget, times)) for spec, times in tried]
+    done = run_jobs(hits_within, window, jobs, Limits())
     if done.failures:
         return WhatIfReqOutput(state="failed", told=describe_failure(done.failures[0]))
+    tokens = max(1, window.counted_tokens)
     rows = [
-        (str(spec), *_size(window, times), done.results[number])
-        for number, (spec, times) in enumerate(jobs)
+        (str(spec), *_size(window, times), int(done.results[number].sum()) / tokens)
+        for number, (spec, times) in enumerate(tried)
     ]
     return WhatIfReqOutput(
         state="done",
@@ -89,6 +90,15 @@ def _compare(window: RequestWindow, policies: Sequence[Spec]) -> WhatIfReqOutput
         told=f"the last {len(window.requests):,} requests were replayed; of the last "
         f"{window.counted:,} the hits are counted.",
     )
+
+
+def scaled(budget: Budget, times: float) -> Budget:
+    """`budget`, `times` as large; None without a bound."""
+    if budget is None or math.isinf(times):
+        return None
+    if isinstance(budget, Split):
+        return Split(int(budget.kv_tokens * times), int(budget.slots * times))
+    return int(budget * times)
 
 
 def size_of(budget: Budget, cost: CostModel) -> int:

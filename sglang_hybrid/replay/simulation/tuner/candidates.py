@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from sglang_hybrid.core.costs.cost import IntArray
+from sglang_hybrid.core.server_settings import Budget
 from sglang_hybrid.core.systems import HINDSIGHT, Spec, make_policies
 from sglang_hybrid.replay.simulation.server_simulator import ServerSimulator
 from sglang_hybrid.replay.simulation.simulator import Cache, Outcome, Simulator
@@ -64,6 +65,17 @@ def counted_hits(
     """Tokens that `spec` finds in each request of `window` that counts [n]."""
     outcomes = replay(window, spec)[window.counted_from :]
     return np.array([outcome.hit_len for outcome in outcomes], dtype=np.int64)
+
+
+def hits_within(
+    window: RequestWindow, job: tuple[Spec, Budget], count_step: Callable[[], None]
+) -> IntArray:
+    """Tokens that each request of `window` that counts hits [n] under a policy, with another memory
+    than the window's. It is here, and not beside who asks: a worker imports the module of its work,
+    and explain/page/what_if.py imports SGLang.
+    """
+    spec, budget = job
+    return counted_hits(replace(window, budget=budget), spec)
 
 
 def search(

@@ -65,11 +65,9 @@ class Regrets(Generic[Candidate]):
         squares = self._products.diagonal()
         errors = np.sqrt(np.maximum(squares + squares[now] - 2 * self._products[now], 0.0))
         enough = (gains > margin * self._tokens[now]) & (gains > sure * errors)
-        return (
-            self._candidates[int(np.where(enough, gains, 0.0).argmax())]
-            if enough.any()
-            else current
-        )
+        if not enough.any():
+            return current
+        return self._candidates[int(np.where(enough, gains, 0.0).argmax())]
 
 
 class Advantages:

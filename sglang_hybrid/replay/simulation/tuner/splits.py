@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Final, NamedTuple
 
-from sglang_hybrid.core.costs.cost import CostModel, IntArray
+from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import Spec
-from sglang_hybrid.replay.simulation.tuner.candidates import counted_hits
+from sglang_hybrid.replay.simulation.tuner.candidates import hits_within
 from sglang_hybrid.replay.simulation.tuner.recorder import RequestWindow
 from sglang_hybrid.replay.simulation.tuner.regret import Regrets
 from sglang_hybrid.replay.simulation.tuner.tuner import Rules
@@ -31,9 +29,7 @@ class BetterSplit(NamedTuple):
     tokens: int
 
 
-def find_better_split(
-    window: RequestWindow, spec: Spec, least: Split, limits: Limits | None = None
-) -> BetterSplit | None:
+def find_better_split(window: RequestWindow, spec: Spec, least: Split) -> BetterSplit | None:
     """The split of `SHARES` under which the window's requests hit most with the policy `spec`, of
     equals the nearest one; None if none gains what the tuner asks for.
 
@@ -48,7 +44,7 @@ def find_better_split(
         if split.kv_tokens >= least.kv_tokens and split.slots >= least.slots and split != now
     ]
     splits = [now, *sorted(others, key=lambda split: abs(split.slots - now.slots))]
-    done = run_jobs(_hits, window, [(spec, split) for split in splits], limits or Limits())
+    done = run_jobs(hits_within, window, [(spec, split) for split in splits], Limits())
     for failure in done.failures:
         raise failure
     regrets: Regrets[Split] = Regrets()
@@ -64,10 +60,3 @@ def splits_of(now: Split, cost: CostModel) -> list[Split]:
     """The memory of `now` in other shares."""
     memory = now.kv_tokens * cost.kv_bytes_per_token + now.slots * cost.state_bytes
     return [Split.of(memory, cost, share / (1 - share)) for share in SHARES]
-
-
-def _hits(
-    window: RequestWindow, job: tuple[Spec, Split], count_step: Callable[[], None]
-) -> IntArray:
-    spec, split = job
-    return counted_hits(replace(window, budget=split), spec)
