@@ -11,6 +11,9 @@ So at most one chunk is read per position, and at a chunk's border the state is 
 for bit. Plain twins: the ``states_at`` of ``ssd`` and ``gated_delta_rule``, the windows of
 ``causal_conv1d``.
 
+Lightning attention (Qin et al. 2024, "Lightning Attention-2") has a constant decay, and SGLang's
+kernel leaves no chunk states. Its states are summed from the keys and values, beside the scan.
+
 Nothing here waits for the device: the lists are tensors on it, and what they hold is not checked.
 """
 
@@ -76,6 +79,15 @@ def delta_tiles(value: int, key: int, dtype: torch.dtype, by_channel: bool) -> d
     return {
         "TILE_VALUE": min(most_values, triton.next_power_of_2(value)),
         "TILE_KEY": min(most_keys, triton.next_power_of_2(key)),
+    }
+
+
+def lightning_tiles(key: int, value: int) -> dict[str, int]:
+    """Tile sizes of ``lightning_state`` for states [Dk, Dv]; see ``ssd_tiles``."""
+    return {
+        "TILE_KEY": min(32, triton.next_power_of_2(key)),
+        "TILE_VALUE": min(32, triton.next_power_of_2(value)),
+        "TILE_TOKENS": 32,
     }
 
 
@@ -234,6 +246,66 @@ def save_delta_states(
 def save_kda_states(pool: Tensor, targets: Targets, **scan: Any) -> None:
     """KDA: `save_delta_states` of decays per channel, summed in powers of two, as its scan does."""
     save_delta_states(pool, targets, **scan, unit=math.log(2))
+
+
+def save_lightning_states(
+    pool: Tensor,
+    targets: Targets,
+    *,
+    keys: Tensor,
+    values: Tensor,
+    slopes: Tensor,
+    state_indices: Tensor,
+    resumed: Tensor,
+    cu_seqlens: Tensor,
+) -> None:
+    """Lightning attention: writes the states at ``targets`` to the pool, before the scan runs.
+
+    A token's ``k v^T`` fades by ``exp(-slope)`` with each later one. A sequence starts from its own
+    slot ``state_indices[s]``, which the scan will overwrite, if ``resumed[s]``, and from zero
+    otherwise. Targets are in order: those of a sequence follow one another, by their ends.
+
+    Shapes: pool [slots, H, Dk, Dv] in any float dtype, its rows contiguous but any distance apart;
+    keys [T, H, Dk] and values [T, H, Dv], their last dimension dense; slopes [H] float32, in any
+    shape; state_indices [S] integers, resumed [S] booleans, cu_seqlens [S + 1]. Products are
+    float32. Raises ValueError where shapes or strides do not fit.
+    """
+    _, heads, key = keys.shape
+    value = values.shape[2]
+    _check_rows("The pool", pool, pool.shape[:1], (heads, key, value))
+    for name, t in (("keys", keys), ("values", values)):
+        if t.stride(2) != 1:
+            raise ValueError(f"{name} has strides {t.stride()}; its last dimension must be dense.")
+    if slopes.numel() != heads or not slopes.is_contiguous():
+        raise ValueError(f"{tuple(slopes.shape)} are not the slopes of {heads} heads.")
+    if not len(targets):
+        return
+    tiles = lightning_tiles(key, value)
+    grid = (
+        len(targets),
+        heads,
+        triton.cdiv(key, tiles["TILE_KEY"]) * triton.cdiv(value, tiles["TILE_VALUE"]),
+    )
+    kernels.lightning_state[grid](
+        pool,
+        keys,
+        values,
+        slopes,
+        state_indices,
+        resumed,
+        cu_seqlens,
+        targets.sequences,
+        targets.ends,
+        targets.slots,
+        len(targets),
+        pool.stride(0),
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        KEY=key,
+        VALUE=value,
+        **tiles,
+        num_warps=4,
+    )
 
 
 def save_windows(

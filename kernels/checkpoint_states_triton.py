@@ -17,8 +17,8 @@ import triton.language as tl
 
 DOT = tl.constexpr("ieee")
 
-VARYING = ("chunks", "stride_dt_head", "stride_inputs_token")
-"""Integers that depend on the number of tokens or on what a layer projects together."""
+VARYING = ("chunks", "targets", "stride_dt_head", "stride_inputs_token")
+"""Integers that depend on the number of tokens or states, or on what a layer projects together."""
 
 ANYWHERE = (
     *("cu_seqlens", "sequences", "ends", "slots", "chunk_offsets", "state_indices", "resumed"),
@@ -191,6 +191,78 @@ def delta_state(
     state = state.to(tl.float32) * tl.exp(unit * total) + added
     row = pool + slot * stride_pool + head * VALUE * KEY
     tl.store(row + element, state.to(pool.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=ANYWHERE)
+def lightning_state(
+    pool,
+    keys,
+    values,
+    slopes,
+    state_indices,
+    resumed,
+    cu_seqlens,
+    sequences,
+    ends,
+    slots,
+    targets,
+    stride_pool,
+    stride_keys_token,
+    stride_keys_head,
+    stride_values_token,
+    stride_values_head,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    TILE_KEY: tl.constexpr,
+    TILE_VALUE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    """Lightning attention; see ``checkpoint_states.save_lightning_states``. Grid: states, heads,
+    tiles of [Dk, Dv]. The program of a sequence's first state writes all states of the sequence.
+    """
+    i, head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    sequence = tl.load(sequences + i)
+    before = tl.load(sequences + tl.maximum(i - 1, 0))
+    if (i > 0) & (before == sequence):
+        return
+    columns: tl.constexpr = (VALUE + TILE_VALUE - 1) // TILE_VALUE
+    a = tile // columns * TILE_KEY + tl.arange(0, TILE_KEY)
+    b = tile % columns * TILE_VALUE + tl.arange(0, TILE_VALUE)
+    inside = (a[:, None] < KEY) & (b[None, :] < VALUE)
+    element = head * KEY * VALUE + a[:, None] * VALUE + b[None, :]
+    slope = tl.load(slopes + head).to(tl.float32)
+    keys += head * stride_keys_head + a[None, :]
+    values += head * stride_values_head + b[None, :]
+
+    start = tl.load(state_indices + sequence).to(tl.int64)
+    state = tl.zeros((TILE_KEY, TILE_VALUE), dtype=tl.float32)
+    if tl.load(resumed + sequence) != 0:
+        state = tl.load(pool + start * stride_pool + element, mask=inside, other=0).to(tl.float32)
+    begin = tl.load(cu_seqlens + sequence).to(tl.int64)
+    going = True
+    while going:
+        end = tl.load(ends + i).to(tl.int64)
+        for first in range(begin, end, TILE_TOKENS):
+            t = first + tl.arange(0, TILE_TOKENS)
+            read = (t < end)[:, None]
+            key = tl.load(
+                keys + t[:, None] * stride_keys_token, mask=read & (a[None, :] < KEY), other=0
+            )
+            value = tl.load(
+                values + t[:, None] * stride_values_token, mask=read & (b[None, :] < VALUE), other=0
+            )
+            count = tl.minimum(end - first, TILE_TOKENS)
+            behind = tl.maximum(first + count - 1 - t, 0).to(tl.float32)
+            weighted = key.to(tl.float32) * tl.exp(-slope * behind)[:, None]
+            state *= tl.exp(-slope * count.to(tl.float32))
+            state = tl.dot(tl.trans(weighted), value.to(tl.float32), state, input_precision=DOT)
+        slot = tl.load(slots + i).to(tl.int64)
+        tl.store(pool + slot * stride_pool + element, state.to(pool.dtype.element_ty), mask=inside)
+        begin = end
+        i += 1
+        going = i < targets
+        if going:
+            going = tl.load(sequences + i) == sequence
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=ANYWHERE)

@@ -1,7 +1,8 @@
 """What a model should answer: transformers' own torch implementation on the CPU, in float32 unless
 another type is asked for.
 
-The reference shares no code with SGLang or with our kernels. Prompts are computed in one pass
+The reference shares no code with SGLang or with our kernels. What transformers does not have is in
+``twins.py``. Prompts are computed in one pass
 without a cache; decoding uses transformers' cache, one token at a time. Both are checked against
 each other in ``tests/models``. Two things in transformers 5.19 are not to be trusted:
 
@@ -13,6 +14,7 @@ each other in ``tests/models``. Two things in transformers 5.19 are not to be tr
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,21 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, logging
 
+from tests.twins import Ling
+
 _log: Any = logging
 _PURE_SSM = ("mamba2", "falcon_mamba")
 _FORGETFUL = ("falcon_mamba",)
+TWINS = {"bailing_hybrid": Ling}
+"""Models that transformers does not have, by the name of their type."""
+
+
+def load_model(model_dir: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The model in a directory, by transformers or as its twin."""
+    kind = json.loads((model_dir / "config.json").read_text())["model_type"]
+    if kind in TWINS:
+        return TWINS[kind].load(model_dir).to(dtype)
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
 
 
 class Reference:
@@ -32,9 +46,7 @@ class Reference:
     def __init__(self, model_dir: Path, dtype: torch.dtype = torch.float32) -> None:
         _log.set_verbosity_error()
         _log.disable_progress_bar()
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype, attn_implementation="eager"
-        )
+        self.model: Any = load_model(model_dir, dtype)
         kind = self.model.config.model_type
         self._cache_name = "cache_params" if kind in _PURE_SSM else "past_key_values"
         self._token_by_token = kind in _FORGETFUL
@@ -101,25 +113,28 @@ def hf_prompt_logprobs(model_dir: Path, prompt_ids: list[int]) -> list[float]:
 
 
 def recurrent_layers(cache: Any) -> list[Any]:
-    """The layers of a cache that hold a recurrent state (``conv_states`` and, unless that is all,
-    ``recurrent_states``).
+    """The layers of a cache that hold a recurrent state (``conv_states``, ``recurrent_states`` or
+    both).
     """
     layers = [layer for layer in cache.layers if hasattr(layer, "conv_states")]
-    return [layer for layer in layers if layer.conv_states[0] is not None]
+    return [layer for layer in layers if _states(layer)]
+
+
+def _states(layer: Any) -> list[Tensor]:
+    states = (layer.conv_states[0], layer.recurrent_states[0])
+    return [state for state in states if state is not None]
 
 
 def zero_state(cache: Any) -> None:
     """Forget the recurrent state of ``cache``, but not its keys and values."""
     for layer in recurrent_layers(cache):
-        layer.conv_states[0].zero_()
-        if layer.recurrent_states[0] is not None:
-            layer.recurrent_states[0].zero_()
+        for state in _states(layer):
+            state.zero_()
 
 
 def copy_state(source: Any, target: Any) -> None:
     """Give ``target`` the recurrent state of ``source``; its keys and values stay."""
     pairs = zip(recurrent_layers(source), recurrent_layers(target), strict=True)
     for source_layer, target_layer in pairs:
-        target_layer.conv_states[0].copy_(source_layer.conv_states[0])
-        if target_layer.recurrent_states[0] is not None:
-            target_layer.recurrent_states[0].copy_(source_layer.recurrent_states[0])
+        for state, into in zip(_states(source_layer), _states(target_layer), strict=True):
+            into.copy_(state)

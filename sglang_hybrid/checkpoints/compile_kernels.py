@@ -20,6 +20,7 @@ from sglang_hybrid.kernels.checkpoint_states import (
     DELTA_CHUNK,
     save_delta_states,
     save_kda_states,
+    save_lightning_states,
     save_ssd_states,
 )
 
@@ -89,7 +90,9 @@ def prefill(
     slots = torch.arange(1, 1 + len(positions), device=device)
     wanted = StateTracks([0] * len(positions), [1 + at for at in positions], slots)
     tracks = PrefillTracks(wanted, [1], [tokens], slots, owners, cu_seqlens)
-    launches = {"windows of the convolution": lambda: tracks.save_windows(windows, inputs)}
+    launches: dict[str, Callable[[], None]] = {}
+    if windows.numel():
+        launches["windows of the convolution"] = lambda: tracks.save_windows(windows, inputs)
     if save is not None:
         scan = _SCANS[save](states, inputs, chunk)
         writer = tracks.into(states)
@@ -144,10 +147,26 @@ def _kda_scan(states: Tensor, inputs: Tensor, chunk: int) -> dict[str, Tensor]:
     return scan | {"decays": decays}
 
 
+def _lightning_scan(states: Tensor, inputs: Tensor, _: int) -> dict[str, Tensor]:
+    """What lightning attention's backend holds in front of its scan: keys and values in float32,
+    values as they were projected together with queries and keys."""
+    _, heads, key, value = states.shape
+    keys = torch.zeros(len(inputs), heads, key, device=states.device)
+    projected = torch.zeros(len(inputs), 3 * heads, value, device=states.device)
+    return {
+        "keys": keys,
+        "values": projected[:, 2 * heads :],
+        "slopes": torch.zeros(heads, 1, 1, device=states.device),
+        "state_indices": torch.zeros(1, dtype=torch.int32, device=states.device),
+        "resumed": torch.ones(1, dtype=torch.bool, device=states.device),
+    }
+
+
 _SCANS: dict[Save, Callable[[Tensor, Tensor, int], dict[str, Tensor]]] = {
     save_ssd_states: _mamba2_scan,
     save_delta_states: _delta_scan,
     save_kda_states: _kda_scan,
+    save_lightning_states: _lightning_scan,
 }
 """What a scan holds when it calls a kernel: from the layer's pool of states, the inputs of its
 convolution, and the tokens between Mamba2's chunk states."""

@@ -13,6 +13,7 @@ from sglang_hybrid.kernels.checkpoint_states import (
     DELTA_CHUNK,
     save_delta_states,
     save_kda_states,
+    save_lightning_states,
     save_ssd_states,
 )
 
@@ -34,9 +35,11 @@ class Scan:
             its state is the window alone). A model's recurrent layers must all be among them.
         every: tokens between the states that the scan itself leaves. What lies between two of them
             is scanned again (`tails.py`); 1 if the states are taken at the positions themselves.
-        rounded: whether the scan's chunk states have the model's type, while the live state, which
-            is that at the sequence's end, has the pool's. A kernel that takes states from them asks
-            for the pool's type (`StateWriter.dtype`), and ends are copied from the live state.
+        copies_ends: whether states at the ends of sequences are copied from the live ones behind
+            the scan, and a kernel writes those inside only: where the scan's chunk states may have
+            the model's type, while live states have the pool's, and where it leaves no chunk
+            states. A kernel that takes states from the scan's asks for the pool's type
+            (`StateWriter.dtype`).
         refused: names of switches of the backend; each that is on makes a prefill that leaves no
             states.
     """
@@ -45,7 +48,7 @@ class Scan:
     layers: Mapping[str, Save | None]
     kernel: str | None = None
     every: int = 1
-    rounded: bool = False
+    copies_ends: bool = False
     refused: tuple[str, ...] = ()
 
 
@@ -53,6 +56,10 @@ _ATTENTION = "sglang.srt.layers.attention"
 _GDN = f"{_ATTENTION}.linear.gdn_backend:GDNAttnBackend"
 _KERNELS = f"{_ATTENTION}.linear.kernels"
 _LINEAR_LAYER = "sglang.srt.layers.radix_linear_attention:RadixLinearAttention"
+_LING = "sglang.srt.models.bailing_moe_linear:BailingMoELinearAttention"
+_BREAK_GRAPHS = {_LINEAR_LAYER, _LING}
+"""Layers that call their backend through SGLang's `RadixLinearAttention` or `RadixAttention`, which
+its breakable graphs leave out."""
 
 SCANS: tuple[Scan, ...] = (
     Scan(
@@ -73,7 +80,7 @@ SCANS: tuple[Scan, ...] = (
         backend=_GDN,
         kernel=f"{_KERNELS}.gdn_triton:TritonGDNKernel",
         layers={_LINEAR_LAYER: save_delta_states},
-        rounded=True,
+        copies_ends=True,
         refused=("enable_mis",),
     ),
     Scan(
@@ -87,7 +94,12 @@ SCANS: tuple[Scan, ...] = (
         backend=f"{_ATTENTION}.linear.kda_backend:KDAAttnBackend",
         kernel=f"{_KERNELS}.kda_triton:TritonKDAKernel",
         layers={_LINEAR_LAYER: save_kda_states},
-        rounded=True,
+        copies_ends=True,
+    ),
+    Scan(
+        backend=f"{_ATTENTION}.linear.lightning_backend:LightningAttentionBackend",
+        layers={_LING: save_lightning_states},
+        copies_ends=True,
     ),
 )
 
@@ -174,9 +186,9 @@ def _unwritten(pool: Any) -> list[str]:
 def _in_a_graph(model_runner: Any, scan: Scan) -> bool:
     """Whether recurrent layers are part of a prefill's CUDA graph, where they repeat its capture.
 
-    SGLang's breakable graphs, its default, leave out the layers that say so: those that call their
-    backend through ``RadixLinearAttention``, unless that can be captured (KDA, where no states are
-    planned), and others in a layer with ``_forward_mamba`` (Nemotron-H).
+    SGLang's breakable graphs, its default, leave out the layers that say so (`_BREAK_GRAPHS`),
+    unless they can be captured (KDA, where no states are planned), and others in a layer with
+    ``_forward_mamba`` (Nemotron-H).
     """
     from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
@@ -188,7 +200,7 @@ def _in_a_graph(model_runner: Any, scan: Scan) -> bool:
         return True
     if linear_backend(model_runner).supports_prefill_graph_extend():
         return True
-    captured = scan.layers.keys() - {_LINEAR_LAYER}
+    captured = scan.layers.keys() - _BREAK_GRAPHS
     return any(
         name_of(type(child)) in captured and not hasattr(layer, "_forward_mamba")
         for layer in model_runner.model.modules()

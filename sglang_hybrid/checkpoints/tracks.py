@@ -44,7 +44,8 @@ class StateTracks:
 class PrefillTracks:
     """`StateTracks` as the layers of one forward read them: n states, tensors on the pool's device.
 
-    ``targets`` are the states: first those inside the sequences, then those at their ends.
+    ``targets`` are the states: first those inside the sequences, then those at their ends; each by
+    sequence and position.
     ``positions`` says the same on the host: (sequence, tokens of this prefill). ``saved`` are those
     that a kernel writes from the scan's chunk states.
     """
@@ -59,11 +60,11 @@ class PrefillTracks:
         cu_seqlens: Tensor,
         *,
         every: int = 1,
-        rounded: bool = False,
+        copies_ends: bool = False,
     ) -> None:
         """Lengths are the batch's, per sequence. slots [n] are where the states go, and
         cache_indices [S] where the sequences start from and end in, all physical; cu_seqlens
-        [S + 1] are the bounds of the packed batch on the device. every, rounded: see `Scan`.
+        [S + 1] are the bounds of the packed batch on the device. every, copies_ends: see `Scan`.
 
         Nothing waits for the device. Raises ValueError for a position outside its prefill.
         """
@@ -75,7 +76,7 @@ class PrefillTracks:
             for row, position in zip(tracks.rows, tracks.positions, strict=True)
         ]
         at_end = [taken == extend_lens[row] for row, taken in zip(tracks.rows, read, strict=True)]
-        order = sorted(range(len(read)), key=at_end.__getitem__)
+        order = sorted(range(len(read)), key=lambda i: (at_end[i], tracks.rows[i], read[i]))
         self.positions: Positions = [(tracks.rows[i], read[i]) for i in order]
         lengths = torch.tensor(extend_lens)
         starts = lengths.cumsum(0) - lengths
@@ -94,7 +95,7 @@ class PrefillTracks:
         inside = Targets(sequences[:n], ends[:n], places[:n])
         state_indices = cache_indices[sequences].long()
         self._end_slots, self._end_state_indices = places[n:], state_indices[n:]
-        self.saved = inside if rounded else self.targets
+        self.saved = inside if copies_ends else self.targets
         self._tails = (
             Tails(self.positions[:n], places[:n], state_indices[:n], extend_lens)
             if every > 1 and n
@@ -162,8 +163,8 @@ class StateWriter:
         """Write states by a kernel of ``kernels/checkpoint_states.py``, from what the scan holds:
         the kernel's own keywords, chunk states and all.
 
-        Of a scan that rounds its chunk states (`Scan.rounded`) these are the states inside the
-        sequences; those at the ends are left to `PrefillTracks.finish`, which copies the live ones.
+        With `Scan.copies_ends` these are the states inside the sequences; those at the ends are
+        left to `PrefillTracks.finish`, which copies the live ones.
         """
         kernel(self.pool, self.tracks.saved, **scan)
 
@@ -270,5 +271,5 @@ def prefill_tracks(
         cache_indices,
         cu_seqlens,
         every=scan.every,
-        rounded=scan.rounded,
+        copies_ends=scan.copies_ends,
     )

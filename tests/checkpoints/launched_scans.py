@@ -35,6 +35,7 @@ from sglang.kernels.ops.attention.fla import (  # noqa: E402
     wy_fast,
 )
 from sglang.kernels.ops.attention.fla.chunk import chunk_gated_delta_rule  # noqa: E402
+from sglang.kernels.ops.attention.linear.seg_la import SegLaMeta, seg_la_fwd  # noqa: E402
 from sglang.kernels.ops.mamba.triton_ops import (  # noqa: E402
     mamba_chunk_scan_combined,
     ssd_bmm,
@@ -46,6 +47,7 @@ from sglang.srt.layers.attention.mamba.mamba2_metadata import Mamba2Metadata  # 
 
 from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks  # noqa: E402
 from sglang_hybrid.kernels import naive  # noqa: E402
+from sglang_hybrid.kernels.checkpoint_states import save_lightning_states  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -98,7 +100,7 @@ class Batch:
         borders: list[int],
         state: tuple[int, ...],
         *,
-        rounded: bool,
+        copies_ends: bool,
     ) -> None:
         self.bounds = list(accumulate(lengths, initial=0))
         self.cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32)
@@ -120,7 +122,7 @@ class Batch:
                 self.slots,
                 self.owners,
                 self.cu_seqlens,
-                rounded=rounded,
+                copies_ends=copies_ends,
             )
 
     def check(self, s: int, states: Tensor, tolerance: float) -> None:
@@ -145,7 +147,7 @@ class Batch:
 def check_mamba2(resumed: bool) -> None:
     """As MambaMixer2 calls its scan, which reads no initial states if no sequence has any."""
     borders = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK]
-    batch = Batch([1, 2 * CHUNK + 5, CHUNK, 5], borders, (HEADS, WIDTH, SIZE), rounded=False)
+    batch = Batch([1, 2 * CHUNK + 5, CHUNK, 5], borders, (HEADS, WIDTH, SIZE), copies_ends=False)
     tokens, sequences = batch.bounds[-1], len(batch.bounds) - 1
     x, dt = torch.randn(1, tokens, HEADS, WIDTH), torch.randn(1, tokens, HEADS)
     A, D, bias = -torch.rand(HEADS) - 0.1, torch.randn(HEADS), torch.randn(HEADS)
@@ -188,7 +190,7 @@ def check_mamba2(resumed: bool) -> None:
 
 def check_gated_delta_net(dtype: torch.dtype, close: float) -> None:
     """As SGLang's backend calls the scan: half precision, states in place, ends copied behind."""
-    batch = Batch([3, 130, 64, 70], [1, 2, 63, 64, 65, 128], (HEADS, WIDTH, SIZE), rounded=True)
+    batch = Batch([3, 130, 64, 70], [1, 2, 63, 64, 65, 128], (HEADS, WIDTH, SIZE), copies_ends=True)
     tokens = batch.bounds[-1]
     q, k = torch.randn(2, 1, tokens, GROUPS, SIZE).to(dtype)
     v = torch.randn(1, tokens, HEADS, WIDTH).to(dtype)
@@ -211,7 +213,7 @@ def check_gated_delta_net(dtype: torch.dtype, close: float) -> None:
 
 def check_kda(dtype: torch.dtype, close: float) -> None:
     """The same of KDA, whose scan makes its gates itself."""
-    batch = Batch([3, 130, 64, 70], [1, 2, 63, 64, 65, 128], (HEADS, WIDTH, SIZE), rounded=True)
+    batch = Batch([3, 130, 64, 70], [1, 2, 63, 64, 65, 128], (HEADS, WIDTH, SIZE), copies_ends=True)
     tokens = batch.bounds[-1]
     q, k, raw = torch.randn(3, 1, tokens, HEADS, SIZE).to(dtype)
     v, b = torch.randn(1, tokens, HEADS, WIDTH).to(dtype), torch.randn(1, tokens, HEADS).to(dtype)
@@ -234,6 +236,44 @@ def check_kda(dtype: torch.dtype, close: float) -> None:
     batch.tracks.finish(batch.pool, None, None)
     g = -A_log.exp()[:, None] * torch.nn.functional.softplus(raw.float() + dt_bias)
     check_delta(batch, output, (q, k, v, g, b.float().sigmoid()), close)
+
+
+def check_lightning() -> None:
+    """As SGLang's backend runs its scan, of the one head size that it has on a GPU; states inside
+    are written in front of it, ends copied behind."""
+    size, heads = 128, 2
+    batch = Batch([3, 130, 64, 70], [1, 2, 63, 64, 65, 128], (heads, size, size), copies_ends=True)
+    q, k, v = torch.randn(3, batch.bounds[-1], heads, size)
+    slopes = torch.rand(heads, 1, 1)
+    resumed = torch.tensor(PREFIXES) > 0
+    batch.tracks.into(batch.pool).save(
+        save_lightning_states,
+        keys=k,
+        values=v,
+        slopes=slopes,
+        state_indices=batch.owners.int(),
+        resumed=resumed,
+        cu_seqlens=batch.cu_seqlens,
+    )
+    meta = SegLaMeta(
+        batch_size=len(PREFIXES),
+        max_q_length=0,
+        q_offsets=batch.cu_seqlens,
+        s_offsets=batch.owners.int(),
+        q_lengths=batch.cu_seqlens.diff(),
+        s_scales=resumed,
+    )
+    output = seg_la_fwd(q, k, v, batch.pool, slopes, meta)
+    batch.tracks.finish(batch.pool, None, None)
+    for s, (a, b) in enumerate(pairwise(batch.bounds)):
+        start, steps = batch.before[batch.owners[s]].transpose(1, 2), torch.ones(b - a, heads)
+        expected, states = naive.ssd(
+            *(v[a:b], steps, -slopes.flatten(), k[a:b], q[a:b] / size**0.5), initial_state=start
+        )
+        error = (output[a:b].double() - expected).abs().max() / expected.abs().max()
+        assert error <= CLOSE, f"output of {s}: {error:.1e}"
+        batch.check(s, states.transpose(2, 3), CLOSE)
+    batch.check_others()
 
 
 def check_delta(batch: Batch, output: Tensor, inputs: tuple[Tensor, ...], close: float) -> None:
@@ -267,7 +307,7 @@ def check_that_nothing_is_rounded_on_its_way(dtype: torch.dtype) -> None:
     for scan in (delta_net, by_channel):
         left = []
         for tokens in (64, 70):
-            batch = Batch([tokens], [64], (HEADS, SIZE, SIZE), rounded=True)
+            batch = Batch([tokens], [64], (HEADS, SIZE, SIZE), copies_ends=True)
             batch.pool[batch.owners] = 0
             scan(
                 tokens,
@@ -295,6 +335,7 @@ if __name__ == "__main__":
     check_mamba2(resumed=True)
     if which == "all":
         check_mamba2(resumed=False)
+        check_lightning()
     for name in names:
         dtype, close = TYPES[name]
         check_gated_delta_net(dtype, close)

@@ -21,6 +21,7 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBac
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend, GDNKernelDispatcher
 from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend, KDAKernelDispatcher
 from sglang.srt.layers.attention.linear.kernels import gdn_flashinfer
+from sglang.srt.layers.attention.linear.lightning_backend import LightningAttentionBackend
 from sglang.srt.layers.attention.linear.short_conv_backend import ShortConvAttnBackend
 from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend
 from sglang.srt.layers.attention.mamba import mamba1
@@ -359,6 +360,35 @@ def run_kda(case: Case) -> Outcome:
         return naive.gated_delta_rule(q, k, v, g[at], b[at].sigmoid(), None, True, start)[1]
 
     return Outcome(before, pools, *defined(case, before, inputs, weight, None, define))
+
+
+def run_lightning(case: Case) -> Outcome:
+    """A prefill of one lightning attention, behind its projections; it has no convolution."""
+    tokens = case.bounds[-1]
+    pools = case.pools(0, HEADS, SIZE, SIZE)
+    pools.conv = [pools.conv[0][..., :0]]
+    before = copied(pools)
+    q, k, v = case.normal(3, tokens, HEADS, SIZE)
+    slopes = case.normal(HEADS, 1, 1).abs()
+    layer = SimpleNamespace(
+        layer_id=0, scaling=SIZE**-0.5, tp_q_head_num=HEADS, v_head_dim=SIZE, k_scale=None
+    )
+    backend, batch = case.backend(LightningAttentionBackend, pools), case.batch()
+    backend.linear_backend, backend.kv_cache_dtype_str = "seg_la", "auto"
+    backend.tp_slope = [slopes]
+    backend.init_forward_metadata(batch)
+    o = backend.forward_extend(q, k, v, layer, batch).view(tokens, HEADS, SIZE)
+    windows, states = [], []
+    for s, (begin, end) in enumerate(pairwise(case.bounds)):
+        at, steps = slice(begin, end), torch.ones(end - begin, HEADS)
+        start = before.temporal[case.slots[s]].transpose(1, 2)
+        read, seen = naive.ssd(
+            *(v[at], steps, -slopes.flatten(), k[at], q[at] * layer.scaling), initial_state=start
+        )
+        torch.testing.assert_close(o[at].double(), read, rtol=1e-4, atol=1e-4)
+        states.append(seen.transpose(2, 3))
+        windows.append(torch.zeros(end - begin + 1, *pools.conv[0].shape[1:]))
+    return Outcome(before, pools, windows, states)
 
 
 def run_flashinfer(case: Case) -> Outcome:

@@ -21,6 +21,7 @@ from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
 from sglang.srt.layers.attention.linear.kernels.gdn_flashinfer import FlashInferGDNKernel
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+from sglang.srt.layers.attention.linear.lightning_backend import LightningAttentionBackend
 from sglang.srt.layers.attention.linear.short_conv_backend import ShortConvAttnBackend
 from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
 from sglang.srt.layers.attention.mamba.mamba1 import MambaMixer1
@@ -28,9 +29,11 @@ from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.mem_cache.ple_state_pool import NGramPool
 from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+from sglang.srt.models.bailing_moe_linear import BailingMoELinearAttention
 from sglang.srt.models.jet_nemotron import JetBlock
 from sglang.srt.models.lfm2 import Lfm2ShortConv
 from sglang.srt.models.lfm2_moe import Lfm2MoeShortConv
+from sglang.srt.models.minicpm import MiniCPMLightningMixer
 from sglang.srt.models.zaya import CCA
 from torch import Tensor, nn
 
@@ -50,6 +53,7 @@ from tests.checkpoints.layers import (
     run_flashinfer,
     run_gdn,
     run_kda,
+    run_lightning,
     run_mamba1,
     run_mamba1_token_by_token,
     run_mamba2,
@@ -66,6 +70,7 @@ RUNS = {
     "gdn": run_gdn,
     "gdn-flashinfer": run_flashinfer,
     "kda": run_kda,
+    "lightning": run_lightning,
 }
 each = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 
@@ -261,6 +266,7 @@ OUTSIDE = made(nn.Module, mixer=MIXER)
 SHORT = made(nn.Module, conv=made(Lfm2ShortConv))
 DELTA = made(RadixLinearAttention)
 KDA = (KDAAttnBackend, DELTA)
+LING = made(BailingMoELinearAttention)
 
 
 @pytest.mark.parametrize(
@@ -288,6 +294,13 @@ KDA = (KDAAttnBackend, DELTA)
                 KDAAttnBackend, DELTA, kernel=TritonKDAKernel, graphs="breakable", planned=False
             ),
             "inside a prefill's CUDA graph",
+        ),
+        (runner(LightningAttentionBackend, LING), None),
+        (runner(LightningAttentionBackend, LING, graphs="breakable"), None),
+        (runner(LightningAttentionBackend, LING, graphs="full"), "inside a prefill's CUDA graph"),
+        (
+            runner(LightningAttentionBackend, made(MiniCPMLightningMixer)),
+            "1 of 1 recurrent layers write no states",
         ),
         (runner(Mamba2AttnBackend, OUTSIDE), None),
         (runner(Mamba2AttnBackend, OUTSIDE, graphs="breakable"), "inside a prefill's CUDA graph"),
@@ -321,6 +334,10 @@ KDA = (KDAAttnBackend, DELTA)
         "kda",
         "kda-out-of-the-graph",
         "kda-in-a-graph",
+        "lightning",
+        "lightning-out-of-the-graph",
+        "lightning-full-graph",
+        "lightning-of-minicpm",
         "mamba2-eager",
         "mamba2-in-a-graph",
         "mamba2-out-of-the-graph",

@@ -42,7 +42,7 @@ def row(name: str) -> list[str]:
     config = MODELS[name].get("text_config", MODELS[name])
     kind, embedded = KINDS[config["model_type"]]
     if config["model_type"] == "bailing_hybrid" and "short_conv_kernel_size" not in config:
-        kind = "lightning attention"
+        kind, embedded = "lightning attention", "ling-2.5"
     if "E" in config.get("hybrid_override_pattern", ""):
         embedded = "nemotron-3"
     assert embedded in ("", *ARCHITECTURES)

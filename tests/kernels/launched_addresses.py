@@ -173,6 +173,27 @@ def test_delta_rule(lengths: list[int], per_channel: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("lengths", [[1, TOKENS - 41, 40], [TOKENS // SEQUENCES] * SEQUENCES])
+def test_lightning_attention(lengths: list[int]) -> None:
+    """States of the first and the last sequence only: a program walks through a whole one."""
+    size = 128
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    sequences = torch.tensor([0] + [len(lengths) - 1] * 3)
+    ends = torch.tensor([lengths[0], TOKENS - 2, TOKENS - 1, TOKENS])
+    run(
+        lambda: cs.save_lightning_states(
+            large(SLOTS, HEADS, size, size, dtype=torch.float32),
+            cs.Targets(sequences, ends, torch.arange(SLOTS - 4, SLOTS)),
+            keys=large(TOKENS, HEADS, size, dtype=torch.float32),
+            values=large(TOKENS, 3 * HEADS, size, dtype=torch.float32)[:, :HEADS],
+            slopes=large(HEADS, 1, 1, dtype=torch.float32),
+            state_indices=torch.arange(SLOTS - 4 - len(lengths), SLOTS - 4),
+            resumed=torch.ones(len(lengths), dtype=torch.bool),
+            cu_seqlens=bounds,
+        )
+    )
+
+
 @pytest.mark.parametrize("lengths", BATCHES, ids=["512 sequences", "one sequence"])
 @pytest.mark.parametrize("by_channel", [False, True], ids=["token by token", "by channel"])
 @pytest.mark.parametrize("slots", [SLOTS, 1 << 22])

@@ -254,6 +254,41 @@ def test_delta_rule(seed, lengths, dtype, kept, per_channel, started):
 
 
 @some
+@given(seeds, batches(), st.sampled_from([(2, 32, 32), (1, 48, 16), (2, 16, 80)]), dtypes, dtypes)
+def test_lightning_attention(seed, lengths, shape, dtype, kept):
+    d, (heads, key, value), cu = Draw(seed), shape, bounds(lengths)
+    keys, values = d.normal(cu[-1], heads, key).to(dtype), d.normal(cu[-1], heads, value).to(dtype)
+    slopes = d.uniform(0, 1, heads, 1, 1)
+    asked = sorted(asked_for(d, lengths, 32, start=1))
+    pool = Pool(d, len(asked) + len(lengths), shape, kept)
+    # The sequences' own slots are among those that must not change.
+    owners, pool.slots = pool.slots[: len(lengths)], pool.slots[len(lengths) :]
+    pool.states[owners] = d.normal(len(lengths), *shape).to(kept)
+    pool.before, pool.others = pool.memory.clone(), torch.cat([pool.others, owners])
+    resumed = d.flags(len(lengths))
+    launch(
+        cs.save_lightning_states,
+        pool,
+        targets(cu, asked, pool.slots),
+        keys=keys,
+        values=values,
+        slopes=slopes,
+        state_indices=owners,
+        resumed=resumed,
+        cu_seqlens=torch.tensor(cu),
+    )
+    expected = []
+    for s, at in asked:
+        of_one = slice(cu[s], cu[s + 1])
+        k, v = keys[of_one], values[of_one]
+        start = pool.states[owners[s]].transpose(1, 2) if resumed[s] else None
+        steps = torch.ones(len(k), heads)
+        _, states = naive.ssd(v, steps, -slopes.flatten(), k, k, initial_state=start)
+        expected.append(states[at].transpose(1, 2))
+    pool.check(expected, FP32 if kept == torch.float32 else BF16)
+
+
+@some
 @given(
     seeds,
     batches(longest=20),

@@ -17,7 +17,7 @@ from triton.runtime.jit import compute_cache_key, create_function_from_signature
 
 from sglang_hybrid.kernels import checkpoint_states_triton as kernels
 
-NAMES = ("ssd_state", "delta_state", "conv_window")
+NAMES = ("ssd_state", "delta_state", "lightning_state", "conv_window")
 TARGET = GPUTarget("cuda", 90, 32)
 
 

@@ -37,6 +37,8 @@ class Layer:
     taps: int = TAPS
     per_channel: bool = False
     """Whether each channel of a key has a decay of its own (KDA)."""
+    constant: bool = False
+    """Whether a head has one decay for all tokens (lightning attention), and no convolution."""
 
     @property
     def inner(self) -> int:
@@ -47,12 +49,23 @@ class Layer:
         """The kernel that leaves its states."""
         if not self.groups:
             return None
+        if self.constant:
+            return cs.save_lightning_states
         if self.per_channel:
             return cs.save_kda_states
         return cs.save_delta_states if self.chunk is None else cs.save_ssd_states
 
     @property
+    def kernel(self) -> str | None:
+        """The name of the kernel that ``save`` launches."""
+        if self.save is None or self.constant:
+            return "lightning_state" if self.constant else None
+        return "delta_state" if self.chunk is None else "ssd_state"
+
+    @property
     def channels(self) -> int:
+        if self.constant:
+            return 0
         return self.inner + 2 * self.groups * self.size
 
     def pools(self) -> tuple[Tensor, Tensor]:
@@ -76,6 +89,7 @@ LAYERS = {
     "Qwen3-Next-80B, one of 8 ranks": Layer(4, 128, 2, 128, None, 0),
     "Qwen3.5-9B, one of 16 ranks": Layer(2, 128, 1, 128, None, 0),
     "Kimi-Linear-48B": Layer(32, 128, 32, 128, None, 0, per_channel=True),
+    "Ling-2.5": Layer(16, 128, 16, 128, None, 0, constant=True),
     "Falcon-Mamba-7B": Layer(8192, 1, 0, 16, None, 8192),
     "LFM2-2.6B": Layer(1, 2048, 0, 0, None, 0, taps=3),
 }
@@ -100,14 +114,27 @@ def prefill(
         slots,
         owners,
         cu_seqlens,
-        rounded=layer.chunk is None,
+        copies_ends=layer.chunk is None,
     )
     inputs = torch.empty(tokens, layer.channels + layer.more, dtype=layer.dtype)
     inputs = inputs[:, layer.more // 2 :][:, : layer.channels]
-    tracks.save_windows(windows, inputs)
+    if windows.numel():
+        tracks.save_windows(windows, inputs)
     if layer.save is None:
         return
     writer = tracks.into(states)
+    if layer.constant:
+        projected = torch.empty(tokens, 3 * layer.inner)
+        writer.save(
+            layer.save,
+            keys=torch.empty(tokens, layer.inner).view(tokens, layer.heads, layer.size),
+            values=projected[:, 2 * layer.inner :].view(tokens, layer.heads, layer.width),
+            slopes=torch.empty(layer.heads, 1, 1),
+            state_indices=owners,
+            resumed=torch.tensor(prefixes) > 0,
+            cu_seqlens=cu_seqlens,
+        )
+        return
     if layer.chunk is None:
         writer.save(
             layer.save,

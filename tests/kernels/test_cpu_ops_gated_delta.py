@@ -204,7 +204,7 @@ def test_gated_norm_is_the_definition(activation):
     assert_close(y, expected, FP32)
     given = {"z": gate, "eps": 1e-5, "is_rms_norm": True, "activation": activation}
     assert torch.equal(gated_delta.layernorm_fn(x, weight, None, **given), y)
-    with pytest.raises(ValueError, match="an RMS norm over all channels"):
+    with pytest.raises(ValueError, match="is an RMS norm, gated behind it"):
         gated_delta.layernorm_fn(x, weight, None, **{**given, "norm_before_gate": False})
 
 

@@ -54,8 +54,7 @@ def test_all_prefills_of_a_server_launch_what_its_start_has_compiled(layer: Laye
     lived = variants(
         [launch for batch in prefills() for launch in noted(lambda b=batch: prefill(layer, *b))]
     )
-    scan = {"delta_state" if layer.chunk is None else "ssd_state"} if layer.save else set()
-    assert set(compiled) == {"conv_window"} | scan
+    assert set(compiled) == {layer.kernel, "conv_window" if layer.channels else None} - {None}
     assert lived == compiled
     assert {name: len(keys) for name, keys in lived.items()} == dict.fromkeys(lived, 1)
 
@@ -79,6 +78,7 @@ def test_the_variant_that_runs_knows_that_its_rows_are_dense(layer: Layer) -> No
         wanted = {
             "ssd_state": {"pool", "x", "B", "chunk_states", "stride_pool", "stride_x_token"},
             "delta_state": {"pool", "keys", "corrections", "stride_pool", "stride_keys_token"},
+            "lightning_state": {"pool", "keys", "values", "stride_pool", "stride_values_token"},
             "conv_window": {"pool"},
         }[launch.name]
         assert wanted <= aligned, launch.name

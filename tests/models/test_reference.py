@@ -14,6 +14,7 @@ from torch import Tensor
 from sglang_hybrid.models import ARCHITECTURES
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID, VOCAB_SIZE
 from tests.reference import (
+    TWINS,
     Reference,
     copy_state,
     hf_greedy,
@@ -65,10 +66,10 @@ def recurrent(request: pytest.FixtureRequest, model_dirs: dict[str, Path]) -> Re
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_transformers_finds_every_weight(name: str, model_dirs: dict[str, Path]) -> None:
-    model, report = type(load_reference(model_dirs[name]).model).from_pretrained(
-        model_dirs[name], output_loading_info=True
-    )
-    assert not any(report.values()), report
+    model = load_reference(model_dirs[name]).model
+    if model.config.model_type not in TWINS:
+        _, report = type(model).from_pretrained(model_dirs[name], output_loading_info=True)
+        assert not any(report.values()), report
     assert 5e5 < model.num_parameters() - model.get_input_embeddings().weight.numel() < 8e6
 
 

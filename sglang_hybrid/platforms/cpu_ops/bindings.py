@@ -16,6 +16,7 @@ from sglang_hybrid.platforms.cpu_ops import (
     host_copies,
     kimi_delta,
     latent_attention,
+    lightning,
     linear,
     mamba1,
     mamba2,
@@ -50,6 +51,7 @@ _GDN_BACKEND = "sglang.srt.layers.attention.linear.gdn_backend"
 _GDN_KERNELS = "sglang.srt.layers.attention.linear.kernels.gdn_triton"
 _KDA_BACKEND = "sglang.srt.layers.attention.linear.kda_backend"
 _KDA_KERNELS = "sglang.srt.layers.attention.linear.kernels.kda_triton"
+_LIGHTNING = "sglang.srt.layers.attention.linear.lightning_backend"
 _LATENT = "sglang.srt.models.deepseek_common.attention_backend_handler"
 _GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
 _GATED_LAYERNORM = "sglang.kernels.ops.attention.fla.layernorm_gated"
@@ -227,6 +229,20 @@ BINDINGS: tuple[Binding, ...] = (
     Binding(
         _LATENT, "AttentionBackendRegistry.get_handler", latent_attention.always_on_latent_keys
     ),
+    Binding(
+        "sglang.srt.layers.rotary_embedding.factory",
+        "get_rope_wrapper",
+        latent_attention.turn_in_torch,
+        wraps=True,
+    ),
+    Binding(
+        f"{_MODELS}.bailing_moe_linear",
+        "DsV3MLA.__init__",
+        latent_attention.without_cuda_rotation,
+        wraps=True,
+    ),
+    Binding(_LIGHTNING, "seg_la_fwd", lightning.seg_la_fwd),
+    Binding(_LIGHTNING, "save_lightning_states", lightning.save_lightning_states),
     Binding(_GATED_NORM, "rms_norm_gated", gated_delta.rms_norm_gated),
     Binding(_GATED_LAYERNORM, "layernorm_fn", gated_delta.layernorm_fn),
     Binding(_NATIVE_MOE, "moe_forward_native", moe.moe_forward_native),

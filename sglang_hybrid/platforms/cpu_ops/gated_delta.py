@@ -347,12 +347,14 @@ def layernorm_fn(
     is_rms_norm: bool = False,
     activation: str = "swish",
 ) -> Tensor:
-    """`rms_norm_gated` with the gate z, as Qwen3.5's delta net calls it."""
-    if z is None or group_size is not None or not (norm_before_gate and is_rms_norm):
-        raise ValueError(
-            "layernorm_fn on the CPU platform is an RMS norm over all channels, gated behind it."
-        )
-    return rms_norm_gated(x, z, weight, bias, activation, eps=eps)
+    """An RMS norm over all channels, or over groups of ``group_size`` of them, and the gate z
+    behind it: as Qwen3.5's delta net and Ling 2.5's lightning attention call it.
+    """
+    if not (norm_before_gate and is_rms_norm):
+        raise ValueError("layernorm_fn on the CPU platform is an RMS norm, gated behind it.")
+    y = x.float().view(*x.shape[:-1], -1, group_size or x.shape[-1])
+    y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + eps)
+    return _weighted(y.view(x.shape), z, weight, bias, activation).to(x.dtype)
 
 
 def rms_norm_gated(
@@ -369,11 +371,20 @@ def rms_norm_gated(
     """``rms_norm(x) * weight + bias``, gated by ``silu(g)`` or ``sigmoid(g)``; shapes [..., D]."""
     if residual is not None or prenorm:
         raise ValueError("rms_norm_gated on the CPU platform takes no residual.")
-    if activation not in ("swish", "silu", "sigmoid"):
-        raise ValueError(f"rms_norm_gated knows swish, silu and sigmoid, not {activation!r}.")
     y = x.float()
     y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + eps)
+    return _weighted(y, g, weight, bias, activation).to(x.dtype)
+
+
+def _weighted(
+    y: Tensor, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, activation: str
+) -> Tensor:
+    """``y * weight + bias``, gated by ``silu(gate)`` or ``sigmoid(gate)``; shapes [..., D]."""
+    if activation not in ("swish", "silu", "sigmoid"):
+        raise ValueError(f"A gate is swish, silu or sigmoid, not {activation!r}.")
     y = y if weight is None else y * weight.float()
     y = y if bias is None else y + bias.float()
-    gate = g.float().view_as(y)
-    return (y * (gate.sigmoid() if activation == "sigmoid" else silu(gate))).to(x.dtype)
+    if gate is None:
+        return y
+    gate = gate.float().view_as(y)
+    return y * (gate.sigmoid() if activation == "sigmoid" else silu(gate))
