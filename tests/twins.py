@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3Attention,
     DeepseekV3RMSNorm,
     apply_rotary_pos_emb,
 )
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextLinearAttention
 
 
 class LightningAttention(nn.Module):
@@ -85,31 +87,81 @@ class LightningAttention(nn.Module):
         return self.dense(gated)[None], None
 
 
+class BoundedDeltaAttention(Glm5NextTextLinearAttention):
+    """KDA as Ling 3 has it: that of GLM-5 Next, whose decays are bounded, too, with gates that one
+    matrix makes.
+    """
+
+    def __init__(self, config: DeepseekV3Config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        hidden, inner = config.hidden_size, self.qkv_dim
+        self.forget_gate.f_a_proj = self.g_a_proj = nn.Identity()
+        self.forget_gate.f_b_proj = nn.Linear(hidden, inner, bias=False)
+        self.g_b_proj = nn.Linear(hidden, inner, bias=False)
+
+    def forward(
+        self, hidden_states: Tensor, past_key_values: Any = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        return super().forward(hidden_states, cache_params=past_key_values), None
+
+
+class GatedOutput(nn.Linear):
+    """The output projection of what each head has read [.., H * D], times that head's gate."""
+
+    gates: Tensor
+
+    def forward(self, read: Tensor) -> Tensor:
+        by_head = read.unflatten(-1, (self.gates.shape[-1], -1))
+        return super().forward((by_head * self.gates[..., None]).flatten(-2))
+
+
+class GatedLatentAttention(DeepseekV3Attention):
+    """Latent attention whose heads have a sigmoid gate each, made of the hidden state."""
+
+    def __init__(self, config: DeepseekV3Config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        heads = config.num_attention_heads
+        self.g_proj = nn.Linear(config.hidden_size, heads, bias=False)
+        self.o_proj = GatedOutput(heads * config.v_head_dim, config.hidden_size, bias=False)
+
+    def forward(self, hidden_states: Tensor, **more: Any) -> Any:
+        self.o_proj.gates = self.g_proj(hidden_states).sigmoid()
+        return super().forward(hidden_states=hidden_states, **more)
+
+
 class Ling(DeepseekV3ForCausalLM):
-    """Ling 2.5 (SGLang's `BailingMoeV2_5ForCausalLM`)."""
+    """Ling 2.5 and 3 (SGLang's `BailingMoeV2_5ForCausalLM` and `BailingMoeV3ForCausalLM`)."""
 
     def __init__(self, config: DeepseekV3Config) -> None:
         super().__init__(config)
         for index, kind in enumerate(config.layer_types):
+            layer = self.model.layers[index]
             if kind == "linear_attention":
-                self.model.layers[index].self_attn = LightningAttention(config, index)
+                mixer = LightningAttention if config.lightning else BoundedDeltaAttention
+                layer.self_attn = mixer(config, index)
+            elif not config.lightning:
+                layer.self_attn = GatedLatentAttention(config, index)
+        self.tie_weights()
 
     @classmethod
     def load(cls, model_dir: Path) -> Ling:
         """The model in a directory. Raises RuntimeError unless it has exactly these tensors."""
         config = json.loads((model_dir / "config.json").read_text())
-        every = config["layer_group_size"]
-        names = ("head_dim", "partial_rotary_factor", "rope_theta", "group_norm_size")
+        every, taps = config["layer_group_size"], config.get("short_conv_kernel_size")
+        own = ("head_dim", "partial_rotary_factor", "group_norm_size")
         model = cls(
             DeepseekV3Config(
-                **{name: value for name, value in config.items() if name not in (*RENAMED, *names)},
-                rope_theta=config["rope_theta"],
+                **{name: value for name, value in config.items() if name not in (*RENAMED, *own)},
                 **{new: config[old] for old, new in RENAMED.items()},
-                lightning={name: config[name] for name in names},
+                lightning={name: config[name] for name in (*own, "rope_theta")} if not taps else {},
                 layer_types=[
                     "linear_attention" if (i + 1) % every else "full_attention"
                     for i in range(config["num_hidden_layers"])
                 ],
+                linear_num_heads=config["num_attention_heads"],
+                linear_head_dim=config["head_dim"],
+                linear_conv_kernel_dim=taps,
+                linear_lower_bound=config.get("kda_lower_bound"),
                 attn_implementation="eager",
             )
         )
@@ -118,29 +170,54 @@ class Ling(DeepseekV3ForCausalLM):
 
 
 RENAMED = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
+NAMES = {
+    "word_embeddings": "embed_tokens",
+    "attention": "self_attn",
+    "expert_bias": "e_score_correction_bias",
+}
+OF_KDA = {
+    "f_proj": "forget_gate.f_b_proj",
+    "g_proj": "g_b_proj",
+    "A_log": "forget_gate.A_log",
+    "dt_bias": "forget_gate.dt_bias",
+}
 
 
 def _renamed(tensors: dict[str, Tensor], model: Ling) -> dict[str, Tensor]:
-    """Tensors by the names that DeepSeek-V3 has for them; experts are stacked."""
-    names = {"word_embeddings": "embed_tokens", "attention": "self_attn"}
-    names["expert_bias"] = "e_score_correction_bias"
-    found, experts = {}, {}
+    """Tensors by the names that transformers' parts have for them; experts and the convolutions of
+    a layer are stacked.
+    """
+    config, found = model.config, {}
     for name, tensor in tensors.items():
-        parts = [names.get(part, part) for part in name.split(".")]
-        if "experts" in parts:
-            experts[".".join(parts)] = tensor
+        parts = [NAMES.get(part, part) for part in name.split(".")]
+        if "self_attn" in parts:
+            linear = config.layer_types[int(parts[2])] == "linear_attention"
+            own = OF_KDA if not config.lightning else {}
+            parts = [(own if linear else {"dense": "o_proj"}).get(part, part) for part in parts]
+        found[".".join(parts)] = tensor
+    if config.tie_word_embeddings:
+        found["lm_head.weight"] = found["model.embed_tokens.weight"]
+
+    def stack(into: str, pieces: list[str]) -> None:
+        if pieces[0] in found:
+            found[into] = torch.cat([found.pop(piece) for piece in pieces])
+
+    for index in range(config.num_hidden_layers):
+        layer = f"model.layers.{index}"
+        convolutions = [f"{layer}.self_attn.{part}_conv1d.weight" for part in "qkv"]
+        stack(f"{layer}.self_attn.conv1d.weight", convolutions)
+        experts = f"{layer}.mlp.experts"
+        if f"{experts}.0.up_proj.weight" not in found:
             continue
-        latent = "self_attn" in parts and model.config.layer_types[int(parts[2])] != (
-            "linear_attention"
-        )
-        found[".".join("o_proj" if latent and it == "dense" else it for it in parts)] = tensor
-    for index in range(model.config.first_k_dense_replace, model.config.num_hidden_layers):
-        prefix = f"model.layers.{index}.mlp.experts"
-        of_each = range(model.config.n_routed_experts)
         gate, up, down = (
-            torch.stack([experts.pop(f"{prefix}.{one}.{part}_proj.weight") for one in of_each])
+            torch.stack(
+                [
+                    found.pop(f"{experts}.{one}.{part}_proj.weight")
+                    for one in range(config.n_routed_experts)
+                ]
+            )
             for part in ("gate", "up", "down")
         )
-        found[f"{prefix}.gate_up_proj"] = torch.cat([gate, up], dim=1)
-        found[f"{prefix}.down_proj"] = down
-    return found | experts
+        found[f"{experts}.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        found[f"{experts}.down_proj"] = down
+    return found

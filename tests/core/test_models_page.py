@@ -29,7 +29,7 @@ KINDS = {
     "granitemoehybrid": ("Mamba-2", "granite-hybrid"),
     "kimi_linear": ("Kimi delta attention", "kimi-linear"),
     "glm5_next_text": ("Kimi delta attention", ""),
-    "bailing_hybrid": ("Kimi delta attention", ""),
+    "bailing_hybrid": ("Kimi delta attention", "ling-3"),
     "gigachat3_5": ("gated delta net", ""),
     "lfm2": ("short convolution", "lfm2"),
     "mamba2": ("Mamba-2", "mamba2"),

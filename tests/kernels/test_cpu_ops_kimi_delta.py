@@ -132,3 +132,13 @@ def test_decode_updates_its_slots_and_no_others(seed, rows, with_padding, lower_
         assert_close(pool[slots[i]], states[-1], FP32, "state")
         left[slots[i]] = pool[slots[i]]
     assert torch.equal(pool, left)
+    unpacked = kimi_delta.fused_sigmoid_gating_delta_rule_update(
+        **{"A_log": A_log, "a": a.flatten(1), "dt_bias": dt_bias, "b": b},
+        **{"q": q[None], "k": k[None], "v": v[None], "scale": 0.5},
+        initial_state_source=before,
+        initial_state_indices=slots.int(),
+        use_qk_l2norm_in_kernel=True,
+        lower_bound=lower_bound,
+    )
+    assert torch.equal(unpacked[0], out[:, 0])
+    assert torch.equal(before, pool)

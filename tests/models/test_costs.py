@@ -16,7 +16,11 @@ from sglang_hybrid.models import ARCHITECTURES
 from sglang_hybrid.models.tokenizer import FIRST_TEXT_ID
 from tests.reference import load_reference
 
-SCAN = {"falcon-mamba": 8, "qwen3-next": 7, "qwen3.5": 7, "kimi-linear": 7, "transformer": 0}
+SCAN = {
+    **dict.fromkeys(("qwen3-next", "qwen3.5", "kimi-linear", "ling-3"), 7),
+    "falcon-mamba": 8,
+    "transformer": 0,
+}
 """FLOPs of each value of a state for a token; of Mamba2 it is 5."""
 TOKENS = 37
 

@@ -8,7 +8,7 @@ from sglang_hybrid.models.architectures.falcon_mamba import falcon_mamba
 from sglang_hybrid.models.architectures.granite_hybrid import granite_hybrid
 from sglang_hybrid.models.architectures.kimi_linear import kimi_linear
 from sglang_hybrid.models.architectures.lfm2 import lfm2, lfm2_moe
-from sglang_hybrid.models.architectures.ling import ling_2_5
+from sglang_hybrid.models.architectures.ling import ling_2_5, ling_3
 from sglang_hybrid.models.architectures.mamba2 import mamba2
 from sglang_hybrid.models.architectures.nemotron_h import nemotron_3, nemotron_h
 from sglang_hybrid.models.architectures.qwen3_5 import qwen3_5
@@ -26,6 +26,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3.5": qwen3_5,
     "kimi-linear": kimi_linear,
     "ling-2.5": ling_2_5,
+    "ling-3": ling_3,
     "lfm2": lfm2,
     "lfm2-moe": lfm2_moe,
     "transformer": transformer,

@@ -132,12 +132,24 @@ def fused_sigmoid_gating_delta_rule_update(
     dt_bias: Tensor,
     b: Tensor,
     lower_bound: float | None = None,
-    **drafts: Any,
+    **scan: Any,
 ) -> Tensor:
-    """Reads drafted tokens: o [1, b * T, H, Dv]; see `gated_delta.read_drafts`.
+    """Reads drafted tokens: o [1, b * T, H, Dv]; see `gated_delta.read_drafts`. Without
+    ``cache_steps``, a decode step of one token for each row, which updates the states: SGLang's way
+    where decays have a lower bound.
 
     Shapes: a [b * T, H Dk] and b [b * T, H], which the gates are made of.
     """
-    heads, _, k_dim = drafts["initial_state_source"].shape[1:]
+    pool: Tensor = scan["initial_state_source"]
+    heads, v_dim, k_dim = pool.shape[1:]
     g = kda_gate(a.reshape(-1, heads, k_dim), A_log, dt_bias, lower_bound)
-    return read_drafts(g[None], b.float().sigmoid().view(1, -1, heads), **drafts)
+    beta = b.float().sigmoid().view(1, -1, heads)
+    if "cache_steps" in scan:
+        return read_drafts(g[None], beta, **scan)
+    inputs = [scan[name][0] for name in "qkv"]
+    out = torch.empty(len(g), 1, heads, v_dim, dtype=inputs[0].dtype)
+    scale = scan.get("scale") or k_dim**-0.5
+    mixed = torch.cat([t.flatten(1) for t in inputs], dim=1)
+    slots, norm = scan["initial_state_indices"], scan["use_qk_l2norm_in_kernel"]
+    step(mixed, g, beta[0], scale, pool, out, slots, norm)
+    return out.transpose(0, 1)
