@@ -3,23 +3,28 @@ another type is asked for.
 
 The reference shares no code with SGLang or with our kernels. Prompts are computed in one pass
 without a cache; decoding uses transformers' cache, one token at a time. Both are checked against
-each other in ``tests/models``. Two things in transformers 5.19 are not to be trusted:
+each other in ``tests/models``. Three things in transformers 5.19 are not to be trusted:
 
 * Falcon-Mamba forgets its state when it is given several tokens and a cache (the scan starts from
   zero). ``Reference.extend`` therefore feeds that architecture token by token.
 * Nemotron-H clamps time steps to ``time_step_min`` in a prefill but not in decoding. The tiny
   models set that bound to almost zero.
+* ZAYA1 has other names for its tensors than SGLang reads, and no conversion; ours is `zaya.py`.
+  Importing SGLang puts its own configuration in place of transformers', which is asked for by name.
 """
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, logging
+from transformers import AutoModelForCausalLM, ZayaForCausalLM, logging
+
+from tests.zaya import name_tensors
 
 _log: Any = logging
 _PURE_SSM = ("mamba2", "falcon_mamba")
@@ -32,9 +37,11 @@ class Reference:
     def __init__(self, model_dir: Path, dtype: torch.dtype = torch.float32) -> None:
         _log.set_verbosity_error()
         _log.disable_progress_bar()
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype, attn_implementation="eager"
-        )
+        kinds: Any = AutoModelForCausalLM
+        if (config := json.loads((model_dir / "config.json").read_text()))["model_type"] == "zaya":
+            name_tensors(config["num_hidden_layers"])
+            kinds = ZayaForCausalLM
+        self.model: Any = kinds.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
         kind = self.model.config.model_type
         self._cache_name = "cache_params" if kind in _PURE_SSM else "past_key_values"
         self._token_by_token = kind in _FORGETFUL
