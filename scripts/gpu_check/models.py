@@ -39,7 +39,7 @@ from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 
 KERNELS = {"falcon-mamba": 1, "lfm2": 1, "lfm2-moe": 1}
 """How many kernels a start compiles; 2 for the other models. Mamba1's scan needs none, and a short
-convolution has no other state than its window."""
+convolution has no other state than its window. ZAYA1 has windows of two lengths."""
 
 SMALL = (
     *("--mem-fraction-static", "0.5", "--max-total-tokens", "65536"),

@@ -78,6 +78,8 @@ LAYERS = {
     "Kimi-Linear-48B": Layer(32, 128, 32, 128, None, 0, per_channel=True),
     "Falcon-Mamba-7B": Layer(8192, 1, 0, 16, None, 8192),
     "LFM2-2.6B": Layer(1, 2048, 0, 0, None, 0, taps=3),
+    "ZAYA1-base": Layer(1, 1280, 0, 0, None, 0, taps=3),
+    "ZAYA1-base, the last hidden state": Layer(1, 2048, 0, 0, None, 0, taps=2),
 }
 
 
