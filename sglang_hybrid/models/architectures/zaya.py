@@ -66,7 +66,7 @@ CONFIG = (
 def zaya(seed: int, scale: Scale) -> Model:
     """A ZAYA1 model with untied embeddings. Tensors have the names that SGLang reads.
 
-    No token takes the skip expert: its bias is -1, as at the start of training. SGLang would add
+    No token takes the skip expert: its bias is -1 and no other is negative. SGLang would add
     that token's hidden state, and transformers 5.19 nothing.
     """
     tiny_only("zaya", scale)
@@ -128,4 +128,6 @@ def _router(weights: Weights, prefix: str, has_earlier: bool) -> None:
         weights.linear(f"{prefix}.router_mlp.{stage}.weight", ROUTER, ROUTER, gain=1.5)
         weights.normal(f"{prefix}.router_mlp.{stage}.bias", ROUTER, std=0.1)
     weights.linear(f"{prefix}.router_mlp.4.weight", EXPERTS + 1, ROUTER, gain=3.0)
-    weights.put(f"{prefix}.balancing_biases", [0.0] * EXPERTS + [-1.0])
+    biases = f"{prefix}.balancing_biases"
+    drawn = weights.normal(biases, EXPERTS, std=0.02)
+    weights.put(biases, [*np.abs(drawn), -1.0])
