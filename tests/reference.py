@@ -2,14 +2,16 @@
 another type is asked for.
 
 The reference shares no code with SGLang or with our kernels. What transformers does not have is in
-``twins.py``. Prompts are computed in one pass
-without a cache; decoding uses transformers' cache, one token at a time. Both are checked against
-each other in ``tests/models``. Two things in transformers 5.19 are not to be trusted:
+``twins.py``. Prompts are computed in one pass without a cache; decoding uses transformers' cache,
+one token at a time. Both are checked against each other in ``tests/models``. Three things in
+transformers 5.19 are not to be trusted:
 
 * Falcon-Mamba forgets its state when it is given several tokens and a cache (the scan starts from
   zero). ``Reference.extend`` therefore feeds that architecture token by token.
 * Nemotron-H clamps time steps to ``time_step_min`` in a prefill but not in decoding. The tiny
   models set that bound to almost zero.
+* ZAYA1 has other names for its tensors than SGLang reads, and no conversion; ours is `zaya.py`.
+  Importing SGLang puts its own configuration in place of transformers', which is asked for by name.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, logging
+from transformers import AutoModelForCausalLM, ZayaForCausalLM, logging
 
 from tests.twins import Ling
+from tests.zaya import name_tensors
 
 _log: Any = logging
 _PURE_SSM = ("mamba2", "falcon_mamba")
@@ -34,10 +37,15 @@ TWINS = {"bailing_hybrid": Ling}
 
 def load_model(model_dir: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The model in a directory, by transformers or as its twin."""
-    kind = json.loads((model_dir / "config.json").read_text())["model_type"]
+    config = json.loads((model_dir / "config.json").read_text())
+    kind = config["model_type"]
     if kind in TWINS:
         return TWINS[kind].load(model_dir).to(dtype)
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
+    kinds: Any = AutoModelForCausalLM
+    if kind == "zaya":
+        name_tensors(config["num_hidden_layers"])
+        kinds = ZayaForCausalLM
+    return kinds.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
 
 
 class Reference:

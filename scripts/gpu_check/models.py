@@ -39,7 +39,8 @@ from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 
 KERNELS = {"falcon-mamba": 1, "lfm2": 1, "lfm2-moe": 1, "ling-2.5": 1}
 """How many kernels a start compiles; 2 for the other models. Mamba1's scan needs none, a short
-convolution has no other state than its window, and lightning attention has no convolution."""
+convolution has no other state than its window, and lightning attention has no convolution.
+ZAYA1 has windows of two lengths."""
 
 SMALL = (
     *("--mem-fraction-static", "0.5", "--max-total-tokens", "65536"),

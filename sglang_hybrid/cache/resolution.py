@@ -43,9 +43,11 @@ def settle_states(server_args: ServerArgs) -> None:
     """Declare how states are kept, which kernels leave them, and what room they get.
 
     Raises ValueError where one buffer per request was asked for beside pages of several tokens, for
-    drafts that SGLang would answer wrongly with, and for host memory below a tree of KV only.
+    drafts and stages that SGLang would answer wrongly with, and for host memory below a tree of KV
+    only.
     """
     _no_drafts_that_states_do_not_follow(server_args)
+    _no_stages_that_lose_router_states(server_args)
     _no_host_below_kv_alone(server_args)
     _one_slot_for_a_running_request(server_args)
     _one_state_buffer_for_pure_state_space_models(server_args)
@@ -77,6 +79,21 @@ def _no_drafts_that_states_do_not_follow(server_args: ServerArgs) -> None:
         raise ValueError(
             "speculative decoding answers wrongly with a model of short convolutions where a draft "
             f"is a tree; use {flag} 1."
+        )
+
+
+def _no_stages_that_lose_router_states(server_args: ServerArgs) -> None:
+    """A router of ZAYA1 adds what the router before it had. SGLang 0.5.23 begins each stage of a
+    pipeline without that (models/zaya.py:1512), and answers wrongly.
+    """
+    if resolving_view(server_args).pp_size == 1 or "ZayaForCausalLM" not in _architectures(
+        server_args
+    ):
+        return
+    if model_config_of(server_args).hf_config.zaya_use_eda:
+        raise ValueError(
+            "stages of a pipeline answer wrongly with ZAYA1: SGLang does not hand what its routers "
+            "keep from one to the next; leave out --pp-size."
         )
 
 

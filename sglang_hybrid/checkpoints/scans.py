@@ -74,6 +74,7 @@ SCANS: tuple[Scan, ...] = (
         layers={
             "sglang.srt.models.lfm2:Lfm2ShortConv": None,
             "sglang.srt.models.lfm2_moe:Lfm2MoeShortConv": None,
+            "sglang.srt.models.zaya:CCA": None,
         },
     ),
     Scan(

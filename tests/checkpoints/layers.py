@@ -30,6 +30,7 @@ from sglang.srt.layers.attention.mamba.mamba1 import MambaMixer1
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.models.lfm2 import Lfm2ShortConv
 from sglang.srt.models.lfm2_moe import Lfm2MoeShortConv
+from sglang.srt.models.zaya import CCA
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
@@ -263,6 +264,72 @@ def run_short_conv(case: Case, kind: type[Lfm2ShortConv | Lfm2MoeShortConv]) -> 
     return Outcome(before, pools, windows, states)
 
 
+ZAYA_KV = 2
+"""Heads of keys, of which the second half has values of the token before."""
+
+
+def run_cca(case: Case) -> Outcome:
+    """A prefill of what makes queries, keys and values in ZAYA1. Its state is the window of queries
+    and keys, and the last hidden state, which the outcome has as `temporal`.
+    """
+    queries, keys = HEADS * WIDTH, ZAYA_KV * WIDTH
+    channels, tokens = queries + keys, case.bounds[-1]
+    pools = case.pools(channels, SIZE, 1)
+    pools.temporal = case.normal(*pools.temporal.shape).to(case.dtype)  # SGLang does not clear it
+    before = copied(pools)
+    sizes = {"linear_q": queries, "linear_k": keys, "val_proj1": keys // 2, "val_proj2": keys // 2}
+    matrices = {name: case.normal(SIZE, width) for name, width in sizes.items()}
+    first = nn.Conv1d(channels, channels, KERNEL - 1, groups=channels)
+    second = nn.Conv1d(channels, channels, 2, groups=HEADS + ZAYA_KV)
+    attributes = {
+        **{name: lambda h, by=matrix: (h @ by, None) for name, matrix in matrices.items()},
+        "layer_id": 0,
+        "tp_size": 1,
+        "clamp_temp": False,
+        "total_padding": KERNEL - 1,
+        "head_dim": WIDTH,
+        "sqrt_head_dim": WIDTH**0.5,
+        "num_q_heads": HEADS,
+        "num_k_heads": ZAYA_KV,
+        "num_k_heads_full": ZAYA_KV,
+        "gqa_groups": HEADS // ZAYA_KV,
+        "latent_q_dim": queries,
+        "temp": nn.Parameter(case.normal(ZAYA_KV)),
+        "conv_qk": nn.Sequential(first, second),
+    }
+    layer: Any = made(CCA)
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    hidden = case.normal(tokens, SIZE)
+    held = SimpleNamespace(conv=[pools.conv[0], pools.temporal])
+    backend, batch = case.backend(ShortConvAttnBackend, held), case.batch()
+    backend._cache_indices_buf = None
+    backend.init_forward_metadata(batch)
+    with mock.patch(f"{CCA.__module__}.get_attn_backend", lambda: backend), torch.no_grad():
+        q, k, v = layer(hidden, batch)
+    inputs = torch.cat([hidden @ matrices["linear_q"], hidden @ matrices["linear_k"]], dim=1)
+
+    def define(at: slice, _: Tensor, start: Tensor) -> Tensor:
+        return torch.cat([start[None].to(hidden.dtype), hidden[at, :, None]])
+
+    no_weight = torch.zeros(channels, KERNEL)
+    windows, states = defined(case, before, inputs, no_weight, None, define)
+    for s, (begin, end) in enumerate(pairwise(case.bounds)):
+        at, fresh = slice(begin, end), case.prefixes[s] == 0
+        earlier = torch.zeros_like(states[s][0]) if fresh else states[s][0]
+        delayed = torch.cat([earlier[None], states[s][1:-1]])[:, :, 0] @ matrices["val_proj2"]
+        value = torch.cat([hidden[at] @ matrices["val_proj1"], delayed], dim=1)
+        torch.testing.assert_close(v[at].flatten(1), value, rtol=1e-4, atol=1e-4)
+        with torch.no_grad():
+            padded = torch.cat([windows[s][0], inputs[at].T.to(windows[s].dtype)], dim=1)
+            mixed = layer.conv_qk(padded.float()[None])[0].T
+            mixed = mixed.unflatten(1, (-1, WIDTH)).split([HEADS, ZAYA_KV], dim=1)
+            plain = inputs[at].unflatten(1, (-1, WIDTH)).split([HEADS, ZAYA_KV], dim=1)
+            right = layer._normalize_qk(*layer._add_grouped_qk_means(*mixed, *plain))
+        torch.testing.assert_close((q[at], k[at]), right, rtol=1e-3, atol=1e-3)
+    return Outcome(before, pools, windows, states)
+
+
 def run_mamba1_token_by_token(case: Case) -> Outcome:
     """The same with SGLang's own scan, which the CPU platform replaces."""
     return run_mamba1(case, unbound(mamba1).MambaMixer1)
@@ -367,7 +434,6 @@ def run_lightning(case: Case) -> Outcome:
     tokens = case.bounds[-1]
     pools = case.pools(0, HEADS, SIZE, SIZE)
     pools.conv = [pools.conv[0][..., :0]]
-    pools.temporal = case.normal(*pools.temporal.shape).to(case.dtype)  # the scan masks it
     before = copied(pools)
     q, k, v = case.normal(3, tokens, HEADS, SIZE)
     slopes = case.normal(HEADS, 1, 1).abs()
@@ -382,7 +448,7 @@ def run_lightning(case: Case) -> Outcome:
     windows, states = [], []
     for s, (begin, end) in enumerate(pairwise(case.bounds)):
         at, steps = slice(begin, end), torch.ones(end - begin, HEADS)
-        start = before.temporal[case.slots[s]].transpose(1, 2) if case.prefixes[s] else None
+        start = before.temporal[case.slots[s]].transpose(1, 2)
         read, seen = naive.ssd(
             *(v[at], steps, -slopes.flatten(), k[at], q[at] * layer.scaling), initial_state=start
         )

@@ -83,6 +83,17 @@ def test_a_short_convolution_launches_one(
     assert told == "sglang_hybrid: compiling kernel 1 of 1: windows of the convolution."
 
 
+def test_a_layer_with_two_windows_launches_one_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    runner = model_runner(LAYERS["ZAYA1-base"], "cuda")
+    cache = runner.req_to_token_pool.mamba_pool.mamba_cache
+    cache.conv.append(LAYERS["ZAYA1-base, the last hidden state"].pools()[0][None])
+    launches = noted(lambda: compile_kernels.compile_kernels(runner, tell=False))
+    assert [launch.name for launch in launches] == ["conv_window"] * 2
+    assert [launch.arguments["PAST"] for launch in launches] == [2, 1]
+    assert [launch.arguments["channels"] for launch in launches] == [1280, 2048]
+
+
 def test_the_pools_of_the_server_are_not_written() -> None:
     layer = LAYERS["Nemotron-H-8B"]
     windows, states = layer.pools()

@@ -322,6 +322,8 @@ def test_other_models_of_latent_attention_by_hand() -> None:
         ("Kimi-Linear-48B", 49_122_681_728, 20 * (4 * 32 * 128**2 + 2 * 3 * 3 * 4096), 7 * 2 * 576),
         # The files of LFM2-2.6B hold 2.57 billion; its head is its embedding.
         ("LFM2-2.6B", 2.57e9, 22 * 2 * 2 * 2048, 8 * 2 * 2 * 8 * 64),
+        # Counted tensor by tensor in transformers' class of its defaults.
+        ("ZAYA1-base", 8_840_488_784, 40 * 2 * (2 * 1280 + 2048), 40 * 2 * 2 * 2 * 128),
         ("Qwen3.5-9B", 9e9, 24 * (4 * 32 * 128**2 + 2 * 3 * 8192), 8 * 2 * 2 * 4 * 256),
         ("Qwen3.5-35B", 35e9, 30 * (4 * 32 * 128**2 + 2 * 3 * 8192), 10 * 2 * 2 * 2 * 256),
     ],
@@ -341,6 +343,31 @@ def test_published_sizes(name: str, parameters: float, state_bytes: int, kv_byte
         (1 if config["tie_word_embeddings"] else 2) * config["vocab_size"] * config["hidden_size"]
     )
     assert all_active.linear / 2 + embeddings == pytest.approx(parameters, rel=0.01)
+
+
+def test_zaya_by_hand() -> None:
+    """One config counts a block as two layers, the other as one."""
+    base = MODELS["ZAYA1-base"]
+    attention = 2 * 2048 * (1024 + 2 * 256) + 2 * 1024 * 2048
+    convolutions = 2 * 2 * 1280 + 2 * 2 * 1280 * 128
+    router = 2 * (2048 * 256 + 256 * 256 + 256 * 256 + 256 * 17)
+    expert = 2 * (2048 * 4096 + 2048 * 2048)
+    pair = 4 * 8 * 128
+    model = CostModel.from_config(base)
+    assert model.linear == 40 * (attention + convolutions + router + expert + pair // 2)
+    assert model.quadratic == 40 * pair // 2
+    assert model.state_bytes == 368_640
+    assert model.kv_bytes_per_token == 40_960
+    assert model.assumed == ""
+    renamed = {"ffn_hidden_size", "zaya_mlp_expansion", "num_query_groups", "moe_router_topk"}
+    common = {name: base[name] for name in base if name not in renamed}
+    sizes = {"num_hidden_layers": 40, "moe_intermediate_size": 2048, "router_hidden_size": 256}
+    assert CostModel.from_config({**common, **sizes}) == model
+    assert CostModel.from_config({**base, "zaya_layers": ["a", 16] * 40}) == model
+    without = CostModel.from_config({**base, "zaya_use_mod": False})
+    assert model.linear - without.linear == 40 * 2 * 256
+    with pytest.raises(ValueError, match="'zaya' has '7' as zaya_layers, which is no list"):
+        CostModel.from_config({**base, "zaya_layers": 7})
 
 
 def test_mamba_families() -> None:

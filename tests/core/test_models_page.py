@@ -32,6 +32,7 @@ KINDS = {
     "bailing_hybrid": ("Kimi delta attention", "ling-3"),
     "gigachat3_5": ("gated delta net", ""),
     "lfm2": ("short convolution", "lfm2"),
+    "zaya": ("compressed convolution", "zaya"),
     "mamba2": ("Mamba-2", "mamba2"),
     "falcon_mamba": ("Mamba-1", "falcon-mamba"),
 }

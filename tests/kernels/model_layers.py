@@ -92,6 +92,8 @@ LAYERS = {
     "Ling-2.5": Layer(16, 128, 16, 128, None, 0, constant=True),
     "Falcon-Mamba-7B": Layer(8192, 1, 0, 16, None, 8192),
     "LFM2-2.6B": Layer(1, 2048, 0, 0, None, 0, taps=3),
+    "ZAYA1-base": Layer(1, 1280, 0, 0, None, 0, taps=3),
+    "ZAYA1-base, the last hidden state": Layer(1, 2048, 0, 0, None, 0, taps=2),
 }
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kernel_cases import FP32, Draw, assert_close, batches, bounds, few, seeds
 
 from sglang_hybrid.kernels import naive
+from sglang_hybrid.kernels.checkpoint_states import Targets
 from sglang_hybrid.platforms.cpu_ops import lightning
 from sglang_hybrid.platforms.cpu_ops.gated_delta import layernorm_fn
 
@@ -92,6 +93,32 @@ def test_a_step_and_drafts(seed, rows, with_padding, nodes):
             assert_close(pool[slots[s]], states[-1], FP32, "state")
             left[slots[s]] = pool[slots[s]]
     assert torch.equal(pool, left)
+
+
+def test_states_inside_begin_with_a_prefix_or_with_nothing():
+    """What the slot of a new sequence holds is another request's."""
+    d, cu = Draw(2), [0, 5, 9]
+    k, v = d.normal(2, cu[-1], HEADS, SIZE)
+    slopes, pool = d.uniform(0, 1, HEADS), d.normal(SLOTS, HEADS, SIZE, SIZE)
+    before = pool.clone()
+    sequences, ends = torch.tensor([0, 0, 1]), torch.tensor([2, 5, 8])
+    lightning.save_lightning_states(
+        pool,
+        Targets(sequences, ends, torch.tensor([7, 8, 9])),
+        keys=k,
+        values=v,
+        slopes=slopes[:, None, None],
+        state_indices=torch.tensor([3, 4]),
+        resumed=torch.tensor([True, False]),
+        cu_seqlens=torch.tensor(cu),
+    )
+    for s, end, slot in zip(sequences.tolist(), ends.tolist(), (7, 8, 9), strict=True):
+        at = slice(cu[s], end)
+        start = None if s else before[3]
+        _, states = by_definition(k[at], k[at], v[at], slopes, start)
+        assert_close(pool[slot], states[-1], FP32, "state")
+        before[slot] = pool[slot]
+    assert torch.equal(pool, before)
 
 
 def test_a_norm_of_groups():

@@ -1,8 +1,8 @@
 """Published sizes of hybrid models that people run, as the config.json of each has them.
 
 Sizes are here, and what differs from the defaults of a model's class. Qwen4-Exp has no published
-sizes: it has Qwen3.5's with its own model's defaults. GLM-5-Next, Ling and GigaChat have the sizes
-of their classes, with the kinds of layers that these know.
+sizes: it has Qwen3.5's with its own model's defaults. GLM-5-Next, Ling, GigaChat and
+ZAYA1 have the sizes of their classes, with the kinds of layers that these know.
 """
 
 from __future__ import annotations
@@ -356,6 +356,27 @@ MODELS: dict[str, Config] = {
         "tie_word_embeddings": True,
         "use_pos_enc": True,
         "vocab_size": 65_536,
+    },
+    "ZAYA1-base": COMMON
+    | {
+        "architectures": ["ZayaForCausalLM"],
+        "model_type": "zaya",
+        "cca_time0": 2,
+        "cca_time1": 2,
+        "ffn_hidden_size": 4_096,
+        "head_dim": 128,
+        "hidden_size": 2_048,
+        "max_position_embeddings": 32_768,
+        "moe_router_topk": 1,
+        "num_attention_heads": 8,
+        "num_experts": 16,
+        "num_hidden_layers": 80,
+        "num_key_value_heads": 2,
+        "num_query_groups": 2,
+        "tie_word_embeddings": True,
+        "vocab_size": 262_272,
+        "zaya_mlp_expansion": 256,
+        "zaya_use_mod": True,
     },
     "Mamba-Codestral-7B": COMMON
     | {

@@ -19,6 +19,7 @@ import sglang as sgl
 
 from sglang_hybrid.models import ARCHITECTURES
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
+from sglang_hybrid.serving.server_process import ServerFailed
 from tests.server.client import (
     Serve,
     ask,
@@ -292,7 +293,7 @@ CONFIGURATIONS = {
     "without a tokenizer": ("--skip-tokenizer-init",),
     SPLIT: (),
 }
-WITHOUT_EXTRA_BUFFER = ("mamba2", "falcon-mamba", "lfm2", "lfm2-moe")
+WITHOUT_EXTRA_BUFFER = ("mamba2", "falcon-mamba", "lfm2", "lfm2-moe", "zaya")
 """Models for which SGLang does not have it; pages need it."""
 IN_STAGES = ("nemotron-h", "nemotron-3", "kimi-linear", "qwen3.5")
 """Models that SGLang can divide into the stages of a pipeline."""
@@ -329,6 +330,16 @@ def test_it_is_exact_everywhere(
         if architecture == DEFAULT_ARCHITECTURE:  # the others: test_against_transformers.py
             agree(server.url, expect(model_directory(architecture)))
         assert said(server)
+
+
+@pytest.mark.slow
+def test_stages_that_lose_states_of_routers_are_refused(serve: Serve) -> None:
+    server = serve("--pp-size", "2", of="zaya")
+    with (
+        pytest.raises(ServerFailed, match="stages of a pipeline answer wrongly with ZAYA1"),
+        server,
+    ):
+        pass
 
 
 def a_late_sibling_is_exact(url: str) -> None:

@@ -90,6 +90,7 @@ MIXTURES = [
     ("granite-hybrid", ()),
     ("qwen3-next", ("--page-size", "16", *IN_PAGES)),
     ("lfm2", ()),
+    ("zaya", ()),
     ("kimi-linear", ()),
     ("kimi-linear", ("--hybrid-memory", "split", "--page-size", "16", *IN_PAGES)),
     ("kimi-linear", ("--tp-size", "2")),

@@ -7,7 +7,7 @@ is two of them, a parallel block three.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,25 @@ def lightning_attention(hidden: int, heads: int, head_dim: int) -> Layer:
 def short_conv(hidden: int, kernel: int) -> Layer:
     """LFM2's gated short convolution: three projections in, a depthwise convolution, one out."""
     return Layer(8 * hidden * hidden + 2 * kernel * hidden, conv_values=hidden * (kernel - 1))
+
+
+def convolutional_attention(
+    hidden: int, heads: int, kv_heads: int, head_dim: int, taps: tuple[int, int]
+) -> Layer:
+    """Compressed convolutional attention (ZAYA1): queries and keys go through a depthwise
+    convolution and one inside each head. Half of the values are those of the token before, so a
+    state has the last hidden state beside the inputs of the convolutions.
+
+    taps: kernel sizes of the two convolutions.
+    """
+    layer = attention(hidden, heads, kv_heads, head_dim)
+    channels = (heads + kv_heads) * head_dim
+    convolutions = 2 * taps[0] * channels + 2 * taps[1] * channels * head_dim
+    return replace(
+        layer,
+        per_token=layer.per_token + convolutions,
+        conv_values=channels * (sum(taps) - 2) + hidden,
+    )
 
 
 def mlp(hidden: int, inner: int, *, gated: bool) -> Layer:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from sglang_hybrid.core.costs.layers import (
     Layer,
     attention,
+    convolutional_attention,
     gated_delta_net,
     kimi_delta_attention,
     lightning_attention,
@@ -321,6 +322,46 @@ def _lfm2(config: Config) -> list[Layer]:
     return layers
 
 
+def _zaya(config: Config) -> list[Layer]:
+    """ZAYA1: blocks of compressed convolutional attention and of experts, which an MLP of three
+    layers chooses; one more choice is no expert. Releases count a block as one layer, or as two
+    with the sizes under other names (ZAYA1-base).
+    """
+    hidden, router = (
+        integer(config, "hidden_size"),
+        integer(config, "router_hidden_size", "zaya_mlp_expansion", default=256),
+    )
+    mixer = convolutional_attention(
+        hidden,
+        integer(config, "num_attention_heads"),
+        integer(config, "num_key_value_heads"),
+        integer(config, "head_dim", "kv_channels"),
+        (
+            integer(config, "cca_time0", default=2),
+            integer(config, "cca_time1", default=2),
+        ),
+    )
+    experts = integer(config, "num_experts")
+    skips = bool(config.get("zaya_use_mod", True))
+    chooser = Layer(2 * (hidden * router + 2 * router * router + router * (experts + skips)))
+    inner = integer(config, "moe_intermediate_size", default=0)
+    as_one = bool(inner)
+    inner = inner or integer(config, "ffn_hidden_size") // 2
+    active = integer(config, "num_experts_per_tok", "moe_router_topk", default=1)
+    chosen = Layer(6 * active * hidden * inner)
+    kinds = config.get("zaya_layers") or ["a", experts] * (
+        layer_count(config) if as_one else layer_count(config) // 2
+    )
+    if not isinstance(kinds, list | tuple):
+        raise ValueError(
+            f"{named(config)} has {str(kinds)[:40]!r} as zaya_layers, which is no list"
+        )
+    layers = []
+    for kind in kinds:
+        layers += [mixer] if kind == "a" else [chooser, chosen]
+    return layers
+
+
 def _zamba2(config: Config) -> list[Layer]:
     """Mamba-2 everywhere; a `hybrid` layer runs a shared attention block on [hidden, embedding]
     before it.
@@ -402,5 +443,6 @@ FAMILIES: dict[str, Callable[[Config], list[Layer]]] = {
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
     "zamba2": _zamba2,
+    "zaya": _zaya,
 }
 PLAIN_DECODERS = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "granite", "gemma2"}

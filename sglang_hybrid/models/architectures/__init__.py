@@ -14,6 +14,7 @@ from sglang_hybrid.models.architectures.nemotron_h import nemotron_3, nemotron_h
 from sglang_hybrid.models.architectures.qwen3_5 import qwen3_5
 from sglang_hybrid.models.architectures.qwen3_next import qwen3_next
 from sglang_hybrid.models.architectures.transformer import transformer
+from sglang_hybrid.models.architectures.zaya import zaya
 
 ARCHITECTURES: dict[str, Architecture] = {
     "nemotron-h": nemotron_h,
@@ -29,6 +30,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ling-3": ling_3,
     "lfm2": lfm2,
     "lfm2-moe": lfm2_moe,
+    "zaya": zaya,
     "transformer": transformer,
 }
 
