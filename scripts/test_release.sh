@@ -15,7 +15,7 @@ where='import sysconfig; print(sysconfig.get_path("purelib"))'
 if [ ! -f "$other/.complete" ]; then
     "$VENV/bin/python" -m venv --clear --without-pip "$other"
     own=$("$other/bin/python" -c "$where")
-    pip_install --no-deps --target "$own" "sglang==$release"
+    install_packages --no-deps --target "$own" "sglang==$release"
     "$VENV/bin/python" -c "$where" >"$own/rest.pth" # after its own packages
     touch "$other/.complete"
 fi

@@ -15,7 +15,7 @@ if [ "${1:-}" = clients ]; then
     pins="$ROOT/requirements/clients.txt"
     if ! cmp -s "$pins" "$clients/.complete"; then
         "$VENV/bin/python" -m venv --clear "$clients"
-        (VENV=$clients && pip_install --no-deps -r "$pins")
+        (VENV=$clients && install_packages --no-deps -r "$pins")
         cp "$pins" "$clients/.complete"
     fi
 fi

@@ -11,14 +11,16 @@ from sglang_hybrid import SGLANG_VERSION, __version__
 
 ROOT = Path(__file__).parents[2]
 CUDA, CPU = ROOT / "docker" / "Dockerfile", ROOT / "docker" / "Dockerfile.cpu"
-(TORCH,) = re.findall(r"^TORCH=(\S+)$", (ROOT / "scripts" / "env.sh").read_text(), re.MULTILINE)
+ENVIRONMENT = (ROOT / "scripts" / "env.sh").read_text()
+TORCH, INSTALLER = re.findall(r"^(?:TORCH|INSTALLER)=(\S+)$", ENVIRONMENT, re.MULTILINE)
 SAID = [
     *((file, f"ARG VERSION={__version__}\n") for file in (CUDA, CPU)),
     *((file, f'sglang.version="{SGLANG_VERSION}"') for file in (CUDA, CPU)),
     (CUDA, f"ARG BASE=lmsysorg/sglang:v{SGLANG_VERSION}\n"),
     (CPU, f" {TORCH} "),
+    (CPU, f"pip install {INSTALLER} "),
 ]
-"""Versions in a Dockerfile: ours, that of SGLang, its base, and torch of the CPU environment."""
+"""Versions in a Dockerfile: ours, that of SGLang, its base, and of the CPU environment torch and uv."""
 
 
 @pytest.mark.parametrize(("dockerfile", "text"), SAID, ids=lambda value: Path(value).name)
