@@ -20,7 +20,7 @@ SAID = [
     (CPU, f" {TORCH} "),
     (CPU, f"pip install {INSTALLER} "),
 ]
-"""Versions in a Dockerfile: ours, that of SGLang, its base, and of the CPU environment torch and uv."""
+"""Versions in a Dockerfile: ours, that of SGLang, its base, and what scripts install."""
 
 
 @pytest.mark.parametrize(("dockerfile", "text"), SAID, ids=lambda value: Path(value).name)
