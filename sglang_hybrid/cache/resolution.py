@@ -17,8 +17,8 @@ from sglang.srt.configs.model_config import PURE_SSM_ARCHITECTURES
 
 from sglang_hybrid.cache.sizes import cost_of_model
 from sglang_hybrid.checkpoints.support import (
+    CHAINS_ONLY,
     MIXERS_INSIDE_GRAPHS,
-    SHORT_CONVOLUTIONS,
     keeps_kv_only,
     one_slot_per_request,
     plans_checkpoints,
@@ -62,7 +62,8 @@ def settle_states(server_args: ServerArgs) -> None:
 def _no_drafts_that_states_do_not_follow(server_args: ServerArgs) -> None:
     """With speculative decoding SGLang 0.5.23 leaves states of models without attention where they
     were, whatever was accepted, and convolves trees of drafts as if they were chains where a model
-    has short convolutions (models/lfm2.py:223): both answer wrongly.
+    has short convolutions (models/lfm2.py:223): both answer wrongly. Lightning attention ends the
+    start where drafts are trees, and names a flag that n-grams do not read.
     """
     view = resolving_view(server_args)
     if view.speculative_algorithm is None:
@@ -75,10 +76,10 @@ def _no_drafts_that_states_do_not_follow(server_args: ServerArgs) -> None:
     by_ngrams = view.speculative_algorithm.upper() == "NGRAM"
     flag = "--speculative-ngram-max-bfs-breadth" if by_ngrams else "--speculative-eagle-topk"
     width = view.speculative_ngram_max_bfs_breadth if by_ngrams else view.speculative_eagle_topk
-    if _architectures(server_args) & set(SHORT_CONVOLUTIONS) and (width or 1) > 1:
+    if _architectures(server_args) & set(CHAINS_ONLY) and (width or 1) > 1:
         raise ValueError(
-            "speculative decoding answers wrongly with a model of short convolutions where a draft "
-            f"is a tree; use {flag} 1."
+            "a model of short convolutions or lightning attention reads drafts as chains, and "
+            f"would answer wrongly where one is a tree; use {flag} 1."
         )
 
 

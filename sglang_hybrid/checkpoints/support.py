@@ -25,13 +25,12 @@ without attention, which keeps SGLang from a graph, or a break at each mixer.
 """
 
 
-SHORT_CONVOLUTIONS = (
-    "Lfm2ForCausalLM",
-    "Lfm2MoeForCausalLM",
-    "Lfm2VlForConditionalGeneration",
+CHAINS_ONLY = (
+    *("Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"),
     "ZayaForCausalLM",
+    "BailingMoeV2_5ForCausalLM",
 )
-"""Models whose states are windows of a convolution only."""
+"""Models of short convolutions or lightning attention, which read drafts as chains only."""
 
 
 def why_unplanned(flags: Any) -> str | None:

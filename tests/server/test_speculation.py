@@ -90,11 +90,15 @@ def test_a_draft_head_changes_nothing(headed: Headed) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture",
-    ["qwen3-next", "qwen3.5", "kimi-linear", "falcon-h1", "granite-hybrid", "nemotron-3", "lfm2"],
+    [
+        *("qwen3-next", "qwen3.5", "kimi-linear", "falcon-h1", "granite-hybrid", "nemotron-3"),
+        *("lfm2", "ling-2.5", "ling-3"),
+    ],
 )
 def test_drafts_of_every_kind_of_layer(architecture: str, serve: Serve) -> None:
     """Trees, and chains where SGLang knows no trees."""
-    chain = ("--speculative-ngram-max-bfs-breadth", "1") if architecture == "lfm2" else ()
+    breadth = ("--speculative-ngram-max-bfs-breadth", "1")
+    chain = breadth if architecture in ("lfm2", "ling-2.5") else ()
     with serve(*NGRAM, *chain, of=architecture) as server:
         plays_hits(server.url, server.url, *cases())
         next_turn_is_cached(server.url)
