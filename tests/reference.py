@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, ZayaForCausalLM, logging
 
-from tests.twins import Ling
+from tests.twins import GigaChat, Ling
 from tests.zaya import name_tensors
 
 _log: Any = logging
 _PURE_SSM = ("mamba2", "falcon_mamba")
 _FORGETFUL = ("falcon_mamba",)
-TWINS = {"bailing_hybrid": Ling}
+TWINS = {"bailing_hybrid": Ling, "gigachat3_5": GigaChat}
 """Models that transformers does not have, by the name of their type."""
 
 

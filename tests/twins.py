@@ -6,19 +6,25 @@ definitions.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.functional import silu
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3Attention,
     DeepseekV3RMSNorm,
     apply_rotary_pos_emb,
 )
-from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextLinearAttention
+from transformers.models.glm5_next.modeling_glm5_next import (
+    Glm5NextTextLinearAttention,
+    Glm5NextTextRMSNormGated,
+)
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 
 class LightningAttention(nn.Module):
@@ -106,23 +112,24 @@ class BoundedDeltaAttention(Glm5NextTextLinearAttention):
 
 
 class GatedOutput(nn.Linear):
-    """The output projection of what each head has read [.., H * D], times that head's gate."""
+    """The output projection of what heads have read [.., H * D], times a gate for each head, or for
+    each value of it."""
 
     gates: Tensor
 
     def forward(self, read: Tensor) -> Tensor:
-        by_head = read.unflatten(-1, (self.gates.shape[-1], -1))
-        return super().forward((by_head * self.gates[..., None]).flatten(-2))
+        by_gate = read.unflatten(-1, (self.gates.shape[-1], -1))
+        return super().forward((by_gate * self.gates[..., None]).flatten(-2))
 
 
 class GatedLatentAttention(DeepseekV3Attention):
-    """Latent attention whose heads have a sigmoid gate each, made of the hidden state."""
+    """Latent attention with so many sigmoid ``gates``, which are made of the hidden state."""
 
-    def __init__(self, config: DeepseekV3Config, layer_idx: int) -> None:
+    def __init__(self, config: DeepseekV3Config, layer_idx: int, gates: int) -> None:
         super().__init__(config, layer_idx)
-        heads = config.num_attention_heads
-        self.g_proj = nn.Linear(config.hidden_size, heads, bias=False)
-        self.o_proj = GatedOutput(heads * config.v_head_dim, config.hidden_size, bias=False)
+        values = config.num_attention_heads * config.v_head_dim
+        self.g_proj = nn.Linear(config.hidden_size, gates, bias=False)
+        self.o_proj = GatedOutput(values, config.hidden_size, bias=False)
 
     def forward(self, hidden_states: Tensor, **more: Any) -> Any:
         self.o_proj.gates = self.g_proj(hidden_states).sigmoid()
@@ -140,7 +147,7 @@ class Ling(DeepseekV3ForCausalLM):
                 mixer = LightningAttention if config.lightning else BoundedDeltaAttention
                 layer.self_attn = mixer(config, index)
             elif not config.lightning:
-                layer.self_attn = GatedLatentAttention(config, index)
+                layer.self_attn = GatedLatentAttention(config, index, config.num_attention_heads)
         self.tie_weights()
 
     @classmethod
@@ -167,6 +174,134 @@ class Ling(DeepseekV3ForCausalLM):
         )
         model.load_state_dict(_renamed(load_file(model_dir / "model.safetensors"), model))
         return model.eval()
+
+
+class GatedNorm(nn.Module):
+    """An RMS norm times ``scale`` and twice a sigmoid gate, which two small matrices make of what
+    is normed. Weights are stored as their difference from one.
+    """
+
+    def __init__(self, width: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.norm, self.scale = DeepseekV3RMSNorm(width), scale
+        self.gate_up_projection = nn.Linear(width, 16, bias=False)
+        self.gate_down_projection = nn.Linear(16, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        gate = self.gate_down_projection(silu(self.gate_up_projection(y))).sigmoid()
+        return self.scale * 2 * y * gate
+
+
+class GigaChatDeltaNet(Qwen3NextGatedDeltaNet):
+    """The delta net of Qwen3-Next, whose output gate is a sigmoid, times two."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.norm = Glm5NextTextRMSNormGated(self.head_v_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self, hidden_states: Tensor, past_key_values: Any = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        return super().forward(hidden_states, cache_params=past_key_values), None
+
+
+class Between(nn.Module):
+    """A layer between a norm in front of it and a norm behind it."""
+
+    def __init__(self, layer: nn.Module, behind: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.behind = layer, behind
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        found = self.layer(*given, **named)
+        if isinstance(found, tuple):
+            return self.behind(found[0]), *found[1:]
+        return self.behind(found)
+
+
+class GigaChat(DeepseekV3ForCausalLM):
+    """GigaChat 3.5 (SGLang's `GigaChat35ForCausalLM`)."""
+
+    def __init__(self, config: DeepseekV3Config) -> None:
+        super().__init__(config)
+        hidden, values = config.hidden_size, config.num_attention_heads * config.v_head_dim
+        for index, kind in enumerate(config.layer_types):
+            layer = self.model.layers[index]
+            if kind == "linear_attention":
+                mixer: Any = GigaChatDeltaNet(config, index)
+            else:
+                mixer = GatedLatentAttention(config, index, values)
+                for norm, width in (
+                    ("q_a_layernorm", config.q_lora_rank),
+                    ("kv_a_layernorm", config.kv_lora_rank),
+                ):
+                    setattr(mixer, norm, GatedNorm(width, (hidden / width) ** 0.5))
+            layer.self_attn = Between(mixer, GatedNorm(hidden))
+            layer.mlp = Between(layer.mlp, GatedNorm(hidden))
+            layer.input_layernorm, layer.post_attention_layernorm = (
+                GatedNorm(hidden) for _ in range(2)
+            )
+        self.model.norm = GatedNorm(hidden)
+
+    @classmethod
+    def load(cls, model_dir: Path) -> GigaChat:
+        """The model in a directory. Raises RuntimeError unless it has exactly these tensors."""
+        config = json.loads((model_dir / "config.json").read_text())
+        with_attention = config["full_attention_layers"]
+        model = cls(
+            DeepseekV3Config(
+                **config,
+                layer_types=[
+                    "full_attention" if i in with_attention else "linear_attention"
+                    for i in range(config["num_hidden_layers"])
+                ],
+                attn_implementation="eager",
+            )
+        )
+        found = {}
+        for name, tensor in load_file(model_dir / "model.safetensors").items():
+            for before, after in AROUND.items():
+                name = re.sub(before, after, name)
+            if name.endswith("layer.norm.weight"):  # a delta net's
+                tensor = 2 * tensor
+            elif name.endswith("norm.weight"):
+                tensor = 1 + tensor
+            found[name] = tensor
+        stack_experts(found, model.config, "mlp.layer.experts")
+        model.load_state_dict(found)
+        return model.eval()
+
+
+AROUND = {
+    r"\.self_attn\.": ".self_attn.layer.",
+    r"\.mlp\.": ".mlp.layer.",
+    r"\.post_self_attn_layernorm\.": ".self_attn.behind.",
+    r"\.post_feedforward_layernorm\.": ".mlp.behind.",
+    r"\.self_attn\.layer\.gate_proj\.": ".self_attn.layer.g_proj.",
+    r"(norm|behind)\.weight$": r"\1.norm.weight",
+    r"layer\.norm\.norm\.weight$": "layer.norm.weight",
+}
+"""Names of GigaChat's tensors, and what they are here, one after the other."""
+
+
+def stack_experts(found: dict[str, Tensor], config: Any, place: str) -> None:
+    """Put the matrices of a layer's experts into one tensor each, as transformers has them."""
+    for index in range(config.num_hidden_layers):
+        experts = f"model.layers.{index}.{place}"
+        if f"{experts}.0.up_proj.weight" not in found:
+            continue
+        gate, up, down = (
+            torch.stack(
+                [
+                    found.pop(f"{experts}.{one}.{part}_proj.weight")
+                    for one in range(config.n_routed_experts)
+                ]
+            )
+            for part in ("gate", "up", "down")
+        )
+        found[f"{experts}.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        found[f"{experts}.down_proj"] = down
 
 
 RENAMED = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
@@ -206,18 +341,5 @@ def _renamed(tensors: dict[str, Tensor], model: Ling) -> dict[str, Tensor]:
         layer = f"model.layers.{index}"
         convolutions = [f"{layer}.self_attn.{part}_conv1d.weight" for part in "qkv"]
         stack(f"{layer}.self_attn.conv1d.weight", convolutions)
-        experts = f"{layer}.mlp.experts"
-        if f"{experts}.0.up_proj.weight" not in found:
-            continue
-        gate, up, down = (
-            torch.stack(
-                [
-                    found.pop(f"{experts}.{one}.{part}_proj.weight")
-                    for one in range(config.n_routed_experts)
-                ]
-            )
-            for part in ("gate", "up", "down")
-        )
-        found[f"{experts}.gate_up_proj"] = torch.cat([gate, up], dim=1)
-        found[f"{experts}.down_proj"] = down
+    stack_experts(found, config, "mlp.experts")
     return found

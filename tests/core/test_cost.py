@@ -310,6 +310,9 @@ def test_other_models_of_latent_attention_by_hand() -> None:
     assert found.kv_bytes_per_token == kimi.kv_bytes_per_token
     ungated = {**giga, "full_attention_layers": [1], "gated_attention": False}
     assert found.linear - CostModel.from_config(ungated).linear == 2 * 64 * 4 * 12
+    plain = {**giga, "full_attention_layers": [1], "norm_type": "LlamaRMSNorm"}
+    widths = 4 * 3 * 64 + 32  # four norms a block, and one of the latent
+    assert found.linear - CostModel.from_config(plain).linear == 4 * 16 * widths
     assert found == CostModel.from_config({**giga, "layer_types": kinds})
     for model in (kimi, lightning, found):
         assert model.assumed == ""

@@ -30,7 +30,7 @@ KINDS = {
     "kimi_linear": ("Kimi delta attention", "kimi-linear"),
     "glm5_next_text": ("Kimi delta attention", ""),
     "bailing_hybrid": ("Kimi delta attention", "ling-3"),
-    "gigachat3_5": ("gated delta net", ""),
+    "gigachat3_5": ("gated delta net", "gigachat-3.5"),
     "lfm2": ("short convolution", "lfm2"),
     "zaya": ("compressed convolution", "zaya"),
     "mamba2": ("Mamba-2", "mamba2"),

@@ -33,6 +33,8 @@ from sglang_hybrid.core.costs.model_parts import (
 )
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+GIGACHAT_NORM_RANK = 16
+"""Between the two matrices of a norm's gate (SGLang's models/gigachat35.py:45)."""
 
 
 @dataclass(frozen=True)
@@ -290,10 +292,26 @@ def _bailing(config: Config) -> list[Layer]:
 
 
 def _gigachat(config: Config) -> list[Layer]:
-    """GigaChat 3.5: gated delta nets, and gated latent attention in the blocks that are named."""
+    """GigaChat 3.5: gated delta nets, and gated latent attention in the blocks that are named.
+    Norms in front of layers, behind them and of latents have gates, which two matrices make.
+    """
     named_ones = set(config.get("full_attention_layers") or ())
     kinds = ["" if i in named_ones else "linear" for i in range(layer_count(config))]
-    return _beside_latent_attention(config, mixer_kinds(config, kinds), _delta_net_of(config))
+    delta = _delta_net_of(config)
+    layers = _beside_latent_attention(config, mixer_kinds(config, kinds), delta)
+    if "Gated" not in str(config.get("norm_type", "ZeroCenteredGatedNorm")):
+        return layers
+    norms = 2 if config.get("layernorm_type", "pre_post") == "pre_post" else 1
+    beside = norms * integer(config, "hidden_size")
+    latents = integer(config, "kv_lora_rank") + integer(config, "q_lora_rank", default=0)
+    return [
+        replace(
+            layer,
+            per_token=layer.per_token
+            + 4 * GIGACHAT_NORM_RANK * (beside + (latents if layer.kv_values else 0)),
+        )
+        for layer in layers
+    ]
 
 
 def _lfm2(config: Config) -> list[Layer]:

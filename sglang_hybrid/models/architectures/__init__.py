@@ -5,6 +5,7 @@ from __future__ import annotations
 from sglang_hybrid.models.architectures.base import Architecture, Model, Scale
 from sglang_hybrid.models.architectures.falcon_h1 import falcon_h1
 from sglang_hybrid.models.architectures.falcon_mamba import falcon_mamba
+from sglang_hybrid.models.architectures.gigachat import gigachat_3_5
 from sglang_hybrid.models.architectures.granite_hybrid import granite_hybrid
 from sglang_hybrid.models.architectures.kimi_linear import kimi_linear
 from sglang_hybrid.models.architectures.lfm2 import lfm2, lfm2_moe
@@ -28,6 +29,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "kimi-linear": kimi_linear,
     "ling-2.5": ling_2_5,
     "ling-3": ling_3,
+    "gigachat-3.5": gigachat_3_5,
     "lfm2": lfm2,
     "lfm2-moe": lfm2_moe,
     "zaya": zaya,
