@@ -90,7 +90,7 @@ class LightningAttention(nn.Module):
         groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
         normed = groups.reshape(tokens, -1) * self.g_norm.weight
         gated = normed * self.g_proj(hidden_states)[0].sigmoid()
-        return self.dense(gated)[None], None
+        return self.dense(gated.to(hidden_states.dtype))[None], None
 
 
 class BoundedDeltaAttention(Glm5NextTextLinearAttention):

@@ -1,7 +1,7 @@
 """Mixture-of-experts blocks where SGLang's own torch forms are missing or fall short."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -50,6 +50,19 @@ def moe_forward_native(layer: Any, x: Tensor, topk_output: Any, moe_runner_confi
     if config.routed_scaling_factor and not layer.should_fuse_routed_scaling_factor_in_topk:
         out *= config.routed_scaling_factor
     return out.to(x.dtype)
+
+
+def scaled_once(init: Callable[..., None]) -> Callable[..., None]:
+    """How DeepSeek's experts are made: without the scale of their sum, which that layer multiplies
+    with itself where the device is not CUDA (models/deepseek_v2.py:1239, 1422).
+    """
+
+    @wraps(init)
+    def made(layer: Any, *given: Any, **named: Any) -> None:
+        init(layer, *given, **named)
+        layer.experts.moe_runner_config.routed_scaling_factor = None
+
+    return made
 
 
 def fused_gate_sigmoid_mul_add(
