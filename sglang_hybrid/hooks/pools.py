@@ -64,11 +64,18 @@ def smaller_latents(pool: type) -> Callable[..., Any]:
 
 
 def smaller_states(pool: type) -> Callable[..., Any]:
-    """As `smaller_latents`, for states."""
+    """As `smaller_latents`, for states. Windows without values (lightning attention has no
+    convolution) are left out: SGLang takes their rows for strided, stages them, takes the staged
+    ones for strided, and so on until the server ends (pool_host/mamba.py:596).
+    """
 
     def build(*args: Any, **kwargs: Any) -> Any:
         from sglang_hybrid.storage.codecs.coded_pools import coded_state_pool
 
-        return coded_state_pool(pool)(*args, **kwargs)
+        built = coded_state_pool(pool)(*args, **kwargs)
+        if not any(built.conv_state_elem_sizes):
+            built.conv_state_shapes, built.conv_state_elem_sizes = [], []
+            built.conv_buffer = []
+        return built
 
     return build

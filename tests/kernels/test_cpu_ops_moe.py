@@ -68,3 +68,17 @@ def test_torch_multiplies_into_a_wider_type():
     product = torch.mm(a, b, out_dtype=torch.float32)
     assert product.dtype == torch.float32
     assert_close(product, a.double() @ b.double(), FP32)
+
+
+def test_deepseeks_layer_scales_its_experts_itself():
+    """It multiplies their sum once more where the device is not CUDA."""
+
+    class Layer:
+        def __init__(self, scale):
+            config = SimpleNamespace(routed_scaling_factor=scale)
+            self.experts, self.scale = SimpleNamespace(moe_runner_config=config), scale
+
+    Layer.__init__ = moe.scaled_once(Layer.__init__)
+    layer = Layer(2.5)
+    assert layer.experts.moe_runner_config.routed_scaling_factor is None
+    assert layer.scale == 2.5

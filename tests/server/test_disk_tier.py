@@ -130,7 +130,8 @@ def test_what_was_learnt_outlives_a_server_that_is_killed(tiered: Serve, disk: P
 
 @pytest.mark.parametrize("page", ["1", "16"])
 @pytest.mark.parametrize(
-    "architecture", ["nemotron-h", "falcon-h1", "granite-hybrid", "qwen3-next", "kimi-linear"]
+    "architecture",
+    ["nemotron-h", "falcon-h1", "granite-hybrid", "qwen3-next", "kimi-linear", "ling-2.5"],
 )
 def test_a_restart_finds_kv_and_states(
     tiered: Serve, disk: Path, architecture: str, page: str

@@ -91,6 +91,7 @@ MIXTURES = [
     ("qwen3-next", ("--page-size", "16", *IN_PAGES)),
     ("lfm2", ()),
     ("zaya", ()),
+    ("ling-2.5", ()),
     ("kimi-linear", ()),
     ("kimi-linear", ("--hybrid-memory", "split", "--page-size", "16", *IN_PAGES)),
     ("kimi-linear", ("--tp-size", "2")),
