@@ -33,15 +33,15 @@ pip_install() {
 # Sets what uv is called with, from pip's files and PIP_... variables: uv has names of its own for
 # pip's settings, and would take the first index that has a package, where pip takes the newest.
 read_pip_settings() {
-    local from listed name place value
+    local from listed pips uvs value
     listed=$("$VENV/bin/python" -m pip config list 2>/dev/null)
     uv_settings=(UV_INDEX_STRATEGY=unsafe-best-match)
-    while read -r place name; do
+    while read -r pips uvs; do
         for from in :env: install global; do
-            value=$(sed -n "s/^$from\.$place='\(.*\)'\$/\1/p" <<<"$listed")
+            value=$(sed -n "s/^$from\.$pips='\(.*\)'\$/\1/p" <<<"$listed")
             [ -z "$value" ] || break
         done
-        [ -z "$value" ] || uv_settings+=("$name=${value//\\n/ }")
+        [ -z "$value" ] || uv_settings+=("$uvs=${value//\\n/ }")
     done <<'SETTINGS'
 index-url UV_DEFAULT_INDEX
 extra-index-url UV_EXTRA_INDEX_URL

@@ -176,6 +176,47 @@ class Ling(DeepseekV3ForCausalLM):
         return model.eval()
 
 
+RENAMED = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
+NAMES = {
+    "word_embeddings": "embed_tokens",
+    "attention": "self_attn",
+    "expert_bias": "e_score_correction_bias",
+}
+OF_KDA = {
+    "f_proj": "forget_gate.f_b_proj",
+    "g_proj": "g_b_proj",
+    "A_log": "forget_gate.A_log",
+    "dt_bias": "forget_gate.dt_bias",
+}
+
+
+def _renamed(tensors: dict[str, Tensor], model: Ling) -> dict[str, Tensor]:
+    """Tensors by the names that transformers' parts have for them; experts and the convolutions of
+    a layer are stacked.
+    """
+    config, found = model.config, {}
+    for name, tensor in tensors.items():
+        parts = [NAMES.get(part, part) for part in name.split(".")]
+        if "self_attn" in parts:
+            linear = config.layer_types[int(parts[2])] == "linear_attention"
+            own = OF_KDA if not config.lightning else {}
+            parts = [(own if linear else {"dense": "o_proj"}).get(part, part) for part in parts]
+        found[".".join(parts)] = tensor
+    if config.tie_word_embeddings:
+        found["lm_head.weight"] = found["model.embed_tokens.weight"]
+
+    def stack(into: str, pieces: list[str]) -> None:
+        if pieces[0] in found:
+            found[into] = torch.cat([found.pop(piece) for piece in pieces])
+
+    for index in range(config.num_hidden_layers):
+        layer = f"model.layers.{index}"
+        convolutions = [f"{layer}.self_attn.{part}_conv1d.weight" for part in "qkv"]
+        stack(f"{layer}.self_attn.conv1d.weight", convolutions)
+    stack_experts(found, config, "mlp.experts")
+    return found
+
+
 class GatedNorm(nn.Module):
     """An RMS norm times ``scale`` and twice a sigmoid gate, which two small matrices make of what
     is normed. Weights are stored as their difference from one.
@@ -206,8 +247,8 @@ class GigaChatDeltaNet(Qwen3NextGatedDeltaNet):
         return super().forward(hidden_states, cache_params=past_key_values), None
 
 
-class Between(nn.Module):
-    """A layer between a norm in front of it and a norm behind it."""
+class Normed(nn.Module):
+    """A layer, and the norm of what comes out of it."""
 
     def __init__(self, layer: nn.Module, behind: nn.Module) -> None:
         super().__init__()
@@ -237,8 +278,8 @@ class GigaChat(DeepseekV3ForCausalLM):
                     ("kv_a_layernorm", config.kv_lora_rank),
                 ):
                     setattr(mixer, norm, GatedNorm(width, (hidden / width) ** 0.5))
-            layer.self_attn = Between(mixer, GatedNorm(hidden))
-            layer.mlp = Between(layer.mlp, GatedNorm(hidden))
+            layer.self_attn = Normed(mixer, GatedNorm(hidden))
+            layer.mlp = Normed(layer.mlp, GatedNorm(hidden))
             layer.input_layernorm, layer.post_attention_layernorm = (
                 GatedNorm(hidden) for _ in range(2)
             )
@@ -302,44 +343,3 @@ def stack_experts(found: dict[str, Tensor], config: Any, place: str) -> None:
         )
         found[f"{experts}.gate_up_proj"] = torch.cat([gate, up], dim=1)
         found[f"{experts}.down_proj"] = down
-
-
-RENAMED = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
-NAMES = {
-    "word_embeddings": "embed_tokens",
-    "attention": "self_attn",
-    "expert_bias": "e_score_correction_bias",
-}
-OF_KDA = {
-    "f_proj": "forget_gate.f_b_proj",
-    "g_proj": "g_b_proj",
-    "A_log": "forget_gate.A_log",
-    "dt_bias": "forget_gate.dt_bias",
-}
-
-
-def _renamed(tensors: dict[str, Tensor], model: Ling) -> dict[str, Tensor]:
-    """Tensors by the names that transformers' parts have for them; experts and the convolutions of
-    a layer are stacked.
-    """
-    config, found = model.config, {}
-    for name, tensor in tensors.items():
-        parts = [NAMES.get(part, part) for part in name.split(".")]
-        if "self_attn" in parts:
-            linear = config.layer_types[int(parts[2])] == "linear_attention"
-            own = OF_KDA if not config.lightning else {}
-            parts = [(own if linear else {"dense": "o_proj"}).get(part, part) for part in parts]
-        found[".".join(parts)] = tensor
-    if config.tie_word_embeddings:
-        found["lm_head.weight"] = found["model.embed_tokens.weight"]
-
-    def stack(into: str, pieces: list[str]) -> None:
-        if pieces[0] in found:
-            found[into] = torch.cat([found.pop(piece) for piece in pieces])
-
-    for index in range(config.num_hidden_layers):
-        layer = f"model.layers.{index}"
-        convolutions = [f"{layer}.self_attn.{part}_conv1d.weight" for part in "qkv"]
-        stack(f"{layer}.self_attn.conv1d.weight", convolutions)
-    stack_experts(found, config, "mlp.experts")
-    return found

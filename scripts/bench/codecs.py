@@ -30,7 +30,7 @@ DOCUMENT, MOST = 522, 60
 PURE_SSM = ("mamba2", "falcon_mamba")
 TOKEN_BY_TOKEN = ("falcon_mamba",)
 """Transformers forgets this one's state when several tokens follow a cache."""
-OTHER_NAMES = ("zaya", "ling-2.5", "ling-3", "gigachat-3.5")
+UNREAD = ("zaya", "ling-2.5", "ling-3", "gigachat-3.5")
 """Models that transformers does not read: it has other names for ZAYA1's tensors, and no class for
 the others."""
 
@@ -47,13 +47,13 @@ def codecs(
 ) -> None:
     """Smaller copies below the device: bytes, what they change in a model's answers, hit rates.
 
-    For each tiny architecture but ZAYA1 a prefix of 512 tokens is computed, its KV and states are
-    encoded and decoded once, and the next 64 tokens are computed from them (transformers' own
-    models, float32). Errors are differences of log probabilities to what the untouched copy gives:
-    over all tokens of the vocabulary at all 64 positions, and of the token that is most likely. The
-    trained model answers questions about as many facts below a text, from copies of all but the
-    last token. Then generated traffic is replayed with sizes of Nemotron-H-8B in one memory of so
-    many gigabytes.
+    For each tiny architecture that transformers reads, a prefix of 512 tokens is computed, its KV
+    and states are encoded and decoded once, and the next 64 tokens are computed from them
+    (transformers' own models, float32). Errors are differences of log probabilities to what the
+    untouched copy gives: over all tokens of the vocabulary at all 64 positions, and of the token
+    that is most likely. The trained model answers questions about as many facts below a text, from
+    copies of all but the last token. Then generated traffic is replayed with sizes of
+    Nemotron-H-8B in one memory of so many gigabytes.
     """
     print("Bytes of tiny models' copies, and errors of log probabilities\n")
     table = Table(
@@ -62,7 +62,7 @@ def codecs(
         text=2,
     )
     with tempfile.TemporaryDirectory() as folder:
-        for architecture in [name for name in ARCHITECTURES if name not in OTHER_NAMES]:
+        for architecture in [name for name in ARCHITECTURES if name not in UNREAD]:
             path = build_tiny_model(architecture, Path(folder) / architecture)
             show_errors(table, architecture, path, prompts)
         print("\nRight answers of the trained model from a copy, of so many questions\n")

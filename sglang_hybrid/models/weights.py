@@ -53,6 +53,16 @@ class AttentionShape:
     head_dim: int
 
 
+@dataclass(frozen=True)
+class DeltaNetShape:
+    """Sizes of a gated delta net. ``taps`` are those of its convolution."""
+
+    key_heads: int
+    value_heads: int
+    head_dim: int
+    taps: int
+
+
 @dataclass
 class Weights:
     """The tensors of one model, filled by name."""
@@ -124,6 +134,27 @@ class Weights:
         self.linear(f"{prefix}.gate_proj.weight", inner, hidden)
         self.linear(f"{prefix}.up_proj.weight", inner, hidden)
         self.linear(f"{prefix}.down_proj.weight", hidden, inner, gain=gain)
+
+    def experts(self, prefix: str, hidden: int, inner: int, count: int, bias: str) -> None:
+        """A router whose choice has a ``bias`` of that name, ``count`` SwiGLU experts, and one that
+        all tokens share, as DeepSeek-V3 has them.
+        """
+        self.linear(f"{prefix}.gate.weight", count, hidden, gain=1.5)
+        self.normal(f"{prefix}.gate.{bias}", count, std=0.05)
+        for expert in range(count):
+            self.gated_mlp(f"{prefix}.experts.{expert}", hidden, inner, gain=1.0)
+        self.gated_mlp(f"{prefix}.shared_experts", hidden, inner, gain=1.0)
+
+    def delta_net(self, prefix: str, hidden: int, shape: DeltaNetShape) -> None:
+        """A gated delta net as Qwen3-Next has it."""
+        keys, values = shape.key_heads * shape.head_dim, shape.value_heads * shape.head_dim
+        self.linear(f"{prefix}.in_proj_qkvz.weight", 2 * keys + 2 * values, hidden)
+        self.linear(f"{prefix}.in_proj_ba.weight", 2 * shape.value_heads, hidden, gain=0.7)
+        self.conv(f"{prefix}.conv1d.weight", 2 * keys + values, shape.taps)
+        self.decay_rates(f"{prefix}.A_log", shape.value_heads)
+        self.time_steps(f"{prefix}.dt_bias", shape.value_heads)
+        self.ones(f"{prefix}.norm.weight", shape.head_dim)
+        self.linear(f"{prefix}.out_proj.weight", hidden, values, gain=1.2)
 
     def decay_rates(self, name: str, *shape: int) -> None:
         """Logarithms of rates between 1 and 16 (Mamba-2 initialises in the same range)."""

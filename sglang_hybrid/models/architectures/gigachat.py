@@ -4,7 +4,7 @@ front of and behind each of them, which have gates of their own."""
 from __future__ import annotations
 
 from sglang_hybrid.models.architectures.base import BASE_CONFIG, Model, Scale, tiny_only
-from sglang_hybrid.models.weights import Weights
+from sglang_hybrid.models.weights import DeltaNetShape, Weights
 
 LAYERS = 6
 ATTENTION_LAYERS = [2, 5]
@@ -18,11 +18,8 @@ VALUE_DIM = 32
 QUERY_LATENT = 64
 LATENT = 256
 """With the shared part one of the two sizes that SGLang's Triton kernel decodes with."""
-LINEAR_KEY_HEADS = 2
-LINEAR_VALUE_HEADS = 6
-"""Three to a key head, as in the tiny Qwen3-Next."""
-LINEAR_HEAD_DIM = 32
-TAPS = 4
+DELTA_NET = DeltaNetShape(key_heads=2, value_heads=6, head_dim=32, taps=4)
+"""Three value heads to a key head, as in the tiny Qwen3-Next."""
 EXPERTS = 4
 ACTIVE_EXPERTS = 2
 EXPERT = 128
@@ -48,11 +45,11 @@ CONFIG = BASE_CONFIG | {
     "head_dim": TURNED_KEY_DIM,
     "gated_attention": True,
     "use_mla_scaling_factor": True,
-    "linear_conv_kernel_dim": TAPS,
-    "linear_key_head_dim": LINEAR_HEAD_DIM,
-    "linear_value_head_dim": LINEAR_HEAD_DIM,
-    "linear_num_key_heads": LINEAR_KEY_HEADS,
-    "linear_num_value_heads": LINEAR_VALUE_HEADS,
+    "linear_conv_kernel_dim": DELTA_NET.taps,
+    "linear_key_head_dim": DELTA_NET.head_dim,
+    "linear_value_head_dim": DELTA_NET.head_dim,
+    "linear_num_key_heads": DELTA_NET.key_heads,
+    "linear_num_value_heads": DELTA_NET.value_heads,
     "linear_sigmoid_gate_scale": 2.0,
     "output_gate_type": "sigmoid",
     "norm_type": "ZeroCenteredGatedNorm",
@@ -90,11 +87,12 @@ def gigachat_3_5(seed: int, scale: Scale) -> Model:
         if index in ATTENTION_LAYERS:
             _latent_attention(weights, f"{layer}.self_attn")
         else:
-            _delta_net(weights, f"{layer}.self_attn")
+            weights.delta_net(f"{layer}.self_attn", HIDDEN, DELTA_NET)
         if index == 0:
             weights.gated_mlp(f"{layer}.mlp", HIDDEN, MLP, gain=1.0)
         else:
-            _experts(weights, f"{layer}.mlp")
+            bias = "e_score_correction_bias"
+            weights.experts(f"{layer}.mlp", HIDDEN, EXPERT, EXPERTS, bias)
     _gated_norm(weights, "model.norm", HIDDEN)
     weights.head("lm_head.weight", HIDDEN)
     return Model(CONFIG, weights)
@@ -116,22 +114,3 @@ def _latent_attention(weights: Weights, prefix: str) -> None:
     weights.linear(f"{prefix}.kv_b_proj.weight", HEADS * (KEY_DIM + VALUE_DIM), LATENT, gain=1.5)
     weights.linear(f"{prefix}.gate_proj.weight", HEADS * VALUE_DIM, HIDDEN)
     weights.linear(f"{prefix}.o_proj.weight", HIDDEN, HEADS * VALUE_DIM, gain=2.0)
-
-
-def _delta_net(weights: Weights, prefix: str) -> None:
-    keys, values = LINEAR_KEY_HEADS * LINEAR_HEAD_DIM, LINEAR_VALUE_HEADS * LINEAR_HEAD_DIM
-    weights.linear(f"{prefix}.in_proj_qkvz.weight", 2 * keys + 2 * values, HIDDEN)
-    weights.linear(f"{prefix}.in_proj_ba.weight", 2 * LINEAR_VALUE_HEADS, HIDDEN, gain=0.7)
-    weights.conv(f"{prefix}.conv1d.weight", 2 * keys + values, TAPS)
-    weights.decay_rates(f"{prefix}.A_log", LINEAR_VALUE_HEADS)
-    weights.time_steps(f"{prefix}.dt_bias", LINEAR_VALUE_HEADS)
-    weights.ones(f"{prefix}.norm.weight", LINEAR_HEAD_DIM)
-    weights.linear(f"{prefix}.out_proj.weight", HIDDEN, values, gain=1.2)
-
-
-def _experts(weights: Weights, prefix: str) -> None:
-    weights.linear(f"{prefix}.gate.weight", EXPERTS, HIDDEN, gain=1.5)
-    weights.normal(f"{prefix}.gate.e_score_correction_bias", EXPERTS, std=0.05)
-    for expert in range(EXPERTS):
-        weights.gated_mlp(f"{prefix}.experts.{expert}", HIDDEN, EXPERT, gain=1.0)
-    weights.gated_mlp(f"{prefix}.shared_experts", HIDDEN, EXPERT, gain=1.0)

@@ -30,7 +30,6 @@ LATENT = 256
 EXPERTS = 4
 ACTIVE_EXPERTS = 2
 EXPERT = 128
-
 QUERY_LATENT = 64
 """Of Ling 3."""
 DELTA_HEAD_DIM = 32
@@ -124,7 +123,7 @@ def _layers(
         if index == 0:
             weights.gated_mlp(f"{layer}.mlp", HIDDEN, MLP, gain=1.0)
         else:
-            _experts(weights, f"{layer}.mlp")
+            weights.experts(f"{layer}.mlp", HIDDEN, EXPERT, EXPERTS, bias="expert_bias")
     weights.ones("model.norm.weight", HIDDEN)
 
 
@@ -172,11 +171,3 @@ def _keys_and_values(weights: Weights, prefix: str) -> None:
     weights.linear(f"{prefix}.kv_a_proj_with_mqa.weight", LATENT + TURNED_KEY_DIM, HIDDEN)
     weights.ones(f"{prefix}.kv_a_layernorm.weight", LATENT)
     weights.linear(f"{prefix}.kv_b_proj.weight", HEADS * (KEY_DIM + VALUE_DIM), LATENT, gain=1.5)
-
-
-def _experts(weights: Weights, prefix: str) -> None:
-    weights.linear(f"{prefix}.gate.weight", EXPERTS, HIDDEN, gain=1.5)
-    weights.normal(f"{prefix}.gate.expert_bias", EXPERTS, std=0.05)
-    for expert in range(EXPERTS):
-        weights.gated_mlp(f"{prefix}.experts.{expert}", HIDDEN, EXPERT, gain=1.0)
-    weights.gated_mlp(f"{prefix}.shared_experts", HIDDEN, EXPERT, gain=1.0)

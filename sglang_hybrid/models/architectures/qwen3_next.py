@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from sglang_hybrid.models.architectures.base import BASE_CONFIG, Model, Scale, tiny_only
-from sglang_hybrid.models.weights import AttentionShape, Weights
+from sglang_hybrid.models.weights import AttentionShape, DeltaNetShape, Weights
 
 LAYERS = 6
 ATTENTION_INTERVAL = 3
 HIDDEN = 128
 ATTENTION = AttentionShape(heads=4, kv_heads=2, head_dim=32)
-KEY_HEADS = 2
-# Three value heads to a key head: SGLang then splits the projections with plain torch; for one,
-# two and four it has a Triton kernel only.
-VALUE_HEADS = 6
-LINEAR_HEAD_DIM = 32
-TAPS = 4
+DELTA_NET = DeltaNetShape(key_heads=2, value_heads=6, head_dim=32, taps=4)
+"""Three value heads to a key head: SGLang then splits the projections with plain torch; for one,
+two and four it has a Triton kernel only.
+"""
 EXPERTS = 4
 ACTIVE_EXPERTS = 2
 EXPERT = 128
@@ -34,11 +32,11 @@ CONFIG = BASE_CONFIG | {
     "attention_bias": False,
     "rope_theta": 10000.0,
     "partial_rotary_factor": 0.25,
-    "linear_num_key_heads": KEY_HEADS,
-    "linear_num_value_heads": VALUE_HEADS,
-    "linear_key_head_dim": LINEAR_HEAD_DIM,
-    "linear_value_head_dim": LINEAR_HEAD_DIM,
-    "linear_conv_kernel_dim": TAPS,
+    "linear_num_key_heads": DELTA_NET.key_heads,
+    "linear_num_value_heads": DELTA_NET.value_heads,
+    "linear_key_head_dim": DELTA_NET.head_dim,
+    "linear_value_head_dim": DELTA_NET.head_dim,
+    "linear_conv_kernel_dim": DELTA_NET.taps,
     # SGLang has no dense form of this architecture.
     "num_experts": EXPERTS,
     "num_experts_per_tok": ACTIVE_EXPERTS,
@@ -65,23 +63,12 @@ def qwen3_next(seed: int, scale: Scale) -> Model:
         if (index + 1) % ATTENTION_INTERVAL == 0:
             weights.gated_attention(f"{layer}.self_attn", HIDDEN, ATTENTION, gain=1.5)
         else:
-            _delta_net(weights, f"{layer}.linear_attn")
+            weights.delta_net(f"{layer}.linear_attn", HIDDEN, DELTA_NET)
         weights.zeros(f"{layer}.post_attention_layernorm.weight", HIDDEN)
         _experts(weights, f"{layer}.mlp")
     weights.zeros("model.norm.weight", HIDDEN)
     weights.head("lm_head.weight", HIDDEN)
     return Model(CONFIG, weights)
-
-
-def _delta_net(weights: Weights, prefix: str) -> None:
-    keys, values = KEY_HEADS * LINEAR_HEAD_DIM, VALUE_HEADS * LINEAR_HEAD_DIM
-    weights.linear(f"{prefix}.in_proj_qkvz.weight", 2 * keys + 2 * values, HIDDEN)
-    weights.linear(f"{prefix}.in_proj_ba.weight", 2 * VALUE_HEADS, HIDDEN, gain=0.7)
-    weights.conv(f"{prefix}.conv1d.weight", 2 * keys + values, TAPS)
-    weights.decay_rates(f"{prefix}.A_log", VALUE_HEADS)
-    weights.time_steps(f"{prefix}.dt_bias", VALUE_HEADS)
-    weights.ones(f"{prefix}.norm.weight", LINEAR_HEAD_DIM)
-    weights.linear(f"{prefix}.out_proj.weight", HIDDEN, values, gain=1.2)
 
 
 def _experts(weights: Weights, prefix: str) -> None:

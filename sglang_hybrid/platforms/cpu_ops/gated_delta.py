@@ -338,7 +338,7 @@ def fused_sigmoid_mul(
 
 def layernorm_fn(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
     z: Tensor | None = None,
     eps: float = 1e-6,
@@ -352,9 +352,17 @@ def layernorm_fn(
     """
     if not (norm_before_gate and is_rms_norm):
         raise ValueError("layernorm_fn on the CPU platform is an RMS norm, gated behind it.")
-    y = x.float().view(*x.shape[:-1], -1, group_size or x.shape[-1])
-    y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + eps)
-    return _weighted(y.view(x.shape), z, weight, bias, activation).to(x.dtype)
+    if activation not in ("swish", "silu", "sigmoid"):
+        raise ValueError(f"A gate is swish, silu or sigmoid, not {activation!r}.")
+    size = group_size or x.shape[-1]
+    groups = x.float().view(*x.shape[:-1], x.shape[-1] // size, size)
+    y = (groups * torch.rsqrt((groups * groups).mean(-1, keepdim=True) + eps)).flatten(-2)
+    y = y if weight is None else y * weight.float()
+    y = y if bias is None else y + bias.float()
+    if z is not None:
+        gate = z.float().view_as(y)
+        y = y * (gate.sigmoid() if activation == "sigmoid" else silu(gate))
+    return y.to(x.dtype)
 
 
 def rms_norm_gated(
@@ -371,20 +379,4 @@ def rms_norm_gated(
     """``rms_norm(x) * weight + bias``, gated by ``silu(g)`` or ``sigmoid(g)``; shapes [..., D]."""
     if residual is not None or prenorm:
         raise ValueError("rms_norm_gated on the CPU platform takes no residual.")
-    y = x.float()
-    y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + eps)
-    return _weighted(y, g, weight, bias, activation).to(x.dtype)
-
-
-def _weighted(
-    y: Tensor, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, activation: str
-) -> Tensor:
-    """``y * weight + bias``, gated by ``silu(gate)`` or ``sigmoid(gate)``; shapes [..., D]."""
-    if activation not in ("swish", "silu", "sigmoid"):
-        raise ValueError(f"A gate is swish, silu or sigmoid, not {activation!r}.")
-    y = y if weight is None else y * weight.float()
-    y = y if bias is None else y + bias.float()
-    if gate is None:
-        return y
-    gate = gate.float().view_as(y)
-    return y * (gate.sigmoid() if activation == "sigmoid" else silu(gate))
+    return layernorm_fn(x, weight, bias, g, eps, is_rms_norm=True, activation=activation)
