@@ -101,6 +101,14 @@ def _use_our_attention_on_cpu() -> None:
         if resolving_view(server_args).attention_backend is None:
             declare_resolution(server_args, "sglang_hybrid", attention_backend=CPU_ATTENTION)
 
+    @register_resolution_hook("handle_page_major_kv_layout")
+    def handle_page_major_kv_layout(
+        server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
+    ) -> None:
+        """The unified pool's rows lie apart, which SGLang allows backends of its own only."""
+        if resolving_view(server_args).enable_unified_memory:
+            declare_resolution(server_args, "sglang_hybrid", enable_page_major_kv_layout=True)
+
 
 def _settle_states() -> None:
     """A step of SGLang's resolution settles how states are kept and what room they get."""

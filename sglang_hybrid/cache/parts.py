@@ -17,7 +17,7 @@ from sglang.srt.runtime_context import (
 )
 
 from sglang_hybrid.cache.learning import Learning
-from sglang_hybrid.cache.memory.allocators import OneMemoryKV
+from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.cache.queue.clock import StepClock
 from sglang_hybrid.cache.records.shadow_tree import ShadowTree
 from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
     from sglang_hybrid.core.costs.cost import CostModel
-    from sglang_hybrid.core.memory.account import Account
+    from sglang_hybrid.core.memory.account import SharedBytes
     from sglang_hybrid.serving.config import HybridConfig
 
 
@@ -65,7 +65,7 @@ class Parts:
     options: HybridConfig
     start: Spec
     cost: CostModel
-    account: Account | None
+    account: SharedBytes | None
     stats: CacheStats
     shadow_tree: ShadowTree | None
     decision_log: DecisionLog
@@ -103,7 +103,8 @@ def build_parts(
     alpha = options.alpha
     start = Spec(options.policy.value, () if alpha is None else (("alpha", alpha),))
     allocator = params.token_to_kv_pool_allocator
-    account = allocator.account if isinstance(allocator, OneMemoryKV) else None
+    memory = shared_memory(allocator)
+    account = None if memory is None else memory.account
     measured, stats = measured_cost(cost, params), CacheStats()
     shadow_tree: ShadowTree | None = None
     on_cpu = str(getattr(allocator, "device", "cpu")) == "cpu"

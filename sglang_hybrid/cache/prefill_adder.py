@@ -13,13 +13,14 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_disagg
 
-from sglang_hybrid.cache.memory.allocators import OneMemoryBudget
+from sglang_hybrid.cache.memory.shared import SharedBudget, shared_memory
 from sglang_hybrid.cache.queue.adder import QueuedCache, ScheduledPrefillAdder
 from sglang_hybrid.cache.state_slots.slots import free_slots, send_back
 from sglang_hybrid.core.costs.cost import ENDLESS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
     from sglang_hybrid.cache.planning import PrefillPlans
     from sglang_hybrid.cache.queue.served_queue import ServedQueue
@@ -37,6 +38,8 @@ class AdmittingCache(QueuedCache, Protocol):
     req_to_token_pool: Any
 
     def mamba_evictable_size(self) -> int: ...
+
+    def supports_mamba(self) -> bool: ...
 
 
 class HybridPrefillAdder(ScheduledPrefillAdder):
@@ -69,6 +72,11 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         self, *args: Any, waiting_queue: list[Req], coming: Sequence[Req] = (), **kwargs: Any
     ) -> None:
         super().__init__(*args, waiting_queue=waiting_queue, **kwargs)
+        memory = shared_memory(self.token_to_kv_pool_allocator)
+        if memory is not None and self.tree_cache.supports_mamba():
+            sglangs: PrefillBudget = self.memory_budget
+            self.memory_budget: PrefillBudget = SharedBudget(memory, sglangs)
+            self._mamba_slot_cost, self.rem_mamba_slots = 0, None  # SGLang's, for its own pool
         self._promised = 0  # slots of requests already in this batch
         running = [] if self.running_batch is None else self.running_batch.reqs
         self._running = sum(not req.finished() for req in running)
@@ -105,7 +113,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
 
     def _slots_fit(self, req: Req, needed: int) -> bool:
         """Whether `needed` slots of its own are free or evictable, beside those promised."""
-        if isinstance(self.memory_budget, OneMemoryBudget):
+        if isinstance(self.memory_budget, SharedBudget):
             return self.memory_budget.slots_fit(needed + self._source(req), req.prefix_len)
         free = free_slots(self.tree_cache.req_to_token_pool.mamba_allocator)
         free += self.tree_cache.mamba_evictable_size()
@@ -116,7 +124,7 @@ class HybridPrefillAdder(ScheduledPrefillAdder):
         memory, take their bytes off the room for tokens, too. A negative number gives them back.
         """
         self._promised += slots
-        if isinstance(self.memory_budget, OneMemoryBudget):
+        if isinstance(self.memory_budget, SharedBudget):
             tokens = self.memory_budget.slots_as_tokens(slots)
             self.memory_budget.total_offset += tokens
             self.memory_budget.current_offset += tokens

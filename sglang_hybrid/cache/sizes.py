@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from sglang_hybrid.cache.memory.allocators import OneMemoryKV
+from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.serving.ranks import of_all_stages
 
@@ -39,9 +39,10 @@ def measured_cost(cost: CostModel | None, params: CacheInitParams) -> CostModel:
     """
     cost = cost or EVERY_TOKEN_ALIKE
     allocator = params.token_to_kv_pool_allocator
-    if isinstance(allocator, OneMemoryKV):
+    memory = shared_memory(allocator)
+    if memory is not None:
         return cost.with_sizes(
-            kv_bytes_per_token=allocator.token_bytes, state_bytes=allocator.states.granule_bytes
+            kv_bytes_per_token=memory.token_bytes, state_bytes=memory.state_bytes
         )
     kv_bytes = 0
     if allocator is not None:

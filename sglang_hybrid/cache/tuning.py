@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_hybrid.cache.learning import LearntBefore
-from sglang_hybrid.cache.memory.allocators import OneMemoryKV
+from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.cache.split_watch import SplitWatch
 from sglang_hybrid.cache.tiers.measured_speeds import SpeedsMeasured
@@ -144,9 +144,10 @@ class Tuning:
         states = 0
         if cache.is_mamba_enabled:
             states = int(tree.mamba_evictable_size() + tree.mamba_protected_size())
-        if isinstance(allocator, OneMemoryKV):
-            cached = kv * allocator.token_bytes + states * self._parts.cost.state_bytes
-            return int(allocator.free_bytes + cached)
+        memory = shared_memory(allocator)
+        if memory is not None:
+            cached = kv * memory.token_bytes + states * self._parts.cost.state_bytes
+            return int(memory.free_bytes + cached)
         if cache.is_mamba_enabled:
             states += int(cache.req_to_token_pool.mamba_allocator.available_size())
         return Split(kv + int(allocator.available_size()), states)

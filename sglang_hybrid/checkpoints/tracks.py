@@ -263,11 +263,14 @@ def prefill_tracks(
             "why_split() first and split the prefill instead."
         )
     tracks: StateTracks = forward_batch.state_tracks
+    slots = backend._translate_mamba_indices(tracks.slots)
+    if slots is not tracks.slots:  # one that was freed meanwhile is nowhere: row 0 is for padding
+        slots = slots.clamp(min=0)
     return PrefillTracks(
         tracks,
         forward_batch.extend_prefix_lens_cpu,
         forward_batch.extend_seq_lens_cpu,
-        backend._translate_mamba_indices(tracks.slots),
+        slots,
         cache_indices,
         cu_seqlens,
         every=scan.every,

@@ -44,7 +44,8 @@ def register() -> None:
 class HybridCpuAttnBackend(AttentionBackend):
     """Softmax attention over SGLang's KV pools on a CPU.
 
-    ahead: tokens that a draft model has made of each sequence, and SGLang has not counted.
+    ahead: tokens that a draft model has made of each sequence, and SGLang has not counted. With the
+    unified pool the table of requests has names of slots, and `_to_rows` says where they lie.
     """
 
     def __init__(self, model_runner: Any, ahead: int = 0) -> None:
@@ -53,6 +54,10 @@ class HybridCpuAttnBackend(AttentionBackend):
         self.device = model_runner.device
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self._to_rows: Callable[[Tensor], Tensor] | None = None
+        translator = getattr(model_runner, "kv_index_translator", None)
+        if translator is not None and translator.is_translating:
+            self._to_rows = model_runner.token_to_kv_pool_allocator.translate_kv_loc
         self._window_pool_layers: frozenset[int] = frozenset()
         if isinstance(self.token_to_kv_pool, SWAKVPool):
             layers = self.token_to_kv_pool.layers_mapping.items()
@@ -65,7 +70,7 @@ class HybridCpuAttnBackend(AttentionBackend):
         if self._window_pool_layers:
             to_window_pool = self.token_to_kv_pool.translate_loc_from_full_to_swa
         table = self.req_to_token_pool.req_to_token
-        self._batch = _Batch(forward_batch, table, to_window_pool, self._ahead)
+        self._batch = _Batch(forward_batch, table, self._to_rows, to_window_pool, self._ahead)
 
     def support_triton(self) -> bool:
         return False
@@ -169,10 +174,12 @@ class _Batch:
         self,
         forward_batch: ForwardBatch,
         table: Tensor,
+        to_rows: Callable[[Tensor], Tensor] | None,
         to_window_pool: Callable[[Tensor], Tensor] | None,
         ahead: int,
     ) -> None:
         self._table = table
+        self._to_rows = to_rows
         self._to_window_pool = to_window_pool
         self._rows: list[int] = forward_batch.req_pool_indices.tolist()
         self._lengths: list[int] = (forward_batch.seq_lens + ahead).tolist()
@@ -205,7 +212,8 @@ class _Batch:
         """Slots of all sequences' tokens, or of what their encoders left, in their order."""
         key = (encoder, window_pool)
         if key not in self._sequences:
-            in_place = self._table.dtype == torch.int32 and not (window_pool or any(self._encoder))
+            in_place = self._table.dtype == torch.int32 and self._to_rows is None
+            in_place = in_place and not (window_pool or any(self._encoder))
             if in_place and not encoder and self._new is None:
                 found = native.Sequences.of_rows(self._table, self._rows, self._lengths)
             else:
@@ -219,9 +227,8 @@ class _Batch:
         begin = 0 if encoder else self._encoder[i]
         end = self._encoder[i] if encoder else begin + self._lengths[i]
         found = self._table[self._rows[i], begin:end]
-        if window_pool and self._to_window_pool is not None:
-            found = self._to_window_pool(found)
-        return found
+        place = self._to_window_pool if window_pool else self._to_rows
+        return found if place is None else place(found)
 
 
 def rule_of(layer: RadixAttention, sinks: Tensor | None = None) -> Rule:

@@ -160,11 +160,13 @@ def _simulate_bandwidth() -> None:
 
 
 def _teach_torch_to_live_without_cuda() -> None:
-    """Three of torch's names raise without an accelerator, and SGLang uses them on every platform:
+    """Four of torch's names raise without an accelerator, and SGLang uses them on every platform:
     `Tensor.pin_memory` for each decode batch (sglang/srt/managers/schedule_batch.py, mamba track
-    mask), `torch.cuda.synchronize` where a draft model gets its target's embeddings, and
-    `torch.cuda.Event` where a prefill server sends what it has found in its cache.
+    mask), `torch.cuda.synchronize` where a draft model gets its target's embeddings,
+    `torch.cuda.Event` where a prefill server sends what it has found in its cache, and
+    `torch.cuda.current_stream` where rows of the unified pool move.
     """
+    from sglang_hybrid.platforms.cpu_ops import transfer_streams
 
     def pin_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
         return tensor
@@ -175,3 +177,4 @@ def _teach_torch_to_live_without_cuda() -> None:
     torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment,method-assign]
     torch.cuda.synchronize = synchronize
     torch.cuda.Event = torch.cpu.Event  # type: ignore[misc,assignment]
+    torch.cuda.current_stream = transfer_streams.current_stream  # type: ignore[assignment]

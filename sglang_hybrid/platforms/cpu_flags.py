@@ -12,7 +12,6 @@ from sglang_hybrid.serving.flag_values import flag_name
 from sglang_hybrid.serving.startup import StartupError
 
 NOT_ON_CPU = {
-    "enable_unified_memory": "SGLang's pages of KV and states in one pool need Triton kernels",
     "enable_page_major_kv_layout": "it needs Triton kernels",
 }
 """SGLang's flags that do not work without an accelerator, and why."""

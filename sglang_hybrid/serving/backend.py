@@ -21,7 +21,6 @@ REFUSED = {
     "enable_unified_cache_external_linker": "SGLang allows no other cache backend beside it",
     "enable_lmcache": "LMCache brings its own tree",
     "enable_flexkv": "FlexKV brings its own tree",
-    "enable_unified_memory": "its pools share their bytes, which is not accounted yet",
     "enable_session_radix_cache": "sessions order the victims themselves",
 }
 """SGLang's flags that the backend cannot honour, and why."""

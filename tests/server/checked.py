@@ -39,7 +39,7 @@ def check(self: SchedulerInvariantChecker) -> None:
 
 def check_slots(checker: SchedulerInvariantChecker) -> None:
     cache, pool = checker.tree_cache, checker.req_to_token_pool
-    owners = {"free": pool.mamba_allocator.free_slots.tolist()}
+    owners = {"free": free_ids(pool.mamba_allocator)}
     owners["tree"] = cache.all_mamba_values_flatten().tolist()
     if cache.plans.planner is not None:
         owners["under way"] = [
@@ -52,6 +52,13 @@ def check_slots(checker: SchedulerInvariantChecker) -> None:
     assert counted == Counter(range(1, pool.mamba_allocator.size + 1)), (
         f"state slots are lost or shared: {owners}"
     )
+
+
+def free_ids(allocator: Any) -> list[int]:
+    """Ids of slots that nobody has. In SGLang's pool `free_slots` are rows, and ids name them."""
+    end = getattr(allocator, "_multi_ended_allocator", None)
+    ids: list[int] = (allocator.free_slots if end is None else end.free_virtual_ids).tolist()
+    return ids
 
 
 def slots_of(req: Any) -> list[int]:

@@ -5,16 +5,16 @@ Line references are to sglang 0.5.23, mem_cache/allocator/.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from sglang.srt.utils import get_num_new_pages, rank_consensus_checker
 
+from sglang_hybrid.cache.memory.shared import SharedMemory
 from sglang_hybrid.core.memory.account import Account, MemoryKind
 
 if TYPE_CHECKING:
@@ -37,45 +37,7 @@ def _take(pool: GranulePool, count: int) -> Ids | None:
     return ids
 
 
-class OneMemoryBudget(PrefillBudget):
-    """Room for the requests of one prefill batch, in tokens: what is free, and what may be evicted
-    of either kind.
-    """
-
-    allocator: OneMemoryKV
-
-    def _available_and_evictable(self) -> int:
-        """A granule may stay partly used, so one is left out."""
-        allocator = self.allocator
-        tokens = (allocator.free_bytes + self._evictable_states()) // allocator.token_bytes
-        return int(tokens + self.tree_cache.full_evictable_size()) - allocator.granule_tokens + 1
-
-    def slots_as_tokens(self, slots: int) -> int:
-        """Tokens whose bytes hold so many states."""
-        return -(-slots * self.allocator.states.granule_bytes // self.allocator.token_bytes)
-
-    def slots_fit(self, slots: int, prefix_len: int) -> bool:
-        """Whether there would be room for so many states beside what has been admitted, if all were
-        evicted that may be, but for a prefix of `prefix_len` tokens. A state needs whole granules:
-        one that a running request uses a row of counts as all in use.
-        """
-        allocator, account = self.allocator, self.allocator.account
-        granule = allocator.granule_tokens
-        held = allocator.pool.in_use * self.page_size - self.tree_cache.full_evictable_size()
-        held = min(allocator.pool.used_granules, int(held) + -(-prefix_len // granule))
-        states = account.used[MemoryKind.STATES] + account.waste[MemoryKind.STATES]
-        states -= self._evictable_states()
-        room = account.budget - held * allocator.pool.granule_bytes - states
-        return bool(
-            self.slots_as_tokens(slots) <= room // allocator.token_bytes - self.total_offset
-        )
-
-    def _evictable_states(self) -> int:
-        """Bytes of states that nobody holds."""
-        return int(self.tree_cache.mamba_evictable_size()) * self.allocator.states.granule_bytes
-
-
-class OneMemoryKV(BaseTokenToKVPoolAllocator):
+class OneMemoryKV(SharedMemory, BaseTokenToKVPoolAllocator):
     """What both allocators of KV share.
 
     pool: ids of pages. states: the pool of the other kind.
@@ -86,23 +48,29 @@ class OneMemoryKV(BaseTokenToKVPoolAllocator):
 
     @property
     def account(self) -> Account:
-        """The shared account."""
         return self.pool.account
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's KV."""
         return self.pool.id_bytes // int(self.page_size)
 
     @property
+    def state_bytes(self) -> int:
+        return self.states.granule_bytes
+
+    @property
     def granule_tokens(self) -> int:
-        """Tokens of one granule."""
         return self.pool.per_granule * int(self.page_size)
 
     @property
     def free_bytes(self) -> int:
         """Free bytes, and those of free rows in granules that are partly used."""
         return self.account.free + self.pool.loose * self.pool.id_bytes
+
+    def held_granules(self, evictable: int, prefix_len: int) -> int:
+        """A granule that a running request uses a row of counts as all in use."""
+        held = self.pool.in_use * int(self.page_size) - evictable
+        return min(self.pool.used_granules, held + -(-prefix_len // self.granule_tokens))
 
     @property
     def size(self) -> int:
@@ -121,15 +89,6 @@ class OneMemoryKV(BaseTokenToKVPoolAllocator):
         looks for pages that are free twice, or free and in use (invariant_checker.py).
         """
         return torch.from_numpy(self.pool.free_ids())
-
-    def create_prefill_budget(
-        self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0
-    ) -> PrefillBudget:
-        if not tree_cache.supports_mamba():
-            return super().create_prefill_budget(
-                tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens
-            )
-        return OneMemoryBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
 
     def verify_byte_accounting(self) -> list[str]:
         """What is wrong with the account; nothing, if all is well (base.py)."""

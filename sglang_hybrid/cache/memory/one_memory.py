@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_hybrid.core.costs.cost import UNBOUNDED
-from sglang_hybrid.core.memory.account import Account
+
+if TYPE_CHECKING:
+    from sglang_hybrid.cache.records.shadow_tree import ShadowTree
+    from sglang_hybrid.core.memory.account import SharedBytes
 
 
 class OneMemoryCache(UnifiedRadixCache):
-    """SGLang's cache on one memory, or on its two pools if there is no `account`."""
+    """SGLang's cache on one memory, or on its two pools if there is no `account`.
 
-    account: Account | None
+    shadow_tree: None where SGLang's own order decides, and its walks stay.
+    """
+
+    account: SharedBytes | None
+    shadow_tree: ShadowTree | None
 
     def _evict_components(
         self,
@@ -29,7 +36,7 @@ class OneMemoryCache(UnifiedRadixCache):
 
         more: `allocation_reclaim_satisfied`, a function or None, which SGLang 0.5.22 does not have.
         """
-        if self.account is None:
+        if self.account is None or self.shadow_tree is None:
             super()._evict_components(request_by_type, tracker, available_size_targets, **more)
             return
         satisfied: Callable[[], bool] | None = more.get("allocation_reclaim_satisfied")

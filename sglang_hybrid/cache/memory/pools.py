@@ -205,11 +205,13 @@ def plan(configurator: KVCacheConfigurator, sizes: Any) -> OneMemory | None:
     """One memory for what is about to be built; None: two pools. Raises `StartupError` if one
     memory was asked for and cannot be; under `auto` the reason is a line in the log.
     """
-    from sglang.srt.runtime_context import get_parallel, get_schedule
+    from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
 
     asked = HybridConfig.from_environment().hybrid_memory
     if asked is Memory.SPLIT or configurator.is_draft_worker:
         return None
+    if get_memory().enable_unified_memory:
+        return None  # one memory, of SGLang's
     why = why_two_pools(configurator)
     if why is None:
         try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sglang_hybrid.cache.memory.allocators import OneMemoryKV
+from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.core.records.pins import PinRoom, Pins
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.tenants import tenant_of
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 def make_pins(cost: CostModel, params: CacheInitParams, share: float) -> Pins:
     """The pins of a cache, which may take `share` of the device's memory on this rank."""
     allocator = params.token_to_kv_pool_allocator
-    if isinstance(allocator, OneMemoryKV):
-        return Pins(cost, PinRoom(allocator.account.budget), share)
+    memory = shared_memory(allocator)
+    if memory is not None:
+        return Pins(cost, PinRoom(memory.account.budget), share)
     kv = int(allocator.size) * cost.kv_bytes_per_token
     states = getattr(params.req_to_token_pool, "mamba_pool", None)
     if states is None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_hybrid.cache.memory.allocators import OneMemoryKV
+from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.cache.state_slots.slots import free_slots, send_back
 from sglang_hybrid.core.checkpoints.admission import SlotBudget
 from sglang_hybrid.core.checkpoints.checkpoint_plan import slot_budget_for
@@ -98,13 +98,14 @@ class PoolStateSlots:
         """
         allocator = self._cache.token_to_kv_pool_allocator
         steps = self._decoding * self.steps_ahead
-        if not (steps or self._rest) or not isinstance(allocator, OneMemoryKV):
+        memory = shared_memory(allocator) if steps or self._rest else None
+        if memory is None:
             return True
         spare = allocator.available_size() + self._cache.full_evictable_size()
         spare -= steps * allocator.page_size + self._rest
-        spare = spare * allocator.token_bytes
-        spare += self._cache.mamba_evictable_size() * allocator.states.granule_bytes
-        return bool(spare >= allocator.states.granule_bytes)
+        spare = spare * memory.token_bytes
+        spare += self._cache.mamba_evictable_size() * memory.state_bytes
+        return bool(spare >= memory.state_bytes)
 
     def give_back(self, slot: torch.Tensor) -> None:
         """`take` undone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sglang_hybrid.cache.memory.allocators import OneMemoryKV
+from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.core.victims.pool import Scarce
 
@@ -98,8 +98,9 @@ class Offload:
         """Bytes in use and in all, of the pool of a kind or of the memory that both share."""
         cache, cost = self._cache, self._cache.cost
         allocator = cache.token_to_kv_pool_allocator
-        if isinstance(allocator, OneMemoryKV):
-            account = allocator.account
+        memory = shared_memory(allocator)
+        if memory is not None:
+            account = memory.account
             return account.budget - account.free, account.budget
         free, whole, size = allocator.available_size(), allocator.size, cost.kv_bytes_per_token
         if scarce is Scarce.STATES:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
 from sglang.srt.runtime_context import get_memory
 
-from sglang_hybrid.cache.memory.allocators import OneMemoryKV
+from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.preflight import check_host_room
@@ -45,8 +45,9 @@ def share_host_room(cache: SglangCache, cost: CostModel) -> None:
         )
     if not cost.kv_bytes_per_token or not cost.state_bytes:
         return
-    if isinstance(allocator, OneMemoryKV):
-        budget = allocator.account.budget
+    memory_of_both = shared_memory(allocator)
+    if memory_of_both is not None:
+        budget = memory_of_both.account.budget
     else:
         budget = allocator.size * cost.kv_bytes_per_token + pool.size * cost.state_bytes
     share = Split.of(budget, cost)

@@ -11,7 +11,8 @@ So nothing moves before it is needed, and free + used + waste is the budget at e
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -37,19 +38,75 @@ Release = Callable[[int], int]
 """Gives physical memory of at least so many kept bytes back; returns how many bytes."""
 
 
-class Account:
-    """The bytes of one budget.
+class SharedBytes(ABC):
+    """The bytes of one budget, whoever gives them out: the account of `Account`, or SGLang's.
+
+    budget: bytes that KV and states may take together. moves: times that one kind gave bytes to
+    the other.
+    """
+
+    budget: int
+    used: Mapping[MemoryKind, int]
+    waste: Mapping[MemoryKind, int]
+    kept: Mapping[MemoryKind, int]
+    moved: Mapping[MemoryKind, int]  # bytes that a kind got from the other one
+    moves: int
+
+    @property
+    def free(self) -> int:
+        """Bytes that nobody uses or wastes."""
+        return self.budget - sum(self.used.values()) - sum(self.waste.values())
+
+    @property
+    @abstractmethod
+    def resident(self) -> int:
+        """Bytes that may have physical memory behind them."""
+
+    def check(self) -> None:
+        """Raises AssertionError if bytes were lost or come from nowhere."""
+        unclaimed = self.free - sum(self.kept.values())
+        parts = (*self.used.values(), *self.waste.values(), *self.kept.values(), unclaimed)
+        if min(parts) < 0:
+            raise AssertionError(f"the memory's account is wrong: {self.as_dict()}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """For /server_info: bytes, unless a name says other."""
+        per_kind = {
+            name: {kind.value: bytes_[kind] for kind in MemoryKind}
+            for name, bytes_ in (
+                ("used", self.used),
+                ("waste", self.waste),
+                ("kept", self.kept),
+                ("moved_to", self.moved),
+            )
+        }
+        return {
+            "budget": self.budget,
+            "free": self.free,
+            "resident": self.resident,
+            **per_kind,
+            "moves": self.moves,
+        }
+
+
+class Account(SharedBytes):
+    """The account that our allocators charge.
 
     Args:
         budget: bytes that KV and states may take together.
     """
+
+    used: dict[MemoryKind, int]
+    waste: dict[MemoryKind, int]
+    kept: dict[MemoryKind, int]
+    moved: dict[MemoryKind, int]
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.used = dict.fromkeys(MemoryKind, 0)
         self.waste = dict.fromkeys(MemoryKind, 0)
         self.kept = dict.fromkeys(MemoryKind, 0)
-        self.moved = dict.fromkeys(MemoryKind, 0)  # bytes that a kind got from the other one
+        self.moved = dict.fromkeys(MemoryKind, 0)
         self.moves = 0
         self.failed_moves = 0
         self.move_seconds = 0.0
@@ -61,18 +118,12 @@ class Account:
         self._release[kind] = release
 
     @property
-    def free(self) -> int:
-        """Bytes that nobody uses or wastes."""
-        return self.budget - sum(self.used.values()) - sum(self.waste.values())
-
-    @property
     def unclaimed(self) -> int:
         """Free bytes that no kind keeps."""
         return self.free - sum(self.kept.values())
 
     @property
     def resident(self) -> int:
-        """Bytes that may have physical memory behind them."""
         return self.budget - self.unclaimed
 
     def claim(self, kind: MemoryKind, needed: int) -> bool:
@@ -121,29 +172,9 @@ class Account:
         self.waste[kind] += waste
         self.kept[kind] += kept
 
-    def check(self) -> None:
-        """Raises AssertionError if bytes were lost or come from nowhere."""
-        parts = (*self.used.values(), *self.waste.values(), *self.kept.values(), self.unclaimed)
-        if min(parts) < 0 or sum(parts) != self.budget:
-            raise AssertionError(f"the memory's account is wrong: {self.as_dict()}")
-
     def as_dict(self) -> dict[str, Any]:
-        """For /server_info: bytes, unless a name says other."""
-        per_kind = {
-            name: {kind.value: bytes_[kind] for kind in MemoryKind}
-            for name, bytes_ in (
-                ("used", self.used),
-                ("waste", self.waste),
-                ("kept", self.kept),
-                ("moved_to", self.moved),
-            )
-        }
         return {
-            "budget": self.budget,
-            "free": self.free,
-            "resident": self.resident,
-            **per_kind,
-            "moves": self.moves,
+            **super().as_dict(),
             "failed_moves": self.failed_moves,
             "move_seconds": self.move_seconds,
             **self.monitor.as_dict(),

@@ -26,6 +26,7 @@ from sglang_hybrid.platforms.cpu_ops import (
     steps,
     tracking,
     transfer_streams,
+    unified_pool,
 )
 
 
@@ -143,8 +144,22 @@ DRAFT_BINDINGS: tuple[Binding, ...] = (
 )
 """For speculative decoding, where the installed SGLang has their names."""
 
+_UNIFIED = "sglang.srt.mem_cache.allocator.unified_sub_pool"
+
+UNIFIED_BINDINGS: tuple[Binding, ...] = (
+    Binding(
+        "sglang.srt.mem_cache.kv_cache_configurator",
+        "reject_out_of_tree_path",
+        unified_pool.rejected,
+        wraps=True,
+    ),
+    Binding(_UNIFIED, "alloc_extend_kernel", unified_pool.place_extended),
+    Binding(_UNIFIED, "alloc_decode_kernel", unified_pool.place_decoded),
+)
+"""For one pool of KV and states, in the release whose pool it is."""
+
 BINDINGS: tuple[Binding, ...] = (
-    *(DRAFT_BINDINGS if has_drafts() else ()),
+    *(DRAFT_BINDINGS + UNIFIED_BINDINGS if has_drafts() else ()),
     Binding(_UNQUANTIZED, f"{_LINEAR}.apply", linear.apply),
     Binding(_UNQUANTIZED, f"{_LINEAR}.process_weights_after_loading", linear.pack),
     Binding(_UNQUANTIZED, f"{_LINEAR}.restore_weights_before_loading", linear.unpack),

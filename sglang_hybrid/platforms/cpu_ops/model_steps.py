@@ -61,8 +61,6 @@ class Description:
         self.native.mamba1(place, mixer, self._states(layer))
 
     def _states(self, layer: int) -> Any:
-        if getattr(self._linear, "enable_unified_memory", True):
-            raise Unserved("states behind a table of addresses")
         cache = self._linear.req_to_token_pool.mamba2_layer_cache(layer)
         self.recurrent.append((layer, cache))
         return cache

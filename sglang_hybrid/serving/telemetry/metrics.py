@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from sglang_hybrid.core.memory.account import Account
 from sglang_hybrid.serving.telemetry.metric import Metric, Metrics
 from sglang_hybrid.serving.telemetry.schedule import schedule_metrics
 from sglang_hybrid.serving.telemetry.tiers import tier_metrics
 
 if TYPE_CHECKING:
-    from sglang_hybrid.core.memory.account import Account
+    from sglang_hybrid.core.memory.account import SharedBytes
     from sglang_hybrid.core.returns.answers import Calibration
     from sglang_hybrid.serving.telemetry.schedule import ScheduleStats
     from sglang_hybrid.serving.telemetry.stats import CacheStats
@@ -60,7 +61,7 @@ class HasStats(Protocol):
     @property
     def calibration(self) -> Calibration | None: ...
 
-    account: Account | None  # of one memory
+    account: SharedBytes | None  # of one memory
     tier_stats: TierStats | None  # None where there are no tiers
 
     @property
@@ -153,7 +154,7 @@ def answer_metrics(seen: Calibration) -> Iterator[Metric]:
     )
 
 
-def memory_metrics(account: Account) -> Iterator[Metric]:
+def memory_metrics(account: SharedBytes) -> Iterator[Metric]:
     """One memory: which kind has its bytes, and which were moved."""
     prefix = PREFIX + "memory_"
 
@@ -163,10 +164,6 @@ def memory_metrics(account: Account) -> Iterator[Metric]:
             for part in ("used", "waste", "kept")
             for kind, size in getattr(account, part).items()
         }
-
-    def states() -> dict[str, float]:
-        monitor = account.monitor
-        return {state.value: float(state is monitor.state) for state in monitor.entered}
 
     yield Metric(
         prefix + "bytes",
@@ -178,16 +175,24 @@ def memory_metrics(account: Account) -> Iterator[Metric]:
     )
     about = "Bytes that nobody uses or wastes."
     yield Metric(prefix + "free_bytes", about, lambda: account.free, is_gauge=True)
-    about = "1 for the state of the memory in force."
-    yield Metric(prefix + "state", about, states, ("state",), is_gauge=True)
     yield Metric(
         prefix + "moved_bytes",
         "Bytes that a kind got from the other one.",
         lambda: {kind.value: size for kind, size in account.moved.items()},
         ("kind",),
     )
+    about = "Times that one kind gave bytes to the other."
+    yield Metric(prefix + "moves", about, lambda: account.moves)
+    if not isinstance(account, Account):  # of SGLang's pool nothing more is known
+        return
+    monitor = account.monitor
+
+    def states() -> dict[str, float]:
+        return {state.value: float(state is monitor.state) for state in monitor.entered}
+
+    about = "1 for the state of the memory in force."
+    yield Metric(prefix + "state", about, states, ("state",), is_gauge=True)
     for name, about in {
-        "moves": "Times that one kind gave bytes to the other.",
         "failed_moves": "Moves that the system refused; nothing was changed.",
         "move_seconds": "Seconds that moves took.",
     }.items():
