@@ -111,8 +111,17 @@ def _use_our_attention_on_cpu() -> None:
 
 
 def _settle_states() -> None:
-    """A step of SGLang's resolution settles how states are kept and what room they get."""
+    """Steps of SGLang's resolution settle how states are kept and what room they get."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    @register_resolution_hook("handle_missing_default_values")
+    def handle_missing_default_values(
+        server_args: "ServerArgs", previous: Callable[["ServerArgs"], None]
+    ) -> None:
+        from sglang_hybrid.cache.resolution import take_one_memory
+
+        previous(server_args)
+        take_one_memory(server_args)
 
     @register_resolution_hook("handle_mamba_backend")
     def handle_mamba_backend(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.configs.model_config import PURE_SSM_ARCHITECTURES
+from sglang.srt.platforms import current_platform
 
 from sglang_hybrid.cache.sizes import cost_of_model
 from sglang_hybrid.checkpoints.support import (
@@ -23,7 +24,11 @@ from sglang_hybrid.checkpoints.support import (
     one_slot_per_request,
     plans_checkpoints,
 )
+from sglang_hybrid.platforms.cpu import HybridCpuPlatform
 from sglang_hybrid.serving import warm_up
+from sglang_hybrid.serving.backend import why_not_unified
+from sglang_hybrid.serving.config import BACKEND, HybridConfig
+from sglang_hybrid.serving.flag_values import Memory
 from sglang_hybrid.storage.disk.split_file import read_split, split_path
 
 if TYPE_CHECKING:
@@ -43,9 +48,10 @@ def settle_states(server_args: ServerArgs) -> None:
     """Declare how states are kept, which kernels leave them, and what room they get.
 
     Raises ValueError where one buffer per request was asked for beside pages of several tokens, for
-    drafts and stages that SGLang would answer wrongly with, and for host memory below a tree of KV
-    only.
+    drafts and stages that SGLang would answer wrongly with, for host memory below a tree of KV
+    only, and for what one memory cannot be combined with.
     """
+    _one_memory_that_can_be(server_args)
     _no_drafts_that_states_do_not_follow(server_args)
     _no_stages_that_lose_router_states(server_args)
     _no_host_below_kv_alone(server_args)
@@ -57,6 +63,32 @@ def settle_states(server_args: ServerArgs) -> None:
     _kernels_that_leave_states(server_args)
     _no_graph_over_mixers(server_args)
     _hits_before_users(server_args)
+
+
+def take_one_memory(server_args: ServerArgs) -> None:
+    """`--hybrid-memory one` is SGLang's unified pool wherever its kernels run; on the CPU platform
+    it is a memory of ours (cache/memory/pools.py). To be called before anything reads the flag.
+    """
+    view = resolving_view(server_args)
+    asked = HybridConfig.from_environment().hybrid_memory is Memory.ONE
+    ours = view.radix_cache_backend == BACKEND and not view.disable_radix_cache
+    if asked and ours and not isinstance(current_platform, HybridCpuPlatform):
+        declare_resolution(server_args, OURS, enable_unified_memory=True)
+
+
+def _one_memory_that_can_be(server_args: ServerArgs) -> None:
+    """Raises ValueError where our cache does not serve SGLang's unified pool."""
+    view = resolving_view(server_args)
+    if not view.enable_unified_memory or view.radix_cache_backend != BACKEND:
+        return
+    flag, why = why_not_unified(view)
+    if _is_pure(server_args):
+        flag, why = "this model", "it has no KV"
+    if flag:
+        raise ValueError(
+            f"KV and states cannot share SGLang's unified pool with {flag}: {why}; leave out one "
+            "of them, or use --hybrid-memory split."
+        )
 
 
 def _no_drafts_that_states_do_not_follow(server_args: ServerArgs) -> None:

@@ -38,6 +38,16 @@ def build_in_one_memory(build: Callable[..., Any], configurator: Any, **named: A
     return memory.share(pools)
 
 
+def set_nothing_aside(begin: Callable[..., None], allocator: Any, requests: int) -> None:
+    """SGLang's unified pool sets no states aside for requests that wait: it would take bytes from
+    the KV, and move it.
+    """
+    from sglang.srt.runtime_context import get_memory
+
+    ours = get_memory().radix_cache_backend == "hybrid"
+    begin(allocator, 0 if ours else requests)
+
+
 def keep_freed_slots(allocator: type) -> type:
     """Freed KV slots wait in a list until an allocation runs short."""
     from sglang_hybrid.cache.memory.freed_slots import with_freed_slots

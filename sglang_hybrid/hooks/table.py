@@ -98,6 +98,10 @@ HOOKS: tuple[Hook, ...] = (
         ("KVCacheConfigurator._derive_pool_sizes", _AROUND, pools.plan_one_memory),
         ("KVCacheConfigurator._init_pools", _AROUND, pools.build_in_one_memory),
     ),
+    *_in(
+        "sglang.srt.mem_cache.unified_memory_pool",
+        ("UnifiedMambaSlotAllocator.alloc_group_begin", _AROUND, pools.set_nothing_aside),
+    ),
     # Models: configs, logits, updates of weights.
     *_in(
         "sglang.srt.configs.update_config",

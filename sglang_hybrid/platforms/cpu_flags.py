@@ -31,8 +31,10 @@ ADAPTERS_ON_CPU = "torch_native"
 """The only --lora-backend in plain torch."""
 
 
-def has_drafts() -> bool:
-    """Whether the installed SGLang is one for which this platform has speculative decoding."""
+def is_newest() -> bool:
+    """Whether the installed SGLang is the release for which this platform has speculative decoding
+    and SGLang's unified pool.
+    """
     return importlib.metadata.version("sglang") == SGLANG_VERSION
 
 
@@ -41,6 +43,11 @@ def check_flags(flags: argparse.Namespace) -> None:
     for name, why in NOT_ON_CPU.items():
         if getattr(flags, name, None):
             raise StartupError(f"{flag_name(name)} does not work on the CPU: {why}; leave it out.")
+    if getattr(flags, "enable_unified_memory", False) and not is_newest():
+        raise StartupError(
+            f"--enable-unified-memory works on the CPU with SGLang {SGLANG_VERSION} only; leave it "
+            "out."
+        )
     _check_drafts(flags)
     for name, known in ON_CPU.items():
         given = getattr(flags, name, None)
@@ -61,7 +68,7 @@ def _check_drafts(flags: argparse.Namespace) -> None:
     algorithm = (flags.speculative_algorithm or "").upper()
     if not algorithm:
         return
-    if not has_drafts():
+    if not is_newest():
         raise StartupError(
             f"--speculative-algorithm works on the CPU with SGLang {SGLANG_VERSION} only; leave it "
             "out."

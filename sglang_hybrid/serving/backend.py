@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.serving.advice import RADIX_CACHE_DISABLED
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
-from sglang_hybrid.serving.flag_values import SHARED, Eviction, Schedule, flag_name
+from sglang_hybrid.serving.flag_values import SHARED, Eviction, Memory, Schedule, flag_name
 from sglang_hybrid.serving.model_directory import read_config
 from sglang_hybrid.serving.startup import StartupError
 
@@ -24,6 +25,32 @@ REFUSED = {
     "enable_session_radix_cache": "sessions order the victims themselves",
 }
 """SGLang's flags that the backend cannot honour, and why."""
+
+
+def why_not_unified(flags: Any) -> tuple[str, str]:
+    """A flag beside which our cache does not serve SGLang's unified pool, and why; two empty texts
+    if there is none. flags: SGLang's server arguments, or its view of them.
+    """
+    several = {
+        "--enable-hierarchical-cache": (
+            flags.enable_hierarchical_cache,
+            "no row may move while copies are under way",
+        ),
+        "--speculative-algorithm": (
+            flags.speculative_algorithm is not None,
+            "drafts have states of their own",
+        ),
+        "--disaggregation-mode": (
+            flags.disaggregation_mode != "null",
+            "other servers reach rows where they lie",
+        ),
+        "--pp-size": (
+            flags.pp_size > 1,
+            "each stage of a pipeline has layers, and so sizes, of its own",
+        ),
+        "--dcp-size": (flags.dcp_size > 1, "a rank holds a part of each page"),
+    }
+    return next(((flag, why) for flag, (given, why) in several.items() if given), ("", ""))
 
 
 OF_OUR_CACHE = (
@@ -38,8 +65,14 @@ def choose_backend(flags: argparse.Namespace, options: HybridConfig) -> list[str
     """SGLang arguments that select our backend, or none where SGLang's own should serve.
 
     Raises `StartupError` if our backend was asked for, by name or by a policy, together with
-    something that it cannot honour; or if copies are to be smaller that nobody would mark as such.
+    something that it cannot honour; if copies are to be smaller that nobody would mark as such; or
+    if two pools and one memory were asked for.
     """
+    if flags.enable_unified_memory and options.hybrid_memory is Memory.SPLIT:
+        raise StartupError(
+            "--enable-unified-memory and --hybrid-memory split contradict each other; leave out "
+            "one of them."
+        )
     arguments = _choose(flags, options)
     ours = bool(arguments) or flags.radix_cache_backend == BACKEND
     if not ours:
@@ -178,7 +211,8 @@ def _refused(flags: argparse.Namespace) -> tuple[str, str]:
     for name, why in REFUSED.items():
         if getattr(flags, name, None):
             return flag_name(name), why
-    return "", ""
+    flag, why = why_not_unified(flags) if flags.enable_unified_memory else ("", "")
+    return (f"--enable-unified-memory with {flag}", why) if flag else ("", "")
 
 
 def registered_backends() -> list[str]:

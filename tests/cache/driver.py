@@ -38,6 +38,7 @@ from sglang.srt.mem_cache.memory_pool import (
     ReqToTokenPool,
 )
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_memory_pool import init_unified_mamba_pools
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
@@ -65,6 +66,7 @@ class Sizes:
     grid: tokens between the positions at which a prefill can leave a state, with extra_buffer.
     one_memory: KV and states share the bytes of both pools. state_bytes: what a state is charged
     there, by default what it takes: two values of bfloat16 of the window and four of the state.
+    unified: these are the bytes of SGLang's unified pool, whose states take what `UNIFIED` says.
     """
 
     kv: int = 4_096
@@ -72,6 +74,7 @@ class Sizes:
     page: int = 1
     extra_buffer: bool = False
     one_memory: bool = False
+    unified: bool = False
     state_bytes: int = 2 * (2 * 2 + 8)
     grid: int = 1
     rows: int = 16
@@ -80,11 +83,19 @@ class Sizes:
     @property
     def budget(self) -> int:
         """Bytes of one memory: what two pools of these sizes take."""
-        return self.kv * KV_BYTES + self.states * self.state_bytes
+        return self.kv * self.token_bytes + self.states * self.state_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token: keys and values, two bfloat16 each; eight in SGLang's unified pool, whose
+        rows are whole 16 bytes.
+        """
+        return 2 * 2 * (8 if self.unified else 2)
 
 
-KV_BYTES = 2 * 2 * 2
-"""Of one token: keys and values, two bfloat16 each."""
+KV_BYTES = Sizes().token_bytes
+UNIFIED = {"one_memory": True, "unified": True, "state_bytes": 9_600}
+"""Sizes of SGLang's unified pool: a state takes as much as 300 tokens."""
 
 
 def build_cache(
@@ -112,11 +123,17 @@ def build_cache(
     pool: Any
     kv: Any
     pools = sizes
-    if sizes.one_memory:  # either kind may have all bytes
+    if sizes.unified:
+        pass
+    elif sizes.one_memory:  # either kind may have all bytes
         tokens = sizes.budget // KV_BYTES // sizes.page * sizes.page
         sizes = replace(sizes, kv=tokens, states=sizes.budget // sizes.state_bytes)
     shape: dict[str, Any] = {"dtype": torch.bfloat16, "head_num": 1, "head_dim": 2}
-    if sizes.states:
+    allocator: Any = None
+    if sizes.unified:
+        pool, allocator = unified_pool(sizes)
+        kv = allocator.get_kvcache()
+    elif sizes.states:
         with envs.SGLANG_MAMBA_SSM_DTYPE.override("bfloat16"):
             state = Mamba2CacheParams(
                 shape=Mamba2StateShape.create(
@@ -166,8 +183,9 @@ def build_cache(
             **shape,
         )
     where = {"dtype": torch.bfloat16, "device": device, "kvcache": kv, "need_sort": False}
-    allocator: Any
-    if sizes.one_memory:
+    if sizes.unified:
+        pass
+    elif sizes.one_memory:
         allocator = one_memory(pools, pool, kv)
     elif sizes.page == 1:
         allocator = token_allocator(size=sizes.kv, **where)
@@ -223,6 +241,51 @@ def one_memory(sizes: Sizes, pool: Any, kv: Any) -> Any:
     if sizes.page == 1:
         return OneMemoryTokens(pages, slots, torch.bfloat16, kv)
     return OneMemoryPages(pages, slots, sizes.page, torch.bfloat16, kv)
+
+
+def unified_pool(sizes: Sizes) -> tuple[Any, Any]:
+    """SGLang's unified pool with this budget: its pool of requests and its allocator."""
+    with envs.SGLANG_MAMBA_SSM_DTYPE.override("bfloat16"):
+        state = Mamba2CacheParams(
+            shape=Mamba2StateShape.create(
+                tp_world_size=1,
+                intermediate_size=96,
+                n_groups=1,
+                num_heads=1,
+                head_dim=96,
+                state_size=48,
+                conv_kernel=2,
+            ),
+            layers=[0],
+        )
+    assert sizes.state_bytes == state.mamba_cache_per_req
+    bundle = init_unified_mamba_pools(
+        device="cpu",
+        kv_cache_dtype=torch.bfloat16,
+        head_num=1,
+        head_dim=8,
+        page_size=sizes.page,
+        start_layer=0,
+        end_layer=2,
+        is_draft_worker=False,
+        use_mla_backend=False,
+        mamba_layer_ids=[0],
+        full_attention_layer_ids=[1],
+        mamba2_cache_params=state,
+        model_context_len=sizes.context,
+        extra_max_context_len=0,
+        max_total_num_tokens=sizes.kv,
+        max_mamba_cache_size=sizes.states + 1,  # the first row is for padding
+        max_num_reqs=sizes.rows,
+        enable_memory_saver=False,
+        enable_mamba_extra_buffer=sizes.extra_buffer,
+        enable_mamba_extra_buffer_lazy=False,
+        speculative_num_draft_tokens=None,
+        disable_overlap_schedule=False,
+        need_sort=False,
+        lazy_compaction=True,
+    )
+    return bundle.req_to_token_pool, bundle.token_to_kv_pool_allocator
 
 
 class Server:
@@ -506,7 +569,7 @@ class Server:
         """The account of one memory is what the tree and running requests hold."""
         assert self.allocator.verify_byte_accounting() == []
         used = self.cache.account.used
-        assert used[MemoryKind.KV] == kv_tokens * KV_BYTES
+        assert used[MemoryKind.KV] == kv_tokens * self.sizes.token_bytes
         assert used[MemoryKind.STATES] == sum(self._held_states()) * self.sizes.state_bytes
 
     def adder(
@@ -536,7 +599,7 @@ class Server:
         """KV that is free or evictable and promised to no running request."""
         promised = self._promised()
         if self.sizes.one_memory:
-            return self._bytes_to_be_had() // KV_BYTES - promised
+            return self._bytes_to_be_had() // self.sizes.token_bytes - promised
         return int(self.allocator.available_size() + self.cache.full_evictable_size() - promised)
 
     def _promised(self) -> int:
@@ -549,7 +612,7 @@ class Server:
 
     def _bytes_to_be_had(self) -> int:
         """Bytes of one memory that are free or evictable."""
-        evictable = self.cache.full_evictable_size() * KV_BYTES
+        evictable = self.cache.full_evictable_size() * self.sizes.token_bytes
         evictable += self.cache.mamba_evictable_size() * self.sizes.state_bytes
         return int(self.cache.account.free + evictable)
 
@@ -564,7 +627,8 @@ class Server:
                 slots += self.pool.mamba_initial_tracking_slots
             free = self.pool.mamba_allocator.available_size() + self.cache.mamba_evictable_size()
             if self.sizes.one_memory:
-                left = self._bytes_to_be_had() - (need + self._promised()) * KV_BYTES
+                left = self._bytes_to_be_had()
+                left -= (need + self._promised()) * self.sizes.token_bytes
                 free = left // self.sizes.state_bytes
             fits = fits and slots <= free
         self.cache.unlock(lock)

@@ -291,13 +291,20 @@ CONFIGURATIONS = {
     "requests at every fourth step": ("--scheduler-recv-interval", "4"),
     "two tokenizers": ("--tokenizer-worker-num", "2"),
     "without a tokenizer": ("--skip-tokenizer-init",),
+    "SGLang's pool": ("--enable-unified-memory",),
+    "SGLang's pool, page 16": ("--enable-unified-memory", "--page-size", "16"),
+    "SGLang's pool, two ranks": ("--enable-unified-memory", "--tp-size", "2"),
     SPLIT: (),
 }
 WITHOUT_EXTRA_BUFFER = ("mamba2", "falcon-mamba", "lfm2", "lfm2-moe", "zaya", "gigachat-3.5")
 """Models for which SGLang does not have it; pages need it."""
 IN_STAGES = ("nemotron-h", "nemotron-3", "kimi-linear", "qwen3.5")
 """Models that SGLang can divide into the stages of a pipeline."""
-OF_EVERY_KIND = ("chunks of 128", "page 16", "lazy", "no buffer", "two ranks", "two stages")
+WITHOUT_KV = ("mamba2", "falcon-mamba")
+OF_EVERY_KIND = (
+    *("chunks of 128", "page 16", "lazy", "no buffer", "two ranks", "two stages"),
+    "SGLang's pool",
+)
 MATRIX = [
     (architecture, configuration)
     for architecture in sorted(set(ARCHITECTURES) - {"transformer"})
@@ -305,6 +312,7 @@ MATRIX = [
     if (configuration in OF_EVERY_KIND or architecture == DEFAULT_ARCHITECTURE)
     and not (architecture == DEFAULT_ARCHITECTURE and configuration == "default")
     and not (configuration == "two stages" and architecture not in IN_STAGES)
+    and not (configuration == "SGLang's pool" and architecture in WITHOUT_KV)
     and not (
         architecture in WITHOUT_EXTRA_BUFFER
         and any(word in configuration for word in ("page 16", "lazy", "extra buffer"))

@@ -14,8 +14,8 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.utils import get_num_new_pages, rank_consensus_checker
 
-from sglang_hybrid.cache.memory.shared import SharedMemory
 from sglang_hybrid.core.memory.account import Account, MemoryKind
+from sglang_hybrid.core.memory.shared import SharedMemory
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache

@@ -46,7 +46,7 @@ def why_two_pools(configurator: KVCacheConfigurator) -> str | None:
     features = get_exec()
     reasons = {
         "the model has no recurrent states": model is None,
-        "one memory is for the CPU platform; a GPU has SGLang's --enable-unified-memory": not (
+        "one memory, with --hybrid-memory one, has not been served on a GPU yet": not (
             isinstance(current_platform, HybridCpuPlatform)
         ),
         f"checkpoints are not planned ({why_unplanned(flags) or 'admission or cache'})": not (

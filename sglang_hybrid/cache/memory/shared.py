@@ -1,67 +1,22 @@
-"""KV and states in one memory, as our cache sees them: whose memory it is matters here only.
-
-Line references are to sglang 0.5.23, mem_cache/.
-"""
+"""Which memory is behind SGLang's allocator of KV, and what room it has for a prefill batch."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sglang.srt.mem_cache.allocator.unified_mamba import UnifiedMambaTokenToKVPoolAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
+from sglang_hybrid.cache.memory.unified import UnifiedMemory
 from sglang_hybrid.core.memory.account import MemoryKind
-
-if TYPE_CHECKING:
-    from sglang_hybrid.core.memory.account import SharedBytes
-
-
-class SharedMemory(ABC):
-    """What is asked of a memory that KV and states share. Ours is SGLang's allocator at the same
-    time (`allocators.OneMemoryKV`), SGLang's unified pool has one beside its allocator.
-    """
-
-    @property
-    @abstractmethod
-    def account(self) -> SharedBytes:
-        """Who has which bytes."""
-
-    @property
-    @abstractmethod
-    def token_bytes(self) -> int:
-        """Bytes of one token's KV."""
-
-    @property
-    @abstractmethod
-    def state_bytes(self) -> int:
-        """Bytes of one state."""
-
-    @property
-    @abstractmethod
-    def granule_tokens(self) -> int:
-        """Tokens of one granule: KV of so many tokens changes hands together."""
-
-    @property
-    @abstractmethod
-    def free_bytes(self) -> int:
-        """Bytes that KV can have without an eviction."""
-
-    @abstractmethod
-    def held_granules(self, evictable: int, prefix_len: int) -> int:
-        """Granules of KV that would stay in use if `evictable` tokens were evicted but for a prefix
-        of `prefix_len`.
-        """
+from sglang_hybrid.core.memory.shared import SharedMemory
 
 
 def shared_memory(allocator: Any) -> SharedMemory | None:
     """The memory behind SGLang's allocator of KV; None if KV has a pool of its own."""
-    from sglang.srt.mem_cache.allocator import unified_mamba
-
-    from sglang_hybrid.cache.memory.unified import UnifiedMemory
-
     if isinstance(allocator, SharedMemory):
         return allocator
-    if isinstance(allocator, unified_mamba.UnifiedMambaTokenToKVPoolAllocator):
+    if isinstance(allocator, UnifiedMambaTokenToKVPoolAllocator):
         return UnifiedMemory(allocator)
     return None
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang_hybrid.cache.memory.shared import SharedMemory
 from sglang_hybrid.core.memory.account import MemoryKind, SharedBytes
+from sglang_hybrid.core.memory.shared import SharedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,7 +8,7 @@ Only names that SGLang reaches on an out-of-tree platform without an accelerator
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hybrid.platforms.cpu_flags import has_drafts
+from sglang_hybrid.platforms.cpu_flags import is_newest
 from sglang_hybrid.platforms.cpu_ops import (
     draft_steps,
     draft_trees,
@@ -159,7 +159,7 @@ UNIFIED_BINDINGS: tuple[Binding, ...] = (
 """For one pool of KV and states, in the release whose pool it is."""
 
 BINDINGS: tuple[Binding, ...] = (
-    *(DRAFT_BINDINGS + UNIFIED_BINDINGS if has_drafts() else ()),
+    *(DRAFT_BINDINGS + UNIFIED_BINDINGS if is_newest() else ()),
     Binding(_UNQUANTIZED, f"{_LINEAR}.apply", linear.apply),
     Binding(_UNQUANTIZED, f"{_LINEAR}.process_weights_after_loading", linear.pack),
     Binding(_UNQUANTIZED, f"{_LINEAR}.restore_weights_before_loading", linear.unpack),
@@ -284,5 +284,5 @@ BINDINGS: tuple[Binding, ...] = (
     ),
 )
 
-STAND_INS = {f"{_DRAFTS}.reconstruct_tree": draft_trees} if has_drafts() else {}
+STAND_INS = {f"{_DRAFTS}.reconstruct_tree": draft_trees} if is_newest() else {}
 """SGLang's modules whose import needs `sgl_kernel`, and those that take their place."""

@@ -23,7 +23,7 @@ from sglang_hybrid.replay.systems import Setting, Spec
 pytest.importorskip("sglang")
 from sglang_hybrid.core.memory.account import MemoryKind
 from tests.cache.backends import options
-from tests.cache.driver import KV_BYTES, Server, Sizes, build_cache
+from tests.cache.driver import KV_BYTES, UNIFIED, Server, Sizes, build_cache
 from tests.traces import TRACES
 
 TENANTS = "of three tenants: "
@@ -101,10 +101,16 @@ STATE_BYTES = 2_400
 
 @cache
 def served(
-    name: str, limit: int | None, pools: Split, policy: str, *, one_memory: bool = False
+    name: str,
+    limit: int | None,
+    pools: Split,
+    policy: str,
+    *,
+    one_memory: bool = False,
+    unified: bool = False,
 ) -> tuple[Played, Split, CostModel]:
     """What the server's cache did, on which pools, or in one memory of as many bytes, and its
-    measured costs.
+    measured costs. unified: the memory is SGLang's, where all sizes are four times as large.
     """
     requests = trace(name, limit)
     longest = max(len(request.tokens) for request in requests) + 64
@@ -112,12 +118,17 @@ def served(
     sizes = Sizes(kv, pools.slots, grid=SERVING.grid, rows=4, context=longest)
     if one_memory:
         sizes = replace(sizes, one_memory=True, state_bytes=STATE_BYTES)
+    if unified:
+        sizes = replace(sizes, **UNIFIED)
     server = Server(build_cache(sizes, POLICIES[policy]), sizes, SERVING.chunk)
     hits = server.play(requests)
     server.check()
-    if one_memory:
+    if sizes.one_memory:
         used = server.cache.account.used
-        held = (used[MemoryKind.KV] // KV_BYTES, used[MemoryKind.STATES] // STATE_BYTES)
+        held = (
+            used[MemoryKind.KV] // sizes.token_bytes,
+            used[MemoryKind.STATES] // sizes.state_bytes,
+        )
         return Played(hits, held), Split(kv, pools.slots), server.cache.cost
     free_kv, free_slots = server.free()
     held = (kv - free_kv, pools.slots - free_slots)
@@ -168,6 +179,15 @@ def test_the_simulator_is_the_server_in_one_memory(name: str, policy: str) -> No
     one = compare_in_one_memory(name, 300, POOLS[name][0], policy)
     two, _, _ = served(name, 300, POOLS[name][0], policy)
     assert one != two
+
+
+@pytest.mark.parametrize("policy", some(["reuse"], OURS))
+@pytest.mark.parametrize("name", TRACES_OF_BOTH)
+def test_sglangs_pool_is_our_memory(name: str, policy: str) -> None:
+    """The same victims, whoever has the bytes."""
+    theirs, _, _ = served(name, 300, POOLS[name][0], policy, unified=True)
+    ours, _, _ = served(name, 300, POOLS[name][0], policy, one_memory=True)
+    assert theirs == ours
 
 
 @pytest.mark.parametrize("policy", some(["reuse"], OURS))
