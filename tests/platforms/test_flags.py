@@ -44,7 +44,10 @@ def flags(**given: Any) -> argparse.Namespace:
             "--attention-backend flashinfer does not work on the CPU; leave it out, and hybrid_cpu",
         ),
         ({"sampling_backend": "flashinfer"}, "--sampling-backend flashinfer does not work"),
-        ({"enable_unified_memory": True}, "--enable-unified-memory does not work on the CPU"),
+        (
+            {"enable_page_major_kv_layout": True},
+            "--enable-page-major-kv-layout does not work on the CPU",
+        ),
         ({"lora_backend": "triton"}, "--lora-backend triton does not work on the CPU"),
     ],
 )

@@ -31,9 +31,10 @@ from tests.server.one_memory import PAGES_OF_OTHERS, all_is_free, conserved, mem
 
 TOKENS, SLOTS = 6_000, 20
 FLAGS = (
-    *("--hybrid-memory", "one", "--max-total-tokens", str(TOKENS)),
+    *("--max-total-tokens", str(TOKENS)),
     *("--max-mamba-cache-size", str(SLOTS), "--enable-metrics"),
 )
+OURS, SGLANGS = ("--hybrid-memory", "one"), ("--enable-unified-memory",)
 CHECKED = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -46,9 +47,17 @@ TOLD = ("--hybrid-eviction", "marconi:0.5", "--max-running-requests", "4")
 """A policy whose alpha is told, and so few requests at once that there is no advice."""
 
 
-@pytest.fixture(scope="module", params=["nemotron-h", "kimi-linear"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(("nemotron-h", OURS), ("kimi-linear", OURS)),
+        *(("nemotron-h", SGLANGS), ("kimi-linear", SGLANGS)),
+    ],
+    ids=lambda it: f"{it[0]} {it[1][0]}",
+)
 def server(serve: Serve, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    with serve(*FLAGS, *TOLD, of=request.param, environment=CHECKED) as running:
+    model, kind = request.param
+    with serve(*FLAGS, *TOLD, *kind, of=model, environment=CHECKED) as running:
         yield running
 
 
@@ -129,9 +138,10 @@ def test_bytes_follow_the_traffic_and_answers_stay(server: ServerProcess) -> Non
         moved.append(dict(info["moved_to"]))
     assert moved[1]["states"] > moved[0]["states"]
     assert moved[2]["kv"] > moved[1]["kv"]
-    assert info["failed_moves"] == 0
-    states = [transition["after"] for transition in info["transitions"]]
-    assert {"rebalancing", "balanced"} <= set(states)
+    if "transitions" in info:  # of SGLang's pool nobody knows them
+        assert info["failed_moves"] == 0
+        states = [transition["after"] for transition in info["transitions"]]
+        assert {"rebalancing", "balanced"} <= set(states)
     assert min(sum(map(bool, map(cached, phase))) for phase in answers) >= 3
     for phase, records in zip(phases, answers, strict=True):
         for prompt, warm in list(zip(phase, records, strict=True))[-3:]:
@@ -148,6 +158,8 @@ def test_metrics_say_the_same(server: ServerProcess) -> None:
         used = metric(server.url, f'memory_bytes\\{{.*kind="{kind}".*part="used".*\\}}')
         assert used == info["used"][kind]
     assert metric(server.url, "memory_moves_total") == info["moves"] > 0
+    if "state" not in info:
+        return
     assert metric(server.url, "memory_failed_moves_total") == 0
     assert metric(server.url, 'memory_state\\{.*state="balanced".*\\}') == (
         info["state"] == "balanced"
@@ -156,8 +168,9 @@ def test_metrics_say_the_same(server: ServerProcess) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
+@pytest.mark.parametrize("kind", [OURS, SGLANGS], ids=["ours", "SGLang's"])
 @pytest.mark.parametrize("page", [1, 16])
-def test_nothing_leaks_in_a_soak(serve: Serve, page: int) -> None:
+def test_nothing_leaks_in_a_soak(serve: Serve, page: int, kind: tuple[str, ...]) -> None:
     """800 requests, eight at once, of every length: at the end all bytes come back, and resident
     memory never passed the budget.
     """
@@ -169,7 +182,7 @@ def test_nothing_leaks_in_a_soak(serve: Serve, page: int) -> None:
         prompt = text[: 1 + number * 37 % len(text)] + random_prompt(3, seed=10_000 + number)
         return ask(server.url, prompt, 1 + number % 40)
 
-    with serve(*FLAGS, "--page-size", str(page)) as server:
+    with serve(*FLAGS, *kind, "--page-size", str(page)) as server:
         for start in range(0, 800, 100):
             with ThreadPoolExecutor(8) as pool:
                 made = completed(pool.map(one, range(start, start + 100)))
@@ -187,11 +200,12 @@ def test_nothing_leaks_in_a_soak(serve: Serve, page: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_ranks_evict_and_move_alike(serve: Serve) -> None:
+@pytest.mark.parametrize("kind", [OURS, SGLANGS], ids=["ours", "SGLang's"])
+def test_two_ranks_evict_and_move_alike(serve: Serve, kind: tuple[str, ...]) -> None:
     """SGLang's checker ends the server at the first eviction in which the ranks differ."""
     prompts = [*documents(0), *sessions(1_000), *documents(2_000)]
     checked = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
-    with serve(*FLAGS, "--tp-size", "2", environment=checked) as server:
+    with serve(*FLAGS, *kind, "--tp-size", "2", environment=checked) as server:
         with ThreadPoolExecutor(3) as pool:
             records = pool.map(lambda prompt: ask(server.url, prompt, 4), prompts)
             assert completed(records) == [4] * len(prompts)
@@ -215,6 +229,6 @@ def test_two_ranks_evict_and_move_alike(serve: Serve) -> None:
 )
 def test_what_cannot_be_is_one_sentence(serve: Serve, flags: tuple[str, ...], words: str) -> None:
     one_slot = {"SGLANG_HYBRID_SLOTS_PER_REQUEST": "1"}
-    server = serve("--hybrid-memory", "one", *flags, environment=one_slot)
+    server = serve(*OURS, *flags, environment=one_slot)
     with pytest.raises(ServerFailed, match=words), server:
         pass

@@ -12,7 +12,7 @@ import pytest
 from sglang_hybrid.serving import backend
 from sglang_hybrid.serving.backend import REFUSED, check_disk, choose_backend, choose_schedule
 from sglang_hybrid.serving.config import HybridConfig
-from sglang_hybrid.serving.flag_values import Eviction, Schedule
+from sglang_hybrid.serving.flag_values import Eviction, Memory, Schedule
 from sglang_hybrid.serving.startup import StartupError
 
 OURS = ["--radix-cache-backend", "hybrid"]
@@ -44,7 +44,9 @@ def model(directory: Path, config: dict[str, Any]) -> str:
 
 def flags(model_path: str, **given: Any) -> argparse.Namespace:
     values = {"radix_cache_backend": None, "disable_radix_cache": False}
-    values |= {"enable_hierarchical_cache": False, **given}
+    values |= {"enable_hierarchical_cache": False, "enable_unified_memory": False}
+    values |= {"speculative_algorithm": None, "disaggregation_mode": "null"}
+    values |= {"pp_size": 1, "dcp_size": 1, **given}
     return argparse.Namespace(model_path=model_path, **values)
 
 
@@ -128,6 +130,37 @@ def test_what_the_cache_cannot_honour(
         with pytest.raises(StartupError, match=f"^{flag} cannot be combined") as caught:
             how()
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enable_hierarchical_cache", True),
+        ("speculative_algorithm", "EAGLE"),
+        ("disaggregation_mode", "prefill"),
+        ("pp_size", 2),
+        ("dcp_size", 2),
+    ],
+)
+def test_what_goes_not_with_sglangs_unified_pool(
+    name: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = model(tmp_path, HYBRID)
+    both = "--enable-unified-memory with --" + name.replace("_", "-")
+    assert choose_backend(flags(path, enable_unified_memory=True), asked("reuse")) == OURS
+    assert choose_backend(flags(path, **{name: value}), asked("reuse")) == OURS
+    given = flags(path, enable_unified_memory=True, **{name: value})
+    assert choose_backend(given, HybridConfig()) == []
+    assert f"{both} is served by SGLang's own prefix cache" in capsys.readouterr().out
+    with pytest.raises(StartupError, match=f"^{both} cannot be combined"):
+        choose_backend(given, asked("reuse"))
+
+
+def test_one_pool_and_two_contradict_each_other(tmp_path: Path) -> None:
+    given = flags(model(tmp_path, HYBRID), enable_unified_memory=True)
+    with pytest.raises(StartupError, match="--hybrid-memory split contradict each other"):
+        choose_backend(given, HybridConfig(hybrid_memory=Memory.SPLIT))
+    assert choose_backend(given, HybridConfig(hybrid_memory=Memory.ONE)) == OURS
 
 
 def test_smaller_copies_need_a_cache_that_marks_them(tmp_path: Path) -> None:

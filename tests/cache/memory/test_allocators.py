@@ -13,12 +13,12 @@ pytest.importorskip("sglang")
 
 from sglang_hybrid.cache.memory import allocators  # noqa: E402
 from sglang_hybrid.cache.memory.allocators import (  # noqa: E402
-    OneMemoryBudget,
     OneMemoryPages,
     OneMemorySlots,
     OneMemoryTokens,
 )
 from sglang_hybrid.cache.memory.granules import GranulePool  # noqa: E402
+from sglang_hybrid.cache.memory.shared import SharedBudget  # noqa: E402
 from sglang_hybrid.core.memory.account import Account, MemoryKind  # noqa: E402
 from tests.cache.backends import options  # noqa: E402
 from tests.cache.driver import Server, Sizes, build_cache  # noqa: E402
@@ -56,6 +56,11 @@ def tree(kv: int = 0, states: int = 0) -> Any:
     )
 
 
+def budget_of(kv: Any, held: Any, **more: int) -> SharedBudget:
+    """Room for a prefill batch, in the place of what SGLang's adder makes."""
+    return SharedBudget(kv, kv.create_prefill_budget(held, **more))
+
+
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Filled with what ranks are compared by."""
@@ -89,8 +94,7 @@ def test_one_kind_takes_from_what_the_other_can_have(page: int) -> None:
 
 def test_tokens_that_decode_in_a_mixed_batch_are_no_room_for_a_prefill() -> None:
     kv, _ = build()
-    alone, mixed = (kv.create_prefill_budget(tree(), num_mixed_decode_tokens=n) for n in (0, 7))
-    assert isinstance(alone, OneMemoryBudget)
+    alone, mixed = (budget_of(kv, tree(), num_mixed_decode_tokens=n) for n in (0, 7))
     assert alone.remaining_total - mixed.remaining_total == 7
 
 
@@ -152,8 +156,7 @@ def test_room_for_requests_counts_both_kinds() -> None:
     kv, slots = build(per_granule=1)
     kv.alloc(500)
     slots.alloc(20)  # 4,000 + 8,000 bytes are taken, 4,000 are free
-    budget = kv.create_prefill_budget(tree(kv=300, states=5))
-    assert isinstance(budget, OneMemoryBudget)
+    budget = budget_of(kv, tree(kv=300, states=5))
     assert budget.remaining_total == (4_000 + 300 * TOKEN + 5 * STATE) // TOKEN
     assert budget.slots_as_tokens(2) == 100
     most = (4_000 + 300 * TOKEN + 5 * STATE) // STATE
@@ -169,7 +172,7 @@ def test_a_row_in_use_keeps_its_granule_from_states() -> None:
     kv, _ = build(per_granule=16)
     ids = kv.alloc(kv.available_size()).numpy()
     kv.free(torch.from_numpy(ids[ids % 16 != 0]))
-    budget = kv.create_prefill_budget(tree())
+    budget = budget_of(kv, tree())
     assert budget.remaining_total > 1_800
     assert not budget.slots_fit(1, 0)
     assert np.array_equal(kv.pool.in_use, len(ids) // 16)
