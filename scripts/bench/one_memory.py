@@ -43,6 +43,10 @@ CONCURRENCY = 2
 STATES_SHARES = (0.15, 0.4, 0.7)
 """Of the memory, in the static splits."""
 
+SPLIT = ("--hybrid-memory", "split")
+ONE = {"one": ("--hybrid-memory", "one"), "SGLang's pool": ("--enable-unified-memory",)}
+"""One memory: ours, and SGLang's unified pool under our cache."""
+
 SAMPLE_SECONDS = 0.25
 """Between looks at the account of one memory."""
 
@@ -128,18 +132,17 @@ def figure_of(flags: Sequence[str], phases: Sequence[Sequence[Request]], file: P
     print(f"{file}: {len(samples)} samples in {ends[-1]:.0f} s, {last['moves']} moves.")
 
 
-def flags_of_split(
-    model: Path, megabytes: float, share: float | None
+def flags_of_memory(
+    model: Path, megabytes: float, memory: Sequence[str], share: float | None = None
 ) -> tuple[list[str], int, int]:
-    """Flags of a server that gives states this share of the memory, None: of one memory; and the KV
-    tokens and slots of its pools.
+    """Flags of a server with this memory, of whose two pools the states' has a share; and the KV
+    tokens and slots of such pools.
     """
     sizes = model_sizes(str(model), "float32")
     assert sizes is not None
     slots = int(megabytes * 1e6 * (share or STATES_SHARES[1]) / sizes.state)
     tokens = int((megabytes * 1e6 - slots * sizes.state) / sizes.kv_token)
-    flags = flags_of(model, tokens, slots, CONCURRENCY + 1)
-    return [*flags, "--hybrid-memory", "split" if share else "one"], tokens, slots
+    return [*flags_of(model, tokens, slots, CONCURRENCY + 1), *memory], tokens, slots
 
 
 def one_memory(
@@ -160,32 +163,38 @@ def one_memory(
     made = three_phases(documents, sessions, seed)
     served = traces.in_vocabulary(made, vocabulary_of(model))
     if figure is not None:
-        flags, _, _ = flags_of_split(model, megabytes, None)
+        flags, _, _ = flags_of_memory(model, megabytes, ONE["one"])
         figure_of(flags, served, figure)
         return
     table = Table("memory", "KV tokens", "slots", "documents", "sessions", "documents again", "all")
     prompts = [sum(request.input_len for request in trace) for trace in served]
-    for share in (None, *STATES_SHARES):
-        flags, tokens, slots = flags_of_split(model, megabytes, share)
-        rates, accounts = serve(flags, served)
-        total = sum(rate * n for rate, n in zip(rates, prompts, strict=True)) / sum(prompts)
-        name = f"split, {share:.0%} for states" if share else "one"
-        sized = (f"{tokens:,}", slots) if share else ("", "")
-        table.row(name, *sized, *(f"{rate:.1%}" for rate in (*rates, total)))
-        if share is None:
-            kept = accounts
+    kept = {}
+    for name, memory in ONE.items():
+        flags, _, _ = flags_of_memory(model, megabytes, memory)
+        rates, kept[name] = serve(flags, served)
+        table.row(name, "", "", *rows_of(rates, prompts))
+    for share in STATES_SHARES:
+        flags, tokens, slots = flags_of_memory(model, megabytes, SPLIT, share)
+        rates, _ = serve(flags, served)
+        name = f"split, {share:.0%} for states"
+        table.row(name, f"{tokens:,}", slots, *rows_of(rates, prompts))
     print("\nOne memory after each phase, in MB:\n")
     table = Table(
-        *("phase", "KV used", "states used", "waste", "moved to KV", "to states"),
-        *("moves", "ms a move"),
+        *("memory", "phase", "KV used", "states used", "waste", "moved to KV", "to states"),
+        "moves",
     )
-    for phase, account in zip(PHASES, kept, strict=True):
-        used, moved = account["used"], account["moved_to"]
-        waste = sum(account["waste"].values())
-        sizes = (used["kv"], used["states"], waste, moved["kv"], moved["states"])
-        moves = account["moves"] + account["failed_moves"]
-        each = 1e3 * account["move_seconds"] / moves if moves else 0.0
-        table.row(phase, *(f"{size / 1e6:.2f}" for size in sizes), moves, f"{each:.3f}")
+    for name, accounts in kept.items():
+        for phase, account in zip(PHASES, accounts, strict=True):
+            used, moved = account["used"], account["moved_to"]
+            waste = sum(account["waste"].values())
+            sizes = (used["kv"], used["states"], waste, moved["kv"], moved["states"])
+            table.row(name, phase, *(f"{size / 1e6:.2f}" for size in sizes), account["moves"])
+
+
+def rows_of(rates: Sequence[float], prompts: Sequence[int]) -> list[str]:
+    """Hit rates of the phases, and of all together. prompts: tokens of each phase."""
+    total = sum(rate * n for rate, n in zip(rates, prompts, strict=True)) / sum(prompts)
+    return [f"{rate:.1%}" for rate in (*rates, total)]
 
 
 def gaps_of(url: str, prompts: Sequence[list[int]], tokens: int) -> list[float]:
@@ -196,7 +205,7 @@ def gaps_of(url: str, prompts: Sequence[list[int]], tokens: int) -> list[float]:
     return [now - before for one in seen for (before, _), (now, _) in pairwise(one[3:])]
 
 
-def decoding_steps(flags: Sequence[str], high: int, tokens: int) -> None:
+def decoding_steps(table: Table, name: str, flags: Sequence[str], high: int, tokens: int) -> None:
     """Long answers to short prompts, while the memory is full of states, so that granules of KV
     take the bytes of evicted ones; then in an emptied cache, where KV keeps as many bytes.
     """
@@ -205,7 +214,6 @@ def decoding_steps(flags: Sequence[str], high: int, tokens: int) -> None:
     def prompt(length: int) -> list[int]:
         return [random_.randrange(FIRST_TEXT_ID, high) for _ in range(length)]
 
-    table = Table("while", "steps", "P50, ms", "P99, ms", "moves", "MB moved to KV", "ms a move")
     with ServerProcess(flags, directory=ROOT) as server:
         for turn in range(4):
             full = turn % 2 == 0
@@ -219,11 +227,10 @@ def decoding_steps(flags: Sequence[str], high: int, tokens: int) -> None:
             after = hybrid_cache(server.url)["memory"]
             moves = after["moves"] - before["moves"]
             moved = (after["moved_to"]["kv"] - before["moved_to"]["kv"]) / 1e6
-            each = 1e3 * (after["move_seconds"] - before["move_seconds"]) / max(1, moves)
             middle, last = 1e3 * np.percentile(gaps, [50, 99])
             table.row(
-                *("bytes move" if full else "none move", f"{len(gaps):,}"),
-                *(f"{middle:.2f}", f"{last:.2f}", moves, f"{moved:.1f}", f"{each:.3f}"),
+                *(name, "bytes move" if full else "none move", f"{len(gaps):,}"),
+                *(f"{middle:.2f}", f"{last:.2f}", moves, f"{moved:.1f}"),
             )
 
 
@@ -264,6 +271,9 @@ def moves(
     second that go back to the system and are written again, without a server.
     """
     model = ensure_tiny_model()
-    flags, _, _ = flags_of_split(model, megabytes, None)
-    decoding_steps(flags, vocabulary_of(model), tokens)
+    columns = ("memory", "while", "steps", "P50, ms", "P99, ms", "moves", "MB moved to KV")
+    table = Table(*columns)
+    for name, memory in ONE.items():
+        flags, _, _ = flags_of_memory(model, megabytes, memory)
+        decoding_steps(table, name, flags, vocabulary_of(model), tokens)
     speeds()

@@ -45,6 +45,7 @@ class Start:
         warmups: what the server computes before it is ready.
         captured: prefills are in a CUDA graph. breaks: nothing recurrent is inside it.
         slots, state_bytes, tokens, kv_bytes: of the pools; a slot's, and a KV token's.
+        budget: bytes of one memory, 0 where KV and states have a pool each.
         free_bytes: of the GPU when pools were made. weights_bytes: what the model took of it.
         state_dtype, kv_dtype: of the pools. running: requests at once.
         log: what this package logged.
@@ -71,6 +72,7 @@ class Start:
     state_bytes: int = 0
     tokens: int = 0
     kv_bytes: int = 0
+    budget: int = 0
     free_bytes: int = 0
     weights_bytes: int = 0
     state_dtype: str = ""
@@ -358,7 +360,7 @@ class _Server:
         )
         compiled = mock.patch.object(factory, "compile_kernels", lambda *_, **__: None)
         with compiled, made_on("cpu"):
-            build_kv_cache(
+            built = build_kv_cache(
                 server_args=self.args,
                 model_config=self.config,
                 tp_worker=worker,
@@ -368,6 +370,8 @@ class _Server:
                 enable_kv_cache_events=False,
                 enable_hierarchical_cache=bool(self.args.enable_hierarchical_cache),
             )
+        account = getattr(built.tree_cache, "account", None)
+        self.found.budget = 0 if account is None else account.budget
 
 
 @contextmanager

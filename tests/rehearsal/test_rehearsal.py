@@ -214,6 +214,23 @@ FLAGGED = [
 ]
 
 
+IN_ONE_MEMORY = (NEMOTRON, "Granite-4-H-Small", "Falcon-H1-7B", "Kimi-Linear-48B", QWEN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", ["H100", "B200"])
+def test_one_memory(machine: str) -> None:
+    """SGLang's unified pool, as large as both pools would be, with all of ours on it."""
+    cases = [Case(model, ("--hybrid-memory", "one")) for model in IN_ONE_MEMORY]
+    for start in rehearsed(machine, cases).starts:
+        check_any(start)
+        assert start.planned and start.overlap and start.why_split is None
+        assert start.budget <= start.free_bytes
+        both = start.pool_bytes
+        assert both - 2 * start.state_bytes <= start.budget <= both + start.state_bytes
+        assert [line for line in start.lines if "max-mamba-cache-size" in line] == []
+
+
 @cache
 def with_flags(machine: str) -> list[Start]:
     return rehearsed(machine, [it.case for it in FLAGGED if it.machine == machine]).starts
