@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_hybrid.cache.memory.one_memory import OneMemoryCache
+from sglang_hybrid.cache.memory.unified import UnifiedAccount
 from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
 from sglang_hybrid.cache.releases import copy_behind_forwards
 from sglang_hybrid.cache.tiers.ahead_loads import AheadLoads
@@ -118,6 +119,8 @@ class HostTierCache(OneMemoryCache, ExactPartsCache):
         acks = self.cache_controller.ack_write_queue
         if acks:
             order_behind(acks[-1].finish_event, self.forward_stream)
+            if isinstance(self.account, UnifiedAccount):  # rows are zeroed in the current stream
+                order_behind(acks[-1].finish_event)
         self.writing_check(write_back=True)
 
     def _track_write_through_node(

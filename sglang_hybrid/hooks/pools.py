@@ -48,6 +48,19 @@ def set_nothing_aside(begin: Callable[..., None], allocator: Any, requests: int)
     begin(allocator, 0 if ours else requests)
 
 
+def move_behind_copies(gate: Callable[..., None], allocator: Any, blocked: Any) -> None:
+    """Rows of SGLang's unified pool move while copies to and from the host are under way, behind
+    them: the stream that moves rows waits for the last copy of each direction
+    (unified_sub_pool.py, _wait_hicache_transfers). With SGLang's gate nothing moves until the
+    scheduler has heard of the copies, and an eviction for one kind that takes the other kind's
+    rows would take all of them.
+    """
+    from sglang.srt.runtime_context import get_memory
+
+    if get_memory().radix_cache_backend != "hybrid":
+        gate(allocator, blocked)
+
+
 def keep_freed_slots(allocator: type) -> type:
     """Freed KV slots wait in a list until an allocation runs short."""
     from sglang_hybrid.cache.memory.freed_slots import with_freed_slots

@@ -102,6 +102,14 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.mem_cache.unified_memory_pool",
         ("UnifiedMambaSlotAllocator.alloc_group_begin", _AROUND, pools.set_nothing_aside),
     ),
+    *_in(
+        "sglang.srt.mem_cache.allocator.unified_mamba",
+        (
+            "UnifiedMambaTokenToKVPoolAllocator.set_host_transfer_move_gate",
+            _AROUND,
+            pools.move_behind_copies,
+        ),
+    ),
     # Models: configs, logits, updates of weights.
     *_in(
         "sglang.srt.configs.update_config",

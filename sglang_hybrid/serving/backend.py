@@ -32,10 +32,6 @@ def why_not_unified(flags: Any) -> tuple[str, str]:
     if there is none. flags: SGLang's server arguments, or its view of them.
     """
     several = {
-        "--enable-hierarchical-cache": (
-            flags.enable_hierarchical_cache,
-            "no row may move while copies are under way",
-        ),
         "--speculative-algorithm": (
             flags.speculative_algorithm is not None,
             "drafts have states of their own",

@@ -51,6 +51,7 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.memory.account import Account, MemoryKind
 from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.core.returns.hints import Hint, PromptHints
+from sglang_hybrid.platforms.cpu_ops import transfer_streams
 from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.requests import kv_hints
@@ -131,7 +132,7 @@ def build_cache(
     shape: dict[str, Any] = {"dtype": torch.bfloat16, "head_num": 1, "head_dim": 2}
     allocator: Any = None
     if sizes.unified:
-        pool, allocator = unified_pool(sizes)
+        pool, allocator = unified_pool(sizes, device)
         kv = allocator.get_kvcache()
     elif sizes.states:
         with envs.SGLANG_MAMBA_SSM_DTYPE.override("bfloat16"):
@@ -243,8 +244,12 @@ def one_memory(sizes: Sizes, pool: Any, kv: Any) -> Any:
     return OneMemoryPages(pages, slots, sizes.page, torch.bfloat16, kv)
 
 
-def unified_pool(sizes: Sizes) -> tuple[Any, Any]:
-    """SGLang's unified pool with this budget: its pool of requests and its allocator."""
+def unified_pool(sizes: Sizes, device: str = "cpu") -> tuple[Any, Any]:
+    """SGLang's unified pool with this budget: its pool of requests and its allocator. Without a
+    device, rows move in the streams of the CPU platform.
+    """
+    if device == "cpu":
+        torch.cuda.current_stream = transfer_streams.current_stream  # type: ignore[assignment]
     with envs.SGLANG_MAMBA_SSM_DTYPE.override("bfloat16"):
         state = Mamba2CacheParams(
             shape=Mamba2StateShape.create(
@@ -260,7 +265,7 @@ def unified_pool(sizes: Sizes) -> tuple[Any, Any]:
         )
     assert sizes.state_bytes == state.mamba_cache_per_req
     bundle = init_unified_mamba_pools(
-        device="cpu",
+        device=device,
         kv_cache_dtype=torch.bfloat16,
         head_num=1,
         head_dim=8,

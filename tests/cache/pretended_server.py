@@ -166,8 +166,9 @@ class PretendedServer(TieredServer):
             marks = torch.tensor([mark(tokens[: at + 1]) for at in range(start, end)])
 
         def compute() -> None:
+            where = self._rows_of(places)
             for rows in self._rows:
-                rows[places] = marks[:, None, None].to(rows.dtype).expand(-1, *rows.shape[1:])
+                rows[where] = marks[:, None, None].to(rows.dtype).expand(-1, *rows.shape[1:])
 
         self._forward(compute)
         if self._states is not None:
@@ -179,7 +180,7 @@ class PretendedServer(TieredServer):
 
         def write() -> None:
             for tensor in (*self._states.conv, self._states.temporal):
-                tensor[:, place] = value
+                tensor[:, self._row_of(place)] = value
 
         self._forward(write)
 

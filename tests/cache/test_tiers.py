@@ -17,9 +17,10 @@ from sglang_hybrid.core.tiers.places import copies_of
 from sglang_hybrid.core.tiers.rates import Link, Tier
 from sglang_hybrid.platforms.cpu_ops import transfer_streams
 from sglang_hybrid.serving.startup import StartupError
+from tests.cache import tiers
 from tests.cache.backends import options
-from tests.cache.driver import Sizes
-from tests.cache.tiers import TieredServer, build_tiered_cache
+from tests.cache.driver import UNIFIED, Sizes
+from tests.cache.tiers import TieredServer, build_tiered_cache, set_speeds
 from tests.examples import seeds
 
 SIZES = {
@@ -27,6 +28,7 @@ SIZES = {
     "one memory": Sizes(states=7, kv=160, rows=6, context=128, one_memory=True, state_bytes=160),
     "pages of 4": Sizes(states=14, kv=256, page=4, extra_buffer=True, grid=4, rows=6, context=128),
     "attention only": Sizes(states=0, kv=160, rows=6, context=128),
+    "SGLang's pool": Sizes(states=5, kv=160, rows=6, context=128, **UNIFIED),
 }
 WRITES = ("write_through", "write_through_selective", "write_back")
 
@@ -65,6 +67,7 @@ def serve_at_random(server: TieredServer, seed: int, requests: int) -> None:
 
 
 SLOW = pytest.mark.slow
+QUICK = ("one memory", "SGLang's pool")
 LINKS = [
     pytest.param(None, id="prompt copies", marks=SLOW),
     pytest.param(Link(1e9, 2e-3), id="copies that take time"),
@@ -83,7 +86,7 @@ def link(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param(sizes, id=name, marks=() if name == "one memory" else SLOW)
+        pytest.param(sizes, id=name, marks=() if name in QUICK else SLOW)
         for name, sizes in SIZES.items()
     ],
 )
@@ -91,6 +94,8 @@ def test_every_request_resumes_from_its_own_prefix(sizes: Sizes, writes: str) ->
     loads = 0
     for seed in seeds(2):
         server = TieredServer.on(sizes, options("reuse"), 0 if seed % 2 else 16, policy=writes)
+        if sizes.unified:  # its states are large
+            set_speeds(server.cache, tiers.SLOW)
         serve_at_random(server, seed, 25)
         loads += server.loads
     if sizes.states or writes != "write_through_selective":  # few KV nodes are used twice there

@@ -180,13 +180,22 @@ class TieredServer(Server):
         places = self.pool.req_to_token[row, start:end].long()
         marks = torch.tensor([mark(tokens[: at + 1]) for at in range(start, end)])
         for rows in self._rows:
-            rows[places] = marks[:, None, None].to(rows.dtype).expand(-1, *rows.shape[1:])
+            where = self._rows_of(places)
+            rows[where] = marks[:, None, None].to(rows.dtype).expand(-1, *rows.shape[1:])
         if self._states is not None:
             self._set_state(req.kv.mamba_pool_idx.reshape(1), tokens[:end])
 
     def _set_state(self, slot: torch.Tensor, tokens: list[int]) -> None:
         for tensor in (*self._states.conv, self._states.temporal):
-            tensor[:, slot.long()] = mark(tokens)
+            tensor[:, self._row_of(int(slot))] = mark(tokens)
+
+    def _rows_of(self, places: torch.Tensor) -> torch.Tensor:
+        """Where these ids of tokens lie now: they are rows, or name them in SGLang's pool."""
+        return self.allocator.translate_kv_loc(places) if self.sizes.unified else places
+
+    def _row_of(self, slot: int) -> int:
+        """The same of a state; nowhere is the row for padding."""
+        return max(0, int(self.pool.translate_mamba_indices(torch.tensor([slot]))[0]))
 
     def _check_resumed(self, req: Req) -> None:
         assert req.prefix_len < len(self._tokens(req)), "the last token was to be computed"
@@ -207,12 +216,13 @@ class TieredServer(Server):
         """KV and state are those of `prefix`."""
         marks = [mark(prefix[: at + 1]) for at in range(len(prefix))]
         for rows in self._rows:
-            assert rows[places][:, 0, 0].tolist() == marks, "KV of other tokens"
+            found = rows[self._rows_of(places)][:, 0, 0].tolist()
+            assert found == marks, "KV of other tokens"
         if self._states is None:
             return
         assert slot is not None, "KV is resumed without a state"
         for tensor in (*self._states.conv, self._states.temporal):
-            values = tensor[:, slot].unique().tolist()
+            values = tensor[:, self._row_of(slot)].unique().tolist()
             assert values == marks[-1:], "the state of another prefix"
 
     def _copy_state(self, req: Req) -> None:

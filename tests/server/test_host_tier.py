@@ -78,6 +78,7 @@ def every_mixture_is_answered_as_cold(server: ServerProcess) -> None:
 
 
 IN_PAGES = ("--hicache-mem-layout", DIRECT)
+UNIFIED = ("--enable-unified-memory",)
 MIXTURES = [
     ("nemotron-h", ()),
     ("nemotron-h", ("--hicache-write-policy", "write_back")),
@@ -95,6 +96,13 @@ MIXTURES = [
     ("kimi-linear", ()),
     ("kimi-linear", ("--hybrid-memory", "split", "--page-size", "16", *IN_PAGES)),
     ("kimi-linear", ("--tp-size", "2")),
+    ("nemotron-h", UNIFIED),
+    ("nemotron-h", (*UNIFIED, "--hicache-write-policy", "write_back")),
+    ("nemotron-h", (*UNIFIED, "--chunked-prefill-size", "128")),
+    ("falcon-h1", (*UNIFIED, "--page-size", "16")),
+    ("qwen3-next", UNIFIED),
+    ("kimi-linear", UNIFIED),
+    ("kimi-linear", (*UNIFIED, "--tp-size", "2")),
 ]
 
 

@@ -98,6 +98,18 @@ _COPIES = {
 }
 """SGLang's copies between device and host pools, by the module of the host pool."""
 
+_STRIDED = {
+    "mha": {
+        "one_layer": host_copies.strided_one_layer,
+        "all_layer": host_copies.strided_all_layers,
+    },
+    "mla": {
+        "one_layer_mla": host_copies.strided_one_layer_mla,
+        "all_layer_mla": host_copies.strided_all_layers_mla,
+    },
+}
+"""Those between rows that do not follow at once, in SGLang's unified pool."""
+
 DRAFT_BINDINGS: tuple[Binding, ...] = (
     Binding(
         "sglang.srt.arg_groups.speculative_hook",
@@ -155,6 +167,15 @@ UNIFIED_BINDINGS: tuple[Binding, ...] = (
     ),
     Binding(_UNIFIED, "alloc_extend_kernel", unified_pool.place_extended),
     Binding(_UNIFIED, "alloc_decode_kernel", unified_pool.place_decoded),
+    *(
+        Binding(f"{_HOST}.{module}", f"{pool}.__init__", host_copies.with_strides, wraps=True)
+        for module, pool in (("mha", "MHATokenToKVPoolHost"), ("mla", "MLATokenToKVPoolHost"))
+    ),
+    *(
+        Binding(f"{_HOST}.{module}", f"jit_transfer_hicache_{name}", function)
+        for module, copies in _STRIDED.items()
+        for name, function in copies.items()
+    ),
 )
 """For one pool of KV and states, in the release whose pool it is."""
 

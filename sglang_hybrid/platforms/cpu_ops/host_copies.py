@@ -10,7 +10,8 @@ addresses (uint64, one per layer) stands for tensors that SGLang passes by point
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -107,6 +108,95 @@ def all_layer_lf_pf(
     """All layers from a table of addresses to the host's [slots, layers, heads, dim]."""
     for sources, target in ((src_k_layers, dst_k), (src_v_layers, dst_v)):
         _gather(sources, target, src_indices, dst_indices, item_size)
+
+
+def with_strides(original: Callable[..., None]) -> Callable[..., None]:
+    """`__init__` of a host pool of KV: rows that lie apart on the device, as in SGLang's unified
+    pool, are copied by the functions below that are told strides, SGLang's JIT kernels elsewhere.
+    """
+
+    @wraps(original)
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        original(self, *args, **named)
+        self.can_use_jit = not self.device_rows_packed
+
+    return init
+
+
+def strided_one_layer(
+    *,
+    k_cache_dst: Tensor,
+    v_cache_dst: Tensor,
+    k_cache_src: Tensor,
+    v_cache_src: Tensor,
+    indices_dst: Tensor,
+    indices_src: Tensor,
+    page_size: int,
+    element_dim: int,
+) -> None:
+    """One layer's keys and values [slots, heads, dim]."""
+    for target, source in ((k_cache_dst, k_cache_src), (v_cache_dst, v_cache_src)):
+        strided_one_layer_mla(
+            cache_dst=target,
+            cache_src=source,
+            indices_dst=indices_dst,
+            indices_src=indices_src,
+            page_size=page_size,
+            element_dim=element_dim,
+        )
+
+
+def strided_one_layer_mla(
+    *,
+    cache_dst: Tensor,
+    cache_src: Tensor,
+    indices_dst: Tensor,
+    indices_src: Tensor,
+    page_size: int,
+    element_dim: int,
+) -> None:
+    """One layer's rows [slots, ...] of a single tensor."""
+    cache_dst[indices_dst] = cache_src[indices_src].reshape(-1, *cache_dst.shape[1:])
+    _carry(element_dim * cache_dst.element_size() * len(indices_src))
+
+
+def strided_all_layers(
+    *,
+    k_ptr_dst: Tensor,
+    v_ptr_dst: Tensor,
+    k_ptr_src: Tensor,
+    v_ptr_src: Tensor,
+    kv_cache_dst_stride_bytes: int,
+    kv_cache_src_stride_bytes: int,
+    **rest: Any,
+) -> None:
+    """All layers between tables of addresses, with the bytes from a row to the next."""
+    for targets, sources in ((k_ptr_dst, k_ptr_src), (v_ptr_dst, v_ptr_src)):
+        strided_all_layers_mla(
+            ptr_dst=targets,
+            ptr_src=sources,
+            cache_dst_stride_bytes=kv_cache_dst_stride_bytes,
+            cache_src_stride_bytes=kv_cache_src_stride_bytes,
+            **rest,
+        )
+
+
+def strided_all_layers_mla(
+    *,
+    ptr_dst: Tensor,
+    ptr_src: Tensor,
+    indices_dst: Tensor,
+    indices_src: Tensor,
+    cache_dst_stride_bytes: int,
+    cache_src_stride_bytes: int,
+    element_size: int,
+    page_size: int,
+) -> None:
+    """The same for rows of `element_size` bytes of a single tensor in each layer."""
+    for source, target in zip(ptr_src.tolist(), ptr_dst.tolist(), strict=True):
+        rows = _rows_at(source, indices_src, element_size, cache_src_stride_bytes)[indices_src]
+        _rows_at(target, indices_dst, element_size, cache_dst_stride_bytes)[indices_dst] = rows
+    _carry(len(ptr_src) * element_size * len(indices_src))
 
 
 def rows_per_layer(
@@ -231,11 +321,14 @@ def _gather(
     _carry(len(addresses) * item_size * len(rows))
 
 
-def _rows_at(address: int, rows: Tensor, item_size: int) -> Tensor:
-    """Memory at `address` as bytes [slots, item_size], as far as the largest of `rows`."""
-    count = int(rows.max()) + 1
-    memory = (ctypes.c_uint8 * (count * item_size)).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(count, item_size)
+def _rows_at(address: int, rows: Tensor, item_size: int, stride: int = 0) -> Tensor:
+    """Memory at `address` as bytes [slots, item_size], as far as the largest of `rows`; the next
+    slot is `stride` bytes on, or follows at once.
+    """
+    count, stride = int(rows.max()) + 1, stride or item_size
+    memory = (ctypes.c_uint8 * ((count - 1) * stride + item_size)).from_address(address)
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    return flat.as_strided((count, item_size), (stride, 1))
 
 
 def _row_bytes(tensor: Tensor) -> int:

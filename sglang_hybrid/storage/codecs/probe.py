@@ -88,6 +88,10 @@ class Probe:
         pool, kv = self._runner.req_to_token_pool, request.kv
         tokens = pool.req_to_token[kv.req_pool_idx, :PREFIX].long()
         state = kv.mamba_pool_idx.reshape(1).long() if self._states else tokens[:0]
+        allocator = self._runner.token_to_kv_pool_allocator
+        if hasattr(allocator, "translate_kv_loc"):  # ids of the unified pool name rows
+            tokens = allocator.translate_kv_loc(tokens)
+            state = pool.translate_mamba_indices(state).long()
         for layers, codecs, slots in (
             (self._kv, plan.kv, tokens),
             (self._states, plan.states, state),
