@@ -16,7 +16,8 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.managers import cache_controller
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache import l2_transfer
+from sglang.srt.mem_cache import l2_transfer, unified_memory_pool
+from sglang.srt.mem_cache.allocator import unified_sub_pool
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang.srt.mem_cache.pool_host import mamba, mha
 from sglang.srt.utils import common
@@ -39,6 +40,20 @@ KERNELS = {
 }
 """What copies exact rows between host and device."""
 
+OF_SGLANGS_POOL = {
+    (mha, "jit_transfer_hicache_one_layer"): host_copies.strided_one_layer,
+    (mha, "jit_transfer_hicache_all_layer"): host_copies.strided_all_layers,
+    (unified_memory_pool, "copy_pages"): unified_memory_pool.copy_pages,
+    (unified_memory_pool, "zero_pages"): unified_memory_pool.zero_pages,
+}
+"""The same of rows in SGLang's unified pool, and what moves and clears them there."""
+
+STAGED = ("_copy_tensor", "_copy_tensor_pf_lf", "_copy_tensor_all_layers_lf_pf")
+"""Functions that gather such rows of states before they copy them."""
+
+TABLES = ("alloc_bind_inplace", "bind_inplace", "free_unbind_inplace", "translate_token_ids")
+"""Kernels of its tables of rows, whose results the host code goes on with."""
+
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *, at_once: bool = False, seed: int = 0) -> Gpu:
     """Let SGLang's transfers, and whoever asks `torch.cuda`, have the streams of a pretended GPU,
@@ -51,8 +66,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, at_once: bool = False, seed: int
         monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
     monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
     monkeypatch.setattr(common, "is_pin_memory_available", lambda device=None: True)
-    for (module, name), kernel in KERNELS.items():
+    for (module, name), kernel in (KERNELS | OF_SGLANGS_POOL).items():
         monkeypatch.setattr(module, name, launched(gpu, kernel))
+    for name in STAGED:
+        whole = getattr(mamba.MambaPoolHost, name)
+        monkeypatch.setattr(mamba.MambaPoolHost, name, staticmethod(launched(gpu, whole)))
+    for name in TABLES:
+        monkeypatch.setattr(unified_sub_pool, name, at_once_on(getattr(unified_sub_pool, name)))
     monkeypatch.setattr(host_rows, "_launch", launched(gpu, copy_rows))
     return gpu
 
@@ -62,10 +82,21 @@ def launched(gpu: Gpu, kernel: Callable[..., None]) -> Callable[..., None]:
 
     def launch(*args: Any, **kwargs: Any) -> None:
         def run() -> None:
-            with plainly():
+            with plainly(), gpu.stream(gpu.schedule):  # what it launches itself is done at once
                 kernel(*args, **kwargs)
 
         gpu.current_stream().give(run)
+
+    return launch
+
+
+def at_once_on(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel`, done when it is called; its results are the device's."""
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        with plainly():
+            found = kernel(*args, **kwargs)
+        return found.as_subclass(OnDevice) if isinstance(found, torch.Tensor) else found
 
     return launch
 
@@ -210,6 +241,10 @@ class PretendedServer(TieredServer):
 
         self.forwards.wait_stream(self.gpu.schedule)
         self.forwards.give(run)
+        if self.sizes.unified:  # what the scheduler tells SGLang's pool after a forward
+            done = self.gpu.Event()
+            done.record(self.forwards)
+            self.allocator.set_latest_forward_done_event(done)
 
 
 def pretended_server(

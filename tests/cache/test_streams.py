@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.allocator.unified_sub_pool import MultiEndedAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -29,7 +30,7 @@ from sglang_hybrid.storage.codecs import coded_rows
 from sglang_hybrid.storage.codecs.codecs import Codec
 from sglang_hybrid.storage.codecs.coded_rows import CodecPlan, CodedRows
 from tests.cache.backends import options
-from tests.cache.driver import Server, Sizes, build_cache
+from tests.cache.driver import UNIFIED, Server, Sizes, build_cache
 from tests.cache.pretended_gpu import PACKAGES, Gpu, OnDevice
 from tests.cache.pretended_server import PretendedServer, plainly, pretend, pretended_server
 from tests.cache.test_tiers import serve_at_random
@@ -38,6 +39,7 @@ from tests.releases import smaller_copies, waits_listed
 from tests.replay.simulation.tuner.traffic import conversations, requests, templates
 
 SIZES = Sizes(states=7, kv=160, rows=6, context=128)
+IN_SGLANGS_POOL = Sizes(states=7, kv=160, rows=6, context=128, **UNIFIED)
 KV_ONLY = Sizes(states=0, kv=160, rows=6, context=128)
 SLOW = pytest.mark.slow
 
@@ -221,6 +223,7 @@ def test_waits_that_somebody_adds_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     "sizes",
     [
         SIZES,
+        pytest.param(IN_SGLANGS_POOL, id="SGLang's pool"),
         pytest.param(KV_ONLY, id="attention only", marks=SLOW),
         pytest.param(
             Sizes(states=14, kv=256, page=4, extra_buffer=True, grid=4, rows=6, context=128),
@@ -248,6 +251,21 @@ def serve_late(
         serve_at_random(at, seed, 25)
         settle(at)
     return at
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(host_tier, "UnifiedAccount"), (MultiEndedAllocator, "_wait_hicache_transfers")],
+)
+def test_rows_of_sglangs_pool_are_cleared_and_moved_in_order(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    """Behind copies of what was there; without either order it is seen."""
+    nothing: Any = type("Nobody", (), {}) if owner is host_tier else lambda pool: None
+    monkeypatch.setattr(owner, name, nothing)
+    with pytest.raises(AssertionError, match=r"other tokens|another prefix"):
+        for seed in range(24):
+            serve_late(monkeypatch, "write_back", seed, IN_SGLANGS_POOL)
 
 
 def test_without_overlap_scheduling_the_order_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
