@@ -34,6 +34,9 @@ FLAGS = (
     *("--max-total-tokens", str(TOKENS)),
     *("--max-mamba-cache-size", str(SLOTS), "--enable-metrics"),
 )
+ROOM = {"kimi-linear": ("--max-total-tokens", "8000")}
+"""More of it where a state is small: as many documents fit."""
+
 OURS, SGLANGS = ("--hybrid-memory", "one"), ("--enable-unified-memory",)
 CHECKED = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -57,7 +60,8 @@ TOLD = ("--hybrid-eviction", "marconi:0.5", "--max-running-requests", "4")
 )
 def server(serve: Serve, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     model, kind = request.param
-    with serve(*FLAGS, *TOLD, *kind, of=model, environment=CHECKED) as running:
+    flags = (*FLAGS, *TOLD, *kind, *ROOM.get(model, ()))
+    with serve(*flags, of=model, environment=CHECKED) as running:
         yield running
 
 
