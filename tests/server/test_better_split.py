@@ -52,18 +52,28 @@ def test_what_is_advised_hits_what_was_said(serve: Serve) -> None:
     assert after > share / 100 - 0.05  # a replay begins with an empty cache
 
 
-def test_the_next_server_finds_it_on_the_disk(
-    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+DISK = (
+    *("--enable-hierarchical-cache", "--hicache-ratio", "1.1"),
+    *("--hicache-storage-backend", "file", "--hybrid-disk-mb", "1"),
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "place"), [(DISK, "--hybrid-disk-folder"), ((), "--hybrid-record")]
+)
+def test_the_next_server_finds_it(
+    serve: Serve,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+    place: str,
 ) -> None:
-    flags = [
-        *(*SPLIT, *FEW_SLOTS, "--enable-hierarchical-cache", "--hicache-ratio", "1.1"),
-        *("--hicache-storage-backend", "file", "--hybrid-disk-mb", "1"),
-    ]
-    with serve(*flags, "--hybrid-disk-folder", str(tmp_path)) as server:
+    where = str(tmp_path if flags else tmp_path / "traffic.jsonl.gz")
+    with serve(*SPLIT, *FEW_SLOTS, *flags, place, where) as server:
         hit_share(server.url)
         until(lambda: advised(server.url))
         arguments = requests.get(server.url + "/server_info", timeout=60).json()
-    monkeypatch.setenv("SGLANG_HYBRID_DISK_FOLDER", str(tmp_path))
+    monkeypatch.setenv(place.replace("--", "SGLANG_").replace("-", "_").upper(), where)
     path = split_path(SimpleNamespace(**arguments))
     assert path is not None
     found = read_split(path)

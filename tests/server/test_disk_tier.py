@@ -128,19 +128,30 @@ def test_what_was_learnt_outlives_a_server_that_is_killed(tiered: Serve, disk: P
         assert len(said) == 1
 
 
-@pytest.mark.parametrize("page", ["1", "16"])
-@pytest.mark.parametrize(
-    "architecture",
-    ["nemotron-h", "falcon-h1", "granite-hybrid", "qwen3-next", "kimi-linear", "ling-2.5"],
-)
+STORED = ("nemotron-h", "falcon-h1", "granite-hybrid", "qwen3-next", "kimi-linear", "ling-2.5")
+UNIFIED = ("--enable-unified-memory",)
+RESTARTS = [
+    *((architecture, page, (), ()) for architecture in STORED for page in ("1", "16")),
+    *(("nemotron-h", "16", UNIFIED, UNIFIED), ("nemotron-h", "1", (), UNIFIED)),
+    ("kimi-linear", "1", UNIFIED, ()),
+]
+"""A model, tokens of a page, and flags of the server that writes and of the one that reads."""
+
+
+@pytest.mark.parametrize(("architecture", "page", "before", "after"), RESTARTS)
 def test_a_restart_finds_kv_and_states(
-    tiered: Serve, disk: Path, architecture: str, page: str
+    tiered: Serve,
+    disk: Path,
+    architecture: str,
+    page: str,
+    before: tuple[str, ...],
+    after: tuple[str, ...],
 ) -> None:
     started = partial(tiered, "--page-size", page, of=architecture)
-    with started() as server:
+    with started(*before) as server:
         first = [ask(server.url, prompt, 4) for prompt in PROMPTS]
         written(disk)
-    with started() as server:
+    with started(*after) as server:
         for prompt, expected in zip(PROMPTS, first, strict=True):
             answer = ask(server.url, prompt, 4)
             assert same(answer, expected) and stored(answer) >= 640

@@ -19,9 +19,10 @@ from tests.server.test_host_tier import FLAGS, PROMPTS
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), smaller_copies]
 
 
-@pytest.fixture(scope="module")
-def int8(serve: Serve) -> Iterator[ServerProcess]:
-    with serve(*FLAGS, "--hybrid-tier-codec", "int8") as server:
+@pytest.fixture(scope="module", params=["one memory", "SGLang's pool"])
+def int8(serve: Serve, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    pool = () if request.param == "one memory" else ("--enable-unified-memory",)
+    with serve(*FLAGS, *pool, "--hybrid-tier-codec", "int8") as server:
         yield server
 
 

@@ -74,6 +74,19 @@ def test_a_store_that_servers_share_has_none(monkeypatch: pytest.MonkeyPatch) ->
     assert split_path(arguments()) is None
 
 
+def test_a_recording_has_it_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no disk tier on this machine; of each model and flags one of its own."""
+    monkeypatch.setenv("SGLANG_HYBRID_RECORD", str(tmp_path / "traffic.jsonl.gz"))
+    without = {"enable_hierarchical_cache": False}
+    path = split_path(arguments(**without))
+    assert path is not None and path.name.startswith("traffic.jsonl.gz.")
+    assert path not in (None, split_path(arguments(**without, model_path="n")))
+    assert split_path(arguments(**without, nnodes=2)) is None
+    write_split(path, SPLIT)
+    assert read_split(path) == SPLIT
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_nothing_is_written_where_no_tier_is(path: Path) -> None:
     (path.parent / "sglang_hybrid.tier").unlink()
     write_split(path, SPLIT)

@@ -1,4 +1,5 @@
-"""The split of memory that a server's traffic asked for, as a file in the disk tier's folder.
+"""The split of memory that a server's traffic asked for, as a file in the disk tier's folder, or
+beside its recording.
 
 A server with two pools writes it (cache/split_watch.py); the next one with the same model and flags
 divides its memory so, unless a flag says otherwise (cache/resolution.py). It holds sums over all
@@ -41,21 +42,23 @@ class LearntSplit(msgspec.Struct, frozen=True):
 
 
 def split_path(server_args: Any) -> Path | None:
-    """Where a server with these arguments (SGLang's) keeps its split; None without a folder of its
-    own machine, and where several machines, which might differ, have to divide alike.
+    """Where a server with these arguments (SGLang's) keeps its split: in the folder of its disk
+    tier, or beside its recording (`--hybrid-record`); None without either on its own machine, and
+    where several machines, which might differ, have to divide alike.
     """
-    it = server_args
-    named = HybridConfig.from_environment().hybrid_disk_folder
-    if not it.enable_hierarchical_cache or it.hicache_storage_backend != "file":
+    it, options = server_args, HybridConfig.from_environment()
+    if it.nnodes > 1:
         return None
-    if named.startswith(SHARED) or it.nnodes > 1:
-        return None
-    try:
-        extra = json.loads(it.hicache_storage_backend_extra_config or "{}")
-    except ValueError:
-        return None
-    identity = identity_of({flag: getattr(it, flag) for flag in _FLAGS})
-    return disk_folder(named, extra) / TIER / f"{identity}{SUFFIX}"
+    file = identity_of({flag: getattr(it, flag) for flag in _FLAGS}) + SUFFIX
+    if it.enable_hierarchical_cache and it.hicache_storage_backend == "file":
+        named = options.hybrid_disk_folder
+        if not named.startswith(SHARED):
+            try:
+                extra = json.loads(it.hicache_storage_backend_extra_config or "{}")
+            except ValueError:
+                return None
+            return disk_folder(named, extra) / TIER / file
+    return Path(f"{options.hybrid_record}.{file}") if options.hybrid_record else None
 
 
 def read_split(path: Path) -> LearntSplit | None:
@@ -71,8 +74,8 @@ def read_split(path: Path) -> LearntSplit | None:
 
 
 def write_split(path: Path, split: LearntSplit) -> None:
-    """Write it, where the disk tier has its folder."""
-    if not is_tier(path.parent):
+    """Write it: beside a recording, or where the disk tier has its folder."""
+    if path.parent.name == TIER and not is_tier(path.parent):
         return
     try:
         write_file(path, msgspec.json.encode(split))
