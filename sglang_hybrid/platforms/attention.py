@@ -157,6 +157,8 @@ class DraftSteps:
     last, whose token is not read.
     """
 
+    kv_index_translator: Any = None  # SGLang sets it
+
     def __init__(self, model_runner: Any, steps: int) -> None:
         self.attn_backends = [
             HybridCpuAttnBackend(model_runner, ahead=step + 1) for step in range(steps - 1)

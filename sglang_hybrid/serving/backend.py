@@ -27,14 +27,19 @@ REFUSED = {
 """SGLang's flags that the backend cannot honour, and why."""
 
 
+HEADS = ("EAGLE", "EAGLE3", "NEXTN")
+"""Algorithms of speculative decoding whose KV lies beside the model's in SGLang's unified pool."""
+
+
 def why_not_unified(flags: Any) -> tuple[str, str]:
     """A flag beside which our cache does not serve SGLang's unified pool, and why; two empty texts
     if there is none. flags: SGLang's server arguments, or its view of them.
     """
+    drafts = (flags.speculative_algorithm or "").upper()
     several = {
-        "--speculative-algorithm": (
-            flags.speculative_algorithm is not None,
-            "drafts have states of their own",
+        f"--speculative-algorithm {drafts}": (
+            drafts not in ("", *HEADS),
+            "SGLang has room in it for the drafts of a model's own heads only",
         ),
         "--disaggregation-mode": (
             flags.disaggregation_mode != "null",

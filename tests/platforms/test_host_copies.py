@@ -190,3 +190,40 @@ def test_a_simulated_link_carries_one_byte_after_the_other() -> None:
     assert first.elapsed_time(other) == pytest.approx(0, abs=60e3)
     assert before.query()
     up.wait_event(before)
+
+
+@pytest.mark.parametrize("layout", ["layer first", "page first"])
+def test_rows_that_lie_apart(layout: str) -> None:
+    """As in SGLang's unified pool: all layers' keys and values of a token follow one another."""
+    held = torch.randn(SLOTS, LAYERS, 2, HEADS, DIM)
+    k, v = ([held[:, layer, part] for layer in range(LAYERS)] for part in (0, 1))
+    shape = (LAYERS, SLOTS) if layout == "layer first" else (SLOTS, LAYERS)
+    hosts = [torch.zeros(*shape, HEADS, DIM) for _ in "kv"]
+    rows = [host if layout == "layer first" else host.transpose(0, 1) for host in hosts]
+    host_copies.strided_all_layers(
+        k_ptr_dst=addresses(list(rows[0])),
+        v_ptr_dst=addresses(list(rows[1])),
+        k_ptr_src=addresses(k),
+        v_ptr_src=addresses(v),
+        indices_dst=ON_HOST,
+        indices_src=ON_DEVICE,
+        kv_cache_dst_stride_bytes=ITEM if layout == "layer first" else ITEM * LAYERS,
+        kv_cache_src_stride_bytes=2 * LAYERS * ITEM,
+        element_size=ITEM,
+        page_size=1,
+    )
+    loaded = torch.zeros_like(held)
+    new_k, new_v = ([loaded[:, layer, part] for layer in range(LAYERS)] for part in (0, 1))
+    for layer in range(LAYERS):
+        host_copies.strided_one_layer(
+            k_cache_dst=new_k[layer],
+            v_cache_dst=new_v[layer],
+            k_cache_src=rows[0][layer],
+            v_cache_src=rows[1][layer],
+            indices_dst=ON_DEVICE,
+            indices_src=ON_HOST,
+            page_size=1,
+            element_dim=HEADS * DIM,
+        )
+    came_back(k, new_k)
+    came_back(v, new_v)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,6 +12,9 @@ from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess, event_flags
 from tests.server.client import RECORD_KEY, Serve, flush
 from tests.server.divided import Divide, Divided
+
+if TYPE_CHECKING:
+    from tests.server.draft_heads import Headed
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +35,16 @@ def serve(model_directory: Callable[[str], Path]) -> Serve:
         return ServerProcess(["--model-path", str(model_directory(of)), *flags], **more)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def headed(
+    model_directory: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> "Headed":
+    """The trained model with a draft head, and what it says without one."""
+    from tests.server.draft_heads import with_draft_head
+
+    return with_draft_head(model_directory("trained"), tmp_path_factory.mktemp("headed") / "model")
 
 
 @pytest.fixture(scope="session")

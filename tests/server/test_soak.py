@@ -16,7 +16,7 @@ from tests.releases import drafts_on_cpu
 from tests.server.client import TOLERANCE, Serve, ask, cached, flush, hybrid_cache, logprobs, said
 from tests.server.one_memory import PAGES_OF_OTHERS, all_is_free, pool_memory
 from tests.server.soak import Soak, Watched
-from tests.server.test_speculation import NGRAM
+from tests.server.test_speculation import HEAD, NGRAM
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -67,12 +67,13 @@ RECORDS = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """slots: twice what the running requests hold."""
+    """slots: twice what the running requests hold. headed: the model has a draft head."""
 
     requests: int
     flags: tuple[str, ...]
     module: str = "tests.server.checked"
     slots: int = 2 * RUNNING
+    headed: bool = False
 
 
 UNIFIED = ("--enable-unified-memory",)
@@ -91,20 +92,34 @@ CONFIGURATIONS = {
         FEWER, (*PRIORITIES, *EXTRA_BUFFER), slots=2 * 3 * RUNNING
     ),
     "drafts": Configuration(1_000, (*PRIORITIES, *NGRAM), slots=2 * 3 * RUNNING),
+    "a head in SGLang's pool": Configuration(
+        FEWER, (*PRIORITIES, *UNIFIED, *HEAD), slots=2 * 3 * RUNNING, headed=True
+    ),
     "split prefills": Configuration(FEWER, PRIORITIES, "tests.server.split_prefills"),
 }
 
 
+OF_DRAFTS = ("drafts", "a head in SGLang's pool")
+
+
 @pytest.mark.parametrize(
     "configuration",
-    [pytest.param(it, marks=drafts_on_cpu if it == "drafts" else ()) for it in CONFIGURATIONS],
+    [pytest.param(it, marks=drafts_on_cpu if it in OF_DRAFTS else ()) for it in CONFIGURATIONS],
 )
-def test_nothing_is_lost_or_wrong(configuration: str, serve: Serve) -> None:
+def test_nothing_is_lost_or_wrong(
+    configuration: str, serve: Serve, request: pytest.FixtureRequest
+) -> None:
     chosen = CONFIGURATIONS[configuration]
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     flags = ("--max-mamba-cache-size", str(chosen.slots), *FLAGS, *chosen.flags)
-    with serve(*flags, module=chosen.module, environment=CHECKED) as server:
+    how = {"module": chosen.module, "environment": CHECKED}
+    if chosen.headed:
+        model = ("--model-path", str(request.getfixturevalue("headed").directory))
+        starting = ServerProcess([*model, *flags], **how)
+    else:
+        starting = serve(*flags, **how)
+    with starting as server:
         soak = Soak(server.url, seed, priorities=PRIORITIES[0] in chosen.flags)
         memory, live = [], []
         for _ in range(ROUNDS):

@@ -19,7 +19,7 @@ from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.releases import drafts_on_cpu
 from tests.server.client import Serve, ask, flush, random_prompt, said, same
-from tests.server.draft_heads import SAID, Headed, question, with_draft_head
+from tests.server.draft_heads import SAID, Headed, question
 from tests.server.expected import agree, expect
 from tests.server.test_checkpoints import (
     cases,
@@ -39,14 +39,6 @@ NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", s
 CHAIN = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
 CHAIN += ("--speculative-num-draft-tokens", str(DRAFTED))
 HEAD = ("--speculative-algorithm", "NEXTN", *CHAIN)
-
-
-@pytest.fixture(scope="module")
-def headed(
-    model_directory: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Headed:
-    """The trained model with a draft head, and what it says without one."""
-    return with_draft_head(model_directory("trained"), tmp_path_factory.mktemp("headed") / "model")
 
 
 def next_turn_is_cached(url: str, page: int = 1) -> None:
@@ -77,9 +69,12 @@ def says_the_same(url: str, headed: Headed) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_draft_head_changes_nothing(headed: Headed) -> None:
+@pytest.mark.parametrize(
+    "pool", [(), ("--enable-unified-memory",)], ids=["two pools", "SGLang's pool"]
+)
+def test_a_draft_head_changes_nothing(headed: Headed, pool: tuple[str, ...]) -> None:
     """Neither what is said nor what is hit; some of its tokens are accepted, and some are not."""
-    with ServerProcess(["--model-path", str(headed.directory), *HEAD]) as server:
+    with ServerProcess(["--model-path", str(headed.directory), *HEAD, *pool]) as server:
         plays_hits(server.url, server.url, "siblings in turn")
         next_turn_is_cached(server.url)
         lengths = says_the_same(server.url, headed)

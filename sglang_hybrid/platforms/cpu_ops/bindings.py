@@ -165,6 +165,10 @@ UNIFIED_BINDINGS: tuple[Binding, ...] = (
         unified_pool.rejected,
         wraps=True,
     ),
+    *(
+        Binding("sglang.srt.arg_groups.kv_cache_hook", name, unified_pool.with_ours, wraps=True)
+        for name in ("_SPEC_MHA_AUDITED_BACKENDS", "TRANSLATED_MHA_RAILS")
+    ),
     Binding(_UNIFIED, "alloc_extend_kernel", unified_pool.place_extended),
     Binding(_UNIFIED, "alloc_decode_kernel", unified_pool.place_decoded),
     *(

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from sglang_hybrid.serving.config import CPU_ATTENTION
+
 
 def rejected(original: Callable[..., None]) -> Callable[..., None]:
     """`reject_out_of_tree_path`, which lets the unified pool through."""
@@ -22,6 +24,11 @@ def rejected(original: Callable[..., None]) -> Callable[..., None]:
             original(platform, subsystem=subsystem)
 
     return reject
+
+
+def with_ours(backends: frozenset[str]) -> frozenset[str]:
+    """Attention backends that find rows of drafts by their names, and that of this platform."""
+    return backends | {CPU_ATTENTION}
 
 
 class Launched:
