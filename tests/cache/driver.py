@@ -124,9 +124,7 @@ def build_cache(
     pool: Any
     kv: Any
     pools = sizes
-    if sizes.unified:
-        pass
-    elif sizes.one_memory:  # either kind may have all bytes
+    if sizes.one_memory and not sizes.unified:  # either kind may have all bytes
         tokens = sizes.budget // KV_BYTES // sizes.page * sizes.page
         sizes = replace(sizes, kv=tokens, states=sizes.budget // sizes.state_bytes)
     shape: dict[str, Any] = {"dtype": torch.bfloat16, "head_num": 1, "head_dim": 2}
@@ -135,19 +133,7 @@ def build_cache(
         pool, allocator = unified_pool(sizes, device)
         kv = allocator.get_kvcache()
     elif sizes.states:
-        with envs.SGLANG_MAMBA_SSM_DTYPE.override("bfloat16"):
-            state = Mamba2CacheParams(
-                shape=Mamba2StateShape.create(
-                    tp_world_size=1,
-                    intermediate_size=4,
-                    n_groups=1,
-                    num_heads=1,
-                    head_dim=2,
-                    state_size=2,
-                    conv_kernel=2,
-                ),
-                layers=[0],
-            )
+        state = state_of(width=4, head=2, size=2)
         pool = HybridReqToTokenPool(
             size=sizes.rows,
             mamba_size=sizes.states,
@@ -184,8 +170,8 @@ def build_cache(
             **shape,
         )
     where = {"dtype": torch.bfloat16, "device": device, "kvcache": kv, "need_sort": False}
-    if sizes.unified:
-        pass
+    if allocator is not None:
+        pass  # it came with its pools
     elif sizes.one_memory:
         allocator = one_memory(pools, pool, kv)
     elif sizes.page == 1:
@@ -244,25 +230,32 @@ def one_memory(sizes: Sizes, pool: Any, kv: Any) -> Any:
     return OneMemoryPages(pages, slots, sizes.page, torch.bfloat16, kv)
 
 
+def state_of(*, width: int, head: int, size: int) -> Mamba2CacheParams:
+    """A layer with one head: `width + 2 * size` values of a window, and `head * size` of a state,
+    in bfloat16.
+    """
+    with envs.SGLANG_MAMBA_SSM_DTYPE.override("bfloat16"):
+        return Mamba2CacheParams(
+            shape=Mamba2StateShape.create(
+                tp_world_size=1,
+                intermediate_size=width,
+                n_groups=1,
+                num_heads=1,
+                head_dim=head,
+                state_size=size,
+                conv_kernel=2,
+            ),
+            layers=[0],
+        )
+
+
 def unified_pool(sizes: Sizes, device: str = "cpu") -> tuple[Any, Any]:
     """SGLang's unified pool with this budget: its pool of requests and its allocator. Without a
     device, rows move in the streams of the CPU platform.
     """
     if device == "cpu":
         torch.cuda.current_stream = transfer_streams.current_stream  # type: ignore[assignment]
-    with envs.SGLANG_MAMBA_SSM_DTYPE.override("bfloat16"):
-        state = Mamba2CacheParams(
-            shape=Mamba2StateShape.create(
-                tp_world_size=1,
-                intermediate_size=96,
-                n_groups=1,
-                num_heads=1,
-                head_dim=96,
-                state_size=48,
-                conv_kernel=2,
-            ),
-            layers=[0],
-        )
+    state = state_of(width=96, head=96, size=48)
     assert sizes.state_bytes == state.mamba_cache_per_req
     bundle = init_unified_mamba_pools(
         device=device,
