@@ -94,7 +94,9 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
             raise Unidentified("KV whose tokens ranks divide (--dcp-size) is not kept on disk")
         facts = {
             **served_model(),
-            "pools": {str(name): _pool_facts(pool) for name, pool in sorted(pools.items())},
+            "pools": {
+                str(name): _pool_facts(pool, config.pp_size) for name, pool in sorted(pools.items())
+            },
             "ranks": [config.tp_size, config.pp_size, config.attn_cp_size, dcp_size],
         }
         if self.disk_folder.startswith(SHARED):
@@ -260,18 +262,21 @@ def _ranks(config: HiCacheStorageConfig) -> int:
 
 _SHAPE = (
     *("layout", "page_size", "dtype", "storage_format_tag", "layer_num", "head_num", "head_dim"),
-    *("kv_lora_rank", "qk_rope_head_dim", "start_layer", "end_layer"),
+    *("kv_lora_rank", "qk_rope_head_dim"),
     *("temporal_dtype", "temporal_state_shape", "conv_state_shapes"),
 )
+_LAYERS = ("start_layer", "end_layer")
+"""Of a stage. Where there is one, it has all layers, and SGLang's unified pool ends elsewhere."""
 
 
-def _pool_facts(pool: Any) -> dict[str, Any]:
+def _pool_facts(pool: Any, stages: int) -> dict[str, Any]:
     """What one page of a host pool looks like."""
     page = pool.get_dummy_flat_data_page()
+    names = (*_SHAPE, *_LAYERS) if stages > 1 else _SHAPE
     return {
         "class": type(pool).__name__,
         "page_bytes": page.numel() * page.element_size(),
-        **{name: str(getattr(pool, name, None)) for name in _SHAPE},
+        **{name: str(getattr(pool, name, None)) for name in names},
     }
 
 

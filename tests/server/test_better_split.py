@@ -68,7 +68,7 @@ def test_the_next_server_finds_it(
     flags: tuple[str, ...],
     place: str,
 ) -> None:
-    where = str(tmp_path if flags else tmp_path / "traffic.jsonl.gz")
+    where = str(tmp_path if flags else tmp_path / "traffic.jsonl")
     with serve(*SPLIT, *FEW_SLOTS, *flags, place, where) as server:
         hit_share(server.url)
         until(lambda: advised(server.url))

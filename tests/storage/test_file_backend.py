@@ -136,13 +136,21 @@ def test_other_ranks_have_other_folders(change: str) -> None:
 )
 def test_what_a_page_looks_like_counts(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Also where it has as many bytes."""
-    before = file_backend._pool_facts(Pool(PAGE, 8))
+    before = file_backend._pool_facts(Pool(PAGE, 8), 2)
     pool = Pool(2 * PAGE, 4) if name == "page_size" else Pool(PAGE, 8)
     if name != "page_size":
         value = torch.float16 if name == "dtype" else "another"
         monkeypatch.setattr(pool, name, value, raising=False)
-    after = file_backend._pool_facts(pool)
+    after = file_backend._pool_facts(pool, 2)
     assert after["page_bytes"] == before["page_bytes"] and identity_of(after) != identity_of(before)
+
+
+def test_without_stages_layers_do_not_count() -> None:
+    """A model's only stage has all of them, however a pool counts."""
+    one, other = Pool(PAGE, 8), Pool(PAGE, 8)
+    one.end_layer, other.end_layer = 9, 1
+    facts = [file_backend._pool_facts(pool, 1) for pool in (one, other)]
+    assert facts[0] == facts[1]
 
 
 def test_pages_come_back_as_they_were() -> None:
