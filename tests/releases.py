@@ -19,3 +19,7 @@ smaller_copies = pytest.mark.skipif(
 drafts_on_cpu = pytest.mark.skipif(
     version("sglang") == "0.5.22", reason="speculative decoding on a CPU needs SGLang 0.5.23"
 )
+
+sglangs_pool = pytest.mark.skipif(
+    version("sglang") == "0.5.22", reason="SGLang's unified pool on a CPU needs SGLang 0.5.23"
+)

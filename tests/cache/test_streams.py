@@ -35,7 +35,7 @@ from tests.cache.pretended_gpu import PACKAGES, Gpu, OnDevice
 from tests.cache.pretended_server import PretendedServer, plainly, pretend, pretended_server
 from tests.cache.test_tiers import serve_at_random
 from tests.examples import seeds
-from tests.releases import smaller_copies, waits_listed
+from tests.releases import sglangs_pool, smaller_copies, waits_listed
 from tests.replay.simulation.tuner.traffic import conversations, requests, templates
 
 SIZES = Sizes(states=7, kv=160, rows=6, context=128)
@@ -223,7 +223,7 @@ def test_waits_that_somebody_adds_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     "sizes",
     [
         SIZES,
-        pytest.param(IN_SGLANGS_POOL, id="SGLang's pool"),
+        pytest.param(IN_SGLANGS_POOL, id="SGLang's pool", marks=sglangs_pool),
         pytest.param(KV_ONLY, id="attention only", marks=SLOW),
         pytest.param(
             Sizes(states=14, kv=256, page=4, extra_buffer=True, grid=4, rows=6, context=128),
@@ -253,6 +253,7 @@ def serve_late(
     return at
 
 
+@sglangs_pool
 @pytest.mark.parametrize(
     ("owner", "name"),
     [(host_tier, "UnifiedAccount"), (MultiEndedAllocator, "_wait_hicache_transfers")],

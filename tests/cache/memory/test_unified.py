@@ -17,8 +17,9 @@ from sglang_hybrid.cache.memory.shared import SharedMemory, shared_memory  # noq
 from sglang_hybrid.core.memory.account import MemoryKind  # noqa: E402
 from tests.cache.backends import options  # noqa: E402
 from tests.cache.driver import UNIFIED, Sizes, build_cache  # noqa: E402
+from tests.releases import sglangs_pool  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = sglangs_pool
 
 KV, STATES = MemoryKind
 
