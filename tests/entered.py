@@ -44,6 +44,8 @@ found["unhooked"] = [hook.target for hook in HOOKS if not is_in_place(hook.targe
 
 def is_bound(binding):
     owner = operator.attrgetter(binding.attribute)(importlib.import_module(binding.module))
+    if binding.wraps and not callable(owner):  # a value, to which ours adds nothing more
+        return binding.function(owner) == owner
     return hasattr(owner, "__wrapped__") if binding.wraps else owner is binding.function
 
 found["unbound"] = [f"{it.module}.{it.attribute}" for it in BINDINGS if not is_bound(it)]

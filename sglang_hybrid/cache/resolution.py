@@ -82,8 +82,11 @@ def _one_memory_that_can_be(server_args: ServerArgs) -> None:
     if not view.enable_unified_memory or view.radix_cache_backend != BACKEND:
         return
     flag, why = why_not_unified(view)
+    text = model_config_of(server_args).hf_text_config
     if _is_pure(server_args):
         flag, why = "this model", "it has no KV"
+    elif any(getattr(text, name, None) for name in ("index_topk", "indexer_n_heads")):
+        flag, why = "this model", "its KV has an index beside it"
     if flag:
         raise ValueError(
             f"KV and states cannot share SGLang's unified pool with {flag}: {why}; leave out one "

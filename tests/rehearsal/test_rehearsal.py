@@ -214,7 +214,10 @@ FLAGGED = [
 ]
 
 
-IN_ONE_MEMORY = (NEMOTRON, "Granite-4-H-Small", "Falcon-H1-7B", "Kimi-Linear-48B", QWEN)
+IN_ONE_MEMORY = (
+    *(NEMOTRON, "Nemotron-3-Nano", "Granite-4-H-Small", "Falcon-H1-7B", "LFM2-2.6B", "ZAYA1-base"),
+    *("Kimi-Linear-48B", "Ling-3", "Ling-2.5", "GigaChat-3.5", QWEN, "Qwen3.5-9B"),
+)
 
 
 @pytest.mark.slow
@@ -264,6 +267,10 @@ REFUSED = {
     Case("Mamba-Codestral-7B", ("--page-size", "64")): (
         "needs pages of one token; leave out --page-size 64."
     ),
+    Case("GLM-5-Next", ("--hybrid-memory", "one")): (
+        "cannot share SGLang's unified pool with this model: its KV has an index beside it"
+    ),
+    Case("Mamba-Codestral-7B", ("--hybrid-memory", "one")): "with this model: it has no KV",
     Case(NEMOTRON, (*KEEPS_KV.split(), "--enable-hierarchical-cache")): (
         "keeps KV on the device only; leave out --enable-hierarchical-cache there, or"
     ),
