@@ -85,8 +85,8 @@ def _one_memory_that_can_be(server_args: ServerArgs) -> None:
     text = model_config_of(server_args).hf_text_config
     if _is_pure(server_args):
         flag, why = "this model", "it has no KV"
-    elif any(getattr(text, name, None) for name in ("index_topk", "indexer_n_heads")):
-        flag, why = "this model", "its KV has an index beside it"
+    elif getattr(text, "kv_lora_rank", None) and not getattr(text, "qk_rope_head_dim", None):
+        flag, why = "this model", "its latent keys have no positions, for which the pool has room"
     if flag:
         raise ValueError(
             f"KV and states cannot share SGLang's unified pool with {flag}: {why}; leave out one "

@@ -215,7 +215,7 @@ FLAGGED = [
 
 
 IN_ONE_MEMORY = (
-    *(NEMOTRON, "Nemotron-3-Nano", "Granite-4-H-Small", "Falcon-H1-7B", "LFM2-2.6B", "ZAYA1-base"),
+    *(NEMOTRON, "Nemotron-3-Nano", "Granite-4-H-Small", "Falcon-H1-7B", "LFM2-2.6B"),
     *("Kimi-Linear-48B", "Ling-3", "Ling-2.5", "GigaChat-3.5", QWEN, "Qwen3.5-9B"),
 )
 
@@ -268,7 +268,7 @@ REFUSED = {
         "needs pages of one token; leave out --page-size 64."
     ),
     Case("GLM-5-Next", ("--hybrid-memory", "one")): (
-        "cannot share SGLang's unified pool with this model: its KV has an index beside it"
+        "cannot share SGLang's unified pool with this model: its latent keys have no positions"
     ),
     Case("Mamba-Codestral-7B", ("--hybrid-memory", "one")): "with this model: it has no KV",
     Case(NEMOTRON, (*KEEPS_KV.split(), "--enable-hierarchical-cache")): (
