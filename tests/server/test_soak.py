@@ -77,11 +77,13 @@ class Configuration:
 
 
 UNIFIED = ("--enable-unified-memory",)
+HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "3")
 EXTRA_BUFFER = ("--mamba-radix-cache-strategy", "extra_buffer", "--page-size", "16")
 CONFIGURATIONS = {
     "default": Configuration(REQUESTS, PRIORITIES),
     "two pools": Configuration(FEWER, (*PRIORITIES, "--hybrid-memory", "split")),
-    "SGLang's pool": Configuration(FEWER, (*PRIORITIES, *UNIFIED)),
+    "SGLang's pool": Configuration(REQUESTS, (*PRIORITIES, *UNIFIED)),
+    "SGLang's pool, host memory": Configuration(FEWER, (*PRIORITIES, *UNIFIED, *HOST)),
     "SGLang's pool, page 16": Configuration(
         FEWER, (*PRIORITIES, *EXTRA_BUFFER, *UNIFIED), slots=2 * 3 * RUNNING
     ),
