@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
     from sglang_hybrid.core.costs.cost import CostModel
-    from sglang_hybrid.core.memory.account import SharedBytes
+    from sglang_hybrid.core.memory.account import MemoryAccount
     from sglang_hybrid.serving.config import HybridConfig
 
 
@@ -65,7 +65,7 @@ class Parts:
     options: HybridConfig
     start: Spec
     cost: CostModel
-    account: SharedBytes | None
+    account: MemoryAccount | None
     stats: CacheStats
     shadow_tree: ShadowTree | None
     decision_log: DecisionLog

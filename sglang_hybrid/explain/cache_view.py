@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
     from sglang_hybrid.core.costs.cost import CostModel
-    from sglang_hybrid.core.memory.account import SharedBytes
+    from sglang_hybrid.core.memory.account import MemoryAccount
     from sglang_hybrid.serving.config import HybridConfig
 
 
@@ -65,7 +65,7 @@ class ExplainedCache(Protocol):
 
     options: HybridConfig
     unplanned: str
-    account: SharedBytes | None
+    account: MemoryAccount | None
     cost: CostModel
     disable: bool
     components: Mapping[ComponentType, Any]

@@ -9,6 +9,9 @@ from typing import Any
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import hybrid_cache
 
+SGLANGS_POOL = ("--enable-unified-memory",)
+"""KV and states in SGLang's unified memory pool."""
+
 PAGES_OF_OTHERS = 64 << 10
 """Bytes on the pages that rows for padding are written to."""
 

@@ -34,6 +34,7 @@ from tests.server.client import (
     until,
 )
 from tests.server.expected import agree, expect
+from tests.server.one_memory import SGLANGS_POOL
 
 NEW_TOKENS = 6
 
@@ -291,9 +292,9 @@ CONFIGURATIONS = {
     "requests at every fourth step": ("--scheduler-recv-interval", "4"),
     "two tokenizers": ("--tokenizer-worker-num", "2"),
     "without a tokenizer": ("--skip-tokenizer-init",),
-    "SGLang's pool": ("--enable-unified-memory",),
-    "SGLang's pool, page 16": ("--enable-unified-memory", "--page-size", "16"),
-    "SGLang's pool, two ranks": ("--enable-unified-memory", "--tp-size", "2"),
+    "SGLang's pool": SGLANGS_POOL,
+    "SGLang's pool, page 16": (*SGLANGS_POOL, "--page-size", "16"),
+    "SGLang's pool, two ranks": (*SGLANGS_POOL, "--tp-size", "2"),
     SPLIT: (),
 }
 WITHOUT_EXTRA_BUFFER = ("mamba2", "falcon-mamba", "lfm2", "lfm2-moe", "zaya", "gigachat-3.5")

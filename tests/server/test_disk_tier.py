@@ -33,6 +33,7 @@ from tests.server.client import (
     same,
     until,
 )
+from tests.server.one_memory import SGLANGS_POOL
 from tests.storage.foreign import checksum, home, outside
 from tests.storage.objects import put
 
@@ -129,11 +130,10 @@ def test_what_was_learnt_outlives_a_server_that_is_killed(tiered: Serve, disk: P
 
 
 STORED = ("nemotron-h", "falcon-h1", "granite-hybrid", "qwen3-next", "kimi-linear", "ling-2.5")
-UNIFIED = ("--enable-unified-memory",)
 RESTARTS = [
     *((architecture, page, (), ()) for architecture in STORED for page in ("1", "16")),
-    *(("nemotron-h", "16", UNIFIED, UNIFIED), ("nemotron-h", "1", (), UNIFIED)),
-    ("kimi-linear", "1", UNIFIED, ()),
+    *(("nemotron-h", "16", SGLANGS_POOL, SGLANGS_POOL), ("nemotron-h", "1", (), SGLANGS_POOL)),
+    ("kimi-linear", "1", SGLANGS_POOL, ()),
 ]
 """A model, tokens of a page, and flags of the server that writes and of the one that reads."""
 

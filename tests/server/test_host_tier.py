@@ -8,6 +8,7 @@ import pytest
 
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 from tests.server.client import Serve, ask, cached, cold, hybrid_cache, random_prompt, same
+from tests.server.one_memory import SGLANGS_POOL
 
 FLAGS = (
     *("--max-total-tokens", "2000", "--max-mamba-cache-size", "10", "--enable-cache-report"),
@@ -78,7 +79,6 @@ def every_mixture_is_answered_as_cold(server: ServerProcess) -> None:
 
 
 IN_PAGES = ("--hicache-mem-layout", DIRECT)
-UNIFIED = ("--enable-unified-memory",)
 MIXTURES = [
     ("nemotron-h", ()),
     ("nemotron-h", ("--hicache-write-policy", "write_back")),
@@ -96,13 +96,13 @@ MIXTURES = [
     ("kimi-linear", ()),
     ("kimi-linear", ("--hybrid-memory", "split", "--page-size", "16", *IN_PAGES)),
     ("kimi-linear", ("--tp-size", "2")),
-    ("nemotron-h", UNIFIED),
-    ("nemotron-h", (*UNIFIED, "--hicache-write-policy", "write_back")),
-    ("nemotron-h", (*UNIFIED, "--chunked-prefill-size", "128")),
-    ("falcon-h1", (*UNIFIED, "--page-size", "16")),
-    ("qwen3-next", UNIFIED),
-    ("kimi-linear", UNIFIED),
-    ("kimi-linear", (*UNIFIED, "--tp-size", "2")),
+    ("nemotron-h", SGLANGS_POOL),
+    ("nemotron-h", (*SGLANGS_POOL, "--hicache-write-policy", "write_back")),
+    ("nemotron-h", (*SGLANGS_POOL, "--chunked-prefill-size", "128")),
+    ("falcon-h1", (*SGLANGS_POOL, "--page-size", "16")),
+    ("qwen3-next", SGLANGS_POOL),
+    ("kimi-linear", SGLANGS_POOL),
+    ("kimi-linear", (*SGLANGS_POOL, "--tp-size", "2")),
 ]
 
 

@@ -27,7 +27,14 @@ from tests.server.client import (
     random_prompt,
     same,
 )
-from tests.server.one_memory import PAGES_OF_OTHERS, all_is_free, conserved, memory, pool_memory
+from tests.server.one_memory import (
+    PAGES_OF_OTHERS,
+    SGLANGS_POOL,
+    all_is_free,
+    conserved,
+    memory,
+    pool_memory,
+)
 
 TOKENS, SLOTS = 6_000, 20
 FLAGS = (
@@ -37,7 +44,7 @@ FLAGS = (
 ROOM = {"kimi-linear": ("--max-total-tokens", "8000")}
 """More of it where a state is small: as many documents fit."""
 
-OURS, SGLANGS = ("--hybrid-memory", "one"), ("--enable-unified-memory",)
+OURS = ("--hybrid-memory", "one")
 CHECKED = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -54,7 +61,7 @@ TOLD = ("--hybrid-eviction", "marconi:0.5", "--max-running-requests", "4")
     scope="module",
     params=[
         *(("nemotron-h", OURS), ("kimi-linear", OURS)),
-        *(("nemotron-h", SGLANGS), ("kimi-linear", SGLANGS)),
+        *(("nemotron-h", SGLANGS_POOL), ("kimi-linear", SGLANGS_POOL)),
     ],
     ids=lambda it: f"{it[0]} {it[1][0]}",
 )
@@ -172,7 +179,7 @@ def test_metrics_say_the_same(server: ServerProcess) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
-@pytest.mark.parametrize("kind", [OURS, SGLANGS], ids=["ours", "SGLang's"])
+@pytest.mark.parametrize("kind", [OURS, SGLANGS_POOL], ids=["ours", "SGLang's"])
 @pytest.mark.parametrize("page", [1, 16])
 def test_nothing_leaks_in_a_soak(serve: Serve, page: int, kind: tuple[str, ...]) -> None:
     """800 requests, eight at once, of every length: at the end all bytes come back, and resident
@@ -204,7 +211,7 @@ def test_nothing_leaks_in_a_soak(serve: Serve, page: int, kind: tuple[str, ...])
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", [OURS, SGLANGS], ids=["ours", "SGLang's"])
+@pytest.mark.parametrize("kind", [OURS, SGLANGS_POOL], ids=["ours", "SGLang's"])
 def test_two_ranks_evict_and_move_alike(serve: Serve, kind: tuple[str, ...]) -> None:
     """SGLang's checker ends the server at the first eviction in which the ranks differ."""
     prompts = [*documents(0), *sessions(1_000), *documents(2_000)]

@@ -14,6 +14,7 @@ import requests
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.releases import smaller_copies
 from tests.server.client import TOLERANCE, Serve, ask, cached, logprobs, random_prompt, same
+from tests.server.one_memory import SGLANGS_POOL
 from tests.server.test_host_tier import FLAGS, PROMPTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), smaller_copies]
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), smaller_copies]
 
 @pytest.fixture(scope="module", params=["one memory", "SGLang's pool"])
 def int8(serve: Serve, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    pool = () if request.param == "one memory" else ("--enable-unified-memory",)
+    pool = () if request.param == "one memory" else SGLANGS_POOL
     with serve(*FLAGS, *pool, "--hybrid-tier-codec", "int8") as server:
         yield server
 

@@ -14,7 +14,7 @@ import pytest
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.releases import drafts_on_cpu
 from tests.server.client import TOLERANCE, Serve, ask, cached, flush, hybrid_cache, logprobs, said
-from tests.server.one_memory import PAGES_OF_OTHERS, all_is_free, pool_memory
+from tests.server.one_memory import PAGES_OF_OTHERS, SGLANGS_POOL, all_is_free, pool_memory
 from tests.server.soak import Soak, Watched
 from tests.server.test_speculation import HEAD, NGRAM
 
@@ -77,16 +77,15 @@ class Configuration:
     headed: bool = False
 
 
-UNIFIED = ("--enable-unified-memory",)
 HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "3")
 EXTRA_BUFFER = ("--mamba-radix-cache-strategy", "extra_buffer", "--page-size", "16")
 CONFIGURATIONS = {
     "default": Configuration(REQUESTS, PRIORITIES),
     "two pools": Configuration(FEWER, (*PRIORITIES, "--hybrid-memory", "split")),
-    "SGLang's pool": Configuration(REQUESTS, (*PRIORITIES, *UNIFIED)),
-    "SGLang's pool, host memory": Configuration(FEWER, (*PRIORITIES, *UNIFIED, *HOST)),
+    "SGLang's pool": Configuration(REQUESTS, (*PRIORITIES, *SGLANGS_POOL)),
+    "SGLang's pool, host memory": Configuration(FEWER, (*PRIORITIES, *SGLANGS_POOL, *HOST)),
     "SGLang's pool, page 16": Configuration(
-        FEWER, (*PRIORITIES, *EXTRA_BUFFER, *UNIFIED), slots=2 * 3 * RUNNING
+        FEWER, (*PRIORITIES, *EXTRA_BUFFER, *SGLANGS_POOL), slots=2 * 3 * RUNNING
     ),
     "two stages": Configuration(FEWER, (*PRIORITIES, "--pp-size", "2")),
     "longest prefix first": Configuration(FEWER, ("--schedule-policy", "lpm")),
@@ -96,7 +95,7 @@ CONFIGURATIONS = {
     ),
     "drafts": Configuration(1_000, (*PRIORITIES, *NGRAM), slots=2 * 3 * RUNNING),
     "a head in SGLang's pool": Configuration(
-        FEWER, (*PRIORITIES, *UNIFIED, *HEAD), slots=2 * 3 * RUNNING, headed=True
+        FEWER, (*PRIORITIES, *SGLANGS_POOL, *HEAD), slots=2 * 3 * RUNNING, headed=True
     ),
     "split prefills": Configuration(FEWER, PRIORITIES, "tests.server.split_prefills"),
 }

@@ -12,7 +12,7 @@ from sglang_hybrid.core.costs.cost import UNBOUNDED
 
 if TYPE_CHECKING:
     from sglang_hybrid.cache.records.shadow_tree import ShadowTree
-    from sglang_hybrid.core.memory.account import SharedBytes
+    from sglang_hybrid.core.memory.account import MemoryAccount
 
 
 class OneMemoryCache(UnifiedRadixCache):
@@ -21,7 +21,7 @@ class OneMemoryCache(UnifiedRadixCache):
     shadow_tree: None where SGLang's own order decides, and its walks stay.
     """
 
-    account: SharedBytes | None
+    account: MemoryAccount | None
     shadow_tree: ShadowTree | None
 
     def _evict_components(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang_hybrid.core.memory.account import MemoryKind, SharedBytes
+from sglang_hybrid.core.memory.account import MemoryAccount, MemoryKind
 from sglang_hybrid.core.memory.shared import SharedMemory
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.unified_mamba import UnifiedMambaTokenToKVPoolAllocator
 
 
-class UnifiedAccount(SharedBytes):
+class UnifiedAccount(MemoryAccount):
     """The bytes of SGLang's pool, read from its two allocators whenever one asks.
 
     Holes are kept bytes. `moved` are bytes that were given back to the gap, and `moves` counts

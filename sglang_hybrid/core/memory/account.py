@@ -38,7 +38,7 @@ Release = Callable[[int], int]
 """Gives physical memory of at least so many kept bytes back; returns how many bytes."""
 
 
-class SharedBytes(ABC):
+class MemoryAccount(ABC):
     """The bytes of one budget, whoever gives them out: the account of `Account`, or SGLang's.
 
     budget: bytes that KV and states may take together. moves: times that one kind gave bytes to
@@ -58,14 +58,18 @@ class SharedBytes(ABC):
         return self.budget - sum(self.used.values()) - sum(self.waste.values())
 
     @property
+    def unclaimed(self) -> int:
+        """Free bytes that no kind keeps."""
+        return self.free - sum(self.kept.values())
+
+    @property
     @abstractmethod
     def resident(self) -> int:
         """Bytes that may have physical memory behind them."""
 
     def check(self) -> None:
         """Raises AssertionError if bytes were lost or come from nowhere."""
-        unclaimed = self.free - sum(self.kept.values())
-        parts = (*self.used.values(), *self.waste.values(), *self.kept.values(), unclaimed)
+        parts = (*self.used.values(), *self.waste.values(), *self.kept.values(), self.unclaimed)
         if min(parts) < 0:
             raise AssertionError(f"the memory's account is wrong: {self.as_dict()}")
 
@@ -89,7 +93,7 @@ class SharedBytes(ABC):
         }
 
 
-class Account(SharedBytes):
+class Account(MemoryAccount):
     """The account that our allocators charge.
 
     Args:
@@ -116,11 +120,6 @@ class Account(SharedBytes):
     def join(self, kind: MemoryKind, release: Release) -> None:
         """Name the function that gives back what `kind` keeps."""
         self._release[kind] = release
-
-    @property
-    def unclaimed(self) -> int:
-        """Free bytes that no kind keeps."""
-        return self.free - sum(self.kept.values())
 
     @property
     def resident(self) -> int:

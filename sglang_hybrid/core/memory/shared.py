@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang_hybrid.core.memory.account import SharedBytes
+    from sglang_hybrid.core.memory.account import MemoryAccount
 
 
 class SharedMemory(ABC):
@@ -16,7 +16,7 @@ class SharedMemory(ABC):
 
     @property
     @abstractmethod
-    def account(self) -> SharedBytes:
+    def account(self) -> MemoryAccount:
         """Who has which bytes."""
 
     @property

@@ -13,7 +13,7 @@ from sglang_hybrid.serving.telemetry.schedule import schedule_metrics
 from sglang_hybrid.serving.telemetry.tiers import tier_metrics
 
 if TYPE_CHECKING:
-    from sglang_hybrid.core.memory.account import SharedBytes
+    from sglang_hybrid.core.memory.account import MemoryAccount
     from sglang_hybrid.core.returns.answers import Calibration
     from sglang_hybrid.serving.telemetry.schedule import ScheduleStats
     from sglang_hybrid.serving.telemetry.stats import CacheStats
@@ -61,7 +61,7 @@ class HasStats(Protocol):
     @property
     def calibration(self) -> Calibration | None: ...
 
-    account: SharedBytes | None  # of one memory
+    account: MemoryAccount | None  # of one memory
     tier_stats: TierStats | None  # None where there are no tiers
 
     @property
@@ -154,7 +154,7 @@ def answer_metrics(seen: Calibration) -> Iterator[Metric]:
     )
 
 
-def memory_metrics(account: SharedBytes) -> Iterator[Metric]:
+def memory_metrics(account: MemoryAccount) -> Iterator[Metric]:
     """One memory: which kind has its bytes, and which were moved."""
     prefix = PREFIX + "memory_"
 
