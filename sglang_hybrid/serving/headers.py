@@ -6,23 +6,31 @@ with `X-Request-Id-` among them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Protocol
 
 PREFIXES = ("X-Hybrid-", "X-Request-Id-Hybrid-")
 
 
-def values(headers: Mapping[str, str], name: str) -> list[str]:
+class Headers(Protocol):
+    """Headers of a request. Those that came over HTTP have all values of a name (`getlist`), those
+    over gRPC have one.
+    """
+
+    def get(self, name: str, /) -> str | None: ...
+
+
+def values(headers: Headers, name: str) -> list[str]:
     """All that a request says under a name, in each place where it does."""
     found: list[str] = []
     for header in (prefix + name for prefix in PREFIXES):
         if hasattr(headers, "getlist"):
             found += headers.getlist(header)
-        elif header in headers:
-            found.append(headers[header])
+        elif (said := headers.get(header)) is not None:
+            found.append(said)
     return found
 
 
-def value(headers: Mapping[str, str], name: str) -> str | None:
+def value(headers: Headers, name: str) -> str | None:
     """What a request says under a name; None if it says nothing. Raises ValueError where it says
     two things.
     """

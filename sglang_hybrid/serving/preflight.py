@@ -178,7 +178,7 @@ def check_tenants(flags: argparse.Namespace, words: str) -> None:
     for name in ("grpc_port", "grpc_mode", "smg_grpc_mode"):
         if getattr(flags, name, None):
             raise StartupError(
-                f"{asked}: requests over gRPC have no key and no headers; leave out "
+                f"{asked}: requests over gRPC have no key, and most of them no headers; leave out "
                 f"{flag_name(name)} or --hybrid-tenants."
             )
     if flags.api_key and REQUIRED not in words.split(","):

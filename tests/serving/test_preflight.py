@@ -271,7 +271,7 @@ def test_adapters(tmp_path: Path) -> None:
         (
             "required",
             {"grpc_port": 1},
-            "over gRPC have no key and no headers; leave out --grpc-port",
+            "over gRPC have no key, and most of them no headers; leave out --grpc-port",
         ),
     ],
 )
