@@ -104,9 +104,7 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
         server_args.dtype = DTYPES[server_args.dtype]
         # SGLang keeps convolution windows in bfloat16 whatever the model computes in.
         os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", server_args.dtype)
-        ranks = server_args.tp_size * server_args.pp_size
-        if not server_args.enable_dp_attention:  # there data-parallel ranks are among these
-            ranks *= server_args.dp_size
+        ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
         if ranks > 1:
             bind_cores(ranks)
 

@@ -12,6 +12,7 @@ from sglang_hybrid.serving.flag_values import flag_name
 from sglang_hybrid.serving.startup import StartupError
 
 NOT_ON_CPU = {
+    "enable_dp_attention": "its ranks exchange tokens by Triton kernels",
     "enable_page_major_kv_layout": "it needs Triton kernels",
 }
 """SGLang's flags that do not work without an accelerator, and why."""

@@ -19,7 +19,7 @@ def unset_arguments(**given: Any) -> Any:
     fields = ("sampling_backend", "mem_fraction_static", "max_total_tokens", "lora_backend")
     unset = dict.fromkeys((*fields, "max_mamba_cache_size", "max_running_requests"))
     sizes = dict.fromkeys(("tp_size", "pp_size", "dp_size"), 1)
-    model = {"model_path": "owner/name", "dtype": "auto", "enable_dp_attention": False}
+    model = {"model_path": "owner/name", "dtype": "auto"}
     return SimpleNamespace(**unset | sizes | model | given)
 
 
@@ -59,7 +59,6 @@ def test_the_users_binding_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"dp_size": 2}, 2),
         ({"dp_size": 2, "tp_size": 2}, 4),
-        ({"dp_size": 2, "tp_size": 2, "enable_dp_attention": True}, 2),
         ({"pp_size": 3}, 3),
     ],
 )

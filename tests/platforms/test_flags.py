@@ -48,6 +48,10 @@ def flags(**given: Any) -> argparse.Namespace:
             {"enable_page_major_kv_layout": True},
             "--enable-page-major-kv-layout does not work on the CPU",
         ),
+        (
+            {"enable_dp_attention": True},
+            "--enable-dp-attention does not work on the CPU: its ranks exchange tokens by Triton",
+        ),
         ({"lora_backend": "triton"}, "--lora-backend triton does not work on the CPU"),
     ],
 )
