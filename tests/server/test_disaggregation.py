@@ -27,11 +27,11 @@ from tests.server.client import (
     cached,
     cold,
     flush,
+    hybrid_cache,
     random_prompt,
     said,
     same,
     send,
-    until,
 )
 from tests.server.divided import Divide, Divided, needs_transfers
 from tests.server.draft_heads import with_draft_head
@@ -150,13 +150,32 @@ def test_a_state_that_lacks_a_token_would_be_seen(
         agree(servers.url, expect(model_directory(DEFAULT_ARCHITECTURE)))
 
 
+def test_two_of_each(divide: Divide, model_directory: Callable[[str], Path]) -> None:
+    """Two prefill and two decode servers, among which the router divides what it gets."""
+    with divide(prefills=2, decodes=2) as servers:
+        agree(servers.url, expect(model_directory(DEFAULT_ARCHITECTURE)))
+        prompts = [random_prompt(700, seed=90 + number) for number in range(6)]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            first = list(pool.map(partial(ask, servers.url), prompts))
+            for _ in range(3):
+                again = list(pool.map(partial(ask, servers.url), prompts))
+                assert all(map(same, again, first))
+        assert {cached(record) for record in again} <= {0, 699}  # by which prefill server has it
+        assert any(map(cached, again))
+        for server in servers.servers[: servers.prefills]:
+            assert hybrid_cache(server.url)["requests"] > 0, "both are used"
+        all_is_given_back(servers)
+
+
+@pytest.mark.timeout(900 + 60 * KILLS)
 def test_whoever_is_killed_costs_an_error_and_never_an_answer(divide: Divide) -> None:
-    """Prefill and decode servers are killed at random while requests run: each request is answered
-    rightly or ends with an error, in time, and the other side gives back what it held.
+    """Of two prefill and two decode servers one is killed at random while requests run, again and
+    again: each request is answered rightly or ends with an error, in time, and the others give back
+    what they held.
     """
     chance = random.Random(7)
     prompts = [random_prompt(700, seed=70 + number) for number in range(6)]
-    with divide(decode=KEEPS_KV, environment=SOON) as servers:
+    with divide(decode=KEEPS_KV, prefills=2, decodes=2, environment=SOON) as servers:
         right = [ask(servers.url, prompt) for prompt in prompts]
         answered = failed = 0
         for _ in range(KILLS):
@@ -164,27 +183,35 @@ def test_whoever_is_killed_costs_an_error_and_never_an_answer(divide: Divide) ->
                 asked = [chance.randrange(len(prompts)) for _ in range(12)]
                 replies = [pool.submit(send, servers.url, prompts[which]) for which in asked]
                 time.sleep(chance.uniform(0, 1.5))
-                killed = chance.randrange(2)
+                killed = chance.randrange(len(servers.servers))
                 kill(servers.servers[killed])
                 for which, reply in zip(asked, replies, strict=True):
-                    response = reply.result()
-                    if response.status_code == 200 and "error" not in response.json():
-                        assert same(response.json(), right[which])
-                        answered += 1
-                    else:
-                        failed += 1
-            flush(servers.servers[1 - killed].url, seconds=120)  # it is idle again
+                    record = answer(reply.result())
+                    assert record is None or same(record, right[which])
+                    answered, failed = answered + bool(record), failed + (not record)
+            for other in servers.servers:
+                if other is not servers.servers[killed]:
+                    flush(other.url, seconds=120)  # it is idle again
             servers.restart(killed)
-            until(partial(is_answered, servers.url), seconds=120)
             for prompt, record in zip(prompts, right, strict=True):
-                assert same(ask(servers.url, prompt), record)
+                assert same(answered_at_last(servers.url, prompt), record)
         print(f"{KILLS} kills: {answered} answered, {failed} failed")
         all_is_given_back(servers)
 
 
-def is_answered(url: str) -> bool:
-    """Whether the router has found the server that was started again."""
-    return send(url, [1, 2, 3]).status_code == 200
+def answer(response: requests.Response) -> dict[str, Any] | None:
+    """The record of a request; None if it ended with an error."""
+    record: dict[str, Any] | None = response.json() if response.status_code == 200 else None
+    return None if record is None or "error" in record else record
+
+
+def answered_at_last(url: str, prompt: list[int]) -> dict[str, Any]:
+    """The record of a request, once the router has found the server that was started again."""
+    deadline = time.monotonic() + 120
+    while (record := answer(send(url, prompt))) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    return record
 
 
 def kill(server: ServerProcess) -> None:
