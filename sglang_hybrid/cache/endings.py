@@ -4,10 +4,12 @@ which may expect the session to come back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.serving.requests import kv_hints
@@ -22,10 +24,16 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.request.segments import ModularPrompts
     from sglang_hybrid.cache.tuning import Tuning
 
+MOST_SESSION_TOKENS: Final = 1 << 22
+"""Of the last sequences of all open sessions that SGLang's flag names, 16 MiB; beyond it, the close
+of those that were used longest ago tells nothing.
+"""
+
 
 class EndingCache(Protocol):
     """What is asked of the cache whose requests end."""
 
+    enable_session_radix_cache: bool
     tree_core: Any
     tuning: Tuning
     schedule: ServedQueue | None
@@ -40,6 +48,8 @@ class Endings:
         self._cache = cache
         self._shadow_tree = parts.shadow_tree
         self._learning = parts.learning
+        self._sessions: OrderedDict[str, tuple[npt.NDArray[np.int32], Hashable]] = OrderedDict()
+        self._session_tokens = 0
 
     def on_end(self, req: Req, up_to: int) -> None:
         """``req`` ended with ``up_to`` tokens in the tree. Nothing is learnt of a prompt that was
@@ -49,19 +59,26 @@ class Endings:
         if cache.modular.composed(req) is not None:
             return
         starts = cache.plans.message_starts(req)
+        session = _session_id(req) if cache.enable_session_radix_cache else None
+        hint = kv_hints.read(req.kv_hints).session
+        if hint is None and session is not None:
+            hint = Hint.RETURNS
         if cache.tuning.listens:
-            cache.tuning.finished(req, up_to, starts)
+            cache.tuning.finished(req, up_to, starts, hint)
         if self._shadow_tree is None:
             return
+        tokens = np.asarray(req.full_untruncated_fill_ids)[:up_to]  # no copy
+        if session is not None:
+            self._remember(session, tokens.astype(np.int32), tenant_of(req))
         self._shadow_tree.on_finish(
-            np.asarray(req.full_untruncated_fill_ids)[:up_to],  # no copy
+            tokens,
             len(req.origin_input_ids),
             cache.tree_core.node_by_id(req.last_node),
             cache.tree_core.root_node,
             starts,
             tenant_of(req),
             cache.plans.history_match(req),
-            kv_hints.read(req.kv_hints).session,
+            hint,
         )
         if self._learning is not None:
             self._learning.finished()
@@ -85,3 +102,32 @@ class Endings:
             return
         for req in last:
             history.hint(req.full_untruncated_fill_ids, Hint.ENDS, tenant_of(req))
+
+    def on_radix_session_closed(self, session: str) -> None:
+        """A client closed a session of `--enable-session-radix-cache`, by its scheduler's id."""
+        last = self._forget(session)
+        history = None if self._shadow_tree is None else self._shadow_tree.history
+        if last is not None and history is not None:
+            history.hint(last[0], Hint.ENDS, last[1])
+
+    def _remember(self, session: str, tokens: npt.NDArray[np.int32], tenant: Hashable) -> None:
+        """``tokens`` [n] is the latest sequence of ``session``."""
+        self._forget(session)
+        self._sessions[session] = tokens, tenant
+        self._session_tokens += len(tokens)
+        while self._session_tokens > MOST_SESSION_TOKENS:
+            self._forget(next(iter(self._sessions)))
+
+    def _forget(self, session: str) -> tuple[npt.NDArray[np.int32], Hashable] | None:
+        """What is remembered of ``session``, which is not from now on."""
+        last = self._sessions.pop(session, None)
+        self._session_tokens -= 0 if last is None else len(last[0])
+        return last
+
+
+def _session_id(req: Req) -> str | None:
+    """The session that a request says it belongs to, as schedulers know it."""
+    of_session: str | None = req.session_id
+    if of_session is None and req.session is not None:
+        of_session = req.session.session_id
+    return of_session

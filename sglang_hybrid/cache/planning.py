@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.session.streaming_session import is_virtual_node
+
 from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.checkpoints.prefix_wait import PrefixWait
 from sglang_hybrid.serving.per_request import PerRequest
@@ -51,8 +53,10 @@ class PrefillPlans:
         return self._history_matches.get(req)
 
     def plan(self, req: Req) -> None:
-        """Say which states the prefill of ``req`` should leave: it may join the next batch."""
-        if req.skip_radix_cache_insert:
+        """Say which states the prefill of ``req`` should leave: it may join the next batch. A turn
+        of a streaming session leaves none: what it computes stays with the session.
+        """
+        if req.skip_radix_cache_insert or is_virtual_node(req.last_node):
             return
         prompt = req.full_untruncated_fill_ids
         history_match = None

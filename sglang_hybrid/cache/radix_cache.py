@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
+from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_hybrid.cache.endings import Endings
 from sglang_hybrid.cache.host_tier import HostTierCache
@@ -140,6 +141,17 @@ class HybridRadixCache(HostTierCache):
 
     # It waits: what it finds.
 
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        session = None if params.req is None else params.req.session
+        held = None if session is None else self.session.slots.get(session.session_id)
+        read = 0 if held is None else held.kv.kv_committed_len
+        if session is not None and self.is_mamba_enabled and read > len(params.key):
+            self.release_session(session.session_id)  # of a retracted turn: it cannot be set back
+        result = super().match_prefix(params)
+        if is_virtual_node(result.best_match_node):
+            self.lookups.on_session_turn(params, result)
+        return result
+
     def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
         self.slots.send_back_if_waiting(params)
         params = self.modular.prepare(params)
@@ -192,10 +204,25 @@ class HybridRadixCache(HostTierCache):
         """A client closed its session, whose `last` requests nobody continued."""
         self.endings.on_session_closed(last)
 
+    def claim_kv_row(self, req: Req) -> bool:
+        """Whether a streaming session keeps what its turn `req` has computed."""
+        kept = bool(super().claim_kv_row(req))
+        if kept:
+            self._on_leave(req)
+        return kept
+
+    def release_radix_session(self, session_id: str) -> int:
+        self.endings.on_radix_session_closed(session_id)
+        return int(super().release_radix_session(session_id))
+
     def on_release(self, req: Req, *args: Any, **kwargs: Any) -> None:
         super().on_release(req, *args, **kwargs)
         if self._only_requests_hold_states and req.kv.holds_mamba:
             self.req_to_token_pool.free_mamba_cache(req)
+        self._on_leave(req)
+
+    def _on_leave(self, req: Req) -> None:
+        """`req` holds nothing any more."""
         self.slots.on_finish()
         self.plans.drop(req)
         if self.schedule is not None:

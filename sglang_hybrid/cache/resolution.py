@@ -88,9 +88,10 @@ def _one_memory_that_can_be(server_args: ServerArgs) -> None:
     elif getattr(text, "kv_lora_rank", None) and not getattr(text, "qk_rope_head_dim", None):
         flag, why = "this model", "its latent keys have no positions, for which the pool has room"
     if flag:
+        other = "" if flag == "this model" else f"leave out {flag}, or "
         raise ValueError(
-            f"KV and states cannot share SGLang's unified pool with {flag}: {why}; leave out one "
-            "of them, or use --hybrid-memory split."
+            f"KV and states cannot share SGLang's unified pool with {flag}: {why}; {other}use "
+            "--hybrid-memory split."
         )
 
 
@@ -98,7 +99,8 @@ def _no_drafts_that_states_do_not_follow(server_args: ServerArgs) -> None:
     """With speculative decoding SGLang 0.5.23 leaves states of models without attention where they
     were, whatever was accepted, and convolves trees of drafts as if they were chains where a model
     has short convolutions (models/lfm2.py:223): both answer wrongly. Lightning attention ends the
-    start where drafts are trees, and names a flag that n-grams do not read.
+    start where drafts are trees, and names a flag that n-grams do not read. A streaming session
+    gives back the KV of what was read too much (streaming_session.py:164), and keeps the state.
     """
     view = resolving_view(server_args)
     if view.speculative_algorithm is None:
@@ -107,6 +109,11 @@ def _no_drafts_that_states_do_not_follow(server_args: ServerArgs) -> None:
         raise ValueError(
             "speculative decoding answers wrongly with a model that has no attention: SGLang does "
             "not move its states on; leave out --speculative-algorithm."
+        )
+    if view.enable_streaming_session and view.uses_mamba_radix_cache:
+        raise ValueError(
+            "a streaming session keeps the state of its last turn, which has read too much where "
+            "tokens are drafted; leave out --enable-streaming-session or --speculative-algorithm."
         )
     by_ngrams = view.speculative_algorithm.upper() == "NGRAM"
     flag = "--speculative-ngram-max-bfs-breadth" if by_ngrams else "--speculative-eagle-topk"

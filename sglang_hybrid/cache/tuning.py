@@ -17,6 +17,7 @@ from sglang_hybrid.cache.sglang_cache import SglangCache
 from sglang_hybrid.cache.split_watch import SplitWatch
 from sglang_hybrid.cache.tiers.measured_speeds import SpeedsMeasured
 from sglang_hybrid.cache.tiers.served_tiers import ServedCache, served_tiers
+from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.server_settings import Split
 from sglang_hybrid.core.systems import make_policies
 from sglang_hybrid.explain.page.what_if import FEWEST
@@ -33,7 +34,6 @@ from sglang_hybrid.replay.simulation.tuner.tuner import PolicySwitch, Rules, Tun
 from sglang_hybrid.replay.simulation.workers import Limits
 from sglang_hybrid.serving.advice import ServerSetup
 from sglang_hybrid.serving.flag_values import Eviction, Ui
-from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.tenants import TenantNames, tenant_of
 
 if TYPE_CHECKING:
@@ -91,8 +91,12 @@ class Tuning:
         """Whether it must be told of requests that ended."""
         return (self.tuner, self.file, self.recorder) != (None, None, None)
 
-    def finished(self, req: Req, up_to: int, message_starts: Sequence[int]) -> None:
-        """`req` ended with `up_to` tokens in the tree; its messages begin at `message_starts`."""
+    def finished(
+        self, req: Req, up_to: int, message_starts: Sequence[int], hint: Hint | None
+    ) -> None:
+        """`req` ended with `up_to` tokens in the tree; its messages begin at `message_starts`.
+        hint: what is said of its session.
+        """
         self._ended += 1
         input_len = len(req.origin_input_ids)
         room, evicted = self._room(), bool(self._parts.stats.evicted)
@@ -105,7 +109,7 @@ class Tuning:
             room,
             message_starts=tuple(message_starts),
             tenant=self._names.name(tenant_of(req)),
-            hint=kv_hints.read(req.kv_hints).session,
+            hint=hint,
         )
         if self.file is not None:
             self.file.add(record)

@@ -22,7 +22,6 @@ REFUSED = {
     "enable_unified_cache_external_linker": "SGLang allows no other cache backend beside it",
     "enable_lmcache": "LMCache brings its own tree",
     "enable_flexkv": "FlexKV brings its own tree",
-    "enable_session_radix_cache": "sessions order the victims themselves",
 }
 """SGLang's flags that the backend cannot honour, and why."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_hybrid.cache import endings
 from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.returns.history_tree import HistoryNode
 from sglang_hybrid.explain.render import render
@@ -37,6 +38,47 @@ def test_a_closed_session_is_one_that_ended() -> None:
     it.cache.session_closed([req])
     assert at_the_end(it, [*run(40), *run(3, 1)], whose).return_expected == pytest.approx(0.1)
     it.cache.session_closed([it.arrive(run(9, 5))])  # of which nothing is known
+
+
+def test_an_open_session_of_sglangs_flag_returns_and_a_closed_one_has_ended() -> None:
+    """`--enable-session-radix-cache`: requests name their session, and the client closes it."""
+    it = server()
+    it.cache.enable_session_radix_cache = True
+    for session, salt in (("one", "a"), ("two", "b")):
+        req = it.begin(run(40), cache_salt=salt)
+        req.session_id = session
+        it.complete(req, run(3, 1))
+
+    def expected(salt: str) -> float | None:
+        return at_the_end(it, [*run(40), *run(3, 1)], (None, salt)).return_expected
+
+    assert expected("a") == expected("b") == pytest.approx(0.9)
+    for session in ("one", "one", "of which nothing is known"):
+        it.cache.release_radix_session(session)
+    assert expected("a") == pytest.approx(0.1) and expected("b") == pytest.approx(0.9)
+
+
+def test_what_a_client_says_itself_counts_more() -> None:
+    it = server()
+    it.cache.enable_session_radix_cache = True
+    req = it.begin(run(40), session=Hint.ENDS)
+    req.session_id = "one"
+    it.complete(req, run(3, 1))
+    assert at_the_end(it, [*run(40), *run(3, 1)]).return_expected == pytest.approx(0.1)
+
+
+def test_of_too_many_sessions_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endings, "MOST_SESSION_TOKENS", 100)
+    it = server()
+    it.cache.enable_session_radix_cache = True
+    for number in range(4):
+        req = it.begin(run(40, number))
+        req.session_id = str(number)
+        it.complete(req, run(3, 1))
+    for number in range(4):
+        it.cache.release_radix_session(str(number))
+    ends = [at_the_end(it, [*run(40, number), *run(3, 1)]).return_expected for number in range(4)]
+    assert ends == pytest.approx([0.9, 0.9, 0.1, 0.1])
 
 
 @pytest.mark.parametrize("policy", ["lru", "sglang-lru"])

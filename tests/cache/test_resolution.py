@@ -14,6 +14,7 @@ TREES = {**NGRAMS, "speculative_ngram_max_bfs_breadth": 8}
 CHAINS = {**NGRAMS, "speculative_ngram_max_bfs_breadth": 1}
 EAGLE_TREES = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}
 ON_TWO = {"pp_size": 2}
+SESSIONS = {"enable_streaming_session": True}
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, architecture: str, **flags: Any) -> str | None:
@@ -23,6 +24,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, architecture: str, **flags: Any) ->
         "speculative_ngram_max_bfs_breadth": None,
         "speculative_eagle_topk": None,
         "pp_size": 1,
+        "enable_streaming_session": False,
+        "uses_mamba_radix_cache": True,
     }
     view: Any = SimpleNamespace(**defaults | flags)
     config = SimpleNamespace(architectures=[architecture], zaya_use_eda=True)
@@ -48,6 +51,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, architecture: str, **flags: Any) ->
         ("BailingMoeV2_5ForCausalLM", CHAINS, None),
         ("BailingMoeV3ForCausalLM", TREES, None),
         ("NemotronHForCausalLM", EAGLE_TREES, None),
+        ("NemotronHForCausalLM", {**CHAINS, **SESSIONS}, "leave out --enable-streaming-session"),
+        ("NemotronHForCausalLM", SESSIONS, None),
         ("ZayaForCausalLM", ON_TWO, "leave out --pp-size"),
         ("NemotronHForCausalLM", ON_TWO, None),
     ],

@@ -47,7 +47,8 @@ def check_slots(checker: SchedulerInvariantChecker) -> None:
             for _, plan in cache.plans.planner.in_flight()
             for checkpoint in plan.pending_checkpoints
         ]
-    owners |= {req.rid: slots_of(req) for req in checker._requests_owning_rows()}
+    owners |= {req.rid: slots_of(req.kv) for req in checker._requests_owning_rows()}
+    owners |= {name: slots_of(kv) for name, kv in cache.session_records().items()}
     counted = Counter(slot for slots in owners.values() for slot in slots)
     assert counted == Counter(range(1, pool.mamba_allocator.size + 1)), (
         f"state slots are lost or shared: {owners}"
@@ -61,9 +62,8 @@ def free_ids(allocator: Any) -> list[int]:
     return ids
 
 
-def slots_of(req: Any) -> list[int]:
-    """The slots of a request's live state and of what SGLang tracks for it."""
-    kv = req.kv
+def slots_of(kv: Any) -> list[int]:
+    """The slots of a request's or a session's live state and of what SGLang tracks for it."""
     slots = [] if kv.mamba_pool_idx is None else kv.mamba_pool_idx.reshape(-1).tolist()
     if kv.mamba_ping_pong_track_buffer is not None:
         tracked = kv.mamba_ping_pong_track_buffer.tolist()

@@ -148,6 +148,24 @@ class LookUps:
         if report.composed == 0:  # it will not enter the tree, which is where others are reported
             _send(req, report)
 
+    def on_session_turn(self, params: MatchPrefixParams, result: MatchResult) -> None:
+        """A streaming session goes on with its own KV and state, outside of the tree: its turn is
+        counted and reported now, once.
+        """
+        req = params.req
+        if req is None or req in self._reports:
+            return
+        report = self._reports[req] = RequestReport(
+            len(req.origin_input_ids),
+            int(result.device_prefix_len),
+            0,
+            Missed.NOTHING,
+            has_states=self._cache.is_mamba_enabled,
+        )
+        report.started = True
+        self._stats.on_prefill(report, self._cost.flops(report.hit_tokens))
+        _send(req, report)
+
     def _report_of(self, req: Req, key: Any, result: MatchResult) -> RequestReport:
         hit = self._depth(result)
         kv_only = max(0, result.full_kv_hit_length - hit) if self._cache.is_mamba_enabled else 0

@@ -45,10 +45,11 @@ def slots_per_request(needed: int) -> int | None:
 
 def send_back(req: Req, pool: Any) -> None:
     """Undo the look-up of a request that stays in the queue (scheduler.py:4283-4300): the slot that
-    it took of `pool`, SGLang's pool of requests, is free again, and nothing is copied into it.
+    it took of `pool`, SGLang's pool of requests, is free again, and nothing is copied into it. The
+    turn of a streaming session has the slot of its session, beside KV, and keeps it.
     """
     req.kv.mamba_cow_src_index = None
     req.kv.mamba_needs_clear = False
-    if req.kv.holds_mamba and not req.session:
+    if req.kv.holds_mamba and not req.kv.holds_kv:
         pool.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(-1))
         req.kv.mamba_pool_idx = None

@@ -56,16 +56,19 @@ class PoolStateSlots:
         return self._decoding
 
     def send_back_if_waiting(self, params: MatchPrefixParams) -> None:
-        """Before a look-up that takes no slot: give back the one that an earlier look-up of the
-        request took, if it still waits.
+        """Before a look-up: give back the slot that an earlier look-up of the request took, if it
+        still waits, and this one takes none or nothing is to be copied into that slot.
 
         SGLang leaves it there when it asks the disk again for what the device has lost of a waiting
-        prompt (scheduler.py:4261-4264). The state to be copied might be evicted meanwhile.
+        prompt (scheduler.py:4261-4264). The state to be copied might be evicted meanwhile. It also
+        leaves it with a request of a session that did not join the batch (4294), and would prefill
+        on whatever is in it, without clearing it, if the state is gone by the next look-up.
         """
         req = params.req
-        if req is None or params.cow_mamba or req.kv.holds_kv:
+        if req is None or req.kv.holds_kv:
             return
-        if req.kv.mamba_cow_src_index is not None:
+        copied = req.kv.mamba_cow_src_index is not None
+        if copied != params.cow_mamba:
             send_back(req, self._cache.req_to_token_pool)
 
     def free(self) -> int:
