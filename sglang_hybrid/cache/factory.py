@@ -18,12 +18,18 @@ from sglang_hybrid.cache.tiers.codec_choice import choose_codecs
 from sglang_hybrid.checkpoints.compile_kernels import compile_kernels
 from sglang_hybrid.checkpoints.message_boundaries import learn_message_boundaries
 from sglang_hybrid.checkpoints.scans import why_split
-from sglang_hybrid.checkpoints.support import WITHOUT_PAGES, receives_states, why_unplanned
+from sglang_hybrid.checkpoints.support import (
+    WITHOUT_PAGES,
+    receives_states,
+    why_no_full_hits,
+    why_unplanned,
+)
 from sglang_hybrid.explain.cache_view import grid
 from sglang_hybrid.serving.advice import ServerSetup, advise, who_sees_the_page
 from sglang_hybrid.serving.config import BACKEND, HybridConfig
 from sglang_hybrid.serving.data_parallel import ignores_prefixes
 from sglang_hybrid.serving.device_streams import host_is_device
+from sglang_hybrid.serving.flag_values import FullHit
 from sglang_hybrid.serving.ranks import of_all_stages
 from sglang_hybrid.storage.codecs import coded_rows
 from sglang_hybrid.storage.disk.split_file import split_path
@@ -52,6 +58,12 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     if context.is_hybrid_ssm and judicious and not (split or unplanned):
         compile_kernels(context.tp_worker.model_runner, tell=_rank() == 0)
 
+    full_hits, without_full_hits = options.hybrid_full_hit is FullHit.ON, None
+    if full_hits:
+        prefills_are_split = "prefills are split" if split else None
+        of_flags = why_no_full_hits(context.server_args, context.params)
+        without_full_hits = prefills_are_split or unplanned or of_flags
+
     def build(params: CacheInitParams) -> HybridRadixCache:
         return HybridRadixCache(
             params,
@@ -61,6 +73,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
             one_pass=split is None,
             unplanned=unplanned,
             tiers=bool(context.server_args.enable_hierarchical_cache),
+            full_hits=full_hits and not without_full_hits,
             states_arrive=receives_states(context.server_args),
             rank=_rank(),
             priority_sign=_priority_sign(context.server_args),
@@ -74,6 +87,8 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     if not context.disable_radix_cache:
         setup = _server_setup(context, cache)
         cache.report.advice = advise(setup)
+        if without_full_hits:
+            cache.report.advice.append(f"--hybrid-full-hit does nothing: {without_full_hits}.")
         if _rank() is not None and cache.is_mamba_enabled and context.params.pp_size == 1:
             path = None if _rank() else split_path(context.server_args)
             cache.tuning.watch_splits(setup, path)

@@ -21,6 +21,7 @@ from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.cache.queue.clock import StepClock
 from sglang_hybrid.cache.records.shadow_tree import ShadowTree
 from sglang_hybrid.cache.records.tiered_shadow_tree import TieredShadowTree
+from sglang_hybrid.cache.request.full_hits import FullHits
 from sglang_hybrid.cache.request.lookups import LookedUpCache, LookUps
 from sglang_hybrid.cache.request.pinning import make_pins
 from sglang_hybrid.cache.sizes import measured_cost
@@ -58,8 +59,8 @@ class Parts:
     start: the policy that the flags start with. account: of one memory, None where KV and states
     have a pool each. shadow_tree: None where SGLang's own order decides what is evicted. planner:
     None where states are taken where SGLang tracks them. serving: how the server runs, None there.
-    speeds: of prefills and transfers. learning: what is learnt outlives the server; None without
-    tiers. step_clock: the time that all ranks agree on.
+    speeds: of prefills and transfers. full_hits: prompts that need no forward. learning: what is
+    learnt outlives the server; None without tiers. step_clock: the time that all ranks agree on.
     """
 
     options: HybridConfig
@@ -74,6 +75,7 @@ class Parts:
     lookups: LookUps
     tier_stats: TierStats
     speeds: MeasuredSpeeds
+    full_hits: FullHits
     planner: Planner | None = None
     serving: Serving | None = None
     learning: Learning | None = None
@@ -96,6 +98,7 @@ def build_parts(
     one_pass: bool,
     plans: bool,
     tiers: bool,
+    full_hits: bool,
 ) -> Parts:
     """The parts of `cache`, whose attributes they read only later. The arguments are those of
     `HybridRadixCache`.
@@ -149,6 +152,7 @@ def build_parts(
         lookups,
         tier_stats,
         speeds,
+        FullHits(cache, _most_full_hits(params) if full_hits and shadow_tree is not None else 0),
     )
     if shadow_tree is not None:
         parts.step_clock.join(shadow_tree.is_pin_over, shadow_tree.on_time)
@@ -159,6 +163,12 @@ def build_parts(
             _plan(parts, params, one_pass=one_pass)
         _plan_decodes(parts, params)
     return parts
+
+
+def _most_full_hits(params: CacheInitParams) -> int:
+    """Hidden states that are worth keeping: each needs a state of the pool beside it."""
+    pool = getattr(params.req_to_token_pool, "mamba_pool", None)
+    return 0 if pool is None else int(pool.size)
 
 
 def _plan_decodes(parts: Parts, params: CacheInitParams) -> None:

@@ -30,6 +30,7 @@ class PrefillPlans:
 
     def __init__(self, parts: Parts, message_boundaries: MessageBoundaries | None = None) -> None:
         self.planner = parts.planner
+        self.full_hits = parts.full_hits
         least = parts.options.hybrid_min_branch_tokens
         self.prefix_wait = PrefixWait(self.planner, parts.stats, least)
         self.message_boundaries = message_boundaries or MessageBoundaries()
@@ -54,9 +55,13 @@ class PrefillPlans:
 
     def plan(self, req: Req) -> None:
         """Say which states the prefill of ``req`` should leave: it may join the next batch. A turn
-        of a streaming session leaves none: what it computes stays with the session.
+        of a streaming session leaves none: what it computes stays with the session. Neither does a
+        full hit.
         """
         if req.skip_radix_cache_insert or is_virtual_node(req.last_node):
+            return
+        if self.full_hits.found(req):
+            self._lookups.on_full_hit(req)
             return
         prompt = req.full_untruncated_fill_ids
         history_match = None
@@ -79,6 +84,7 @@ class PrefillPlans:
             shared=self.prefix_wait.shared(req),
             message_starts=self.message_starts(req),
             declared=kv_hints.read(req.kv_hints).positions,
+            is_repeated=self.full_hits.wants(req, self._lookups.hit_len(req)),
         )
 
     def on_next_chunk(self, req: Req) -> None:
@@ -112,6 +118,7 @@ class PrefillPlans:
         """Give the states of a batch's prefill, which is about to start, their slots."""
         if self.planner is not None:
             self.planner.assign_slots(batch)
+            self.full_hits.plan_forward(batch)
 
     def take_ready(self, req: Req, up_to: int) -> list[PendingCheckpoint]:
         """The states in the first ``up_to`` tokens that the prefill of ``req`` has left, the
@@ -121,5 +128,6 @@ class PrefillPlans:
 
     def forget_all(self) -> None:
         """The tree was emptied: no plan is valid any more."""
+        self.full_hits.forget_all()
         if self.planner is not None:
             self.planner.forget_all()

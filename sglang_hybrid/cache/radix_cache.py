@@ -60,6 +60,7 @@ class HybridRadixCache(HostTierCache):
         one_pass: the model's kernels can take states in the middle of a prefill.
         unplanned: why states are taken where SGLang tracks them, as with "speculative decoding"; ""
             where we say where.
+        full_hits: prompts that were asked before are answered without a forward.
         tiers: there is host memory below the device, whose copies are chosen by value.
         states_arrive: each request brings its state from a prefill server: the tree keeps KV only.
         rank: which of several caches with requests of their own this is; None if another rank
@@ -78,6 +79,7 @@ class HybridRadixCache(HostTierCache):
         one_pass: bool = True,
         unplanned: str = "",
         tiers: bool = False,
+        full_hits: bool = False,
         states_arrive: bool = False,
         rank: int | None = None,
         priority_sign: int | None = None,
@@ -87,7 +89,14 @@ class HybridRadixCache(HostTierCache):
         self._only_requests_hold_states: bool = kept != params.tree_components
         params = replace(params, tree_components=kept)
         parts = build_parts(
-            self, params, self.options, cost, one_pass=one_pass, plans=not unplanned, tiers=tiers
+            self,
+            params,
+            self.options,
+            cost,
+            one_pass=one_pass,
+            plans=not unplanned,
+            tiers=tiers,
+            full_hits=full_hits,
         )
         self.unplanned = unplanned
         self.cost, self.account, self.stats = parts.cost, parts.account, parts.stats
@@ -156,6 +165,8 @@ class HybridRadixCache(HostTierCache):
         self.slots.send_back_if_waiting(params)
         params = self.modular.prepare(params)
         result = self._just_ranked(params) or super()._match_tree(params)
+        if params.cow_mamba:
+            result = self.plans.full_hits.look_up(params, result)
         self.lookups.on_lookup(params, result)
         return result
 

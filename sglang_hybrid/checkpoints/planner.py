@@ -82,6 +82,7 @@ class Planner:
         shared: Sequence[int] = (),
         message_starts: Sequence[int] = (),
         declared: Sequence[int] = (),
+        is_repeated: bool = False,
     ) -> None:
         """`req` may be admitted with `hit_len` tokens hit or loaded: say what its prefill should
         leave. Nothing is counted before `on_admission`.
@@ -95,6 +96,7 @@ class Planner:
             message_starts=message_starts,
             declared=declared,
             page_size=self._page_size,
+            is_repeated=is_repeated,
         )
         plan: CheckpointPlan
         plan, micro_branches = plans.plan_checkpoints(

@@ -49,6 +49,22 @@ def why_unplanned(flags: Any) -> str | None:
     return next((what for what, asked in several.items() if asked), None)
 
 
+def why_no_full_hits(flags: Any, params: Any) -> str | None:
+    """What keeps a prompt that was asked before from being answered without a forward; None if
+    nothing does. flags: SGLang's server arguments. params: those of its cache.
+    """
+    several = {
+        "pages of several tokens": params.page_size > 1,
+        "copies on the host": flags.enable_hierarchical_cache,
+        "stages of a pipeline": params.pp_size > 1,
+        "data-parallel attention": flags.enable_dp_attention,
+        "chunks mixed with decodes": flags.enable_mixed_chunk,
+        "speculative decoding": flags.speculative_algorithm is not None,
+        "disaggregation": flags.disaggregation_mode != "null",
+    }
+    return next((what for what, asked in several.items() if asked), None)
+
+
 def receives_states(flags: Any) -> bool:
     """Whether every request brings its state from a prefill server, so that a hit needs none."""
     mode: str = flags.disaggregation_mode

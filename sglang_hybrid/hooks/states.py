@@ -73,9 +73,48 @@ def track_at_our_grid(track_grid: Callable[[int], int], tree_page: int) -> int:
 
 
 def carry_tracks(forward: Any, _: type, batch: Any, *__: Any, **___: Any) -> None:
-    """A prefill's forward knows the states that it is to leave."""
+    """A prefill's forward knows the states that it is to leave, or to be answered from."""
     if batch.forward_mode.is_extend_without_speculative():
         forward.state_tracks = getattr(batch, "state_tracks", None)
+        forward.last_hidden = getattr(batch, "last_hidden", None)
+
+
+def leave_last_hidden(
+    processor: Any,
+    input_ids: Any,
+    hidden_states: Any,
+    lm_head: Any,
+    metadata: Any,
+    *more: Any,
+    **named: Any,
+) -> None:
+    """A prefill of prompts that were asked before leaves the hidden states of their last tokens."""
+    from sglang_hybrid.checkpoints import last_hidden
+
+    wanted = last_hidden.under_way()
+    if wanted is not None and all(other is None for other in (*more, *named.values())):
+        wanted.take(processor, lm_head, hidden_states, metadata.extend_seq_lens_cpu)
+
+
+def answer_from_last_hidden(
+    run: Callable[..., Any], runner: Any, forward: Any, *more: Any, **named: Any
+) -> Any:
+    """A batch of full hits runs no layer: its states are copied, and its logits are those of the
+    hidden states that were kept.
+    """
+    kept = getattr(forward, "last_hidden", None)
+    if kept is None:
+        return run(runner, forward, *more, **named)
+    from sglang.srt.model_executor.model_runner import ModelRunnerOutput
+
+    from sglang_hybrid.checkpoints.last_hidden import Answers, leaving
+
+    if not isinstance(kept, Answers):
+        with leaving(kept):
+            return run(runner, forward, *more, **named)
+    runner._maybe_execute_deferred_mamba_cow_and_clear(forward)
+    logits = kept.logits(forward.input_ids, forward)
+    return ModelRunnerOutput(logits_output=logits, can_run_graph=False)
 
 
 def shift_positions(forward: Any, _: type, batch: Any, *__: Any, **___: Any) -> None:

@@ -79,6 +79,14 @@ HOOKS: tuple[Hook, ...] = (
         ("ForwardBatch.init_new", _AFTER, states.carry_tracks),
         ("ForwardBatch.init_new", _AFTER, states.shift_positions),
     ),
+    *_in(
+        "sglang.srt.layers.logits_processor",
+        ("LogitsProcessor.forward", _BEFORE, states.leave_last_hidden),
+    ),
+    *_in(
+        "sglang.srt.model_executor.model_runner",
+        ("ModelRunner._forward_raw", _AROUND, states.answer_from_last_hidden),
+    ),
     # Pools: their sizes and classes.
     *_in(
         "sglang.srt.mem_cache.allocator.token",

@@ -56,7 +56,7 @@ def why_not_unified(flags: Any) -> tuple[str, str]:
 OF_OUR_CACHE = (
     *("hybrid_admission", "hybrid_min_branch_tokens", "hybrid_history_mb", "hybrid_answers_mb"),
     *("hybrid_tuner_workers", "hybrid_tuner_window", "hybrid_record", "hybrid_pin_share"),
-    *("hybrid_offload_watermark", "hybrid_ui"),
+    *("hybrid_offload_watermark", "hybrid_ui", "hybrid_full_hit"),
 )
 """Our settings that nothing but our cache reads."""
 

@@ -23,6 +23,7 @@ from sglang_hybrid.serving.flag_values import (
     TIER_CODECS,
     Admission,
     Eviction,
+    FullHit,
     Memory,
     NativeKernels,
     Schedule,
@@ -72,6 +73,7 @@ class HybridConfig:
     hybrid_tier_error: float = 0.0
     hybrid_tenants: str = ""
     hybrid_ui: Ui = Ui.OFF
+    hybrid_full_hit: FullHit = FullHit.OFF
     hybrid_default_model: str = TRAINED
 
     @property

@@ -81,6 +81,13 @@ class Ui(Enum):
     TEXT = "text"
 
 
+class FullHit(Enum):
+    """Whether a prompt that is asked for the third time is answered without a forward."""
+
+    OFF = "off"
+    ON = "on"
+
+
 class NativeKernels(Enum):
     """Whether the CPU platform compiles kernels of its own."""
 

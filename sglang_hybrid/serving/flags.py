@@ -103,6 +103,12 @@ FLAGS = (
         metavar="SHARE",
         read=share,
     ),
+    Flag(
+        "hybrid_full_hit",
+        "on: a prompt that was asked twice is answered without a forward when it comes again: the "
+        "state behind its last token is kept, and the hidden state from which its first token is "
+        "sampled",
+    ),
     # Which request runs when.
     Flag(
         "hybrid_schedule",

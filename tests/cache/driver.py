@@ -47,6 +47,7 @@ from sglang_hybrid.cache.memory.allocators import OneMemoryPages, OneMemorySlots
 from sglang_hybrid.cache.memory.granules import GranulePool
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.cache.releases import tracking_slots_used
+from sglang_hybrid.checkpoints.last_hidden import Wanted
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.memory.account import Account, MemoryKind
 from sglang_hybrid.core.records.pin import PinRequest
@@ -108,6 +109,7 @@ def build_cache(
     one_pass: bool = True,
     unplanned: str = "",
     tiers: bool = False,
+    full_hits: bool = False,
     states_arrive: bool = False,
     rank: int | None = None,
     priority_sign: int | None = None,
@@ -199,6 +201,7 @@ def build_cache(
             one_pass=one_pass,
             unplanned=unplanned,
             tiers=tiers,
+            full_hits=full_hits,
             states_arrive=states_arrive,
             rank=rank,
             priority_sign=priority_sign,
@@ -306,6 +309,7 @@ class Server:
         self.pool: Any = cache.req_to_token_pool
         self.allocator: Any = cache.token_to_kv_pool_allocator
         self.running: list[Req] = []
+        self.last_hidden: Any = None  # what the last forward leaves, or is answered from
         self._rid = 0
         self._plans = getattr(cache, "plans_checkpoints", False)
         # What the tracking of states in a prefill reads of a batch (schedule_batch.py:3137-3236).
@@ -426,7 +430,14 @@ class Server:
         if self.sizes.states and self.sizes.extra_buffer:
             ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend(self._batch, req)
         if self._plans:
-            self.cache.plan_forward(SimpleNamespace(reqs=[req], mamba_cow_src_indices=None))
+            new = self.pool.req_to_token[req.kv.req_pool_idx, req.prefix_len : req.extend_end]
+            batch = SimpleNamespace(
+                reqs=[req], mamba_cow_src_indices=None, out_cache_loc=new.long()
+            )
+            self.cache.plan_forward(batch)
+            self.last_hidden = batch.last_hidden
+            if isinstance(self.last_hidden, Wanted):  # the forward leaves them
+                self.last_hidden.take(None, None, torch.zeros(len(new), 1), [len(new)])
         req.kv.mamba_cow_src_index = None
         req.kv.mamba_needs_clear = False
 

@@ -97,6 +97,13 @@ def test_the_end_of_the_prompt_is_always_computed() -> None:
     assert screen([(1000, Kind.PROMPT_END)], prefill)[0].skip is NOT_COMPUTED
 
 
+def test_behind_a_prompt_that_was_asked_before_a_state_is_wanted() -> None:
+    again = Prefill(1000, hit_len=999, kv_len=1000, is_repeated=True)
+    assert [each for each in screen(judicious(again), again) if each.admitted] == [
+        Checkpoint(1000, Kind.PROMPT_END)
+    ]
+
+
 def test_the_history_knows_a_branch_whose_kv_is_gone() -> None:
     assert Prefill(1000, hit_len=100, kv_len=150, known_branch=400).branch_points() == [400, 150]
     assert Prefill(1000, hit_len=100, kv_len=600, known_branch=400).branch_points() == [600, 400]

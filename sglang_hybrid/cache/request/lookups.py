@@ -166,6 +166,12 @@ class LookUps:
         self._stats.on_prefill(report, self._cost.flops(report.hit_tokens))
         _send(req, report)
 
+    def on_full_hit(self, req: Req) -> None:
+        """`req` is about to join a batch that needs no forward."""
+        report = self._reports.get(req)
+        if report is not None:
+            report.full_hit = True
+
     def _report_of(self, req: Req, key: Any, result: MatchResult) -> RequestReport:
         hit = self._depth(result)
         kv_only = max(0, result.full_kv_hit_length - hit) if self._cache.is_mamba_enabled else 0

@@ -120,6 +120,16 @@ class TreeMatcher:
             return None
         return last.result if self._resumes_as_before(last) else None
 
+    def following(self, req: Req, depth: int) -> UnifiedTreeNode | None:
+        """The child with which the prompt of `req` goes on behind `depth` tokens, where its last
+        look-up ended; None if that ended elsewhere or there is none.
+        """
+        last = self._last.get(req)
+        if last is None or last.depth != depth or last.node not in self._shadow_tree:
+            return None
+        child: UnifiedTreeNode | None = last.node.children.get(last.next_key)
+        return child
+
     def changed(self, waiting: Iterable[Req], least_hit: int) -> list[Req]:
         """Those of `waiting` whose whole prompt might match otherwise than it did at their last
         look-up, and those that hit at most `least_hit` tokens.

@@ -81,6 +81,10 @@ class HybridTreeCore(MarkedTreeCore):
         """The result of the last look-up of `params.req`, if it holds still; None otherwise."""
         return self._matcher.known(params)
 
+    def following(self, req: Req, depth: int) -> UnifiedTreeNode | None:
+        """See `TreeMatcher.following`."""
+        return self._matcher.following(req, depth)
+
     def changed_matches(self, waiting: Iterable[Req], least_hit: int) -> list[Req]:
         """Those of `waiting` whose prompt might match otherwise than at their last look-up, and
         those that hit at most `least_hit` tokens.

@@ -49,7 +49,7 @@ class Prefill:
     if it does not know. shared: lengths of the prefixes that waiting requests share with it,
     ascending. message_starts: positions at which the client's messages begin. declared: positions
     at which the client asked for a checkpoint. page_size: positions are rounded down to multiples
-    of it.
+    of it. is_repeated: the prompt was asked before, and the state behind its last token is wanted.
     """
 
     prompt_len: int
@@ -60,6 +60,12 @@ class Prefill:
     message_starts: Sequence[int] = ()
     declared: Sequence[int] = ()
     page_size: int = 1
+    is_repeated: bool = False
+
+    @property
+    def end(self) -> int:
+        """The last position at which a state may be wanted."""
+        return self.prompt_len if self.is_repeated else self.prompt_len - 1
 
     def branch_points(self) -> list[int]:
         """Where this prompt leaves what was seen before, deepest first: by the history, and by the
@@ -94,7 +100,7 @@ def judicious(prefill: Prefill) -> list[tuple[int, Kind]]:
     wanted += [(length, Kind.BRANCH) for length in reversed(prefill.shared)]
     if prefill.message_starts:
         wanted.append((prefill.message_starts[-1], Kind.MESSAGE))
-    wanted.append((prefill.prompt_len - 1, Kind.PROMPT_END))
+    wanted.append((prefill.end, Kind.PROMPT_END))
     return wanted
 
 
@@ -123,7 +129,7 @@ def screen(
         skip = None
         if position in taken:
             skip = Skip.DUPLICATE
-        elif not prefill.hit_len < position < prefill.prompt_len:
+        elif not prefill.hit_len < position <= prefill.end:
             skip = Skip.NOT_COMPUTED
         elif kind not in ALWAYS_EXACT and any(
             abs(position - other) < min_branch_tokens for other in taken

@@ -75,7 +75,7 @@ class RequestReport:
     recurrent state, so only positions with a checkpoint can be hit. found: what each tier gave,
     None without tiers. exact: nothing that was hit comes from a smaller copy; None where there
     are none. composed: tokens of modules that were computed apart, 0 if the whole prompt was
-    computed instead; None for other prompts.
+    computed instead; None for other prompts. full_hit: its first token needed no forward.
     """
 
     prompt_tokens: int
@@ -90,6 +90,7 @@ class RequestReport:
     exact: bool | None = None
     composed: int | None = None
     pinned: Sequence[int] = ()
+    full_hit: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """A request that declared positions is also told which of them behind the hit were kept,
@@ -113,6 +114,7 @@ class RequestReport:
             **({} if self.found is None else {"tiers": self.found.as_dict()}),
             **({} if self.exact is None else {"exact": self.exact}),
             **({} if self.composed is None else {"composed_tokens": self.composed}),
+            **({"full_hit": True} if self.full_hit else {}),
         }
 
     @property
