@@ -97,6 +97,7 @@ CONFIGURATIONS = {
     "a head in SGLang's pool": Configuration(
         FEWER, (*PRIORITIES, *SGLANGS_POOL, *HEAD), slots=2 * 3 * RUNNING, headed=True
     ),
+    "full hits": Configuration(FEWER, (*PRIORITIES, "--hybrid-full-hit", "on")),
     "split prefills": Configuration(FEWER, PRIORITIES, "tests.server.split_prefills"),
 }
 
