@@ -10,7 +10,16 @@ from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.core.returns.hints import PromptHints
 from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.requests import kv_hints
-from tests.server.client import Serve, ask, cached, completed, hybrid_cache, metric, random_prompt
+from tests.server.client import (
+    Serve,
+    ask,
+    cached,
+    completed,
+    hybrid_cache,
+    metric,
+    random_prompt,
+    said,
+)
 from tests.server.expected import agree, expect
 
 pytestmark = pytest.mark.slow
@@ -62,3 +71,26 @@ def test_two_ranks_keep_the_same_pins(serve: Serve) -> None:
         seen = hybrid_cache(server.url)["pins"]
         assert seen["expired"] > 0 and seen["gave_way"] > 0
         assert sum(hybrid_cache(server.url)["evicted"].values()) > 5
+
+
+def test_ranks_that_measure_different_things_decide_alike(serve: Serve) -> None:
+    """Their clocks, speeds and random numbers differ on purpose: each match, insertion and eviction
+    is compared, with copies on the host, pins, a queue of ours and a pool that is too small.
+    """
+    flags = ("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hybrid-schedule", "window")
+    how = {"module": "tests.server.unequal_ranks", "environment": CHECKED}
+    with serve(*FLAGS, *flags, **how) as server:
+        documents = [random_prompt(300 + 90 * number, seed=number) for number in range(8)]
+
+        def send(number: int) -> dict:
+            prompt = documents[number * number % 8] + random_prompt(9, seed=50 + number % 30)
+            pins = (PinRequest(200, 0.1 + number % 3),) if number % 4 == 0 else ()
+            return ask(server.url, prompt, 4, kv_hints=kv_hints.write(PromptHints(pins=pins)))
+
+        with ThreadPoolExecutor(4) as pool:
+            assert completed(pool.map(send, range(90))) == [4] * 90
+        seen = hybrid_cache(server.url)
+        assert sum(seen["evicted"].values()) > 5 and seen["pins"]["expired"] > 0
+        assert seen["tiers"]["written_states"] > 0
+        print({name: seen["tiers"][name] for name in ("written_states", "loads", "hit_tokens")})
+        assert said(server)
