@@ -124,6 +124,15 @@ class PrefillTracks:
             cu_seqlens=self._cu_seqlens,
         )
 
+    def save_tokens(self, contexts: Tensor, seen: Tensor) -> None:
+        """Write the last N tokens at every position. contexts [slots, N] is the pool, and seen
+        [S, N + longest prefill] what each sequence had there, then the tokens of this prefill.
+        """
+        sequences = self.targets.sequences.long()
+        taken = self.targets.ends - self._cu_seqlens[sequences]
+        last = taken[:, None] + torch.arange(contexts.shape[1], device=contexts.device)
+        contexts[self.targets.slots] = seen[sequences[:, None], last]
+
     def into(self, ssm_states: Tensor) -> "StateWriter":
         """These states, written to a layer's pool [slots, ...] by its scan."""
         return StateWriter(self, ssm_states)

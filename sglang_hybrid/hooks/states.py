@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang_hybrid.checkpoints.tracks import PrefillTracks
 
 
 def count_slots(mamba_ratio: Callable[[Any], int], configurator: Any) -> int:
@@ -83,3 +86,35 @@ def shift_positions(forward: Any, _: type, batch: Any, *__: Any, **___: Any) -> 
     from sglang_hybrid.prompts.endpoints.positions import shifted
 
     forward.positions = shifted(forward, batch)
+
+
+def leave_ple_windows(layer: Any, x: Any, forward_batch: Any, batch: Any) -> None:
+    """A short convolution of Qwen4-Exp leaves its windows [channels, past], too: of its inputs
+    x [T, channels], before it runs.
+    """
+    tracks = _prefill_tracks(forward_batch)
+    if tracks is not None:
+        from sglang.srt.model_executor.forward_context import get_req_to_token_pool
+
+        tracks.save_windows(get_req_to_token_pool().short_conv_layer_cache(layer.layer_id), x)
+
+
+def leave_ngram_contexts(batch: Any, forward_batch: Any) -> None:
+    """A prefill of Qwen4-Exp leaves the last tokens before each state, for n-grams behind it."""
+    tracks = _prefill_tracks(forward_batch)
+    if tracks is not None and batch is not None:
+        from sglang.srt.model_executor.forward_context import get_req_to_token_pool
+
+        tracks.save_tokens(get_req_to_token_pool().ngram_pool.context, batch.ngram_context)
+
+
+def _prefill_tracks(forward_batch: Any) -> PrefillTracks | None:
+    """The states that the recurrent layers of this forward leave, for what is beside them."""
+    if forward_batch.state_tracks is None:
+        return None
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+
+    backend = get_attn_backend()
+    linear = getattr(backend, "linear_attn_backend", backend)
+    tracks: PrefillTracks | None = linear.forward_metadata.state_tracks
+    return tracks

@@ -79,6 +79,11 @@ HOOKS: tuple[Hook, ...] = (
         ("ForwardBatch.init_new", _AFTER, states.carry_tracks),
         ("ForwardBatch.init_new", _AFTER, states.shift_positions),
     ),
+    *_in(
+        "sglang.srt.models.qwen4_exp",
+        ("Qwen4ExpPLELayer._short_conv", _BEFORE, states.leave_ple_windows),
+        ("_commit_ple_batch", _BEFORE, states.leave_ngram_contexts),
+    ),
     # Pools: their sizes and classes.
     *_in(
         "sglang.srt.mem_cache.allocator.token",
