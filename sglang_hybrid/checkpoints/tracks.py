@@ -8,6 +8,7 @@ and the layer's matrix:
 * Windows are written before the convolution runs, from its inputs.
 * Matrices are written inside the scan: from its chunk states (``kernels/checkpoint_states.py``), or
   the scan picks them out itself. One that leaves only some is continued from them (``tails.py``).
+* What a model keeps in a slot beside its recurrent layers is written by hooks (hooks/states.py).
 
 Which layers do so, and how, is in ``scans.py``.
 """

@@ -88,11 +88,11 @@ def shift_positions(forward: Any, _: type, batch: Any, *__: Any, **___: Any) -> 
     forward.positions = shifted(forward, batch)
 
 
-def leave_ple_windows(layer: Any, x: Any, forward_batch: Any, batch: Any) -> None:
+def leave_ple_windows(layer: Any, x: Any, *_: Any) -> None:
     """A short convolution of Qwen4-Exp leaves its windows [channels, past], too: of its inputs
     x [T, channels], before it runs.
     """
-    tracks = _prefill_tracks(forward_batch)
+    tracks = _prefill_tracks()
     if tracks is not None:
         from sglang.srt.model_executor.forward_context import get_req_to_token_pool
 
@@ -101,17 +101,19 @@ def leave_ple_windows(layer: Any, x: Any, forward_batch: Any, batch: Any) -> Non
 
 def leave_ngram_contexts(batch: Any, forward_batch: Any) -> None:
     """A prefill of Qwen4-Exp leaves the last tokens before each state, for n-grams behind it."""
-    tracks = _prefill_tracks(forward_batch)
-    if tracks is not None and batch is not None:
+    tracks = None if batch is None else _prefill_tracks()
+    if tracks is not None:
         from sglang.srt.model_executor.forward_context import get_req_to_token_pool
 
         tracks.save_tokens(get_req_to_token_pool().ngram_pool.context, batch.ngram_context)
 
 
-def _prefill_tracks(forward_batch: Any) -> PrefillTracks | None:
-    """The states that the recurrent layers of this forward leave, for what is beside them."""
-    if forward_batch.state_tracks is None:
-        return None
+def _prefill_tracks() -> PrefillTracks | None:
+    """The states that the recurrent layers of this forward leave, for what is beside them.
+
+    Their backend has them; the batch that a prefill's graph hands to its breaks has not
+    (prefill_cuda_graph_runner.py:1977).
+    """
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
     backend = get_attn_backend()

@@ -298,6 +298,7 @@ def run_ple(case: Case) -> Outcome:
     triton = LinearAttnKernelBackend.TRITON
     backend.kernel_dispatcher = GDNKernelDispatcher(triton, triton)
     backend.init_forward_metadata(batch)
+    batch.state_tracks = None  # as in the breaks of a prefill's graph
     inputs = case.normal(tokens, channels)
     with forward_context(ForwardContext(attn_backend=backend)), torch.no_grad():
         ple = qwen4_exp._prepare_ple_batch(ids, batch, ngram_size=NGRAM, ngram_eos_token_id=EOS)
