@@ -299,7 +299,7 @@ CONFIGURATIONS = {
 }
 WITHOUT_EXTRA_BUFFER = ("mamba2", "falcon-mamba", "lfm2", "lfm2-moe", "zaya", "gigachat-3.5")
 """Models for which SGLang does not have it; pages need it."""
-IN_STAGES = ("nemotron-h", "nemotron-3", "kimi-linear", "qwen3.5", "qwen4-exp")
+IN_STAGES = ("nemotron-h", "nemotron-3", "kimi-linear", "qwen3.5")
 """Models that SGLang can divide into the stages of a pipeline."""
 WITHOUT_SGLANGS_POOL = ("mamba2", "falcon-mamba", "qwen4-exp")
 OF_EVERY_KIND = (

@@ -134,7 +134,6 @@ RESTARTS = [
     *((architecture, page, (), ()) for architecture in STORED for page in ("1", "16")),
     *(("nemotron-h", "16", SGLANGS_POOL, SGLANGS_POOL), ("nemotron-h", "1", (), SGLANGS_POOL)),
     ("kimi-linear", "1", SGLANGS_POOL, ()),
-    ("qwen4-exp", "1", (), ()),
 ]
 """A model, tokens of a page, and flags of the server that writes and of the one that reads."""
 
