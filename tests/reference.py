@@ -3,13 +3,15 @@ another type is asked for.
 
 The reference shares no code with SGLang or with our kernels. What transformers does not have is in
 ``twins.py``. Prompts are computed in one pass without a cache; decoding uses transformers' cache,
-one token at a time. Both are checked against each other in ``tests/models``. Three things in
+one token at a time. Both are checked against each other in ``tests/models``. Four things in
 transformers 5.19 are not to be trusted:
 
 * Falcon-Mamba forgets its state when it is given several tokens and a cache (the scan starts from
   zero). ``Reference.extend`` therefore feeds that architecture token by token.
 * Nemotron-H clamps time steps to ``time_step_min`` in a prefill but not in decoding. The tiny
   models set that bound to almost zero.
+* Qwen4-Exp has an index in each attention layer, without which transformers does not make it. Ours
+  has none (``twins.Qwen4Exp``).
 * ZAYA1 has other names for its tensors than SGLang reads, and no conversion; ours is `zaya.py`.
   Importing SGLang puts its own configuration in place of transformers', which is asked for by name.
 """
@@ -25,14 +27,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, ZayaForCausalLM, logging
 
-from tests.twins import GigaChat, Ling
+from tests.twins import GigaChat, Ling, Qwen4Exp
 from tests.zaya import name_tensors
 
 _log: Any = logging
 _PURE_SSM = ("mamba2", "falcon_mamba")
 _FORGETFUL = ("falcon_mamba",)
-TWINS = {"bailing_hybrid": Ling, "gigachat3_5": GigaChat}
-"""Models that transformers does not have, by the name of their type."""
+TWINS = {"bailing_hybrid": Ling, "gigachat3_5": GigaChat, "qwen4_exp": Qwen4Exp}
+"""Models that transformers does not have, or not so, by the name of their type."""
 
 
 def load_model(model_dir: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -129,7 +131,7 @@ def recurrent_layers(cache: Any) -> list[Any]:
 
 
 def _states(layer: Any) -> list[Tensor]:
-    states = (layer.conv_states[0], layer.recurrent_states[0])
+    states = (*layer.conv_states.values(), layer.recurrent_states[0])
     return [state for state in states if state is not None]
 
 

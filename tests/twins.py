@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -25,6 +26,8 @@ from transformers.models.glm5_next.modeling_glm5_next import (
     Glm5NextTextRMSNormGated,
 )
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+from transformers.models.qwen4_exp import modeling_qwen4_exp
+from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 
 
 class LightningAttention(nn.Module):
@@ -324,6 +327,40 @@ AROUND = {
     r"layer\.norm\.norm\.weight$": "layer.norm.weight",
 }
 """Names of GigaChat's tensors, and what they are here, one after the other."""
+
+
+class NoIndex(nn.Module):
+    """In the place of what chooses the tokens that Qwen4-Exp's attention reads: all of them."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def forward(self, _: Tensor, __: Any, attention_mask: Tensor, ___: Any) -> Tensor:
+        dense = torch.zeros_like(attention_mask)
+        return dense if dense.is_floating_point() else ~dense
+
+
+class Qwen4Exp(modeling_qwen4_exp.Qwen4ExpForCausalLM):
+    """Qwen4-Exp without an index, which transformers cannot do without."""
+
+    def __init__(self, config: Any) -> None:
+        with mock.patch.object(modeling_qwen4_exp, "Qwen4ExpTextQSAIndexer", NoIndex):
+            super().__init__(config)
+
+    @classmethod
+    def load(cls, model_dir: Path) -> Any:
+        """The model in a directory. Raises RuntimeError unless it has exactly these tensors, but
+        for the numbers of the n-grams' hash, which follow from the config.
+        """
+        config = json.loads((model_dir / "config.json").read_text())
+        settings = Qwen4ExpTextConfig(**config["text_config"])
+        model, report = cls.from_pretrained(
+            model_dir, config=settings, attn_implementation="eager", output_loading_info=True
+        )
+        buffers = {name for name, _ in model.named_buffers()}
+        if any(set(report[kind]) - buffers for kind in ("missing_keys", "unexpected_keys")):
+            raise RuntimeError(f"These are not the tensors of the model: {report}")
+        return model
 
 
 def stack_experts(found: dict[str, Tensor], config: Any, place: str) -> None:

@@ -36,7 +36,8 @@ def compile_kernels(model_runner: Any, *, tell: bool) -> None:
     """
     if model_runner.device != "cuda":
         return
-    cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache.at_layer_idx(0)
+    pool = model_runner.req_to_token_pool.mamba_pool
+    cache = pool.mamba_cache.at_layer_idx(0)
     windows = cache.conv[0]
     if windows.shape[1] < windows.shape[2]:  # [slots, K-1, D], as SGLang keeps those of KDA
         windows = windows.transpose(1, 2)
@@ -47,7 +48,8 @@ def compile_kernels(model_runner: Any, *, tell: bool) -> None:
         launched_kernel(model_runner),
         int(linear_backend(model_runner).mamba_chunk_size),
     )
-    for others in cache.conv[1:]:  # of ZAYA1: the last hidden state, a window of one
+    beside = [it.conv_state[0] for it in pool._slot_siblings if hasattr(it, "conv_state")]
+    for others in (*cache.conv[1:], *beside):  # of ZAYA1: the last hidden state, a window of one
         (run,) = warm_up(others, cache.temporal, model_runner.dtype, None, 0).values()
         steps[f"windows of {others.shape[2]} beside it"] = run
     for done, (what, run) in enumerate(steps.items(), 1):

@@ -5,7 +5,7 @@ have another kind of layer leave states, call `PrefillTracks` from where its sca
 0007), and add its row here; `tracks.py` knows no layer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -157,7 +157,7 @@ def why_split(model_runner: Any) -> str | None:
     writing, recurrent = sum(kind in scan.layers for kind in kinds), len(pool.mamba_layer_ids)
     if writing < recurrent:
         return f"{recurrent - writing} of {recurrent} recurrent layers write no states inside one"
-    if unwritten := _unwritten(pool):
+    if unwritten := _unwritten(pool, kinds):
         return f"a state has parts that are not written inside a prefill ({', '.join(unwritten)})"
     if _in_a_graph(model_runner, scan):
         return (
@@ -168,12 +168,18 @@ def why_split(model_runner: Any) -> str | None:
 
 
 WRITTEN = frozenset({"conv", "temporal"})
+_PLE = "sglang.srt.models.qwen4_exp:Qwen4ExpPLELayer"
+_PLE_STATES = "sglang.srt.mem_cache.ple_state_pool"
+BESIDE: Mapping[str, str] = {f"{_PLE_STATES}:ShortConvPool": _PLE, f"{_PLE_STATES}:NGramPool": _PLE}
+"""Classes of what a model registers for a slot beside its recurrent layers, and of the layer whose
+hooks write it (hooks/states.py)."""
 EMPTY_AFTER_A_PREFILL = "replayssm_"
 """Begin of the names of rings of decoded tokens (``--enable-linear-replayssm``)."""
 
 
-def _unwritten(pool: Any) -> list[str]:
-    """Names of what a slot of this SGLang ``MambaPool`` holds that tracks do not write.
+def _unwritten(pool: Any, layers: Collection[str]) -> list[str]:
+    """Names of what a slot of this SGLang ``MambaPool`` holds that tracks do not write, in a model
+    with these classes of layers.
 
     SGLang's own copies of a slot take all of it along: what a model registers beside its recurrent
     layers (Qwen4-Exp: a window of a short convolution and the last tokens of the context), too.
@@ -181,7 +187,8 @@ def _unwritten(pool: Any) -> list[str]:
     states = pool.mamba_cache
     held = [f.name for f in fields(type(pool).State) if getattr(states, f.name, None) is not None]
     unknown = [n for n in held if n not in WRITTEN and not n.startswith(EMPTY_AFTER_A_PREFILL)]
-    return [*unknown, *(type(state).__name__ for state in pool._slot_siblings)]
+    beside = [type(it) for it in pool._slot_siblings if BESIDE.get(name_of(type(it))) not in layers]
+    return [*unknown, *(kind.__name__ for kind in beside)]
 
 
 def _in_a_graph(model_runner: Any, scan: Scan) -> bool:

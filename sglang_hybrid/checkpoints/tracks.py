@@ -8,6 +8,7 @@ and the layer's matrix:
 * Windows are written before the convolution runs, from its inputs.
 * Matrices are written inside the scan: from its chunk states (``kernels/checkpoint_states.py``), or
   the scan picks them out itself. One that leaves only some is continued from them (``tails.py``).
+* What a model keeps in a slot beside its recurrent layers is written by hooks (hooks/states.py).
 
 Which layers do so, and how, is in ``scans.py``.
 """
@@ -123,6 +124,15 @@ class PrefillTracks:
             resumed=self._resumed,
             cu_seqlens=self._cu_seqlens,
         )
+
+    def save_tokens(self, contexts: Tensor, seen: Tensor) -> None:
+        """Write the last N tokens at every position. contexts [slots, N] is the pool, and seen
+        [S, N + longest prefill] what each sequence had there, then the tokens of this prefill.
+        """
+        sequences = self.targets.sequences.long()
+        taken = self.targets.ends - self._cu_seqlens[sequences]
+        last = taken[:, None] + torch.arange(contexts.shape[1], device=contexts.device)
+        contexts[self.targets.slots] = seen[sequences[:, None], last]
 
     def into(self, ssm_states: Tensor) -> "StateWriter":
         """These states, written to a layer's pool [slots, ...] by its scan."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang_hybrid.checkpoints.tracks import PrefillTracks
 
 
 def count_slots(mamba_ratio: Callable[[Any], int], configurator: Any) -> int:
@@ -122,3 +125,37 @@ def shift_positions(forward: Any, _: type, batch: Any, *__: Any, **___: Any) -> 
     from sglang_hybrid.prompts.endpoints.positions import shifted
 
     forward.positions = shifted(forward, batch)
+
+
+def leave_ple_windows(layer: Any, x: Any, *_: Any) -> None:
+    """A short convolution of Qwen4-Exp leaves its windows [channels, past], too: of its inputs
+    x [T, channels], before it runs.
+    """
+    tracks = _prefill_tracks()
+    if tracks is not None:
+        from sglang.srt.model_executor.forward_context import get_req_to_token_pool
+
+        tracks.save_windows(get_req_to_token_pool().short_conv_layer_cache(layer.layer_id), x)
+
+
+def leave_ngram_contexts(batch: Any, forward_batch: Any) -> None:
+    """A prefill of Qwen4-Exp leaves the last tokens before each state, for n-grams behind it."""
+    tracks = None if batch is None else _prefill_tracks()
+    if tracks is not None:
+        from sglang.srt.model_executor.forward_context import get_req_to_token_pool
+
+        tracks.save_tokens(get_req_to_token_pool().ngram_pool.context, batch.ngram_context)
+
+
+def _prefill_tracks() -> PrefillTracks | None:
+    """The states that the recurrent layers of this forward leave, for what is beside them.
+
+    Their backend has them; the batch that a prefill's graph hands to its breaks has not
+    (prefill_cuda_graph_runner.py:1977).
+    """
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+
+    backend = get_attn_backend()
+    linear = getattr(backend, "linear_attn_backend", backend)
+    tracks: PrefillTracks | None = linear.forward_metadata.state_tracks
+    return tracks

@@ -87,6 +87,11 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.model_executor.model_runner",
         ("ModelRunner._forward_raw", _AROUND, states.answer_from_last_hidden),
     ),
+    *_in(
+        "sglang.srt.models.qwen4_exp",
+        ("Qwen4ExpPLELayer._short_conv", _BEFORE, states.leave_ple_windows),
+        ("_commit_ple_batch", _BEFORE, states.leave_ngram_contexts),
+    ),
     # Pools: their sizes and classes.
     *_in(
         "sglang.srt.mem_cache.allocator.token",

@@ -119,6 +119,7 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang_hybrid.platforms.native.library import library
 
         library()
+        torch.compiler.set_stance("force_eager")  # as in get_compile_backend
         teach_torch_mm_with_dtype()
         keep_freed_memory()
         _teach_torch_to_live_without_cuda()

@@ -27,7 +27,10 @@ from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend
 from sglang.srt.layers.attention.mamba import mamba1
 from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
 from sglang.srt.layers.attention.mamba.mamba1 import MambaMixer1
+from sglang.srt.mem_cache.ple_state_pool import NGramPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models import qwen4_exp
 from sglang.srt.models.lfm2 import Lfm2ShortConv
 from sglang.srt.models.lfm2_moe import Lfm2MoeShortConv
 from sglang.srt.models.zaya import CCA
@@ -262,6 +265,53 @@ def run_short_conv(case: Case, kind: type[Lfm2ShortConv | Lfm2MoeShortConv]) -> 
         )
         states[s] = states[s].expand(end - begin + 1, -1, -1, -1)
     return Outcome(before, pools, windows, states)
+
+
+EOS, NGRAM, TOKENS = 7, 3, 32_768
+
+
+def run_ple(case: Case) -> Outcome:
+    """A prefill of the short convolution of Qwen4-Exp's embeddings of n-grams, behind its gate. The
+    state is the window, and the last tokens, which the outcome has as `temporal`.
+    """
+    channels, tokens = HEADS * WIDTH, case.bounds[-1]
+    pools = case.pools(channels, NGRAM - 1)
+    pools.temporal = torch.randint(TOKENS, pools.temporal.shape, generator=case.generator)
+    for slot, prefix in zip(case.slots, case.prefixes, strict=True):
+        if not prefix:  # SGLang clears it first
+            pools.conv[0][slot], pools.temporal[slot] = 0, EOS
+    before = copied(pools)
+    ids = torch.randint(TOKENS, (tokens,), generator=case.generator)
+    layer: Any = made(qwen4_exp.Qwen4ExpPLELayer)
+    layer.layer_id, layer.conv_channels, layer.short_conv_state_len = 0, channels, KERNEL - 1
+    layer.short_conv_dilation = 1
+    layer.conv1d = nn.Conv1d(channels, channels, KERNEL, groups=channels, bias=False)
+    layer.conv1d.weight.data = case.normal(channels, 1, KERNEL)
+    backend, batch = case.backend(GDNAttnBackend, pools), case.batch()
+    ngrams = NGramPool(
+        size=case.pool_size - 1, context_len=NGRAM - 1, eos_token_id=EOS, device="cpu"
+    )
+    ngrams.context = pools.temporal
+    held = backend.req_to_token_pool
+    held.ngram_pool, held.short_conv_layer_cache = ngrams, lambda _: pools.conv[0]
+    held.get_ngram_context, held.set_ngram_context = ngrams.get_context, ngrams.set_context
+    triton = LinearAttnKernelBackend.TRITON
+    backend.kernel_dispatcher = GDNKernelDispatcher(triton, triton)
+    backend.init_forward_metadata(batch)
+    batch.state_tracks = None  # as in the breaks of a prefill's graph
+    inputs = case.normal(tokens, channels)
+    with forward_context(ForwardContext(attn_backend=backend)), torch.no_grad():
+        ple = qwen4_exp._prepare_ple_batch(ids, batch, ngram_size=NGRAM, ngram_eos_token_id=EOS)
+        assert ple is not None
+        y = layer._short_conv(inputs, batch, ple)
+        qwen4_exp._commit_ple_batch(batch=ple, forward_batch=batch)
+
+    def define(at: slice, convolved: Tensor, start: Tensor) -> Tensor:
+        torch.testing.assert_close(y[at].double(), convolved, rtol=1e-4, atol=1e-4)
+        return torch.cat([start, ids[at]]).unfold(0, NGRAM - 1, 1)
+
+    weight = layer.conv1d.weight.data[:, 0]
+    return Outcome(before, pools, *defined(case, before, inputs, weight, None, define))
 
 
 ZAYA_KV = 2

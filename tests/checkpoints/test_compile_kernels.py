@@ -44,12 +44,13 @@ def model_runner(layer: Layer, device: str) -> Any:
     backend._mamba_chunk_size, backend.enable_mis = layer.chunk or 64, False
     backend.kernel_dispatcher = SimpleNamespace(extend_kernel=object.__new__(kernel))
     cache = MambaPool.State(conv=[windows[None]], temporal=states[None])
+    pool = SimpleNamespace(mamba_cache=cache, _slot_siblings=[])
     return SimpleNamespace(
         device=device,
         dtype=layer.dtype,
         attn_backend=SimpleNamespace(linear_attn_backend=backend),
         model=made(module),
-        req_to_token_pool=SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache)),
+        req_to_token_pool=SimpleNamespace(mamba_pool=pool),
     )
 
 
@@ -92,6 +93,17 @@ def test_a_layer_with_two_windows_launches_one_for_each(monkeypatch: pytest.Monk
     assert [launch.name for launch in launches] == ["conv_window"] * 2
     assert [launch.arguments["PAST"] for launch in launches] == [2, 1]
     assert [launch.arguments["channels"] for launch in launches] == [1280, 2048]
+
+
+def test_so_do_windows_beside_the_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    runner = model_runner(LAYERS["Qwen3-Next-80B"], "cuda")
+    windows = LAYERS["Qwen4-Exp, beside its delta nets"].pools()[0]
+    beside = runner.req_to_token_pool.mamba_pool._slot_siblings
+    beside += [SimpleNamespace(conv_state=windows[None]), SimpleNamespace()]
+    launches = noted(lambda: compile_kernels.compile_kernels(runner, tell=False))
+    assert [launch.name for launch in launches] == ["conv_window", "delta_state", "conv_window"]
+    assert launches[-1].arguments["PAST"] == 9
 
 
 def test_the_pools_of_the_server_are_not_written() -> None:

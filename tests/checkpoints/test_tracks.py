@@ -34,6 +34,7 @@ from sglang.srt.models.jet_nemotron import JetBlock
 from sglang.srt.models.lfm2 import Lfm2ShortConv
 from sglang.srt.models.lfm2_moe import Lfm2MoeShortConv
 from sglang.srt.models.minicpm import MiniCPMLightningMixer
+from sglang.srt.models.qwen4_exp import Qwen4ExpPLELayer
 from sglang.srt.models.zaya import CCA
 from torch import Tensor, nn
 
@@ -58,6 +59,7 @@ from tests.checkpoints.layers import (
     run_mamba1,
     run_mamba1_token_by_token,
     run_mamba2,
+    run_ple,
     run_short_conv,
 )
 
@@ -69,6 +71,7 @@ RUNS = {
     "lfm2": partial(run_short_conv, kind=Lfm2ShortConv),
     "lfm2-moe": partial(run_short_conv, kind=Lfm2MoeShortConv),
     "zaya": run_cca,
+    "qwen4-exp": run_ple,
     "gdn": run_gdn,
     "gdn-flashinfer": run_flashinfer,
     "kda": run_kda,
@@ -314,6 +317,10 @@ LING = made(BailingMoELinearAttention)
             runner(GDNAttnBackend, DELTA, side_states=[ngram_pool()]),
             r"not written .* \(NGramPool\)",
         ),
+        (
+            runner(GDNAttnBackend, DELTA, made(Qwen4ExpPLELayer), side_states=[ngram_pool()]),
+            None,
+        ),
         (runner(Mamba2AttnBackend, MIXER, field="gate"), r"not written .* \(gate\)"),
         (runner(GDNAttnBackend, DELTA, field="replayssm_x"), None),
     ],
@@ -347,6 +354,7 @@ LING = made(BailingMoELinearAttention)
         "gdn-out-of-the-graph",
         "gdn-full-graph",
         "gdn-beside-a-state-of-the-model",
+        "qwen4-exp",
         "mamba2-with-a-part-unknown-yet",
         "gdn-with-rings",
     ],

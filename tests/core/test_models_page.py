@@ -24,7 +24,7 @@ KINDS = {
     "qwen3_next": ("gated delta net", "qwen3-next"),
     "qwen3_5_text": ("gated delta net", "qwen3.5"),
     "qwen3_5_moe_text": ("gated delta net", "qwen3.5"),
-    "qwen4_exp_text": ("gated delta net or short convolution", ""),
+    "qwen4_exp_text": ("gated delta net or short convolution", "qwen4-exp"),
     "falcon_h1": ("Mamba-2", "falcon-h1"),
     "granitemoehybrid": ("Mamba-2", "granite-hybrid"),
     "kimi_linear": ("Kimi delta attention", "kimi-linear"),

@@ -20,6 +20,7 @@ from tests.reference import (
     hf_greedy,
     hf_prompt_logprobs,
     load_reference,
+    recurrent_layers,
     zero_state,
 )
 from tests.server.client import TOLERANCE
@@ -67,7 +68,7 @@ def recurrent(request: pytest.FixtureRequest, model_dirs: dict[str, Path]) -> Re
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_transformers_finds_every_weight(name: str, model_dirs: dict[str, Path]) -> None:
     model = load_reference(model_dirs[name]).model
-    if model.config.model_type not in TWINS:
+    if type(model) not in TWINS.values():
         _, report = type(model).from_pretrained(model_dirs[name], output_loading_info=True)
         assert not any(report.values()), report
     assert 5e5 < model.num_parameters() - model.get_input_embeddings().weight.numel() < 8e6
@@ -136,6 +137,22 @@ def test_a_wrong_state_shows(recurrent: Reference, start: int) -> None:
         best, top = changes(recurrent, ids, start, wrong, right)
         assert best > SENSITIVE
         assert top[: REACH.get(recurrent.model.config.model_type)].min() > SENSITIVE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0, 1, 2], ids=["delta net's window", "window", "last tokens"])
+def test_each_wrong_part_of_qwen4_exp_shows(part: int, model_dirs: dict[str, Path]) -> None:
+    """It is one token too early, and the rest of the state is right."""
+    reference = load_reference(model_dirs["qwen4-exp"])
+    ids = random_ids(182, seed=150)
+    _, early = reference.extend(ids[:149])
+    _, right = reference.extend(ids[:150])
+    wrong = copy.deepcopy(right)
+    for source, target in zip(recurrent_layers(early), recurrent_layers(wrong), strict=True):
+        if target.conv_states[part] is not None:
+            target.conv_states[part].copy_(source.conv_states[part])
+    best, top = changes(reference, ids, 150, wrong, right)
+    assert min(best, top.min()) > SENSITIVE
 
 
 def test_the_functions_match_the_class(model_dirs: dict[str, Path]) -> None:

@@ -17,13 +17,6 @@ from tests.rehearsal.start import Start
 
 pytestmark = pytest.mark.timeout(300)
 
-SPLIT = {
-    "Qwen4-Exp": (
-        "a state has parts that are not written inside a prefill (ShortConvPool, NGramPool)"
-    ),
-}
-"""Models whose prefills are split where they leave a state, and why."""
-
 BESIDE = 294_912
 """Bytes of a slot of Qwen4-Exp in pools of its own, beside the one that a start tells of."""
 
@@ -91,7 +84,7 @@ def test_a_default_server(machine: str, model: str) -> None:
     (start,) = (it for it in starts if it.model == model)
     check_any(start)
     assert start.planned and start.overlap
-    assert start.why_split == SPLIT.get(model)
+    assert start.why_split is None
     cost = CostModel.from_config(MODELS[model])
     assert not cost.assumed
     measured = start.state_bytes + (BESIDE if model == "Qwen4-Exp" else 0)
@@ -193,13 +186,12 @@ FLAGGED = [
     flagged("H100", QWEN, "--linear-attn-prefill-backend flashinfer", ONE_SLOT | FLASHINFER),
     flagged("H100", NEMOTRON, "--disable-overlap-schedule", ONE_SLOT | {"overlap": False}),
     flagged("H100", NEMOTRON, "--warmups voice_chat", {"warmups": "voice_chat,hybrid_hits"}),
-    flagged(
-        *("H100", "Qwen4-Exp", "--disable-overlap-schedule", {"held": 1, "overlap": False}),
-        "prefills are split where they leave a state, since a state has parts that are not",
-    ),
-    flagged(
-        *("H100", "LFM2-2.6B", "--disable-overlap-schedule"),
-        {"held": 1, "overlap": False, "why_split": None},
+    *(
+        flagged(
+            *("H100", model, "--disable-overlap-schedule"),
+            {"held": 1, "overlap": False, "why_split": None},
+        )
+        for model in ("LFM2-2.6B", "Qwen4-Exp")
     ),
     flagged(
         *("H100", "Falcon-H1-7B", "--cuda-graph-backend-prefill breakable"),

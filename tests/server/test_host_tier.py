@@ -92,6 +92,7 @@ MIXTURES = [
     ("qwen3-next", ("--page-size", "16", *IN_PAGES)),
     ("lfm2", ()),
     ("zaya", ()),
+    ("qwen4-exp", ()),
     ("ling-2.5", ()),
     ("kimi-linear", ()),
     ("kimi-linear", ("--hybrid-memory", "split", "--page-size", "16", *IN_PAGES)),

@@ -74,6 +74,8 @@ FEATURES = [
     Feature("a window over the queue", ("--hybrid-schedule", "window")),
     Feature("drafts from n-grams", ("--speculative-algorithm", "NGRAM")),
     Feature("disaggregated prefill", ("--disaggregation-mode", "prefill"), divided=True),
+    Feature("streaming sessions", ("--enable-streaming-session",)),
+    Feature("full hits", ("--hybrid-full-hit", "on")),
     Feature("SGLang's admission", ("--hybrid-admission", "all"), planned=False),
 ]
 

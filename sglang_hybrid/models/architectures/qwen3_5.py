@@ -60,7 +60,7 @@ def qwen3_5(seed: int, scale: Scale) -> Model:
         if kind == "full_attention":
             weights.gated_attention(f"{layer}.self_attn", HIDDEN, ATTENTION, gain=1.5)
         else:
-            _delta_net(weights, f"{layer}.linear_attn")
+            delta_net(weights, f"{layer}.linear_attn")
         weights.zeros(f"{layer}.post_attention_layernorm.weight", HIDDEN)
         weights.gated_mlp(f"{layer}.mlp", HIDDEN, MLP, gain=1.0)
     weights.zeros("model.norm.weight", HIDDEN)
@@ -68,8 +68,8 @@ def qwen3_5(seed: int, scale: Scale) -> Model:
     return Model(CONFIG, weights)
 
 
-def _delta_net(weights: Weights, prefix: str) -> None:
-    """Unlike Qwen3-Next's, its projections are stored one by one."""
+def delta_net(weights: Weights, prefix: str) -> None:
+    """A gated delta net, whose projections, unlike Qwen3-Next's, are stored one by one."""
     keys, values = KEY_HEADS * LINEAR_HEAD_DIM, VALUE_HEADS * LINEAR_HEAD_DIM
     weights.linear(f"{prefix}.in_proj_qkv.weight", 2 * keys + values, HIDDEN)
     weights.linear(f"{prefix}.in_proj_z.weight", values, HIDDEN)

@@ -65,13 +65,14 @@ def qwen3_next(seed: int, scale: Scale) -> Model:
         else:
             weights.delta_net(f"{layer}.linear_attn", HIDDEN, DELTA_NET)
         weights.zeros(f"{layer}.post_attention_layernorm.weight", HIDDEN)
-        _experts(weights, f"{layer}.mlp")
+        experts(weights, f"{layer}.mlp")
     weights.zeros("model.norm.weight", HIDDEN)
     weights.head("lm_head.weight", HIDDEN)
     return Model(CONFIG, weights)
 
 
-def _experts(weights: Weights, prefix: str) -> None:
+def experts(weights: Weights, prefix: str) -> None:
+    """A router, its experts, and one that all tokens share, with a gate."""
     weights.linear(f"{prefix}.gate.weight", EXPERTS, HIDDEN, gain=1.5)
     for expert in range(EXPERTS):
         weights.gated_mlp(f"{prefix}.experts.{expert}", HIDDEN, EXPERT, gain=1.0)

@@ -22,6 +22,7 @@ from sglang_hybrid.platforms.cpu_ops import (
     mamba2,
     model_steps,
     moe,
+    served_type,
     states,
     steps,
     tracking,
@@ -297,6 +298,10 @@ BINDINGS: tuple[Binding, ...] = (
         gated_delta.fused_qkvzba_split_reshape_cat_contiguous,
     ),
     Binding(_QWEN3_5, "fused_sigmoid_mul", gated_delta.fused_sigmoid_mul),
+    *(
+        Binding(f"{_MODELS}.qwen4_exp", name, served_type.in_served_type, wraps=True)
+        for name in ("HyperConnectionConfig", "VocabParallelEmbedding")
+    ),
     # indices that a copy engine writes into pinned memory
     Binding(_MOONCAKE, "MooncakeKVSender.supports_host_tensor_indices", False, creates=True),
     Binding("sglang.srt.mem_cache.l2_transfer", "device_module", transfer_streams),
