@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -55,6 +56,9 @@ INTERNAL = frozenset(
 )
 """Fields of `SamplingParams` that SGLang works out."""
 
+DECODERS = ("torchcodec", "decord")
+"""Packages of which SGLang needs one to read a video."""
+
 HEAVY = ("input_ids", "input_text", "mm_inputs", "time_stats")
 """Of a tokenized request: fields that are large, and whose types are right."""
 
@@ -86,6 +90,9 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
             f"the fields of the request do not fit together ({error}); each is one value, or a "
             "list with one for every prompt."
         ) from error
+    parts = [request] if request.is_single else [request[i] for i in range(len(request.rid))]
+    for part in parts:
+        _media(part, http)
 
 
 def check(
@@ -189,6 +196,25 @@ def _no_health_check(rid: object) -> None:
                 f"rid is {shown(one)}; names that begin with {HEALTH_CHECK_RID_PREFIX} are "
                 "the server's own."
             )
+
+
+def _media(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Request | None) -> None:
+    """What processors of images would end with an error of the server's."""
+    if not request.contains_mm_input():
+        return
+    if request.input_ids is not None:
+        fields.token_ids("input_ids", request.input_ids, 1 << 31)
+    if http is not None and request.video_data and not _reads_videos():
+        raise ValueError(
+            "the request has a video, and this server reads none: it lacks torchvision, or both "
+            "torchcodec and decord; send frames as images."
+        )
+
+
+@cache
+def _reads_videos() -> bool:
+    found = {name: importlib.util.find_spec(name) for name in ("torchvision", *DECODERS)}
+    return found["torchvision"] is not None and any(map(found.get, DECODERS))
 
 
 def _samples(params: object) -> None:
