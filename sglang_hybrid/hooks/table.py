@@ -143,6 +143,10 @@ HOOKS: tuple[Hook, ...] = (
         ("decode_TokenIds", _AROUND, serving.take_token_ids),
     ),
     *_in(
+        "sglang.srt.entrypoints.openai.serving_chat",
+        ("OpenAIServingChat._render_and_encode_chat_template", _BEFORE, serving.render_anew),
+    ),
+    *_in(
         "sglang.srt.entrypoints.openai.serving_responses",
         ("OpenAIServingResponses._validate_model", _BEFORE, serving.take_default_model),
     ),

@@ -252,16 +252,38 @@ def test_messages_begin_where_they_begin(seeing: str) -> None:
     assert from_cache(chat(seeing, messages=longer)) >= len(tokens) - 1
 
 
-def test_marks_of_chats_with_images_are_ignored(seeing: str) -> None:
-    marked = text_part(words(60, 1), prompt_cache_breakpoint={"mode": "explicit"})
-    message = {"role": "user", "content": [marked, image_part(A), text_part(words(20, 2))]}
-    usage = chat(seeing, messages=[message])["usage"]
-    assert "cache_write_tokens" not in usage["prompt_tokens_details"]
+@pytest.mark.parametrize("images", [[A, LARGE], []], ids=["with images", "of words"])
+def test_marked_blocks_of_chats_are_kept(seeing: str, images: list[Image.Image]) -> None:
+    """Whatever was rendered before: SGLang keeps the tokens of chats of a model that sees."""
+    shown = [part for image in images for part in (image_part(image), text_part(words(9, 1)))]
+    mark = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    marked = [*shown, text_part(words(60, 2), **mark)]
+    answers = [
+        chat(seeing, messages=[{"role": "user", "content": [*marked, text_part(words(30, seed))]}])
+        for seed in (3, 4, 4)
+    ]
+    details = [answer["usage"]["prompt_tokens_details"] for answer in answers]
+    written = details[0]["cache_write_tokens"]
+    assert written >= 3 * 60 + len(images) * TOKENS
+    assert [one["cached_tokens"] for one in details[:2]] == [0, written]
+    assert details[2]["cached_tokens"] == answers[2]["usage"]["prompt_tokens"] - 1
+
+
+def test_marked_blocks_of_messages_are_counted_behind_images(seeing: str) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": as_url(A).partition(",")[2]}
-    block = text_part(words(60, 3), cache_control={"type": "ephemeral"})
-    message = {"role": "user", "content": [block, {"type": "image", "source": source}]}
-    usage = chat(seeing, "/v1/messages", messages=[message])["usage"]
-    assert not usage.get("cache_creation_input_tokens")
+    hour = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    blocks = [{"type": "image", "source": source}, text_part(words(60, 1), **hour)]
+    used = [
+        chat(
+            seeing,
+            "/v1/messages",
+            messages=[{"role": "user", "content": [*blocks, text_part(words(30, seed))]}],
+        )["usage"]
+        for seed in (2, 3)
+    ]
+    written = used[0]["cache_creation_input_tokens"]
+    assert written == used[0]["cache_creation"]["ephemeral_1h_input_tokens"] > 3 * 60 + TOKENS - 3
+    assert used[1]["cache_read_input_tokens"] == written
 
 
 def test_a_declared_position_behind_an_image_is_kept(seeing: str) -> None:

@@ -45,6 +45,9 @@ SET_BY_THE_SERVER = (
     "custom_labels",  # a label that the metrics do not have ends the server
 )
 
+PLACE_MARKS = "place_marks"
+"""Of a chat with images: what its marked blocks declare, told by its tokens (prompts/chats)."""
+
 INTERNAL = frozenset(
     (
         "stop_strs",
@@ -83,8 +86,9 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
         if not request.is_single:
             for item in range(len(request.rid)):
                 part = request[item]  # SGLang makes the requests of a batch now, and keeps them
-                if hasattr(request, "expanded"):
-                    part.expanded = request.expanded
+                for name in ("expanded", PLACE_MARKS):
+                    if hasattr(request, name):
+                        setattr(part, name, getattr(request, name))
     except (TypeError, LookupError, AttributeError, AssertionError) as error:
         raise ValueError(
             f"the fields of the request do not fit together ({error}); each is one value, or a "
@@ -122,6 +126,10 @@ def check(
             fields.positions(name, positions, len(ids))
     if isinstance(request, GenerateReqInput):
         own = getattr(request, "expanded", None) is not None
+        place = getattr(request, PLACE_MARKS, None)
+        if place is not None:
+            told = kv_hints.write(place(ids), request.kv_hints)
+            request.kv_hints = io_struct.decode_kv_hints_envelope(told)
         said = kv_hints.read(request.kv_hints, len(ids), own=own)
         if not own:
             kv_hints.check_key(request.extra_key)
