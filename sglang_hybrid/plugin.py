@@ -83,9 +83,10 @@ def register() -> None:
     )
     _settle_states()
     if isinstance(current_platform, HybridCpuPlatform):
-        from sglang_hybrid.platforms import attention
+        from sglang_hybrid.platforms import attention, images
 
         attention.register()
+        images.register()
         _use_our_attention_on_cpu()
 
 

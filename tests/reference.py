@@ -25,7 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, ZayaForCausalLM, logging
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    ZayaForCausalLM,
+    logging,
+)
 
 from tests.twins import GigaChat, Ling, Qwen4Exp
 from tests.zaya import name_tensors
@@ -43,7 +48,7 @@ def load_model(model_dir: Path, dtype: torch.dtype = torch.float32) -> Any:
     kind = config["model_type"]
     if kind in TWINS:
         return TWINS[kind].load(model_dir).to(dtype)
-    kinds: Any = AutoModelForCausalLM
+    kinds: Any = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     if kind == "zaya":
         name_tensors(config["num_hidden_layers"])
         kinds = ZayaForCausalLM

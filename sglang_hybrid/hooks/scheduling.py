@@ -125,3 +125,13 @@ def name_tenant(_: None, request: Any, *__: Any, **___: Any) -> None:
     if request.lora_id is None and key is not None:
         key = apart_from_adapters(key)
     request.extra_key = apart_if_exact(key, request.kv_hints)
+
+
+def tell_images_apart(_: Any, request: Any, inputs: Any) -> None:
+    """Images of a request get token ids that no other image has, before the prompt gets them."""
+    from sglang_hybrid.serving.images import tell_apart
+    from sglang_hybrid.serving.tenants import tenant_of
+
+    for item in inputs.mm_items:
+        tell_apart(item, tenant_of(request))
+    inputs.padded_input_ids = None

@@ -26,6 +26,15 @@ def count_prompts(_: None, manager: Any, body: Any, *__: Any, **___: Any) -> Non
         on_the_way.on_received(body)
 
 
+def render_anew(
+    chat: Any, messages: Any, *, use_cache: bool, **named: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A chat that is not to be tokenized, or otherwise, is no chat that was tokenized before."""
+    from sglang_hybrid.prompts.chats.rendering import is_encoded_otherwise
+
+    return (chat, messages), {**named, "use_cache": use_cache and not is_encoded_otherwise()}
+
+
 def tell_span(
     attributes: dict[str, Any], manager: Any, state: Any, outputs: Any, at: int
 ) -> dict[str, Any]:

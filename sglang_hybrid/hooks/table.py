@@ -27,6 +27,7 @@ HOOKS: tuple[Hook, ...] = (
         ("Scheduler.init_request_dispatcher", _AFTER, scheduling.handle_our_requests),
         ("Scheduler._poll_timeout_aborts", _AFTER, scheduling.add_step_messages),
         ("Scheduler.run_batch", _AROUND, scheduling.time_prefill),
+        ("Scheduler._try_apply_padded_mm_input_ids", _BEFORE, scheduling.tell_images_apart),
     ),
     *_in(
         "sglang.srt.managers.schedule_policy",
@@ -153,6 +154,10 @@ HOOKS: tuple[Hook, ...] = (
     *_in(
         "sglang.api.v1.api_types",
         ("decode_TokenIds", _AROUND, serving.take_token_ids),
+    ),
+    *_in(
+        "sglang.srt.entrypoints.openai.serving_chat",
+        ("OpenAIServingChat._render_and_encode_chat_template", _BEFORE, serving.render_anew),
     ),
     *_in(
         "sglang.srt.entrypoints.openai.serving_responses",

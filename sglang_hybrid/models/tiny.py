@@ -116,7 +116,7 @@ def _same_files(expected: Path, found: Path) -> bool:
 
 
 def _write(model: Model, directory: Path) -> None:
-    write_tokenizer(directory, MAX_LENGTH)
+    write_tokenizer(directory, MAX_LENGTH, vision="vision_config" in model.config)
     generation = {
         "bos_token_id": model.config["bos_token_id"],
         "eos_token_id": [SPECIAL_TOKENS.index(EOS), SPECIAL_TOKENS.index(TURN_END)],
@@ -128,6 +128,8 @@ def _write(model: Model, directory: Path) -> None:
         weights = directory / "model.safetensors"
         save_file(model.weights.tensors, str(weights), metadata={"format": "pt"})
         weights.chmod(0o644)  # safetensors writes files that only their owner may read
+    for name, content in model.files.items():
+        _write_json(directory / name, content)
     _write_json(directory / "config.json", model.config)
 
 

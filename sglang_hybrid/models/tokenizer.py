@@ -25,6 +25,16 @@ TURN_END = "<|im_end|>"
 SPECIAL_TOKENS = (PAD, BOS, EOS, TURN_START, TURN_END)
 """Special tokens; their ids are their places in this tuple."""
 
+VISION_TOKENS = {
+    "vision_start": "<|vision_start|>",
+    "vision_end": "<|vision_end|>",
+    "image": "<|image_pad|>",
+    "video": "<|video_pad|>",
+}
+"""Qwen's tokens around and in the place of images, for a model that sees."""
+VISION_IDS = {name: VOCAB_SIZE - len(VISION_TOKENS) + i for i, name in enumerate(VISION_TOKENS)}
+"""The last ids of that model's vocabulary, which has so many words less."""
+
 FIRST_BYTE_ID = len(SPECIAL_TOKENS)
 FIRST_TEXT_ID = FIRST_BYTE_ID + 256
 """Ids from here on decode to valid UTF-8 by themselves."""
@@ -32,7 +42,7 @@ FIRST_TEXT_ID = FIRST_BYTE_ID + 256
 TOOL_CALL_PARSER = "glm"
 """SGLang's parser (`--tool-call-parser`) of the calls that `CHAT_TEMPLATE` writes."""
 
-CHAT_TEMPLATE = (
+_CHAT_TEMPLATE = (
     "{%- if tools %}"
     "{{- '<|im_start|>system\\nTo call a function, write\\n<tool_call>name\\n' }}"
     "{{- '<arg_key>parameter</arg_key>\\n<arg_value>value</arg_value>\\n</tool_call>\\n' }}"
@@ -48,7 +58,7 @@ CHAT_TEMPLATE = (
     "{{- message['content'] }}"
     "{%- elif message['content'] %}"
     "{%- for part in message['content'] %}"
-    "{{- part['text'] if part['type'] == 'text' else '' }}"
+    "{{- part['text'] if part['type'] == 'text' else SEEN }}"
     "{%- endfor %}"
     "{%- endif %}"
     "{%- for call in message['tool_calls'] or [] %}"
@@ -71,6 +81,11 @@ written as GLM-4.5 writes them: a call of f(a="x", b=[1]) is `<tool_call>f`, the
 `<arg_key>a</arg_key>`, `<arg_value>x</arg_value>`, the same for b and `[1]`, and `</tool_call>`, a
 line each. A result is a message whose role is tool. What has neither is written as without tools.
 """
+CHAT_TEMPLATE = _CHAT_TEMPLATE.replace("SEEN", "''")
+VISION_CHAT_TEMPLATE = _CHAT_TEMPLATE.replace(
+    "SEEN", "'<|vision_start|><|' + part['type'] + '_pad|><|vision_end|>'"
+)
+"""The same, for parts that are images or videos."""
 
 # Contractions, words with their leading space, numbers of up to three digits, punctuation, blanks.
 _SPLIT = (
@@ -167,9 +182,10 @@ def _targets() -> Iterator[str]:
         yield " " + syllable
 
 
-def build_tokenizer() -> Tokenizer:
+def build_tokenizer(vision: bool = False) -> Tokenizer:
     """A tokenizer with exactly ``VOCAB_SIZE`` tokens, the same in every process."""
-    table = _MergeTable(VOCAB_SIZE)
+    last = tuple(VISION_TOKENS.values()) if vision else ()
+    table = _MergeTable(VOCAB_SIZE - len(last))
     for target in _targets():
         if table.full:
             break
@@ -179,6 +195,8 @@ def build_tokenizer() -> Tokenizer:
         raise RuntimeError(
             f"The lexicon gives {len(table.vocab)} tokens, but the vocabulary needs {VOCAB_SIZE}."
         )
+    for token in last:
+        table.vocab[token] = len(table.vocab)
     tokenizer = Tokenizer(models.BPE(vocab=table.vocab, merges=table.merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -188,22 +206,26 @@ def build_tokenizer() -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS + last]
     )
     return tokenizer
 
 
-def write_tokenizer(directory: Path, max_length: int) -> None:
+def write_tokenizer(directory: Path, max_length: int, vision: bool = False) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` (with the chat template)."""
-    build_tokenizer().save(str(directory / "tokenizer.json"))
+    build_tokenizer(vision).save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
         "pad_token": PAD,
         "bos_token": BOS,
         "eos_token": EOS,
-        "additional_special_tokens": [TURN_START, TURN_END],
+        "unk_token": EOS,  # no text has it; transformers' class for Qwen3.5 would add one
+        "additional_special_tokens": [
+            *(TURN_START, TURN_END),
+            *(VISION_TOKENS.values() if vision else ()),
+        ],
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": VISION_CHAT_TEMPLATE if vision else CHAT_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -16,11 +16,14 @@ TOKEN_BYTES: Final = 4
 
 
 def as_bytes(tokens: Tokens) -> bytes:
-    """Token ids as int32 in the machine's order. Raises OverflowError or TypeError for what is no
-    such number.
+    """Token ids as int32 in the machine's order; of larger ones, which stand for images, the low 32
+    bits. Raises OverflowError or TypeError for what is no 64-bit number.
     """
     if isinstance(tokens, bytes):
         return tokens
-    if isinstance(tokens, np.ndarray):
-        return tokens.astype(np.int32, copy=False).tobytes()
-    return array("i", tokens).tobytes()
+    if not isinstance(tokens, np.ndarray):
+        try:
+            return array("i", tokens).tobytes()
+        except OverflowError:
+            tokens = np.frombuffer(array("q", tokens), np.int64)
+    return tokens.astype(np.int32, copy=False).tobytes()

@@ -24,6 +24,7 @@ from sglang_hybrid.models.tokenizer import (
     PAD,
     SPECIAL_TOKENS,
     TOOL_CALL_PARSER,
+    VISION_IDS,
     VOCAB_SIZE,
     build_tokenizer,
 )
@@ -67,15 +68,17 @@ def tokenizer() -> Tokenizer:
     return build_tokenizer()
 
 
+SEES = "qwen3.5-vl"
+"""Its tokenizer has tokens for images, and transformers splits texts for it as Qwen does."""
+ALIKE = [name for name in ARCHITECTURES if name not in (SEES, "qwen4-exp")]  # its class, too
 IN_EVERY_RUN = ("nemotron-h", "transformer")
-"""All architectures have the same tokenizer, which a test says."""
+"""All others have the same tokenizer, which a test says."""
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow)
-        for name in ARCHITECTURES
+        pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in ALIKE
     ],
 )
 def loaded(request: pytest.FixtureRequest, model_dirs: dict[str, Path]) -> Any:
@@ -89,7 +92,24 @@ def test_the_vocabulary_is_full_and_starts_with_the_special_tokens(tokenizer: To
 
 def test_all_architectures_have_the_same_tokenizer(model_dirs: dict[str, Path]) -> None:
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        assert len({(directory / file).read_bytes() for directory in model_dirs.values()}) == 1
+        assert len({(model_dirs[name] / file).read_bytes() for name in ALIKE}) == 1
+
+
+def test_a_model_that_sees_has_tokens_for_images(model_dirs: dict[str, Path]) -> None:
+    loaded: Any = AutoTokenizer.from_pretrained(model_dirs[SEES])
+    assert len(loaded) == VOCAB_SIZE
+    parts = [{"type": "image"}, {"type": "text", "text": SENTENCE}, {"type": "video"}]
+    chat = [{"role": "user", "content": parts}]
+    text = loaded.apply_chat_template(chat, tokenize=False)
+    start, end = "<|vision_start|>", "<|vision_end|>"
+    seen = f"{start}<|image_pad|>{end}{SENTENCE}{start}<|video_pad|>{end}"
+    assert text == f"<|im_start|>user\n{seen}<|im_end|>\n"
+    ids = loaded.encode(text)
+    assert [token for token in ids if token in VISION_IDS.values()] == [
+        VISION_IDS[name]
+        for name in ("vision_start", "image", "vision_end", "vision_start", "video", "vision_end")
+    ]
+    assert loaded.decode(ids) == text
 
 
 def test_two_builds_are_the_same(tokenizer: Tokenizer) -> None:

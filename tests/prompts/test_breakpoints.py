@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 
-from sglang_hybrid.prompts.chats.breakpoints import MARK, BlockEnd, common_start, token_positions
+from sglang_hybrid.hooks import serving
+from sglang_hybrid.prompts.chats.breakpoints import (
+    MARK,
+    BlockEnd,
+    common_start,
+    token_positions,
+    with_images,
+)
 from sglang_hybrid.prompts.chats.rendering import Rendering, encode_chat, render_chat
 
 
@@ -68,6 +75,14 @@ def test_tokens_that_are_not_the_prompts_have_no_position(tokenizer: Any) -> Non
     assert token_positions(tokenizer, {}, "some text follows", ids, [place]) == [None]
 
 
+def test_positions_behind_images_count_their_tokens() -> None:
+    ids, expanded = [5, 5, 9, 6, 9, 7, 7], [5, 5, 9, 9, 9, 6, 9, 7, 7]
+    assert with_images(ids, expanded, [1, 2, 3, 4, 5, 6]) == {1: 1, 2: 2, 3: 5, 4: 6, 5: 7, 6: 8}
+    assert with_images(ids, [5, 5, 9, 9, 8], [2, 3, 4]) == {2: 2, 3: 4}
+    assert with_images(ids, [5], [1, 2]) == {1: 1}
+    assert with_images(ids, expanded, []) == {}
+
+
 def test_a_slow_tokenizer_tells_no_offsets() -> None:
     class Slow:
         is_fast = False
@@ -110,6 +125,19 @@ def test_a_chat_is_rendered_without_being_tokenized() -> None:
     assert render_chat(process) == Rendering("a chat", {"add_special_tokens": False})
     assert process() == [6]
     assert render_chat(lambda: None) is None
+
+
+def test_what_is_only_rendered_is_no_chat_that_was_tokenized_before() -> None:
+    """SGLang keeps the tokens of chats of models that see, by their messages."""
+    kept: dict[str, bool] = {"use_cache": True, "tools": False}
+
+    def process() -> None:
+        _, named = serving.render_anew("chat", [], **kept)
+        assert named == {"use_cache": False, "tools": False}
+        encode_chat(lambda *_: [1], None, "text", {})
+
+    assert render_chat(process) == Rendering("text", {})
+    assert serving.render_anew("chat", [], **kept) == (("chat", []), kept)
 
 
 def test_a_client_that_marks_too_much_is_told_so_and_the_log_is_not(

@@ -157,6 +157,26 @@ def test_a_marked_block_is_pinned_for_its_lifetime(tokenizer: PreTrainedTokenize
     assert {*lifetimes, *get_args(openai.Lifetime)} == SECONDS.keys()
 
 
+def test_a_mark_behind_an_image_is_placed_when_its_tokens_are_known(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    text, image = "The keeper of the archive counts lanterns. ", "<|im_end|>"
+    whole = text + image + text
+    blocks = [MarkedBlock("1h", [whole + MARK], open_ended=False)]
+    adapted = SimpleNamespace(input_ids=None, text=whole + "Why?", kv_hints=None)
+    found = declare(adapted, tokenizer, whole + "Why?", blocks, process)
+    ids = tokenizer(whole + "Why?")["input_ids"]
+    at, (position,) = ids.index(tokenizer.convert_tokens_to_ids(image)), [m.position for m in found]
+    expanded = [*ids[:at], *[ids[at]] * 40, *ids[at + 1 :]]
+    (pin,) = adapted.place_marks(expanded).pins
+    assert (pin.position, pin.ttl) == (position + 39, 3_600)
+    assert found == [Breakpoint(position + 39, "1h")]
+    assert adapted.kv_hints is None
+    assert not adapted.place_marks(ids[1:]).pins and not found
+    other = SimpleNamespace(input_ids=None, text="something else", kv_hints=None)
+    assert declare(other, tokenizer, whole, blocks, process) == []
+
+
 def test_a_tokenizer_that_fails_costs_the_marks_and_not_the_request() -> None:
     class Broken:
         is_fast = True

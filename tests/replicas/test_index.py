@@ -232,6 +232,13 @@ def test_all_forms_of_tokens_are_the_same() -> None:
         assert index.resume(tokens)[0].position == 3
 
 
+def test_ids_of_images_are_told_apart_by_their_low_bits() -> None:
+    index = ReplicaIndex()
+    store(index, "a", [1, (5 << 32) + 7, 3])
+    assert index.resume([1, (5 << 32) + 7, 3, 4])[0].position == 3
+    assert index.resume(np.array([1, (5 << 32) + 8, 3, 4]))[0].position == 1
+
+
 def test_several_chains_are_removed_at_once() -> None:
     index = ReplicaIndex()
     store(index, "a", [1, 2], hashes=[1, 2])

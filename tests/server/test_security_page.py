@@ -31,9 +31,10 @@ from tests.core import test_prefix_ranks
 from tests.replay.simulation import test_parity
 from tests.replay.simulation.tuner import test_trace_file
 from tests.replicas import test_index, test_picker
-from tests.server import test_adapters, test_modular, test_page, test_prompt_route
+from tests.server import test_adapters, test_images, test_modular, test_page, test_prompt_route
 from tests.server import test_tenant_routes as routes
 from tests.server.client import hybrid_cache, random_prompt
+from tests.serving import test_images as test_serving_images
 from tests.storage import test_shared_store, test_split_file, test_uses_file
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
@@ -253,6 +254,10 @@ ELSEWHERE: dict[str, list[Callable[..., None]]] = {
     "what was learnt": [test_learning.test_names_of_tenants_are_not_in_the_file],
     "the split that was learnt": [test_split_file.test_what_was_written_is_read],
     "modules computed apart": [test_modular.test_a_tenant_has_segments_of_its_own],
+    "images": [
+        test_images.test_tenants_share_no_image_nor_what_the_encoder_made_of_it,
+        test_serving_images.test_a_tenant_s_image_has_the_same_ids_and_another_place_with_the_encoder,
+    ],
     "an adapter's part of the tree": [
         test_adapters.test_each_adapter_answers_as_merged_weights_and_hits_its_own_prefixes,
         on_the_tree.test_an_adapter_and_a_key_that_looks_like_one_are_two_tenants,

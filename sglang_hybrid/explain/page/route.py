@@ -262,6 +262,8 @@ async def _tokens(request: Request, question: PageQuestion) -> list[int]:
 
 
 def _text(manager: TokenizerManager, tokens: list[int]) -> str:
+    """Without ids that stand for images."""
     if not tokens or manager.tokenizer is None or shown() is not Ui.TEXT:
         return ""
-    return str(manager.tokenizer.decode(tokens))
+    words = [token for token in tokens if token < manager.model_config.vocab_size]
+    return str(manager.tokenizer.decode(words))

@@ -12,7 +12,7 @@ from sglang_hybrid.models.architectures.lfm2 import lfm2, lfm2_moe
 from sglang_hybrid.models.architectures.ling import ling_2_5, ling_3
 from sglang_hybrid.models.architectures.mamba2 import mamba2
 from sglang_hybrid.models.architectures.nemotron_h import nemotron_3, nemotron_h
-from sglang_hybrid.models.architectures.qwen3_5 import qwen3_5
+from sglang_hybrid.models.architectures.qwen3_5 import qwen3_5, qwen3_5_vl
 from sglang_hybrid.models.architectures.qwen3_next import qwen3_next
 from sglang_hybrid.models.architectures.qwen4_exp import qwen4_exp
 from sglang_hybrid.models.architectures.transformer import transformer
@@ -27,6 +27,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "falcon-mamba": falcon_mamba,
     "qwen3-next": qwen3_next,
     "qwen3.5": qwen3_5,
+    "qwen3.5-vl": qwen3_5_vl,
     "qwen4-exp": qwen4_exp,
     "kimi-linear": kimi_linear,
     "ling-2.5": ling_2_5,

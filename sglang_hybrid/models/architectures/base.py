@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sglang_hybrid.models.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, VOCAB_SIZE
@@ -29,11 +29,12 @@ BASE_CONFIG: dict[str, Any] = {
 @dataclass(frozen=True)
 class Model:
     """The content of ``config.json`` and ``model.safetensors``; no weights for a scale that is
-    served with ``--load-format dummy``.
+    served with ``--load-format dummy``. ``files`` are other JSON files, by name.
     """
 
     config: dict[str, Any]
     weights: Weights | None
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 Architecture = Callable[[int, Scale], Model]

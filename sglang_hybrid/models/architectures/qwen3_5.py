@@ -1,8 +1,11 @@
-"""Qwen3.5's text model: gated delta nets, gated attention every third layer, and dense MLPs."""
+"""Qwen3.5: gated delta nets, gated attention every third layer, and dense MLPs; alone as a text
+model, or behind a tower that reads images.
+"""
 
 from __future__ import annotations
 
 from sglang_hybrid.models.architectures.base import BASE_CONFIG, Model, Scale, tiny_only
+from sglang_hybrid.models.tokenizer import VISION_IDS
 from sglang_hybrid.models.weights import AttentionShape, Weights
 
 LAYER_TYPES = ["linear_attention", "linear_attention", "full_attention"] * 2
@@ -13,6 +16,16 @@ KEY_HEADS = 2
 VALUE_HEADS = 4
 LINEAR_HEAD_DIM = 32
 TAPS = 4
+
+VISION_HIDDEN = 64
+VISION_MLP = 128
+VISION_DEPTH = 2
+PATCH_VALUES = 3 * 2 * 16 * 16
+"""Of a patch: colours, frames, rows and columns."""
+MERGED = 4
+"""Patches that become one token: two rows of two."""
+GRID = 64
+"""Learnt positions, 8 rows of 8, between which those of an image's patches are interpolated."""
 
 CONFIG = BASE_CONFIG | {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -48,14 +61,78 @@ CONFIG = BASE_CONFIG | {
 }
 
 
+VISION_CONFIG = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "dtype": CONFIG["dtype"],
+    "vocab_size": CONFIG["vocab_size"],
+    "bos_token_id": CONFIG["bos_token_id"],
+    "tie_word_embeddings": False,
+    "text_config": CONFIG,
+    "vision_config": {
+        "model_type": "qwen3_5",
+        "depth": VISION_DEPTH,
+        "hidden_size": VISION_HIDDEN,
+        "intermediate_size": VISION_MLP,
+        "hidden_act": "gelu_pytorch_tanh",
+        "num_heads": 2,
+        "in_channels": 3,
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "num_position_embeddings": GRID,
+        "out_hidden_size": HIDDEN,
+        "deepstack_visual_indexes": [],
+    },
+    **{f"{name}_token_id": token for name, token in VISION_IDS.items()},
+}
+
+_PATCHES = {
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "processor_class": "Qwen3VLProcessor",
+}
+PROCESSORS = {
+    "preprocessor_config.json": {
+        "size": {"shortest_edge": 4096, "longest_edge": 1048576},
+        "image_processor_type": "Qwen2VLImageProcessor",
+    }
+    | _PATCHES,
+    "video_preprocessor_config.json": {
+        "size": {"shortest_edge": 4096, "longest_edge": 1048576},
+        "video_processor_type": "Qwen3VLVideoProcessor",
+    }
+    | _PATCHES,
+}
+"""How images become patches. Sizes are numbers of pixels: a token is 32 rows of 32."""
+
+
 def qwen3_5(seed: int, scale: Scale) -> Model:
     """A Qwen3.5 text model with untied embeddings."""
     tiny_only("qwen3.5", scale)
     weights = Weights(seed)
+    _text_model(weights, "model")
+    return Model(CONFIG, weights)
+
+
+def qwen3_5_vl(seed: int, scale: Scale) -> Model:
+    """The same text model behind a vision tower, as Qwen3.5 is released."""
+    tiny_only("qwen3.5-vl", scale)
+    weights = Weights(seed)
+    _text_model(weights, "model.language_model")
+    weights.tensors["lm_head.weight"][list(VISION_IDS.values())] *= 0.1
+    _vision_tower(weights, "model.visual")
+    return Model(VISION_CONFIG, weights, PROCESSORS)
+
+
+def _text_model(weights: Weights, model: str) -> None:
     # As in Qwen3-Next, a large embedding keeps rounding errors from growing through the layers.
-    weights.embedding("model.embed_tokens.weight", HIDDEN, std=1.5)
+    weights.embedding(f"{model}.embed_tokens.weight", HIDDEN, std=1.5)
     for index, kind in enumerate(LAYER_TYPES):
-        layer = f"model.layers.{index}"
+        layer = f"{model}.layers.{index}"
         weights.zeros(f"{layer}.input_layernorm.weight", HIDDEN)
         if kind == "full_attention":
             weights.gated_attention(f"{layer}.self_attn", HIDDEN, ATTENTION, gain=1.5)
@@ -63,9 +140,38 @@ def qwen3_5(seed: int, scale: Scale) -> Model:
             delta_net(weights, f"{layer}.linear_attn")
         weights.zeros(f"{layer}.post_attention_layernorm.weight", HIDDEN)
         weights.gated_mlp(f"{layer}.mlp", HIDDEN, MLP, gain=1.0)
-    weights.zeros("model.norm.weight", HIDDEN)
+    weights.zeros(f"{model}.norm.weight", HIDDEN)
     weights.head("lm_head.weight", HIDDEN)
-    return Model(CONFIG, weights)
+
+
+def _vision_tower(weights: Weights, tower: str) -> None:
+    """Patches, learnt positions, blocks of attention and MLP, and what makes tokens of patches."""
+    patch = weights.linear(f"{tower}.patch_embed.proj.weight", VISION_HIDDEN, PATCH_VALUES, 4.0)
+    weights.put(f"{tower}.patch_embed.proj.weight", patch.reshape(VISION_HIDDEN, 3, 2, 16, 16))
+    weights.normal(f"{tower}.patch_embed.proj.bias", VISION_HIDDEN, std=0.1)
+    weights.normal(f"{tower}.pos_embed.weight", GRID, VISION_HIDDEN, std=1.0)
+    for index in range(VISION_DEPTH):
+        block = f"{tower}.blocks.{index}"
+        for norm in ("norm1", "norm2"):
+            _layer_norm(weights, f"{block}.{norm}")
+        _biased(weights, f"{block}.attn.qkv", 3 * VISION_HIDDEN, VISION_HIDDEN)
+        _biased(weights, f"{block}.attn.proj", VISION_HIDDEN, VISION_HIDDEN)
+        _biased(weights, f"{block}.mlp.linear_fc1", VISION_MLP, VISION_HIDDEN)
+        _biased(weights, f"{block}.mlp.linear_fc2", VISION_HIDDEN, VISION_MLP)
+    _layer_norm(weights, f"{tower}.merger.norm")
+    wide = MERGED * VISION_HIDDEN
+    _biased(weights, f"{tower}.merger.linear_fc1", wide, wide)
+    _biased(weights, f"{tower}.merger.linear_fc2", HIDDEN, wide, gain=3.0)
+
+
+def _layer_norm(weights: Weights, prefix: str) -> None:
+    weights.ones(f"{prefix}.weight", VISION_HIDDEN)
+    weights.normal(f"{prefix}.bias", VISION_HIDDEN, std=0.1)
+
+
+def _biased(weights: Weights, prefix: str, rows: int, columns: int, gain: float = 1.5) -> None:
+    weights.linear(f"{prefix}.weight", rows, columns, gain=gain)
+    weights.normal(f"{prefix}.bias", rows, std=0.1)
 
 
 def delta_net(weights: Weights, prefix: str) -> None:

@@ -92,6 +92,26 @@ def token_positions(
     return found
 
 
+def with_images(
+    ids: Sequence[int], expanded: Sequence[int], positions: Sequence[int]
+) -> dict[int, int]:
+    """Where `positions` in `ids` [n], in which one token stands for an image, lie in `expanded`
+    [m], in which the same token stands there as often as the image has tokens. Those behind a
+    place where the two differ otherwise are left out.
+    """
+    found: dict[int, int] = {}
+    at, last = 0, max(positions, default=0)
+    pairs = zip(ids[:last], [*ids[1 : last + 1], None], strict=False)
+    for index, (token, following) in enumerate(pairs):
+        if at >= len(expanded) or expanded[at] != token:
+            break
+        at += 1
+        while following != token and at < len(expanded) and expanded[at] == token:
+            at += 1
+        found[index + 1] = at
+    return {position: found[position] for position in positions if position in found}
+
+
 def _end(text: str, place: BlockEnd) -> int | None:
     """Characters of `text` before the end of a block; None if no variant differs from `text`."""
     shared = min((common_start(text, variant) for variant in place.variants), default=len(text))

@@ -7,13 +7,13 @@ them and writes the positions into the request for the scheduler.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from sglang_hybrid.core.records.pin import PinRequest
 from sglang_hybrid.core.returns.hints import MOST_POSITIONS, PromptHints
-from sglang_hybrid.prompts.chats.breakpoints import BlockEnd, token_positions
+from sglang_hybrid.prompts.chats.breakpoints import BlockEnd, token_positions, with_images
 from sglang_hybrid.prompts.chats.rendering import Rendering, render_chat
 from sglang_hybrid.serving.requests import kv_hints
 
@@ -53,20 +53,26 @@ def declare(
     process: Callable[[Any], Any],
 ) -> list[Breakpoint]:
     """Ask for checkpoints where `blocks` end, pinned for their lifetimes; returns those positions
-    that are known, ascending.
+    that are known, ascending. Of a prompt with images they are known when it has its tokens
+    (`serving/requests/checks.py`), and appear in the list then.
 
     adapted: SGLang's GenerateReqInput of `request`; its `kv_hints` are set. process: renders and
     encodes a request, as SGLang does it.
     """
     ids = adapted.input_ids
-    if not blocks or not ids or not isinstance(ids[0], int):
+    has_images = ids is None and isinstance(adapted.text, str)
+    if not blocks or not (has_images or (ids and isinstance(ids[0], int))):
         return []
     schema = getattr(adapted, "expanded", None)
     if schema is not None and schema.modular is not None:
         return []
     start, imported = (0, []) if schema is None else (schema.start, schema.positions)
     try:
-        positions = _positions(ids[start:], tokenizer, request, blocks, process)
+        whole = _rendered(process, request)
+        if has_images:
+            same = whole is not None and whole.text == adapted.text
+            ids = _encoded(tokenizer, whole) if whole is not None and same else []
+        positions = _positions(ids[start:], tokenizer, whole, blocks, process)
     except Exception as error:  # anybody's tokenizer; the request is served without marks
         logger.warning("sglang_hybrid: marked blocks are ignored: %r", error)
         return []
@@ -75,22 +81,38 @@ def declare(
         for position, block in zip(positions, blocks, strict=True)
         if position is not None
     }
-    if found:
-        wanted = sorted({*imported, *found})[-MOST_POSITIONS:]
-        pins = tuple(PinRequest(at, SECONDS[found[at].ttl]) for at in wanted if at in found)
-        said = PromptHints(tuple(at for at in wanted if at not in found), pins)
-        adapted.kv_hints = kv_hints.write(said)
-    return [found[position] for position in sorted(found)]
+    marks = [found[position] for position in sorted(found)]
+    if marks and has_images:
+
+        def place(expanded: Sequence[int]) -> PromptHints:
+            places = with_images(ids, expanded, sorted(found))
+            marks[:] = [Breakpoint(at, found[position].ttl) for position, at in places.items()]
+            return _hints({mark.position: mark for mark in marks}, [])
+
+        adapted.place_marks = place
+    elif marks:
+        adapted.kv_hints = kv_hints.write(_hints(found, imported))
+    return marks
+
+
+def _hints(marks: Mapping[int, Breakpoint], imported: Sequence[int]) -> PromptHints:
+    """What declares marks, by their positions, and the positions of a schema."""
+    wanted = sorted({*imported, *marks})[-MOST_POSITIONS:]
+    pins = tuple(PinRequest(at, SECONDS[marks[at].ttl]) for at in wanted if at in marks)
+    return PromptHints(tuple(at for at in wanted if at not in marks), pins)
+
+
+def _encoded(tokenizer: Any, chat: Rendering) -> list[int]:
+    return list(tokenizer(chat.text, **chat.encode_kwargs)["input_ids"])
 
 
 def _positions(
     ids: Sequence[int],
     tokenizer: Any,
-    request: Any,
+    whole: Rendering | None,
     blocks: Sequence[MarkedBlock],
     process: Callable[[Any], Any],
 ) -> list[int | None]:
-    whole = _rendered(process, request)
     if whole is None:
         logger.info("sglang_hybrid: marked blocks are ignored: the chat has no Jinja template.")
         return [None] * len(blocks)

@@ -51,6 +51,11 @@ def encode_chat(
     return encode(tokenizer, text, encode_kwargs)
 
 
+def is_encoded_otherwise() -> bool:
+    """Whether something else is done with a rendered chat now than to tokenize it."""
+    return _instead.get() is not None
+
+
 @contextmanager
 def encoding(make: Callable[[Encode | None], Encode]) -> Iterator[None]:
     """Chats that are rendered within are encoded by `make(outer)`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -44,6 +45,9 @@ SET_BY_THE_SERVER = (
     "custom_labels",  # a label that the metrics do not have ends the server
 )
 
+PLACE_MARKS = "place_marks"
+"""Of a chat with images: what its marked blocks declare, told by its tokens (prompts/chats)."""
+
 INTERNAL = frozenset(
     (
         "stop_strs",
@@ -54,6 +58,9 @@ INTERNAL = frozenset(
     )
 )
 """Fields of `SamplingParams` that SGLang works out."""
+
+DECODERS = ("torchcodec", "decord")
+"""Packages of which SGLang needs one to read a video."""
 
 HEAVY = ("input_ids", "input_text", "mm_inputs", "time_stats")
 """Of a tokenized request: fields that are large, and whose types are right."""
@@ -79,13 +86,17 @@ def normalize(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Reque
         if not request.is_single:
             for item in range(len(request.rid)):
                 part = request[item]  # SGLang makes the requests of a batch now, and keeps them
-                if hasattr(request, "expanded"):
-                    part.expanded = request.expanded
+                for name in ("expanded", PLACE_MARKS):
+                    if hasattr(request, name):
+                        setattr(part, name, getattr(request, name))
     except (TypeError, LookupError, AttributeError, AssertionError) as error:
         raise ValueError(
             f"the fields of the request do not fit together ({error}); each is one value, or a "
             "list with one for every prompt."
         ) from error
+    parts = [request] if request.is_single else [request[i] for i in range(len(request.rid))]
+    for part in parts:
+        _media(part, http)
 
 
 def check(
@@ -115,6 +126,10 @@ def check(
             fields.positions(name, positions, len(ids))
     if isinstance(request, GenerateReqInput):
         own = getattr(request, "expanded", None) is not None
+        place = getattr(request, PLACE_MARKS, None)
+        if place is not None:
+            told = kv_hints.write(place(ids), request.kv_hints)
+            request.kv_hints = io_struct.decode_kv_hints_envelope(told)
         said = kv_hints.read(request.kv_hints, len(ids), own=own)
         if not own:
             kv_hints.check_key(request.extra_key)
@@ -189,6 +204,25 @@ def _no_health_check(rid: object) -> None:
                 f"rid is {shown(one)}; names that begin with {HEALTH_CHECK_RID_PREFIX} are "
                 "the server's own."
             )
+
+
+def _media(request: GenerateReqInput | EmbeddingReqInput, http: fastapi.Request | None) -> None:
+    """What processors of images would end with an error of the server's."""
+    if not request.contains_mm_input():
+        return
+    if request.input_ids is not None:
+        fields.token_ids("input_ids", request.input_ids, 1 << 31)
+    if http is not None and request.video_data and not _reads_videos():
+        raise ValueError(
+            "the request has a video, and this server reads none: it lacks torchvision, or both "
+            "torchcodec and decord; send frames as images."
+        )
+
+
+@cache
+def _reads_videos() -> bool:
+    found = {name: importlib.util.find_spec(name) for name in ("torchvision", *DECODERS)}
+    return found["torchvision"] is not None and any(map(found.get, DECODERS))
 
 
 def _samples(params: object) -> None:

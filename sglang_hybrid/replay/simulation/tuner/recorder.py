@@ -14,6 +14,7 @@ from sglang_hybrid.core.returns.hints import Hint
 from sglang_hybrid.core.server_settings import Budget, ServedTiers, Serving, Split
 from sglang_hybrid.replay.simulation.traces.requests import Request, TokenArray
 
+_MOST = (1 << 31) - 1  # of int32
 RECORD_BYTES = 400
 """Of a record beside its tokens."""
 
@@ -43,9 +44,9 @@ class Finished:
 
 
 def compact(prompt: Sequence[int], answer: Sequence[int]) -> TokenArray:
-    """Token ids as int32."""
+    """Token ids as int32; of larger ones, which stand for images, the low 31 bits."""
     tokens = np.empty(len(prompt) + len(answer), dtype=np.int32)
-    tokens[: len(prompt)] = prompt
+    tokens[: len(prompt)] = np.asarray(prompt, np.int64) & _MOST
     tokens[len(prompt) :] = answer
     return tokens
 

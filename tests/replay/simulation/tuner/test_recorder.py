@@ -36,3 +36,5 @@ def test_the_window_is_in_order_of_arrival() -> None:
 
 def test_tokens_are_kept_as_they_are() -> None:
     assert compact(array("q", [1, 2, 3]), array("q", [4])).tolist() == [1, 2, 3, 4]
+    image = (5 << 31) + 7  # SGLang's ids of images have 62 bits
+    assert compact(array("q", [1, image]), array("q", [4])).tolist() == [1, 7, 4]
