@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sglang_hybrid.cache.tuning import Tuning
 
 MOST_SESSION_TOKENS: Final = 1 << 22
-"""Of the last sequences of all open sessions that SGLang's flag names, 16 MiB; beyond it, the close
+"""Of the last sequences of all open sessions that SGLang's flag names, 32 MiB; beyond it, the close
 of those that were used longest ago tells nothing.
 """
 
@@ -48,7 +48,7 @@ class Endings:
         self._cache = cache
         self._shadow_tree = parts.shadow_tree
         self._learning = parts.learning
-        self._sessions: OrderedDict[str, tuple[npt.NDArray[np.int32], Hashable]] = OrderedDict()
+        self._sessions: OrderedDict[str, tuple[npt.NDArray[np.int64], Hashable]] = OrderedDict()
         self._session_tokens = 0
 
     def on_end(self, req: Req, up_to: int) -> None:
@@ -69,7 +69,7 @@ class Endings:
             return
         tokens = np.asarray(req.full_untruncated_fill_ids)[:up_to]  # no copy
         if session is not None:
-            self._remember(session, tokens.astype(np.int32), tenant_of(req))
+            self._remember(session, tokens.copy(), tenant_of(req))
         self._shadow_tree.on_finish(
             tokens,
             len(req.origin_input_ids),
@@ -110,7 +110,7 @@ class Endings:
         if last is not None and history is not None:
             history.hint(last[0], Hint.ENDS, last[1])
 
-    def _remember(self, session: str, tokens: npt.NDArray[np.int32], tenant: Hashable) -> None:
+    def _remember(self, session: str, tokens: npt.NDArray[np.int64], tenant: Hashable) -> None:
         """``tokens`` [n] is the latest sequence of ``session``."""
         self._forget(session)
         self._sessions[session] = tokens, tenant
@@ -118,7 +118,7 @@ class Endings:
         while self._session_tokens > MOST_SESSION_TOKENS:
             self._forget(next(iter(self._sessions)))
 
-    def _forget(self, session: str) -> tuple[npt.NDArray[np.int32], Hashable] | None:
+    def _forget(self, session: str) -> tuple[npt.NDArray[np.int64], Hashable] | None:
         """What is remembered of ``session``, which is not from now on."""
         last = self._sessions.pop(session, None)
         self._session_tokens -= 0 if last is None else len(last[0])

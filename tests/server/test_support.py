@@ -40,7 +40,7 @@ class Feature:
     """A row of the page.
 
     flags: of the server. page: tokens in a page of KV. planned: whether hits are exact, to pages.
-    divided: prefill and decode servers; there the state of a whole prompt is hit.
+    divided: prefill and decode servers. whole: the state of a whole prompt is hit.
     """
 
     name: str
@@ -48,12 +48,15 @@ class Feature:
     page: int = 1
     planned: bool = True
     divided: bool = False
+    whole: bool = False
 
     @property
     def row(self) -> list[str]:
         """The first cells of its row."""
         return [self.name, f"`{' '.join(self.flags)}`" if self.flags else ""]
 
+
+DIVIDED = ("--disaggregation-mode", "prefill")
 
 FEATURES = [
     Feature("defaults"),
@@ -73,9 +76,9 @@ FEATURES = [
     Feature("priorities", ("--enable-priority-scheduling",)),
     Feature("a window over the queue", ("--hybrid-schedule", "window")),
     Feature("drafts from n-grams", ("--speculative-algorithm", "NGRAM")),
-    Feature("disaggregated prefill", ("--disaggregation-mode", "prefill"), divided=True),
+    Feature("disaggregated prefill", DIVIDED, divided=True, whole=True),
     Feature("streaming sessions", ("--enable-streaming-session",)),
-    Feature("full hits", ("--hybrid-full-hit", "on")),
+    Feature("full hits", ("--hybrid-full-hit", "on"), whole=True),
     Feature("SGLang's admission", ("--hybrid-admission", "all"), planned=False),
 ]
 
@@ -119,7 +122,7 @@ def test_hits_under(feature: Feature, serve: Serve, divide: Divide) -> None:
         for one in server.servers if isinstance(server, Divided) else [server]:
             assert said(one)
     exact = {which: position - position % feature.page for which, position in EXACT.items()}
-    exact[1] += feature.divided
+    exact[1] += feature.whole
     assert ({which: ours[which] for which in EXACT} == exact) is feature.planned
     ours_alone = any(flag.startswith("--hybrid") for flag in feature.flags)
     flags = () if ours_alone else feature.flags
