@@ -37,7 +37,7 @@ class Wanted:
     """The last hidden states that a prefill shall leave: of the sequences `rows` of its batch.
 
     left: these, in the order of `rows`, once the forward has been launched; empty where its
-    processor reads something else, or is a part of a CUDA graph.
+    processor reads something else.
     """
 
     rows: list[int]
@@ -45,10 +45,10 @@ class Wanted:
 
     def take(self, processor: Any, lm_head: Any, hidden: Tensor, lengths: list[int]) -> None:
         """The processor is about to read `hidden` [T, d], the packed states of sequences with
-        `lengths` new tokens each.
+        `lengths` new tokens each, and of padding behind them where a graph computed them.
         """
         ends = list(accumulate(lengths))
-        if hidden.shape[0] == ends[-1]:
+        if hidden.shape[0] >= ends[-1]:
             last = hidden[[ends[row] - 1 for row in self.rows]]  # a copy
             self.left = [LastHidden(state, processor, lm_head) for state in last]
 

@@ -11,7 +11,7 @@ from sglang_hybrid.checkpoints.last_hidden import Answers, Wanted, leaving, unde
 
 def test_the_last_token_of_each_wanted_sequence_is_left() -> None:
     wanted = Wanted([2, 0])
-    hidden = torch.arange(12.0).reshape(6, 2)
+    hidden = torch.arange(16.0).reshape(8, 2)  # two of padding
     wanted.take("processor", "head", hidden, [3, 2, 1])
     last = hidden.clone()
     hidden.zero_()  # the forward's buffers are used again

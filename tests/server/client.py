@@ -19,6 +19,15 @@ TOLERANCE = 1e-3
 PARTIAL = 206
 """What a router answers where only some servers could do it."""
 
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+}
+"""The environment of a server that ends if memory is lost."""
+
+CHECKED: dict[str, Any] = {"module": "tests.server.checked", "environment": STRICT}
+"""How such a server is started that also looks at each state slot, at every step."""
+
 RECORD_KEY = "the key of these tests"
 """Names of tenants are made with it (SGLANG_HYBRID_RECORD_KEY)."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.server.client import (
+    CHECKED,
     Serve,
     ask,
     cached,
@@ -28,13 +29,6 @@ from tests.server.test_checkpoints import CONFIGURATIONS
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ON = ("--hybrid-full-hit", "on")
-CHECKED: dict[str, Any] = {
-    "module": "tests.server.checked",
-    "environment": {
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-    },
-}
 MODELS = (
     "nemotron-h",
     "qwen3-next",

@@ -7,7 +7,16 @@ from __future__ import annotations
 import pytest
 
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
-from tests.server.client import Serve, ask, cached, cold, hybrid_cache, random_prompt, same
+from tests.server.client import (
+    STRICT,
+    Serve,
+    ask,
+    cached,
+    cold,
+    hybrid_cache,
+    random_prompt,
+    same,
+)
 from tests.server.one_memory import SGLANGS_POOL
 
 FLAGS = (
@@ -27,13 +36,6 @@ def loaded_answers_are_cold_ones(url: str) -> None:
         answer = ask(url, prompt, 4)
         assert answer["meta_info"]["cached_tokens_details"]["host"] > 0
         assert same(answer, right)
-
-
-CHECKED = {
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-}
-"""The server ends if memory is lost."""
 
 
 SGLANGS = "sglang.launch_server"
@@ -119,5 +121,5 @@ def test_a_model_without_kv_is_refused_in_one_sentence(serve: Serve) -> None:
 def test_our_cache_loads_what_is_worth_it(
     serve: Serve, architecture: str, flags: tuple[str, ...]
 ) -> None:
-    with serve(*FLAGS, *flags, of=architecture, environment=CHECKED) as server:
+    with serve(*FLAGS, *flags, of=architecture, environment=STRICT) as server:
         every_mixture_is_answered_as_cold(server)

@@ -11,6 +11,8 @@ import pytest
 import requests
 
 from tests.server.client import (
+    CHECKED,
+    STRICT,
     Serve,
     ask,
     cached,
@@ -28,12 +30,7 @@ from tests.server.one_memory import SGLANGS_POOL
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STREAMING = "--enable-streaming-session"
-STRICT = {
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-}
 OFTEN = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
-CHECKED: dict[str, Any] = {"module": "tests.server.checked", "environment": STRICT}
 SESSIONS, TURNS, NEW_TOKENS = 4, 4, 12
 
 CONFIGURATIONS: dict[str, tuple[str, ...]] = {

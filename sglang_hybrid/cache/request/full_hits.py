@@ -56,9 +56,11 @@ class FullHits:
         prompt, if that was kept.
         """
         req = params.req
-        if not self._kept or req is None:
+        if req is None:
             return result
         self._found.pop(req)
+        if not self._kept:
+            return result
         end = self._end_of(req, params)
         kept = None if end is None else self._kept.get(end.id)
         if end is None or kept is None or not self._may_join:
