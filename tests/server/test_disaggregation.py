@@ -178,7 +178,7 @@ def test_whoever_is_killed_costs_an_error_and_never_an_answer(divide: Divide) ->
     with divide(decode=KEEPS_KV, prefills=2, decodes=2, environment=SOON) as servers:
         right = [ask(servers.url, prompt) for prompt in prompts]
         answered = failed = 0
-        for _ in range(KILLS):
+        for number in range(KILLS):
             with ThreadPoolExecutor(12) as pool:
                 asked = [chance.randrange(len(prompts)) for _ in range(12)]
                 replies = [pool.submit(send, servers.url, prompts[which]) for which in asked]
@@ -195,7 +195,7 @@ def test_whoever_is_killed_costs_an_error_and_never_an_answer(divide: Divide) ->
             servers.restart(killed)
             for prompt, record in zip(prompts, right, strict=True):
                 assert same(answered_at_last(servers.url, prompt), record)
-        print(f"{KILLS} kills: {answered} answered, {failed} failed")
+            print(f"{number + 1} kills: {answered} answered, {failed} failed", flush=True)
         all_is_given_back(servers)
 
 
