@@ -101,6 +101,7 @@ class Soak:
         for share, count, make in (
             (0.02, 6, lambda: self._fan_out(6)),
             (0.02, 4, lambda: self._samples(4)),
+            (0.03, 1, self._retry),
             (0.06, 1, self._hang_up),
             (0.10, 1, self._abort),
             (0.01, 0, self._flush),
@@ -128,6 +129,12 @@ class Soak:
         self._conversations.append(prompts[0] + records[0]["output_ids"])
         for prompt, record in zip(prompts, records, strict=True):
             self._watch(prompt, record)
+
+    async def _retry(self) -> None:
+        """The same prompt, three times in turn."""
+        body = self._body(self._prompt()) | LOGPROBS
+        for _ in range(3):
+            self._watch(body["input_ids"], await self._post(body))
 
     async def _samples(self, count: int) -> None:
         body = self._body(self._prompt())

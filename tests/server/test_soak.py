@@ -167,6 +167,7 @@ def everything_happened(server: ServerProcess, soak: Soak, seen: dict) -> None:
     assert {"state", "leaf"} <= seen["evicted"].keys()
     assert {"branch", "tail"} <= seen["checkpoints_admitted"].keys()
     assert re.search(r"#retracted_reqs: [1-9]", said(server))
+    assert seen["full_hits"] is None or seen["full_hits"]["answered"]
     if soak.priorities:
         assert seen["happened"]["preemptions"]
 
