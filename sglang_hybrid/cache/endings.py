@@ -34,6 +34,7 @@ class EndingCache(Protocol):
     """What is asked of the cache whose requests end."""
 
     enable_session_radix_cache: bool
+    session_refs: Any
     tree_core: Any
     tuning: Tuning
     schedule: ServedQueue | None
@@ -59,7 +60,8 @@ class Endings:
         if cache.modular.composed(req) is not None:
             return
         starts = cache.plans.message_starts(req)
-        session = _session_id(req) if cache.enable_session_radix_cache else None
+        by_flag = cache.enable_session_radix_cache
+        session = cache.session_refs.session_id_for_req(req) if by_flag else None
         hint = kv_hints.read(req.kv_hints).session
         if hint is None and session is not None:
             hint = Hint.RETURNS
@@ -123,11 +125,3 @@ class Endings:
         last = self._sessions.pop(session, None)
         self._session_tokens -= 0 if last is None else len(last[0])
         return last
-
-
-def _session_id(req: Req) -> str | None:
-    """The session that a request says it belongs to, as schedulers know it."""
-    of_session: str | None = req.session_id
-    if of_session is None and req.session is not None:
-        of_session = req.session.session_id
-    return of_session

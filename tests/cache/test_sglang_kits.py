@@ -11,7 +11,7 @@ What of the kit does not run here:
 |---|---|
 | hicache.py, storage.py, load_back.py, the HiCache parts of mixins.py | they order the host by recency, which ours does not: tests/cache/test_tiers.py |
 | core.py: UnifiedRadixCacheInt8MambaCheckpointFixtures | the backend refuses `--enable-int8-mamba-checkpoint` |
-| core.py: session_radix_cache_test_values() with True | the backend refuses `--enable-session-radix-cache` |
+| core.py: session_radix_cache_test_values() with True | what an open session refers to is evicted by value, not last: tests/cache/test_hints.py |
 | core.py: PagedFullComponent, SWADraftHistoryFixtures, SWAWindowUnderBigramKeyFixtures, ...HoldBackFixtures; insert_walk.py: raw setters | they replace or poke values inside a component; the paths belong to SGLang's SWA and speculative decoding, which we inherit unchanged |
 | core.py: UnifiedLRUListBoundedRefreshFixtures | tests SGLang's list class, which no backend replaces |
 | rust_unified_tree_core_inspector.py | needs the Rust sources, which the wheel does not have |

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 from tests import dashboard
 from tests.server.client import (
+    STRICT,
     Serve,
     ask,
     cached,
@@ -46,8 +47,7 @@ ROOM = {"kimi-linear": ("--max-total-tokens", "8000")}
 
 OURS = ("--hybrid-memory", "one")
 CHECKED = {
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    **STRICT,
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
 """SGLang's checks end a server in which something is lost, free twice, or free and in use."""

@@ -13,7 +13,17 @@ import pytest
 
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.releases import drafts_on_cpu
-from tests.server.client import TOLERANCE, Serve, ask, cached, flush, hybrid_cache, logprobs, said
+from tests.server.client import (
+    STRICT,
+    TOLERANCE,
+    Serve,
+    ask,
+    cached,
+    flush,
+    hybrid_cache,
+    logprobs,
+    said,
+)
 from tests.server.one_memory import PAGES_OF_OTHERS, SGLANGS_POOL, all_is_free, pool_memory
 from tests.server.soak import Soak, Watched
 from tests.server.test_speculation import HEAD, NGRAM
@@ -40,8 +50,7 @@ SLOTS_PER_REQUEST = {"SGLANG_HYBRID_SLOTS_PER_REQUEST": "2"}
 CHECKED = {
     **SLOTS_PER_REQUEST,
     "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1",  # SGLang's tree, and our mirror of it
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    **STRICT,
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
     "SGLANG_TEST_RETRACT": "1",  # retract now and then, as if KV had run out
     "SGLANG_TEST_RETRACT_INTERVAL": "16",

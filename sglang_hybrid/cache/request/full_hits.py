@@ -12,7 +12,7 @@ A batch is made of such requests or of others; one that cannot join a batch now 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
@@ -26,14 +26,10 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 
 
-class FullHitCache(SglangCache, Protocol):
-    """What is asked of the cache whose prompts are repeated."""
-
-
 class FullHits:
     """The repeated prompts of one cache. most: hidden states that are kept; 0 turns it off."""
 
-    def __init__(self, cache: FullHitCache, most: int) -> None:
+    def __init__(self, cache: SglangCache, most: int) -> None:
         self._cache = cache
         self._most = most
         self._kept: OrderedDict[int, LastHidden] = OrderedDict()  # by the node at the prompt's end

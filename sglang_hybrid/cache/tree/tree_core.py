@@ -82,7 +82,9 @@ class HybridTreeCore(MarkedTreeCore):
         return self._matcher.known(params)
 
     def following(self, req: Req, depth: int) -> UnifiedTreeNode | None:
-        """See `TreeMatcher.following`."""
+        """The node with which the prompt of `req` goes on behind `depth` tokens, where its last
+        look-up ended; None if there is none.
+        """
         return self._matcher.following(req, depth)
 
     def changed_matches(self, waiting: Iterable[Req], least_hit: int) -> list[Req]:

@@ -262,7 +262,7 @@ async def _tokens(request: Request, question: PageQuestion) -> list[int]:
 
 
 def _text(manager: TokenizerManager, tokens: list[int]) -> str:
-    """Without ids that stand for images."""
+    """The text of `tokens`, without those that stand for images; "" where no text is shown."""
     if not tokens or manager.tokenizer is None or shown() is not Ui.TEXT:
         return ""
     words = [token for token in tokens if token < manager.model_config.vocab_size]
