@@ -37,6 +37,7 @@ COMMANDS = {
     "schedule-round": "rounds",
     "policies": "policies",
     "replicas": "replicas",
+    "shared-store": "replicas",
     "answers": "answers",
     "pools": "memory",
     "better-split": "memory",

@@ -1,24 +1,39 @@
-"""How requests are routed to several servers, replayed on traces."""
+"""How requests are routed to several servers, and what these share, replayed on traces."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
 
 from scripts.bench.queue_rows import SIZES, Row, at_load
 from scripts.bench.report import Table
 from scripts.bench.traces import COST, ONE_MEMORY, TRACES, Folder, read_named
-from sglang_hybrid.replay.runner import Job, Runner
+from sglang_hybrid.replay.runner import Job, Result, Runner
 from sglang_hybrid.replay.simulation.prefill_time import PAPER
 from sglang_hybrid.replay.simulation.replicas import ROUTERS
+from sglang_hybrid.replay.simulation.shared_store import StoreBudget
 from sglang_hybrid.replay.systems import Spec
 
 REUSE = Spec("reuse")
 
+MOST_THAT_DIVIDE = 8
+"""Servers among which the memory of `SIZES` is divided. More of them have as much as one of these,
+since a smaller one would not hold one long prompt."""
+
+STORE_TIMES = 4
+"""Bytes of the store, by those that all servers have."""
+
+COUNTS = {"default": [2, 8], "metavar": "N"}
+ALL_COUNTS = {"default": [2, 8, 64], "metavar": "N"}
+OfEach = Annotated[float, "load of each server, if all shared one cache"]
+
 
 def replicas(
-    *counts: Annotated[int, {"default": [2, 8], "metavar": "N"}, "servers (2 and 8)"],
+    *counts: Annotated[int, COUNTS, "servers (2 and 8)"],
     traces: Folder = TRACES,
-    load: Annotated[float, "of each server, if all shared one cache"] = 0.3,
+    load: OfEach = 0.3,
     workers: Annotated[int, "processes"] = 2,
 ) -> None:
     """What routers gain: traces at a load, replayed on servers that divide a memory.
@@ -26,27 +41,56 @@ def replicas(
     Each cell has the hit rate in percent, and the 95th percentile of the time to the first token in
     seconds, its wait in the queue included.
     """
-    table = Table("trace", "GB in all", "servers", *ROUTERS)
+    _print(counts, traces, load, workers, {routing: {"routing": routing} for routing in ROUTERS})
+
+
+def shared_store(
+    *counts: Annotated[int, ALL_COUNTS, "servers (2, 8 and 64)"],
+    traces: Folder = TRACES,
+    load: OfEach = 0.3,
+    rate: Annotated[str, "bytes per second from the store to each server"] = "3GB",
+    workers: Annotated[int, "processes"] = 2,
+) -> None:
+    """What one store for all servers gains, and what routers lose whose events are late.
+
+    Cells are as those of `replicas`. The store has four times the memory of all servers.
+    """
+
+    def stored(routing: str) -> Callable[[int], dict[str, Any]]:
+        return lambda memory: {
+            "routing": routing,
+            "store": StoreBudget.parse(f"{STORE_TIMES * memory}@{rate}/s"),
+        }
+
+    ways: dict[str, Any] = {"by_states": {"routing": "by_states"}}
+    ways |= {f"{late} s late": {"routing": "by_states", "late": float(late)} for late in (1, 10)}
+    ways |= {
+        f"{routing}, a store": stored(routing)
+        for routing in ("by_states", "sticky", "cache_aware", "round_robin")
+    }
+    _print(counts, traces, load, workers, ways)
+
+
+def _print(
+    counts: Sequence[int], traces: Path, load: float, workers: int, ways: dict[str, Any]
+) -> None:
+    """A row for each trace and number of servers. ways: arguments of the job in each column, or
+    what makes them of the bytes that all servers have.
+    """
+    table = Table("trace", "GB in all", "servers", *ways)
     for trace, gigabytes in SIZES.items():
-        requests, memory = read_named(traces, trace), int(gigabytes * 1e9)
+        requests = read_named(traces, trace)
         for count in counts:
+            of_each = int(gigabytes * 1e9) // min(count, MOST_THAT_DIVIDE)
+            memory = of_each * count
             row = at_load(Row(trace, False, load * count, requests, memory))
+            job = Job(REUSE, trace, COST, of_each, PAPER, serving=ONE_MEMORY, replicas=count)
             jobs = [
-                Job(
-                    REUSE,
-                    trace,
-                    COST,
-                    memory // count,
-                    PAPER,
-                    serving=ONE_MEMORY,
-                    replicas=count,
-                    routing=routing,
-                )
-                for routing in ROUTERS
+                replace(job, **(way(memory) if callable(way) else way)) for way in ways.values()
             ]
             results = Runner({trace: row.requests}).run_all(jobs, workers)
-            cells = (
-                f"{100 * result.hit_rate:.1f} / {result.ttft_percentile(95):.2f}"
-                for result in results
-            )
-            table.row(trace, f"{gigabytes:g}", count, *cells)
+            table.row(trace, f"{memory / 1e9:g}", count, *map(_cell, results))
+
+
+def _cell(result: Result) -> str:
+    return f"{100 * result.hit_rate:.1f} / {result.ttft_percentile(95):.2f}"

@@ -15,6 +15,7 @@ from sglang_hybrid.core.systems import HINDSIGHT, SYSTEMS, Spec
 from sglang_hybrid.replay.runner import Job
 from sglang_hybrid.replay.simulation.prefill_time import PAPER, PrefillTime
 from sglang_hybrid.replay.simulation.replicas import ROUTERS
+from sglang_hybrid.replay.simulation.shared_store import StoreBudget
 from sglang_hybrid.replay.simulation.tiers.tier_budgets import EXAMPLE, TierBudgets, parse_bytes
 from sglang_hybrid.replay.simulation.traces.arrivals import Azure, Draw
 from sglang_hybrid.replay.simulation.traces.declared_hints import KINDS as HINTS
@@ -23,12 +24,14 @@ from sglang_hybrid.replay.simulation.traces.formats import FORMATS, read_trace
 from sglang_hybrid.replay.simulation.traces.generators import KINDS, generate, traffic
 from sglang_hybrid.replay.simulation.traces.lines import Reading, Skipped
 from sglang_hybrid.replay.simulation.traces.requests import Request
+from sglang_hybrid.replay.simulation.tuner.tuned import SYSTEMS as TUNED
 from sglang_hybrid.replay.systems import smallest_budget
 
 ONE_MEMORY = "one"
 TIER_POLICIES = "hicache,lru,reuse,clairvoyant,unbounded"
 DEFAULT_POLICIES = "none,vllm+,sglang+,sglang,lru,marconi-best,reuse,clairvoyant,unbounded"
 REPLICATED_POLICIES = "sglang,lru,reuse"
+WITHOUT_TREES = ("none", "vllm+", *TUNED)
 PROFILES = {"paper-7b": CostModel.paper_7b}
 
 
@@ -90,6 +93,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAMES",
         help=f"how requests are sent to replicas; all by default: {', '.join(ROUTERS)}",
     )
+    add(
+        "--late",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="by_states hears so late of a state that came or went (%(default)s)",
+    )
+    add("--store", metavar="SIZE@RATE", help="what all replicas share, as 2TB@3GB/s for each")
     add = command.add_argument_group("time").add_argument
     add("--instant", action="store_true", help="serve each request at once, as the paper does")
     add("--prefill", type=Path, metavar="JSON", help="times that scripts/fit_prefill.py measured")
@@ -171,6 +182,8 @@ def jobs_of(options: argparse.Namespace, trace: str) -> list[Job]:
             losses=True,
             replicas=options.replicas,
             routing=routing,
+            late=options.late,
+            store=None if options.store is None else StoreBudget.parse(options.store),
         )
         for budget in budgets
         for spec in specs
@@ -185,9 +198,14 @@ def _routings(options: argparse.Namespace, specs: Sequence[Spec]) -> list[str]:
     if options.replicas < 1:
         raise ValueError(f"--replicas must be 1 or more, not {options.replicas}")
     if options.replicas == 1:
-        if options.routing is not None:
-            raise ValueError("--routing is for several --replicas")
+        for name in ("routing", "late", "store"):
+            if getattr(options, name):
+                raise ValueError(f"--{name} is for several --replicas")
         return [""]
+    if options.late < 0:
+        raise ValueError(f"--late must be 0 or more, not {options.late}")
+    if (options.late or options.store) and any(spec.name in WITHOUT_TREES for spec in specs):
+        raise ValueError(f"neither --late nor --store is for {', '.join(WITHOUT_TREES)}")
     if options.instant:
         raise ValueError("--instant has no queues to route by: leave it out with --replicas")
     for name in ("tiers", "report"):

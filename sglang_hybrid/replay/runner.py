@@ -17,6 +17,7 @@ from sglang_hybrid.replay.simulation.block_cache import BlockCache
 from sglang_hybrid.replay.simulation.future import Oracle
 from sglang_hybrid.replay.simulation.prefill_time import PrefillTime
 from sglang_hybrid.replay.simulation.replicas import ROUTERS
+from sglang_hybrid.replay.simulation.shared_store import SharedStore, StoreBudget
 from sglang_hybrid.replay.simulation.simulator import Outcome
 from sglang_hybrid.replay.simulation.tiers.losses import Loss, Losses
 from sglang_hybrid.replay.simulation.tiers.tier_budgets import TierBudgets, TierCounts
@@ -32,7 +33,8 @@ class Job:
     after request, each at once, as the paper does. serving: how the server runs that policies are
     replayed in, None for the paper's rules. tiers: what there is instead of `budget`. losses: find
     out where hits are lost in tiers. replicas: servers with a cache of `budget` each, and routing:
-    the name of the router before them (simulation/replicas.py); they need `time`.
+    the name of the router before them (simulation/replicas.py); they need `time`. late: seconds
+    until a router hears of a state. store: what the servers share below their caches.
     """
 
     spec: Spec
@@ -46,6 +48,8 @@ class Job:
     losses: bool = False
     replicas: int = 1
     routing: str = ""
+    late: float = 0.0
+    store: StoreBudget | None = None
 
     @property
     def name(self) -> str:
@@ -101,6 +105,8 @@ class Result:
             "policy": str(self.job.spec),
             "replicas": self.job.replicas,
             "routing": self.job.routing or None,
+            "late_s": self.job.late,
+            "store_bytes": None if self.job.store is None else self.job.store.size,
             "chosen": None if self.chosen is None else str(self.chosen),
             "trace": self.job.trace,
             "budget_bytes": None if split else budget,
@@ -181,7 +187,12 @@ class Runner:
         else:
             more = [spec.build(setting) for _ in range(job.replicas - 1)]
             router = ROUTERS[job.routing]() if more else None
-            timeline = Timeline([cache, *more], job.time, count_request, router=router)
+            store = None
+            if job.store is not None:
+                store = SharedStore(job.cost, job.store, job.time)
+            timeline = Timeline(
+                [cache, *more], job.time, count_request, router=router, late=job.late, store=store
+            )
             served = timeline.run(requests)
             outcomes = [one.outcome for one in served]
             ttft = [one.ttft for one in served]

@@ -4,24 +4,81 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from sglang_hybrid.core.costs.cost import DISPLACED
 from sglang_hybrid.core.queue.prefix_overlap import TOKEN_BYTES, SortedKeys, as_key
 from sglang_hybrid.core.queue.prefix_ranks import PrefixRanks
+from sglang_hybrid.core.records.nodes import Node
 from sglang_hybrid.replay.simulation.prefill_time import PrefillTime
 from sglang_hybrid.replay.simulation.simulated_queue import SimulatedQueue
 from sglang_hybrid.replay.simulation.simulator import Cache, Simulator
+from sglang_hybrid.replay.simulation.token_tree import TokenTree, prefix_hashes
 from sglang_hybrid.replay.simulation.traces.requests import Request
+
+
+class Told:
+    """What a router knows of the states in a server's `tree`: each change is an event that arrives
+    `late` seconds after it, by the clock `now`.
+    """
+
+    settle: Callable[[], None]
+
+    def __init__(self, tree: TokenTree, late: float, now: Callable[[], float]) -> None:
+        self._late = late
+        self._now = now
+        self._of_node: dict[Node, int] = {}
+        self._on_way: deque[tuple[float, int, bool]] = deque()  # when, what prefix, whether it came
+        self._known: set[int] = set()
+        tree.listen(self)
+
+    def mark_dirty(self, node: Node) -> None:
+        if node.has_state != (node in self._of_node):
+            self._publish(node, node.has_state)
+
+    def forget(self, node: Node) -> None:
+        if node in self._of_node:
+            self._publish(node, False)
+
+    def deepest(self, positions: Mapping[int, int]) -> int:
+        """Of a prompt with these `positions` by the hashes of its prefixes, the last one at which
+        the server is believed to have a state; 0 if there is none.
+        """
+        while self._on_way and self._on_way[0][0] <= self._now():
+            _, prefix, there = self._on_way.popleft()
+            (self._known.add if there else self._known.discard)(prefix)
+        return max((positions[it] for it in self._known if it in positions), default=0)
+
+    def _publish(self, node: Node, there: bool) -> None:
+        if there:
+            prefix = self._of_node[node] = _hash_of(node)
+        else:
+            prefix = self._of_node.pop(node)
+        self._on_way.append((self._now() + self._late, prefix, there))
+
+
+def _hash_of(node: Node) -> int:
+    """The hash of all tokens up to `node`, of its tenant."""
+    edges, tenant, above = [node.payload], "", node
+    while above.parent is not None and above.parent.parent is not None:
+        above = above.parent
+        edges.append(above.payload)
+    if isinstance(above.key, tuple):
+        tenant = above.key[0]
+    tokens = np.frombuffer(b"".join(reversed(edges)), dtype=np.int32)
+    return int(prefix_hashes(tokens, tenant)[-1])
 
 
 @dataclass(eq=False)
 class Replica:
     """One server. free_at: when the prefill under way ends, in seconds. unfinished: requests that
     it was sent and that have no answer yet. waiting: seconds of the prefills in its queue, by the
-    request's index, as they were expected when it was sent.
+    request's index, as they were expected when it was sent. told: what a router knows of its
+    states, None if it knows them as they are; heard: what the request at hand hits by that.
     """
 
     cache: Cache
@@ -31,6 +88,8 @@ class Replica:
     free_at: float = 0.0
     unfinished: int = 0
     waiting: dict[int, float] = field(default_factory=dict)
+    told: Told | None = None
+    heard: int = 0
 
     def backlog(self, now: float) -> float:
         """Seconds until a request that is sent now begins."""
@@ -50,8 +109,18 @@ class Replica:
         return self.cache.tree.find(prompt, tenant=request.tenant)[1]
 
     def resumable(self, request: Request) -> int:
-        """Prompt tokens of `request` that would be hit here."""
-        return self.cache.peek(request)
+        """Prompt tokens of `request` that would be hit here, as far as a router knows."""
+        return self.cache.peek(request) if self.told is None else self.heard
+
+
+def hear(replicas: Sequence[Replica], request: Request) -> None:
+    """What `replicas` are believed to hit of `request`, where a router is told late."""
+    prompt = request.tokens[: request.input_len - 1]
+    hashes = prefix_hashes(prompt, request.tenant).tolist()
+    positions = dict(zip(hashes, range(1, len(hashes) + 1), strict=True))
+    for replica in replicas:
+        if replica.told is not None:
+            replica.heard = replica.told.deepest(positions)
 
 
 class Router(ABC):

@@ -10,7 +10,7 @@ only where it is said to be.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -145,6 +145,14 @@ class Simulator:
         self._on_path(request, path)
         self._remember(ticket, path)
         return ticket.outcome
+
+    def adopt(self, request: Request, ends: Mapping[int, Kind]) -> list[Node]:
+        """Store what another cache computed of `request`, up to the last of `ends`, with states at
+        these positions. Returns the nodes on its path; what cannot fit is not stored.
+        """
+        tokens = request.tokens[: max(ends)]
+        path, matched = self.tree.find(tokens, tenant=request.tenant)
+        return self._insert(tokens, path, matched, dict(ends), request.tenant)
 
     def peek(self, request: Request) -> int:
         return self.resumes_from(request)[1]

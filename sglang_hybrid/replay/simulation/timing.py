@@ -13,9 +13,10 @@ import numpy.typing as npt
 from sglang_hybrid.core.queue.orders import FirstCome, Order
 from sglang_hybrid.core.queue.waiting import Bound
 from sglang_hybrid.replay.simulation.prefill_time import PAPER, PrefillTime
-from sglang_hybrid.replay.simulation.replicas import Replica, Router
+from sglang_hybrid.replay.simulation.replicas import Replica, Router, Told, hear
+from sglang_hybrid.replay.simulation.shared_store import SharedStore
 from sglang_hybrid.replay.simulation.simulated_queue import SimulatedQueue
-from sglang_hybrid.replay.simulation.simulator import Cache, Outcome, Ticket
+from sglang_hybrid.replay.simulation.simulator import Cache, Outcome, Simulator, Ticket
 from sglang_hybrid.replay.simulation.traces.requests import Request
 
 Floats = npt.NDArray[np.float64]
@@ -60,7 +61,9 @@ class Timeline:
 
     done: called when a request has ended. order: which of the waiting requests is prefilled next;
     by default the one that came first. bound: on overtaking; by default there is none. router:
-    chooses the server; needed for several.
+    chooses the server; needed for several. late: seconds until a router hears of a state that came
+    or went; 0: it knows them as they are. store: what the servers share. Both are for caches that
+    are `Simulator`s.
     """
 
     def __init__(
@@ -71,6 +74,8 @@ class Timeline:
         order: Order | None = None,
         bound: Bound | None = None,
         router: Router | None = None,
+        late: float = 0.0,
+        store: SharedStore | None = None,
     ) -> None:
         self.time = time
         self.done = done
@@ -81,6 +86,11 @@ class Timeline:
             for cache in caches
         ]
         self._router = router
+        self._store = store
+        self._late = late
+        self._now = 0.0
+        for replica in self.replicas if late else ():
+            replica.told = Told(_tree_cache(replica).tree, late, lambda: self._now)
         self._events: list[tuple[float, int, int]] = []  # time, what, index of the request
         self._sent: dict[int, Replica] = {}
 
@@ -97,8 +107,8 @@ class Timeline:
             self._release(waiting, 0.0)
         steps = {ARRIVED: self._arrived, PREFILLED: self._prefilled, FINISHED: self._finished}
         while self._events:
-            now, what, index = heapq.heappop(self._events)
-            steps[what](index, now)
+            self._now, what, index = heapq.heappop(self._events)
+            steps[what](index, self._now)
         return [
             Served(outcome, *times)
             for outcome, times in zip(self._outcomes, self._times.tolist(), strict=True)
@@ -125,16 +135,21 @@ class Timeline:
     def _route(self, request: Request, now: float) -> Replica:
         if self._router is None:
             return self.replicas[0]
+        if self._late:
+            hear(self.replicas, request)
         return self.replicas[self._router.choose(request, self.replicas, now)]
 
     def _start(self, replica: Replica, now: float) -> None:
         index = replica.queue.take(now)
         replica.waiting.pop(index, None)
-        ticket = self._tickets[index] = replica.cache.begin(self._requests[index])
+        request, loading = self._requests[index], 0.0
+        if self._store is not None:
+            loading = self._store.load(request, _tree_cache(replica))
+        ticket = self._tickets[index] = replica.cache.begin(request)
         outcome = self._outcomes[index] = ticket.outcome
         self._times[index, 1] = now
         replica.busy = True
-        took = replica.seconds(self._requests[index], outcome.hit_len) + ticket.load_seconds
+        took = replica.seconds(request, outcome.hit_len) + ticket.load_seconds + loading
         replica.free_at = now + took
         heapq.heappush(self._events, (now + took, PREFILLED, index))
 
@@ -143,6 +158,8 @@ class Timeline:
         replica.cache.end_prefill(self._tickets[index])
         self._times[index, 2] = now
         request = self._requests[index]
+        if self._store is not None:
+            self._store.save(request, _tree_cache(replica), ended=False)
         decoding = self.time.decode * (len(request.tokens) - request.input_len)
         heapq.heappush(self._events, (now + decoding, FINISHED, index))
         replica.busy = False
@@ -152,8 +169,17 @@ class Timeline:
     def _finished(self, index: int, now: float) -> None:
         replica = self._sent.pop(index)
         replica.cache.finish(self._tickets.pop(index))
+        if self._store is not None:
+            self._store.save(self._requests[index], _tree_cache(replica), ended=True)
         replica.queue.on_finish(index)
         replica.unfinished -= 1
         self._times[index, 3] = now
         self.done()
         self._release(self._sessions[self._requests[index].session], now)
+
+
+def _tree_cache(replica: Replica) -> Simulator:
+    """The cache of `replica`. Raises ValueError if it has no tree of tokens."""
+    if not isinstance(replica.cache, Simulator):
+        raise ValueError("late events and a store are for caches that keep a tree of tokens")
+    return replica.cache

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_hybrid.core.records.edges import common_bytes
 from sglang_hybrid.core.records.node_tree import NodeTree
 from sglang_hybrid.core.records.nodes import Clock, Node
 from sglang_hybrid.replay.simulation.traces.requests import TokenArray
+
+Hashes = npt.NDArray[np.uint64]
+_FACTOR = 0x9E3779B97F4A7C15 | 1
+_MIX = np.uint64(0xBF58476D1CE4E5B9)
 
 TOKEN_BYTES = 4  # int32
 
@@ -85,3 +90,12 @@ class TokenTree(NodeTree):
 def as_bytes(tokens: TokenArray) -> bytes:
     """TOKEN_BYTES per token."""
     return tokens.astype(np.int32, copy=False).tobytes()
+
+
+def prefix_hashes(tokens: TokenArray, tenant: str = "") -> Hashes:
+    """A hash of each prefix [n] of `tokens` [n] of `tenant`."""
+    mixed = (tokens.astype(np.uint64) + np.uint64(1)) * _MIX
+    mixed ^= mixed >> np.uint64(31)
+    powers = np.full(len(tokens), _FACTOR, dtype=np.uint64).cumprod(dtype=np.uint64)
+    start = np.uint64(hash(tenant) & (2**64 - 1))
+    return start + np.cumsum(mixed * powers, dtype=np.uint64)

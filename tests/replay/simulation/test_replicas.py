@@ -12,7 +12,8 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.victims.eviction import Lru
 from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.simulation.prefill_time import PAPER, PrefillTime
-from sglang_hybrid.replay.simulation.replicas import ROUTERS, CacheAware, Replica
+from sglang_hybrid.replay.simulation.replicas import ROUTERS, CacheAware, Replica, Told, hear
+from sglang_hybrid.replay.simulation.shared_store import SharedStore, StoreBudget
 from sglang_hybrid.replay.simulation.simulator import Simulator
 from sglang_hybrid.replay.simulation.timing import Timeline
 from sglang_hybrid.replay.simulation.traces.generators import generate, traffic
@@ -129,3 +130,95 @@ def test_more_replicas_hit_as_one_where_sessions_stick() -> None:
         return runner.run(job).hit_tokens
 
     assert hit(4, "random") < hit(4, "by_states") <= hit(1, "")
+
+
+@pytest.mark.parametrize("tenant", ["", "a"])
+def test_a_router_hears_late_what_came_and_what_went(tenant: str) -> None:
+    """Of a state at 100 tokens, three seconds after it came and after it went."""
+    cache, now = Simulator(COST, None, Lru()), 0.0
+    (replica,) = replicas(cache)
+    replica.told = Told(cache.tree, 3.0, lambda: now)
+    asked = request([*SHARED, 99_999, 5], tenant=tenant)
+    foreign = request([*SHARED, 99_999, 5], tenant="another")
+
+    def heard(of: Request) -> int:
+        hear([replica], of)
+        return replica.resumable(of)
+
+    cache.serve(request(SHARED, tenant=tenant))
+    assert [cache.peek(asked), heard(asked)] == [101, 0]
+    now = 3.0
+    assert [heard(asked), heard(foreign)] == [101, 0]
+    node, _ = cache.resumes_from(asked)
+    assert node is not None
+    cache.tree.remove(node)
+    assert [cache.peek(asked), heard(asked)] == [0, 101]
+    now = 6.0
+    assert heard(asked) == 0
+
+
+def test_what_is_heard_in_time_is_what_is_there() -> None:
+    """Under evictions: events that are not late tell of every prompt what the cache would hit."""
+    requests = generate("agent", traffic("agent", sessions=12, session_rate=4.0), 3)
+    cache, now = Simulator(COST, 10**10, Lru()), 0.0
+    (replica,) = replicas(cache)
+    replica.told = Told(cache.tree, 0.0, lambda: now)
+    hit = 0
+    for one in requests:
+        hear([replica], one)
+        assert replica.resumable(one) == cache.peek(one)
+        hit += cache.serve(one).hit_len
+    assert hit and cache.memory.has_evicted
+
+
+def test_a_store_gives_a_server_what_another_has_computed() -> None:
+    """If loading takes less time than computing, and no more than the server lacks."""
+    fast, slow = (StoreBudget.parse(f"1TB@{rate}/s") for rate in ("1TB", "1KB"))
+    for budget, loads in ((fast, True), (slow, False)):
+        store = SharedStore(COST, budget, SECOND_A_TOKEN)
+        first, second = server(), server()
+        prompt = request([*SHARED, *range(200, 300)])
+        assert store.load(prompt, first) == 0.0
+        first.serve(prompt)
+        store.save(prompt, first, ended=True)
+        turn = request([*SHARED, *range(200, 300), 99_999, 3])
+        assert store.load(turn, first) == 0.0, "it has that itself"
+        seconds = store.load(turn, second)
+        assert (0 < seconds < 1.0) is loads
+        assert second.serve(turn).hit_len == loads * 201
+        assert store.load(request([*SHARED, *range(200, 300), 7], tenant="b"), server()) == 0.0
+
+
+def test_servers_that_share_a_store_hit_as_one() -> None:
+    requests = generate("chat", traffic("chat", sessions=30), 5)
+    runner = Runner({"chat": requests})
+
+    def hit(replicas: int, routing: str, store: StoreBudget | None = None) -> int:
+        job = Job(
+            *(Spec("lru"), "chat", COST, 10**11, PAPER),
+            replicas=replicas,
+            routing=routing,
+            store=store,
+        )
+        return runner.run(job).hit_tokens
+
+    shared = hit(4, "random", StoreBudget.parse("1TB@100GB/s"))
+    assert hit(4, "random") < shared <= hit(1, "")
+
+
+def test_a_store_of_no_room_changes_nothing() -> None:
+    requests = generate("agent", traffic("agent", sessions=12, session_rate=4.0), 3)
+    runner = Runner({"agent": requests})
+    found = [
+        runner.run(
+            Job(
+                *(Spec("reuse"), "agent", COST, 10**10, PAPER),
+                replicas=3,
+                routing="by_states",
+                store=store,
+            )
+        )
+        for store in (None, StoreBudget.parse("1B@1GB/s"))
+    ]
+    assert (found[0].hit_len == found[1].hit_len).all()
+    assert found[0].hit_tokens

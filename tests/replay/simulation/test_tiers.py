@@ -23,7 +23,7 @@ from sglang_hybrid.core.victims.table import Table
 from sglang_hybrid.replay.runner import Job, Runner
 from sglang_hybrid.replay.simulation.prefill_time import PAPER
 from sglang_hybrid.replay.simulation.tiers import tier_simulator
-from sglang_hybrid.replay.simulation.tiers.losses import Loss, Losses, prefix_hashes
+from sglang_hybrid.replay.simulation.tiers.losses import Loss, Losses
 from sglang_hybrid.replay.simulation.tiers.tier_budgets import (
     ROW,
     CopyCodec,
@@ -32,6 +32,7 @@ from sglang_hybrid.replay.simulation.tiers.tier_budgets import (
 )
 from sglang_hybrid.replay.simulation.tiers.tier_simulator import TieredSimulator
 from sglang_hybrid.replay.simulation.timing import Timeline
+from sglang_hybrid.replay.simulation.token_tree import prefix_hashes
 from sglang_hybrid.replay.simulation.traces import generators
 from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.replay.systems import Setting, Spec, systems

@@ -10,16 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
 
-import numpy as np
-import numpy.typing as npt
-
 from sglang_hybrid.core.records.nodes import Node
 from sglang_hybrid.core.tiers.rates import Tier
-from sglang_hybrid.replay.simulation.traces.requests import TokenArray
-
-Hashes = npt.NDArray[np.uint64]
-_FACTOR = 0x9E3779B97F4A7C15 | 1
-_MIX = np.uint64(0xBF58476D1CE4E5B9)
+from sglang_hybrid.replay.simulation.token_tree import Hashes
 
 
 class Loss(Enum):
@@ -32,15 +25,6 @@ class Loss(Enum):
     HOST = "dropped from the host"
     DISK = "dropped from the disk"
     COMPUTED = "computing was faster"  # it is stored, and loading it would have taken longer
-
-
-def prefix_hashes(tokens: TokenArray, tenant: str = "") -> Hashes:
-    """A hash of each prefix [n] of `tokens` [n] of `tenant`."""
-    mixed = (tokens.astype(np.uint64) + np.uint64(1)) * _MIX
-    mixed ^= mixed >> np.uint64(31)
-    powers = np.full(len(tokens), _FACTOR, dtype=np.uint64).cumprod(dtype=np.uint64)
-    start = np.uint64(hash(tenant) & (2**64 - 1))
-    return start + np.cumsum(mixed * powers, dtype=np.uint64)
 
 
 class Losses:

@@ -22,11 +22,10 @@ from sglang_hybrid.replay.simulation.baselines import KnowsFuture
 from sglang_hybrid.replay.simulation.future import Oracle
 from sglang_hybrid.replay.simulation.policies import Clairvoyant
 from sglang_hybrid.replay.simulation.simulator import Simulator, Ticket
-from sglang_hybrid.replay.simulation.tiers.losses import prefix_hashes
 from sglang_hybrid.replay.simulation.tiers.paper_copies import PaperCopies
 from sglang_hybrid.replay.simulation.tiers.tier_budgets import TierBudgets
 from sglang_hybrid.replay.simulation.tiers.tiered_memory import TieredMemory
-from sglang_hybrid.replay.simulation.token_tree import TokenTree
+from sglang_hybrid.replay.simulation.token_tree import TokenTree, prefix_hashes
 from sglang_hybrid.replay.simulation.traces.requests import Request, TokenArray
 
 
