@@ -126,10 +126,14 @@ def completed(records: Iterable[dict[str, Any]]) -> list[int]:
 
 
 def hybrid_cache(url: str) -> dict[str, Any]:
-    """The block of /server_info."""
-    state = requests.get(url + "/server_info", timeout=30).json()["internal_states"][0]
-    block: dict[str, Any] = state["hybrid_cache"]
-    return block
+    """The block of /server_info; with --dp-size, that of the first replica."""
+    return hybrid_caches(url)[0]
+
+
+def hybrid_caches(url: str) -> list[dict[str, Any]]:
+    """The block of /server_info of each replica within the server."""
+    states = requests.get(url + "/server_info", timeout=30).json()["internal_states"]
+    return [state["hybrid_cache"] for state in states]
 
 
 def metric(url: str, name: str) -> float:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import requests
 
 from sglang_hybrid.serving import warm_up
-from tests.server.client import Serve, ask, cached, random_prompt
+from tests.server.client import Serve, ask, cached, hybrid_caches, random_prompt
 
 
 def hits_of_ranks(url: str) -> list[int]:
     """Prompt tokens that each rank has not computed."""
-    states = requests.get(url + "/server_info", timeout=30).json()["internal_states"]
-    return [state["hybrid_cache"]["hit_tokens"] for state in states]
+    return [block["hit_tokens"] for block in hybrid_caches(url)]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ libnuma1.
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +26,17 @@ import requests
 from sglang_hybrid.serving.server_process import ServerProcess, free_port
 from sglang_hybrid.storage.disk.folder import KEY_VARIABLE
 from tests.releases import needs_disk
-from tests.server.client import Serve, ask, cached, hybrid_cache, random_prompt, same, until
+from tests.server.client import (
+    Serve,
+    ask,
+    cached,
+    hybrid_cache,
+    random_prompt,
+    said,
+    same,
+    send,
+    until,
+)
 
 MASTER = shutil.which("mooncake_master", path=str(Path(sys.executable).parent))
 
@@ -35,7 +47,7 @@ pytestmark = [
     pytest.mark.skipif(MASTER is None, reason="there is no mooncake_master"),
 ]
 
-KILLS = 8
+KILLS = int(os.environ.get("KILLS", "8"))
 PROMPTS = [random_prompt(700, seed=seed) for seed in range(6)]
 POOLS = ("--max-total-tokens", "4000", "--max-mamba-cache-size", "16", "--enable-cache-report")
 SETTINGS = json.dumps({"global_segment_size": 128 << 20})
@@ -69,7 +81,9 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
 
 
 class Pair:
-    """Two servers with one store. servers: both, by their place."""
+    """Two servers with one store, which publish where their states are. servers: both, by their
+    place; each is always started at the same port.
+    """
 
     def __init__(self, serve: Serve, master: Master) -> None:
         flags = (
@@ -80,6 +94,7 @@ class Pair:
             *("--hicache-storage-backend-extra-config", SETTINGS),
         )
         self._make = partial(serve, *flags, environment={KEY_VARIABLE: "a secret"})
+        self._ports = [(free_port(), free_port()) for _ in range(2)]
         self.servers: list[ServerProcess] = []
         for at in range(2):
             self.start(at)
@@ -87,7 +102,9 @@ class Pair:
             self.wait(at)
 
     def start(self, at: int) -> None:
-        server = self._make()
+        port, events = self._ports[at]
+        publisher = json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{events}"})
+        server = self._make("--kv-events-config", publisher, port=port)
         server.start()
         self.servers[at:] = [server, *self.servers[at + 1 :]]
 
@@ -162,34 +179,81 @@ def test_a_server_that_starts_anew_finds_what_others_hold(
     assert same(answer, cold[3])
 
 
+@pytest.mark.timeout(900 + 60 * KILLS)
 def test_whoever_is_killed_no_answer_is_wrong(
     pair: Pair, master: Master, cold: dict[int, dict]
 ) -> None:
-    source = random.Random(0)
-    hits = 0
-    for _ in range(KILLS):
-        victim = source.choice(["master", "server"])
-        which = source.randrange(2)
-        if victim == "master":
-            master.kill()
-        else:
-            pair.kill(which)
-        for at in source.sample(range(len(PROMPTS)), 4):
-            server = 1 - which if victim == "server" else source.randrange(2)
-            began = time.monotonic()
-            answer = ask(pair.url(server), PROMPTS[at], 4)
-            assert same(answer, cold[at])
-            assert time.monotonic() - began < 30
-            hits += cached(answer)
-        if victim == "master":
-            master.start()
-        else:
-            pair.start(which)
-            pair.wait(which)
-        for at in source.sample(range(len(PROMPTS)), 4):
-            answer = ask(pair.url(source.randrange(2)), PROMPTS[at], 4)
-            assert same(answer, cold[at])
-            hits += cached(answer)
-    assert hits > 0
-    for at in range(2):
-        until(lambda at=at: requests.get(pair.url(at) + "/health", timeout=10).ok)
+    """A server, the master, or the router with its index is killed at random while requests run,
+    again and again: each request is answered rightly or ends with an error, in time.
+    """
+    chance = random.Random(0)
+    route = partial(
+        ServerProcess,
+        [pair.url(at) for at in range(2)],
+        program=[sys.executable, "-m", "sglang_hybrid.replicas", "route"],
+        port=free_port(),
+        health="/health",
+    )
+    router = route()
+    try:
+        router.start()
+        router.wait_until_healthy()
+        hits = answered = failed = 0
+        for number in range(KILLS):
+            with ThreadPoolExecutor(6) as pool:
+                asked = [chance.randrange(len(PROMPTS)) for _ in range(6)]
+                replies = [pool.submit(answer_of, router.url, PROMPTS[at]) for at in asked]
+                time.sleep(chance.uniform(0, 0.5))
+                victim = chance.choice(["master", "router", "server 0", "server 1"])
+                if victim == "master":
+                    master.kill()
+                elif victim == "router":
+                    for process in router.processes():
+                        process.kill()
+                else:
+                    pair.kill(int(victim[-1]))
+                for at, reply in zip(asked, replies, strict=True):
+                    record = reply.result()
+                    assert record is None or same(record, cold[at])
+                    answered, failed = answered + bool(record), failed + (not record)
+            if victim != "router":  # the others go on
+                at = chance.randrange(len(PROMPTS))
+                assert same(answered_at_last(router.url, PROMPTS[at]), cold[at])
+            if victim == "master":
+                master.start()
+            elif victim == "router":
+                router.stop()
+                router = route()
+                router.start()
+                router.wait_until_healthy()
+            else:
+                pair.start(int(victim[-1]))
+                pair.wait(int(victim[-1]))
+            for at, prompt in enumerate(PROMPTS):
+                record = answered_at_last(router.url, prompt)
+                assert same(record, cold[at])
+                hits += cached(record)
+            print(f"{number + 1}, {victim}: {answered} answered, {failed} failed", flush=True)
+        assert hits > 0
+        for at in range(2):
+            assert said(pair.servers[at])
+    finally:
+        router.stop()
+
+
+def answer_of(url: str, prompt: list[int]) -> dict | None:
+    """The record of a request; None if it ended with an error."""
+    try:
+        response = send(url, prompt, 4)
+    except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
+        return None
+    return response.json() if response.ok else None
+
+
+def answered_at_last(url: str, prompt: list[int]) -> dict:
+    """The record of a request, once there is somebody to answer it."""
+    deadline = time.monotonic() + 120
+    while (record := answer_of(url, prompt)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    return record

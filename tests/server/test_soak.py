@@ -20,12 +20,13 @@ from tests.server.client import (
     ask,
     cached,
     flush,
-    hybrid_cache,
+    hybrid_caches,
     logprobs,
     said,
 )
 from tests.server.one_memory import PAGES_OF_OTHERS, SGLANGS_POOL, all_is_free, pool_memory
 from tests.server.soak import Soak, Watched
+from tests.server.test_checkpoints import LAZY
 from tests.server.test_speculation import HEAD, NGRAM
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -77,8 +78,8 @@ RECORDS = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """slots: twice what the running requests hold. headed: the model has a draft head. ranks: each
-    has a memory of its own.
+    """slots: twice what the running requests hold. headed: the model has a draft head. processes:
+    those that have a memory each.
     """
 
     requests: int
@@ -86,7 +87,7 @@ class Configuration:
     module: str = "tests.server.checked"
     slots: int = 2 * RUNNING
     headed: bool = False
-    ranks: int = 1
+    processes: int = 1
 
 
 HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "3")
@@ -110,10 +111,20 @@ CONFIGURATIONS = {
         FEWER, (*PRIORITIES, *SGLANGS_POOL, *HEAD), slots=2 * 3 * RUNNING, headed=True
     ),
     "no overlap": Configuration(FEWER, (*PRIORITIES, "--disable-overlap-schedule")),
-    "two ranks": Configuration(FEWER, (*PRIORITIES, "--tp-size", "2"), ranks=2),
+    "two ranks": Configuration(FEWER, (*PRIORITIES, "--tp-size", "2"), processes=2),
     "mixed chunks": Configuration(FEWER, (*PRIORITIES, "--enable-mixed-chunk")),
     "full hits": Configuration(FEWER, (*PRIORITIES, "--hybrid-full-hit", "on")),
     "split prefills": Configuration(FEWER, PRIORITIES, "tests.server.split_prefills"),
+    "lazy": Configuration(FEWER, (*PRIORITIES, *LAZY), slots=2 * 3 * RUNNING),
+    "host memory": Configuration(FEWER, (*PRIORITIES, *HOST)),
+    "two replicas": Configuration(FEWER, (*PRIORITIES, "--dp-size", "2"), processes=2),
+    "requests at every fourth step": Configuration(
+        FEWER, (*PRIORITIES, "--scheduler-recv-interval", "4")
+    ),
+    "two tokenizers": Configuration(FEWER, (*PRIORITIES, "--tokenizer-worker-num", "2")),
+    "without a tokenizer": Configuration(FEWER, (*PRIORITIES, "--skip-tokenizer-init")),
+    "streaming sessions": Configuration(FEWER, (*PRIORITIES, "--enable-streaming-session")),
+    "SGLang's admission": Configuration(FEWER, (*PRIORITIES, "--hybrid-admission", "all")),
 }
 
 
@@ -143,10 +154,10 @@ def test_nothing_is_lost_or_wrong(
         for _ in range(ROUNDS):
             asyncio.run(soak.send(chosen.requests // ROUNDS))
             seen = emptied(server)
-            assert all_is_free(seen, chosen.slots)
-            pools_stay_within(server, seen, chosen.ranks)
+            assert all(all_is_free(one, chosen.slots) for one in seen)
+            pools_stay_within(server, seen[0], chosen.processes)
             memory.append(sum(process.memory_info().rss for process in server.processes()))
-            live.append(Counter(seen["live"]))
+            live.append(sum((Counter(one["live"]) for one in seen), Counter()))
         print(soak.outcomes, seen, [f"{size >> 20} MB" for size in memory])
         everything_happened(server, soak, seen)
         answers_stand(server.url, soak.watched)
@@ -155,38 +166,39 @@ def test_nothing_is_lost_or_wrong(
             assert memory[-1] - warm < GROWTH_BYTES, memory
         grown = {kind: more for kind, more in (live[-1] - live[1]).items() if kind not in RECORDS}
         assert all(more < GROWTH_OBJECTS for more in grown.values()), grown
-        assert all_is_free(emptied(server), chosen.slots)
+        assert all(all_is_free(one, chosen.slots) for one in emptied(server))
         assert said(server)
         assert server.process is not None and server.process.poll() is None
 
 
-def emptied(server: ServerProcess) -> dict:
-    """What the server tells after a flush, which waits until nothing runs."""
+def emptied(server: ServerProcess) -> list[dict]:
+    """What each replica tells after a flush, which waits until nothing runs."""
     flush(server.url, 60)
-    return hybrid_cache(server.url)
+    return hybrid_caches(server.url)
 
 
-def pools_stay_within(server: ServerProcess, seen: dict, ranks: int) -> None:
+def pools_stay_within(server: ServerProcess, seen: dict, processes: int) -> None:
     """One memory takes no more of the machine than its account says, and that is its budget. seen:
-    what one of the `ranks` tells.
+    what one of the `processes` tells.
     """
     account = seen["memory"]
     if account is not None:
-        assert pool_memory(server) <= ranks * (account["resident"] + PAGES_OF_OTHERS)
+        assert pool_memory(server) <= processes * (account["resident"] + PAGES_OF_OTHERS)
         assert account["resident"] <= account["budget"]
         assert not account.get("failed_moves")
 
 
-def everything_happened(server: ServerProcess, soak: Soak, seen: dict) -> None:
-    """The traffic met all that it is for."""
+def everything_happened(server: ServerProcess, soak: Soak, replicas: list[dict]) -> None:
+    """The traffic met all that it is for, on each replica."""
     assert soak.outcomes["abort"] and soak.outcomes["hung up"]
     assert sum(cached(answer.record) > 0 for answer in soak.watched) > len(soak.watched) / 10
-    assert {"state", "leaf"} <= seen["evicted"].keys()
-    assert {"branch", "tail"} <= seen["checkpoints_admitted"].keys()
     assert re.search(r"#retracted_reqs: [1-9]", said(server))
-    assert seen["full_hits"] is None or seen["full_hits"]["answered"]
-    if soak.priorities:
-        assert seen["happened"]["preemptions"]
+    for seen in replicas:
+        assert {"state", "leaf"} <= seen["evicted"].keys()
+        assert {"branch", "tail"} <= seen["checkpoints_admitted"].keys()
+        assert seen["full_hits"] is None or seen["full_hits"]["answered"]
+        if soak.priorities:
+            assert seen["happened"]["preemptions"]
 
 
 def answers_stand(url: str, watched: list[Watched]) -> None:
