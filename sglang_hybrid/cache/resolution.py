@@ -40,6 +40,8 @@ OURS = "sglang_hybrid"
 SGLANGS = "_mamba_radix_cache_resolution"
 """Who declares a value: we, and SGLang's choice of a strategy (arg_groups/overrides.py:453)."""
 
+QWEN4 = "Qwen4ExpForConditionalGeneration"
+
 TOKENS_WITHOUT_KV = 1 << 22
 """KV tokens of a model without attention. The list of free ones takes 32 MiB."""
 
@@ -99,8 +101,9 @@ def _no_drafts_that_states_do_not_follow(server_args: ServerArgs) -> None:
     """With speculative decoding SGLang 0.5.23 leaves states of models without attention where they
     were, whatever was accepted, and convolves trees of drafts as if they were chains where a model
     has short convolutions (models/lfm2.py:223): both answer wrongly. Lightning attention ends the
-    start where drafts are trees, and names a flag that n-grams do not read. A streaming session
-    gives back the KV of what was read too much (streaming_session.py:164), and keeps the state.
+    start where drafts are trees, and names a flag that n-grams do not read; Qwen4-Exp ends the
+    first step with n-grams or trees (models/qwen4_exp.py:259). A streaming session gives back the
+    KV of what was read too much (streaming_session.py:164), and keeps the state.
     """
     view = resolving_view(server_args)
     if view.speculative_algorithm is None:
@@ -116,12 +119,17 @@ def _no_drafts_that_states_do_not_follow(server_args: ServerArgs) -> None:
             "tokens are drafted; leave out --enable-streaming-session or --speculative-algorithm."
         )
     by_ngrams = view.speculative_algorithm.upper() == "NGRAM"
+    if by_ngrams and QWEN4 in _architectures(server_args):
+        raise ValueError(
+            "Qwen4-Exp knows no drafts from n-grams: SGLang would stop in the first step; use "
+            "another --speculative-algorithm, or none."
+        )
     flag = "--speculative-ngram-max-bfs-breadth" if by_ngrams else "--speculative-eagle-topk"
     width = view.speculative_ngram_max_bfs_breadth if by_ngrams else view.speculative_eagle_topk
     if _architectures(server_args) & set(CHAINS_ONLY) and (width or 1) > 1:
         raise ValueError(
-            "a model of short convolutions or lightning attention reads drafts as chains, and "
-            f"would answer wrongly where one is a tree; use {flag} 1."
+            "a model of short convolutions or lightning attention reads drafts as chains; where "
+            f"one is a tree SGLang answers wrongly or stops; use {flag} 1."
         )
 
 

@@ -50,6 +50,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, architecture: str, **flags: Any) ->
         ("BailingMoeV2_5ForCausalLM", TREES, "use --speculative-ngram-max-bfs-breadth 1"),
         ("BailingMoeV2_5ForCausalLM", CHAINS, None),
         ("BailingMoeV3ForCausalLM", TREES, None),
+        ("Qwen4ExpForConditionalGeneration", CHAINS, "use another --speculative-algorithm"),
+        ("Qwen4ExpForConditionalGeneration", EAGLE_TREES, "use --speculative-eagle-topk 1"),
         ("NemotronHForCausalLM", EAGLE_TREES, None),
         ("NemotronHForCausalLM", {**CHAINS, **SESSIONS}, "leave out --enable-streaming-session"),
         ("NemotronHForCausalLM", SESSIONS, None),
