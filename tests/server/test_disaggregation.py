@@ -6,6 +6,7 @@ decode server is given a state with every request, so that what it keeps is KV o
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import re
@@ -23,6 +24,7 @@ from sglang_hybrid.models.tiny import DEFAULT_ARCHITECTURE
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.releases import drafts_on_cpu
 from tests.server.client import (
+    STRICT,
     ask,
     cached,
     cold,
@@ -36,7 +38,10 @@ from tests.server.client import (
 from tests.server.divided import Divide, Divided, needs_transfers
 from tests.server.draft_heads import with_draft_head
 from tests.server.expected import agree, expect
+from tests.server.one_memory import all_is_free
+from tests.server.soak import Soak
 from tests.server.test_checkpoints import cases, page_and_chunk, plays_hits
+from tests.server.test_soak import answers_stand
 from tests.server.test_speculation import HEAD, says_the_same
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_transfers]
@@ -165,6 +170,32 @@ def test_two_of_each(divide: Divide, model_directory: Callable[[str], Path]) -> 
         for server in servers.servers[: servers.prefills]:
             assert hybrid_cache(server.url)["requests"] > 0, "both are used"
         all_is_given_back(servers)
+
+
+@pytest.mark.timeout(1800)
+def test_nothing_is_lost_or_wrong_under_load(divide: Divide) -> None:
+    """Random traffic in small pools, with aborts and clients that hang up: all is given back, and
+    answers are those of servers whose caches are empty.
+    """
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    room = ("--max-running-requests", "8", "--max-total-tokens", "4000")
+    with divide(
+        *(*room, "--chunked-prefill-size", "256"),
+        prefill=("--max-mamba-cache-size", "16"),
+        decode=(*KEEPS_KV, "--max-mamba-cache-size", "16"),
+        environment={**STRICT, **SOON},
+    ) as servers:
+        behind = [server.url for server in servers.servers]
+        soak = Soak(servers.url, seed, priorities=False, behind=behind)
+        for _ in range(3):
+            asyncio.run(soak.send(200))
+            all_is_given_back(servers)
+            assert all(all_is_free(hybrid_cache(url), 16) for url in behind)
+        print(soak.outcomes)
+        assert soak.outcomes["abort"] and soak.outcomes["hung up"]
+        assert {"state", "leaf"} <= hybrid_cache(behind[0])["evicted"].keys()
+        answers_stand(servers.url, soak.watched)
 
 
 @pytest.mark.timeout(900 + 60 * KILLS)

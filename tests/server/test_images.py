@@ -24,7 +24,8 @@ from sglang_hybrid.platforms.images import PillowProcessor
 from sglang_hybrid.replicas import Replicas
 from sglang_hybrid.serving.server_process import ServerProcess, event_flags
 from tests.reference import load_reference
-from tests.server.client import TOLERANCE, Serve, cached, flush, logprobs, same
+from tests.server.client import TOLERANCE, Serve, cached, flush, logprobs, said, same
+from tests.server.one_memory import SGLANGS_POOL
 
 pytestmark = pytest.mark.slow
 
@@ -356,6 +357,37 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(
 ) -> None:
     response = requests.post(server.url + "/generate", json=body, timeout=60)
     assert (response.status_code, why in response.text) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "page"),
+    [
+        (("--tp-size", "2"), 1),
+        (("--pp-size", "2"), 1),
+        (("--page-size", "16"), 16),
+        (("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"), 1),
+        (("--enable-mixed-chunk", "--chunked-prefill-size", "128"), 1),
+        (SGLANGS_POOL, 1),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_hits_are_exact_under(serve: Serve, flags: tuple[str, ...], page: int) -> None:
+    """A prompt again, longer, and siblings that part behind its image; another image."""
+    shared = words(BEFORE, 1) + SPOT + words(25, 2)
+    siblings = [f"{shared} {words(20, seed)}" for seed in (6, 7)]
+    asked = [TEXT, TEXT, f"{TEXT} {words(9, 5)}", *siblings]
+    parts = STARTS + TOKENS + 1 + 75
+    with serve(*flags, of=MODEL) as server:
+        warm = [look(server.url, text, [A]) for text in asked]
+        other = look(server.url, TEXT, [B])
+        hits = [cached(record) for record in warm]
+        whole, part = (position - position % page for position in (LENGTH - 1, parts))
+        assert [*hits[:3], hits[4]] == [0, whole, whole, part]
+        assert cached(other) <= STARTS
+        for text, record in zip(asked, warm, strict=True):
+            assert same(record, looked_cold(server.url, text, [A]))
+        assert same(other, looked_cold(server.url, TEXT, [B]))
+        assert said(server)
 
 
 def test_images_come_back_from_host_memory(serve: Serve) -> None:

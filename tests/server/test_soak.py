@@ -155,7 +155,7 @@ def test_nothing_is_lost_or_wrong(
             asyncio.run(soak.send(chosen.requests // ROUNDS))
             seen = emptied(server)
             assert all(all_is_free(one, chosen.slots) for one in seen)
-            pools_stay_within(server, seen[0], chosen.processes)
+            pools_stay_within(server, seen, chosen.processes // len(seen))
             memory.append(sum(process.memory_info().rss for process in server.processes()))
             live.append(sum((Counter(one["live"]) for one in seen), Counter()))
         print(soak.outcomes, seen, [f"{size >> 20} MB" for size in memory])
@@ -177,13 +177,14 @@ def emptied(server: ServerProcess) -> list[dict]:
     return hybrid_caches(server.url)
 
 
-def pools_stay_within(server: ServerProcess, seen: dict, processes: int) -> None:
-    """One memory takes no more of the machine than its account says, and that is its budget. seen:
-    what one of the `processes` tells.
+def pools_stay_within(server: ServerProcess, replicas: list[dict], ranks: int) -> None:
+    """One memory takes no more of the machine than its account says, and that is its budget. ranks:
+    processes with such a memory in each of the `replicas`.
     """
-    account = seen["memory"]
-    if account is not None:
-        assert pool_memory(server) <= processes * (account["resident"] + PAGES_OF_OTHERS)
+    accounts = [seen["memory"] for seen in replicas if seen["memory"] is not None]
+    told = sum(account["resident"] + PAGES_OF_OTHERS for account in accounts)
+    assert not accounts or pool_memory(server) <= ranks * told
+    for account in accounts:
         assert account["resident"] <= account["budget"]
         assert not account.get("failed_moves")
 
