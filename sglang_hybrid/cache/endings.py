@@ -62,15 +62,16 @@ class Endings:
         starts = cache.plans.message_starts(req)
         by_flag = cache.enable_session_radix_cache
         session = cache.session_refs.session_id_for_req(req) if by_flag else None
+        closed = session in cache.session_refs._closed_session_ids
         hint = kv_hints.read(req.kv_hints).session
         if hint is None and session is not None:
-            hint = Hint.RETURNS
+            hint = Hint.ENDS if closed else Hint.RETURNS
         if cache.tuning.listens:
             cache.tuning.finished(req, up_to, starts, hint)
         if self._shadow_tree is None:
             return
         tokens = np.asarray(req.full_untruncated_fill_ids)[:up_to]  # no copy
-        if session is not None:
+        if session is not None and not closed:
             self._remember(session, tokens.copy(), tenant_of(req))
         self._shadow_tree.on_finish(
             tokens,

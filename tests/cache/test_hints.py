@@ -58,6 +58,23 @@ def test_an_open_session_of_sglangs_flag_returns_and_a_closed_one_has_ended() ->
     assert expected("a") == pytest.approx(0.1) and expected("b") == pytest.approx(0.9)
 
 
+def test_a_request_that_ends_behind_its_sessions_close_does_not_return() -> None:
+    """Until the client opens a session of that name again."""
+    it = server()
+    refs = it.cache.session_refs
+    it.cache.enable_session_radix_cache = refs.enable_session_radix_cache = True
+    for number, expected in enumerate((0.1, 0.9)):
+        req = it.begin(run(40, number))
+        req.session_id = "one"
+        if number == 0:
+            it.cache.release_radix_session("one")
+        else:
+            refs.open_radix_session("one")
+        it.complete(req, run(3, 1))
+        end = at_the_end(it, [*run(40, number), *run(3, 1)])
+        assert end.return_expected == pytest.approx(expected)
+
+
 def test_what_a_client_says_itself_counts_more() -> None:
     it = server()
     it.cache.enable_session_radix_cache = True
