@@ -55,6 +55,7 @@ CHECKED = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
     "SGLANG_TEST_RETRACT": "1",  # retract now and then, as if KV had run out
     "SGLANG_TEST_RETRACT_INTERVAL": "16",
+    "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "60",  # tokenizers that start on a busy machine
 }
 
 GROWTH_BYTES = 64 << 20
