@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from sglang_hybrid.cache.memory.shared import shared_memory
 from sglang_hybrid.cache.state_events import PlacedBlocks, StateEvents
+from sglang_hybrid.cache.state_slots.slots import free_slots
+from sglang_hybrid.core.costs.cost import STATES_OF_A_PREFILL
 from sglang_hybrid.explain.messages import ResumableReq, ResumableReqOutput
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ class ServedCache(Protocol):
 
     cost: CostModel
     speeds: MeasuredSpeeds
+    token_to_kv_pool_allocator: Any
+    req_to_token_pool: Any
 
 
 class ResumableView:
@@ -71,10 +76,21 @@ class ResumableView:
             block_size=self._events.page_size,
             prefill_tokens_per_second=TIMED_TOKENS * speeds.prefill / cost.flops(TIMED_TOKENS),
             waiting=0 if self.scheduler is None else len(self.scheduler.waiting_queue),
+            room=self._room(),
         )
         if asked.cursor is not None:
             self._add_page(self._events, answer, asked)
         return answer
+
+    def _room(self) -> int:
+        """Tokens of a prompt that can be computed and kept before anything is evicted."""
+        kv, states = self._cache.token_to_kv_pool_allocator, STATES_OF_A_PREFILL
+        memory = shared_memory(kv)
+        if memory is not None:
+            room = memory.free_bytes - states * self._cache.cost.state_bytes
+            return max(0, room // memory.token_bytes)
+        slots = free_slots(self._cache.req_to_token_pool.mamba_allocator)
+        return int(kv.available_size()) if slots >= states else 0
 
     def _add_page(
         self, events: StateEvents, answer: ResumableReqOutput, asked: ResumableReq

@@ -16,7 +16,8 @@ from sglang_hybrid.replay.runner import Job
 from sglang_hybrid.replay.simulation.prefill_time import PAPER, PrefillTime
 from sglang_hybrid.replay.simulation.replicas import ROUTERS
 from sglang_hybrid.replay.simulation.shared_store import StoreBudget
-from sglang_hybrid.replay.simulation.tiers.tier_budgets import EXAMPLE, TierBudgets, parse_bytes
+from sglang_hybrid.replay.simulation.sizes import parse_bytes
+from sglang_hybrid.replay.simulation.tiers.tier_budgets import EXAMPLE, TierBudgets
 from sglang_hybrid.replay.simulation.traces.arrivals import Azure, Draw
 from sglang_hybrid.replay.simulation.traces.declared_hints import KINDS as HINTS
 from sglang_hybrid.replay.simulation.traces.declared_hints import with_hints

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import requests
 import zmq
 
-from sglang_hybrid.core.costs.cost import DISPLACED
+from sglang_hybrid.core.costs.cost import DISPLACED, SIMILAR
 from sglang_hybrid.replicas.follower import Follower
 from sglang_hybrid.replicas.index import ReplicaIndex
 from sglang_hybrid.replicas.reader import OutOfStep
@@ -20,7 +20,6 @@ from sglang_hybrid.replicas.tokens import TOKEN_BYTES, Tokens, as_bytes
 from sglang_hybrid.replicas.wire import KvEvents, Malformed, decode_server_info
 
 DNS: Final = "dns://"
-SIMILAR: Final = 1.1  # times the least price: not more, since speeds are measured
 
 
 def addresses(name: str) -> set[str]:
@@ -126,7 +125,9 @@ class Replicas:
                     found = max(position, min(last, load.on_its_way(tenant, prompt)))
                     left = last + 1 - found if prompt else load.typical or 1.0
                     seconds = load.seconds(left)
-                    price = seconds + DISPLACED * load.prefill_seconds(left)
+                    price = seconds
+                    if load.displaces(left):
+                        price += DISPLACED * load.prefill_seconds(left)
                     choices.append((price, (tier, load.sent, name), position, seconds, left))
             if not choices:
                 raise LookupError(f"no server can be reached: {self._reasons()}")

@@ -170,5 +170,5 @@ class Follower:
         if page.error:
             raise OutOfStep(f"the server has no snapshot: {page.error}")
         self.is_reachable = True
-        self.load.on_status(page.waiting, page.prefill_tokens_per_second)
+        self.load.on_status(page.waiting, page.prefill_tokens_per_second, page.room)
         return page

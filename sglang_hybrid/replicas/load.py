@@ -32,13 +32,15 @@ class ReplicaLoad:
     """What is to be prefilled by one replica before a prompt that is sent now.
 
     waiting: requests that the server says wait there, whoever sent them. prefill_tokens_per_second:
-    None while it is unknown. sent: prompts that were sent there, so far. typical: tokens of a
+    None while it is unknown. room: tokens that can be computed and kept there without an eviction,
+    None if that is unknown. sent: prompts that were sent there, so far. typical: tokens of a
     prefill that was sent there. right, wrong: predictions that were and that were not as served.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.waiting = 0
         self.prefill_tokens_per_second: float | None = None
+        self.room: int | None = None
         self.sent = 0
         self.typical = 0.0
         self.right = self.wrong = 0
@@ -46,10 +48,13 @@ class ReplicaLoad:
         self._recent: deque[bool] = deque(maxlen=RECENT)  # of each prediction, whether it was wrong
         self._unanswered: dict[int, _Sent] = {}
 
-    def on_status(self, waiting: int, prefill_tokens_per_second: float | None) -> None:
+    def on_status(
+        self, waiting: int, prefill_tokens_per_second: float | None, room: int | None = None
+    ) -> None:
         """The server says how busy it is."""
         self.waiting = waiting
         self.prefill_tokens_per_second = prefill_tokens_per_second
+        self.room = room
 
     def on_choice(self, number: int, tenant: str, prompt: bytes, left: float) -> None:
         """Request `number` is sent there; `left` of its tokens are expected to be prefilled."""
@@ -75,9 +80,19 @@ class ReplicaLoad:
         """Expected seconds to the first token of a prompt with `left` tokens to be prefilled: after
         all that was sent there, and a typical prefill for each request of somebody else's.
         """
-        own = sum(sent.left for sent in self._unanswered.values())
+        own = self._left()
         others = max(0, self.waiting - len(self._unanswered)) * (self.typical or left)
         return self.prefill_seconds(own + others + left)
+
+    def displaces(self, left: float) -> bool:
+        """Whether a prefill of `left` tokens takes the place of what is cached there, as far as is
+        known.
+        """
+        return self.room is None or self._left() + left > self.room
+
+    def _left(self) -> float:
+        """Tokens that were sent there and are not prefilled, as far as is known."""
+        return sum(sent.left for sent in self._unanswered.values())
 
     def prefill_seconds(self, tokens: float) -> float:
         """Of so many tokens, alone."""

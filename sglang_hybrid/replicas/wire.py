@@ -28,7 +28,8 @@ class Page(msgspec.Struct):
 
     epoch: changes when the server starts anew. seq: batches that had been published when the page
     was made; all of them, and no others, must have been applied before the page. cursor: asks for
-    the next page; None on the last one. waiting: requests that wait for their prefill.
+    the next page; None on the last one. waiting: requests that wait for their prefill. room: tokens
+    of a prompt that can be computed and kept before anything is evicted; None if that is not said.
     """
 
     epoch: str
@@ -39,6 +40,7 @@ class Page(msgspec.Struct):
     events: list[Event] = []
     prefill_tokens_per_second: float | None = None
     waiting: int = 0
+    room: int | None = None
 
 
 class Answer(msgspec.Struct):

@@ -324,6 +324,19 @@ def test_a_snapshot_has_pages(
     assert not answer.error and answer.seq == 1 and answer.prefill_tokens_per_second > 0
 
 
+def test_room_is_what_takes_nothings_place() -> None:
+    """Tokens that are free, while three state slots are."""
+    at, _ = serving()
+    view: ResumableView = at.cache.resumable
+    slots, rooms = at.cache.req_to_token_pool.mamba_allocator, []
+    for first in range(50):
+        free = at.cache.token_to_kv_pool_allocator.available_size()
+        rooms.append(view.answer(ResumableReq()).room)
+        assert rooms[-1] == (free if slots.available_size() >= 3 else 0)
+        at.serve([first, *range(100, 110)], [3])
+    assert rooms[0] > rooms[1] > 0 == rooms[-1]
+
+
 def test_a_page_says_of_which_batches_it_is_true(
     asked: tuple[Server, Callable[..., Any]],
 ) -> None:

@@ -26,7 +26,7 @@ from sglang_hybrid.replay.reports.study import paper_model
 from sglang_hybrid.replay.runner import Job, Result, Runner
 from sglang_hybrid.replay.simulation.prefill_time import PAPER
 from sglang_hybrid.replay.simulation.simulator import Simulator, hit_rate
-from sglang_hybrid.replay.simulation.tiers.tier_budgets import parse_bytes
+from sglang_hybrid.replay.simulation.sizes import parse_bytes
 from sglang_hybrid.replay.simulation.traces.formats import read_trace, recognise
 from sglang_hybrid.replay.simulation.traces.generators import generate, traffic
 from sglang_hybrid.replay.simulation.traces.lines import Reading

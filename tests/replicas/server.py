@@ -57,6 +57,7 @@ class Server:
         self.error = ""
         self.waiting = 0
         self.rate: float | None = None
+        self.room: int | None = None
         self.asked: list[int] = []
         self.answers: dict[str, tuple[str, bytes]] = {}
         self.posted: list[tuple[str, dict[str, str], bytes]] = []
@@ -135,6 +136,7 @@ class Server:
             "events": [] if is_status else self.snapshot[page],
             "prefill_tokens_per_second": self.rate,
             "waiting": self.waiting,
+            "room": self.room,
         }
 
 

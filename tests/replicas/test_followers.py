@@ -282,6 +282,25 @@ def test_replicas_that_are_as_good_get_prompts_by_turns(server: Server, other: S
         assert (choice.replica, choice.others) == (other.url, (server.url,))
 
 
+def test_a_token_costs_more_where_it_takes_anothers_place(server: Server, other: Server) -> None:
+    """Two of five tokens are known to one; the other has nothing, and room or not."""
+    server.snapshot = [[stored([1, 2])]]
+    server.rate = other.rate = 100.0
+    with all_of(server, other) as replicas:
+
+        def chosen(*rooms: int | None) -> str:
+            server.room, other.room = rooms
+            loads = [replicas.followers[each.url].load for each in (server, other)]
+            wait_until(lambda: [load.room for load in loads] == [*rooms])
+            choice = replicas.choose([1, 2, 3, 4, 5])
+            replicas.on_answer(choice)
+            return choice.replica
+
+        assert chosen(None, None) == server.url
+        assert chosen(None, 100) == chosen(2, 100) == other.url
+        assert chosen(100, 100) == chosen(0, 4) == server.url
+
+
 def test_equal_prompts_at_once_are_sent_to_one_replica(server: Server, other: Server) -> None:
     """The second waits for the prefill of the first there; others are sent elsewhere meanwhile."""
     prompt, different = list(range(100)), list(range(100, 200))

@@ -60,3 +60,13 @@ def test_what_nobody_speaks_of_any_more_is_forgotten() -> None:
     now[0] = FORGOTTEN + 1
     load.on_choice(2, "", prompt(3), 1)
     assert load.seconds(1) == pytest.approx(0.02)
+
+
+def test_a_prefill_displaces_what_it_finds_no_room_beside(load: ReplicaLoad) -> None:
+    assert load.displaces(1), "nobody knows"
+    load.on_status(0, 100.0, room=10)
+    assert [load.displaces(left) for left in (10, 11)] == [False, True]
+    load.on_choice(1, "", prompt(1, 2, 3, 4), 4)
+    assert [load.displaces(left) for left in (6, 7)] == [False, True]
+    load.on_answer(1)
+    assert not load.displaces(10)

@@ -29,9 +29,16 @@ MIN_BRANCH_TOKENS = 16
 
 DISPLACED: Final = 1.0
 """What a token that one of several servers computes costs beside its own prefill, in prefills of a
-token: it takes the place of others in the cache, which are computed again, and delays those who
-wait behind it.
+token, where the cache has no room left: it takes the place of others, which are computed again.
 """
+
+SIMILAR: Final = 1.1
+"""Servers whose prices are within so many times the least are as good: not more, since speeds are
+measured."""
+
+STATES_OF_A_PREFILL: Final = 3
+"""State slots that a server needs free to compute a prompt without an eviction: the request's own,
+and those that it leaves at a branch and at its end."""
 
 UNBOUNDED: Final = 2**62
 """More tokens, slots or bytes than any pool has."""

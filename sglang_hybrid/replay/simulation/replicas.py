@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang_hybrid.core.costs.cost import DISPLACED
+from sglang_hybrid.core.costs.cost import DISPLACED, SIMILAR, STATES_OF_A_PREFILL
 from sglang_hybrid.core.queue.prefix_overlap import TOKEN_BYTES, SortedKeys, as_key
 from sglang_hybrid.core.queue.prefix_ranks import PrefixRanks
 from sglang_hybrid.core.records.nodes import Node
@@ -108,6 +108,12 @@ class Replica:
         prompt = request.tokens[: request.input_len - 1]
         return self.cache.tree.find(prompt, tenant=request.tenant)[1]
 
+    def must_evict_for(self, tokens: int) -> bool:
+        """Whether a prefill of so many tokens takes the place of what is cached here."""
+        if not isinstance(self.cache, Simulator):
+            return True
+        return self.cache.memory.short_of(tokens, STATES_OF_A_PREFILL) is not None
+
     def resumable(self, request: Request) -> int:
         """Prompt tokens of `request` that would be hit here, as far as a router knows."""
         return self.cache.peek(request) if self.told is None else self.heard
@@ -196,24 +202,30 @@ class CacheAware(Router):
 
 class Soonest(Router):
     """The replica whose first token is expected first: after its backlog, and the prefill of what
-    `hit` says that it would not hit. Of equal ones that with the fewest requests.
+    `hit` says that it would not hit. Of similar ones that which was sent the fewest requests.
 
-    displaced: what a token that is computed costs beside its own prefill, in prefills of a token.
+    displaced: what a token that is computed costs beside its own prefill, in prefills of a token,
+    where something must be evicted for it.
     """
 
     def __init__(self, hit: Callable[[Replica, Request], int], displaced: float = 0.0) -> None:
         self._hit = hit
         self._displaced = displaced
+        self._sent: Counter[int] = Counter()
 
     def choose(self, request: Request, replicas: Sequence[Replica], now: float) -> int:
-        def cost(at: int) -> tuple[float, int, int]:
-            replica = replicas[at]
+        prices = []
+        for replica in replicas:
             hit = self._hit(replica, request)
-            price = self._displaced * replica.time.per_token * (request.input_len - hit)
-            seconds = replica.backlog(now) + replica.seconds(request, hit)
-            return seconds + price, replica.unfinished, at
-
-        return min(range(len(replicas)), key=cost)
+            price = replica.backlog(now) + replica.seconds(request, hit)
+            new = request.input_len - hit
+            if self._displaced and replica.must_evict_for(new):
+                price += self._displaced * replica.time.per_token * new
+            prices.append(price)
+        alike = [at for at, price in enumerate(prices) if price <= SIMILAR * min(prices)]
+        chosen = min(alike, key=lambda at: (self._sent[at], at))
+        self._sent[chosen] += 1
+        return chosen
 
 
 class DpRanks(Router):

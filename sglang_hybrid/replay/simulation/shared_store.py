@@ -9,7 +9,7 @@ from sglang_hybrid.core.tiers.rates import Link
 from sglang_hybrid.core.victims.eviction import Reuse
 from sglang_hybrid.replay.simulation.prefill_time import PrefillTime
 from sglang_hybrid.replay.simulation.simulator import Outcome, Simulator, Ticket
-from sglang_hybrid.replay.simulation.tiers.tier_budgets import parse_bytes, parse_rate
+from sglang_hybrid.replay.simulation.sizes import parse_bytes, parse_rate
 from sglang_hybrid.replay.simulation.traces.requests import Request
 
 STORE_LATENCY = 1e-3

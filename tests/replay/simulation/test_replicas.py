@@ -23,6 +23,8 @@ from sglang_hybrid.replay.systems import Spec
 COST = CostModel.paper_7b()
 SECOND_A_TOKEN = PrefillTime(0.0, 1.0, 0.0, decode=0.0, about="test")
 SHARED = range(100)
+FULL = COST.state_bytes + 202 * COST.kv_bytes_per_token
+"""Bytes for a prompt of 202 tokens with one state."""
 
 
 def request(
@@ -32,8 +34,8 @@ def request(
     return Request(session, 0, arrival, ids, len(tokens), tenant=tenant)
 
 
-def server(*held: Sequence[int]) -> Simulator:
-    cache = Simulator(COST, None, Lru())
+def server(*held: Sequence[int], budget: int | None = None) -> Simulator:
+    cache = Simulator(COST, budget, Lru())
     for tokens in held:
         cache.serve(request(tokens))
     return cache
@@ -61,20 +63,24 @@ def test_by_states_goes_where_the_state_is_and_by_blocks_where_the_kv_is() -> No
 
 
 @pytest.mark.parametrize(
-    ("routing", "backlog", "to"),
+    ("routing", "budget", "backlog", "to"),
     [
-        ("by_states", 390.0, 0),
-        ("by_states", 410.0, 1),
-        ("by_blocks", 190.0, 0),
-        ("by_blocks", 210.0, 1),
+        ("by_states", FULL, 430.0, 0),
+        ("by_states", FULL, 450.0, 1),
+        ("by_states", None, 210.0, 0),
+        ("by_states", None, 230.0, 1),
+        ("by_blocks", FULL, 210.0, 0),
+        ("by_blocks", FULL, 230.0, 1),
     ],
 )
-def test_a_hit_is_weighed_against_the_queue(routing: str, backlog: float, to: int) -> None:
-    """A second a token, and 200 tokens in the cache of the first replica. by_states counts twice
-    what the second would compute.
+def test_a_hit_is_weighed_against_the_queue(
+    routing: str, budget: int | None, backlog: float, to: int
+) -> None:
+    """A second a token, and 201 of 202 tokens in the cache of the first replica. by_states counts
+    what is computed twice where that takes the place of something.
     """
     held = [*range(200)]
-    caches = replicas(server(held), server())
+    caches = replicas(server(held, budget=budget), server(budget=budget))
     caches[0].free_at, caches[0].waiting = 1_000.0, {7: backlog - 50}
     assert caches[0].backlog(950.0) == backlog
     assert chosen(routing, caches, request([*held, 99_999, 5]), now=950.0) == to

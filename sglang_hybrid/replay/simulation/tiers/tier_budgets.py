@@ -14,6 +14,7 @@ from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.tiers.places import Way
 from sglang_hybrid.core.tiers.rates import INSTANT, TIERS, TIERS_BELOW, Link, Speeds, Tier
 from sglang_hybrid.replay.simulation.prefill_time import PAPER, PrefillTime
+from sglang_hybrid.replay.simulation.sizes import parse_bytes, parse_rate
 
 LATENCY = {Tier.HOST: 20e-6, Tier.DISK: 100e-6}
 """Seconds that a transfer takes besides its bytes: a copy over PCIe, a read of an NVMe disk."""
@@ -25,9 +26,6 @@ EXAMPLE = "device=20GB,host=200GB@25GB/s,disk=2TB@3GB/s:int8"
 
 PREFILL_OF = 8_192
 """Tokens of the prefill that a model's FLOPs per second are taken from."""
-
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 ROW: Final = 128
 """Numbers that share a scale: `head_dim` and the last dimension of a state in most models."""
@@ -228,21 +226,3 @@ class TierCounts:
         counted["inexact_tokens"] = self.inexact_tokens
         counted["written_per_hit_token"] = self.written_per_hit_token
         return counted
-
-
-def parse_bytes(text: str) -> int:
-    """`5GB`, `1.5GiB`, `500MB` or a number of bytes. Raises ValueError."""
-    number = text.strip().rstrip("bBkKmMgGtTiI")
-    unit = text.strip()[len(number) :].upper()
-    try:
-        return int(float(number) * UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise ValueError(f"{text!r} is no size; write 5GB, 1.5GiB or a number of bytes") from None
-
-
-def parse_rate(text: str) -> float:
-    """`25GB/s`, in bytes per second. Raises ValueError."""
-    size, slash, per = text.strip().rpartition("/")
-    if not slash or per != "s" or not (rate := parse_bytes(size)) > 0:
-        raise ValueError(f"{text!r} is no bandwidth; write 25GB/s")
-    return float(rate)
