@@ -10,8 +10,8 @@ transformers 5.19 are not to be trusted:
   zero). ``Reference.extend`` therefore feeds that architecture token by token.
 * Nemotron-H clamps time steps to ``time_step_min`` in a prefill but not in decoding. The tiny
   models set that bound to almost zero.
-* Qwen4-Exp has an index in each attention layer, without which transformers does not make it. Ours
-  has none (``twins.Qwen4Exp``).
+* Qwen4-Exp and GLM-5-Next have an index in each attention layer, without which transformers does
+  not make them. Ours have none (``twins.Qwen4Exp``, ``twins.Glm5Next``).
 * ZAYA1 has other names for its tensors than SGLang reads, and no conversion; ours is `zaya.py`.
   Importing SGLang puts its own configuration in place of transformers', which is asked for by name.
 """
