@@ -10,8 +10,8 @@ transformers 5.19 are not to be trusted:
   zero). ``Reference.extend`` therefore feeds that architecture token by token.
 * Nemotron-H clamps time steps to ``time_step_min`` in a prefill but not in decoding. The tiny
   models set that bound to almost zero.
-* Qwen4-Exp has an index in each attention layer, without which transformers does not make it. Ours
-  has none (``twins.Qwen4Exp``).
+* Qwen4-Exp and GLM-5-Next have an index in each attention layer, without which transformers does
+  not make them. Ours have none (``twins.Qwen4Exp``, ``twins.Glm5Next``).
 * ZAYA1 has other names for its tensors than SGLang reads, and no conversion; ours is `zaya.py`.
   Importing SGLang puts its own configuration in place of transformers', which is asked for by name.
 """
@@ -32,13 +32,18 @@ from transformers import (
     logging,
 )
 
-from tests.twins import GigaChat, Ling, Qwen4Exp
+from tests.twins import GigaChat, Glm5Next, Ling, Qwen4Exp
 from tests.zaya import name_tensors
 
 _log: Any = logging
 _PURE_SSM = ("mamba2", "falcon_mamba")
 _FORGETFUL = ("falcon_mamba",)
-TWINS = {"bailing_hybrid": Ling, "gigachat3_5": GigaChat, "qwen4_exp": Qwen4Exp}
+TWINS = {
+    "bailing_hybrid": Ling,
+    "gigachat3_5": GigaChat,
+    "glm5_next": Glm5Next,
+    "qwen4_exp": Qwen4Exp,
+}
 """Models that transformers does not have, or not so, by the name of their type."""
 
 

@@ -21,6 +21,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RMSNorm,
     apply_rotary_pos_emb,
 )
+from transformers.models.glm5_next import modeling_glm5_next
+from transformers.models.glm5_next.configuration_glm5_next import Glm5NextConfig
 from transformers.models.glm5_next.modeling_glm5_next import (
     Glm5NextTextLinearAttention,
     Glm5NextTextRMSNormGated,
@@ -359,6 +361,45 @@ class Qwen4Exp(modeling_qwen4_exp.Qwen4ExpForCausalLM):
         )
         buffers = {name for name, _ in model.named_buffers()}
         if any(set(report[kind]) - buffers for kind in ("missing_keys", "unexpected_keys")):
+            raise RuntimeError(f"These are not the tensors of the model: {report}")
+        return model
+
+
+class AllTokens(nn.Module):
+    """In the place of what chooses the tokens that GLM-5-Next's attention reads: all so far."""
+
+    def __init__(self, _: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def forward(self, hidden_states: Tensor, past_key_values: Any, **_: Any) -> Tensor:
+        """Numbers [1, T, length] of the tokens that each of the last T reads; -1 is none."""
+        new = hidden_states.shape[1]
+        length = past_key_values.get_seq_length(self.layer_idx) if past_key_values else new
+        tokens = torch.arange(length)
+        later = tokens > torch.arange(length - new, length)[:, None]
+        return tokens.expand(new, -1).masked_fill(later, -1)[None]
+
+
+class Glm5Next(modeling_glm5_next.Glm5NextForConditionalGeneration):
+    """GLM-5-Next without an index and without a tower, which transformers cannot do without."""
+
+    def __init__(self, config: Any) -> None:
+        with mock.patch.object(modeling_glm5_next, "Glm5NextTextIndexer", AllTokens):
+            super().__init__(config)
+        del self.model.visual
+
+    @classmethod
+    def load(cls, model_dir: Path) -> Any:
+        """The model in a directory. Raises RuntimeError unless it has exactly these tensors."""
+        config = json.loads((model_dir / "config.json").read_text())
+        model, report = cls.from_pretrained(
+            model_dir,
+            config=Glm5NextConfig(**config),
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+        if any(report[kind] for kind in ("missing_keys", "unexpected_keys")):
             raise RuntimeError(f"These are not the tensors of the model: {report}")
         return model
 

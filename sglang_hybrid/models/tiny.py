@@ -116,7 +116,7 @@ def _same_files(expected: Path, found: Path) -> bool:
 
 
 def _write(model: Model, directory: Path) -> None:
-    write_tokenizer(directory, MAX_LENGTH, vision="vision_config" in model.config)
+    write_tokenizer(directory, MAX_LENGTH, vision="image_token_id" in model.config)
     generation = {
         "bos_token_id": model.config["bos_token_id"],
         "eos_token_id": [SPECIAL_TOKENS.index(EOS), SPECIAL_TOKENS.index(TURN_END)],

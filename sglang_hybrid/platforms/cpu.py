@@ -104,6 +104,8 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
         server_args.dtype = DTYPES[server_args.dtype]
         # SGLang keeps convolution windows in bfloat16 whatever the model computes in.
         os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", server_args.dtype)
+        for step in ("PRE", "POST"):  # of hyper-connections: SGLang has them in torch, too
+            os.environ[f"SGLANG_OPT_USE_TILELANG_MHC_{step}"] = "0"
         ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
         if ranks > 1:
             bind_cores(ranks)

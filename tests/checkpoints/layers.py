@@ -438,8 +438,8 @@ def run_gdn(case: Case, kernel: Any = None) -> Outcome:
     return Outcome(before, pools, *defined(case, before, inputs, weight, None, define))
 
 
-def run_kda(case: Case) -> Outcome:
-    """A prefill of one KDA layer, behind its projections."""
+def run_kda(case: Case, lower_bound: float | None = None) -> Outcome:
+    """A prefill of one KDA layer, behind its projections; its log decays may have a lower bound."""
     keys, values = V_HEADS * K_DIM, V_HEADS * V_DIM
     channels, tokens = 2 * keys + values, case.bounds[-1]
     pools = case.pools(channels, V_HEADS, V_DIM, K_DIM)
@@ -458,7 +458,7 @@ def run_kda(case: Case) -> Outcome:
         head_v_dim=V_DIM,
         A_log=case.normal(V_HEADS) - 2,
         dt_bias=case.normal(V_HEADS, K_DIM),
-        lower_bound=None,
+        lower_bound=lower_bound,
     )
     # SGLang keeps windows of KDA as [slots, K-1, D].
     kept = SimpleNamespace(conv=[pools.conv[0].transpose(1, 2)], temporal=pools.temporal)
@@ -469,7 +469,8 @@ def run_kda(case: Case) -> Outcome:
     backend.accept_lens_pool = None
     backend.init_forward_metadata(batch)
     backend.forward_extend(layer, batch, inputs, a[None], b[None])
-    g = -layer.A_log.exp()[:, None] * softplus(a + layer.dt_bias)
+    rate, step = layer.A_log.exp()[:, None], a + layer.dt_bias
+    g = lower_bound * (rate * step).sigmoid() if lower_bound else -rate * softplus(step)
 
     def define(at: slice, convolved: Tensor, start: Tensor) -> Tensor:
         q, k, v = convolved.split([keys, keys, values], dim=1)

@@ -75,6 +75,7 @@ RUNS = {
     "gdn": run_gdn,
     "gdn-flashinfer": run_flashinfer,
     "kda": run_kda,
+    "kda-bounded": partial(run_kda, lower_bound=-5.0),
     "lightning": run_lightning,
 }
 each = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)

@@ -286,6 +286,8 @@ def test_other_models_of_latent_attention_by_hand() -> None:
     kinds = ["linear_attention", "full_attention", "linear_attention"]
     glm = {**common, **experts, **delta, "model_type": "glm5_next_text", "layer_types": kinds}
     assert CostModel.from_config({"model_type": "glm5_next", "text_config": glm}) == kimi
+    streams = CostModel.from_config({**glm, "mhc": True, "hc_mult": 2})
+    assert streams.linear - kimi.linear == 6 * 2 * (2 + 2 + 4) * 2 * 64
     counted = {"linear_attn_config": {**KIMI["linear_attn_config"], "kda_layers": [0, 2]}}
     assert CostModel.from_config({**glm, **counted, "layer_types": None}) == kimi
 

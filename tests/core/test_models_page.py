@@ -28,7 +28,7 @@ KINDS = {
     "falcon_h1": ("Mamba-2", "falcon-h1"),
     "granitemoehybrid": ("Mamba-2", "granite-hybrid"),
     "kimi_linear": ("Kimi delta attention", "kimi-linear"),
-    "glm5_next_text": ("Kimi delta attention", ""),
+    "glm5_next_text": ("Kimi delta attention", "glm-5-next"),
     "bailing_hybrid": ("Kimi delta attention", "ling-3"),
     "gigachat3_5": ("gated delta net", "gigachat-3.5"),
     "lfm2": ("short convolution", "lfm2"),

@@ -10,14 +10,14 @@ from torch.nn.functional import silu
 from sglang_hybrid.platforms.cpu_ops import moe
 
 
-def case(d, activation, is_gated, scale):
+def case(d, activation, is_gated, scale, limit=None):
     config = SimpleNamespace(
         activation=activation,
         is_gated=is_gated,
         routed_scaling_factor=scale,
         gemm1_alpha=None,
         gemm1_clamp_limit=None,
-        swiglu_limit=None,
+        swiglu_limit=limit,
         apply_router_weight_on_input=False,
     )
     layer = SimpleNamespace(
@@ -29,11 +29,24 @@ def case(d, activation, is_gated, scale):
     return layer, d.normal(7, 8), (d.uniform(0, 1, 7, 2), experts, None), config
 
 
+def swiglu(h, limit):
+    """SwiGLU of gate and up h [2 F] that are limited: the gate above, up on both sides."""
+    gate, up = h.chunk(2)
+    return silu(gate.minimum(torch.tensor(limit))) * up.clip(-limit, limit)
+
+
+def test_a_shared_expert_is_limited_likewise():
+    gate_up, out = Draw(3).normal(5, 12), torch.empty(5, 6)
+    moe.silu_and_mul_clamp(gate_up, out, 0.7)
+    assert_close(out, torch.stack([swiglu(h, 0.7) for h in gate_up.double()]), FP32)
+
+
 @pytest.mark.parametrize(
-    ("activation", "is_gated", "scale"), [("silu", True, None), ("relu2", False, 2.5)]
+    ("activation", "is_gated", "scale", "limit"),
+    [("silu", True, None, None), ("silu", True, None, 0.7), ("relu2", False, 2.5, None)],
 )
-def test_experts_are_summed_by_weight(activation, is_gated, scale):
-    layer, x, (weights, experts, logits), config = case(Draw(1), activation, is_gated, scale)
+def test_experts_are_summed_by_weight(activation, is_gated, scale, limit):
+    layer, x, (weights, experts, logits), config = case(Draw(1), activation, is_gated, scale, limit)
     experts[0, 1] = -1
     y = moe.moe_forward_native(layer, x, (weights, experts, logits), config)
     for t in range(7):
@@ -42,7 +55,7 @@ def test_experts_are_summed_by_weight(activation, is_gated, scale):
             if e < 0:
                 continue
             h = layer.w13_weight[e].double() @ x[t].double()
-            h = silu(h[:6]) * h[6:] if is_gated else h.relu().square()
+            h = swiglu(h, limit or torch.inf) if is_gated else h.relu().square()
             expected += weight * (layer.w2_weight[e].double() @ h)
         assert_close(y[t], expected * (scale or 1), FP32, f"token {t}")
 

@@ -18,7 +18,7 @@ from tests.reference import load_reference
 
 SCAN = {
     **dict.fromkeys(("qwen3-next", "qwen3.5", "qwen3.5-vl", "qwen4-exp"), 7),
-    **dict.fromkeys(("kimi-linear", "ling-3", "gigachat-3.5"), 7),
+    **dict.fromkeys(("kimi-linear", "ling-3", "glm-5-next", "gigachat-3.5"), 7),
     "falcon-mamba": 8,
     "transformer": 0,
 }
@@ -50,6 +50,8 @@ def counted(model: nn.Module, ids: Tensor) -> int:
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d):
             total += 2 * module.weight.numel() * ids.numel()
+        elif type(module).__name__.endswith("HyperConnection") and hasattr(module, "fn"):
+            total += 2 * module.fn.numel() * ids.numel()
         elif isinstance(first_product(module), nn.Parameter):
             hooks.append(module.register_forward_hook(experts))
         elif name != "lm_head" and (

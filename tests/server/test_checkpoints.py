@@ -301,7 +301,7 @@ WITHOUT_EXTRA_BUFFER = ("mamba2", "falcon-mamba", "lfm2", "lfm2-moe", "zaya", "g
 """Models for which SGLang does not have it; pages need it."""
 IN_STAGES = ("nemotron-h", "nemotron-3", "kimi-linear", "qwen3.5")
 """Models that SGLang can divide into the stages of a pipeline."""
-WITHOUT_SGLANGS_POOL = ("mamba2", "falcon-mamba", "qwen4-exp")
+WITHOUT_SGLANGS_POOL = ("mamba2", "falcon-mamba", "qwen4-exp", "glm-5-next")
 OF_EVERY_KIND = (
     *("chunks of 128", "page 16", "lazy", "no buffer", "two ranks", "two stages"),
     "SGLang's pool",

@@ -32,7 +32,7 @@ pytestmark = [
 
 SMALL = ("--mem-fraction-static", "0.1", "--max-total-tokens", "65536")
 FLOAT32 = ("--dtype", "float32", "--attention-backend", "triton")
-HALF = {"qwen3-next", "qwen3.5", "qwen4-exp", "kimi-linear"}
+HALF = {"qwen3-next", "qwen3.5", "qwen4-exp", "kimi-linear", "glm-5-next"}
 """SGLang's Triton kernels of the delta rule refuse float32: hits only, as by default."""
 CONFIGURATIONS = {
     "default": (),

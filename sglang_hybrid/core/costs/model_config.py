@@ -249,8 +249,9 @@ def _beside_latent_attention(config: Config, kinds: list[str], linear: Layer) ->
 
 
 def _glm5_next(config: Config) -> list[Layer]:
-    """GLM-5 Next: KDA, and latent attention in every fourth block. What finds the keys that a query
-    sees (an index, in some sizes) is left out.
+    """GLM-5 Next: KDA, and latent attention in every fourth block. With hyper-connections (`mhc`) a
+    matrix makes of `hc_mult` residual streams how each mixer and MLP reads, writes and mixes them.
+    What finds the keys that a query sees (an index, in some sizes) is left out.
     """
     linear = config.get("linear_attn_config")
     if isinstance(linear, Mapping):
@@ -262,7 +263,12 @@ def _glm5_next(config: Config) -> list[Layer]:
     taps = integer(config, "linear_conv_kernel_dim", default=4)
     delta = kimi_delta_attention(integer(config, "hidden_size"), heads, head_dim, taps)
     kinds = ["linear" if i in with_delta else "" for i in range(layer_count(config))]
-    return _beside_latent_attention(config, mixer_kinds(config, kinds), delta)
+    layers = _beside_latent_attention(config, mixer_kinds(config, kinds), delta)
+    if not config.get("mhc"):
+        return layers
+    streams = integer(config, "hc_mult", default=4)
+    mixes = Layer(2 * (2 + streams) * streams * streams * integer(config, "hidden_size"))
+    return [*layers, *[mixes] * len(layers)]
 
 
 def _bailing(config: Config) -> list[Layer]:

@@ -6,6 +6,7 @@ from sglang_hybrid.models.architectures.base import Architecture, Model, Scale
 from sglang_hybrid.models.architectures.falcon_h1 import falcon_h1
 from sglang_hybrid.models.architectures.falcon_mamba import falcon_mamba
 from sglang_hybrid.models.architectures.gigachat import gigachat_3_5
+from sglang_hybrid.models.architectures.glm5_next import glm_5_next
 from sglang_hybrid.models.architectures.granite_hybrid import granite_hybrid
 from sglang_hybrid.models.architectures.kimi_linear import kimi_linear
 from sglang_hybrid.models.architectures.lfm2 import lfm2, lfm2_moe
@@ -30,6 +31,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3.5-vl": qwen3_5_vl,
     "qwen4-exp": qwen4_exp,
     "kimi-linear": kimi_linear,
+    "glm-5-next": glm_5_next,
     "ling-2.5": ling_2_5,
     "ling-3": ling_3,
     "gigachat-3.5": gigachat_3_5,

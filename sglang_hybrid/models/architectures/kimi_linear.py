@@ -81,7 +81,7 @@ def kimi_linear(seed: int, scale: Scale) -> Model:
         if index + 1 in ATTENTION_LAYERS:
             _latent_attention(weights, f"{layer}.self_attn")
         else:
-            _kimi_delta_attention(weights, f"{layer}.self_attn")
+            kimi_delta_attention(weights, f"{layer}.self_attn")
         weights.ones(f"{layer}.post_attention_layernorm.weight", HIDDEN)
         if index == 0:
             weights.gated_mlp(f"{layer}.mlp", HIDDEN, MLP, gain=1.0)
@@ -100,7 +100,8 @@ def _latent_attention(weights: Weights, prefix: str) -> None:
     weights.linear(f"{prefix}.o_proj.weight", HIDDEN, HEADS * VALUE_DIM, gain=1.5)
 
 
-def _kimi_delta_attention(weights: Weights, prefix: str) -> None:
+def kimi_delta_attention(weights: Weights, prefix: str) -> None:
+    """KDA as Kimi Linear has it, whose gates are products of two small matrices."""
     inner = LINEAR_HEADS * LINEAR_HEAD_DIM
     for part in "qkv":
         weights.linear(f"{prefix}.{part}_proj.weight", inner, HIDDEN)

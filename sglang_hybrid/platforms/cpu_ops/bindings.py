@@ -287,6 +287,7 @@ BINDINGS: tuple[Binding, ...] = (
     Binding(_GATED_NORM, "rms_norm_gated", gated_delta.rms_norm_gated),
     Binding(_GATED_LAYERNORM, "layernorm_fn", gated_delta.layernorm_fn),
     Binding(_NATIVE_MOE, "moe_forward_native", moe.moe_forward_native),
+    Binding(f"{_MODELS}.deepseek_v2", "silu_and_mul_clamp", moe.silu_and_mul_clamp),
     Binding(f"{_MODELS}.deepseek_v2", "DeepseekV2MoE.__init__", moe.scaled_once, wraps=True),
     Binding(_QWEN2_MOE, "fused_gate_sigmoid_mul_add", moe.fused_gate_sigmoid_mul_add),
     Binding(

@@ -25,7 +25,7 @@ def moe_forward_native(layer: Any, x: Tensor, topk_output: Any, moe_runner_confi
     (moe_runner/triton_utils/fused_moe.py).
     """
     config = moe_runner_config
-    plain = (config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit) == (None,) * 3
+    plain = (config.gemm1_alpha, config.gemm1_clamp_limit) == (None,) * 2
     if config.activation not in _ACTIVATIONS or not plain or config.apply_router_weight_on_input:
         raise ValueError(
             "The CPU platform runs experts with a plain silu, gelu or relu2 activation, not "
@@ -41,7 +41,7 @@ def moe_forward_native(layer: Any, x: Tensor, topk_output: Any, moe_runner_confi
         up_bias, down_bias = (None if b is None else b[expert].to(x.dtype) for b in biases)
         hidden = linear(x[rows], layer.w13_weight[expert], up_bias)
         if config.is_gated:
-            gate, up = hidden.chunk(2, dim=-1)
+            gate, up = limited(hidden, config.swiglu_limit)
             hidden = act(gate) * up
         else:
             hidden = act(hidden)
@@ -50,6 +50,20 @@ def moe_forward_native(layer: Any, x: Tensor, topk_output: Any, moe_runner_confi
     if config.routed_scaling_factor and not layer.should_fuse_routed_scaling_factor_in_topk:
         out *= config.routed_scaling_factor
     return out.to(x.dtype)
+
+
+def limited(gate_up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    """The halves gate and up [.., F] of gate_up [.., 2 F]: gate at most ``limit``, up within
+    ``-limit`` and ``limit``; as they are without a limit.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (gate, up) if limit is None else (gate.clamp(max=limit), up.clamp(-limit, limit))
+
+
+def silu_and_mul_clamp(gate_up: Tensor, output: Tensor, limit: float) -> None:
+    """Write ``silu(gate) * up`` of the limited halves of gate_up [T, 2 F] into output [T, F]."""
+    gate, up = limited(gate_up, limit)
+    torch.mul(silu(gate), up, out=output)
 
 
 def scaled_once(init: Callable[..., None]) -> Callable[..., None]:
