@@ -169,8 +169,14 @@ def fused_recurrent_gated_delta_rule_update(
         mixed = torch.cat([t.flatten(1) for t in given[:3]], dim=1)
         step(mixed, g[0], beta[0], None, pool, out, initial_state_indices, use_qk_l2norm_in_kernel)
         return out.transpose(0, 1)
-    options = {"scale": None, "l2norm": use_qk_l2norm_in_kernel, "grid": False}
-    return scan(*given, pool, initial_state_indices, bounds, **options)[0][None]
+    o, _ = scan(
+        *given,
+        *(pool, initial_state_indices, bounds),
+        scale=None,
+        l2norm=use_qk_l2norm_in_kernel,
+        grid=False,
+    )
+    return o[None]
 
 
 def fused_recurrent_gated_delta_rule_packed_decode(
