@@ -32,7 +32,7 @@ from transformers import (
     logging,
 )
 
-from tests.twins import GigaChat, Glm5Next, Ling, Qwen4Exp
+from tests.twins import GigaChat, Glm5Next, JetNemotron, Ling, Qwen4Exp
 from tests.zaya import name_tensors
 
 _log: Any = logging
@@ -42,6 +42,7 @@ TWINS = {
     "bailing_hybrid": Ling,
     "gigachat3_5": GigaChat,
     "glm5_next": Glm5Next,
+    "jet_nemotron": JetNemotron,
     "qwen4_exp": Qwen4Exp,
 }
 """Models that transformers does not have, or not so, by the name of their type."""

@@ -1,6 +1,6 @@
 """Models that SGLang serves and transformers does not have, in plain torch: made of transformers'
-DeepSeek-V3, whose latent attention, experts and norms they share, and of the recurrent layers'
-definitions.
+DeepSeek-V3 or Qwen2, whose attention, experts, MLPs and norms they share, and of the recurrent
+layers' definitions.
 """
 
 from __future__ import annotations
@@ -14,8 +14,15 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn.functional import silu
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from torch.nn.functional import pad, silu, softplus
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DynamicCache,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3Attention,
     DeepseekV3RMSNorm,
@@ -27,6 +34,7 @@ from transformers.models.glm5_next.modeling_glm5_next import (
     Glm5NextTextLinearAttention,
     Glm5NextTextRMSNormGated,
 )
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 from transformers.models.qwen4_exp import modeling_qwen4_exp
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
@@ -402,6 +410,139 @@ class Glm5Next(modeling_glm5_next.Glm5NextForConditionalGeneration):
         if any(report[kind] for kind in ("missing_keys", "unexpected_keys")):
             raise RuntimeError(f"These are not the tensors of the model: {report}")
         return model
+
+
+class JetBlock(nn.Module):
+    """The recurrent layer of Jet-Nemotron (Gu et al. 2025, arXiv 2508.15884, section 2.3): a gated
+    delta net whose values pass a short convolution. A channel's taps are made of each token by two
+    matrices: ``v_t = silu(sum_i w_(t,i) x_(t-K+1+i))``. In float64, token by token:
+    ``S_t = e^g_t S_(t-1)``, then ``S_t += beta_t (v_t - S_t k_t) k_t^T``, and ``o_t = S_t q_t``.
+    """
+
+    def __init__(self, config: Qwen2Config, layer_idx: int) -> None:
+        super().__init__()
+        settings: dict[str, Any] = config.jet
+        hidden, self.heads, self.taps = (
+            config.hidden_size,
+            settings["num_heads"],
+            settings["conv_size"],
+        )
+        self.layer_idx, self.key = layer_idx, settings["head_dim"]
+        self.value = int(self.key * settings["expand_v"])
+        keys, values = self.heads * self.key, self.heads * self.value
+        widths = {"q": keys, "k": keys, "v": values, "a": self.heads, "b": self.heads, "g": values}
+        for part, width in widths.items():
+            setattr(self, f"{part}_proj", nn.Linear(hidden, width, bias=False))
+        inner = values // settings["dconv_generator_reduction"]
+        generator = {
+            "w1": nn.Linear(hidden, inner, bias=False),
+            "w2": nn.Linear(inner, values * self.taps),
+        }
+        self.dynamic_conv1d = nn.ModuleDict({"kernel_generator": nn.ModuleDict(generator)})
+        self.A_log, self.dt_bias = (nn.Parameter(torch.empty(self.heads)) for _ in range(2))
+        self.o_norm = Qwen2RMSNorm(self.value, eps=float(settings["norm_eps"]))
+        self.o_proj = nn.Linear(values, hidden, bias=False)
+
+    def forward(
+        self, hidden_states: Tensor, past_key_values: Any = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Shapes: hidden_states [1, T, D]."""
+        x, past = hidden_states[0], self.taps - 1
+        tokens = len(x)
+        read = self.v_proj(x).T[None]
+        if past_key_values is not None:
+            read = past_key_values.update_conv_state(read, self.layer_idx, conv_kernel_size=past)
+        windows = pad(read[0], (tokens + past - read.shape[2], 0)).unfold(1, self.taps, 1)
+        generator = self.dynamic_conv1d["kernel_generator"]
+        taps = generator["w2"](silu(generator["w1"](x))).view(tokens, -1, self.taps)
+        v = silu((windows.transpose(0, 1) * taps).sum(-1))
+
+        q, k = (
+            silu(project(x)).double().view(tokens, self.heads, -1)
+            for project in (self.q_proj, self.k_proj)
+        )
+        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+        v = v.double().view(tokens, self.heads, -1)
+        beta = self.b_proj(x).double().sigmoid()
+        rate = self.A_log.double().exp() * softplus(self.a_proj(x).double() + self.dt_bias)
+        state = torch.zeros(self.heads, self.value, self.key, dtype=torch.float64)
+        if past_key_values is not None:
+            before = past_key_values.layers[self.layer_idx].recurrent_states[0]
+            state = state if before is None else before[0].clone()
+        outputs = []
+        for t in range(tokens):
+            state = state * (-rate[t]).exp()[:, None, None]
+            missing = v[t] - (state @ k[t, :, :, None])[..., 0]
+            state = state + (beta[t, :, None] * missing)[..., None] * k[t, :, None]
+            outputs.append((state @ q[t, :, :, None])[..., 0] / self.key**0.5)
+        if past_key_values is not None:
+            past_key_values.update_recurrent_state(state[None], self.layer_idx)
+
+        gate = silu(self.g_proj(x)).view(tokens, self.heads, -1)
+        read_out = self.o_norm(torch.stack(outputs).to(x.dtype)) * gate
+        return self.o_proj(read_out.flatten(1))[None], None
+
+
+class JetNemotron(Qwen2ForCausalLM):
+    """Jet-Nemotron (SGLang's `JetNemotronForCausalLM`). As SGLang has it, sliding attention reads
+    so many tokens before its own as the window has; NVIDIA's own code counts its own among them.
+    """
+
+    def __init__(self, config: Qwen2Config) -> None:
+        super().__init__(config)
+        for index, kind in enumerate(config.layer_types):
+            if kind == "linear_attention":
+                self.model.layers[index].self_attn = JetBlock(config, index)
+
+    def forward(
+        self, input_ids: Tensor, use_cache: bool = False, past_key_values: Any = None
+    ) -> Any:
+        """Qwen2, with a mask for each kind of layer; it has none for layers without attention."""
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        first = 0 if past_key_values is None else past_key_values.get_seq_length()
+        positions = first + torch.arange(input_ids.shape[1])[None]
+        given = {
+            "config": self.config,
+            "inputs_embeds": self.model.embed_tokens(input_ids),
+            "attention_mask": None,
+            "past_key_values": past_key_values,
+            "position_ids": positions,
+        }
+        masks = {
+            "linear_attention": None,
+            "full_attention": create_causal_mask(**given),
+            "sliding_attention": create_sliding_window_causal_mask(**given),
+        }
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=masks,
+            position_ids=positions,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+        )
+
+    @classmethod
+    def load(cls, model_dir: Path) -> JetNemotron:
+        """The model in a directory. Raises RuntimeError unless it has exactly these tensors."""
+        config = json.loads((model_dir / "config.json").read_text())
+        efficient = config["efficient_attention_config"]
+        model = cls(
+            Qwen2Config(
+                **{name: value for name, value in config.items() if name not in ("layer_types",)},
+                layer_types=[KINDS_OF_JET[kind] for kind in config["layer_types"]],
+                use_sliding_window=True,
+                sliding_window=efficient["swa"]["window_size"] + 1,
+                jet=efficient["jet"],
+                attn_implementation="eager",
+            )
+        )
+        tensors = load_file(model_dir / "model.safetensors")
+        model.load_state_dict(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+        return model.eval()
+
+
+KINDS_OF_JET = {"jet": "linear_attention", "attn": "full_attention", "swa": "sliding_attention"}
 
 
 def stack_experts(found: dict[str, Tensor], config: Any, place: str) -> None:

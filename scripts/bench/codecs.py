@@ -30,7 +30,10 @@ DOCUMENT, MOST = 522, 60
 PURE_SSM = ("mamba2", "falcon_mamba")
 TOKEN_BY_TOKEN = ("falcon_mamba",)
 """Transformers forgets this one's state when several tokens follow a cache."""
-UNREAD = ("zaya", "ling-2.5", "ling-3", "gigachat-3.5", "qwen4-exp", "glm-5-next")
+UNREAD = (
+    *("zaya", "ling-2.5", "ling-3", "gigachat-3.5", "jet-nemotron"),
+    *("qwen4-exp", "glm-5-next"),
+)
 """Models that transformers does not read: it has other names for ZAYA1's tensors, reads Qwen4-Exp
 and GLM-5-Next with an index only, and has no class for the others."""
 

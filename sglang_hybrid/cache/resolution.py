@@ -41,6 +41,7 @@ SGLANGS = "_mamba_radix_cache_resolution"
 """Who declares a value: we, and SGLang's choice of a strategy (arg_groups/overrides.py:453)."""
 
 QWEN4 = "Qwen4ExpForConditionalGeneration"
+JET_NEMOTRON = {"JetNemotronForCausalLM", "JetVLMForConditionalGeneration"}
 
 TOKENS_WITHOUT_KV = 1 << 22
 """KV tokens of a model without attention. The list of free ones takes 32 MiB."""
@@ -50,12 +51,13 @@ def settle_states(server_args: ServerArgs) -> None:
     """Declare how states are kept, which kernels leave them, and what room they get.
 
     Raises ValueError where one buffer per request was asked for beside pages of several tokens, for
-    drafts and stages that SGLang would answer wrongly with, for host memory below a tree of KV
-    only, and for what one memory cannot be combined with.
+    drafts, ranks and stages that SGLang would answer wrongly with, for host memory below a tree of
+    KV only, and for what one memory cannot be combined with.
     """
     _one_memory_that_can_be(server_args)
     _no_drafts_that_states_do_not_follow(server_args)
     _no_stages_that_lose_router_states(server_args)
+    _no_ranks_that_share_jet_blocks(server_args)
     _no_host_below_kv_alone(server_args)
     _one_slot_for_a_running_request(server_args)
     _one_state_buffer_for_pure_state_space_models(server_args)
@@ -87,6 +89,8 @@ def _one_memory_that_can_be(server_args: ServerArgs) -> None:
     text = model_config_of(server_args).hf_text_config
     if _is_pure(server_args):
         flag, why = "this model", "it has no KV"
+    elif JET_NEMOTRON & _architectures(server_args):
+        flag, why = "this model", "SGLang's scan of its layers writes states to a copy of the pool"
     elif getattr(text, "kv_lora_rank", None) and not getattr(text, "qk_rope_head_dim", None):
         flag, why = "this model", "its latent keys have no positions, for which the pool has room"
     if flag:
@@ -100,10 +104,11 @@ def _one_memory_that_can_be(server_args: ServerArgs) -> None:
 def _no_drafts_that_states_do_not_follow(server_args: ServerArgs) -> None:
     """With speculative decoding SGLang 0.5.23 leaves states of models without attention where they
     were, whatever was accepted, and convolves trees of drafts as if they were chains where a model
-    has short convolutions (models/lfm2.py:223): both answer wrongly. Lightning attention ends the
-    start where drafts are trees, and names a flag that n-grams do not read; Qwen4-Exp ends the
-    first step with n-grams or trees (models/qwen4_exp.py:259). A streaming session gives back the
-    KV of what was read too much (streaming_session.py:164), and keeps the state.
+    has short convolutions (models/lfm2.py:223): both answer wrongly. Jet-Nemotron's layers take a
+    row of drafts for one token (models/jet_nemotron.py:298). Lightning attention ends the start
+    where drafts are trees, and names a flag that n-grams do not read; Qwen4-Exp ends the first step
+    with n-grams or trees (models/qwen4_exp.py:259). A streaming session gives back the KV of what
+    was read too much (streaming_session.py:164), and keeps the state.
     """
     view = resolving_view(server_args)
     if view.speculative_algorithm is None:
@@ -112,6 +117,10 @@ def _no_drafts_that_states_do_not_follow(server_args: ServerArgs) -> None:
         raise ValueError(
             "speculative decoding answers wrongly with a model that has no attention: SGLang does "
             "not move its states on; leave out --speculative-algorithm."
+        )
+    if JET_NEMOTRON & _architectures(server_args):
+        raise ValueError(
+            "Jet-Nemotron's layers in SGLang cannot read drafts; leave out --speculative-algorithm."
         )
     if view.enable_streaming_session and view.uses_mamba_radix_cache:
         raise ValueError(
@@ -145,6 +154,16 @@ def _no_stages_that_lose_router_states(server_args: ServerArgs) -> None:
         raise ValueError(
             "stages of a pipeline answer wrongly with ZAYA1: SGLang does not hand what its routers "
             "keep from one to the next; leave out --pp-size."
+        )
+
+
+def _no_ranks_that_share_jet_blocks(server_args: ServerArgs) -> None:
+    """SGLang 0.5.23 divides the projections of Jet-Nemotron's recurrent layers, and then splits
+    what comes out as if it were whole (models/jet_nemotron.py:271): the first forward ends a rank.
+    """
+    if resolving_view(server_args).tp_size > 1 and JET_NEMOTRON & _architectures(server_args):
+        raise ValueError(
+            "SGLang cannot divide the layers of Jet-Nemotron among ranks; leave out --tp-size."
         )
 
 

@@ -32,7 +32,8 @@ class Scan:
             choice.
         layers: classes of the layers that call `PrefillTracks`, by the backend or themselves, and
             the kernel that each launches for it on a GPU (None: the layer hands its states over, or
-            its state is the window alone). A model's recurrent layers must all be among them.
+            its scan runs from position to position, or its state is the window alone). A model's
+            recurrent layers must all be among them.
         every: tokens between the states that the scan itself leaves. What lies between two of them
             is scanned again (`tails.py`); 1 if the states are taken at the positions themselves.
         copies_ends: whether states at the ends of sequences are copied from the live ones behind
@@ -80,7 +81,10 @@ SCANS: tuple[Scan, ...] = (
     Scan(
         backend=_GDN,
         kernel=f"{_KERNELS}.gdn_triton:TritonGDNKernel",
-        layers={_LINEAR_LAYER: save_delta_states},
+        layers={
+            _LINEAR_LAYER: save_delta_states,
+            "sglang.srt.models.jet_nemotron:JetBlock": None,
+        },
         copies_ends=True,
         refused=("enable_mis",),
     ),

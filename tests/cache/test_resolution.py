@@ -24,6 +24,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, architecture: str, **flags: Any) ->
         "speculative_ngram_max_bfs_breadth": None,
         "speculative_eagle_topk": None,
         "pp_size": 1,
+        "tp_size": 1,
         "enable_streaming_session": False,
         "uses_mamba_radix_cache": True,
     }
@@ -35,6 +36,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, architecture: str, **flags: Any) ->
     try:
         resolution._no_drafts_that_states_do_not_follow(view)
         resolution._no_stages_that_lose_router_states(view)
+        resolution._no_ranks_that_share_jet_blocks(view)
     except ValueError as error:
         return str(error)
     return None
@@ -56,6 +58,10 @@ def refused(monkeypatch: pytest.MonkeyPatch, architecture: str, **flags: Any) ->
         ("NemotronHForCausalLM", {**CHAINS, **SESSIONS}, "leave out --enable-streaming-session"),
         ("NemotronHForCausalLM", SESSIONS, None),
         ("ZayaForCausalLM", ON_TWO, "leave out --pp-size"),
+        ("JetNemotronForCausalLM", CHAINS, "leave out --speculative-algorithm"),
+        ("JetNemotronForCausalLM", {"tp_size": 2}, "leave out --tp-size"),
+        ("JetNemotronForCausalLM", {}, None),
+        ("NemotronHForCausalLM", {"tp_size": 2}, None),
         ("NemotronHForCausalLM", ON_TWO, None),
     ],
 )

@@ -17,7 +17,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
+    HybridLinearAttnBackend,
+    Mamba2AttnBackend,
+)
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend, GDNKernelDispatcher
 from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend, KDAKernelDispatcher
 from sglang.srt.layers.attention.linear.kernels import gdn_flashinfer
@@ -31,11 +34,12 @@ from sglang.srt.mem_cache.ple_state_pool import NGramPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models import qwen4_exp
+from sglang.srt.models.jet_nemotron import DynamicShortConvolution, JetBlock
 from sglang.srt.models.lfm2 import Lfm2ShortConv
 from sglang.srt.models.lfm2_moe import Lfm2MoeShortConv
 from sglang.srt.models.zaya import CCA
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import silu, softplus
 
 from sglang_hybrid.checkpoints.tracks import StateTracks
 from sglang_hybrid.hooks.patching import load_patches
@@ -436,6 +440,88 @@ def run_gdn(case: Case, kernel: Any = None) -> Outcome:
         return naive.gated_delta_rule(q, k, v, g[at], b[at].sigmoid(), None, True, start)[1]
 
     return Outcome(before, pools, *defined(case, before, inputs, weight, None, define))
+
+
+JET_KEYS, JET_VALUES = HEADS * K_DIM, HEADS * V_DIM
+JET_CHANNELS = 2 * JET_KEYS + JET_VALUES
+JET_PARTS = [JET_KEYS, JET_KEYS, JET_VALUES, HEADS, HEADS, JET_VALUES]
+"""Of the first projection: q, k, v, a, b and the gate."""
+
+
+def jet_block(case: Case) -> Any:
+    """A layer of Jet-Nemotron without its projections: it is given what the first one makes."""
+    matrix = case.normal(sum(JET_PARTS), JET_VALUES * KERNEL) / 4
+    convolution: Any = made(DynamicShortConvolution)
+    attributes = {
+        "hidden_size": JET_VALUES,
+        "kernel_size": KERNEL,
+        "kernel_generator": lambda h: h @ matrix,
+    }
+    for name, value in attributes.items():
+        setattr(convolution, name, value)
+    layer: Any = made(JetBlock, dynamic_conv1d=convolution)
+    attributes = {
+        "qkvabz_proj": lambda h: (h, None),
+        "o_norm": lambda o, _: o,
+        "o_proj": lambda o: (o, None),
+        "A_log": case.normal(HEADS) - 2,
+        "dt_bias": case.normal(HEADS),
+        "head_k_dim": K_DIM,
+        "head_v_dim": V_DIM,
+        "layer_id": 0,
+        "num_heads": HEADS,
+        "total_k_dim": JET_KEYS,
+        "total_v_dim": JET_VALUES,
+    }
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def call_jet(layer: Any, given: Tensor, backend: Any, batch: Any) -> Tensor:
+    """A forward of `jet_block`, given [T, sum(JET_PARTS)], behind a backend with metadata."""
+    both = object.__new__(HybridLinearAttnBackend)
+    both.linear_attn_backend = backend
+    with mock.patch(f"{JetBlock.__module__}.get_attn_backend", lambda: both):
+        out: Tensor = layer(positions=None, hidden_states=given, forward_batch=batch)
+    return out
+
+
+def run_jet(case: Case) -> Outcome:
+    """A prefill of one layer of Jet-Nemotron. Of a window the outcome has the values, which are all
+    that the layer reads and writes.
+    """
+    pools = case.pools(JET_CHANNELS, HEADS, V_DIM, K_DIM)
+    for slot, prefix in zip(case.slots, case.prefixes, strict=True):
+        if not prefix:  # SGLang clears it first
+            pools.conv[0][slot] = 0
+    before = copied(pools)
+    layer, given = jet_block(case), case.normal(case.bounds[-1], sum(JET_PARTS))
+    backend, batch = case.backend(GDNAttnBackend, pools), case.batch()
+    triton = LinearAttnKernelBackend.TRITON
+    backend.kernel_dispatcher = GDNKernelDispatcher(triton, triton)
+    backend.init_forward_metadata(batch)
+    y = call_jet(layer, given, backend, batch)
+    q, k, v, a, b, _ = given.split(JET_PARTS, dim=1)
+    q, k = (silu(t).view(-1, HEADS, K_DIM) for t in (q, k))
+    g = -layer.A_log.exp() * softplus(a + layer.dt_bias)
+    taps = layer.dynamic_conv1d.kernel_generator(given).view(-1, JET_VALUES, KERNEL)
+    unread = JET_CHANNELS - JET_VALUES
+    assert torch.equal(pools.conv[0][:, :unread], before.conv[0][:, :unread])
+    before.conv[0], pools.conv[0] = before.conv[0][:, unread:], pools.conv[0][:, unread:]
+
+    def define(at: slice, _: Tensor, start: Tensor) -> Tensor:
+        first = before.conv[0][case.slots[case.bounds.index(at.start)]]
+        windows = torch.cat([first, v[at].T], dim=1).double().unfold(1, KERNEL, 1)
+        values = silu((windows.transpose(0, 1) * taps[at]).sum(-1)).view(-1, HEADS, V_DIM)
+        o, states = naive.gated_delta_rule(
+            q[at], k[at], values, g[at], b[at].sigmoid(), None, True, start
+        )
+        torch.testing.assert_close(y[at].double(), o.flatten(1), rtol=1e-4, atol=1e-4)
+        return states
+
+    no_weight = torch.zeros(JET_VALUES, KERNEL)
+    return Outcome(before, pools, *defined(case, before, v, no_weight, None, define))
 
 
 def run_kda(case: Case, lower_bound: float | None = None) -> Outcome:

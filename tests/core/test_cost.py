@@ -350,6 +350,27 @@ def test_published_sizes(name: str, parameters: float, state_bytes: int, kv_byte
     assert all_active.linear / 2 + embeddings == pytest.approx(parameters, rel=0.01)
 
 
+def test_jet_nemotron_by_hand() -> None:
+    base = MODELS["Jet-Nemotron-2B"]
+    projections = 2 * 1536 * (2 * 1152 + 2 * 3072 + 2 * 12) + 2 * 3072 * 1536
+    taps = 2 * 1536 * 384 + 2 * 384 * 4 * 3072
+    scan = 2 * 4 * 3072 + 7 * 12 * 96 * 256
+    attention = 2 * 1536 * (1536 + 2 * 256) + 2 * 1536 * 1536
+    pair = 4 * 12 * 128
+    model = CostModel.from_config(base)
+    blocks = 24 * (projections + taps + scan) + 4 * attention + 28 * 6 * 1536 * 8960
+    assert model.linear == blocks + 2 * pair // 2
+    assert model.quadratic == 2 * pair // 2
+    assert model.windows == ((1153, 2 * pair),)
+    assert model.state_bytes == 24 * (4 * 12 * 96 * 256 + 2 * 3 * (2 * 1152 + 3072))
+    assert model.kv_bytes_per_token == 4 * 2 * 2 * 2 * 128
+    assert model.assumed == ""
+    without = {name: base[name] for name in base if name != "efficient_attention_config"}
+    for config in (without, {**base, "efficient_attention_config": {"swa": {}}}):
+        with pytest.raises(ValueError, match="'jet_nemotron' lacks efficient_attention_config"):
+            CostModel.from_config(config)
+
+
 def test_zaya_by_hand() -> None:
     """One config counts a block as two layers, the other as one."""
     base = MODELS["ZAYA1-base"]

@@ -31,6 +31,7 @@ KINDS = {
     "glm5_next_text": ("Kimi delta attention", "glm-5-next"),
     "bailing_hybrid": ("Kimi delta attention", "ling-3"),
     "gigachat3_5": ("gated delta net", "gigachat-3.5"),
+    "jet_nemotron": ("gated delta net", "jet-nemotron"),
     "lfm2": ("short convolution", "lfm2"),
     "zaya": ("compressed convolution", "zaya"),
     "mamba2": ("Mamba-2", "mamba2"),

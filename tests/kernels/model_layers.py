@@ -37,6 +37,8 @@ class Layer:
     taps: int = TAPS
     per_channel: bool = False
     """Whether each channel of a key has a decay of its own (KDA)."""
+    unconvolved: int = 0
+    """Channels of a kept window in front of those that are convolved (Jet-Nemotron)."""
     constant: bool = False
     """Whether a head has one decay for all tokens (lightning attention), and no convolution."""
 
@@ -70,7 +72,8 @@ class Layer:
 
     def pools(self) -> tuple[Tensor, Tensor]:
         """The second layer's slices of pools of three layers."""
-        windows = torch.empty(3, SLOTS, self.channels, self.taps - 1, dtype=self.dtype)
+        channels = self.unconvolved + self.channels
+        windows = torch.empty(3, SLOTS, channels, self.taps - 1, dtype=self.dtype)
         if self.per_channel:  # SGLang keeps KDA's the other way round
             windows = windows.view(3, SLOTS, TAPS - 1, self.channels).transpose(2, 3)
         states = torch.empty(3, SLOTS, self.heads, self.width, self.size, dtype=self.states)
@@ -94,6 +97,7 @@ LAYERS = {
     "LFM2-2.6B": Layer(1, 2048, 0, 0, None, 0, taps=3),
     "ZAYA1-base": Layer(1, 1280, 0, 0, None, 0, taps=3),
     "ZAYA1-base, the last hidden state": Layer(1, 2048, 0, 0, None, 0, taps=2),
+    "Jet-Nemotron-2B": Layer(12, 256, 0, 96, None, 8472 - 3072, unconvolved=2304),
     "Qwen4-Exp, beside its delta nets": Layer(1, 8192, 0, 0, None, 0, taps=10),
 }
 
@@ -122,7 +126,7 @@ def prefill(
     inputs = torch.empty(tokens, layer.channels + layer.more, dtype=layer.dtype)
     inputs = inputs[:, layer.more // 2 :][:, : layer.channels]
     if windows.numel():
-        tracks.save_windows(windows, inputs)
+        tracks.save_windows(windows[:, layer.unconvolved :], inputs)
     if layer.save is None:
         return
     writer = tracks.into(states)

@@ -137,6 +137,44 @@ def test_decode_updates_its_slots_and_no_others(seed, rows, with_padding):
     assert torch.equal(pool, left)
 
 
+@few
+@given(seeds, st.one_of(batches(), st.just([1, 1, 1])), st.booleans())
+def test_what_jet_nemotron_calls_ends_in_its_slots(seed, lengths, with_padding):
+    """Of some tokens, or of one for each sequence: a decode step."""
+    d, cu, n = Draw(seed), bounds(lengths), len(lengths)
+    q, k = d.normal(1, cu[-1], HEADS, K_DIM), d.normal(1, cu[-1], HEADS, K_DIM)
+    v = d.normal(1, cu[-1], HEADS, V_DIM)
+    g, beta = -d.uniform(0, 2, 1, cu[-1], HEADS), d.uniform(0, 1, 1, cu[-1], HEADS)
+    slots = d.order(9)[:n]
+    if with_padding:
+        slots = torch.where(d.flags(n), -1, slots)
+    pool = d.normal(9, HEADS, V_DIM, K_DIM)
+    before, left = pool.clone(), pool.clone()
+    o = gated_delta.fused_recurrent_gated_delta_rule_update(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        initial_state_source=pool,
+        initial_state_indices=slots.int(),
+        cu_seqlens=torch.tensor(cu, dtype=torch.int32),
+        use_qk_l2norm_in_kernel=True,
+    )
+    assert o.shape == v.shape
+    for s in range(n):
+        if slots[s] < 0:
+            continue
+        at = slice(cu[s], cu[s + 1])
+        expected, states = naive.gated_delta_rule(
+            q[0, at], k[0, at], v[0, at], g[0, at], beta[0, at], None, True, before[slots[s]]
+        )
+        assert_close(o[0, at], expected, FP32, "o")
+        assert_close(pool[slots[s]], states[-1], FP32, "final")
+        left[slots[s]] = pool[slots[s]]
+    assert torch.equal(pool, left)
+
+
 def test_gates_are_the_definition():
     d = Draw(1)
     a, b, A_log, dt_bias = d.normal(7, 4) * 20, d.normal(7, 4), d.normal(4), d.normal(4)

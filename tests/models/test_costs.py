@@ -18,7 +18,8 @@ from tests.reference import load_reference
 
 SCAN = {
     **dict.fromkeys(("qwen3-next", "qwen3.5", "qwen3.5-vl", "qwen4-exp"), 7),
-    **dict.fromkeys(("kimi-linear", "ling-3", "glm-5-next", "gigachat-3.5"), 7),
+    **dict.fromkeys(("kimi-linear", "ling-3", "glm-5-next"), 7),
+    **dict.fromkeys(("gigachat-3.5", "jet-nemotron"), 7),
     "falcon-mamba": 8,
     "transformer": 0,
 }

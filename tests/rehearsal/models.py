@@ -357,6 +357,40 @@ MODELS: dict[str, Config] = {
         "use_pos_enc": True,
         "vocab_size": 65_536,
     },
+    "Jet-Nemotron-2B": COMMON
+    | {
+        "architectures": ["JetNemotronForCausalLM"],
+        "model_type": "jet_nemotron",
+        "efficient_attention_config": {
+            "jet": {
+                "conv_size": 4,
+                "dconv_generator_reduction": 8,
+                "dconv_implementation": "triton",
+                "expand_v": 2.6666666667,
+                "head_dim": 96,
+                "mode": "chunk",
+                "norm_eps": "1e-5",
+                "num_heads": 12,
+            },
+            "swa": {"window_size": 1_152},
+        },
+        "hidden_act": "silu",
+        "hidden_size": 1_536,
+        "initializer_range": 0.02,
+        "intermediate_size": 8_960,
+        "layer_types": [
+            {14: "attn", 19: "attn", 20: "swa", 21: "swa"}.get(i, "jet") for i in range(28)
+        ],
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 151_936,
+    },
     "ZAYA1-base": COMMON
     | {
         "architectures": ["ZayaForCausalLM"],

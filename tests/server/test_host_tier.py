@@ -94,6 +94,7 @@ MIXTURES = [
     ("qwen3-next", ("--page-size", "16", *IN_PAGES)),
     ("lfm2", ()),
     ("zaya", ()),
+    ("jet-nemotron", ()),
     ("qwen4-exp", ()),
     ("ling-2.5", ()),
     ("kimi-linear", ()),

@@ -119,6 +119,21 @@ def gated_delta_net(
     )
 
 
+def jet_block(
+    hidden: int, heads: int, key_dim: int, value_dim: int, conv_kernel: int, reduction: int
+) -> Layer:
+    """Jet-Nemotron's gated delta net: its values pass a convolution whose taps two matrices make of
+    each token, with a `reduction`-th of the values between them. SGLang's window has room for
+    queries and keys, too.
+    """
+    layer = gated_delta_net(hidden, heads, heads, key_dim, value_dim, conv_kernel)
+    keys, values = heads * key_dim, heads * value_dim
+    inner = values // reduction
+    generator = 2 * hidden * inner + 2 * inner * values * conv_kernel
+    unconvolved = 2 * conv_kernel * 2 * keys
+    return replace(layer, per_token=layer.per_token + generator - unconvolved)
+
+
 def kimi_delta_attention(
     hidden: int,
     heads: int,

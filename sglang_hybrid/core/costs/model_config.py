@@ -10,6 +10,7 @@ from sglang_hybrid.core.costs.layers import (
     attention,
     convolutional_attention,
     gated_delta_net,
+    jet_block,
     kimi_delta_attention,
     lightning_attention,
     mlp,
@@ -320,6 +321,34 @@ def _gigachat(config: Config) -> list[Layer]:
     ]
 
 
+def _jet_nemotron(config: Config) -> list[Layer]:
+    """Jet-Nemotron: JetBlocks, attention, and attention to a window, each with an MLP. In SGLang a
+    query sees the keys of a window and its own.
+    """
+    efficient = config.get("efficient_attention_config")
+    jet = efficient.get("jet") if isinstance(efficient, Mapping) else None
+    if not isinstance(efficient, Mapping) or not isinstance(jet, Mapping):
+        raise ValueError(f"{named(config)} lacks efficient_attention_config")
+    key_dim = integer(jet, "head_dim")
+    block = jet_block(
+        integer(config, "hidden_size"),
+        integer(jet, "num_heads"),
+        key_dim,
+        size(jet, key_dim * number(jet, "expand_v", default=2.0), "expand_v"),
+        integer(jet, "conv_size", default=4),
+        integer(jet, "dconv_generator_reduction", default=8),
+    )
+    layers = []
+    for kind in mixer_kinds(config, []):
+        if kind == "swa":
+            window = integer(efficient.get("swa") or {}, "window_size") + 1
+            layers.append(attention_of(config, window=window))
+        else:
+            layers.append(block if kind == "jet" else attention_of(config))
+        layers.append(mlp_of(config))
+    return layers
+
+
 def _lfm2(config: Config) -> list[Layer]:
     count, hidden = layer_count(config), integer(config, "hidden_size")
     with_attention = set(config.get("full_attn_idxs") or ())
@@ -464,6 +493,7 @@ FAMILIES: dict[str, Callable[[Config], list[Layer]]] = {
     "glm5_next": _glm5_next,
     "bailing_hybrid": _bailing,
     "gigachat3_5": _gigachat,
+    "jet_nemotron": _jet_nemotron,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
     "zamba2": _zamba2,

@@ -8,6 +8,7 @@ from sglang_hybrid.models.architectures.falcon_mamba import falcon_mamba
 from sglang_hybrid.models.architectures.gigachat import gigachat_3_5
 from sglang_hybrid.models.architectures.glm5_next import glm_5_next
 from sglang_hybrid.models.architectures.granite_hybrid import granite_hybrid
+from sglang_hybrid.models.architectures.jet_nemotron import jet_nemotron
 from sglang_hybrid.models.architectures.kimi_linear import kimi_linear
 from sglang_hybrid.models.architectures.lfm2 import lfm2, lfm2_moe
 from sglang_hybrid.models.architectures.ling import ling_2_5, ling_3
@@ -35,6 +36,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ling-2.5": ling_2_5,
     "ling-3": ling_3,
     "gigachat-3.5": gigachat_3_5,
+    "jet-nemotron": jet_nemotron,
     "lfm2": lfm2,
     "lfm2-moe": lfm2_moe,
     "zaya": zaya,

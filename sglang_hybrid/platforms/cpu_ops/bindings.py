@@ -249,6 +249,11 @@ BINDINGS: tuple[Binding, ...] = (
         "fused_recurrent_gdn_replayssm_decode",
         gated_delta.fused_recurrent_gdn_replayssm_decode,
     ),
+    Binding(
+        f"{_MODELS}.jet_nemotron",
+        "fused_recurrent_gated_delta_rule_update",
+        gated_delta.fused_recurrent_gated_delta_rule_update,
+    ),
     Binding(_KDA_BACKEND, "causal_conv1d_fn", mamba2.causal_conv1d_fn),
     Binding(_KDA_BACKEND, "causal_conv1d_update", mamba2.causal_conv1d_update),
     Binding(_KDA_KERNELS, "chunk_kda", kimi_delta.chunk_kda),

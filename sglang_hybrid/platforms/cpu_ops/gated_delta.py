@@ -1,4 +1,4 @@
-"""Gated delta net as SGLang's Qwen3-Next layers call it.
+"""Gated delta net as SGLang's Qwen3-Next and Jet-Nemotron layers call it.
 
 Each function keeps the name, the parameters and the in-place effects of the Triton kernel it stands
 for; the arithmetic is in ``sglang_hybrid.kernels.gated_delta_rule``.
@@ -144,6 +144,41 @@ def chunk_starts(bounds: list[int]) -> list[tuple[int, int]]:
     ]
 
 
+def fused_recurrent_gated_delta_rule_update(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor,
+    cu_seqlens: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> Tensor:
+    """Prefill or decode step of a packed batch, as Jet-Nemotron calls it: o [1, T, H, Dv].
+
+    Shapes: q and k [1, T, H, Dk], v [1, T, H, Dv], g and beta [1, T, H]. Sequence s starts from
+    ``initial_state_source[initial_state_indices[s]]`` and ends there; a negative slot means zeros
+    and nothing left.
+    """
+    given = (q[0], k[0], v[0], g[0], beta[0])
+    pool, bounds = initial_state_source, cu_seqlens.tolist()
+    if len(bounds) - 1 == bounds[-1]:  # one token each
+        out = torch.empty_like(v).transpose(0, 1)
+        mixed = torch.cat([t.flatten(1) for t in given[:3]], dim=1)
+        step(mixed, g[0], beta[0], None, pool, out, initial_state_indices, use_qk_l2norm_in_kernel)
+        return out.transpose(0, 1)
+    o, _ = scan(
+        *given,
+        *(pool, initial_state_indices, bounds),
+        scale=None,
+        l2norm=use_qk_l2norm_in_kernel,
+        grid=False,
+    )
+    return o[None]
+
+
 def fused_recurrent_gated_delta_rule_packed_decode(
     mixed_qkv: Tensor,
     a: Tensor,
@@ -173,7 +208,7 @@ def step(
     mixed_qkv: Tensor,
     g: Tensor,
     beta: Tensor,
-    scale: float,
+    scale: float | None,
     pool: Tensor,
     out: Tensor,
     indices: Tensor,
