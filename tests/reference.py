@@ -32,13 +32,18 @@ from transformers import (
     logging,
 )
 
-from tests.twins import GigaChat, Ling, Qwen4Exp
+from tests.twins import GigaChat, Ling, MiniCPM, Qwen4Exp
 from tests.zaya import name_tensors
 
 _log: Any = logging
 _PURE_SSM = ("mamba2", "falcon_mamba")
 _FORGETFUL = ("falcon_mamba",)
-TWINS = {"bailing_hybrid": Ling, "gigachat3_5": GigaChat, "qwen4_exp": Qwen4Exp}
+TWINS = {
+    "bailing_hybrid": Ling,
+    "gigachat3_5": GigaChat,
+    "minicpm_sala": MiniCPM,
+    "qwen4_exp": Qwen4Exp,
+}
 """Models that transformers does not have, or not so, by the name of their type."""
 
 

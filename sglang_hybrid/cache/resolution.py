@@ -11,8 +11,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.arg_groups import mamba_hook
 from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from sglang.srt.configs.hybrid_arch import hybrid_lightning_config
 from sglang.srt.configs.model_config import PURE_SSM_ARCHITECTURES
 from sglang.srt.platforms import current_platform
 
@@ -40,6 +42,10 @@ OURS = "sglang_hybrid"
 SGLANGS = "_mamba_radix_cache_resolution"
 """Who declares a value: we, and SGLang's choice of a strategy (arg_groups/overrides.py:453)."""
 
+OF_MINICPM = "_minicpm_sala_overrides"
+SPARSE = ("minicpm_flashattn", "minicpm_flashinfer")
+"""Who declares that MiniCPM has no prefix cache, and its backends of sparse attention."""
+
 TOKENS_WITHOUT_KV = 1 << 22
 """KV tokens of a model without attention. The list of free ones takes 32 MiB."""
 
@@ -51,6 +57,7 @@ def settle_states(server_args: ServerArgs) -> None:
     drafts and stages that SGLang would answer wrongly with, for host memory below a tree of KV
     only, and for what one memory cannot be combined with.
     """
+    _prefixes_of_minicpm(server_args)
     _one_memory_that_can_be(server_args)
     _no_drafts_that_states_do_not_follow(server_args)
     _no_stages_that_lose_router_states(server_args)
@@ -74,6 +81,35 @@ def take_one_memory(server_args: ServerArgs) -> None:
     ours = view.radix_cache_backend == BACKEND and not view.disable_radix_cache
     if asked and ours and not isinstance(current_platform, HybridCpuPlatform):
         declare_resolution(server_args, OURS, enable_unified_memory=True)
+
+
+def _prefixes_of_minicpm(server_args: ServerArgs) -> None:
+    """SGLang 0.5.23 turns the prefix cache off for MiniCPM-SALA (model_overrides/minicpm.py:27).
+
+    Its sparse attention keeps compressed keys of each request (attention/minicpm/cache.py), which a
+    hit would lack. Where attention is dense a hit needs KV and states as for any other model, so
+    our cache serves, with SGLang's strategy for lightning attention (arg_groups/overrides.py:453).
+    """
+    view = resolving_view(server_args)
+    if view.radix_cache_backend != BACKEND or server_args.disable_radix_cache:
+        return
+    declared = _declared_by(server_args, "disable_radix_cache")
+    model = model_config_of(server_args)
+    if declared != {OF_MINICPM} or hybrid_lightning_config(model) is None:
+        return
+    if sparse := sorted(set(attention_backends_of(view)) & set(SPARSE)):
+        logger.warning(
+            "sglang_hybrid: MiniCPM's sparse attention (%s) keeps compressed keys of each request, "
+            "and a hit would lack them, so nothing is cached; SGLANG_MINICPM_FORCE_DENSE=1 in the "
+            "environment makes attention dense, and prompts are cached.",
+            sparse[0],
+        )
+        return
+    declare_resolution(server_args, OURS, disable_radix_cache=False, uses_mamba_radix_cache=True)
+    if view.mamba_radix_cache_strategy == "auto":
+        declare_resolution(server_args, SGLANGS, mamba_radix_cache_strategy="extra_buffer")
+    elif view.mamba_radix_cache_strategy == "no_buffer":
+        mamba_hook.validate_mamba_no_buffer(view, model.hf_config.architectures[0])
 
 
 def _one_memory_that_can_be(server_args: ServerArgs) -> None:

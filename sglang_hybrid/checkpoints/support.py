@@ -28,7 +28,7 @@ without attention, which keeps SGLang from a graph, or a break at each mixer.
 CHAINS_ONLY = (
     *("Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"),
     "ZayaForCausalLM",
-    "BailingMoeV2_5ForCausalLM",
+    *("BailingMoeV2_5ForCausalLM", "MiniCPMSALAForCausalLM"),
 )
 """Models of short convolutions or lightning attention, which read drafts as chains only."""
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.configs.minicpm import MiniCPMHybridConfig
 
 from sglang_hybrid.cache import resolution
 
@@ -49,6 +50,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, architecture: str, **flags: Any) ->
         ("Lfm2ForCausalLM", CHAINS, None),
         ("BailingMoeV2_5ForCausalLM", TREES, "use --speculative-ngram-max-bfs-breadth 1"),
         ("BailingMoeV2_5ForCausalLM", CHAINS, None),
+        ("MiniCPMSALAForCausalLM", TREES, "use --speculative-ngram-max-bfs-breadth 1"),
         ("BailingMoeV3ForCausalLM", TREES, None),
         ("NemotronHForCausalLM", EAGLE_TREES, None),
         ("NemotronHForCausalLM", {**CHAINS, **SESSIONS}, "leave out --enable-streaming-session"),
@@ -62,3 +64,81 @@ def test_what_sglang_answers_wrongly_is_refused(
 ) -> None:
     found = refused(monkeypatch, architecture, **flags)
     assert found is None if said is None else said in str(found)
+
+
+DENSE, SPARSE = "triton", "minicpm_flashattn"
+TURNED_ON = {"disable_radix_cache": False, "uses_mamba_radix_cache": True}
+
+
+def of_minicpm(
+    monkeypatch: pytest.MonkeyPatch, config: MiniCPMHybridConfig, **flags: Any
+) -> dict[str, Any]:
+    """What becomes of SGLang's decision that MiniCPM has no prefix cache: fields by their names."""
+    given = {
+        "radix_cache_backend": "hybrid",
+        "disable_radix_cache": False,
+        "uses_mamba_radix_cache": False,
+        "mamba_radix_cache_strategy": "auto",
+        "attention_backend": DENSE,
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+        "disable_overlap_schedule": False,
+        "page_size": None,
+        **flags,
+    }
+    args: Any = SimpleNamespace(**given)
+    args._resolved_overrides = [(resolution.OF_MINICPM, {"disable_radix_cache": True})]
+    model = SimpleNamespace(hf_config=config)
+    monkeypatch.setattr(resolution, "model_config_of", lambda _: model)
+    monkeypatch.setattr(resolution, "declare_resolution", declare)
+    resolution._prefixes_of_minicpm(args)
+    return {name: value for _, fields in args._resolved_overrides for name, value in fields.items()}
+
+
+def declare(args: Any, source: str, **fields: Any) -> None:
+    args._resolved_overrides.append((source, fields))
+
+
+def sala(*kinds: str) -> MiniCPMHybridConfig:
+    return MiniCPMHybridConfig(
+        architectures=["MiniCPMSALAForCausalLM"],
+        num_hidden_layers=len(kinds),
+        num_key_value_heads=32,
+        mixer_types=list(kinds),
+    )
+
+
+def test_minicpm_has_a_prefix_cache_where_its_attention_is_dense(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hybrid = sala("minicpm4", "lightning")
+    found = of_minicpm(monkeypatch, hybrid)
+    assert found == TURNED_ON | {"mamba_radix_cache_strategy": "extra_buffer"}
+    asked = of_minicpm(monkeypatch, hybrid, mamba_radix_cache_strategy="extra_buffer_lazy")
+    assert asked == TURNED_ON
+    with pytest.raises(AssertionError, match="overlap"):
+        of_minicpm(monkeypatch, hybrid, mamba_radix_cache_strategy="no_buffer")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "flags"),
+    [
+        (("minicpm4", "lightning"), {"attention_backend": SPARSE}),
+        (("minicpm4", "lightning"), {"decode_attention_backend": SPARSE}),
+        (("minicpm4", "lightning"), {"disable_radix_cache": True}),
+        (("minicpm4", "lightning"), {"radix_cache_backend": None}),
+        (("minicpm4", "minicpm4"), {}),
+    ],
+    ids=["sparse", "sparse decoding", "asked for", "SGLang's cache", "without states"],
+)
+def test_elsewhere_minicpm_has_none(
+    kinds: tuple[str, ...],
+    flags: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert of_minicpm(monkeypatch, sala(*kinds), **flags) == {"disable_radix_cache": True}
+    told = [record.getMessage() for record in caplog.records]
+    assert ["SGLANG_MINICPM_FORCE_DENSE=1" in line for line in told] == [True] * (
+        SPARSE in flags.values()
+    )
