@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.arg_groups import mamba_hook
 from sglang.srt.configs.minicpm import MiniCPMHybridConfig
 
 from sglang_hybrid.cache import resolution
@@ -116,8 +117,11 @@ def test_minicpm_has_a_prefix_cache_where_its_attention_is_dense(
     assert found == TURNED_ON | {"mamba_radix_cache_strategy": "extra_buffer"}
     asked = of_minicpm(monkeypatch, hybrid, mamba_radix_cache_strategy="extra_buffer_lazy")
     assert asked == TURNED_ON
-    with pytest.raises(AssertionError, match="overlap"):
-        of_minicpm(monkeypatch, hybrid, mamba_radix_cache_strategy="no_buffer")
+    checked: list[str] = []
+    check = "validate_mamba_no_buffer"
+    monkeypatch.setattr(mamba_hook, check, lambda _, architecture: checked.append(architecture))
+    asked = of_minicpm(monkeypatch, hybrid, mamba_radix_cache_strategy="no_buffer")
+    assert asked == TURNED_ON and checked == hybrid.architectures
 
 
 @pytest.mark.parametrize(

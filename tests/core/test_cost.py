@@ -368,9 +368,7 @@ def test_minicpm_by_hand() -> None:
     assert gated.linear - model.linear == 5 * 2 * 64 * 64
     wider = CostModel.from_config(config | {"lightning_nh": 2, "lightning_head_dim": 64})
     assert wider.state_bytes == 2 * 4 * 2 * 64 * 64
-    assert wider.linear - model.linear == 2 * (
-        2 * 64 * 4 * 64 + 5 * (2 * 64 - 4 * 16) * 64 + 5 * 64
-    )
+    assert wider.linear - model.linear == 2 * (2 * 64 * 4 * 64 + 5 * (2 * 64**2 - 4 * 16**2))
     whole = CostModel.from_config({**config, "mixer_types": None})
     assert whole.state_bytes == 0 and whole.kv_bytes_per_token == 5 * 2 * 2 * 2 * 16
     with pytest.raises(ValueError, match="has '7' for its kinds of layers, which is no list"):
