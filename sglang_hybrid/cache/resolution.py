@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.arg_groups import mamba_hook
 from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
-from sglang.srt.configs.hybrid_arch import hybrid_lightning_config
 from sglang.srt.configs.model_config import PURE_SSM_ARCHITECTURES
 from sglang.srt.platforms import current_platform
 
@@ -61,6 +60,7 @@ def settle_states(server_args: ServerArgs) -> None:
     _one_memory_that_can_be(server_args)
     _no_drafts_that_states_do_not_follow(server_args)
     _no_stages_that_lose_router_states(server_args)
+    _no_ranks_that_norm_alone(server_args)
     _no_host_below_kv_alone(server_args)
     _one_slot_for_a_running_request(server_args)
     _one_state_buffer_for_pure_state_space_models(server_args)
@@ -94,8 +94,8 @@ def _prefixes_of_minicpm(server_args: ServerArgs) -> None:
     if view.radix_cache_backend != BACKEND or server_args.disable_radix_cache:
         return
     declared = _declared_by(server_args, "disable_radix_cache")
-    model = model_config_of(server_args)
-    if declared != {OF_MINICPM} or hybrid_lightning_config(model) is None:
+    config = model_config_of(server_args).hf_config
+    if declared != {OF_MINICPM} or not config.has_lightning_layers:
         return
     if sparse := sorted(set(attention_backends_of(view)) & set(SPARSE)):
         logger.warning(
@@ -109,7 +109,7 @@ def _prefixes_of_minicpm(server_args: ServerArgs) -> None:
     if view.mamba_radix_cache_strategy == "auto":
         declare_resolution(server_args, SGLANGS, mamba_radix_cache_strategy="extra_buffer")
     elif view.mamba_radix_cache_strategy == "no_buffer":
-        mamba_hook.validate_mamba_no_buffer(view, model.hf_config.architectures[0])
+        mamba_hook.validate_mamba_no_buffer(view, config.architectures[0])
 
 
 def _one_memory_that_can_be(server_args: ServerArgs) -> None:
@@ -173,6 +173,19 @@ def _no_stages_that_lose_router_states(server_args: ServerArgs) -> None:
         raise ValueError(
             "stages of a pipeline answer wrongly with ZAYA1: SGLang does not hand what its routers "
             "keep from one to the next; leave out --pp-size."
+        )
+
+
+def _no_ranks_that_norm_alone(server_args: ServerArgs) -> None:
+    """MiniCPM-SALA norms what all heads of lightning attention have read. SGLang 0.5.23 norms the
+    heads of each rank by themselves (models/minicpm.py:278), and answers wrongly.
+    """
+    config = model_config_of(server_args).hf_config
+    normed = getattr(config, "has_lightning_layers", False) and config.use_output_norm
+    if normed and resolving_view(server_args).tp_size > 1:
+        raise ValueError(
+            "several ranks answer wrongly with MiniCPM-SALA: SGLang norms the heads of each rank "
+            "by themselves, where the model norms all of them together; leave out --tp-size."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +108,31 @@ def sala(*kinds: str) -> MiniCPMHybridConfig:
         num_key_value_heads=32,
         mixer_types=list(kinds),
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kinds", "norms", "is_refused"),
+    [
+        (2, ("minicpm4", "lightning"), True, True),
+        (2, ("minicpm4", "lightning"), False, False),
+        (2, ("minicpm4", "minicpm4"), True, False),
+        (1, ("minicpm4", "lightning"), True, False),
+    ],
+)
+def test_ranks_that_would_norm_their_own_heads_are_refused(
+    ranks: int,
+    kinds: tuple[str, ...],
+    norms: bool,
+    is_refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = sala(*kinds)
+    config.use_output_norm = norms
+    monkeypatch.setattr(resolution, "model_config_of", lambda _: SimpleNamespace(hf_config=config))
+    args: Any = SimpleNamespace(tp_size=ranks)
+    wrong = pytest.raises(ValueError, match="leave out --tp-size")
+    with wrong if is_refused else nullcontext():
+        resolution._no_ranks_that_norm_alone(args)
 
 
 def test_minicpm_has_a_prefix_cache_where_its_attention_is_dense(
