@@ -32,7 +32,7 @@ from transformers import (
     logging,
 )
 
-from tests.twins import GigaChat, Glm5Next, JetNemotron, Ling, Qwen4Exp
+from tests.twins import GigaChat, Glm5Next, JetNemotron, Ling, MiniCPM, Qwen4Exp
 from tests.zaya import name_tensors
 
 _log: Any = logging
@@ -43,6 +43,7 @@ TWINS = {
     "gigachat3_5": GigaChat,
     "glm5_next": Glm5Next,
     "jet_nemotron": JetNemotron,
+    "minicpm_sala": MiniCPM,
     "qwen4_exp": Qwen4Exp,
 }
 """Models that transformers does not have, or not so, by the name of their type."""

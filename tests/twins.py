@@ -1,6 +1,6 @@
 """Models that SGLang serves and transformers does not have, in plain torch: made of transformers'
-DeepSeek-V3 or Qwen2, whose attention, experts, MLPs and norms they share, and of the recurrent
-layers' definitions.
+DeepSeek-V3, Qwen2 or Granite, whose attention, experts, MLPs and norms they share, and of the
+recurrent layers' definitions.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     DynamicCache,
+    GraniteConfig,
+    GraniteForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -34,18 +36,46 @@ from transformers.models.glm5_next.modeling_glm5_next import (
     Glm5NextTextLinearAttention,
     Glm5NextTextRMSNormGated,
 )
+from transformers.models.granite.modeling_granite import GraniteAttention, GraniteRMSNorm
+from transformers.models.granite.modeling_granite import apply_rotary_pos_emb as turn
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 from transformers.models.qwen4_exp import modeling_qwen4_exp
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 
 
-class LightningAttention(nn.Module):
-    """Linear attention with a constant decay e^-s of each head, as Ling 2.5 has it:
-    ``S_t = e^-s S_(t-1) + k_t v_t^T`` and ``o_t = S_t^T q_t / sqrt(D)``, in float64.
+def read_fading_state(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, past_key_values: Any, layer_idx: int
+) -> Tensor:
+    """``S_t = e^-s S_(t-1) + k_t v_t^T`` and ``S_t^T q_t`` [H, T, D], in float64.
 
-    The sums are written out: token t reads each earlier token i with weight ``e^(-s (t - i))``.
+    Shapes: q, k and v [H, T, D], slopes s [H]. A cache has the state before the first token, and
+    gets the one behind the last. The sums are written out: token t reads each earlier token i with
+    weight ``e^(-s (t - i))``.
     """
+    tokens = q.shape[1]
+    ages = torch.arange(tokens)[:, None] - torch.arange(tokens)[None]
+    weights = (-slopes[:, None, None] * ages).exp().masked_fill(ages < 0, 0.0)
+    read = (weights * (q @ k.transpose(1, 2))) @ v
+    if past_key_values is None:
+        return read
+    state = (k * weights[:, -1, :, None]).transpose(1, 2) @ v
+    before = past_key_values.layers[layer_idx].recurrent_states[0]
+    if before is not None:
+        since = (-slopes[:, None] * torch.arange(1, tokens + 1)).exp()
+        read = read + since[..., None] * (q @ before[0])
+        state = state + since[:, -1, None, None] * before[0]
+    past_key_values.update_recurrent_state(state[None], layer_idx)
+    return read
+
+
+def slopes_of(heads: int) -> Tensor:
+    """Slopes [H] of lightning attention's heads, a power of two: ``2^(-8 h / H)`` from h = 1 on."""
+    return 2.0 ** (-8 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
+
+
+class LightningAttention(nn.Module):
+    """Linear attention with a constant decay of each head, as Ling 2.5 has it, in float64."""
 
     def __init__(self, config: DeepseekV3Config, layer_idx: int) -> None:
         super().__init__()
@@ -54,8 +84,7 @@ class LightningAttention(nn.Module):
         self.layer_idx, self.heads, self.width = layer_idx, heads, width
         self.turned = int(width * settings["partial_rotary_factor"])
         self.theta, self.eps = settings["rope_theta"], config.rms_norm_eps
-        slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
-        self.slopes = slopes * (1 - layer_idx / (config.num_hidden_layers - 1) + 1e-5)
+        self.slopes = slopes_of(heads) * (1 - layer_idx / (config.num_hidden_layers - 1) + 1e-5)
         self.groups = settings["group_norm_size"]
         self.query_key_value = nn.Linear(hidden, 3 * heads * width, bias=False)
         self.query_layernorm = DeepseekV3RMSNorm(width, eps=self.eps)
@@ -85,19 +114,7 @@ class LightningAttention(nn.Module):
             for new, old in zip(turned, (q, k), strict=True)
         )
         v = mixed[:, 2].double().transpose(0, 1)
-
-        ages = torch.arange(tokens)[:, None] - torch.arange(tokens)[None]
-        weights = (-self.slopes[:, None, None] * ages).exp().masked_fill(ages < 0, 0.0)
-        read = (weights * (q @ k.transpose(1, 2))) @ v
-        until_end = weights[:, -1, :, None]
-        state = (k * until_end).transpose(1, 2) @ v
-        if past_key_values is not None:
-            before = past_key_values.layers[self.layer_idx].recurrent_states[0]
-            if before is not None:
-                since = (-self.slopes[:, None] * torch.arange(1, tokens + 1)).exp()
-                read = read + since[..., None] * (q @ before[0])
-                state = state + since[:, -1, None, None] * before[0]
-            past_key_values.update_recurrent_state(state[None], self.layer_idx)
+        read = read_fading_state(q, k, v, self.slopes, past_key_values, self.layer_idx)
 
         groups = (read / self.width**0.5).float().transpose(0, 1).reshape(tokens, self.groups, -1)
         groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
@@ -337,6 +354,90 @@ AROUND = {
     r"layer\.norm\.norm\.weight$": "layer.norm.weight",
 }
 """Names of GigaChat's tensors, and what they are here, one after the other."""
+
+
+class MiniCPMLightning(nn.Module):
+    """Lightning attention as MiniCPM-SALA has it: decays are the same in every layer, a norm goes
+    over all heads, and a gate is behind it.
+    """
+
+    def __init__(self, config: GraniteConfig, layer_idx: int) -> None:
+        super().__init__()
+        hidden, heads, width = config.hidden_size, config.lightning_nh, config.lightning_head_dim
+        self.layer_idx, self.width, self.slopes = layer_idx, width, slopes_of(heads)
+        self.q_proj, self.k_proj, self.v_proj, self.z_proj = (
+            nn.Linear(hidden, heads * width, bias=False) for _ in range(4)
+        )
+        self.q_norm, self.k_norm = (GraniteRMSNorm(width, config.rms_norm_eps) for _ in range(2))
+        self.o_norm = GraniteRMSNorm(heads * width, config.rms_norm_eps)
+        self.o_proj = nn.Linear(heads * width, hidden, bias=False)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """Shapes: hidden_states [1, T, D], position_embeddings of two [1, T, width]."""
+        q, k, v = (
+            project(hidden_states).unflatten(-1, (-1, self.width)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        turned = turn(self.q_norm(q).float(), self.k_norm(k).float(), *position_embeddings)
+        q, k, v = (t[0].to(v.dtype).double() for t in (*turned, v))
+        read = read_fading_state(q, k, v, self.slopes, past_key_values, self.layer_idx)
+        read = (read / self.width**0.5).transpose(0, 1).flatten(1)[None]
+        normed = self.o_norm(read.to(hidden_states.dtype))
+        return self.o_proj(normed * self.z_proj(hidden_states).sigmoid()), None
+
+
+class MiniCPMAttention(GraniteAttention):
+    """MiniCPM-SALA's dense attention: without positions, and with a gate for each value."""
+
+    def __init__(self, config: GraniteConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        values = config.num_attention_heads * config.head_dim
+        self.o_gate = nn.Linear(config.hidden_size, values, bias=False)
+        self.o_proj = GatedOutput(values, config.hidden_size, bias=False)
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **more: Any
+    ) -> Any:
+        self.o_proj.gates = self.o_gate(hidden_states).sigmoid()
+        cos, sin = map(torch.zeros_like, position_embeddings)
+        return super().forward(hidden_states, position_embeddings=(cos + 1, sin), **more)
+
+
+class MiniCPM(GraniteForCausalLM):
+    """MiniCPM-SALA (SGLang's `MiniCPMSALAForCausalLM`) with dense attention, in the blocks of
+    Granite, which has the same factors at embeddings, residuals and logits.
+    """
+
+    def __init__(self, config: GraniteConfig) -> None:
+        super().__init__(config)
+        for index, kind in enumerate(config.layer_types):
+            mixer = MiniCPMLightning if kind == "linear_attention" else MiniCPMAttention
+            self.model.layers[index].self_attn = mixer(config, index)
+
+    @classmethod
+    def load(cls, model_dir: Path) -> MiniCPM:
+        """The model in a directory. Raises RuntimeError unless it has exactly these tensors."""
+        config = json.loads((model_dir / "config.json").read_text())
+        kinds = {"minicpm4": "full_attention", "lightning-attn": "linear_attention"}
+        model = cls(
+            GraniteConfig(
+                **config,
+                layer_types=[kinds[kind] for kind in config["mixer_types"]],
+                embedding_multiplier=config["scale_emb"],
+                residual_multiplier=config["scale_depth"] / config["num_hidden_layers"] ** 0.5,
+                attention_multiplier=config["head_dim"] ** -0.5,
+                logits_scaling=config["hidden_size"] / config["dim_model_base"],
+                attn_implementation="eager",
+            )
+        )
+        model.load_state_dict(load_file(model_dir / "model.safetensors"))
+        return model.eval()
 
 
 class NoIndex(nn.Module):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.arg_groups import mamba_hook
 from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.configs.model_config import PURE_SSM_ARCHITECTURES
@@ -43,6 +44,10 @@ SGLANGS = "_mamba_radix_cache_resolution"
 QWEN4 = "Qwen4ExpForConditionalGeneration"
 JET_NEMOTRON = {"JetNemotronForCausalLM", "JetVLMForConditionalGeneration"}
 
+OF_MINICPM = "_minicpm_sala_overrides"
+SPARSE = ("minicpm_flashattn", "minicpm_flashinfer")
+"""Who declares that MiniCPM has no prefix cache, and its backends of sparse attention."""
+
 TOKENS_WITHOUT_KV = 1 << 22
 """KV tokens of a model without attention. The list of free ones takes 32 MiB."""
 
@@ -54,10 +59,11 @@ def settle_states(server_args: ServerArgs) -> None:
     drafts, ranks and stages that SGLang would answer wrongly with, for host memory below a tree of
     KV only, and for what one memory cannot be combined with.
     """
+    _prefixes_of_minicpm(server_args)
     _one_memory_that_can_be(server_args)
     _no_drafts_that_states_do_not_follow(server_args)
     _no_stages_that_lose_router_states(server_args)
-    _no_ranks_that_share_jet_blocks(server_args)
+    _no_ranks_that_sglang_cannot_divide(server_args)
     _no_host_below_kv_alone(server_args)
     _one_slot_for_a_running_request(server_args)
     _one_state_buffer_for_pure_state_space_models(server_args)
@@ -78,6 +84,35 @@ def take_one_memory(server_args: ServerArgs) -> None:
     ours = view.radix_cache_backend == BACKEND and not view.disable_radix_cache
     if asked and ours and not isinstance(current_platform, HybridCpuPlatform):
         declare_resolution(server_args, OURS, enable_unified_memory=True)
+
+
+def _prefixes_of_minicpm(server_args: ServerArgs) -> None:
+    """SGLang 0.5.23 turns the prefix cache off for MiniCPM-SALA (model_overrides/minicpm.py:27).
+
+    Its sparse attention keeps compressed keys of each request (attention/minicpm/cache.py), which a
+    hit would lack. Where attention is dense a hit needs KV and states as for any other model, so
+    our cache serves, with SGLang's strategy for lightning attention (arg_groups/overrides.py:453).
+    """
+    view = resolving_view(server_args)
+    if view.radix_cache_backend != BACKEND or server_args.disable_radix_cache:
+        return
+    declared = _declared_by(server_args, "disable_radix_cache")
+    config = model_config_of(server_args).hf_config
+    if declared != {OF_MINICPM} or not config.has_lightning_layers:
+        return
+    if sparse := sorted(set(attention_backends_of(view)) & set(SPARSE)):
+        logger.warning(
+            "sglang_hybrid: MiniCPM's sparse attention (%s) keeps compressed keys of each request, "
+            "and a hit would lack them, so nothing is cached; SGLANG_MINICPM_FORCE_DENSE=1 in the "
+            "environment makes attention dense, and prompts are cached.",
+            sparse[0],
+        )
+        return
+    declare_resolution(server_args, OURS, disable_radix_cache=False, uses_mamba_radix_cache=True)
+    if view.mamba_radix_cache_strategy == "auto":
+        declare_resolution(server_args, SGLANGS, mamba_radix_cache_strategy="extra_buffer")
+    elif view.mamba_radix_cache_strategy == "no_buffer":
+        mamba_hook.validate_mamba_no_buffer(view, config.architectures[0])
 
 
 def _one_memory_that_can_be(server_args: ServerArgs) -> None:
@@ -157,13 +192,23 @@ def _no_stages_that_lose_router_states(server_args: ServerArgs) -> None:
         )
 
 
-def _no_ranks_that_share_jet_blocks(server_args: ServerArgs) -> None:
+def _no_ranks_that_sglang_cannot_divide(server_args: ServerArgs) -> None:
     """SGLang 0.5.23 divides the projections of Jet-Nemotron's recurrent layers, and then splits
     what comes out as if it were whole (models/jet_nemotron.py:271): the first forward ends a rank.
+    MiniCPM-SALA norms what all heads of lightning attention have read; SGLang norms the heads of
+    each rank by themselves (models/minicpm.py:278), and answers wrongly.
     """
-    if resolving_view(server_args).tp_size > 1 and JET_NEMOTRON & _architectures(server_args):
+    if resolving_view(server_args).tp_size == 1:
+        return
+    if JET_NEMOTRON & _architectures(server_args):
         raise ValueError(
             "SGLang cannot divide the layers of Jet-Nemotron among ranks; leave out --tp-size."
+        )
+    config = model_config_of(server_args).hf_config
+    if getattr(config, "has_lightning_layers", False) and config.use_output_norm:
+        raise ValueError(
+            "several ranks answer wrongly with MiniCPM-SALA: SGLang norms the heads of each rank "
+            "by themselves, where the model norms all of them together; leave out --tp-size."
         )
 
 

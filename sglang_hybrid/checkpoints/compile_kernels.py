@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_hybrid.checkpoints.scans import Save, launched_kernel, linear_backend
+from sglang_hybrid.checkpoints.scans import (
+    Save,
+    launched_kernel,
+    linear_backend,
+    scans_in_float32,
+)
 from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks
 from sglang_hybrid.kernels.checkpoint_states import (
     DELTA_CHUNK,
@@ -44,7 +49,7 @@ def compile_kernels(model_runner: Any, *, tell: bool) -> None:
     steps = warm_up(
         windows,
         cache.temporal,
-        model_runner.dtype,
+        torch.float32 if scans_in_float32(model_runner) else model_runner.dtype,
         launched_kernel(model_runner),
         int(linear_backend(model_runner).mamba_chunk_size),
     )
@@ -68,8 +73,9 @@ def warm_up(
     """What launches each kernel once, by a name for people.
 
     ``windows`` [slots, D, K-1] and ``states`` are the pools of one layer, of which only types,
-    shapes and strides are used. ``dtype`` is the model's. ``save`` is the kernel that takes states
-    from the scan (None: no kernel does), and ``chunk`` the tokens between Mamba2's chunk states.
+    shapes and strides are used. ``dtype`` is that of a layer's inputs. ``save`` is the kernel that
+    takes states from the scan (None: no kernel does), and ``chunk`` the tokens between Mamba2's
+    chunk states.
     """
     inputs = torch.zeros(TOKENS, windows.shape[1], dtype=dtype, device=states.device)
     return prefill(_two_slots_like(windows), _two_slots_like(states), inputs, [1], save, chunk)
@@ -153,11 +159,11 @@ def _kda_scan(states: Tensor, inputs: Tensor, chunk: int) -> dict[str, Tensor]:
 
 
 def _lightning_scan(states: Tensor, inputs: Tensor, _: int) -> dict[str, Tensor]:
-    """What lightning attention's backend holds in front of its scan: keys and values in float32,
-    values as they were projected together with queries and keys."""
+    """What lightning attention's backend holds in front of its scan: values as they were projected
+    together with queries and keys."""
     _, heads, key, value = states.shape
-    keys = torch.zeros(len(inputs), heads, key, device=states.device)
-    projected = torch.zeros(len(inputs), 3 * heads, value, device=states.device)
+    keys = inputs.new_zeros(len(inputs), heads, key)
+    projected = inputs.new_zeros(len(inputs), 3 * heads, value)
     return {
         "keys": keys,
         "values": projected[:, 2 * heads :],

@@ -43,6 +43,8 @@ class Scan:
             (`StateWriter.dtype`).
         refused: names of switches of the backend; each that is on makes a prefill that leaves no
             states.
+        in_float32: names of layers whose scan has queries, keys and values in float32, whatever
+            the model's type.
     """
 
     backend: str
@@ -51,6 +53,7 @@ class Scan:
     every: int = 1
     copies_ends: bool = False
     refused: tuple[str, ...] = ()
+    in_float32: tuple[str, ...] = ()
 
 
 _ATTENTION = "sglang.srt.layers.attention"
@@ -58,7 +61,8 @@ _GDN = f"{_ATTENTION}.linear.gdn_backend:GDNAttnBackend"
 _KERNELS = f"{_ATTENTION}.linear.kernels"
 _LINEAR_LAYER = "sglang.srt.layers.radix_linear_attention:RadixLinearAttention"
 _LING = "sglang.srt.models.bailing_moe_linear:BailingMoELinearAttention"
-_BREAK_GRAPHS = {_LINEAR_LAYER, _LING}
+_MINICPM = "sglang.srt.models.minicpm:MiniCPMLightningMixer"
+_BREAK_GRAPHS = {_LINEAR_LAYER, _LING, _MINICPM}
 """Layers that call their backend through SGLang's `RadixLinearAttention` or `RadixAttention`, which
 its breakable graphs leave out."""
 
@@ -103,8 +107,9 @@ SCANS: tuple[Scan, ...] = (
     ),
     Scan(
         backend=f"{_ATTENTION}.linear.lightning_backend:LightningAttentionBackend",
-        layers={_LING: save_lightning_states},
+        layers=dict.fromkeys((_LING, _MINICPM), save_lightning_states),
         copies_ends=True,
+        in_float32=(_LING,),
     ),
 )
 
@@ -141,6 +146,15 @@ def launched_kernel(model_runner: Any) -> Save | None:
     layers: Mapping[str, Save | None] = {} if scan is None else scan.layers
     kinds = (name_of(type(module)) for module in model_runner.model.modules())
     return next((layers[kind] for kind in kinds if kind in layers), None)
+
+
+def scans_in_float32(model_runner: Any) -> bool:
+    """Whether the scans of this ``ModelRunner`` have queries, keys and values in float32, whatever
+    the model's type.
+    """
+    scan = find_scan(linear_backend(model_runner))
+    kinds = {name_of(type(module)) for module in model_runner.model.modules()}
+    return scan is not None and not kinds.isdisjoint(scan.in_float32)
 
 
 def why_split(model_runner: Any) -> str | None:

@@ -28,7 +28,8 @@ without attention, which keeps SGLang from a graph, or a break at each mixer.
 CHAINS_ONLY = (
     *("Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"),
     "ZayaForCausalLM",
-    *("BailingMoeV2_5ForCausalLM", "Qwen4ExpForConditionalGeneration"),
+    *("BailingMoeV2_5ForCausalLM", "MiniCPMSALAForCausalLM"),
+    "Qwen4ExpForConditionalGeneration",
 )
 """Models of short convolutions or lightning attention, which read drafts as chains only."""
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.arg_groups import mamba_hook
+from sglang.srt.configs.minicpm import MiniCPMHybridConfig
 
 from sglang_hybrid.cache import resolution
 
@@ -36,7 +39,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, architecture: str, **flags: Any) ->
     try:
         resolution._no_drafts_that_states_do_not_follow(view)
         resolution._no_stages_that_lose_router_states(view)
-        resolution._no_ranks_that_share_jet_blocks(view)
+        resolution._no_ranks_that_sglang_cannot_divide(view)
     except ValueError as error:
         return str(error)
     return None
@@ -51,6 +54,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, architecture: str, **flags: Any) ->
         ("Lfm2ForCausalLM", CHAINS, None),
         ("BailingMoeV2_5ForCausalLM", TREES, "use --speculative-ngram-max-bfs-breadth 1"),
         ("BailingMoeV2_5ForCausalLM", CHAINS, None),
+        ("MiniCPMSALAForCausalLM", TREES, "use --speculative-ngram-max-bfs-breadth 1"),
         ("BailingMoeV3ForCausalLM", TREES, None),
         ("Qwen4ExpForConditionalGeneration", CHAINS, "use another --speculative-algorithm"),
         ("Qwen4ExpForConditionalGeneration", EAGLE_TREES, "use --speculative-eagle-topk 1"),
@@ -70,3 +74,109 @@ def test_what_sglang_answers_wrongly_is_refused(
 ) -> None:
     found = refused(monkeypatch, architecture, **flags)
     assert found is None if said is None else said in str(found)
+
+
+DENSE, SPARSE = "triton", "minicpm_flashattn"
+TURNED_ON = {"disable_radix_cache": False, "uses_mamba_radix_cache": True}
+
+
+def of_minicpm(
+    monkeypatch: pytest.MonkeyPatch, config: MiniCPMHybridConfig, **flags: Any
+) -> dict[str, Any]:
+    """What becomes of SGLang's decision that MiniCPM has no prefix cache: fields by their names."""
+    given = {
+        "radix_cache_backend": "hybrid",
+        "disable_radix_cache": False,
+        "uses_mamba_radix_cache": False,
+        "mamba_radix_cache_strategy": "auto",
+        "attention_backend": DENSE,
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+        "disable_overlap_schedule": False,
+        "page_size": None,
+        **flags,
+    }
+    args: Any = SimpleNamespace(**given)
+    args._resolved_overrides = [(resolution.OF_MINICPM, {"disable_radix_cache": True})]
+    model = SimpleNamespace(hf_config=config)
+    monkeypatch.setattr(resolution, "model_config_of", lambda _: model)
+    monkeypatch.setattr(resolution, "declare_resolution", declare)
+    resolution._prefixes_of_minicpm(args)
+    return {name: value for _, fields in args._resolved_overrides for name, value in fields.items()}
+
+
+def declare(args: Any, source: str, **fields: Any) -> None:
+    args._resolved_overrides.append((source, fields))
+
+
+def sala(*kinds: str) -> MiniCPMHybridConfig:
+    return MiniCPMHybridConfig(
+        architectures=["MiniCPMSALAForCausalLM"],
+        num_hidden_layers=len(kinds),
+        num_key_value_heads=32,
+        mixer_types=list(kinds),
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kinds", "norms", "is_refused"),
+    [
+        (2, ("minicpm4", "lightning"), True, True),
+        (2, ("minicpm4", "lightning"), False, False),
+        (2, ("minicpm4", "minicpm4"), True, False),
+        (1, ("minicpm4", "lightning"), True, False),
+    ],
+)
+def test_ranks_that_would_norm_their_own_heads_are_refused(
+    ranks: int,
+    kinds: tuple[str, ...],
+    norms: bool,
+    is_refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = sala(*kinds)
+    config.use_output_norm = norms
+    monkeypatch.setattr(resolution, "model_config_of", lambda _: SimpleNamespace(hf_config=config))
+    args: Any = SimpleNamespace(tp_size=ranks)
+    wrong = pytest.raises(ValueError, match="leave out --tp-size")
+    with wrong if is_refused else nullcontext():
+        resolution._no_ranks_that_sglang_cannot_divide(args)
+
+
+def test_minicpm_has_a_prefix_cache_where_its_attention_is_dense(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hybrid = sala("minicpm4", "lightning")
+    found = of_minicpm(monkeypatch, hybrid)
+    assert found == TURNED_ON | {"mamba_radix_cache_strategy": "extra_buffer"}
+    asked = of_minicpm(monkeypatch, hybrid, mamba_radix_cache_strategy="extra_buffer_lazy")
+    assert asked == TURNED_ON
+    checked: list[str] = []
+    check = "validate_mamba_no_buffer"
+    monkeypatch.setattr(mamba_hook, check, lambda _, architecture: checked.append(architecture))
+    asked = of_minicpm(monkeypatch, hybrid, mamba_radix_cache_strategy="no_buffer")
+    assert asked == TURNED_ON and checked == hybrid.architectures
+
+
+@pytest.mark.parametrize(
+    ("kinds", "flags"),
+    [
+        (("minicpm4", "lightning"), {"attention_backend": SPARSE}),
+        (("minicpm4", "lightning"), {"decode_attention_backend": SPARSE}),
+        (("minicpm4", "lightning"), {"disable_radix_cache": True}),
+        (("minicpm4", "lightning"), {"radix_cache_backend": None}),
+        (("minicpm4", "minicpm4"), {}),
+    ],
+    ids=["sparse", "sparse decoding", "asked for", "SGLang's cache", "without states"],
+)
+def test_elsewhere_minicpm_has_none(
+    kinds: tuple[str, ...],
+    flags: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert of_minicpm(monkeypatch, sala(*kinds), **flags) == {"disable_radix_cache": True}
+    told = [record.getMessage() for record in caplog.records]
+    assert ["SGLANG_MINICPM_FORCE_DENSE=1" in line for line in told] == [True] * (
+        SPARSE in flags.values()
+    )

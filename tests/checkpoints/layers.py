@@ -566,13 +566,15 @@ def run_kda(case: Case, lower_bound: float | None = None) -> Outcome:
     return Outcome(before, pools, *defined(case, before, inputs, weight, None, define))
 
 
-def run_lightning(case: Case) -> Outcome:
-    """A prefill of one lightning attention, behind its projections; it has no convolution."""
+def run_lightning(case: Case, dtype: torch.dtype = torch.float32) -> Outcome:
+    """A prefill of one lightning attention, behind its projections; it has no convolution. dtype:
+    of queries, keys and values.
+    """
     tokens = case.bounds[-1]
     pools = case.pools(0, HEADS, SIZE, SIZE)
     pools.conv = [pools.conv[0][..., :0]]
     before = copied(pools)
-    q, k, v = case.normal(3, tokens, HEADS, SIZE)
+    q, k, v = case.normal(3, tokens, HEADS, SIZE).to(dtype)
     slopes = case.normal(HEADS, 1, 1).abs()
     layer = SimpleNamespace(
         layer_id=0, scaling=SIZE**-0.5, tp_q_head_num=HEADS, v_head_dim=SIZE, k_scale=None
@@ -587,9 +589,12 @@ def run_lightning(case: Case) -> Outcome:
         at, steps = slice(begin, end), torch.ones(end - begin, HEADS)
         start = before.temporal[case.slots[s]].transpose(1, 2)
         read, seen = naive.ssd(
-            *(v[at], steps, -slopes.flatten(), k[at], q[at] * layer.scaling), initial_state=start
+            *(v[at], steps, -slopes.flatten(), k[at], q[at].float() * layer.scaling),
+            initial_state=start,
         )
-        torch.testing.assert_close(o[at].double(), read, rtol=1e-4, atol=1e-4)
+        assert o.dtype == dtype
+        tolerance = 1e-4 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(o[at].double(), read, rtol=tolerance, atol=tolerance)
         states.append(seen.transpose(2, 3))
         windows.append(torch.zeros(end - begin + 1, *pools.conv[0].shape[1:]))
     return Outcome(before, pools, windows, states)

@@ -10,11 +10,14 @@ from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+from sglang.srt.layers.attention.linear.lightning_backend import LightningAttentionBackend
 from sglang.srt.layers.attention.linear.short_conv_backend import ShortConvAttnBackend
 from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.mem_cache.memory_pool import MambaPool
+from sglang.srt.models.bailing_moe_linear import BailingMoELinearAttention
 from sglang.srt.models.lfm2 import Lfm2ShortConv
+from sglang.srt.models.minicpm import MiniCPMLightningMixer
 from torch import nn
 
 pytest.importorskip("triton")
@@ -34,6 +37,8 @@ def model_runner(layer: Layer, device: str) -> Any:
     module: type[nn.Module] = RadixLinearAttention
     if layer.save is None:
         kind, module = ShortConvAttnBackend, Lfm2ShortConv
+    elif layer.constant:
+        kind, module = LightningAttentionBackend, MiniCPMLightningMixer
     elif layer.per_channel:
         kind, kernel, windows = KDAAttnBackend, TritonKDAKernel, windows.transpose(1, 2)
     elif layer.chunk is None:
@@ -82,6 +87,21 @@ def test_a_short_convolution_launches_one(
     assert [launch.name for launch in launches] == ["conv_window"]
     told = caplog.records[0].getMessage()
     assert told == "sglang_hybrid: compiling kernel 1 of 1: windows of the convolution."
+
+
+@pytest.mark.parametrize(
+    ("module", "dtype"),
+    [(BailingMoELinearAttention, torch.float32), (MiniCPMLightningMixer, torch.bfloat16)],
+)
+def test_lightning_attention_is_compiled_for_keys_of_their_type(
+    module: type[nn.Module], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    runner = model_runner(LAYERS["MiniCPM-SALA"], "cuda")
+    runner.model = made(module)
+    (launch,) = noted(lambda: compile_kernels.compile_kernels(runner, tell=False))
+    assert launch.name == "lightning_state"
+    assert launch.arguments["keys"].dtype == launch.arguments["values"].dtype == dtype
 
 
 def test_a_layer_with_two_windows_launches_one_for_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,6 +327,8 @@ def test_other_models_of_latent_attention_by_hand() -> None:
         ("Kimi-Linear-48B", 49_122_681_728, 20 * (4 * 32 * 128**2 + 2 * 3 * 3 * 4096), 7 * 2 * 576),
         # The files of LFM2-2.6B hold 2.57 billion; its head is its embedding.
         ("LFM2-2.6B", 2.57e9, 22 * 2 * 2 * 2048, 8 * 2 * 2 * 8 * 64),
+        # Its files hold 9.48 billion.
+        ("MiniCPM-SALA", 9.48e9, 24 * 4 * 32 * 128**2, 8 * 2 * 2 * 2 * 128),
         # Counted tensor by tensor in transformers' class of its defaults.
         ("ZAYA1-base", 8_840_488_784, 40 * 2 * (2 * 1280 + 2048), 40 * 2 * 2 * 2 * 128),
         ("Qwen3.5-9B", 9e9, 24 * (4 * 32 * 128**2 + 2 * 3 * 8192), 8 * 2 * 2 * 4 * 256),
@@ -369,6 +371,31 @@ def test_jet_nemotron_by_hand() -> None:
     for config in (without, {**base, "efficient_attention_config": {"swa": {}}}):
         with pytest.raises(ValueError, match="'jet_nemotron' lacks efficient_attention_config"):
             CostModel.from_config(config)
+
+
+def test_minicpm_by_hand() -> None:
+    """Short lists of mixers repeat; lightning attention has a width of its own; gates may lack."""
+    config = {
+        "model_type": "minicpm_sala",
+        "hidden_size": 64,
+        "intermediate_size": 100,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "mixer_types": ["attn", "lightning_attn"],
+    }
+    model = CostModel.from_config(config)
+    assert model.state_bytes == 2 * 4 * 4 * 16 * 16
+    assert model.kv_bytes_per_token == 3 * 2 * 2 * 2 * 16
+    gated = CostModel.from_config(config | {"use_output_gate": True, "attn_use_output_gate": True})
+    assert gated.linear - model.linear == 5 * 2 * 64 * 64
+    wider = CostModel.from_config(config | {"lightning_nh": 2, "lightning_head_dim": 64})
+    assert wider.state_bytes == 2 * 4 * 2 * 64 * 64
+    assert wider.linear - model.linear == 2 * (2 * 64 * 4 * 64 + 5 * (2 * 64**2 - 4 * 16**2))
+    whole = CostModel.from_config({**config, "mixer_types": None})
+    assert whole.state_bytes == 0 and whole.kv_bytes_per_token == 5 * 2 * 2 * 2 * 16
+    with pytest.raises(ValueError, match="has '7' for its kinds of layers, which is no list"):
+        CostModel.from_config({**config, "mixer_types": 7})
 
 
 def test_zaya_by_hand() -> None:

@@ -32,6 +32,7 @@ KINDS = {
     "bailing_hybrid": ("Kimi delta attention", "ling-3"),
     "gigachat3_5": ("gated delta net", "gigachat-3.5"),
     "jet_nemotron": ("gated delta net", "jet-nemotron"),
+    "minicpm_sala": ("lightning attention", "minicpm-sala"),
     "lfm2": ("short convolution", "lfm2"),
     "zaya": ("compressed convolution", "zaya"),
     "mamba2": ("Mamba-2", "mamba2"),

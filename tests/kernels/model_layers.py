@@ -92,7 +92,8 @@ LAYERS = {
     "Qwen3-Next-80B, one of 8 ranks": Layer(4, 128, 2, 128, None, 0),
     "Qwen3.5-9B, one of 16 ranks": Layer(2, 128, 1, 128, None, 0),
     "Kimi-Linear-48B": Layer(32, 128, 32, 128, None, 0, per_channel=True),
-    "Ling-2.5": Layer(16, 128, 16, 128, None, 0, constant=True),
+    "Ling-2.5": Layer(16, 128, 16, 128, None, 0, torch.float32, constant=True),
+    "MiniCPM-SALA": Layer(32, 128, 32, 128, None, 0, constant=True),
     "Falcon-Mamba-7B": Layer(8192, 1, 0, 16, None, 8192),
     "LFM2-2.6B": Layer(1, 2048, 0, 0, None, 0, taps=3),
     "ZAYA1-base": Layer(1, 1280, 0, 0, None, 0, taps=3),
@@ -131,10 +132,10 @@ def prefill(
         return
     writer = tracks.into(states)
     if layer.constant:
-        projected = torch.empty(tokens, 3 * layer.inner)
+        projected = torch.empty(tokens, 3 * layer.inner, dtype=layer.dtype)
         writer.save(
             layer.save,
-            keys=torch.empty(tokens, layer.inner).view(tokens, layer.heads, layer.size),
+            keys=torch.empty(tokens, layer.heads, layer.size, dtype=layer.dtype),
             values=projected[:, 2 * layer.inner :].view(tokens, layer.heads, layer.width),
             slopes=torch.empty(layer.heads, 1, 1),
             state_indices=owners,

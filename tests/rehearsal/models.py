@@ -2,7 +2,8 @@
 
 Sizes are here, and what differs from the defaults of a model's class. Qwen4-Exp has no published
 sizes: it has Qwen3.5's with its own model's defaults. GLM-5-Next, Ling, GigaChat and
-ZAYA1 have the sizes of their classes, with the kinds of layers that these know.
+ZAYA1 have the sizes of their classes, with the kinds of layers that these know. MiniCPM-SALA has no
+``sparse_config`` here: its attention is dense.
 """
 
 from __future__ import annotations
@@ -329,6 +330,30 @@ MODELS: dict[str, Config] = {
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
         "vocab_size": 128_256,
+    },
+    "MiniCPM-SALA": COMMON
+    | {
+        "architectures": ["MiniCPMSALAForCausalLM"],
+        "model_type": "minicpm_sala",
+        "attn_use_output_gate": True,
+        "attn_use_rope": False,
+        "head_dim": 128,
+        "hidden_size": 4_096,
+        "intermediate_size": 16_384,
+        "lightning_head_dim": 128,
+        "lightning_nh": 32,
+        "lightning_nkv": 32,
+        "max_position_embeddings": 524_288,
+        "mixer_types": [
+            "minicpm4" if i in (0, 9, 16, 17, 22, 29, 30, 31) else "lightning-attn"
+            for i in range(32)
+        ],
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 2,
+        "use_output_gate": True,
+        "use_output_norm": True,
+        "vocab_size": 73_448,
     },
     "LFM2-2.6B": COMMON
     | {

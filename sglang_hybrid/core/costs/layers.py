@@ -160,14 +160,14 @@ def kimi_delta_attention(
     )
 
 
-def lightning_attention(hidden: int, heads: int, head_dim: int) -> Layer:
+def lightning_attention(hidden: int, heads: int, head_dim: int, *, gated: bool = True) -> Layer:
     """Linear attention with one constant decay per head (Qin et al. 2024, "Lightning Attention-2")
-    and an output gate: decay, outer product, sum and read-out are 5 FLOPs per state value and
-    token. Its state has no convolution.
+    and, where it is `gated`, an output gate: decay, outer product, sum and read-out are 5 FLOPs per
+    state value and token. Its state has no convolution.
     """
     inner = heads * head_dim
     state = inner * head_dim
-    return Layer(2 * hidden * 5 * inner + 5 * state, ssm_values=state)
+    return Layer(2 * hidden * (5 if gated else 4) * inner + 5 * state, ssm_values=state)
 
 
 def short_conv(hidden: int, kernel: int) -> Layer:

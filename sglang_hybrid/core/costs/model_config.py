@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 from sglang_hybrid.core.costs.layers import (
     Layer,
@@ -349,6 +350,25 @@ def _jet_nemotron(config: Config) -> list[Layer]:
     return layers
 
 
+def _minicpm_sala(config: Config) -> list[Layer]:
+    """MiniCPM-SALA: `mixer_types` says which blocks have lightning attention, and is repeated if it
+    is short. Attention counts as dense: where it is sparse, SGLang has no prefix cache.
+    """
+    hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+    lightning = lightning_attention(
+        hidden,
+        integer(config, "lightning_nh", default=heads),
+        integer(config, "lightning_head_dim", "head_dim", default=hidden // heads),
+        gated=bool(config.get("use_output_gate")),
+    )
+    whole = attention_of(config, gated=bool(config.get("attn_use_output_gate")))
+    kinds = mixer_kinds({"layer_types": config.get("mixer_types")}, ["minicpm4"])
+    layers = []
+    for kind, _ in zip(cycle(kinds), range(layer_count(config)), strict=False):
+        layers += [lightning if kind.startswith("lightning") else whole, mlp_of(config)]
+    return layers
+
+
 def _lfm2(config: Config) -> list[Layer]:
     count, hidden = layer_count(config), integer(config, "hidden_size")
     with_attention = set(config.get("full_attn_idxs") or ())
@@ -494,6 +514,7 @@ FAMILIES: dict[str, Callable[[Config], list[Layer]]] = {
     "bailing_hybrid": _bailing,
     "gigachat3_5": _gigachat,
     "jet_nemotron": _jet_nemotron,
+    "minicpm_sala": _minicpm_sala,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
     "zamba2": _zamba2,

@@ -13,6 +13,7 @@ from sglang_hybrid.models.architectures.kimi_linear import kimi_linear
 from sglang_hybrid.models.architectures.lfm2 import lfm2, lfm2_moe
 from sglang_hybrid.models.architectures.ling import ling_2_5, ling_3
 from sglang_hybrid.models.architectures.mamba2 import mamba2
+from sglang_hybrid.models.architectures.minicpm import minicpm_sala
 from sglang_hybrid.models.architectures.nemotron_h import nemotron_3, nemotron_h
 from sglang_hybrid.models.architectures.qwen3_5 import qwen3_5, qwen3_5_vl
 from sglang_hybrid.models.architectures.qwen3_next import qwen3_next
@@ -37,6 +38,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ling-3": ling_3,
     "gigachat-3.5": gigachat_3_5,
     "jet-nemotron": jet_nemotron,
+    "minicpm-sala": minicpm_sala,
     "lfm2": lfm2,
     "lfm2-moe": lfm2_moe,
     "zaya": zaya,

@@ -1,4 +1,4 @@
-"""Lightning attention as SGLang's Ling 2.5 layers call it.
+"""Lightning attention as SGLang's layers of Ling 2.5 and MiniCPM-SALA call it.
 
 ``S_t = exp(-slope) S_(t-1) + k_t v_t^T`` and ``o_t = scale S_t^T q_t`` (Qin et al. 2024, "Lightning
 Attention-2"): Mamba2's recurrence with a constant step, whose chunks compute it. Functions keep the
@@ -47,11 +47,11 @@ def seg_la_fwd(
     to rows ``cache_indices`` [b]. SGLang 0.5.22 says how its kernel splits its work, too.
     """
     slopes = decay_scales.flatten().float()
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    q = q.float() * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
     if caches is not None and cache_indices is not None:
-        return _read_drafts(q * scale, k, v, s, slopes, meta, caches, cache_indices)
+        return _read_drafts(q, k, v, s, slopes, meta, caches, cache_indices)
     if len(q) == meta.batch_size:
-        return _step(q * scale, k, v, s, slopes, meta)
+        return _step(q, k, v, s, slopes, meta)
     rows, slots = find_owned(meta.s_offsets, meta.batch_size, -1, q.device)
     states = s.new_zeros((meta.batch_size, *s.shape[1:]), dtype=torch.float32)
     owners = slice(None) if rows is None else rows
@@ -61,7 +61,7 @@ def seg_la_fwd(
         wanted = ((track_lens > 0) & (track_state_indices >= 0)).nonzero()[:, 0].tolist()
         tracked = [(i, int(track_lens[i])) for i in wanted]
     done = ssd_prefill(
-        *(v, torch.ones(len(v), len(slopes)), -slopes, k, q * scale, meta.q_offsets.tolist()),
+        *(v, torch.ones(len(v), len(slopes)), -slopes, k, q, meta.q_offsets.tolist()),
         initial_states=states.transpose(-1, -2),
         positions=tracked,
     )
