@@ -42,6 +42,8 @@ class Scan:
             (`StateWriter.dtype`).
         refused: names of switches of the backend; each that is on makes a prefill that leaves no
             states.
+        one_rank: whether the layers leave states on one tensor-parallel rank only, because on
+            several of them one kernel adds up their inputs and convolves the sums.
     """
 
     backend: str
@@ -50,6 +52,7 @@ class Scan:
     every: int = 1
     copies_ends: bool = False
     refused: tuple[str, ...] = ()
+    one_rank: bool = False
 
 
 _ATTENTION = "sglang.srt.layers.attention"
@@ -76,6 +79,11 @@ SCANS: tuple[Scan, ...] = (
             "sglang.srt.models.lfm2_moe:Lfm2MoeShortConv": None,
             "sglang.srt.models.zaya:CCA": None,
         },
+    ),
+    Scan(
+        backend=f"{_ATTENTION}.linear.inkling_sconv_backend:InklingShortConvAttnBackend",
+        layers={"sglang.srt.models.inkling_common.sconv:ShortConvolution": None},
+        one_rank=True,
     ),
     Scan(
         backend=_GDN,
@@ -144,8 +152,11 @@ def why_split(model_runner: Any) -> str | None:
     so that it is split at the positions instead; None if it can.
 
     Where it cannot: backends, kernels and layers that are not in `SCANS`, slots that hold more than
-    we write, and layers inside a CUDA graph. To be asked when the graphs are captured.
+    we write, layers that several ranks compute together, and layers inside a CUDA graph. To be
+    asked when the graphs are captured.
     """
+    from sglang.srt.runtime_context import get_parallel
+
     backend = linear_backend(model_runner)
     scan = find_scan(backend)
     if scan is None:
@@ -159,6 +170,8 @@ def why_split(model_runner: Any) -> str | None:
         return f"{recurrent - writing} of {recurrent} recurrent layers write no states inside one"
     if unwritten := _unwritten(pool, kinds):
         return f"a state has parts that are not written inside a prefill ({', '.join(unwritten)})"
+    if scan.one_rank and get_parallel().tp_size > 1:
+        return "its recurrent layers are computed together with sums of several ranks"
     if _in_a_graph(model_runner, scan):
         return (
             "its recurrent layers are inside a prefill's CUDA graph "
