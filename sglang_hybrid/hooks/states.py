@@ -187,5 +187,5 @@ def _prefill_tracks() -> PrefillTracks | None:
 
     backend = get_attn_backend()
     linear = getattr(backend, "linear_attn_backend", backend)
-    tracks: PrefillTracks | None = linear.forward_metadata.state_tracks
+    tracks: PrefillTracks | None = getattr(linear.forward_metadata, "state_tracks", None)
     return tracks
