@@ -61,8 +61,9 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
     full_hits, without_full_hits = options.hybrid_full_hit is FullHit.ON, None
     if full_hits:
         prefills_are_split = "prefills are split" if split else None
+        windows = "sliding windows" if context.is_hybrid_swa else None
         of_flags = why_no_full_hits(context.server_args, context.params)
-        without_full_hits = prefills_are_split or unplanned or of_flags
+        without_full_hits = prefills_are_split or unplanned or windows or of_flags
 
     def build(params: CacheInitParams) -> HybridRadixCache:
         return HybridRadixCache(

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_hybrid.cache.endings import Endings
@@ -204,6 +205,9 @@ class HybridRadixCache(HostTierCache):
         self.lookups.on_start(req)
         insert = partial(super().checkpoint_into_tree, req, up_to=up_to, **kwargs)
         published = self.publisher.publish(req, up_to, insert)
+        if self.is_swa_enabled and not req.finished():
+            # SGLang does this with what it inserts, after each chunk; here some chunks insert none.
+            self.evict_sliding_windows(req, up_to)
         self.lookups.on_publish(req, published, self.publisher.pin(req))
         self.report.update_metrics()
         if req.finished() and req.last_node is not None:
@@ -214,6 +218,16 @@ class HybridRadixCache(HostTierCache):
     def session_closed(self, last: Sequence[Req]) -> None:
         """A client closed its session, whose `last` requests nobody continued."""
         self.endings.on_session_closed(last)
+
+    def swa_retain_floor(self, req: Req) -> int | None:
+        """From where on `req` keeps its KV of sliding windows: SGLang's answer, and the window
+        behind each state that is being published, without which nobody could resume there.
+        """
+        floors = [super().swa_retain_floor(req)]
+        if self.is_swa_enabled and self.is_mamba_enabled:
+            shallowest = self.components[ComponentType.MAMBA].shallowest
+            floors.append(None if shallowest is None else shallowest - self.swa_retain_window)
+        return min((floor for floor in floors if floor is not None), default=None)
 
     def claim_kv_row(self, req: Req) -> bool:
         """Whether a streaming session keeps what its turn `req` has computed."""

@@ -57,7 +57,7 @@ def settle_states(server_args: ServerArgs) -> None:
 
     Raises ValueError where one buffer per request was asked for beside pages of several tokens, for
     drafts, ranks and stages that SGLang would answer wrongly with, for host memory below a tree of
-    KV only, and for what one memory cannot be combined with.
+    KV only or of windows and states, and for what one memory cannot be combined with.
     """
     _prefixes_of_minicpm(server_args)
     _one_memory_that_can_be(server_args)
@@ -65,6 +65,7 @@ def settle_states(server_args: ServerArgs) -> None:
     _no_stages_that_lose_router_states(server_args)
     _no_ranks_that_sglang_cannot_divide(server_args)
     _no_host_below_kv_alone(server_args)
+    _no_host_below_windows(server_args)
     _one_slot_for_a_running_request(server_args)
     _one_state_buffer_for_pure_state_space_models(server_args)
     _no_single_buffer_with_pages(server_args)
@@ -126,6 +127,8 @@ def _one_memory_that_can_be(server_args: ServerArgs) -> None:
         flag, why = "this model", "it has no KV"
     elif JET_NEMOTRON & _architectures(server_args):
         flag, why = "this model", "SGLang's scan of its layers writes states to a copy of the pool"
+    elif _has_windows_beside_states(server_args):
+        flag, why = "this model", "KV of its sliding windows would be a third kind"
     elif getattr(text, "kv_lora_rank", None) and not getattr(text, "qk_rope_head_dim", None):
         flag, why = "this model", "its latent keys have no positions, for which the pool has room"
     if flag:
@@ -222,6 +225,19 @@ def _no_host_below_kv_alone(server_args: ServerArgs) -> None:
         raise ValueError(
             "a decode server of a model with states keeps KV on the device only; leave out "
             "--enable-hierarchical-cache there, or --disaggregation-decode-enable-radix-cache."
+        )
+
+
+def _no_host_below_windows(server_args: ServerArgs) -> None:
+    """Copies on the host are chosen by what KV and states save. Where a request resumes needs a
+    window, too, and the choice knows none.
+    """
+    view = resolving_view(server_args)
+    ours = view.radix_cache_backend == BACKEND and not view.disable_radix_cache
+    if ours and view.enable_hierarchical_cache and _has_windows_beside_states(server_args):
+        raise ValueError(
+            "a model with sliding windows beside states has no copies on the host; leave out "
+            "--enable-hierarchical-cache."
         )
 
 
@@ -375,6 +391,14 @@ def _asked(server_args: ServerArgs, *flags: str) -> bool:
 def _is_pure(server_args: ServerArgs) -> bool:
     """Whether the model has states and no attention."""
     return bool(_architectures(server_args) & set(PURE_SSM_ARCHITECTURES))
+
+
+def _has_windows_beside_states(server_args: ServerArgs) -> bool:
+    """Whether KV of the model's sliding windows has a pool of its own, beside one of states."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    model = model_config_of(server_args)
+    return bool(model.is_hybrid_swa) and mambaish_config(model) is not None
 
 
 def _architectures(server_args: ServerArgs) -> set[str]:

@@ -46,9 +46,10 @@ def measured_cost(cost: CostModel | None, params: CacheInitParams) -> CostModel:
         )
     kv_bytes = 0
     if allocator is not None:
-        kv_bytes = _total(allocator.get_kvcache().get_kv_size_bytes()) // max(
-            1, int(allocator.size)
-        )
+        pool, size = allocator.get_kvcache(), allocator.size
+        if hasattr(pool, "swa_kv_pool"):  # a prefix holds one window there, and all its tokens here
+            pool, size = pool.full_kv_pool, allocator.size_full
+        kv_bytes = _total(pool.get_kv_size_bytes()) // max(1, int(size))
     state_bytes = 0
     pool = getattr(params.req_to_token_pool, "mamba_pool", None)
     if pool is not None:  # tensors are [layers, slots, ...]

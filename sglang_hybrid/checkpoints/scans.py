@@ -45,6 +45,8 @@ class Scan:
             states.
         in_float32: names of layers whose scan has queries, keys and values in float32, whatever
             the model's type.
+        one_rank: whether the layers leave states on one tensor-parallel rank only, because on
+            several of them one kernel adds up their inputs and convolves the sums.
     """
 
     backend: str
@@ -54,6 +56,7 @@ class Scan:
     copies_ends: bool = False
     refused: tuple[str, ...] = ()
     in_float32: tuple[str, ...] = ()
+    one_rank: bool = False
 
 
 _ATTENTION = "sglang.srt.layers.attention"
@@ -81,6 +84,11 @@ SCANS: tuple[Scan, ...] = (
             "sglang.srt.models.lfm2_moe:Lfm2MoeShortConv": None,
             "sglang.srt.models.zaya:CCA": None,
         },
+    ),
+    Scan(
+        backend=f"{_ATTENTION}.linear.inkling_sconv_backend:InklingShortConvAttnBackend",
+        layers={"sglang.srt.models.inkling_common.sconv:ShortConvolution": None},
+        one_rank=True,
     ),
     Scan(
         backend=_GDN,
@@ -162,8 +170,11 @@ def why_split(model_runner: Any) -> str | None:
     so that it is split at the positions instead; None if it can.
 
     Where it cannot: backends, kernels and layers that are not in `SCANS`, slots that hold more than
-    we write, and layers inside a CUDA graph. To be asked when the graphs are captured.
+    we write, layers that several ranks compute together, and layers inside a CUDA graph. To be
+    asked when the graphs are captured.
     """
+    from sglang.srt.runtime_context import get_parallel
+
     backend = linear_backend(model_runner)
     scan = find_scan(backend)
     if scan is None:
@@ -177,6 +188,8 @@ def why_split(model_runner: Any) -> str | None:
         return f"{recurrent - writing} of {recurrent} recurrent layers write no states inside one"
     if unwritten := _unwritten(pool, kinds):
         return f"a state has parts that are not written inside a prefill ({', '.join(unwritten)})"
+    if scan.one_rank and get_parallel().tp_size > 1:
+        return "its recurrent layers are computed together with sums of several ranks"
     if _in_a_graph(model_runner, scan):
         return (
             "its recurrent layers are inside a prefill's CUDA graph "

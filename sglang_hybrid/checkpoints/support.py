@@ -29,7 +29,7 @@ CHAINS_ONLY = (
     *("Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"),
     "ZayaForCausalLM",
     *("BailingMoeV2_5ForCausalLM", "MiniCPMSALAForCausalLM"),
-    "Qwen4ExpForConditionalGeneration",
+    *("Qwen4ExpForConditionalGeneration", "InklingForConditionalGeneration"),
 )
 """Models of short convolutions or lightning attention, which read drafts as chains only."""
 

@@ -147,6 +147,36 @@ def leave_ngram_contexts(batch: Any, forward_batch: Any) -> None:
         tracks.save_tokens(get_req_to_token_pool().ngram_pool.context, batch.ngram_context)
 
 
+def give_sconv_tracks(_: None, backend: Any, forward: Any, *__: Any, **___: Any) -> None:
+    """The backend of Inkling's short convolutions knows which states a prefill leaves. It builds
+    its metadata by itself, without that of SGLang's other recurrent layers.
+    """
+    if getattr(forward, "state_tracks", None) is not None:
+        from sglang_hybrid.checkpoints.tracks import prefill_tracks
+
+        meta = backend.sconv_metadata
+        backend.forward_metadata.state_tracks = prefill_tracks(
+            backend, forward, meta.cache_indices, meta.query_start_loc
+        )
+
+
+def leave_sconv_windows(layer: Any, _: Any, windows: Any, inputs: Any, *__: Any) -> None:
+    """A short convolution of Inkling leaves its windows, before it runs: of its inputs [T, D], in
+    its pool [slots, K-1, D].
+    """
+    tracks = _prefill_tracks()
+    if tracks is not None:
+        tracks.save_windows(windows.transpose(1, 2), inputs)
+
+
+def leave_kv_windows(attention: Any, _: Any, k: Any, v: Any, *__: Any, **___: Any) -> None:
+    """The same for those of keys and values [T, D], where one kernel convolves both."""
+    tracks = _prefill_tracks()
+    if tracks is not None:
+        tracks.save_windows(attention.k_sconv._sconv_cache().transpose(1, 2), k)
+        tracks.save_windows(attention.v_sconv._sconv_cache().transpose(1, 2), v)
+
+
 def _prefill_tracks() -> PrefillTracks | None:
     """The states that the recurrent layers of this forward leave, for what is beside them.
 
@@ -157,5 +187,5 @@ def _prefill_tracks() -> PrefillTracks | None:
 
     backend = get_attn_backend()
     linear = getattr(backend, "linear_attn_backend", backend)
-    tracks: PrefillTracks | None = linear.forward_metadata.state_tracks
+    tracks: PrefillTracks | None = getattr(linear.forward_metadata, "state_tracks", None)
     return tracks

@@ -93,6 +93,22 @@ HOOKS: tuple[Hook, ...] = (
         ("Qwen4ExpPLELayer._short_conv", _BEFORE, states.leave_ple_windows),
         ("_commit_ple_batch", _BEFORE, states.leave_ngram_contexts),
     ),
+    *_in(
+        "sglang.srt.layers.attention.linear.inkling_sconv_backend",
+        (
+            "InklingShortConvAttnBackend._refresh_extend_metadata",
+            _AFTER,
+            states.give_sconv_tracks,
+        ),
+    ),
+    *_in(
+        "sglang.srt.models.inkling_common.sconv",
+        ("ShortConvolution._prepare_extend_sconv_cache", _BEFORE, states.leave_sconv_windows),
+    ),
+    *_in(
+        "sglang.srt.models.inkling_common.attn",
+        ("InklingAttention._fused_attn_prologue_extend", _BEFORE, states.leave_kv_windows),
+    ),
     # Pools: their sizes and classes.
     *_in(
         "sglang.srt.mem_cache.allocator.token",

@@ -25,6 +25,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.allocation import alloc_req_slots
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import (
     checkpoint_kv_cache,
@@ -37,6 +38,7 @@ from sglang.srt.mem_cache.memory_pool import (
     MHATokenToKVPool,
     ReqToTokenPool,
 )
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_memory_pool import init_unified_mamba_pools
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -69,6 +71,8 @@ class Sizes:
     one_memory: KV and states share the bytes of both pools. state_bytes: what a state is charged
     there, by default what it takes: two values of bfloat16 of the window and four of the state.
     unified: these are the bytes of SGLang's unified pool, whose states take what `UNIFIED` says.
+    window: tokens that a second attention reads, beside states and with pages of one token; 0 if
+    there is none. kv_of_windows: tokens of its pool.
     """
 
     kv: int = 4_096
@@ -81,6 +85,8 @@ class Sizes:
     grid: int = 1
     rows: int = 16
     context: int = 1_024
+    window: int = 0
+    kv_of_windows: int = 0
 
     @property
     def budget(self) -> int:
@@ -147,15 +153,26 @@ def build_cache(
             mamba_layer_ids=[0],
             enable_mamba_extra_buffer=sizes.extra_buffer,
         )
-        kv = HybridLinearKVPool(
-            size=sizes.kv,
-            page_size=sizes.page,
-            full_attention_layer_ids=[1],
-            device=device,
-            enable_memory_saver=False,
-            mamba_pool=pool.mamba_pool,
-            **shape,
-        )
+        if sizes.window:
+            kv = SWAKVPool(
+                size=sizes.kv,
+                size_swa=sizes.kv_of_windows,
+                page_size=sizes.page,
+                full_attention_layer_ids=[1],
+                swa_attention_layer_ids=[2],
+                device=device,
+                **shape,
+            )
+        else:
+            kv = HybridLinearKVPool(
+                size=sizes.kv,
+                page_size=sizes.page,
+                full_attention_layer_ids=[1],
+                device=device,
+                enable_memory_saver=False,
+                mamba_pool=pool.mamba_pool,
+                **shape,
+            )
     else:
         pool = ReqToTokenPool(
             size=sizes.rows,
@@ -176,6 +193,9 @@ def build_cache(
         pass  # it came with its pools
     elif sizes.one_memory:
         allocator = one_memory(pools, pool, kv)
+    elif sizes.window:
+        sizes_of_both = {"size": sizes.kv, "size_swa": sizes.kv_of_windows}
+        allocator = SWATokenToKVPoolAllocator(page_size=sizes.page, **sizes_of_both, **where)
     elif sizes.page == 1:
         allocator = token_allocator(size=sizes.kv, **where)
     else:
@@ -185,7 +205,8 @@ def build_cache(
         token_to_kv_pool_allocator=allocator,
         page_size=sizes.page,
         disable=False,
-        tree_components=(FULL, MAMBA) if sizes.states else (FULL,),
+        tree_components=_components(sizes),
+        sliding_window_size=sizes.window or None,
         enable_mamba_extra_buffer=sizes.extra_buffer,
         tree_core_backend=tree_core if options is None else None,
         **more,
@@ -208,6 +229,11 @@ def build_cache(
         )
     cache.cache_init_params = params  # init_hicache wants them
     return cache
+
+
+def _components(sizes: Sizes) -> tuple[ComponentType, ...]:
+    given = {FULL: True, ComponentType.SWA: sizes.window, MAMBA: sizes.states}
+    return tuple(kind for kind, is_there in given.items() if is_there)
 
 
 def one_memory(sizes: Sizes, pool: Any, kv: Any) -> Any:
@@ -310,6 +336,7 @@ class Server:
         self.allocator: Any = cache.token_to_kv_pool_allocator
         self.running: list[Req] = []
         self.last_hidden: Any = None  # what the last forward leaves, or is answered from
+        self.batch: Any = None  # that of the last forward of a prefill, where states are planned
         self._rid = 0
         self._plans = getattr(cache, "plans_checkpoints", False)
         # What the tracking of states in a prefill reads of a batch (schedule_batch.py:3137-3236).
@@ -435,6 +462,7 @@ class Server:
                 reqs=[req], mamba_cow_src_indices=None, out_cache_loc=new.long()
             )
             self.cache.plan_forward(batch)
+            self.batch = batch
             self.last_hidden = batch.last_hidden
             if isinstance(self.last_hidden, Wanted):  # the forward leaves them
                 self.last_hidden.take(None, None, torch.zeros(len(new), 1), [len(new)])

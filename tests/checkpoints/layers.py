@@ -22,6 +22,7 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
     Mamba2AttnBackend,
 )
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend, GDNKernelDispatcher
+from sglang.srt.layers.attention.linear.inkling_sconv_backend import InklingShortConvAttnBackend
 from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend, KDAKernelDispatcher
 from sglang.srt.layers.attention.linear.kernels import gdn_flashinfer
 from sglang.srt.layers.attention.linear.lightning_backend import LightningAttentionBackend
@@ -34,6 +35,7 @@ from sglang.srt.mem_cache.ple_state_pool import NGramPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models import qwen4_exp
+from sglang.srt.models.inkling_common import sconv
 from sglang.srt.models.jet_nemotron import DynamicShortConvolution, JetBlock
 from sglang.srt.models.lfm2 import Lfm2ShortConv
 from sglang.srt.models.lfm2_moe import Lfm2MoeShortConv
@@ -42,6 +44,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
 from sglang_hybrid.checkpoints.tracks import StateTracks
+from sglang_hybrid.hooks import states as state_hooks
 from sglang_hybrid.hooks.patching import load_patches
 from sglang_hybrid.kernels import naive
 
@@ -269,6 +272,95 @@ def run_short_conv(case: Case, kind: type[Lfm2ShortConv | Lfm2MoeShortConv]) -> 
         )
         states[s] = states[s].expand(end - begin + 1, -1, -1, -1)
     return Outcome(before, pools, windows, states)
+
+
+def run_sconv(case: Case, fused: bool = False) -> Outcome:
+    """A prefill of one short convolution of Inkling, whose kernels are plain torch here. It has no
+    state but the window, which SGLang keeps as [slots, K-1, D].
+
+    fused: a kernel of its attention convolves keys and values, and the layer is not called. That
+    module cannot be imported here, so the hook on it is.
+    """
+    channels, tokens = HEADS * WIDTH, case.bounds[-1]
+    pools = case.pools(channels, 1, channels, 0)
+    before = copied(pools)
+    weight = case.normal(channels, KERNEL)
+    inputs = case.normal(tokens, 3 * channels)[:, channels:-channels]  # of one projection
+    layer: Any = made(sconv.ShortConvolution)
+    layer.layer_id, layer.sconv_type, layer.kernel_size = 0, sconv.SconvType.K_FULL, (KERNEL,)
+    layer.activation, layer.use_residual = None, True
+    layer.weight = nn.Parameter(weight[:, None])
+    kept = pools.conv[0].transpose(1, 2)
+    backend, batch = case.backend(InklingShortConvAttnBackend, pools), case.batch()
+    backend._cache_indices_buf, backend.conv_state_len = None, KERNEL - 1
+    backend._slot_gather_recordable = False
+    backend.req_to_token_pool.mamba2_layer_index = lambda layer: layer
+    others = case.normal(*kept.shape)
+    backend._mamba_cache = SimpleNamespace(conv=[[kept], [others]])
+    backend.init_forward_metadata(batch)
+    kernels = {"causal_conv1d": _convolved, "update_sconv_cache": _keep_windows}
+    with (
+        forward_context(ForwardContext(attn_backend=backend)),
+        mock.patch.multiple(sconv, **kernels),
+        torch.no_grad(),
+    ):
+        if fused:
+            other: Any = made(sconv.ShortConvolution)
+            other.layer_id, other.sconv_type = 0, sconv.SconvType.V_FULL
+            attention = SimpleNamespace(k_sconv=layer, v_sconv=other)
+            state_hooks.leave_kv_windows(attention, None, inputs, -inputs, batch)
+            meta = backend.sconv_metadata
+            indices = meta.cache_indices, meta.has_initial_state, meta.query_start_loc
+            _keep_windows(inputs, kept, *indices)
+            if case.asked and not any(case.prefixes):
+                torch.testing.assert_close(others[case.targets], -kept[case.targets])
+        else:
+            layer(inputs, None, batch)
+    return Outcome(
+        before,
+        pools,
+        *defined(
+            case,
+            before,
+            inputs,
+            weight,
+            None,
+            lambda at, y, start: start[None].expand(len(y) + 1, -1, -1, -1),
+        ),
+    )
+
+
+def _convolved(
+    x: Tensor,
+    weight: Tensor,
+    sconv_cache: Tensor,
+    cache_mask: Tensor,
+    safe_idx: Tensor,
+    cu: Tensor,
+    **_: Any,
+) -> Tensor:
+    """Inkling's convolution of a packed batch."""
+    rows = zip(pairwise(cu.tolist()), sconv_cache[safe_idx] * cache_mask, strict=True)
+    outputs = [
+        naive.causal_conv1d(x[begin:end], weight, None, first.T, None)[0]
+        for (begin, end), first in rows
+    ]
+    return x + torch.cat(outputs).to(x.dtype)
+
+
+def _keep_windows(
+    x: Tensor,
+    sconv_cache: Tensor,
+    cache_indices: Tensor,
+    has_initial_state: Tensor,
+    query_start_loc: Tensor,
+) -> None:
+    """The last inputs of each sequence of a packed batch stay in its slot."""
+    past = sconv_cache.shape[1]
+    rows = zip(cache_indices, has_initial_state, pairwise(query_start_loc.tolist()), strict=True)
+    for slot, resumed, (begin, end) in rows:
+        seen = torch.cat([sconv_cache[slot] * resumed, x[begin:end].to(sconv_cache.dtype)])
+        sconv_cache[slot] = seen[-past:]
 
 
 EOS, NGRAM, TOKENS = 7, 3, 32_768

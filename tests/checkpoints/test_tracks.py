@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+from sglang.srt.layers.attention.linear.inkling_sconv_backend import InklingShortConvAttnBackend
 from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
 from sglang.srt.layers.attention.linear.kernels.gdn_flashinfer import FlashInferGDNKernel
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
@@ -30,12 +31,14 @@ from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.mem_cache.ple_state_pool import NGramPool
 from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 from sglang.srt.models.bailing_moe_linear import BailingMoELinearAttention
+from sglang.srt.models.inkling_common.sconv import ShortConvolution
 from sglang.srt.models.jet_nemotron import JetBlock
 from sglang.srt.models.lfm2 import Lfm2ShortConv
 from sglang.srt.models.lfm2_moe import Lfm2MoeShortConv
 from sglang.srt.models.minicpm import MiniCPMLightningMixer
 from sglang.srt.models.qwen4_exp import Qwen4ExpPLELayer
 from sglang.srt.models.zaya import CCA
+from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
 from sglang_hybrid.checkpoints.scans import SCANS, Scan, name_of, why_split
@@ -61,6 +64,7 @@ from tests.checkpoints.layers import (
     run_mamba1_token_by_token,
     run_mamba2,
     run_ple,
+    run_sconv,
     run_short_conv,
 )
 
@@ -72,6 +76,8 @@ RUNS = {
     "lfm2": partial(run_short_conv, kind=Lfm2ShortConv),
     "lfm2-moe": partial(run_short_conv, kind=Lfm2MoeShortConv),
     "zaya": run_cca,
+    "inkling": run_sconv,
+    "inkling-keys-and-values": partial(run_sconv, fused=True),
     "qwen4-exp": run_ple,
     "gdn": run_gdn,
     "gdn-flashinfer": run_flashinfer,
@@ -275,6 +281,7 @@ OUTSIDE = made(nn.Module, mixer=MIXER)
 SHORT = made(nn.Module, conv=made(Lfm2ShortConv))
 DELTA = made(RadixLinearAttention)
 KDA = (KDAAttnBackend, DELTA)
+INKLING = (InklingShortConvAttnBackend, made(ShortConvolution))
 LING = made(BailingMoELinearAttention)
 
 
@@ -289,6 +296,8 @@ LING = made(BailingMoELinearAttention)
         (runner(ShortConvAttnBackend, made(Lfm2MoeShortConv)), None),
         (runner(ShortConvAttnBackend, SHORT, graphs="breakable"), "inside a prefill's CUDA graph"),
         (runner(ShortConvAttnBackend, made(CCA)), None),
+        (runner(*INKLING), None),
+        (runner(*INKLING, graphs="full"), "inside a prefill's CUDA graph"),
         (runner(GDNAttnBackend, DELTA), None),
         (runner(GDNAttnBackend, DELTA, kernel=OtherKernel), "GDNAttnBackend with OtherKernel"),
         (runner(GDNAttnBackend, DELTA, kernel=FlashInferGDNKernel), None),
@@ -338,6 +347,8 @@ LING = made(BailingMoELinearAttention)
         "lfm2-moe",
         "lfm2-in-a-graph",
         "zaya",
+        "inkling",
+        "inkling-full-graph",
         "gdn",
         "gdn-other-kernel",
         "gdn-flashinfer",
@@ -366,8 +377,15 @@ LING = made(BailingMoELinearAttention)
     ],
 )
 def test_which_prefills_are_split(model_runner: Any, reason: str | None) -> None:
-    found = why_split(model_runner)
+    with get_parallel().override(tp_size=1):
+        found = why_split(model_runner)
     assert found is None if reason is None else re.search(reason, str(found))
+
+
+def test_short_convolutions_of_several_ranks_are_split() -> None:
+    """There one kernel adds up their inputs and convolves the sums."""
+    with get_parallel().override(tp_size=2):
+        assert "sums of several ranks" in str(why_split(runner(*INKLING)))
 
 
 def test_a_model_without_attention_has_the_backend_alone() -> None:

@@ -450,6 +450,45 @@ def test_mamba_families() -> None:
     assert model.kv_bytes_per_token == 0
 
 
+def test_inkling_by_hand() -> None:
+    """Two layers of attention over all tokens and one of a window of 8, the first with an MLP."""
+    text = {
+        "model_type": "inkling_model",
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "swa_num_key_value_heads": 4,
+        "local_layer_ids": [1],
+        "sliding_window_size": 8,
+        "rel_extent": 32,
+        "d_rel": 2,
+        "use_sconv": True,
+        "sconv_kernel_size": 4,
+        "dense_mlp_idx": 1,
+        "dense_intermediate_size": 128,
+        "intermediate_size": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+    }
+    model = CostModel.from_config({"model_type": "inkling_mm_model", "text_config": text})
+    assert model == CostModel.from_config(text)
+    assert model.assumed == ""
+    assert model.windows == ((8, 4 * 64),)
+    assert model.quadratic == 2 * 4 * 64 / 2
+    # Windows of three inputs: keys and values of both kinds, and two outputs, at each layer.
+    assert model.state_bytes == 3 * 2 * 3 * (2 * 32 + 2 * 64 + 2 * 64)
+    assert model.kv_bytes_per_token == 2 * (2 * 2 * 32 + 2 * 64)
+    whole = 2 * 64 * (64 + 2 * 32) + 2 * 64 * 64 + 2 * 4 * 2 * (64 + 32) + 2 * 4 * (2 * 32 + 2 * 64)
+    local = 2 * 64 * (64 + 2 * 64) + 2 * 64 * 64 + 2 * 4 * 2 * (64 + 8) + 2 * 4 * (2 * 64 + 2 * 64)
+    experts = 2 * 64 * 8 + 6 * 3 * 64 * 24
+    pairs = 2 * 4 * 64 // 2
+    assert model.linear == 2 * whole + local + 6 * 64 * 128 + 2 * experts + pairs
+    assert CostModel.from_config({**text, "use_sconv": False}).state_bytes == 0
+
+
 def test_jamba_bamba_lfm2_and_zamba2_read() -> None:
     common = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     jamba = {

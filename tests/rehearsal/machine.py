@@ -54,6 +54,18 @@ REPLACED = frozenset(
 """Packages of a GPU installation that are replaced by empty ones, if they are imported."""
 
 
+class _Kind(type):
+    """A class of an empty module: it has parameters and attributes of any name."""
+
+    def __getitem__(cls, parameters: Any) -> type:
+        return cls
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock(name=f"{cls.__name__}.{name}")
+
+
 class _Empty(types.ModuleType):
     """A module of which every name is something: a class if it is capitalised, a mock if not."""
 
@@ -64,7 +76,7 @@ class _Empty(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         if name[0].isupper():  # others derive from these, or ask isinstance()
-            value: Any = type(name, (), {"__init__": lambda *_, **__: None})
+            value: Any = _Kind(name, (), {"__init__": lambda *_, **__: None})
         else:
             value = MagicMock(name=f"{self.__name__}.{name}")
         setattr(self, name, value)
@@ -161,6 +173,7 @@ class Pretence:
         }
         for name, value in told.items():
             setattr(torch.cuda, name, value)
+        torch._C._cuda_getCurrentRawStream = lambda device: 0
         torch.version.cuda = machine.cuda
         torch.get_device_module = lambda device=None: torch.cuda  # type: ignore[assignment]
 

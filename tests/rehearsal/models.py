@@ -469,6 +469,33 @@ MODELS: dict[str, Config] = {
     },
 }
 
+WINDOWED: dict[str, Config] = {
+    "Inkling": {
+        "architectures": ["InklingForConditionalGeneration"],
+        "model_type": "inkling_mm_model",
+        "text_config": COMMON
+        | {
+            "model_type": "inkling_model",
+            "dense_intermediate_size": 6_144,
+            "dense_mlp_idx": 2,
+            "hidden_size": 1_536,
+            "intermediate_size": 768,
+            "local_layer_ids": [i for i in range(16) if i % 6 != 5],
+            "model_max_length": 131_072,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "num_attention_heads": 12,
+            "num_experts_per_tok": 6,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 4,
+            "shared_expert_sink": True,
+            "use_sconv": True,
+        },
+    },
+}
+"""Models with sliding windows beside states. Inkling has the widths of its class in SGLang, and
+experts and windows that this does not say."""
+
 
 def write(name: str, folder: Path, **changed: Any) -> Path:
     """A folder with the configuration of a model, a tokenizer, and weights of nothing.
@@ -476,7 +503,7 @@ def write(name: str, folder: Path, **changed: Any) -> Path:
     changed: fields of the configuration that differ, as `quantization_config`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODELS[name] | changed))
+    (folder / "config.json").write_text(json.dumps((MODELS | WINDOWED)[name] | changed))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(ensure_tiny_model() / file, folder / file)
     save_file({"nothing": np.zeros(1, np.float32)}, str(folder / "model.safetensors"))

@@ -48,6 +48,7 @@ class Start:
         budget: bytes of one memory, 0 where KV and states have a pool each.
         free_bytes: of the GPU when pools were made. weights_bytes: what the model took of it.
         state_dtype, kv_dtype: of the pools. running: requests at once.
+        components: what a node of the prefix cache holds.
         log: what this package logged.
     """
 
@@ -78,6 +79,7 @@ class Start:
     state_dtype: str = ""
     kv_dtype: str = ""
     running: int = 0
+    components: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
 
     @property
@@ -158,6 +160,13 @@ class Rehearsal:
             )
 
 
+def _without_compilers() -> Any:
+    """No kernel is compiled while a model is made, as Inkling's are."""
+    from sglang.kernels.jit.utils.compile import loader
+
+    return mock.patch.multiple(loader, _find_prebuilt=mock.DEFAULT, _load=mock.DEFAULT)
+
+
 def _fake_group(make: Callable[..., Any], ranks: Any = None, **_: Any) -> Any:
     return make(ranks, backend="fake")
 
@@ -203,7 +212,7 @@ class _Server:
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.config.dtype)
         try:
-            with torch.device("meta"), made_on("meta"):
+            with torch.device("meta"), made_on("meta"), _without_compilers():
                 self.model = _initialize_model(self.config, LoadConfig())
         finally:
             torch.set_default_dtype(before)
@@ -220,6 +229,9 @@ class _Server:
         from sglang.srt.model_executor.model_runner_components.layer_setup import (
             resolve_layer_indices,
         )
+        from sglang.srt.model_executor.model_runner_components.load_model_utils import (
+            resolve_sliding_window_size,
+        )
         from sglang.srt.runtime_context import get_parallel, get_schedule
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -234,7 +246,7 @@ class _Server:
             server_args=self.args,
             dtype=config.dtype,
             page_size=get_schedule().page_size,
-            sliding_window_size=None,
+            sliding_window_size=resolve_sliding_window_size(self.model, config),
             spec_algorithm=SpeculativeAlgorithm.from_string(self.args.speculative_algorithm),
             is_draft_worker=False,
             draft_attention_backend=None,
@@ -262,6 +274,7 @@ class _Server:
         for name in (
             *("max_running_requests", "req_to_token_pool", "token_to_kv_pool"),
             *("token_to_kv_pool_allocator", "max_total_num_tokens"),
+            *("full_max_total_num_tokens", "swa_max_total_num_tokens"),
         ):
             setattr(runner, name, getattr(made, name))
         self._measure()
@@ -353,8 +366,12 @@ class _Server:
         worker = SimpleNamespace(
             model_runner=runner,
             model_config=self.config,
-            is_hybrid_swa=False,
-            sliding_window_size=None,
+            is_hybrid_swa=runner.is_hybrid_swa,
+            sliding_window_size=runner.sliding_window_size,
+            get_tokens_per_layer_info=lambda: (
+                runner.full_max_total_num_tokens,
+                runner.swa_max_total_num_tokens,
+            ),
             tokenizer=None,
             get_memory_pool=lambda: (runner.req_to_token_pool, runner.token_to_kv_pool_allocator),
         )
@@ -372,6 +389,7 @@ class _Server:
             )
         account = getattr(built.tree_cache, "account", None)
         self.found.budget = 0 if account is None else account.budget
+        self.found.components = [kind.name for kind in built.tree_cache.components]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pytest
 from sglang_hybrid.checkpoints.support import WITHOUT_PAGES
 from sglang_hybrid.core.costs.cost import CostModel
 from tests.rehearsal.models import MODELS
+from tests.rehearsal.models import WINDOWED as WINDOWED_MODELS
 from tests.rehearsal.run import Case, Rehearsed, rehearsed
 from tests.rehearsal.start import Start
 
@@ -204,6 +205,38 @@ FLAGGED = [
         "--max-running-requests to 105.",
     ),
 ]
+
+
+WINDOWED = {
+    (): "inside a prefill's CUDA graph",
+    ("--disable-prefill-cuda-graph",): None,
+    ("--disable-prefill-cuda-graph", "--tp-size", "2"): "sums of several ranks",
+}
+"""Flags of an Inkling server, and why its prefills are split."""
+
+NOT_WITH_WINDOWS = {
+    ("--hybrid-memory", "one"): "this model: KV of its sliding windows would be a third kind",
+    ("--enable-hierarchical-cache",): "leave out --enable-hierarchical-cache.",
+}
+
+
+@pytest.mark.slow
+def test_windows_beside_states() -> None:
+    """One tree holds both. Inkling pins two more slots for a running request."""
+    flags = [*WINDOWED, *NOT_WITH_WINDOWS]
+    starts = rehearsed("H100", [Case("Inkling", each) for each in flags]).starts
+    served = len(WINDOWED)
+    for start, why_split in zip(starts[:served], WINDOWED.values(), strict=True):
+        check_any(start)
+        assert start.components == ["FULL", "SWA", "MAMBA"]
+        assert start.planned and start.overlap and start.held == 3
+        assert start.why_split is None if why_split is None else why_split in start.why_split
+        shards = 2 if "--tp-size" in start.flags else 1
+        assert start.kv_bytes == 2 * 2 * 2 * 4 * 128 // shards  # of the two layers without a window
+    cost = CostModel.from_config(WINDOWED_MODELS["Inkling"])
+    assert starts[0].state_bytes == cost.state_bytes and not cost.assumed
+    for start, sentence in zip(starts[served:], NOT_WITH_WINDOWS.values(), strict=True):
+        assert sentence in (start.stopped or ""), start.stopped
 
 
 IN_ONE_MEMORY = (

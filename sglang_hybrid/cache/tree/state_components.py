@@ -48,6 +48,14 @@ class RobustMamba(MambaComponent):
         self._publication = publication
 
     @property
+    def shallowest(self) -> int | None:
+        """Position of the shallowest planned state that is being published behind the deepest one;
+        None if there is no other.
+        """
+        ready = [] if self._publication is None else self._publication.ready
+        return ready[-1].position if ready else None
+
+    @property
     def adds_to_matches(self) -> bool:
         """Whether a look-up says more of states than where to resume: SGLang adds a position on its
         grid, and what only the host has.

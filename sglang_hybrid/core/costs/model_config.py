@@ -435,6 +435,50 @@ def _zaya(config: Config) -> list[Layer]:
     return layers
 
 
+def _inkling(config: Config) -> list[Layer]:
+    """Inkling: attention, some of it in windows, whose scores have a bias for each distance up to
+    an extent; short convolutions over keys, values and the outputs of attention and MLP. A slot of
+    SGLang has room for keys and values of both kinds of attention, at each layer.
+    """
+    hidden = integer(config, "hidden_size")
+    taps = integer(config, "sconv_kernel_size", default=4) if config.get("use_sconv") else 0
+    window = integer(config, "sliding_window_size", default=512)
+    distances = integer(config, "d_rel", default=16)
+    whole, sliding = attention_of(config), attention_of(_windowed(config), window=window)
+    channels = whole.kv_values + sliding.kv_values + 2 * hidden
+
+    def mixer(layer: Layer, heads: int, extent: int) -> Layer:
+        bias = 2 * heads * distances * (hidden + extent)
+        convolved = 2 * taps * (layer.kv_values + 2 * hidden)
+        kept = channels * (taps - 1) if taps else 0
+        return replace(layer, per_token=layer.per_token + bias + convolved, conv_values=kept)
+
+    heads = integer(config, "num_attention_heads")
+    extent = integer(config, "rel_extent", default=1024)
+    everywhere = mixer(whole, heads, extent)
+    heads = integer(config, "swa_num_attention_heads", default=heads)
+    nearby = mixer(sliding, heads, window)
+    inner = integer(config, "intermediate_size")
+    dense = integer(config, "dense_intermediate_size", default=inner)
+    shared = integer(config, "n_shared_experts", default=0) * inner
+    shared *= integer(config, "shared_experts_size", default=1)
+    local = config.get("local_layer_ids") or ()
+    first_sparse = integer(config, "dense_mlp_idx", default=0)
+    layers = []
+    for i in range(layer_count(config)):
+        layers.append(nearby if i in local else everywhere)
+        sparse = i >= first_sparse
+        layers.append(moe_of(config, inner, shared) if sparse else mlp_of(config, dense))
+    return layers
+
+
+def _windowed(config: Config) -> Config:
+    """`config` with the heads of Inkling's attention in windows, where it names others."""
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    given = {name: config.get(f"swa_{name}") for name in names}
+    return {**config, **{name: value for name, value in given.items() if value is not None}}
+
+
 def _zamba2(config: Config) -> list[Layer]:
     """Mamba-2 everywhere; a `hybrid` layer runs a shared attention block on [hidden, embedding]
     before it.
@@ -517,6 +561,8 @@ FAMILIES: dict[str, Callable[[Config], list[Layer]]] = {
     "minicpm_sala": _minicpm_sala,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
+    "inkling_model": _inkling,
+    "inkling_mm_model": _inkling,
     "zamba2": _zamba2,
     "zaya": _zaya,
 }
