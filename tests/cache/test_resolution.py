@@ -45,6 +45,23 @@ def refused(monkeypatch: pytest.MonkeyPatch, architecture: str, **flags: Any) ->
     return None
 
 
+@pytest.mark.parametrize("architecture", ["JetNemotronForCausalLM", "NemotronHForCausalLM"])
+def test_one_memory_is_refused_where_states_would_go_to_a_copy(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view: Any = SimpleNamespace(enable_unified_memory=True, radix_cache_backend="hybrid")
+    config = SimpleNamespace(architectures=[architecture])
+    model = SimpleNamespace(hf_config=config, hf_text_config=config)
+    monkeypatch.setattr(resolution, "resolving_view", lambda given: given)
+    monkeypatch.setattr(resolution, "model_config_of", lambda given: model)
+    monkeypatch.setattr(resolution, "why_not_unified", lambda given: ("", ""))
+    if architecture == "NemotronHForCausalLM":
+        resolution._one_memory_that_can_be(view)
+        return
+    with pytest.raises(ValueError, match="writes states to a copy of the pool; use --hybrid-memor"):
+        resolution._one_memory_that_can_be(view)
+
+
 @pytest.mark.parametrize(
     ("architecture", "flags", "said"),
     [
