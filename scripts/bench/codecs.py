@@ -30,7 +30,7 @@ DOCUMENT, MOST = 522, 60
 PURE_SSM = ("mamba2", "falcon_mamba")
 TOKEN_BY_TOKEN = ("falcon_mamba",)
 """Transformers forgets this one's state when several tokens follow a cache."""
-UNREAD = ("zaya", "ling-2.5", "ling-3", "gigachat-3.5", "qwen4-exp")
+UNREAD = ("zaya", "ling-2.5", "ling-3", "gigachat-3.5", "minicpm-sala", "qwen4-exp")
 """Models that transformers does not read: it has other names for ZAYA1's tensors, reads Qwen4-Exp
 with an index only, and has no class for the others."""
 
