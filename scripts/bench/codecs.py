@@ -31,7 +31,7 @@ PURE_SSM = ("mamba2", "falcon_mamba")
 TOKEN_BY_TOKEN = ("falcon_mamba",)
 """Transformers forgets this one's state when several tokens follow a cache."""
 UNREAD = (
-    *("zaya", "ling-2.5", "ling-3", "gigachat-3.5", "jet-nemotron"),
+    *("zaya", "ling-2.5", "ling-3", "gigachat-3.5", "jet-nemotron", "minicpm-sala"),
     *("qwen4-exp", "glm-5-next"),
 )
 """Models that transformers does not read: it has other names for ZAYA1's tensors, reads Qwen4-Exp
