@@ -205,7 +205,7 @@ class HybridRadixCache(HostTierCache):
         self.lookups.on_start(req)
         insert = partial(super().checkpoint_into_tree, req, up_to=up_to, **kwargs)
         published = self.publisher.publish(req, up_to, insert)
-        if self.is_swa_enabled and not req.finished():
+        if self._has_windows_and_states and not req.finished():
             # SGLang does this with what it inserts, after each chunk; here some chunks insert none.
             self.evict_sliding_windows(req, up_to)
         self.lookups.on_publish(req, published, self.publisher.pin(req))
@@ -224,10 +224,14 @@ class HybridRadixCache(HostTierCache):
         behind each state that is being published, without which nobody could resume there.
         """
         floors = [super().swa_retain_floor(req)]
-        if self.is_swa_enabled and self.is_mamba_enabled:
+        if self._has_windows_and_states:
             shallowest = self.components[ComponentType.MAMBA].shallowest
-            floors.append(None if shallowest is None else shallowest - self.swa_retain_window)
+            floors.append(None if shallowest is None else shallowest - self._sliding_window_size)
         return min((floor for floor in floors if floor is not None), default=None)
+
+    @property
+    def _has_windows_and_states(self) -> bool:
+        return bool(self.is_swa_enabled and self.is_mamba_enabled)
 
     def claim_kv_row(self, req: Req) -> bool:
         """Whether a streaming session keeps what its turn `req` has computed."""
