@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt import runtime_context
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.attention.linear.inkling_sconv_backend import InklingShortConvAttnBackend
@@ -38,7 +39,6 @@ from sglang.srt.models.lfm2_moe import Lfm2MoeShortConv
 from sglang.srt.models.minicpm import MiniCPMLightningMixer
 from sglang.srt.models.qwen4_exp import Qwen4ExpPLELayer
 from sglang.srt.models.zaya import CCA
-from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
 from sglang_hybrid.checkpoints.scans import SCANS, Scan, name_of, why_split
@@ -376,16 +376,21 @@ LING = made(BailingMoELinearAttention)
         "gdn-with-rings",
     ],
 )
-def test_which_prefills_are_split(model_runner: Any, reason: str | None) -> None:
-    with get_parallel().override(tp_size=1):
-        found = why_split(model_runner)
+def test_which_prefills_are_split(
+    model_runner: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = why_split_on(1, model_runner, monkeypatch)
     assert found is None if reason is None else re.search(reason, str(found))
 
 
-def test_short_convolutions_of_several_ranks_are_split() -> None:
+def test_short_convolutions_of_several_ranks_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """There one kernel adds up their inputs and convolves the sums."""
-    with get_parallel().override(tp_size=2):
-        assert "sums of several ranks" in str(why_split(runner(*INKLING)))
+    assert "sums of several ranks" in str(why_split_on(2, runner(*INKLING), monkeypatch))
+
+
+def why_split_on(ranks: int, model_runner: Any, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(tp_size=ranks))
+    return why_split(model_runner)
 
 
 def test_a_model_without_attention_has_the_backend_alone() -> None:
