@@ -158,15 +158,16 @@ def test_nothing_is_lost_or_wrong(
             assert all(all_is_free(one, chosen.slots) for one in seen)
             pools_stay_within(server, seen, chosen.processes // len(seen))
             memory.append(sum(process.memory_info().rss for process in server.processes()))
-            live.append(sum((Counter(one["live"]) for one in seen), Counter()))
+            live.append([Counter(one["live"]) for one in seen])
         print(soak.outcomes, seen, [f"{size >> 20} MB" for size in memory])
         everything_happened(server, soak, seen)
         answers_stand(server.url, soak.watched)
         if chosen.requests > WARM:
             warm = memory[WARM * ROUNDS // chosen.requests - 1]
             assert memory[-1] - warm < GROWTH_BYTES, memory
-        grown = {kind: more for kind, more in (live[-1] - live[1]).items() if kind not in RECORDS}
-        assert all(more < GROWTH_OBJECTS for more in grown.values()), grown
+        for early, late in zip(live[1], live[-1], strict=True):
+            grown = {kind: more for kind, more in (late - early).items() if kind not in RECORDS}
+            assert all(more < GROWTH_OBJECTS for more in grown.values()), grown
         assert all(all_is_free(one, chosen.slots) for one in emptied(server))
         assert said(server)
         assert server.process is not None and server.process.poll() is None
