@@ -127,6 +127,11 @@ TRACKED = {"planned": False, "strategy": "extra_buffer", "held": 3}
 NEMOTRON, QWEN = "Nemotron-H-8B", "Qwen3-Next-80B"
 KEEPS_KV = "--disaggregation-mode decode --disaggregation-decode-enable-radix-cache"
 FLASHINFER = {"prefill_kernel": "FlashInferGDNKernel"}
+SPARSE = {
+    **{"block_size": 64, "dense_len": 8_192, "init_blocks": 1, "kernel_size": 32},
+    **{"kernel_stride": 16, "topk": 64, "window_size": 2_048},
+}
+"""Attention of MiniCPM-SALA as released."""
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
@@ -155,6 +160,11 @@ FLAGGED = [
         *("H100", QWEN, "--enable-linear-replayssm --disable-overlap-schedule"),
         {"planned": False, "strategy": "no_buffer", "held": 1},
         "with SGLang's strategy no_buffer no state is kept where prompts branch",
+    ),
+    flagged(
+        *("H100", "MiniCPM-SALA", "", {"planned": False, "attention": ["minicpm_flashattn"] * 2}),
+        "and a hit would lack them, so nothing is cached; SGLANG_MINICPM_FORCE_DENSE=1",
+        sparse_config=SPARSE,
     ),
     flagged("H100", NEMOTRON, "--disaggregation-mode prefill", ONE_SLOT),
     flagged("H100", NEMOTRON, KEEPS_KV, {"planned": False, "held": 1}),
