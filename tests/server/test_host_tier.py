@@ -98,7 +98,6 @@ MIXTURES = [
     ("qwen4-exp", ()),
     ("ling-2.5", ()),
     ("kimi-linear", ()),
-    ("glm-5-next", ()),
     ("kimi-linear", ("--hybrid-memory", "split", "--page-size", "16", *IN_PAGES)),
     ("kimi-linear", ("--tp-size", "2")),
     ("nemotron-h", SGLANGS_POOL),
