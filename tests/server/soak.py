@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,16 +62,16 @@ class Soak:
         url: the server.
         seed: decides what is sent. When it arrives, and so what shares a batch, is up to the clock.
         priorities: requests have one, and may push out another.
-        behind: the servers behind `url`, if that is a router: a request is aborted at each of them,
-            and none has several samples, which a router never answers.
+        behind_router: `url` is that of sglang-router before divided servers, which aborts nothing
+            and never answers a request for several samples.
     """
 
     def __init__(
-        self, url: str, seed: int, *, priorities: bool, behind: Sequence[str] = ()
+        self, url: str, seed: int, *, priorities: bool, behind_router: bool = False
     ) -> None:
         self.url = url
         self.priorities = priorities
-        self._behind = behind
+        self._behind_router = behind_router
         self.watched: list[Watched] = []
         self.outcomes: Counter[str] = Counter()
         self._random = random.Random(seed)
@@ -105,10 +105,10 @@ class Soak:
         draw = self._random.random()
         for share, count, make in (
             (0.02, 6, lambda: self._fan_out(6)),
-            (0.0 if self._behind else 0.02, 4, lambda: self._samples(4)),
+            (0.0 if self._behind_router else 0.02, 4, lambda: self._samples(4)),
             (0.03, 1, self._retry),
             (0.06, 1, self._hang_up),
-            (0.10, 1, self._abort),
+            (0.0 if self._behind_router else 0.10, 1, self._abort),
             (0.01, 0, self._flush),
         ):
             if draw < share:
@@ -152,10 +152,8 @@ class Soak:
         wait = self._random.random()
         answer = self._tasks.create_task(self._post(body))
         await asyncio.wait([answer], timeout=wait)
-        for server in self._behind or [self.url]:
-            asked = self._session.post(server + "/abort_request", json={"rid": body["rid"]})
-            async with asked as response:
-                await response.read()
+        async with self._session.post("/abort_request", json={"rid": body["rid"]}) as response:
+            await response.read()
         await answer
 
     async def _hang_up(self) -> None:

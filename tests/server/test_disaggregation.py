@@ -173,8 +173,9 @@ def test_two_of_each(divide: Divide, model_directory: Callable[[str], Path]) -> 
 
 @pytest.mark.timeout(1800)
 def test_nothing_is_lost_or_wrong_under_load(divide: Divide) -> None:
-    """Random traffic in small pools, with aborts and clients that hang up: all is given back, and
-    answers are those of servers whose caches are empty.
+    """Random traffic in small pools, with clients that hang up: all is given back, and answers are
+    those of servers whose caches are empty. The router gives requests names of its own, by which no
+    client can abort them.
     """
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -186,7 +187,7 @@ def test_nothing_is_lost_or_wrong_under_load(divide: Divide) -> None:
         environment={**STRICT, **SOON},
     ) as servers:
         behind = [server.url for server in servers.servers]
-        soak = Soak(servers.url, seed, priorities=False, behind=behind)
+        soak = Soak(servers.url, seed, priorities=False, behind_router=True)
         for _ in range(3):
             asyncio.run(soak.send(200))
             all_is_given_back(servers)
@@ -194,7 +195,7 @@ def test_nothing_is_lost_or_wrong_under_load(divide: Divide) -> None:
             for url in behind:  # a decode server's tree has no states
                 assert hybrid_cache(url)["state_slots_free"] in (16, None)
         print(soak.outcomes)
-        assert soak.outcomes["abort"] and soak.outcomes["hung up"]
+        assert soak.outcomes["hung up"]
         assert {"state", "leaf"} <= hybrid_cache(behind[0])["evicted"].keys()
         answers_stand(servers.url, soak.watched)
 
