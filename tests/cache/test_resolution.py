@@ -51,7 +51,7 @@ def test_one_memory_is_refused_where_states_would_go_to_a_copy(
 ) -> None:
     view: Any = SimpleNamespace(enable_unified_memory=True, radix_cache_backend="hybrid")
     config = SimpleNamespace(architectures=[architecture])
-    model = SimpleNamespace(hf_config=config, hf_text_config=config)
+    model = SimpleNamespace(hf_config=config, hf_text_config=config, is_hybrid_swa=False)
     monkeypatch.setattr(resolution, "resolving_view", lambda given: given)
     monkeypatch.setattr(resolution, "model_config_of", lambda given: model)
     monkeypatch.setattr(resolution, "why_not_unified", lambda given: ("", ""))
