@@ -630,8 +630,7 @@ class JetNemotron(Qwen2ForCausalLM):
         efficient = config["efficient_attention_config"]
         model = cls(
             Qwen2Config(
-                **{name: value for name, value in config.items() if name not in ("layer_types",)},
-                layer_types=[KINDS_OF_JET[kind] for kind in config["layer_types"]],
+                **config | {"layer_types": [KINDS_OF_JET[kind] for kind in config["layer_types"]]},
                 use_sliding_window=True,
                 sliding_window=efficient["swa"]["window_size"] + 1,
                 jet=efficient["jet"],

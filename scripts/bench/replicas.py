@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 from scripts.bench.queue_rows import SIZES, Row, at_load
 from scripts.bench.report import Table
@@ -30,6 +29,16 @@ ALL_COUNTS = {"default": [2, 8, 64], "metavar": "N"}
 OfEach = Annotated[float, "load of each server, if all shared one cache"]
 
 
+class Way(NamedTuple):
+    """How requests are sent. routing: name of a router, which hears `late` seconds late of states.
+    store_rate: of the store below all servers, as 3GB/s; "" if there is none.
+    """
+
+    routing: str
+    late: float = 0.0
+    store_rate: str = ""
+
+
 def replicas(
     *counts: Annotated[int, COUNTS, "servers (2 and 8)"],
     traces: Folder = TRACES,
@@ -41,7 +50,8 @@ def replicas(
     Each cell has the hit rate in percent, and the 95th percentile of the time to the first token in
     seconds, its wait in the queue included.
     """
-    _print(counts, traces, load, workers, {routing: {"routing": routing} for routing in ROUTERS})
+    ways = {routing: Way(routing) for routing in ROUTERS}
+    _print(counts, traces, load, workers, ways)
 
 
 def shared_store(
@@ -55,28 +65,19 @@ def shared_store(
 
     Cells are as those of `replicas`. The store has four times the memory of all servers.
     """
-
-    def stored(routing: str) -> Callable[[int], dict[str, Any]]:
-        return lambda memory: {
-            "routing": routing,
-            "store": StoreBudget.parse(f"{STORE_TIMES * memory}@{rate}/s"),
-        }
-
-    ways: dict[str, Any] = {"by_states": {"routing": "by_states"}}
-    ways |= {f"{late} s late": {"routing": "by_states", "late": float(late)} for late in (1, 10)}
+    ways = {"by_states": Way("by_states")}
+    ways |= {f"{late} s late": Way("by_states", late=late) for late in (1, 10)}
     ways |= {
-        f"{routing}, a store": stored(routing)
+        f"{routing}, a store": Way(routing, store_rate=f"{rate}/s")
         for routing in ("by_states", "sticky", "cache_aware", "round_robin")
     }
     _print(counts, traces, load, workers, ways)
 
 
 def _print(
-    counts: Sequence[int], traces: Path, load: float, workers: int, ways: dict[str, Any]
+    counts: Sequence[int], traces: Path, load: float, workers: int, ways: Mapping[str, Way]
 ) -> None:
-    """A row for each trace and number of servers. ways: arguments of the job in each column, or
-    what makes them of the bytes that all servers have.
-    """
+    """A row for each trace and number of servers, and a column for each of `ways`."""
     table = Table("trace", "GB in all", "servers", *ways)
     for trace, gigabytes in SIZES.items():
         requests = read_named(traces, trace)
@@ -84,9 +85,17 @@ def _print(
             of_each = int(gigabytes * 1e9) // min(count, MOST_THAT_DIVIDE)
             memory = of_each * count
             row = at_load(Row(trace, False, load * count, requests, memory))
-            job = Job(REUSE, trace, COST, of_each, PAPER, serving=ONE_MEMORY, replicas=count)
+            store = f"{STORE_TIMES * memory}@"
             jobs = [
-                replace(job, **(way(memory) if callable(way) else way)) for way in ways.values()
+                Job(
+                    *(REUSE, trace, COST, of_each, PAPER),
+                    serving=ONE_MEMORY,
+                    replicas=count,
+                    routing=way.routing,
+                    late=way.late,
+                    store=StoreBudget.parse(store + way.store_rate) if way.store_rate else None,
+                )
+                for way in ways.values()
             ]
             results = Runner({trace: row.requests}).run_all(jobs, workers)
             table.row(trace, f"{memory / 1e9:g}", count, *map(_cell, results))

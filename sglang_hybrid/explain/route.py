@@ -125,8 +125,9 @@ async def resumable(cursor: str | None = None, status: bool = False) -> JSONResp
 
 
 def _page(answer: ResumableReqOutput, snapshot: str | None) -> dict[str, Any]:
-    names = ("epoch", "seq", "block_size", "events", "prefill_tokens_per_second", "waiting")
-    told = {name: getattr(answer, name) for name in (*names, "room", "error")}
+    names = ("epoch", "seq", "block_size", "events")
+    state = ("prefill_tokens_per_second", "waiting", "room", "error")
+    told = {name: getattr(answer, name) for name in (*names, *state)}
     return {**told, "cursor": snapshot if answer.more else None}
 
 

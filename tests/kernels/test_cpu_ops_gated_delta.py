@@ -18,19 +18,27 @@ def gates(a, b, A_log, dt_bias):
     return g, b.double().sigmoid()
 
 
+def prefill(seed, lengths, key_heads, with_padding):
+    """Inputs (q, k, v, g, beta) [1, T, ...] of sequences, their slots, and a pool of nine. Slots of
+    padding are -1.
+    """
+    d, tokens, n = Draw(seed), bounds(lengths)[-1], len(lengths)
+    q, k = d.normal(1, tokens, key_heads, K_DIM), d.normal(1, tokens, key_heads, K_DIM)
+    v = d.normal(1, tokens, HEADS, V_DIM)
+    g, beta = -d.uniform(0, 2, 1, tokens, HEADS), d.uniform(0, 1, 1, tokens, HEADS)
+    slots = d.order(9)[:n]
+    if with_padding:
+        slots = torch.where(d.flags(n), -1, slots)
+    return (q, k, v, g, beta), slots, d.normal(9, HEADS, V_DIM, K_DIM)
+
+
 @few
 @given(seeds, batches(), st.booleans(), st.booleans())
 def test_prefill_updates_the_pool_and_returns_states_at_chunk_starts(
     seed, lengths, in_place, with_padding
 ):
-    d, cu, n = Draw(seed), bounds(lengths), len(lengths)
-    q, k = d.normal(1, cu[-1], K_HEADS, K_DIM), d.normal(1, cu[-1], K_HEADS, K_DIM)
-    v = d.normal(1, cu[-1], HEADS, V_DIM)
-    g, beta = -d.uniform(0, 2, 1, cu[-1], HEADS), d.uniform(0, 1, 1, cu[-1], HEADS)
-    slots = d.order(9)[:n]
-    if with_padding:
-        slots = torch.where(d.flags(n), -1, slots)
-    pool = d.normal(9, HEADS, V_DIM, K_DIM)
+    cu, n = bounds(lengths), len(lengths)
+    (q, k, v, g, beta), slots, pool = prefill(seed, lengths, K_HEADS, with_padding)
     before = pool.clone()
     o, final, h = gated_delta.chunk_gated_delta_rule(
         q=q,
@@ -141,14 +149,8 @@ def test_decode_updates_its_slots_and_no_others(seed, rows, with_padding):
 @given(seeds, st.one_of(batches(), st.just([1, 1, 1])), st.booleans())
 def test_what_jet_nemotron_calls_ends_in_its_slots(seed, lengths, with_padding):
     """Of some tokens, or of one for each sequence: a decode step."""
-    d, cu, n = Draw(seed), bounds(lengths), len(lengths)
-    q, k = d.normal(1, cu[-1], HEADS, K_DIM), d.normal(1, cu[-1], HEADS, K_DIM)
-    v = d.normal(1, cu[-1], HEADS, V_DIM)
-    g, beta = -d.uniform(0, 2, 1, cu[-1], HEADS), d.uniform(0, 1, 1, cu[-1], HEADS)
-    slots = d.order(9)[:n]
-    if with_padding:
-        slots = torch.where(d.flags(n), -1, slots)
-    pool = d.normal(9, HEADS, V_DIM, K_DIM)
+    cu, n = bounds(lengths), len(lengths)
+    (q, k, v, g, beta), slots, pool = prefill(seed, lengths, HEADS, with_padding)
     before, left = pool.clone(), pool.clone()
     o = gated_delta.fused_recurrent_gated_delta_rule_update(
         q=q,

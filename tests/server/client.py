@@ -143,6 +143,25 @@ def metric(url: str, name: str) -> float:
     return float(value)
 
 
+def answer(response: requests.Response) -> dict[str, Any] | None:
+    """The record of a request; None if it ended with an error."""
+    record: dict[str, Any] | None = response.json() if response.status_code == 200 else None
+    return None if record is None or "error" in record else record
+
+
+def answered_at_last(
+    asked: Callable[[], dict[str, Any] | None], seconds: float = 120
+) -> dict[str, Any]:
+    """The first record that `asked` returns, asked again while it returns None; it fails if that
+    takes longer.
+    """
+    deadline = time.monotonic() + seconds
+    while (record := asked()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    return record
+
+
 def flush(url: str, seconds: int = 30) -> None:
     """Empty the server's prefix cache, or those behind a router, once nothing runs and copies to
     other tiers that are under way have ended; they have so many seconds.

@@ -25,6 +25,8 @@ from sglang_hybrid.serving.server_process import ServerProcess
 from tests.releases import drafts_on_cpu
 from tests.server.client import (
     STRICT,
+    answer,
+    answered_at_last,
     ask,
     cached,
     cold,
@@ -227,24 +229,11 @@ def test_whoever_is_killed_costs_an_error_and_never_an_answer(divide: Divide) ->
                     flush(other.url, seconds=120)  # it is idle again
             servers.restart(killed)
             for prompt, record in zip(prompts, right, strict=True):
-                assert same(answered_at_last(servers.url, prompt), record)
+                # once the router has found the server that was started again
+                found = answered_at_last(lambda asked=prompt: answer(send(servers.url, asked)))
+                assert same(found, record)
             print(f"{number + 1} kills: {answered} answered, {failed} failed", flush=True)
         all_is_given_back(servers)
-
-
-def answer(response: requests.Response) -> dict[str, Any] | None:
-    """The record of a request; None if it ended with an error."""
-    record: dict[str, Any] | None = response.json() if response.status_code == 200 else None
-    return None if record is None or "error" in record else record
-
-
-def answered_at_last(url: str, prompt: list[int]) -> dict[str, Any]:
-    """The record of a request, once the router has found the server that was started again."""
-    deadline = time.monotonic() + 120
-    while (record := answer(send(url, prompt))) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    return record
 
 
 def kill(server: ServerProcess) -> None:

@@ -28,6 +28,8 @@ from sglang_hybrid.storage.disk.folder import KEY_VARIABLE
 from tests.releases import needs_disk
 from tests.server.client import (
     Serve,
+    answer,
+    answered_at_last,
     ask,
     cached,
     hybrid_cache,
@@ -108,6 +110,10 @@ class Pair:
         server.start()
         self.servers[at:] = [server, *self.servers[at + 1 :]]
 
+    def start_again(self, at: int) -> None:
+        self.start(at)
+        self.wait(at)
+
     def wait(self, at: int) -> None:
         self.servers[at].wait_until_healthy()
         until(lambda: not self.store(at)["refused"])
@@ -126,6 +132,39 @@ class Pair:
 
     def store(self, at: int) -> dict:
         return hybrid_cache(self.url(at))["tiers"]["disk"]
+
+
+class Router:
+    """The router before servers and its index, which may be killed and started again at the same
+    port.
+    """
+
+    def __init__(self, urls: list[str]) -> None:
+        self._make = partial(
+            ServerProcess,
+            urls,
+            program=[sys.executable, "-m", "sglang_hybrid.replicas", "route"],
+            port=free_port(),
+            health="/health",
+        )
+        self.start()
+
+    def start(self) -> None:
+        self._process = self._make()
+        self._process.start()
+        self._process.wait_until_healthy()
+
+    def kill(self) -> None:
+        for process in self._process.processes():
+            process.kill()
+        self._process.stop()
+
+    def answer(self, at: int) -> dict | None:
+        """The record of a prompt, by its number; None if the request ended with an error."""
+        try:
+            return answer(send(self._process.url, PROMPTS[at], 4))
+        except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
+            return None
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +211,7 @@ def test_a_server_that_starts_anew_finds_what_others_hold(
     ask(pair.url(1), PROMPTS[3], 4)
     settled(pair, 1)
     pair.kill(0)
-    pair.start(0)
-    pair.wait(0)
+    pair.start_again(0)
     answer = ask(pair.url(0), PROMPTS[3], 4)
     assert cached(answer) >= 690
     assert same(answer, cold[3])
@@ -187,73 +225,41 @@ def test_whoever_is_killed_no_answer_is_wrong(
     again and again: each request is answered rightly or ends with an error, in time.
     """
     chance = random.Random(0)
-    route = partial(
-        ServerProcess,
-        [pair.url(at) for at in range(2)],
-        program=[sys.executable, "-m", "sglang_hybrid.replicas", "route"],
-        port=free_port(),
-        health="/health",
-    )
-    router = route()
+    router = Router([pair.url(at) for at in range(2)])
+    victims = {
+        "master": (master.kill, master.start),
+        "router": (router.kill, router.start),
+        **{
+            f"server {at}": (partial(pair.kill, at), partial(pair.start_again, at))
+            for at in range(2)
+        },
+    }
+    hits = answered = failed = 0
     try:
-        router.start()
-        router.wait_until_healthy()
-        hits = answered = failed = 0
         for number in range(KILLS):
+            victim = chance.choice(list(victims))
+            kill, start_again = victims[victim]
             with ThreadPoolExecutor(6) as pool:
                 asked = [chance.randrange(len(PROMPTS)) for _ in range(6)]
-                replies = [pool.submit(answer_of, router.url, PROMPTS[at]) for at in asked]
+                replies = [pool.submit(router.answer, at) for at in asked]
                 time.sleep(chance.uniform(0, 0.5))
-                victim = chance.choice(["master", "router", "server 0", "server 1"])
-                if victim == "master":
-                    master.kill()
-                elif victim == "router":
-                    for process in router.processes():
-                        process.kill()
-                else:
-                    pair.kill(int(victim[-1]))
+                kill()
                 for at, reply in zip(asked, replies, strict=True):
                     record = reply.result()
                     assert record is None or same(record, cold[at])
                     answered, failed = answered + bool(record), failed + (not record)
             if victim != "router":  # the others go on
                 at = chance.randrange(len(PROMPTS))
-                assert same(answered_at_last(router.url, PROMPTS[at]), cold[at])
-            if victim == "master":
-                master.start()
-            elif victim == "router":
-                router.stop()
-                router = route()
-                router.start()
-                router.wait_until_healthy()
-            else:
-                pair.start(int(victim[-1]))
-                pair.wait(int(victim[-1]))
-            for at, prompt in enumerate(PROMPTS):
-                record = answered_at_last(router.url, prompt)
+                assert same(answered_at_last(partial(router.answer, at), 30), cold[at])
+            start_again()
+            for at in range(len(PROMPTS)):
+                record = answered_at_last(partial(router.answer, at))
                 assert same(record, cold[at])
                 hits += cached(record)
             print(f"{number + 1}, {victim}: {answered} answered, {failed} failed", flush=True)
         assert hits > 0
         for at in range(2):
+            until(lambda at=at: requests.get(pair.url(at) + "/health", timeout=10).ok)
             assert said(pair.servers[at])
     finally:
-        router.stop()
-
-
-def answer_of(url: str, prompt: list[int]) -> dict | None:
-    """The record of a request; None if it ended with an error."""
-    try:
-        response = send(url, prompt, 4)
-    except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
-        return None
-    return response.json() if response.ok else None
-
-
-def answered_at_last(url: str, prompt: list[int]) -> dict:
-    """The record of a request, once there is somebody to answer it."""
-    deadline = time.monotonic() + 120
-    while (record := answer_of(url, prompt)) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    return record
+        router.kill()
