@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from sglang_hybrid.cache.memory.shared import shared_memory
-from sglang_hybrid.cache.state_events import PlacedBlocks, StateEvents
+from sglang_hybrid.cache.state_events import MEDIA, PlacedBlocks, StateEvents
 from sglang_hybrid.cache.state_slots.slots import free_slots
 from sglang_hybrid.core.costs.cost import STATES_OF_A_PREFILL
+from sglang_hybrid.core.tiers.rates import TIERS_BELOW
 from sglang_hybrid.explain.messages import ResumableReq, ResumableReqOutput
 
 if TYPE_CHECKING:
@@ -77,6 +78,13 @@ class ResumableView:
             prefill_tokens_per_second=TIMED_TOKENS * speeds.prefill / cost.flops(TIMED_TOKENS),
             waiting=0 if self.scheduler is None else len(self.scheduler.waiting_queue),
             room=self._room(),
+            loads={
+                MEDIA[tier]: (
+                    speeds.loads[tier].seconds(cost.state_bytes_in(tier)),
+                    cost.kv_bytes_in(tier) / speeds.loads[tier].bandwidth,
+                )
+                for tier in TIERS_BELOW
+            },
         )
         if asked.cursor is not None:
             self._add_page(self._events, answer, asked)

@@ -60,8 +60,9 @@ class ResumableReqOutput(BaseReq):
     epoch: of this scheduler's process. seq: how many batches of events had been published before
     the page was made, which is what it is true of. more: there is another page. events: as they
     are published. prefill_tokens_per_second: of prompts of 1,024 tokens. waiting: requests. room:
-    tokens of a prompt that could be computed and kept before anything is evicted. error: why there
-    is nothing.
+    tokens of a prompt that could be computed and kept before anything is evicted. loads: for each
+    medium below the device, seconds to load a state and seconds for each token of KV. error: why
+    there is nothing.
     """
 
     epoch: str = ""
@@ -72,6 +73,7 @@ class ResumableReqOutput(BaseReq):
     prefill_tokens_per_second: float = 0.0
     waiting: int = 0
     room: int = 0
+    loads: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)
     error: str = ""
 
 

@@ -126,7 +126,7 @@ async def resumable(cursor: str | None = None, status: bool = False) -> JSONResp
 
 def _page(answer: ResumableReqOutput, snapshot: str | None) -> dict[str, Any]:
     names = ("epoch", "seq", "block_size", "events")
-    state = ("prefill_tokens_per_second", "waiting", "room", "error")
+    state = ("prefill_tokens_per_second", "waiting", "room", "loads", "error")
     told = {name: getattr(answer, name) for name in (*names, *state)}
     return {**told, "cursor": snapshot if answer.more else None}
 

@@ -109,26 +109,29 @@ class Replicas:
 
     def choose(self, tokens: Tokens, tenant: str = "") -> Choice:
         """The replica with the least expected seconds to the first token: of the prefills that were
-        sent there and are not answered, and of what is left of this prompt. Tokens that this prompt
-        shares with one of those are prefilled once. Of similar ones it is the replica that was sent
-        the fewest prompts. A prompt without tokens is one that nobody knows. Tell `on_answer` what
-        became of it. Raises LookupError if no replica is reachable.
+        sent there and are not answered, of loads, and of what is left of this prompt. Tokens that
+        this prompt shares with one of those are prefilled once. Of similar ones it is the replica
+        that was sent the fewest prompts. A prompt without tokens is one that nobody knows. Tell
+        `on_answer` what became of it. Raises LookupError if no replica is reachable.
         """
         prompt = as_bytes(tokens)
         last = len(prompt) // TOKEN_BYTES - 1
         with self._choosing:
             choices = []
-            for name, position, tier, _ in self.index.resume(prompt, tenant):
+            for resumable in self.index.resume(prompt, tenant):
+                name = resumable.replica
                 follower = self.followers.get(name)
                 if follower is not None and follower.is_reachable:
                     load = follower.load
+                    position, loading = load.way(resumable)
                     found = max(position, min(last, load.on_its_way(tenant, prompt)))
                     left = last + 1 - found if prompt else load.typical or 1.0
-                    seconds = load.seconds(left)
+                    seconds = loading + load.seconds(left)
                     price = seconds
                     if load.displaces(left):
                         price += DISPLACED * load.prefill_seconds(left)
-                    choices.append((price, (tier, load.sent, name), position, seconds, left))
+                    second = (resumable.tier, load.sent, name)
+                    choices.append((price, second, position, seconds, left))
             if not choices:
                 raise LookupError(f"no server can be reached: {self._reasons()}")
             choices.sort()

@@ -12,7 +12,7 @@ import zmq
 from sglang_hybrid.replicas.index import LostMessages, ReplicaIndex
 from sglang_hybrid.replicas.load import ReplicaLoad
 from sglang_hybrid.replicas.reader import OutOfStep, ReplicaReader
-from sglang_hybrid.replicas.wire import Malformed, Page, decode_page
+from sglang_hybrid.replicas.wire import MEDIA, Malformed, Page, decode_page
 
 ROUTE: Final = "/hybrid_cache/resumable"
 TICK: Final = 100  # milliseconds for which a thread waits before it looks whether it should end
@@ -170,5 +170,6 @@ class Follower:
         if page.error:
             raise OutOfStep(f"the server has no snapshot: {page.error}")
         self.is_reachable = True
-        self.load.on_status(page.waiting, page.prefill_tokens_per_second, page.room)
+        loads = {MEDIA[medium]: of for medium, of in page.loads.items() if medium in MEDIA}
+        self.load.on_status(page.waiting, page.prefill_tokens_per_second, page.room, loads)
         return page

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from sglang_hybrid.core.records.edges import common_bytes
+from sglang_hybrid.core.tiers.rates import Tier
+from sglang_hybrid.replicas.resumable import Resumable
 from sglang_hybrid.replicas.tokens import TOKEN_BYTES
 
 ASSUMED_RATE: Final = 10_000.0  # tokens per second of a server that has not measured its prefills
@@ -33,14 +35,16 @@ class ReplicaLoad:
 
     waiting: requests that the server says wait there, whoever sent them. prefill_tokens_per_second:
     None while it is unknown. room: tokens that can be computed and kept there without an eviction,
-    None if that is unknown. sent: prompts that were sent there, so far. typical: tokens of a
-    prefill that was sent there. right, wrong: predictions that were and that were not as served.
+    None if that is unknown. loads: for a tier, seconds of a state and of each token of KV. sent:
+    prompts that were sent there, so far. typical: tokens of a prefill that was sent there. right,
+    wrong: predictions that were and that were not as served.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.waiting = 0
         self.prefill_tokens_per_second: float | None = None
         self.room: int | None = None
+        self.loads: Mapping[Tier, tuple[float, float]] = {}
         self.sent = 0
         self.typical = 0.0
         self.right = self.wrong = 0
@@ -49,12 +53,17 @@ class ReplicaLoad:
         self._unanswered: dict[int, _Sent] = {}
 
     def on_status(
-        self, waiting: int, prefill_tokens_per_second: float | None, room: int | None = None
+        self,
+        waiting: int,
+        prefill_tokens_per_second: float | None,
+        room: int | None = None,
+        loads: Mapping[Tier, tuple[float, float]] | None = None,
     ) -> None:
         """The server says how busy it is."""
         self.waiting = waiting
         self.prefill_tokens_per_second = prefill_tokens_per_second
         self.room = room
+        self.loads = loads or {}
 
     def on_choice(self, number: int, tenant: str, prompt: bytes, left: float) -> None:
         """Request `number` is sent there; `left` of its tokens are expected to be prefilled."""
@@ -75,6 +84,17 @@ class ReplicaLoad:
         """
         sent = [each.prompt for each in self._unanswered.values() if each.tenant == tenant]
         return max((common_bytes(each, prompt, 0) for each in sent), default=0) // TOKEN_BYTES
+
+    def way(self, found: Resumable) -> tuple[int, float]:
+        """Where the server would resume, and the seconds of loads before that: it loads nothing
+        that is computed sooner.
+        """
+        more = found.position - found.device_position
+        state, token = self.loads.get(found.tier, (0.0, 0.0))
+        seconds = state + more * token if more else 0.0
+        if seconds > self.prefill_seconds(more):
+            return found.device_position, 0.0
+        return found.position, seconds
 
     def seconds(self, left: float) -> float:
         """Expected seconds to the first token of a prompt with `left` tokens to be prefilled: after

@@ -30,6 +30,7 @@ class Page(msgspec.Struct):
     was made; all of them, and no others, must have been applied before the page. cursor: asks for
     the next page; None on the last one. waiting: requests that wait for their prefill. room: tokens
     of a prompt that can be computed and kept before anything is evicted; None if that is not said.
+    loads: for a medium, seconds to load a state and seconds for each token of KV.
     """
 
     epoch: str
@@ -41,6 +42,7 @@ class Page(msgspec.Struct):
     prefill_tokens_per_second: float | None = None
     waiting: int = 0
     room: int | None = None
+    loads: dict[str, tuple[float, float]] = {}
 
 
 class Answer(msgspec.Struct):

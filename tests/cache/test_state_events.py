@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_hybrid.cache.resumable import READERS, ResumableView
 from sglang_hybrid.core.tiers.places import tiers_of
+from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.explain.messages import ResumableReq
 from sglang_hybrid.replicas.index import ReplicaIndex
 from sglang_hybrid.replicas.wire import apply_events
@@ -322,6 +323,11 @@ def test_a_snapshot_has_pages(
     assert pages > 3
     assert reader.resumable() == resumable(at.cache)
     assert not answer.error and answer.seq == 1 and answer.prefill_tokens_per_second > 0
+    loads = at.cache.speeds.speeds.loads[Tier.HOST]
+    assert answer.loads["CPU_PINNED"] == (
+        loads.seconds(at.cache.cost.state_bytes),
+        at.cache.cost.kv_bytes_per_token / loads.bandwidth,
+    )
 
 
 def test_room_is_what_takes_nothings_place() -> None:

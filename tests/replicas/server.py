@@ -58,6 +58,7 @@ class Server:
         self.waiting = 0
         self.rate: float | None = None
         self.room: int | None = None
+        self.loads: dict[str, tuple[float, float]] = {}
         self.asked: list[int] = []
         self.answers: dict[str, tuple[str, bytes]] = {}
         self.posted: list[tuple[str, dict[str, str], bytes]] = []
@@ -137,6 +138,7 @@ class Server:
             "prefill_tokens_per_second": self.rate,
             "waiting": self.waiting,
             "room": self.room,
+            "loads": self.loads,
         }
 
 

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.replicas import Choice, Follower, ReplicaIndex, Replicas, tenant_name
 from sglang_hybrid.replicas.__main__ import table
 from sglang_hybrid.replicas.choosing import addresses, endpoint_of
@@ -280,6 +281,27 @@ def test_replicas_that_are_as_good_get_prompts_by_turns(server: Server, other: S
         wait_until(lambda: any(load.prefill_tokens_per_second == 2_000 for load in loads))
         choice = replicas.choose([7] * 50)
         assert (choice.replica, choice.others) == (other.url, (server.url,))
+
+
+def test_loads_from_the_host_take_their_time(server: Server, other: Server) -> None:
+    """One has two of three tokens on its host, the other one has one on its device."""
+    host = [stored([1, 2], medium="CPU_PINNED", block_size=1, block_hashes=[1, 2])]
+    server.snapshot, other.snapshot = [host], [[stored([1])]]
+    server.rate = other.rate = 100.0
+    with all_of(server, other) as replicas:
+
+        def chosen(state: float) -> Choice:
+            loads = {Tier.HOST: (state, 0.001)}
+            server.loads = {"CPU_PINNED": loads[Tier.HOST]}
+            wait_until(lambda: replicas.followers[server.url].load.loads == loads)
+            choice = replicas.choose([1, 2, 3])
+            replicas.on_answer(choice)
+            return choice
+
+        loaded, computed = chosen(0.001), chosen(0.015)
+        assert (loaded.replica, computed.replica) == (server.url, other.url)
+        assert loaded[1:3] == pytest.approx((2, 0.013))
+        assert computed[1:3] == pytest.approx((1, 0.02))
 
 
 def test_a_token_costs_more_where_it_takes_anothers_place(server: Server, other: Server) -> None:

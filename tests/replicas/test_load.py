@@ -6,7 +6,9 @@ from array import array
 
 import pytest
 
+from sglang_hybrid.core.tiers.rates import Tier
 from sglang_hybrid.replicas.load import ASSUMED_RATE, FORGOTTEN, ReplicaLoad
+from sglang_hybrid.replicas.resumable import Resumable
 
 
 def prompt(*tokens: int) -> bytes:
@@ -50,6 +52,15 @@ def test_a_prompt_on_its_way_is_shared_by_its_tenant_only(load: ReplicaLoad) -> 
     assert load.on_its_way("", prompt(1, 2, 3, 4)) == 0
     load.on_answer(1)
     assert load.on_its_way("one", prompt(1, 2, 3, 5, 6)) == 2
+
+
+def test_what_is_computed_sooner_is_not_loaded(load: ReplicaLoad) -> None:
+    """A state takes 0.2 s and a token's KV 0.001 s from the host; 100 are computed in 1 s."""
+    load.on_status(0, 100.0, loads={Tier.HOST: (0.2, 0.001)})
+    assert load.way(Resumable("a", 500, Tier.HOST, 400)) == pytest.approx((500, 0.3))
+    assert load.way(Resumable("a", 500, Tier.HOST, 480)) == (480, 0.0)
+    assert load.way(Resumable("a", 500, Tier.DEVICE, 500)) == (500, 0.0)
+    assert load.way(Resumable("a", 500, Tier.DISK, 400)) == (500, 0.0), "nobody knows"
 
 
 def test_what_nobody_speaks_of_any_more_is_forgotten() -> None:

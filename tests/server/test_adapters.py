@@ -5,14 +5,30 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+import requests
 from safetensors.numpy import load_file, save_file
 
+from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
+from sglang_hybrid.explain.prompt_route import PREFIX
+from sglang_hybrid.replicas import Replicas
+from sglang_hybrid.serving.server_process import event_flags
 from tests.reference import Reference
-from tests.server.client import TOLERANCE, Serve, ask, cached, logprobs, random_prompt
+from tests.server.client import (
+    RECORD_KEY,
+    TOLERANCE,
+    Serve,
+    ask,
+    cached,
+    logprobs,
+    random_prompt,
+    settle,
+    until,
+)
 
 RANK, ALPHA = 4, 8
 TARGETS = {
@@ -83,3 +99,29 @@ def test_each_adapter_answers_as_merged_weights_and_hits_its_own_prefixes(
             assert logprobs(answer) == pytest.approx(scores[name], abs=TOLERANCE), name
             hits.append(cached(answer))
     assert hits == [0, 0, 0, *[len(prompt) - 1] * 3]
+
+
+def test_routers_know_adapters_of_all_servers_that_have_them_from_the_same_path(
+    model_directory: Callable[[str], Path], serve: Serve, tmp_path: Path
+) -> None:
+    """One server says whose a prompt is, as a picker asks it; another one resumes it."""
+    write_adapter(model_directory("nemotron-h"), tmp_path / "one", TARGETS["nemotron-h"], seed=1)
+    flags = ["--lora-paths", f"one={tmp_path / 'one'}", "--radix-cache-backend", "hybrid"]
+    named = {KEY_VARIABLE: RECORD_KEY}
+    with (
+        serve(*flags, *event_flags(), environment=named) as first,
+        serve(*flags, *event_flags(), environment=named) as second,
+        closing(Replicas([second.url])) as replicas,
+    ):
+        until(lambda: second.url in replicas.followers)
+        prompt = random_prompt(200, seed=8)
+        for adapter in ("one", None):
+            body = {"input_ids": prompt, "lora_path": adapter}
+            told = requests.post(first.url + PREFIX + "/generate", json=body, timeout=60).json()
+            found = []
+            for _ in range(2):
+                settle(replicas, second.url)
+                (resumable,) = replicas.resume(told["input_ids"], told["tenant"])
+                found.append(resumable.position)
+                assert cached(ask(second.url, prompt, 4, lora_path=adapter)) == found[-1]
+            assert found == [0, len(prompt) - 1]
