@@ -121,6 +121,8 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang_hybrid.platforms.native.library import library
 
         library()
+        # What fades with each token ends as numbers below 1.2e-38, with which cores multiply slowly.
+        torch.set_flush_denormal(True)  # threads that are made from now on have it, too
         torch.compiler.set_stance("force_eager")  # as in get_compile_backend
         teach_torch_mm_with_dtype()
         keep_freed_memory()
