@@ -112,6 +112,9 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def init_backend(self) -> None:
         """Runs once in every process that holds a model runner."""
+        # What fades with each token ends as numbers below 1.2e-38, which cores multiply slowly.
+        # Threads that are made from now on take them as zero, too.
+        torch.set_flush_denormal(True)
         logger.info(
             "sglang_hybrid: serving on the CPU without SGLang's kernels (%d threads); meant for "
             "correctness and small models.",
@@ -121,8 +124,6 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang_hybrid.platforms.native.library import library
 
         library()
-        # What fades with each token ends as numbers below 1.2e-38, with which cores multiply slowly.
-        torch.set_flush_denormal(True)  # threads that are made from now on have it, too
         torch.compiler.set_stance("force_eager")  # as in get_compile_backend
         teach_torch_mm_with_dtype()
         keep_freed_memory()

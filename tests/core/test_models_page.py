@@ -1,12 +1,18 @@
-"""Sizes of states on docs/models.md are what the cost model says of published configurations."""
+"""docs/models.md says of published configurations what the cost model does, and of embedded models
+what they are compared with.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from sglang_hybrid.cache.tiers.measured_speeds import DISK, HOST_ON_ACCELERATOR, ON_ACCELERATOR
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.costs.model_config import read_layers
-from sglang_hybrid.models import ARCHITECTURES
+from sglang_hybrid.core.tiers.rates import Link
+from sglang_hybrid.models import ARCHITECTURES, ensure_tiny_model
+from tests.reference import TWINS
 from tests.rehearsal.models import MODELS
 from tests.tables import table
 
@@ -17,7 +23,10 @@ COLUMNS = (
     "a state, MB",
     "KV of a token, KB",
     "a state is as large as the KV of",
+    "is loaded from the host behind",
+    "and from a disk behind",
     "embedded model of its kind",
+    "which is compared with",
 )
 KINDS = {
     "nemotron_h": ("Mamba-2", "nemotron-h"),
@@ -41,6 +50,28 @@ KINDS = {
 """By the model type: the kind of its recurrent layers, and the embedded model that has them."""
 
 
+def behind(link: Link, cost: CostModel) -> str:
+    """From how many tokens on a state and its KV are loaded sooner than computed, with what a GPU
+    server assumes until it has measured.
+    """
+    tokens = 1
+    while link.seconds(cost.state_bytes + tokens * cost.kv_bytes_per_token) > (
+        cost.flops(tokens) / ON_ACCELERATOR
+    ):
+        tokens += 1
+    return f"{tokens:,} tokens" if tokens > 1 else "1 token"
+
+
+def compared_with(embedded: str) -> str:
+    """Who says what the embedded model should answer (`tests.reference`)."""
+    kind = json.loads((ensure_tiny_model(embedded) / "config.json").read_text())["model_type"]
+    if kind not in TWINS:
+        return "transformers"
+    if kind in TWINS[kind].__bases__[0].__module__:
+        return "transformers, without an index"
+    return "a twin in plain torch"
+
+
 def row(name: str) -> list[str]:
     config = MODELS[name].get("text_config", MODELS[name])
     kind, embedded = KINDS[config["model_type"]]
@@ -48,7 +79,7 @@ def row(name: str) -> list[str]:
         kind, embedded = "lightning attention", "ling-2.5"
     if "E" in config.get("hybrid_override_pattern", ""):
         embedded = "nemotron-3"
-    assert embedded in ("", *ARCHITECTURES)
+    assert embedded in ARCHITECTURES
     cost = CostModel.from_config(config)
     assert not cost.assumed
     with_state = sum(
@@ -61,7 +92,10 @@ def row(name: str) -> list[str]:
         f"{cost.state_bytes / 1e6:.1f}",
         f"{kv / 1e3:.1f}" if kv else "none",
         f"{cost.state_bytes / kv:,.0f} tokens" if kv else "",
-        f"`{embedded}`" if embedded else "none",
+        behind(HOST_ON_ACCELERATOR, cost),
+        behind(DISK, cost),
+        f"`{embedded}`",
+        compared_with(embedded),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.rehearsal.models import MODELS
 from tests.rehearsal.models import WINDOWED as WINDOWED_MODELS
 from tests.rehearsal.run import Case, Rehearsed, rehearsed
 from tests.rehearsal.start import Start
+from tests.tables import table
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -267,6 +269,30 @@ def test_one_memory(machine: str) -> None:
         both = start.pool_bytes
         assert both - 2 * start.state_bytes <= start.budget <= both + start.state_bytes
         assert [line for line in start.lines if "max-mamba-cache-size" in line] == []
+
+
+def taken(start: Start) -> str:
+    """How a server's prefills leave states, as docs/models.md says it."""
+    if not start.planned:
+        return "on SGLang's grid"
+    where = "to the token" if start.page == 1 else f"to a page of {start.page}"
+    return f"{'in one pass' if start.why_split is None else 'split'}, {where}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_200)
+def test_the_page_says_how_states_are_taken() -> None:
+    """Where they differ the test writes the table anew, and fails once."""
+    machines = ("H100", "A100", "B200")
+    found = {
+        machine: {it.model: it for quick in (True, False) for it in defaults(machine, quick).starts}
+        for machine in machines
+    }
+    page = Path(__file__).parents[2] / "docs" / "models.md"
+    before = page.read_text()
+    with table(page, "taken", ("model", *machines), list(MODELS)) as rows:
+        rows.update({it: [it, *(taken(found[on][it]) for on in machines)] for it in MODELS})
+    assert page.read_text() == before
 
 
 @cache
