@@ -242,9 +242,15 @@ def _no_host_below_windows(server_args: ServerArgs) -> None:
 
 
 def _one_slot_for_a_running_request(server_args: ServerArgs) -> None:
-    """SGLang's own choice, and only that, gives way to `no_buffer` with the overlap scheduler."""
+    """SGLang's own choice, and only that, gives way to `no_buffer` with the overlap scheduler. Some
+    models it serves with `no_buffer` alone (arg_groups/overrides.py:402); where its default for
+    attention brings pages, another one is taken for them.
+    """
     view = resolving_view(server_args)
     by_sglang = _declared_by(server_args, "mamba_radix_cache_strategy") == {SGLANGS}
+    if by_sglang and view.mamba_radix_cache_strategy == "no_buffer":
+        _no_pages_by_default(server_args)
+        view = resolving_view(server_args)
     if not by_sglang or not one_slot_per_request(view):
         return
     declared: dict[str, Any] = {"mamba_radix_cache_strategy": "no_buffer"}
@@ -271,11 +277,15 @@ def _one_state_buffer_for_pure_state_space_models(server_args: ServerArgs) -> No
     declared: dict[str, Any] = {"mamba_radix_cache_strategy": "no_buffer"}
     if not plans_checkpoints(view):
         declared["disable_overlap_schedule"] = True
-    if view.page_size not in (None, 1) and not _asked(
-        server_args, "attention_backend", "page_size"
-    ):
-        declared |= {"attention_backend": "triton", "page_size": 1}
     declare_resolution(server_args, OURS, **declared)
+    _no_pages_by_default(server_args)
+
+
+def _no_pages_by_default(server_args: ServerArgs) -> None:
+    """Pages of one token, unless pages or an attention backend were asked for."""
+    paged = resolving_view(server_args).page_size not in (None, 1)
+    if paged and not _asked(server_args, "attention_backend", "page_size"):
+        declare_resolution(server_args, OURS, attention_backend="triton", page_size=1)
 
 
 def _room_for_tokens_without_kv(server_args: ServerArgs) -> None:

@@ -129,7 +129,10 @@ def test_what_was_learnt_outlives_a_server_that_is_killed(tiered: Serve, disk: P
         assert len(said) == 1
 
 
-STORED = ("nemotron-h", "falcon-h1", "granite-hybrid", "qwen3-next", "kimi-linear", "ling-2.5")
+STORED = (
+    *("nemotron-h", "falcon-h1", "granite-hybrid", "qwen3-next", "qwen4-exp", "kimi-linear"),
+    *("glm-5-next", "ling-2.5"),
+)
 RESTARTS = [
     *((architecture, page, (), ()) for architecture in STORED for page in ("1", "16")),
     *(("nemotron-h", "16", SGLANGS_POOL, SGLANGS_POOL), ("nemotron-h", "1", (), SGLANGS_POOL)),

@@ -97,6 +97,7 @@ MIXTURES = [
     ("jet-nemotron", ()),
     ("qwen4-exp", ()),
     ("ling-2.5", ()),
+    ("glm-5-next", ()),
     ("kimi-linear", ()),
     ("kimi-linear", ("--hybrid-memory", "split", "--page-size", "16", *IN_PAGES)),
     ("kimi-linear", ("--tp-size", "2")),
