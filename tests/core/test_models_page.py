@@ -23,8 +23,8 @@ COLUMNS = (
     "a state, MB",
     "KV of a token, KB",
     "a state is as large as the KV of",
-    "is loaded from the host behind",
-    "and from a disk behind",
+    "a copy on the host pays from",
+    "a copy on disk pays from",
     "embedded model of its kind",
     "which is compared with",
 )

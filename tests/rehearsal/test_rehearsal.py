@@ -273,6 +273,8 @@ def test_one_memory(machine: str) -> None:
 
 def taken(start: Start) -> str:
     """How a server's prefills leave states, as docs/models.md says it."""
+    if start.stopped is not None:
+        return "does not start"
     if not start.planned:
         return "on SGLang's grid"
     where = "to the token" if start.page == 1 else f"to a page of {start.page}"
