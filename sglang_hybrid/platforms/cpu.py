@@ -112,9 +112,6 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def init_backend(self) -> None:
         """Runs once in every process that holds a model runner."""
-        # What fades with each token ends as numbers below 1.2e-38, which cores multiply slowly.
-        # Threads that are made from now on take them as zero, too.
-        torch.set_flush_denormal(True)
         logger.info(
             "sglang_hybrid: serving on the CPU without SGLang's kernels (%d threads); meant for "
             "correctness and small models.",

@@ -7,6 +7,7 @@ name, the parameters and the in-place effects of the Triton kernel that each sta
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ from sglang_hybrid.platforms.cpu_ops.states import (
     find_owned,
     keep_behind_drafts,
 )
+
+FADED = -80.0
+"""Logarithm of the least weight of a token in a state. Where smaller ones are not zero, cores
+multiply numbers below float32's normal range, which takes them many times as long.
+"""
 
 
 def seg_la_fwd(
@@ -138,7 +144,8 @@ def save_lightning_states(
         if sequence != owner:
             owner, begin = sequence, starts[sequence]
             state = pool[state_indices[sequence]].float() * resumed[sequence]
-        weights = torch.exp(-slopes * torch.arange(end - begin - 1, -1, -1)[:, None])
+        logs = -slopes * torch.arange(end - begin - 1, -1, -1)[:, None]
+        weights = torch.exp(logs.masked_fill(logs < FADED, -math.inf))
         faded = keys[begin:end].float() * weights[..., None]
         added = faded.permute(1, 2, 0) @ values[begin:end].float().transpose(0, 1)
         state = torch.addcmul(added, state, torch.exp(-slopes * (end - begin))[:, None, None])
