@@ -248,7 +248,9 @@ def _one_slot_for_a_running_request(server_args: ServerArgs) -> None:
     """
     view = resolving_view(server_args)
     by_sglang = _declared_by(server_args, "mamba_radix_cache_strategy") == {SGLANGS}
-    if by_sglang and view.mamba_radix_cache_strategy == "no_buffer":
+    of_a_phase = _asked(server_args, "prefill_attention_backend", "decode_attention_backend")
+    one_buffer = by_sglang and view.mamba_radix_cache_strategy == "no_buffer"
+    if one_buffer and not view.disable_radix_cache and not of_a_phase:
         _no_pages_by_default(server_args)
         view = resolving_view(server_args)
     if not by_sglang or not one_slot_per_request(view):
