@@ -37,12 +37,9 @@ from sglang_hybrid.models import ARCHITECTURES, build_tiny_model
 from sglang_hybrid.serving.requests import kv_hints
 from sglang_hybrid.serving.server_process import ServerFailed, ServerProcess
 
-KERNELS = dict.fromkeys(
-    ("falcon-mamba", "jet-nemotron", "lfm2", "lfm2-moe", "ling-2.5", "minicpm-sala"), 1
-)
-"""How many kernels a start compiles; 2 for the other models. The scans of Mamba1 and Jet-Nemotron
-need none, a short convolution has no other state than its window, and lightning attention has no
-convolution.
+KERNELS = dict.fromkeys(("falcon-mamba", "lfm2", "lfm2-moe", "ling-2.5", "minicpm-sala"), 1)
+"""How many kernels a start compiles; 2 for the other models. The scan of Mamba1 needs none, a short
+convolution has no other state than its window, and lightning attention has no convolution.
 ZAYA1 has windows of two lengths."""
 
 SMALL = (

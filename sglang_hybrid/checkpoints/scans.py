@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from sglang_hybrid.kernels.checkpoint_states import (
     DELTA_CHUNK,
     save_delta_states,
@@ -32,8 +34,7 @@ class Scan:
             choice.
         layers: classes of the layers that call `PrefillTracks`, by the backend or themselves, and
             the kernel that each launches for it on a GPU (None: the layer hands its states over, or
-            its scan runs from position to position, or its state is the window alone). A model's
-            recurrent layers must all be among them.
+            its state is the window alone). A model's recurrent layers must all be among them.
         every: tokens between the states that the scan itself leaves. What lies between two of them
             is scanned again (`tails.py`); 1 if the states are taken at the positions themselves.
         copies_ends: whether states at the ends of sequences are copied from the live ones behind
@@ -65,6 +66,7 @@ _KERNELS = f"{_ATTENTION}.linear.kernels"
 _LINEAR_LAYER = "sglang.srt.layers.radix_linear_attention:RadixLinearAttention"
 _LING = "sglang.srt.models.bailing_moe_linear:BailingMoELinearAttention"
 _MINICPM = "sglang.srt.models.minicpm:MiniCPMLightningMixer"
+_JET = "sglang.srt.models.jet_nemotron:JetBlock"
 _BREAK_GRAPHS = {_LINEAR_LAYER, _LING, _MINICPM}
 """Layers that call their backend through SGLang's `RadixLinearAttention` or `RadixAttention`, which
 its breakable graphs leave out."""
@@ -93,10 +95,7 @@ SCANS: tuple[Scan, ...] = (
     Scan(
         backend=_GDN,
         kernel=f"{_KERNELS}.gdn_triton:TritonGDNKernel",
-        layers={
-            _LINEAR_LAYER: save_delta_states,
-            "sglang.srt.models.jet_nemotron:JetBlock": None,
-        },
+        layers=dict.fromkeys((_LINEAR_LAYER, _JET), save_delta_states),
         copies_ends=True,
         refused=("enable_mis",),
     ),
@@ -188,6 +187,8 @@ def why_split(model_runner: Any) -> str | None:
         return f"{recurrent - writing} of {recurrent} recurrent layers write no states inside one"
     if unwritten := _unwritten(pool, kinds):
         return f"a state has parts that are not written inside a prefill ({', '.join(unwritten)})"
+    if model_runner.device == "cuda" and model_runner.dtype is torch.float32 and _JET in kinds:
+        return "the scan that leaves states takes no float32"
     if scan.one_rank and get_parallel().tp_size > 1:
         return "its recurrent layers are computed together with sums of several ranks"
     if _in_a_graph(model_runner, scan):

@@ -7,22 +7,18 @@ and the layer's matrix:
 
 * Windows are written before the convolution runs, from its inputs.
 * Matrices are written inside the scan: from its chunk states (``kernels/checkpoint_states.py``), or
-  the scan picks them out itself. One that leaves only some is continued from them (``tails.py``),
-  and one that leaves none runs from position to position (``pieces.py``).
+  the scan picks them out itself. One that leaves only some is continued from them (``tails.py``).
 * What a model keeps in a slot beside its recurrent layers is written by hooks (hooks/states.py).
 
 Which layers do so, and how, is in ``scans.py``.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sglang_hybrid.checkpoints.pieces import Pieces
 from sglang_hybrid.checkpoints.scans import Save, find_scan
 from sglang_hybrid.checkpoints.tails import Tails, put
 from sglang_hybrid.kernels import checkpoint_states
@@ -76,7 +72,6 @@ class PrefillTracks:
         check(tracks, prefix_lens, extend_lens)
         self._cu_seqlens = cu_seqlens
         self._state_indices = cache_indices
-        self._lengths = extend_lens
         read = [
             position - prefix_lens[row]
             for row, position in zip(tracks.rows, tracks.positions, strict=True)
@@ -142,14 +137,6 @@ class PrefillTracks:
     def into(self, ssm_states: Tensor) -> "StateWriter":
         """These states, written to a layer's pool [slots, ...] by its scan."""
         return StateWriter(self, ssm_states)
-
-    def in_pieces(self, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Instead of `kernel`, which leaves states at the ends of sequences only: `Pieces.scan`."""
-        return partial(self._pieces.scan, kernel)
-
-    @cached_property
-    def _pieces(self) -> Pieces:
-        return Pieces(self.positions, self.targets.slots, self._lengths)
 
     def begin(self, ssm_states: Tensor) -> None:
         """Before a scan that writes to the slots its sequences start from. ssm_states: the layer's

@@ -52,6 +52,8 @@ from sglang_hybrid.kernels.checkpoint_states import save_lightning_states  # noq
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 HEADS, WIDTH, GROUPS, SIZE = (2, 16, 1, 16) if INTERPRETED else (4, 64, 2, 128)
+JET_SIZE = 96
+"""Of keys in Jet-Nemotron, whose blocks call the same scan: no power of two."""
 CHUNK = 16 if INTERPRETED else 64
 CLOSE = 1e-4 if INTERPRETED else 5e-3
 """Largest error of a Mamba2 state; on a GPU the scan multiplies in tf32."""
@@ -188,11 +190,11 @@ def check_mamba2(resumed: bool) -> None:
     batch.check_others()
 
 
-def check_gated_delta_net(dtype: torch.dtype, close: float) -> None:
+def check_gated_delta_net(dtype: torch.dtype, close: float, key_heads: int, size: int) -> None:
     """As SGLang's backend calls the scan: half precision, states in place, ends copied behind."""
-    batch = Batch([3, 130, 64, 70], [1, 2, 63, 64, 65, 128], (HEADS, WIDTH, SIZE), copies_ends=True)
+    batch = Batch([3, 130, 64, 70], [1, 2, 63, 64, 65, 128], (HEADS, WIDTH, size), copies_ends=True)
     tokens = batch.bounds[-1]
-    q, k = torch.randn(2, 1, tokens, GROUPS, SIZE).to(dtype)
+    q, k = torch.randn(2, 1, tokens, key_heads, size).to(dtype)
     v = torch.randn(1, tokens, HEADS, WIDTH).to(dtype)
     g, beta = -torch.rand(1, tokens, HEADS), torch.rand(1, tokens, HEADS).to(dtype)
     output, _, _ = chunk_gated_delta_rule(
@@ -338,7 +340,8 @@ if __name__ == "__main__":
         check_lightning()
     for name in names:
         dtype, close = TYPES[name]
-        check_gated_delta_net(dtype, close)
+        check_gated_delta_net(dtype, close, GROUPS, SIZE)
+        check_gated_delta_net(dtype, close, HEADS, JET_SIZE)
         check_that_nothing_is_rounded_on_its_way(dtype)
         if which == "all":
             check_kda(dtype, close)

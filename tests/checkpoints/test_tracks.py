@@ -237,6 +237,7 @@ def runner(
     graphs: str | None = None,
     side_states: Sequence[object] = (),
     field: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Any:
     """A model runner as far as `why_split` looks at it."""
     backend = object.__new__(kind)
@@ -246,6 +247,8 @@ def runner(
     if captured is not None:
         captured.prefill_backend_name, captured.enable_cp_bcg_capture = graphs, False
     return SimpleNamespace(
+        device="cuda",
+        dtype=dtype,
         attn_backend=SimpleNamespace(linear_attn_backend=backend),
         model=nn.ModuleList(layers),
         prefill_cuda_graph_runner=captured,
@@ -304,6 +307,7 @@ LING = made(BailingMoELinearAttention)
         (runner(GDNAttnBackend, DELTA, mis=True), "GDNAttnBackend with TritonGDNKernel writes no"),
         (runner(GDNAttnBackend, made(JetBlock)), None),
         (runner(GDNAttnBackend, made(JetBlock), graphs="breakable"), "a prefill's CUDA graph"),
+        (runner(GDNAttnBackend, made(JetBlock), dtype=torch.float32), "takes no float32"),
         (runner(OtherDevice, DELTA), "OtherDevice with"),
         (runner(*KDA), "KDAAttnBackend with TritonGDNKernel writes no"),
         (runner(*KDA, kernel=TritonKDAKernel), None),
@@ -355,6 +359,7 @@ LING = made(BailingMoELinearAttention)
         "gdn-mis",
         "jet-nemotron",
         "jet-nemotron-in-a-graph",
+        "jet-nemotron-in-float32",
         "gdn-other-device",
         "kda-other-kernel",
         "kda",

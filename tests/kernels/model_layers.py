@@ -68,7 +68,7 @@ class Layer:
     def channels(self) -> int:
         if self.constant:
             return 0
-        return self.inner + 2 * self.groups * self.size
+        return self.inner + 2 * self.groups * self.size - self.unconvolved
 
     def pools(self) -> tuple[Tensor, Tensor]:
         """The second layer's slices of pools of three layers."""
@@ -98,7 +98,7 @@ LAYERS = {
     "LFM2-2.6B": Layer(1, 2048, 0, 0, None, 0, taps=3),
     "ZAYA1-base": Layer(1, 1280, 0, 0, None, 0, taps=3),
     "ZAYA1-base, the last hidden state": Layer(1, 2048, 0, 0, None, 0, taps=2),
-    "Jet-Nemotron-2B": Layer(12, 256, 0, 96, None, 8472 - 3072, unconvolved=2304),
+    "Jet-Nemotron-2B": Layer(12, 256, 12, 96, None, 8472 - 3072, unconvolved=2304),
     "Qwen4-Exp, beside its delta nets": Layer(1, 8192, 0, 0, None, 0, taps=10),
 }
 

@@ -26,7 +26,7 @@ TARGETS = [80, 90, 100]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SERVED = [
     *("Nemotron-H-8B", "Falcon-H1-7B", "Qwen3-Next-80B", "Kimi-Linear-48B", "Ling-2.5"),
-    *("MiniCPM-SALA", "LFM2-2.6B"),
+    *("MiniCPM-SALA", "LFM2-2.6B", "Jet-Nemotron-2B"),
 ]
 MORE = {"smallest": Layer(8, 32, 2, 16, 64, 0)}
 

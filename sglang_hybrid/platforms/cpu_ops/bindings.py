@@ -250,6 +250,9 @@ BINDINGS: tuple[Binding, ...] = (
         gated_delta.fused_recurrent_gdn_replayssm_decode,
     ),
     Binding(
+        f"{_MODELS}.jet_nemotron", "chunk_gated_delta_rule", gated_delta.chunk_gated_delta_rule
+    ),
+    Binding(
         f"{_MODELS}.jet_nemotron",
         "fused_recurrent_gated_delta_rule_update",
         gated_delta.fused_recurrent_gated_delta_rule_update,
