@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,8 +11,11 @@ from sglang_hybrid.hooks import patching
 
 patching.install()
 
+import numpy as np  # noqa: E402
+
 from scripts.bench.report import Table  # noqa: E402
 from scripts.bench.traces import SIZES, find, preset_of  # noqa: E402
+from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries  # noqa: E402
 from sglang_hybrid.core.costs.cost import CostModel  # noqa: E402
 from sglang_hybrid.replay.simulation.traces.formats import read_trace  # noqa: E402
 from sglang_hybrid.replay.simulation.traces.lines import Reading  # noqa: E402
@@ -27,6 +31,9 @@ COST = CostModel(
     state_bytes=26_787_840,
 )
 LONGEST_PROMPT = 40_000
+REPLY_OPENER = (2**31 - 4, 2**31 - 3, 2**31 - 2)
+THOUGHT = [2**31 - 1] * 2
+"""How a reply begins, and what a prompt for one has behind that, in tokens of no trace."""
 
 
 @dataclass(frozen=True)
@@ -49,52 +56,93 @@ PRESETS = {
     "claude_code": Preset(400, 800_000, (50, 150)),
     "mooncake": Preset(500, 600_000, (60, 200)),
 }
+
+
+@dataclass(frozen=True)
+class Cache:
+    """SGLang's own, or ours under an eviction and an admission."""
+
+    policies: tuple[str, str] | None = None
+    min_branch_tokens: int | None = None
+    boundaries: MessageBoundaries | None = None
+
+    def hit_rate(self, requests: list[Request], kv: int, slots: int) -> float:
+        """Percent of the prompt tokens. A running request holds three slots under SGLang's
+        tracking, one where checkpoints are planned.
+        """
+        planned = self.policies is not None and self.policies[1] == "judicious"
+        context = max(len(request.tokens) for request in requests) + 8
+        sizes = Sizes(
+            kv=kv, states=slots, extra_buffer=not planned, grid=64, rows=8, context=context
+        )
+        least = self.min_branch_tokens
+        more: dict[str, Any] = {} if least is None else {"hybrid_min_branch_tokens": least}
+        ours = None if self.policies is None else options(*self.policies, **more)
+        built = build_cache(sizes, ours, COST, message_boundaries=self.boundaries)
+        hits = Server(built, sizes, chunk=2_048).play(requests)
+        return 100 * sum(hits) / sum(request.input_len for request in requests)
+
+
+REUSE = Cache(("reuse", "judicious"))
 CACHES = {
-    "SGLang's own": None,
-    "ours, sglang-lru + all": ("sglang-lru", "all"),
-    "ours, sglang-lru": ("sglang-lru", "judicious"),
-    "ours, marconi": ("marconi", "judicious"),
-    "ours, reuse": ("reuse", "judicious"),
+    "SGLang's own": Cache(),
+    "ours, sglang-lru + all": Cache(("sglang-lru", "all")),
+    "ours, sglang-lru": Cache(("sglang-lru", "judicious")),
+    "ours, marconi": Cache(("marconi", "judicious")),
+    "ours, reuse": REUSE,
+}
+OF_THOUGHTS = {
+    "SGLang's own": Cache(),
+    "ours, states at prompts' ends": REUSE,
+    "ours": replace(REUSE, boundaries=MessageBoundaries(reply_opener=REPLY_OPENER)),
 }
 
 
-def hit_rate(
-    requests: list[Request], kv: int, slots: int, how: tuple[str, str] | None, **more: Any
-) -> float:
-    """Percent of the prompt tokens. A running request holds three slots under SGLang's tracking,
-    one where checkpoints are planned.
+def leave_out_thoughts(requests: Sequence[Request]) -> list[Request]:
+    """The same requests of a model that thinks. A prompt ends with the reply's opener, in the place
+    of its last tokens, and with the start of a thought; the answer goes on with that. Later prompts
+    have the opener, and no thought.
     """
-    planned = how is not None and how[1] == "judicious"
-    context = max(len(request.tokens) for request in requests) + 8
-    sizes = Sizes(kv=kv, states=slots, extra_buffer=not planned, grid=64, rows=8, context=context)
-    built = build_cache(sizes, None if how is None else options(*how, **more), COST)
-    hits = Server(built, sizes, chunk=2_048).play(requests)
-    return 100 * sum(hits) / sum(request.input_len for request in requests)
+    size = len(REPLY_OPENER)
+    told = [request.tokens.copy() for request in requests]
+    for at, request in enumerate(requests):
+        end = request.input_len
+        for later, tokens in zip(requests[at:], told[at:], strict=True):
+            ends_alike = later.input_len >= end and later.tokens[end - 1] == request.tokens[end - 1]
+            if ends_alike and np.array_equal(later.tokens[:end], request.tokens[:end]):
+                tokens[end - size : end] = REPLY_OPENER
+    thinking = []
+    for request, tokens in zip(requests, told, strict=True):
+        end = request.input_len
+        whole = np.concatenate([tokens[:end], np.array(THOUGHT, np.int32), tokens[end:]])
+        thinking.append(replace(request, tokens=whole, input_len=end + len(THOUGHT)))
+    return thinking
 
 
 def admission(
     *traces: Annotated[str, {"metavar": "TRACE"}, "a file, or a trace's name"],
     min_branch_tokens: Annotated[tuple[int, ...], "compare these under reuse"] = (),
+    thoughts: Annotated[bool, "prompts of a model whose thoughts are left out of history"] = False,
 ) -> None:
     """Hit rates of traces on the real cache with real pools and no model, in seconds.
 
     SGLang's own cache at its defaults, the same with ours under `sglang-lru` + `all`, and our
     policies with planned checkpoints, on pools of so many KV tokens and state slots; one request at
     a time, prefill chunks of 2,048 tokens, SGLang's grid of 64. Costs are the paper's 7B model's.
+    With --thoughts each prompt ends as those of models that think do, and later ones of the same
+    chat leave it there: SGLang's own, ours with states at prompts' ends, and ours.
     """
-    columns: list[tuple[str, tuple[str, str] | None, dict[str, Any]]]
-    columns = [(name, how, {}) for name, how in CACHES.items()]
+    columns = OF_THOUGHTS if thoughts else CACHES
     if min_branch_tokens:
-        columns = [
-            (f">= {n}", ("reuse", "judicious"), {"hybrid_min_branch_tokens": n})
-            for n in min_branch_tokens
-        ]
-    table = Table("trace", "requests", "KV tokens", "slots", *(name for name, _, _ in columns))
+        columns = {f">= {n}": replace(REUSE, min_branch_tokens=n) for n in min_branch_tokens}
+    table = Table("trace", "requests", "KV tokens", "slots", *columns)
     for path in map(find, traces or SIZES):
         preset = preset_of(PRESETS, path)
         requests = preset.read(path)
+        if thoughts:
+            requests = leave_out_thoughts(requests)
         for slots in preset.slots:
-            rates = [hit_rate(requests, preset.kv, slots, how, **more) for _, how, more in columns]
+            rates = [cache.hit_rate(requests, preset.kv, slots) for cache in columns.values()]
             name = path.name.split(".")[0]
             cells = (f"{rate:.1f}" for rate in rates)
             table.row(name, len(requests), f"{preset.kv:,}", slots, *cells)

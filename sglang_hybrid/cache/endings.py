@@ -59,7 +59,7 @@ class Endings:
         cache = self._cache
         if cache.modular.composed(req) is not None:
             return
-        starts = cache.plans.message_starts(req)
+        starts, reply_start = cache.plans.messages(req)
         by_flag = cache.enable_session_radix_cache
         session = cache.session_refs.session_id_for_req(req) if by_flag else None
         closed = session in cache.session_refs._closed_session_ids
@@ -67,7 +67,7 @@ class Endings:
         if hint is None and session is not None:
             hint = Hint.ENDS if closed else Hint.RETURNS
         if cache.tuning.listens:
-            cache.tuning.finished(req, up_to, starts, hint)
+            cache.tuning.finished(req, up_to, starts, reply_start, hint)
         if self._shadow_tree is None:
             return
         tokens = np.asarray(req.full_untruncated_fill_ids)[:up_to]  # no copy
@@ -78,7 +78,7 @@ class Endings:
             len(req.origin_input_ids),
             cache.tree_core.node_by_id(req.last_node),
             cache.tree_core.root_node,
-            starts,
+            (*starts[-1:], reply_start),
             tenant_of(req),
             cache.plans.history_match(req),
             hint,

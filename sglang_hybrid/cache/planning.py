@@ -33,21 +33,25 @@ class PrefillPlans:
         self.full_hits = parts.full_hits
         least = parts.options.hybrid_min_branch_tokens
         self.prefix_wait = PrefixWait(self.planner, parts.stats, least)
-        self.message_boundaries = message_boundaries or MessageBoundaries()
+        if message_boundaries is None:
+            message_boundaries = MessageBoundaries()
+        self.message_boundaries = message_boundaries
         self._lookups = parts.lookups
         self._shadow_tree = parts.shadow_tree
         self._decision_log = parts.decision_log
-        self._messages: PerRequest[list[int]] = PerRequest()
+        self._messages: PerRequest[tuple[list[int], int]] = PerRequest()
         self._history_matches: PerRequest[HistoryMatch] = PerRequest()
 
-    def message_starts(self, req: Req) -> list[int]:
-        """Where the messages of a prompt begin, in tokens; looked for once per request."""
-        starts = self._messages.get(req)
-        if starts is None:
-            starts = self._messages[req] = self.message_boundaries.message_starts(
-                req.origin_input_ids
-            )
-        return starts
+    def messages(self, req: Req) -> tuple[list[int], int]:
+        """Where the messages of a prompt begin, in tokens, and where the reply to it does
+        (`MessageBoundaries.reply_start`); looked for once per request.
+        """
+        found = self._messages.get(req)
+        if found is None:
+            prompt, boundaries = req.origin_input_ids, self.message_boundaries
+            found = boundaries.message_starts(prompt), boundaries.reply_start(prompt)
+            self._messages[req] = found
+        return found
 
     def history_match(self, req: Req) -> HistoryMatch | None:
         """What was known of the prompt of ``req`` when it was planned last."""
@@ -75,6 +79,8 @@ class PrefillPlans:
             known = None if history_match is None else history_match.known_len
             self._lookups.on_history_match(req, known)
             return
+        message_starts, reply_start = self.messages(req)
+        was_retracted = len(prompt) > len(req.origin_input_ids)
         self.planner.plan_request(
             req,
             len(prompt),
@@ -82,7 +88,8 @@ class PrefillPlans:
             self._lookups.kv_len(req),
             history_match=history_match,
             shared=self.prefix_wait.shared(req),
-            message_starts=self.message_starts(req),
+            message_starts=message_starts,
+            reply_start=0 if was_retracted else reply_start,
             declared=kv_hints.read(req.kv_hints).positions,
             is_repeated=self.full_hits.wants(req, self._lookups.hit_len(req)),
         )

@@ -92,10 +92,15 @@ class Tuning:
         return (self.tuner, self.file, self.recorder) != (None, None, None)
 
     def finished(
-        self, req: Req, up_to: int, message_starts: Sequence[int], hint: Hint | None
+        self,
+        req: Req,
+        up_to: int,
+        message_starts: Sequence[int],
+        reply_start: int,
+        hint: Hint | None,
     ) -> None:
-        """`req` ended with `up_to` tokens in the tree; its messages begin at `message_starts`.
-        hint: what is said of its session.
+        """`req` ended with `up_to` tokens in the tree. message_starts, reply_start: see
+        `PrefillPlans.messages`. hint: what is said of its session.
         """
         self._ended += 1
         input_len = len(req.origin_input_ids)
@@ -108,6 +113,7 @@ class Tuning:
             self._parts.lookups.hit_tokens(req),
             room,
             message_starts=tuple(message_starts),
+            reply_start=reply_start,
             tenant=self._names.name(tenant_of(req)),
             hint=hint,
         )

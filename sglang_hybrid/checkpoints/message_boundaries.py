@@ -20,6 +20,10 @@ import numpy.typing as npt
 logger = logging.getLogger(__name__)
 
 Opener = tuple[int, ...]
+
+MOST_BEHIND = 16
+"""Tokens that a chat template writes behind the reply's opener, at most: the start of a thought, or
+an empty one."""
 Answer = TypeVar("Answer")
 
 # Unlike each other at both ends, so that no tokenizer's merges make two of them look alike.
@@ -39,13 +43,20 @@ CONVERSATIONS = (
 
 
 class MessageBoundaries:
-    """The token sequences that open a message of each role but the assistant's.
+    """The token sequences that open a message of each role but the assistant's, and the one that
+    opens the assistant's reply: what a prompt for it has in common with a later prompt that shows
+    it.
 
     False if there are none: then no message is ever found.
     """
 
-    def __init__(self, openers: Mapping[str, Sequence[Opener]] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        openers: Mapping[str, Sequence[Opener]] = MappingProxyType({}),
+        reply_opener: Opener = (),
+    ) -> None:
         self.openers = {role: tuple(sequences) for role, sequences in openers.items()}
+        self.reply_opener = reply_opener
         self._sequences = sorted({opener for known in self.openers.values() for opener in known})
 
     @classmethod
@@ -60,9 +71,9 @@ class MessageBoundaries:
             for as_content in (_text, _parts)
             for openers in _tried(_openers, tokenizer, as_content, template)
         )
-        openers = next(found, {})
+        openers, reply_opener = next(found, ({}, ()))
         if "user" in openers:
-            return cls(openers)
+            return cls(openers, reply_opener)
         logger.info(
             "sglang_hybrid: no role tokens in the chat template; messages' starts are unknown."
         )
@@ -91,6 +102,23 @@ class MessageBoundaries:
                 starts.append(start)
                 end = stop
         return starts
+
+    def reply_start(self, tokens: Sequence[int]) -> int:
+        """Position of the first token of the reply's opener, where the prompt has a few tokens more
+        behind it; 0 if it ends there, or further behind, or has none.
+
+        Those tokens are the template's: a thought that begins, or is empty. Chat templates leave
+        thoughts out of history, so that the next turn shares the prompt up to the opener only.
+        """
+        opener = self.reply_opener
+        if not opener:
+            return 0
+        begin = max(0, len(tokens) - len(opener) - MOST_BEHIND)
+        found = _find(np.asarray(tokens[begin:]), opener)
+        if not found.size:
+            return 0
+        start = begin + int(found[-1])
+        return start if start + len(opener) < len(tokens) else 0
 
 
 def learn_message_boundaries(tp_worker: Any) -> MessageBoundaries:
@@ -159,10 +187,10 @@ def _parts(content: str) -> Any:
 
 def _openers(
     tokenizer: Any, as_content: Callable[[str], Any], template: Mapping[str, Any]
-) -> dict[str, list[Opener]]:
+) -> tuple[dict[str, list[Opener]], Opener]:
     probe, twin = (_Probe(tokenizer, as_content, template, *names) for names in TOOLS)
     probe.check()
-    return probe.openers(twin)
+    return probe.openers(twin), next(iter(_tried(probe.reply_opener)), ())
 
 
 class _Probe:
@@ -215,6 +243,16 @@ class _Probe:
         for role, opener in with_special_ids or usable:
             openers.setdefault(role, []).append(opener)
         return openers
+
+    def reply_opener(self) -> Opener:
+        """What the prompt for a reply adds, as far as a conversation that goes on behind the reply
+        has it, too; from an added token on, nothing without one.
+        """
+        without, prompt = (self._render(("user",), prompted=prompted) for prompted in (False, True))
+        later = self._renderings(("user", "assistant", "user"), 1)
+        opener = prompt[_agreement([without, prompt]) : _agreement([prompt, *later])]
+        special_at = [at for at, index in enumerate(opener) if index in self._special_ids]
+        return tuple(opener[special_at[0] :]) if special_at else ()
 
     def _reply(self) -> list[int]:
         """What stands between a user's message and the assistant's."""

@@ -81,6 +81,7 @@ class Planner:
         history_match: HistoryMatch | None = None,
         shared: Sequence[int] = (),
         message_starts: Sequence[int] = (),
+        reply_start: int = 0,
         declared: Sequence[int] = (),
         is_repeated: bool = False,
     ) -> None:
@@ -94,6 +95,7 @@ class Planner:
             known_branch=0 if history_match is None else history_match.branch,
             shared=shared,
             message_starts=message_starts,
+            reply_start=reply_start,
             declared=declared,
             page_size=self._page_size,
             is_repeated=is_repeated,

@@ -50,6 +50,7 @@ from sglang_hybrid.cache.memory.granules import GranulePool
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.cache.releases import tracking_slots_used
 from sglang_hybrid.checkpoints.last_hidden import Wanted
+from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.memory.account import Account, MemoryKind
 from sglang_hybrid.core.records.pin import PinRequest
@@ -121,6 +122,7 @@ def build_cache(
     priority_sign: int | None = None,
     token_allocator: type = TokenToKVPoolAllocator,
     device: str = "cpu",
+    message_boundaries: MessageBoundaries | None = None,
     **more: Any,
 ) -> UnifiedRadixCache:
     """Our cache under `options`, or SGLang's own for None, on pools of their own on `device`.
@@ -219,6 +221,7 @@ def build_cache(
             params,
             options,
             cost,
+            message_boundaries=message_boundaries,
             one_pass=one_pass,
             unplanned=unplanned,
             tiers=tiers,

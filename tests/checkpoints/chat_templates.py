@@ -125,6 +125,23 @@ QWEN_3 = """\
 {%- endif -%}
 {%- endif -%}"""
 
+QWEN_3_5 = QWEN_3.replace(
+    "{%- if enable_thinking is defined and not",
+    "{{- '<think>\n' if enable_thinking is not defined -}}\n"
+    "{%- if enable_thinking is defined and not",
+)
+
+NEMOTRON_3 = """\
+{%- for m in messages -%}
+{{- '<|im_start|>' ~ m.role ~ '\n' -}}
+{{- '<think></think>' if m.role == 'assistant' -}}
+{{- m.content ~ '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\n<think>' -}}
+{{- '\n' if enable_thinking is not defined or enable_thinking else '</think>' -}}
+{%- endif -%}"""
+
 PHI = """\
 {%- for m in messages -%}{{- '<|' ~ m.role ~ '|>\n' ~ m.content ~ '<|end|>\n' -}}{%- endfor -%}
 {{- '<|assistant|>\n' if add_generation_prompt else eos_token -}}"""

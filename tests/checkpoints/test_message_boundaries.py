@@ -35,12 +35,14 @@ from tests.checkpoints.chat_templates import (
     LLAMA_MARKS,
     MISTRAL,
     MISTRAL_MARKS,
+    NEMOTRON_3,
     NEMOTRON_H,
     NEMOTRON_MARKS,
     PARTS_ONLY,
     PHI,
     PHI_MARKS,
     QWEN_3,
+    QWEN_3_5,
     QWEN_MARKS,
     VICUNA,
     byte_level,
@@ -91,6 +93,14 @@ def tool(content: str, number: int = 0) -> Message:
 class Style:
     tokenizer: PreTrainedTokenizerFast
     roles: MessageBoundaries
+
+    def reply(self, *messages: Message, **variables: Any) -> str:
+        """The end of a prompt, from where the reply is said to begin."""
+        ids = self.tokenizer.apply_chat_template(
+            list(messages), return_dict=False, add_generation_prompt=True, **variables
+        )
+        start = self.roles.reply_start(array("q", ids))
+        return self.tokenizer.decode(ids[start:]) if start else ""
 
     def cut(self, *messages: Message, prompted: bool = True, **variables: Any) -> list[str]:
         """The prompt's text, cut where messages start; first what comes before them all."""
@@ -208,6 +218,8 @@ STYLES: dict[str, tuple[str, tuple[str, ...], str, str]] = {
     "mistral without added tokens": (MISTRAL, (), "<eos>", "word"),
     "jamba": (JAMBA, JAMBA_MARKS, "<eos>", "byte"),
     "qwen 3": (QWEN_3, QWEN_MARKS, "<|im_end|>", "both"),
+    "qwen 3.5": (QWEN_3_5, QWEN_MARKS, "<|im_end|>", "both"),
+    "nemotron 3": (NEMOTRON_3, QWEN_MARKS, "<|im_end|>", "both"),
     "qwen 3 with tools' marks as text": (QWEN_3, CHATML, "<eos>", "byte"),
     "llama 2": (LLAMA_2, (), "<eos>", "byte"),
     "phi": (PHI, PHI_MARKS, "<eos>", "byte"),
@@ -399,6 +411,49 @@ def test_prompts_are_cut_where_messages_start(
     template, marks, eos, cut = STYLES[name]
     for build in BUILDS[cut]:
         assert style(template, marks, build, eos=eos).cut(*messages, **variables) == pieces
+
+
+REPLIES: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen 3", {}, ""),
+    ("qwen 3", {"enable_thinking": False}, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+    ("qwen 3.5", {}, "<|im_start|>assistant\n<think>\n"),
+    ("qwen 3.5", {"enable_thinking": False}, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+    ("nemotron h", {}, "<SPECIAL_11>Assistant\n<think>\n"),
+    ("nemotron 3", {}, "<|im_start|>assistant\n<think>\n"),
+    ("nemotron 3", {"enable_thinking": False}, "<|im_start|>assistant\n<think></think>"),
+    *((name, {}, "") for name in ("llama 3", "granite", "falcon h1", "mistral", "jamba")),
+    *((name, {}, "") for name in ("llama 2", "phi", "gemma", "vicuna")),
+]
+"""Style, variables of the rendering, and what of the prompt's end history may not have."""
+
+
+@pytest.mark.parametrize(("name", "variables", "end"), REPLIES)
+def test_where_a_reply_begins_whose_thoughts_are_left_out_of_history(
+    name: str, variables: dict[str, Any], end: str
+) -> None:
+    template, marks, eos, cut = STYLES[name]
+    for build in BUILDS[cut]:
+        it = style(template, marks, build, eos=eos)
+        assert it.reply(*TURNS, **variables) == end
+        if end:
+            prompt, later = (
+                it.tokenizer.apply_chat_template(
+                    list(chat), return_dict=False, add_generation_prompt=True, **variables
+                )
+                for chat in (TURNS, (*TURNS, assistant("\nd"), user("e")))
+            )
+            start = it.roles.reply_start(prompt)
+            assert prompt[:start] == later[:start]
+            assert prompt != later[: len(prompt)] or end.endswith("<think></think>")
+
+
+def test_a_reply_that_has_begun_long_ago_does_not_begin() -> None:
+    template, marks, eos, _ = STYLES["qwen 3.5"]
+    it = style(template, marks, eos=eos)
+    opener = list(it.roles.reply_opener)
+    for behind, start in ((0, 0), (1, 5), (16, 5), (17, 0)):
+        assert it.roles.reply_start([9] * 5 + opener + [9] * behind) == start
+    assert it.roles.reply_start([]) == it.roles.reply_start(opener[1:]) == 0
 
 
 def test_what_llama_3_says_of_the_day_is_a_message_of_the_system() -> None:

@@ -86,6 +86,20 @@ Wanted = tuple[int, Kind, Skip | None]
             ],
             id="what waits is a branch too",
         ),
+        pytest.param(
+            Prefill(1000, hit_len=100, kv_len=400, message_starts=[700], reply_start=994),
+            [
+                (400, Kind.BRANCH, None),
+                (994, Kind.MESSAGE, None),
+                (700, Kind.MESSAGE, None),
+            ],
+            id="the next turn leaves the prompt where the reply begins",
+        ),
+        pytest.param(
+            Prefill(1000, hit_len=994, kv_len=999, reply_start=994),
+            [(999, Kind.BRANCH, MICRO), (994, Kind.MESSAGE, DUPLICATE)],
+            id="the same prompt again computes what follows the reply's opener",
+        ),
     ],
 )
 def test_positions_are_taken_or_skipped(prefill: Prefill, expected: list[Wanted]) -> None:
@@ -98,7 +112,7 @@ def test_the_end_of_the_prompt_is_always_computed() -> None:
 
 
 def test_behind_a_prompt_that_was_asked_before_a_state_is_wanted() -> None:
-    again = Prefill(1000, hit_len=999, kv_len=1000, is_repeated=True)
+    again = Prefill(1000, hit_len=994, kv_len=1000, reply_start=994, is_repeated=True)
     assert [each for each in screen(judicious(again), again) if each.admitted] == [
         Checkpoint(1000, Kind.PROMPT_END)
     ]

@@ -191,6 +191,26 @@ def test_a_chat_has_all_but_its_last_message_cached_the_second_time(url: str) ->
     assert hybrid_cache(url)["checkpoints_admitted"]["message"] >= 1
 
 
+def test_a_chat_whose_thoughts_are_left_out_is_cached_up_to_its_reply(url: str) -> None:
+    """The prompt of the first turn ends in `<think>`, which later turns do not have."""
+    document = {"role": "user", "content": " ".join(f"Rule {n} is {n * 7}." for n in range(200))}
+    thought = {"role": "assistant", "content": "<think>\n"}
+    later = [{"role": "assistant", "content": "It is so."}, {"role": "user", "content": "Is it?"}]
+
+    def usage(*messages: dict[str, str]) -> tuple[int, int]:
+        body = {"model": "default", "messages": messages, "max_tokens": 4, "temperature": 0}
+        body["continue_final_message"] = True
+        found = requests.post(url + "/v1/chat/completions", json=body).json()["usage"]
+        return found["prompt_tokens"], found["prompt_tokens_details"]["cached_tokens"]
+
+    asked = {"model": "default", "messages": [document], "add_generation_prompt": False}
+    begins = len(requests.post(url + "/v1/tokenize", json=asked).json()["tokens"])
+    first, cold = usage(document, thought)
+    _, hit = usage(document, *later, thought)
+    assert cold == 0
+    assert hit == begins < first
+
+
 @pytest.mark.parametrize("end", ["length", "stop token", "abort"])
 def test_a_reply_is_cached_to_its_end_however_it_ended(url: str, cold_url: str, end: str) -> None:
     reply_is_cached(url, cold_url, end)

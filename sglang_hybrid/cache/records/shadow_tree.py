@@ -180,19 +180,20 @@ class ShadowTree:
         input_len: int,
         node: UnifiedTreeNode,
         root: UnifiedTreeNode,
-        message_starts: Sequence[int] = (),
+        boundaries: Sequence[int] = (),
         tenant: Hashable = None,
         history_match: HistoryMatch | None = None,
         hint: Hint | None = None,
     ) -> None:
         """A request of `tenant` ended, and the history learns its sequence. node: the deepest one
-        on its path in the tree. history_match: what its prompt had in common with the history, if
-        that was looked up. hint: what the client said of its session.
+        on its path in the tree. boundaries: see `History.observe`. history_match: what its prompt
+        had in common with the history, if that was looked up. hint: what the client said of its
+        session.
         """
         if self.history is None:
             return
         history_path = self.history.observe(
-            tokens, input_len, self.clock, message_starts[-1:], history_match, tenant, hint
+            tokens, input_len, self.clock, boundaries, history_match, tenant, hint
         )
         while node is not root:
             record = self._records[node.id]

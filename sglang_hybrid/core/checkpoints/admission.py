@@ -47,9 +47,12 @@ class Prefill:
     prompt_len: its tokens; hits end before the last one. hit_len: where it resumes. kv_len: how far
     KV alone is stored. known_branch: where the history would branch it (`HistoryMatch.branch`), 0
     if it does not know. shared: lengths of the prefixes that waiting requests share with it,
-    ascending. message_starts: positions at which the client's messages begin. declared: positions
-    at which the client asked for a checkpoint. page_size: positions are rounded down to multiples
-    of it. is_repeated: the prompt was asked before, and the state behind its last token is wanted.
+    ascending. message_starts: positions at which the client's messages begin. reply_start: where
+    the reply's own opener begins, if the chat template writes more behind it than stays there once
+    the reply is history, as `<think>` does; 0 if it writes no more, or that is not known. declared:
+    positions at which the client asked for a checkpoint. page_size: positions are rounded down to
+    multiples of it. is_repeated: the prompt was asked before, and the state behind its last token
+    is wanted.
     """
 
     prompt_len: int
@@ -58,6 +61,7 @@ class Prefill:
     known_branch: int = 0
     shared: Sequence[int] = ()
     message_starts: Sequence[int] = ()
+    reply_start: int = 0
     declared: Sequence[int] = ()
     page_size: int = 1
     is_repeated: bool = False
@@ -93,14 +97,18 @@ class SlotBudget:
 def judicious(prefill: Prefill) -> list[tuple[int, Kind]]:
     """Positions that a later prompt may resume from, most likely first: what the client declared,
     deepest first; where it branches from what was seen and from what waits; start of the last
-    message; prompt end.
+    message; prompt end. Where the next turn leaves the prompt before its end, at the reply's start,
+    a state stands there instead.
     """
     wanted = [(position, Kind.DECLARED) for position in sorted(prefill.declared, reverse=True)]
     wanted += [(branch, Kind.BRANCH) for branch in prefill.branch_points()]
     wanted += [(length, Kind.BRANCH) for length in reversed(prefill.shared)]
+    replies = [(prefill.reply_start, Kind.MESSAGE)] if prefill.reply_start else []
+    wanted += replies
     if prefill.message_starts:
         wanted.append((prefill.message_starts[-1], Kind.MESSAGE))
-    wanted.append((prefill.end, Kind.PROMPT_END))
+    if prefill.is_repeated or not replies:
+        wanted.append((prefill.end, Kind.PROMPT_END))
     return wanted
 
 

@@ -173,7 +173,7 @@ class History:
         tokens: npt.ArrayLike,
         input_len: int,
         clock: Clock,
-        message_starts: Iterable[int] = (),
+        boundaries: Iterable[int] = (),
         history_match: HistoryMatch | None = None,
         tenant: Hashable = None,
         hint: Hint | None = None,
@@ -182,10 +182,11 @@ class History:
         tokens and its answer, or less if it was cut short.
 
         Call it once per request, for aborted ones too, in the same order on every rank. The time is
-        that of `clock`. history_match: the result of `match` for this prompt; its tokens are not
-        read again, nor searched if the tenant's history did not change since. hint: what the client
-        says of the session. Cost: a few vector passes over n tokens, and Python work per history
-        node on the path.
+        that of `clock`. boundaries: positions in the prompt at which another one may leave it,
+        beside its end: where its last message and the reply begin; 0 is none. history_match: the
+        result of `match` for this prompt; its tokens are not read again, nor searched if the
+        tenant's history did not change since. hint: what the client says of the session. Cost: a
+        few vector passes over n tokens, and Python work per history node on the path.
         """
         now = self.time_unit.now(clock)
         ids = np.asarray(tokens)
@@ -223,7 +224,7 @@ class History:
             history_match.reused.last_interval_bucket = interval_bucket
             _set_answer(history_match.reused, answer)
             self.index.reclass(history_match.reused.interval_id, history_match.reused.reuse_class)
-        ends = {start for start in message_starts if 0 < start < min(input_len, len(ids))}
+        ends = {start for start in boundaries if 0 < start < min(input_len, len(ids))}
         ends |= {history_match.branch, len(ids)} - {0}
         held = tree.held_bytes
         nodes = tree.insert(fingerprints, path, matched, ends)

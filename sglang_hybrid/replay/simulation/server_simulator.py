@@ -131,6 +131,7 @@ class ServerSimulator(Simulator):
             kv_len,
             known_branch=0 if history_match is None else history_match.branch,
             message_starts=request.message_starts,
+            reply_start=request.reply_start,
             declared=[pin.position for pin in request.pins],
         )
         plan: CheckpointPlan[int]
@@ -309,7 +310,7 @@ class ServerSimulator(Simulator):
             tokens,
             request.input_len,
             self.tree.clock,
-            request.message_starts[-1:],
+            (*request.message_starts[-1:], request.reply_start),
             history_match,
             request.tenant,
             request.hint,

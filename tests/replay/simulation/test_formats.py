@@ -49,10 +49,11 @@ def test_marconi(tmp_path: Path) -> None:
 
 
 def test_recorded(tmp_path: Path) -> None:
-    path = write(tmp_path / "trace.jsonl", RECORDED, {**RECORDED, "t": 2, "model": "any"})
+    path = write(tmp_path / "trace.jsonl", RECORDED, {**RECORDED, "t": 2, "reply_start": 2})
     first, second = read_trace(path)
     assert first.tokens.tolist() == [5, 6, 7, 8]
     assert first.message_starts == (0, 2)
+    assert (first.reply_start, second.reply_start) == (0, 2)
     assert (first.session, second.session) == (0, 1)
 
 
@@ -199,7 +200,9 @@ def test_what_is_written_is_read_again(tmp_path: Path, name: str, suffix: str) -
 
 def test_tenants_are_recorded_and_in_no_other_format(tmp_path: Path) -> None:
     tokens = np.arange(50, dtype=np.int32)
-    requests = [Request(k, 0, float(k), tokens, 40, (), tenant) for k, tenant in enumerate("aab")]
+    requests = [
+        Request(k, 0, float(k), tokens, 40, tenant=tenant) for k, tenant in enumerate("aab")
+    ]
     write_trace(tmp_path / "t.jsonl", requests, "recorded")
     read = read_trace(tmp_path / "t.jsonl")
     assert [request.tenant for request in read] == ["a", "a", "b"]
@@ -246,6 +249,7 @@ BAD = [
     ("compact", {**COMPACT, "base": [5, 4]}, r":2: not a line of a compact trace .*line 6"),
     ("compact", {**COMPACT, "base": [0, 9]}, r":2: .*its base has 5 tokens, not 9"),
     ("recorded", {**RECORDED, "message_starts": [3]}, r":2: .*message_starts do not rise"),
+    ("recorded", {**RECORDED, "reply_start": 3}, r":2: .*reply_start is not within"),
     ("recorded", {**RECORDED, "first": 0.5}, r":2: .*older than its arrival"),
 ]
 

@@ -81,6 +81,22 @@ def test_the_last_message_is_where_the_next_prompt_turns_off() -> None:
     assert cache.serve(again).hit_len == 150
 
 
+def test_a_reply_whose_thoughts_are_left_out_leaves_the_prompt_where_it_begins() -> None:
+    """Of 16 slots others have all; the state at the reply's opener is learnt to come back."""
+    opener, thought = [7, 8, 9], [5, 6]
+    asked = [numbers(1_000 * chat, 300) for chat in range(1, 9)]
+    turns = [
+        replace(request([*one, *opener, *thought], [4] * 30, turn), reply_start=300)
+        for turn, one in enumerate(asked, 1)
+    ]
+    cache = build("reuse", Split(10_000, 17), turns)
+    for one in turns:
+        cache.serve(one)
+    assert 300 in states(cache)
+    later = [*asked[-1], *opener, *[4] * 10, *numbers(90_000, 50), *opener, *thought]
+    assert cache.serve(request(later, [4], 9.0)).hit_len == 300
+
+
 def test_states_are_taken_forward_by_forward() -> None:
     """Boundaries count from where each forward begins; each finds a free slot here."""
     one = request(numbers(0, 1_000), [1])

@@ -56,9 +56,10 @@ class RecordedLine(msgspec.Struct, omit_defaults=True):
     """What our own recorder writes, one line per request, in the order in which they ended.
 
     t, first, end: seconds since the recording began: arrival, first token, last token.
-    message_starts: positions in the prompt at which messages begin. tenant: a name without meaning
-    for the cache salt, extra key and adapter together; prompts of different ones share nothing.
-    hint: what its client said of the session (`Hint.parse`). Other keys are ignored.
+    message_starts: positions in the prompt at which messages begin. reply_start: where the next
+    turn leaves the prompt, if that is before its end. tenant: a name without meaning for the cache
+    salt, extra key and adapter together; prompts of different ones share nothing. hint: what its
+    client said of the session (`Hint.parse`). Other keys are ignored.
     """
 
     t: Seconds
@@ -67,6 +68,7 @@ class RecordedLine(msgspec.Struct, omit_defaults=True):
     session: int | None = None
     turn: int = 0
     message_starts: list[Annotated[int, Meta(ge=0)]] = []
+    reply_start: Annotated[int, Meta(ge=0)] = 0
     first: Seconds | None = None
     end: Seconds | None = None
     tenant: str = ""
@@ -147,10 +149,14 @@ def recorded_lines(_: Reading) -> Callable[[int, RecordedLine], Request]:
         starts = tuple(line.message_starts)
         if list(starts) != sorted(starts) or (starts and starts[-1] >= len(line.input_ids)):
             raise ValueError("its message_starts do not rise within the prompt")
+        if line.reply_start >= len(line.input_ids):
+            raise ValueError("its reply_start is not within the prompt")
         session = number - 1 if line.session is None else line.session
         parts = line.input_ids, line.output_ids
         hint = None if line.hint is None else Hint.parse(line.hint)
-        return make_request(session, line.turn, line.t, *parts, starts, line.tenant, hint)
+        return make_request(
+            session, line.turn, line.t, *parts, starts, line.reply_start, line.tenant, hint
+        )
 
     return convert
 
@@ -167,7 +173,8 @@ def write_recorded(path: Path, requests: Iterable[Request]) -> None:
         for r in requests:
             starts = list(r.message_starts)
             line = RecordedLine(r.arrival, *_parts(r), r.session, r.turn, starts)
-            line.tenant, line.hint = r.tenant, None if r.hint is None else str(r.hint)
+            line.reply_start, line.tenant = r.reply_start, r.tenant
+            line.hint = None if r.hint is None else str(r.hint)
             write_line(file, line)
 
 

@@ -21,9 +21,11 @@ Tokens = list[Annotated[int, Meta(ge=-(2**31), lt=2**31)]]
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request: `tokens` [input_len + output_len] are its prompt and its answer; `arrival` is in
-    seconds. message_starts: positions in the prompt at which the client's messages begin. tenant:
-    requests of different ones share nothing. hint: what its client said of the session. pins: what
-    it wanted kept; a checkpoint is declared at each of these positions.
+    seconds. message_starts: positions in the prompt at which the client's messages begin.
+    reply_start: where the next turn leaves the prompt, if that is before its end
+    (`Prefill.reply_start`). tenant: requests of different ones share nothing. hint: what its client
+    said of the session. pins: what it wanted kept; a checkpoint is declared at each of these
+    positions.
     """
 
     session: int
@@ -32,6 +34,7 @@ class Request:
     tokens: TokenArray
     input_len: int
     message_starts: tuple[int, ...] = ()
+    reply_start: int = 0
     tenant: str = ""
     hint: Hint | None = None
     pins: tuple[PinRequest, ...] = ()
@@ -64,6 +67,7 @@ def make_request(
     prompt: npt.ArrayLike,
     answer: npt.ArrayLike,
     message_starts: tuple[int, ...] = (),
+    reply_start: int = 0,
     tenant: str = "",
     hint: Hint | None = None,
 ) -> Request:
@@ -72,7 +76,8 @@ def make_request(
     if not len(first):
         raise ValueError("its prompt is empty")
     tokens = np.concatenate([first, np.asarray(answer, dtype=np.int32)])
-    return Request(session, turn, arrival, tokens, len(first), message_starts, tenant, hint)
+    said = message_starts, reply_start, tenant, hint
+    return Request(session, turn, arrival, tokens, len(first), *said)
 
 
 def common_prefix(one: TokenArray, other: TokenArray) -> int:

@@ -35,6 +35,7 @@ class Finished:
     hit_len: int
     room: Split | int
     message_starts: tuple[int, ...] = ()
+    reply_start: int = 0
     tenant: str = ""
     hint: Hint | None = None
 
@@ -121,7 +122,7 @@ def make_window(
     requests = [
         Request(
             *(number, 0, r.arrival - start, r.tokens, r.input_len),
-            *(r.message_starts, r.tenant, r.hint),
+            *(r.message_starts, r.reply_start, r.tenant, r.hint),
         )
         for number, r in enumerate(records)
     ]

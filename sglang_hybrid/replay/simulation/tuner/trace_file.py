@@ -146,6 +146,7 @@ def as_line(record: Finished, t: float) -> RecordedLine:
         tokens[: record.input_len].tolist(),
         tokens[record.input_len :].tolist(),
         message_starts=list(record.message_starts),
+        reply_start=record.reply_start,
         tenant=record.tenant,
         hint=None if record.hint is None else str(record.hint),
     )

@@ -154,6 +154,7 @@ class TunedCache:
             outcome.hit_len,
             self.cache.room,
             request.message_starts,
+            request.reply_start,
         )
         self.tuner.on_finish(record, evicted=self.cache.memory.has_evicted)
         if not searching:

@@ -20,7 +20,7 @@ MIX = window(templates(40))
 
 def test_a_window_has_what_was_recorded() -> None:
     first, second = records(templates(2))
-    said = {"tenant": "a", "message_starts": (3, 9), "hint": Hint.ENDS}
+    said = {"tenant": "a", "message_starts": (3, 9), "reply_start": 11, "hint": Hint.ENDS}
     second = dataclasses.replace(second, **said)
     made = make_window([first, second], 1, COST, 16, None, has_states=True)
     seconds = second.arrival - first.arrival
