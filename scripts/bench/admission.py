@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,8 +9,6 @@ from typing import Annotated, Any
 from sglang_hybrid.hooks import patching
 
 patching.install()
-
-import numpy as np  # noqa: E402
 
 from scripts.bench.report import Table  # noqa: E402
 from scripts.bench.traces import SIZES, find, preset_of  # noqa: E402
@@ -22,6 +19,7 @@ from sglang_hybrid.replay.simulation.traces.lines import Reading  # noqa: E402
 from sglang_hybrid.replay.simulation.traces.requests import Request  # noqa: E402
 from tests.cache.backends import options  # noqa: E402
 from tests.cache.driver import Server, Sizes, build_cache  # noqa: E402
+from tests.traces import REPLY_OPENER, leave_out_thoughts  # noqa: E402
 
 COST = CostModel(
     linear=2 * 7 * 10**9,
@@ -31,9 +29,6 @@ COST = CostModel(
     state_bytes=26_787_840,
 )
 LONGEST_PROMPT = 40_000
-REPLY_OPENER = (2**31 - 4, 2**31 - 3, 2**31 - 2)
-THOUGHT = [2**31 - 1] * 2
-"""How a reply begins, and what a prompt for one has behind that, in tokens of no trace."""
 
 
 @dataclass(frozen=True)
@@ -96,27 +91,6 @@ OF_THOUGHTS = {
     "ours, states at prompts' ends": REUSE,
     "ours": replace(REUSE, boundaries=MessageBoundaries(reply_opener=REPLY_OPENER)),
 }
-
-
-def leave_out_thoughts(requests: Sequence[Request]) -> list[Request]:
-    """The same requests of a model that thinks. A prompt ends with the reply's opener, in the place
-    of its last tokens, and with the start of a thought; the answer goes on with that. Later prompts
-    have the opener, and no thought.
-    """
-    size = len(REPLY_OPENER)
-    told = [request.tokens.copy() for request in requests]
-    for at, request in enumerate(requests):
-        end = request.input_len
-        for later, tokens in zip(requests[at:], told[at:], strict=True):
-            ends_alike = later.input_len >= end and later.tokens[end - 1] == request.tokens[end - 1]
-            if ends_alike and np.array_equal(later.tokens[:end], request.tokens[:end]):
-                tokens[end - size : end] = REPLY_OPENER
-    thinking = []
-    for request, tokens in zip(requests, told, strict=True):
-        end = request.input_len
-        whole = np.concatenate([tokens[:end], np.array(THOUGHT, np.int32), tokens[end:]])
-        thinking.append(replace(request, tokens=whole, input_len=end + len(THOUGHT)))
-    return thinking
 
 
 def admission(

@@ -51,7 +51,7 @@ def test_the_first_open_position_is_the_least_of_them(
     wanted: set[int], under_way: set[int], least: int
 ) -> None:
     plan: CheckpointPlan[int] = CheckpointPlan(
-        50, 0, dict.fromkeys(sorted(wanted, reverse=True), Kind.BRANCH), True, None
+        50, 0, dict.fromkeys(sorted(wanted, reverse=True), Kind.BRANCH), None
     )
     plan.pending_checkpoints = [PendingCheckpoint(at, Kind.BRANCH, at) for at in under_way]
     assert plan.first_open(least) == min(
@@ -67,7 +67,7 @@ def test_a_wish_tells_what_it_is_for_and_how_it_compared() -> None:
     tree.give_state(tree.add(tree.root, 1, 300), Kind.TAIL)
     slots = Slots(pool)
     wanted = {400: Kind.BRANCH, 500: Kind.MESSAGE, 1_000: Kind.CHUNK}
-    plan: CheckpointPlan[int] = CheckpointPlan(1_001, 0, wanted, True, None, request_id="someone")
+    plan: CheckpointPlan[int] = CheckpointPlan(1_001, 0, wanted, None, request_id="someone")
     taken, skipped = plan.take(slots, list(wanted), 1_001)
     assert [checkpoint.position for checkpoint in taken] == [400]
     (request,) = slots.wishes

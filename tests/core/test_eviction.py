@@ -355,7 +355,7 @@ def test_where_a_session_goes_on_a_state_counts_as_what_it_will_be() -> None:
     turn, other = np.arange(100), np.arange(1_000, 1_100)
     for ends in (turn, np.concatenate([other, [1, 2]]), np.concatenate([other, [3, 4]])):
         clock.advance()
-        history.observe(ends, 90, clock, message_starts=[100] if len(ends) > 100 else ())
+        history.observe(ends, 90, clock, boundaries=[100] if len(ends) > 100 else ())
     goes_on = history.match(np.arange(150))
     assert goes_on.only_continues and goes_on.branch == 100
     new = hypothetical_node(100, Kind.BRANCH, 0, goes_on, clock)

@@ -74,15 +74,13 @@ class CheckpointPlan(Generic[Slot]):
     """Which states one request's prefill should save.
 
     prompt_len: tokens to prefill, the hit included. wanted: kind by position, none of them passed
-    yet. knows_messages: whether it is known where the prompt's messages begin. placed: positions of
-    all states on the way. request_id, tenant: names for the request and for its sender. comparison:
-    of the last position that was weighed against a victim.
+    yet. placed: positions of all states on the way. request_id, tenant: names for the request and
+    for its sender. comparison: of the last position that was weighed against a victim.
     """
 
     prompt_len: int
     hit_len: int
     wanted: dict[int, Kind]
-    knows_messages: bool
     history_match: HistoryMatch | None
     pending_checkpoints: list[PendingCheckpoint[Slot]] = field(default_factory=list)
     placed: list[int] = field(default_factory=list)
@@ -201,9 +199,8 @@ def plan_checkpoints(
             wanted[checkpoint.position] = checkpoint.kind
         elif checkpoint.skip is Skip.MICRO_BRANCH and checkpoint.kind is Kind.BRANCH:
             micro_branches[checkpoint] = None
-    knows_messages = bool(prefill.message_starts)
     plan: CheckpointPlan[Slot] = CheckpointPlan(
-        prefill.prompt_len, prefill.hit_len, wanted, knows_messages, history_match
+        prefill.prompt_len, prefill.hit_len, wanted, history_match
     )
     return plan, list(micro_branches)
 

@@ -21,14 +21,16 @@ from sglang_hybrid.replay.simulation.traces.requests import Request
 from sglang_hybrid.replay.systems import Setting, Spec
 
 pytest.importorskip("sglang")
+from sglang_hybrid.checkpoints.message_boundaries import MessageBoundaries
 from sglang_hybrid.core.memory.account import MemoryKind
 from tests.cache.backends import options
 from tests.cache.driver import KV_BYTES, UNIFIED, Server, Sizes, build_cache
 from tests.releases import sglangs_pool
-from tests.traces import TRACES
+from tests.traces import REPLY_OPENER, TRACES, leave_out_thoughts
 
 TENANTS = "of three tenants: "
 PINS = "with pins: "
+THOUGHTS = "without thoughts: "
 SERVING = Serving(chunk=2_048, grid=64)
 POLICIES = {
     "sglang-lru": options("sglang-lru"),
@@ -71,6 +73,8 @@ def trace(name: str, limit: int | None = None) -> list[Request]:
     if name.startswith(PINS):
         requests = trace(name.removeprefix(PINS), limit)
         return [replace(r, pins=_pins(number, r)) for number, r in enumerate(requests)]
+    if name.startswith(THOUGHTS):
+        return leave_out_thoughts(trace(name.removeprefix(THOUGHTS), limit))
     path = TRACES / f"{name}.jsonl.gz"
     if not path.exists():
         pytest.skip(f"../shared/traces/{path.name} is not here")
@@ -121,7 +125,9 @@ def served(
         sizes = replace(sizes, one_memory=True, state_bytes=STATE_BYTES)
     if unified:
         sizes = replace(sizes, **UNIFIED)
-    server = Server(build_cache(sizes, POLICIES[policy]), sizes, SERVING.chunk)
+    boundaries = MessageBoundaries(reply_opener=REPLY_OPENER)
+    built = build_cache(sizes, POLICIES[policy], message_boundaries=boundaries)
+    server = Server(built, sizes, SERVING.chunk)
     hits = server.play(requests)
     server.check()
     if sizes.one_memory:
@@ -209,6 +215,17 @@ def test_tenants_share_nothing_in_either(policy: str) -> None:
     apart, _, _ = served(f"{TENANTS}sharegpt_55", 300, pools, policy)
     together, _, _ = served("sharegpt_55", 300, pools, policy)
     assert sum(apart.hits) < sum(together.hits)
+
+
+@pytest.mark.parametrize("policy", some(["reuse", "lru"]))
+def test_thoughts_that_are_left_out_leave_prompts_where_replies_begin(policy: str) -> None:
+    """The states at the replies' openers are those of the server, and are hit."""
+    name, pools = f"{THOUGHTS}sharegpt_55", POOLS["sharegpt_55"][1]
+    compare(name, 300, pools, policy)
+    theirs, pools, cost = served(name, 300, pools, policy)
+    unknown = [replace(request, reply_start=0) for request in trace(name, 300)]
+    if policy != "sglang-lru":
+        assert sum(simulated(unknown, pools, cost, policy).hits) < 0.9 * sum(theirs.hits)
 
 
 @pytest.mark.parametrize("policy", some(["reuse"], ["reuse", "lru"]))
