@@ -89,16 +89,21 @@ Wanted = tuple[int, Kind, Skip | None]
         pytest.param(
             Prefill(1000, hit_len=100, kv_len=400, message_starts=[700], reply_start=994),
             [
-                (400, Kind.BRANCH, None),
                 (994, Kind.MESSAGE, None),
+                (400, Kind.BRANCH, None),
                 (700, Kind.MESSAGE, None),
             ],
             id="the next turn leaves the prompt where the reply begins",
         ),
         pytest.param(
             Prefill(1000, hit_len=994, kv_len=999, reply_start=994),
-            [(999, Kind.BRANCH, MICRO), (994, Kind.MESSAGE, DUPLICATE)],
+            [(994, Kind.MESSAGE, DUPLICATE), (999, Kind.BRANCH, MICRO)],
             id="the same prompt again computes what follows the reply's opener",
+        ),
+        pytest.param(
+            Prefill(1000, hit_len=0, kv_len=0, shared=[999], reply_start=994),
+            [(994, Kind.MESSAGE, None), (999, Kind.BRANCH, MICRO)],
+            id="samples of one prompt share it up to the reply",
         ),
     ],
 )

@@ -96,15 +96,15 @@ class SlotBudget:
 
 def judicious(prefill: Prefill) -> list[tuple[int, Kind]]:
     """Positions that a later prompt may resume from, most likely first: what the client declared,
-    deepest first; where it branches from what was seen and from what waits; start of the last
-    message; prompt end. Where the next turn leaves the prompt before its end, at the reply's start,
-    a state stands there instead.
+    deepest first; the reply's start, if the next turn leaves the prompt there; where it branches
+    from what was seen and from what waits; start of the last message; prompt end, if the next turn
+    has all of the prompt.
     """
     wanted = [(position, Kind.DECLARED) for position in sorted(prefill.declared, reverse=True)]
-    wanted += [(branch, Kind.BRANCH) for branch in prefill.branch_points()]
-    wanted += [(length, Kind.BRANCH) for length in reversed(prefill.shared)]
     replies = [(prefill.reply_start, Kind.MESSAGE)] if prefill.reply_start else []
     wanted += replies
+    wanted += [(branch, Kind.BRANCH) for branch in prefill.branch_points()]
+    wanted += [(length, Kind.BRANCH) for length in reversed(prefill.shared)]
     if prefill.message_starts:
         wanted.append((prefill.message_starts[-1], Kind.MESSAGE))
     if prefill.is_repeated or not replies:
