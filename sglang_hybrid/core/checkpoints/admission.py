@@ -101,13 +101,13 @@ def judicious(prefill: Prefill) -> list[tuple[int, Kind]]:
     has all of the prompt.
     """
     wanted = [(position, Kind.DECLARED) for position in sorted(prefill.declared, reverse=True)]
-    replies = [(prefill.reply_start, Kind.MESSAGE)] if prefill.reply_start else []
-    wanted += replies
+    if prefill.reply_start:
+        wanted.append((prefill.reply_start, Kind.MESSAGE))
     wanted += [(branch, Kind.BRANCH) for branch in prefill.branch_points()]
     wanted += [(length, Kind.BRANCH) for length in reversed(prefill.shared)]
     if prefill.message_starts:
         wanted.append((prefill.message_starts[-1], Kind.MESSAGE))
-    if prefill.is_repeated or not replies:
+    if prefill.is_repeated or not prefill.reply_start:
         wanted.append((prefill.end, Kind.PROMPT_END))
     return wanted
 
