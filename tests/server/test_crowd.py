@@ -61,7 +61,7 @@ def test_a_crowd(configuration: str, serve: Serve, tmp_path: Path) -> None:
         print(crowd.outcomes, len(crowd.kept))
         everything_happened(crowd)
         assert all(is_same(server.url, kept, extra_key=f"cold-{n}") for n, kept in enumerate(asked))
-        seen = emptied(server)
+        (seen,) = emptied(server)
         numbers_agree(server.url, seen)
         assert all_is_free(seen, SLOTS)
         assert seen["tiers"]["disk"]["files_evicted"] > 0
