@@ -55,7 +55,9 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Cache:
-    """SGLang's own, or ours under an eviction and an admission."""
+    """SGLang's own, or ours under `policies`: an eviction and an admission. boundaries: what is
+    known of where replies begin.
+    """
 
     policies: tuple[str, str] | None = None
     min_branch_tokens: int | None = None

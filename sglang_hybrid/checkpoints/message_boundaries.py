@@ -20,11 +20,11 @@ import numpy.typing as npt
 logger = logging.getLogger(__name__)
 
 Opener = tuple[int, ...]
+Answer = TypeVar("Answer")
 
 MOST_BEHIND = 16
 """Tokens that a chat template writes behind the reply's opener, at most: the start of a thought, or
 an empty one."""
-Answer = TypeVar("Answer")
 
 # Unlike each other at both ends, so that no tokenizer's merges make two of them look alike.
 CONTENTS = ("quartz", "7 lanterns", "(velvet)")
@@ -248,10 +248,10 @@ class _Probe:
         """What the prompt for a reply adds, as far as a conversation that goes on behind the reply
         has it, too; from an added token on, nothing without one.
         """
-        without, prompt = (self._render(("user",), prompted=prompted) for prompted in (False, True))
+        prompt, begins = self._prompt()
         later = self._renderings(("user", "assistant", "user"), 1)
-        opener = prompt[_agreement([without, prompt]) : _agreement([prompt, *later])]
-        special_at = [at for at, index in enumerate(opener) if index in self._special_ids]
+        opener = prompt[begins : _agreement([prompt, *later])]
+        special_at = self._special_at(opener)
         return tuple(opener[special_at[0] :]) if special_at else ()
 
     def _reply(self) -> list[int]:
@@ -260,8 +260,13 @@ class _Probe:
         return ids[start:end]
 
     def _generation_prompt(self) -> list[int]:
+        prompt, begins = self._prompt()
+        return prompt[begins:]
+
+    def _prompt(self) -> tuple[list[int], int]:
+        """A prompt for a reply, and where what only a prompt for one has begins in it."""
         without, prompt = (self._render(("user",), prompted=prompted) for prompted in (False, True))
-        return prompt[_agreement([without, prompt]) :]
+        return prompt, _agreement([without, prompt])
 
     def _first(self, roles: Sequence[str]) -> list[int]:
         """What comes before the content of the first message, without the begin of text."""
@@ -278,7 +283,7 @@ class _Probe:
         header = gap[cut:]
         if cut < len(tail) and not self._has_special_id(header):
             # The conversation cut off goes on with an opener that begins alike.
-            special_at = [at for at in range(cut) if gap[at] in self._special_ids]
+            special_at = self._special_at(gap[:cut])
             header = gap[special_at[-1] :] if special_at else header
         return self._from_text(header)
 
@@ -345,7 +350,11 @@ class _Probe:
         return {"id": call, "type": "function", "function": function}
 
     def _has_special_id(self, ids: Sequence[int]) -> bool:
-        return any(index in self._special_ids for index in ids)
+        return bool(self._special_at(ids))
+
+    def _special_at(self, ids: Sequence[int]) -> list[int]:
+        """Where added tokens stand."""
+        return [at for at, index in enumerate(ids) if index in self._special_ids]
 
     def _shortest(self, header: list[int]) -> list[int]:
         """The part of a header that no content can merge with and that tells it from a reply's.
@@ -353,7 +362,7 @@ class _Probe:
         It ends with the last added token, and the role's name if the assistant's messages have the
         same added tokens. Without added tokens it is all text, and more than one token.
         """
-        special_at = [at for at, index in enumerate(header) if index in self._special_ids]
+        special_at = self._special_at(header)
         if not special_at:
             while header and self._is_blank(header[-1]):
                 header = header[:-1]

@@ -187,6 +187,7 @@ def why_split(model_runner: Any) -> str | None:
         return f"{recurrent - writing} of {recurrent} recurrent layers write no states inside one"
     if unwritten := _unwritten(pool, kinds):
         return f"a state has parts that are not written inside a prefill ({', '.join(unwritten)})"
+    # Other layers with this scan cannot run in float32 in SGLang at all.
     if model_runner.device == "cuda" and model_runner.dtype is torch.float32 and _JET in kinds:
         return "the scan that leaves states takes no float32"
     if scan.one_rank and get_parallel().tp_size > 1:

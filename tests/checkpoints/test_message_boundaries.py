@@ -94,19 +94,16 @@ class Style:
     tokenizer: PreTrainedTokenizerFast
     roles: MessageBoundaries
 
-    def reply(self, *messages: Message, **variables: Any) -> str:
-        """The end of a prompt, from where the reply is said to begin."""
-        ids = self.tokenizer.apply_chat_template(
-            list(messages), return_dict=False, add_generation_prompt=True, **variables
+    def render(self, *messages: Message, prompted: bool = True, **variables: Any) -> list[int]:
+        """The ids of a prompt."""
+        ids: list[int] = self.tokenizer.apply_chat_template(
+            list(messages), return_dict=False, add_generation_prompt=prompted, **variables
         )
-        start = self.roles.reply_start(array("q", ids))
-        return self.tokenizer.decode(ids[start:]) if start else ""
+        return ids
 
     def cut(self, *messages: Message, prompted: bool = True, **variables: Any) -> list[str]:
         """The prompt's text, cut where messages start; first what comes before them all."""
-        ids = self.tokenizer.apply_chat_template(
-            list(messages), return_dict=False, add_generation_prompt=prompted, **variables
-        )
+        ids = self.render(*messages, prompted=prompted, **variables)
         starts = self.roles.message_starts(array("q", ids))
         return [
             self.tokenizer.decode(ids[start:end]) for start, end in pairwise([0, *starts, len(ids)])
@@ -434,15 +431,11 @@ def test_where_a_reply_begins_whose_thoughts_are_left_out_of_history(
     template, marks, eos, cut = STYLES[name]
     for build in BUILDS[cut]:
         it = style(template, marks, build, eos=eos)
-        assert it.reply(*TURNS, **variables) == end
+        prompt = it.render(*TURNS, **variables)
+        start = it.roles.reply_start(array("q", prompt))
+        assert (it.tokenizer.decode(prompt[start:]) if start else "") == end
         if end:
-            prompt, later = (
-                it.tokenizer.apply_chat_template(
-                    list(chat), return_dict=False, add_generation_prompt=True, **variables
-                )
-                for chat in (TURNS, (*TURNS, assistant("\nd"), user("e")))
-            )
-            start = it.roles.reply_start(prompt)
+            later = it.render(*TURNS, assistant("\nd"), user("e"), **variables)
             assert prompt[:start] == later[:start]
             assert prompt != later[: len(prompt)] or end.endswith("<think></think>")
 

@@ -49,7 +49,8 @@ def test_marconi(tmp_path: Path) -> None:
 
 
 def test_recorded(tmp_path: Path) -> None:
-    path = write(tmp_path / "trace.jsonl", RECORDED, {**RECORDED, "t": 2, "reply_start": 2})
+    more = {"t": 2, "reply_start": 2, "model": "any"}
+    path = write(tmp_path / "trace.jsonl", RECORDED, {**RECORDED, **more})
     first, second = read_trace(path)
     assert first.tokens.tolist() == [5, 6, 7, 8]
     assert first.message_starts == (0, 2)

@@ -82,7 +82,7 @@ def test_the_last_message_is_where_the_next_prompt_turns_off() -> None:
 
 
 def test_a_reply_whose_thoughts_are_left_out_leaves_the_prompt_where_it_begins() -> None:
-    """Of 16 slots others have all; the state at the reply's opener is learnt to come back."""
+    """The state is at the reply's opener, and the next turn resumes from it."""
     opener, thought = [7, 8, 9], [5, 6]
     asked = [numbers(1_000 * chat, 300) for chat in range(1, 9)]
     turns = [
