@@ -27,8 +27,18 @@ MODELS = "tests/models/"
 TOGETHER = {"tests/test_keys.py": "tests/entered.py", "tests/test_plugin.py": "tests/entered.py"}
 """Files that share what a module keeps, and the module."""
 
+FORKING = HERE / "forking"
+"""For PYTHONPATH: servers fork their processes (`sitecustomize.py` there)."""
+
 ENDS_IT = "default_process_to_end"
 """The fixture of a test that ends the server which they share."""
+
+
+def pytest_configure() -> None:
+    """Servers fork their processes unless a test says `TEST_SERVERS=spawn`."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(FORKING), os.environ.get("PYTHONPATH")))
+    )
 
 
 @contextmanager

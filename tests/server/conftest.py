@@ -1,8 +1,10 @@
 """Tiny models, built once per run, servers of them, one that several modules ask, and the marks."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 
@@ -15,6 +17,17 @@ from tests.server.divided import Divide, Divided
 
 if TYPE_CHECKING:
     from tests.server.draft_heads import Headed
+
+
+SPAWNED = {"TEST_SERVERS": "spawn"}
+"""For a server whose processes start as in production (tests/forking/sitecustomize.py)."""
+
+
+@pytest.fixture(scope="module")
+def spawned() -> Iterator[None]:
+    """Servers of this module have SPAWNED."""
+    with mock.patch.dict(os.environ, SPAWNED):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -59,11 +72,11 @@ def divide(model_directory: Callable[[str], Path]) -> Divide:
 def default_process() -> Iterator[ServerProcess]:
     """A server at its defaults that reports cached tokens, counts metrics, stores responses, has a
     page, and publishes where prompts can be resumed. Its weights are random: a state that is wrong
-    shows in what they say, and not in a learnt sentence.
+    shows in what they say, and not in a learnt sentence. Its processes are spawned, as users' are.
     """
     flags = ["--enable-cache-report", "--enable-metrics", "--enable-response-store"]
     flags += ["--hybrid-ui", "text", *event_flags()]
-    named = {KEY_VARIABLE: RECORD_KEY}
+    named = {KEY_VARIABLE: RECORD_KEY, **SPAWNED}
     flags += ["--hybrid-default-model", DEFAULT_ARCHITECTURE]
     with ServerProcess(flags, environment=named) as running:
         yield running

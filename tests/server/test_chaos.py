@@ -21,6 +21,8 @@ from tests.server.one_memory import all_is_free
 from tests.server.test_shutdown import shared_by
 from tests.server.test_soak import CHECKED, FLAGS, PRIORITIES, RUNNING, answers_stand, emptied
 
+pytestmark = pytest.mark.usefixtures("spawned")  # as users' processes start
+
 SECONDS = 120
 AT_ONCE = 100
 """Requests from one moment in which nothing runs to the next."""

@@ -21,6 +21,8 @@ from sglang_hybrid import launch_server
 from sglang_hybrid.serving.server_process import ServerProcess, free_port
 from tests.server.client import alive, hybrid_cache
 
+pytestmark = pytest.mark.usefixtures("spawned")  # as users' processes start
+
 SHM = "/dev/shm/"
 
 

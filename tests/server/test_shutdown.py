@@ -22,6 +22,8 @@ import requests
 from sglang_hybrid.serving.server_process import ServerProcess
 from tests.server.client import alive, random_prompt, until
 
+pytestmark = pytest.mark.usefixtures("spawned")  # as users' processes start
+
 LIMIT = 10
 """Seconds within which everything is gone after SIGTERM, and at worst after Ctrl-C."""
 

@@ -18,7 +18,7 @@ from tests.server.client import Serve
 from tests.server.engine_hits import HITS, REQUESTS, hit
 from tests.server.test_shutdown import SHARED_MEMORY, shared_by
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("spawned")]
 SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 
 
