@@ -38,7 +38,7 @@ from tests.zaya import name_tensors
 _log: Any = logging
 _PURE_SSM = ("mamba2", "falcon_mamba")
 _FORGETFUL = ("falcon_mamba",)
-TWINS = {
+TWINS: dict[str, Any] = {
     "bailing_hybrid": Ling,
     "gigachat3_5": GigaChat,
     "glm5_next": Glm5Next,

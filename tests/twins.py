@@ -187,7 +187,7 @@ class Ling(DeepseekV3ForCausalLM):
         every, taps = config["layer_group_size"], config.get("short_conv_kernel_size")
         own = ("head_dim", "partial_rotary_factor", "group_norm_size")
         model = cls(
-            DeepseekV3Config(
+            DeepseekV3Config(  # type: ignore[call-arg]
                 **{name: value for name, value in config.items() if name not in (*RENAMED, *own)},
                 **{new: config[old] for old, new in RENAMED.items()},
                 lightning={name: config[name] for name in (*own, "rope_theta")} if not taps else {},
@@ -321,7 +321,7 @@ class GigaChat(DeepseekV3ForCausalLM):
         config = json.loads((model_dir / "config.json").read_text())
         with_attention = config["full_attention_layers"]
         model = cls(
-            DeepseekV3Config(
+            DeepseekV3Config(  # type: ignore[call-arg]
                 **config,
                 layer_types=[
                     "full_attention" if i in with_attention else "linear_attention"
@@ -426,7 +426,7 @@ class MiniCPM(GraniteForCausalLM):
         config = json.loads((model_dir / "config.json").read_text())
         kinds = {"minicpm4": "full_attention", "lightning-attn": "linear_attention"}
         model = cls(
-            GraniteConfig(
+            GraniteConfig(  # type: ignore[call-arg]
                 **config,
                 layer_types=[kinds[kind] for kind in config["mixer_types"]],
                 embedding_multiplier=config["scale_emb"],
@@ -554,7 +554,7 @@ class JetBlock(nn.Module):
         if past_key_values is not None:
             read = past_key_values.update_conv_state(read, self.layer_idx, conv_kernel_size=past)
         windows = pad(read[0], (tokens + past - read.shape[2], 0)).unfold(1, self.taps, 1)
-        generator = self.dynamic_conv1d["kernel_generator"]
+        generator: Any = self.dynamic_conv1d["kernel_generator"]
         taps = generator["w2"](silu(generator["w1"](x))).view(tokens, -1, self.taps)
         v = silu((windows.transpose(0, 1) * taps).sum(-1))
 
@@ -629,7 +629,7 @@ class JetNemotron(Qwen2ForCausalLM):
         config = json.loads((model_dir / "config.json").read_text())
         efficient = config["efficient_attention_config"]
         model = cls(
-            Qwen2Config(
+            Qwen2Config(  # type: ignore[call-arg]
                 **config | {"layer_types": [KINDS_OF_JET[kind] for kind in config["layer_types"]]},
                 use_sliding_window=True,
                 sliding_window=efficient["swa"]["window_size"] + 1,

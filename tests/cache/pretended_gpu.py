@@ -108,7 +108,8 @@ class Event:
     """A point in a stream."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self.gpu, self.stream, self.up_to, self.poll = gpu, None, 0, 0
+        self.gpu, self.up_to, self.poll = gpu, 0, 0
+        self.stream: Stream | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = stream or self.gpu.current_stream()
@@ -161,11 +162,11 @@ class Gpu:
     def Event(self, **kwargs: Any) -> Event:
         return Event(self)
 
-    def current_stream(self, device: Any = None) -> Stream:
+    def current_stream(self, device: Any = None) -> Any:
         return self._current[-1]
 
     @contextmanager
-    def stream(self, chosen: Stream) -> Iterator[None]:
+    def stream(self, chosen: Any) -> Iterator[None]:
         self._current.append(chosen)
         try:
             yield

@@ -16,6 +16,7 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator.unified_sub_pool import MultiEndedAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_hybrid.cache import host_tier
@@ -24,6 +25,7 @@ from sglang_hybrid.cache.request import segments as modular
 from sglang_hybrid.cache.tiers.ahead_loads import AheadLoads
 from sglang_hybrid.cache.tiers.background_copies import Offload
 from sglang_hybrid.checkpoints.tracks import PrefillTracks, StateTracks
+from sglang_hybrid.core.returns.hints import Imported
 from sglang_hybrid.prompts.endpoints.positions import shifted
 from sglang_hybrid.serving.requests.kv_hints import composed_key, segment_key
 from sglang_hybrid.storage.codecs import coded_rows
@@ -365,8 +367,8 @@ def test_segments_are_copied_behind_the_forward_that_writes_them(
         done = gpu.forwards.done
         at.cache.checkpoint_into_tree(req, up_to=len(segment))
         assert gpu.forwards.done == done, "the forward was to be under way"
-        prompt = modular.RadixKey(at.arrive([*segment, 1]).origin_input_ids, own)
-        asked = modular.Imported(((0, len(segment)),), len(segment))
+        prompt = RadixKey(at.arrive([*segment, 1]).origin_input_ids, own)
+        asked = Imported(((0, len(segment)),), len(segment))
         assert at.cache.modular._compose(prompt, asked) == len(segment)
         assert not gpu.waits and gpu.schedule.waits == 0
         gpu.forwards.run()

@@ -86,7 +86,7 @@ def run_without_a_device() -> None:
         for name in {"exp", "exp2", "log", "log2"} & vars(module).keys():
             setattr(module, name, lambda x, name=name: getattr(tl, name)(x))
     kda.libdevice = SimpleNamespace(exp=kda.exp)
-    torch.cpu.device = lambda index: contextlib.nullcontext()
+    torch.cpu.device = lambda index: contextlib.nullcontext()  # type: ignore[attr-defined]
 
 
 class Batch:
@@ -282,8 +282,8 @@ def check_delta(batch: Batch, output: Tensor, inputs: tuple[Tensor, ...], close:
     """Outputs and states of a scan of q, k, v, g and beta, each [1, T, ...]."""
     for s, (a, b) in enumerate(pairwise(batch.bounds)):
         start = batch.before[batch.owners[s]]
-        sequence = (t[0, a:b].float() for t in inputs)
-        expected, states = naive.gated_delta_rule(*sequence, None, True, start)
+        q, k, v, g, beta = (t[0, a:b].float() for t in inputs)
+        expected, states = naive.gated_delta_rule(q, k, v, g, beta, None, True, start)
         error = (output[0, a:b].double() - expected).abs().max() / expected.abs().max()
         assert error <= close, f"output of {s}: {error:.1e}"
         batch.check(s, states, close)

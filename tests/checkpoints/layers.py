@@ -206,7 +206,7 @@ def run_mamba1(case: Case, kind: type[MambaMixer1] = MambaMixer1) -> Outcome:
     mixed, wide = case.normal(RANK + 2 * SIZE, inner), case.normal(inner, RANK)
     inputs, gate = case.normal(tokens, inner), case.normal(tokens, inner)
     mixer = made(kind)
-    attributes = {
+    attributes: dict[str, Any] = {
         "in_proj": lambda h: (h, None),
         "x_proj": lambda x: (x @ mixed.T, None),
         "dt_proj": lambda t: (t @ wide.T, None),
@@ -248,7 +248,7 @@ def run_short_conv(case: Case, kind: type[Lfm2ShortConv | Lfm2MoeShortConv]) -> 
     weight, bias = case.normal(channels, KERNEL), case.normal(channels)
     gate, gate_behind, x = (case.normal(tokens, channels) for _ in range(3))
     layer = made(kind)
-    attributes = {
+    attributes: dict[str, Any] = {
         "in_proj": lambda h: (h, None),
         "out_proj": lambda y: (y, None),
         "conv_weight": weight,
@@ -298,7 +298,7 @@ def run_sconv(case: Case, fused: bool = False) -> Outcome:
     others = case.normal(*kept.shape)
     backend._mamba_cache = SimpleNamespace(conv=[[kept], [others]])
     backend.init_forward_metadata(batch)
-    kernels = {"causal_conv1d": _convolved, "update_sconv_cache": _keep_windows}
+    kernels: Any = {"causal_conv1d": _convolved, "update_sconv_cache": _keep_windows}
     with (
         forward_context(ForwardContext(attn_backend=backend)),
         mock.patch.multiple(sconv, **kernels),

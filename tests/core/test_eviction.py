@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from sglang_hybrid.core.checkpoints.checkpoint_plan import hypothetical_node
 from sglang_hybrid.core.costs.cost import CostModel
 from sglang_hybrid.core.records.node_tree import NodeTree
-from sglang_hybrid.core.records.nodes import Clock, Kind, Node
+from sglang_hybrid.core.records.nodes import NEVER, Clock, Kind, Node
 from sglang_hybrid.core.records.pin import Pin, Priority
 from sglang_hybrid.core.returns.hazards import CLASSES, reuse_class_of
 from sglang_hybrid.core.returns.history import History, TimeUnit
 from sglang_hybrid.core.returns.history_tree import HistoryPath, fingerprint_tokens
 from sglang_hybrid.core.victims.eviction import (
-    NEVER,
     Gdsf,
     Lru,
     Marconi,

@@ -124,7 +124,7 @@ def test_a_session_stays_on_its_rank() -> None:
 def test_what_is_known_is_what_was_sent(requests: list[tuple[int, int, int]]) -> None:
     """The plain twin keeps every prompt that each rank got."""
     it = Controller()
-    got: list[list[list[int]]] = [[] for _ in RANKS]
+    got: list[list[tuple[list[int], str]]] = [[] for _ in RANKS]
     for kind, length, tenant in requests:
         prompt = tokens(length, kind)
         key = str(tenant)

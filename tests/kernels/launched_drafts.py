@@ -4,6 +4,7 @@ SGLang's kernels run in Triton's interpreter.
 """
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ def test_trees_are_built_alike(seed, mode):
     lengths = torch.tensor([5, 1, 9])
     parents, candidates, topk, steps, n = chosen_candidates(d, len(lengths))
     found = []
-    for build in (draft_trees.build_tree, spec_tree.sgl_build_tree_kernel_triton):
+    builds: Any = (draft_trees.build_tree, spec_tree.sgl_build_tree_kernel_triton)
+    for build in builds:
         size = 3 * n * n + (int(lengths.sum()) * n if mode == 0 else 0)
         mask, positions = torch.ones(size, dtype=torch.bool), torch.zeros(3 * n, dtype=torch.long)
         written = [torch.full((3, n), -1) for _ in range(3)]

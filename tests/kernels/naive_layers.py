@@ -4,6 +4,7 @@ in plain torch, in float32."""
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,12 +91,12 @@ class Mixer(nn.Module):
         self.state_shape = heads, width, size
         self.in_proj = Layer(hidden, inner + self.channels + heads, normed, dtype)
         self.out_proj = Layer(inner, hidden, normed, dtype)
-        self.conv1d = nn.Module()
+        self.conv1d: Any = nn.Module()
         self.conv1d.weight = parameter(self.channels, 1, 4, dtype=dtype)
         self.conv1d.bias = parameter(self.channels, dtype=dtype) if normed else None
         self.A = nn.Parameter(-torch.rand(heads) - 0.1, requires_grad=False)
         self.D, self.dt_bias = parameter(heads), parameter(heads)
-        self.norm = RMSNorm(inner, dtype)
+        self.norm: Any = RMSNorm(inner, dtype)
         self.norm.use_rms_norm, self.norm.group_size = normed, inner // groups
 
 
@@ -120,7 +121,7 @@ class Mixer1(nn.Module):
         self.x_proj = Layer(inner, rank + 2 * size, False, dtype)
         self.dt_proj = Layer(rank, inner, True, dtype)
         self.out_proj = Layer(inner, hidden, normed, dtype)
-        self.conv1d = nn.Module()
+        self.conv1d: Any = nn.Module()
         self.conv1d.weight = parameter(inner, 1, 4, dtype=dtype)
         self.conv1d.bias = parameter(inner, dtype=dtype) if normed else None
         self.A_log = nn.Parameter(torch.rand(inner, size), requires_grad=False)

@@ -201,7 +201,8 @@ class Draft:
                     y = step(state, row, one)
                 outputs.append(y)
                 states.append(state[0])
-        return (torch.stack(t).unflatten(0, (ROWS, NODES)) for t in (outputs, states))
+        shape = ROWS, NODES
+        return torch.stack(outputs).unflatten(0, shape), torch.stack(states).unflatten(0, shape)
 
 
 class WindowDraft(Draft):

@@ -151,6 +151,7 @@ def test_scan_returns_grid_final_and_tracked_states(seed, lengths, started, chun
         assert_close(grid[0, c], flat_state(expected, lengths, c * chunk_size), FP32, f"grid {c}")
     for s, (_, states) in enumerate(expected):
         assert_close(final[s], states[-1], FP32, "final")
+    assert tracked is not None
     for i, (s, p) in enumerate(asked):
         assert_close(tracked[0, i], expected[s][1][p], FP32, f"tracked ({s}, {p})")
 
@@ -188,6 +189,7 @@ def test_what_sglang_tracks_is_the_state_at_the_last_chunk_border(seed, lengths,
         assert_close(grid[0, source], border(row), FP32, f"row {row} on the grid")
     assert (tracked is None) == (not plan.recompute_rows)
     for i, row in enumerate(plan.recompute_rows):
+        assert tracked is not None
         assert_close(tracked[0, i], border(row), FP32, f"row {row} off the grid")
 
 

@@ -16,7 +16,7 @@ from sglang_hybrid.models.tokenizer import build_tokenizer
 from sglang_hybrid.prompts.linter.alignment import Aligner
 from sglang_hybrid.prompts.linter.recorded import TenantReport, analyse, sentences, short_branches
 from sglang_hybrid.replay.simulation.prefill_time import PAPER
-from sglang_hybrid.replay.simulation.traces.formats import write_recorded
+from sglang_hybrid.replay.simulation.traces.line_formats import write_recorded
 from sglang_hybrid.replay.simulation.traces.requests import Request
 
 Make = Callable[[int], str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from sglang_hybrid.replay.avmp.compare import (
     compare_queues,
 )
 from sglang_hybrid.replay.avmp.harness import Counts, run
-from sglang_hybrid.replay.avmp.memory import MODELS, Ids, ModelBytes, SimulatedMemory
+from sglang_hybrid.replay.avmp.memory import MODELS, Ids, ModelBytes
 from sglang_hybrid.replay.avmp.paged import Padded, TwoPools
 from sglang_hybrid.replay.avmp.queueing import Capacity, queue
 from sglang_hybrid.replay.avmp.requests import IN_TOTALS, WORKLOADS, LiveRequest, pages_of
@@ -168,7 +169,7 @@ def test_a_lost_request_takes_nothing_from_others() -> None:
 
 
 @pytest.mark.parametrize("make", ALLOCATORS.values(), ids=ALLOCATORS)
-def test_nothing_is_left_when_all_have_ended(make: type[SimulatedMemory]) -> None:
+def test_nothing_is_left_when_all_have_ended(make: Any) -> None:
     """Random programs: in the end everything can be had, but for what a move lost by rounding."""
     rng = random.Random(3)
     memory = make(SMALL, 2_000)

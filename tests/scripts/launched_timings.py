@@ -7,6 +7,7 @@ from sglang.kernels.ops.mamba import causal_conv1d_triton
 from torch import Tensor
 
 from scripts.gpu_check import timings
+from scripts.gpu_check.layers import SMALL, TAPS
 from tests.checkpoints.launched_scans import run_without_a_device
 from tests.kernels import interpreter  # noqa: F401
 
@@ -23,8 +24,8 @@ def convolution(
 ) -> Tensor:
     """Checks what SGLang's takes, in its order."""
     channels, tokens = x.shape
-    assert weight.shape == (channels, timings.TAPS) and bias is None
-    assert conv_states.shape[1:] == (channels, timings.TAPS - 1)
+    assert weight.shape == (channels, TAPS) and bias is None
+    assert conv_states.shape[1:] == (channels, TAPS - 1)
     assert query_start_loc.tolist() == [0, tokens] and seq_lens_cpu == [tokens]
     assert cache_indices.tolist() == [0] and has_initial_state.tolist() == [False]
     return x.clone()
@@ -33,7 +34,7 @@ def convolution(
 if __name__ == "__main__":
     causal_conv1d_triton.causal_conv1d_fn = convolution
     run_without_a_device()
-    for layer in timings.SMALL:
+    for layer in SMALL:
         out = timings.Prefill(layer, 130, with_sglang=True)()
         assert out.shape == (130, layer.hidden) and out.isfinite().all() and out.any(), layer
     print(torch.__version__)

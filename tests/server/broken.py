@@ -11,6 +11,7 @@ from sglang.srt.managers.io_struct import FlushCacheReqInput
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_hybrid.serving.requests import control
+from sglang_hybrid.serving.requests.refusals import REFUSALS
 
 
 def flush(scheduler: Any, request: FlushCacheReqInput) -> None:
@@ -20,7 +21,7 @@ def flush(scheduler: Any, request: FlushCacheReqInput) -> None:
         raise KeyError("no such slot")
 
 
-control.REFUSALS = (*control.REFUSALS, (FlushCacheReqInput, flush))
+control.REFUSALS = (*REFUSALS, (FlushCacheReqInput, flush))  # type: ignore[attr-defined]
 
 if __name__ == "__main__":
     launch_server.command()

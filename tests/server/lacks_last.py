@@ -4,20 +4,19 @@ from itertools import pairwise
 
 from sglang_hybrid import launch_server
 from sglang_hybrid.platforms.cpu_ops import mamba2
-
-right = mamba2.ssd_prefill
+from sglang_hybrid.platforms.cpu_ops.ssd import ssd_prefill
 
 
 def without_last(*arguments, positions, **more):
     bounds = arguments[5]
     lengths = [end - begin for begin, end in pairwise(bounds)]
     before = [(sequence, length - 1) for sequence, length in enumerate(lengths)]
-    done = right(*arguments, positions=[*positions, *before], **more)
+    done = ssd_prefill(*arguments, positions=[*positions, *before], **more)
     asked = len(positions)
     return done._replace(states_at=done.states_at[:asked], final_states=done.states_at[asked:])
 
 
-mamba2.ssd_prefill = without_last
+mamba2.ssd_prefill = without_last  # type: ignore[attr-defined]
 
 if __name__ == "__main__":
     launch_server.main()

@@ -191,20 +191,20 @@ def test_nothing_leaks_in_a_soak(serve: Serve, page: int, kind: tuple[str, ...])
     def one(number: int) -> dict:
         text = texts[(number * 7 + number // 90) % len(texts)]
         prompt = text[: 1 + number * 37 % len(text)] + random_prompt(3, seed=10_000 + number)
-        return ask(server.url, prompt, 1 + number % 40)
+        return ask(running.url, prompt, 1 + number % 40)
 
-    with serve(*FLAGS, *kind, "--page-size", str(page)) as server:
+    with serve(*FLAGS, *kind, "--page-size", str(page)) as running:
         for start in range(0, 800, 100):
             with ThreadPoolExecutor(8) as pool:
                 made = completed(pool.map(one, range(start, start + 100)))
             assert made == [1 + number % 40 for number in range(start, start + 100)]
-            info = memory(server)
+            info = memory(running)
             assert conserved(info)
-            assert pool_memory(server) <= info["budget"] + PAGES_OF_OTHERS
+            assert pool_memory(running) <= info["budget"] + PAGES_OF_OTHERS
         assert min(info["moved_to"].values()) > 0
-        flush(server.url)
-        assert all_is_free(hybrid_cache(server.url), SLOTS)
-        log = server.log.read_text(errors="replace")
+        flush(running.url)
+        assert all_is_free(hybrid_cache(running.url), SLOTS)
+        log = running.log.read_text(errors="replace")
         assert "leak detected" not in log
         assert "Retract requests" not in log
 

@@ -41,7 +41,7 @@ def goes_on(default_server: str) -> Iterator[None]:
     assert ask(default_server, prompt)["output_ids"] == first
 
 
-GENERATE = {
+GENERATE: dict[str, tuple[dict[str, Any], str]] = {
     "below the vocabulary": ({"input_ids": [5, -1]}, f"input_ids[1] is -1; a token id.*{LARGEST}"),
     "behind it": ({"input_ids": [VOCABULARY]}, f"input_ids[0] is {VOCABULARY};.*{LARGEST}"),
     "far behind it": ({"input_ids": [10**12]}, f"input_ids[0] is 1000000000000;.*{LARGEST}"),

@@ -237,7 +237,7 @@ def test_marked_parts_of_a_chat_are_declared_behind_the_modules(registered: str)
     asked = {"name": "education", "imports": ["high"]}
     story = " ".join(f"On day {day} the keeper counted {day} lanterns." for day in range(20))
     part = {"type": "text", "text": story, "prompt_cache_breakpoint": {"mode": "explicit"}}
-    parts = [{"role": "user", "content": [part, {"type": "text", "text": "\nHow many?"}]}]
+    parts: Any = [{"role": "user", "content": [part, {"type": "text", "text": "\nHow many?"}]}]
     flush(registered)
     first = chat(registered, asked, messages=parts, return_meta_info=True).json()
     meta = first["choices"][0]["meta_info"]

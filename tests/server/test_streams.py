@@ -17,7 +17,7 @@ CHAT = {
     "max_tokens": 4,
 }
 COMPLETION = {"model": "default", "prompt": "Who keeps the archive of the house?", "max_tokens": 4}
-USAGE = {"stream_options": {"include_usage": True}}
+USAGE: Any = {"stream_options": {"include_usage": True}}
 
 
 def events(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -82,8 +82,8 @@ def test_the_usage_of_an_anthropic_stream(url: str) -> None:
 def test_the_official_client_gets_a_whole_chat_and_the_same_in_pieces(url: str) -> None:
     """Each says by its id why it was not hit further, and in its `meta_info` if asked."""
     client = openai.OpenAI(base_url=url + "/v1", api_key="none")
-    chat: dict[str, Any] = CHAT | {"max_tokens": 8, "temperature": 0}
-    told: dict[str, Any] = {"extra_body": {"return_meta_info": True}}
+    chat: Any = CHAT | {"max_tokens": 8, "temperature": 0}
+    told: Any = {"extra_body": {"return_meta_info": True}}
     first, again = (client.chat.completions.create(**chat, **told) for _ in range(2))
     reports = [answer.choices[0].meta_info["hybrid_cache"] for answer in (first, again)]
     assert [report["missed"] for report in reports] == ["not_stored", "nothing"]

@@ -74,7 +74,7 @@ def test_a_tokenizer_process_leaves_shared_memory_to_the_first(
     with segment.open("r+b") as file, mmap.mmap(file.fileno(), 0):
         note_shared_memory()
     worker = SimpleNamespace(_target=subprocess_started)
-    monkeypatch.setattr(processes.multiprocessing, "current_process", lambda: worker)
+    monkeypatch.setattr(multiprocessing, "current_process", lambda: worker)
     remove_shared_memory()
     assert segment.exists()
     monkeypatch.undo()

@@ -32,6 +32,8 @@ class Pool:
 
     dtype, layout, storage_format_tag, pin_memory = torch.bfloat16, "page_first", None, False
 
+    end_layer: int
+
     def __init__(self, page_size: int, width: int) -> None:
         self.page_size, self.width = page_size, width
         self.rows = torch.randn(64, width).bfloat16()
@@ -68,13 +70,14 @@ def backend(**changes: Any) -> FileBackend:
     file_backend.register(budget=1 << 20)
     made = StorageBackendFactory.create_backend("file", config(**changes), None)
     assert isinstance(made, FileBackend)
+    store: Any = made.store
     kv, states = Pool(PAGE, 8), Pool(1, 100)
     made.register_mem_pool_host(kv)  # type: ignore[arg-type]
     made.register_mem_host_pool_v2(kv, PoolName.KV)  # type: ignore[arg-type]
     made.register_mem_host_pool_v2(states, PoolName.MAMBA)  # type: ignore[arg-type]
     made.on_host_pools_registered()
-    if made.store is not None:
-        made.store.ready.wait()
+    if store is not None:
+        store.ready.wait()
     return made
 
 
@@ -122,7 +125,8 @@ def test_other_ranks_have_other_folders(change: str) -> None:
     assert one.store is not None and two.store is not None
     same = one.store.folder.identity == two.store.folder.identity
     assert same == change.endswith("rank") and one.store.folder.path != two.store.folder.path
-    one.close(), two.close()
+    one.close()
+    two.close()
 
 
 @pytest.mark.parametrize(
@@ -230,7 +234,8 @@ def test_a_folder_that_cannot_be_used_is_one_line(
     assert made.batch_get(keys(1), [made.mem_pool_host.get_dummy_flat_data_page()]) == [None]
     (line,) = warnings_of(caplog)
     assert "the disk tier is off" in line
-    made.clear(), made.close()
+    made.clear()
+    made.close()
 
 
 def test_ranks_that_have_the_same_kv_keep_it_each() -> None:

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.storage.disk import room
 from sglang_hybrid.storage.disk.folder import RankFolder
 from sglang_hybrid.storage.disk.object_store import ObjectStore
 from sglang_hybrid.storage.disk.store_start import open_store
@@ -77,7 +76,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, free: int, used: Callable[[], int
     def statvfs(_: object) -> SimpleNamespace:
         return SimpleNamespace(f_bavail=free + before - used(), f_frsize=1)
 
-    monkeypatch.setattr(room.os, "statvfs", statvfs)
+    monkeypatch.setattr(os, "statvfs", statvfs)
 
 
 @pytest.mark.parametrize("full", ["budget", pytest.param("disk", marks=pytest.mark.slow)])

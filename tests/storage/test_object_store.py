@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hybrid.storage.disk import object_store, store_start
+from sglang_hybrid.storage.disk import object_file, object_store, own_files, store_start
 from sglang_hybrid.storage.disk.folder import KEY_VARIABLE, RankFolder
 from sglang_hybrid.storage.disk.object_file import Header
 from sglang_hybrid.storage.disk.object_store import RETRY_SECONDS, ObjectStore
@@ -250,7 +250,7 @@ def test_a_file_that_is_evicted_while_the_start_reads_it_is_not_found(
     """It was written before the start listed it."""
     made = threading.Event()
     written: list[bool] = []
-    read_header = store_start.read_header
+    read_header = object_file.read_header
 
     def put_one_first(*_: object) -> None:
         made.wait(20)
@@ -300,7 +300,7 @@ def test_two_threads_that_write_keep_the_budget(
     store = start()
     put(store, 0)
     store.budget = int(2.5 * store.used_bytes)
-    both, write_file = threading.Barrier(2), object_store.write_file
+    both, write_file = threading.Barrier(2), own_files.write_file
 
     def write_together(path: Path, content: bytes) -> None:
         with contextlib.suppress(threading.BrokenBarrierError):

@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,7 @@ class Watch:
     def __len__(self) -> int:
         return len(self._watchers)
 
-    async def stream(self) -> AsyncIterator[bytes]:
+    async def stream(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events for one watcher: all there is, then changes. Raises `TooManyWatchers`
         at once.
         """
@@ -99,7 +99,7 @@ class Watch:
 
     async def _messages(
         self, queue: asyncio.Queue[bytes | None], whole: list[dict[str, Any]]
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         try:
             for message in whole:
                 yield _event(message)

@@ -11,7 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
-from sglang_hybrid.cache.memory import allocators  # noqa: E402
+from sglang.srt.utils import rank_consensus_checker  # noqa: E402
+
 from sglang_hybrid.cache.memory.allocators import (  # noqa: E402
     OneMemoryPages,
     OneMemorySlots,
@@ -65,7 +66,7 @@ def budget_of(kv: Any, held: Any, **more: int) -> SharedBudget:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Filled with what ranks are compared by."""
     said: list[str] = []
-    checker = allocators.rank_consensus_checker
+    checker = rank_consensus_checker
     monkeypatch.setattr(checker, "enabled", lambda: True)
     monkeypatch.setattr(checker, "assert_same", lambda text, *values: said.append(text % values))
     return said

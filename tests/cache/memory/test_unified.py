@@ -13,8 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
-from sglang_hybrid.cache.memory.shared import SharedMemory, shared_memory  # noqa: E402
+from sglang_hybrid.cache.memory.shared import shared_memory  # noqa: E402
 from sglang_hybrid.core.memory.account import MemoryKind  # noqa: E402
+from sglang_hybrid.core.memory.shared import SharedMemory  # noqa: E402
 from tests.cache.backends import options  # noqa: E402
 from tests.cache.driver import UNIFIED, Sizes, build_cache  # noqa: E402
 from tests.releases import sglangs_pool  # noqa: E402

@@ -32,7 +32,7 @@ class TieredScheduler(Scheduler):
 
     def __init__(self, schedule: Schedule = Schedule.WINDOW, **flags: Any) -> None:
         options = HybridConfig(hybrid_schedule=schedule, **flags)
-        self.server = TieredServer.on(SIZES, options)
+        self.server: TieredServer = TieredServer.on(SIZES, options)
         self.cache: Any = self.server.cache
         self.queue = []
 

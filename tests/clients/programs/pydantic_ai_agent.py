@@ -14,7 +14,7 @@ class SGLangChatModel(OpenAIChatModel):
     """SGLang's `metadata` of an answer has a list, and OpenAI's texts only: it is left out."""
 
     def _validate_completion(self, response: ChatCompletion) -> Any:
-        response.metadata = None
+        response.metadata = None  # type: ignore[attr-defined]
         return super()._validate_completion(response)
 
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from sglang.srt.managers.io_struct import FlushCacheReqInput, UpdateWeightVersionReqInput
 
 from sglang_hybrid.serving.ranks import Ranks
-from sglang_hybrid.serving.requests import failures
 from sglang_hybrid.serving.requests.control import ControlFailed, dispatch
 from tests.two_ranks import join, on_two_ranks
 
@@ -69,7 +68,7 @@ def one_breaks(rank: int) -> str:
 def serve(rank: int, folder: str, names: list[str]) -> None:
     """One rank. What becomes of its requests goes into a file, the error that ends it last."""
     join(rank, folder)
-    failures.Ranks.apart = classmethod(  # type: ignore[method-assign,assignment]
+    Ranks.apart = classmethod(  # type: ignore[method-assign,assignment]
         lambda cls, ranks: Ranks(dist.new_group(ranks, backend="gloo"), SECONDS)
     )
     scheduler: Any = Scheduler(rank)

@@ -1,6 +1,7 @@
 """Long requests: one step of the event loop at a time, and threads for what takes long."""
 
 import asyncio
+import os
 import threading
 import time
 from contextvars import ContextVar
@@ -66,7 +67,7 @@ def test_what_is_done_for_a_long_request_is_done_in_a_thread(long: bool) -> None
 
 
 def test_long_requests_share_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_requests.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     long_requests._threads.cache_clear()
     running = most = 0
 

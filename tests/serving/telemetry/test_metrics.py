@@ -108,7 +108,12 @@ def test_a_switch_is_shown(registry: CollectorRegistry) -> None:
 def test_one_memory_is_shown(registry: CollectorRegistry) -> None:
     account = Account(1_000)
     states = MemoryKind.STATES
-    account.join(states, lambda wanted: account.on_release(states, 400) or 400)
+
+    def release(wanted: int) -> int:
+        account.on_release(states, 400)
+        return 400
+
+    account.join(states, release)
     metrics = Metrics(memory_metrics(account))
     account.claim(states, 800)
     account.charge(states, used=250, waste=50, kept=-300)

@@ -159,7 +159,7 @@ def test_a_full_disk_costs_the_requests_of_that_time(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, data[:allowed])
 
-    monkeypatch.setattr(trace_file.os, "write", limited)
+    monkeypatch.setattr(os, "write", limited)
     file = record(path, some)
     assert (file.written, file.left_out, file.failure) == (3, 2, "")
     assert arrivals(path) == [0.0, 3.0, 4.0]
