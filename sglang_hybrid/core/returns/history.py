@@ -193,39 +193,11 @@ class History:
         tree = self._trees.get(tenant)
         if tree is None:
             tree = self._trees[tenant] = HistoryTree(self.index)
-        known: list[HistoryNode] = []
-        if history_match is None or len(ids) < input_len or not history_match.is_of(input_len):
-            history_match, fingerprints = None, fingerprint_tokens(ids)
-        else:
-            fingerprints = history_match.fingerprints + fingerprint_tokens(ids[input_len:])
-            if history_match.version == tree.version:
-                known = history_match.path.nodes
-            else:
-                history_match = None
-        path, matched = tree.walk(fingerprints, known)
-        if history_match is None:
-            history_match = self._as_match(tree, path, matched, fingerprints, input_len)
-        model = self._answers.of(tenant)
-        answer = None
-        if model is not None:
-            if history_match.reused is not None and history_match.reused.last is not None:
-                model.on_return(history_match.reused.last, now)
-            model.give_up(now)
-            if len(ids) > input_len or hint is not None:
-                answer = model.on_end(ids[input_len:], now, self._in_its_time(hint))
-                if not self.answers_count:
-                    answer.believe_nothing()
-        interval_bucket = 0
-        if history_match.reused is not None:
-            interval = self.index.on_return(history_match.reused.interval_id, now)
-            interval_bucket = self.index.interval_bucket(interval)
-            if answer is not None and self.time_unit is TimeUnit.SECONDS:
-                answer.pace = interval
-            history_match.reused.last_interval_bucket = interval_bucket
-            _set_answer(history_match.reused, answer)
-            self.index.reclass(history_match.reused.interval_id, history_match.reused.reuse_class)
+        found, fingerprints, path, matched = self._find(tree, ids, input_len, history_match)
+        answer = self._learn_from_answer(tenant, found.reused, ids[input_len:], now, hint)
+        interval_bucket = self._on_return(found.reused, answer, now)
         ends = {start for start in boundaries if 0 < start < min(input_len, len(ids))}
-        ends |= {history_match.branch, len(ids)} - {0}
+        ends |= {found.branch, len(ids)} - {0}
         held = tree.held_bytes
         nodes = tree.insert(fingerprints, path, matched, ends)
         for node in nodes:
@@ -238,6 +210,67 @@ class History:
         self._forget_oldest(tenant)
         self.index.on_request(now)
         return HistoryPath(nodes)
+
+    def _find(
+        self,
+        tree: HistoryTree,
+        ids: npt.NDArray[Any],
+        input_len: int,
+        match: HistoryMatch | None,
+    ) -> tuple[HistoryMatch, bytes, list[HistoryNode], int]:
+        """The match of a prompt, and of it and its answer, `ids` [n]: the fingerprints, the history
+        nodes on their path, and how many tokens are in `tree`. match: as `observe` was given it.
+        """
+        known: list[HistoryNode] = []
+        if match is None or len(ids) < input_len or not match.is_of(input_len):
+            match, fingerprints = None, fingerprint_tokens(ids)
+        else:
+            fingerprints = match.fingerprints + fingerprint_tokens(ids[input_len:])
+            if match.version == tree.version:
+                known = match.path.nodes
+            else:
+                match = None
+        path, matched = tree.walk(fingerprints, known)
+        found = match or self._as_match(tree, path, matched, fingerprints, input_len)
+        return found, fingerprints, path, matched
+
+    def _learn_from_answer(
+        self,
+        tenant: Hashable,
+        reused: HistoryNode | None,
+        answer_ids: npt.NDArray[Any],
+        now: float,
+        hint: Hint | None,
+    ) -> Answer | None:
+        """A request of `tenant` that continued `reused` ended with the answer `answer_ids` [n]: the
+        answer before it had a return, and this one waits for one. None if nothing is learnt.
+        """
+        model = self._answers.of(tenant)
+        if model is None:
+            return None
+        if reused is not None and reused.last is not None:
+            model.on_return(reused.last, now)
+        model.give_up(now)
+        if not len(answer_ids) and hint is None:
+            return None
+        answer = model.on_end(answer_ids, now, self._in_its_time(hint))
+        if not self.answers_count:
+            answer.believe_nothing()
+        return answer
+
+    def _on_return(self, reused: HistoryNode | None, answer: Answer | None, now: float) -> int:
+        """A request that ended with `answer` continued `reused`: the index learns how long that
+        took. Returns the bucket of that interval; 0 if nothing was continued.
+        """
+        if reused is None:
+            return 0
+        interval = self.index.on_return(reused.interval_id, now)
+        reused.last_interval_bucket = self.index.interval_bucket(interval)
+        if answer is not None and self.time_unit is TimeUnit.SECONDS:
+            answer.pace = interval
+        _set_answer(reused, answer)
+        self.index.reclass(reused.interval_id, reused.reuse_class)
+        return reused.last_interval_bucket
 
     def hint(self, tokens: npt.ArrayLike, hint: Hint, tenant: Hashable = None) -> None:
         """Use a hint that came after its request: what the client says of the session whose latest
