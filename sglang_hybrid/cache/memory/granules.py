@@ -120,7 +120,7 @@ class GranulePool:
         emptied = touched[self._count[touched] == 0]
         loose = np.concatenate((self._loose, ids))
         self._loose = loose[self._count[loose // self.per_granule] > 0]
-        self._kept = np.sort(np.concatenate((self._kept, emptied)))
+        self._kept = np.sort(np.concatenate((self._kept, emptied)), kind="stable")
         self._charge(chosen=-len(emptied), ids=-len(ids))
 
     def clear(self) -> None:
@@ -149,7 +149,7 @@ class GranulePool:
             # Runs are given back in ascending order: the first `released` ones have left.
             gone, stay = leaving[:released], leaving[released:]
             self._kept = np.concatenate((self._kept[:-count], stay))
-            self._absent = np.sort(np.concatenate((self._absent, gone)))
+            self._absent = np.sort(np.concatenate((self._absent, gone)), kind="stable")
             self.account.on_release(self.kind, released * self.granule_bytes)
         return released * self.granule_bytes
 
