@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests marked slow: further architectures and state strategies on real servers, SGLang's own
-# server kits, deep replays. Arguments go to pytest.
+# server kits, deep replays. Two processes; a file's tests stay in one. Arguments go to pytest.
 #
 #   scripts/test_slow.sh clients     clients of other projects alone, in .venv-clients, which this
 #                                    makes (2.6 GB); without it their tests are skipped
@@ -21,4 +21,5 @@ if [ "${1:-}" = clients ]; then
 fi
 export OMP_WAIT_POLICY=PASSIVE # servers and their tests share the cores
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same files
-exec "$VENV/bin/python" -m pytest -m slow "$@"
+exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+    --max-worker-restart=0 -m slow "$@"

@@ -19,7 +19,7 @@ from xdist.scheduler import LoadFileScheduling
 HERE = Path(__file__).parent
 
 SERVERS = "tests/server/"
-"""Files that ask servers, one of which they share."""
+"""Files that ask servers. The quick tests share one; each of the slow ones has its own."""
 
 MODELS = "tests/models/"
 """Files that use models of every architecture, which each process builds."""
@@ -91,7 +91,8 @@ class FilesTogether(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         scope: str = super()._split_scope(nodeid)
-        folders = (folder for folder in (SERVERS, MODELS) if scope.startswith(folder))
+        shared = (MODELS,) if self.config.option.markexpr == "slow" else (SERVERS, MODELS)
+        folders = (folder for folder in shared if scope.startswith(folder))
         return next(folders, TOGETHER.get(scope, scope))
 
 

@@ -66,7 +66,9 @@ NO_OTHERS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 """Other plugins of pytest take seconds of each of the three processes."""
 
 
-def run_as_the_script(folder: Path, files: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_as_the_script(
+    folder: Path, files: dict[str, str], *more: str
+) -> subprocess.CompletedProcess[str]:
     """`files` are tested with the flags of scripts/test.sh, and our conftest."""
     script = Path(__file__).parents[1] / "scripts/test.sh"
     (flags,) = [line for line in script.read_text().splitlines() if "-m pytest" in line]
@@ -77,7 +79,7 @@ def run_as_the_script(folder: Path, files: dict[str, str]) -> subprocess.Complet
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *ONLY_XDIST, "-n", "2", *given, "."],
+        [sys.executable, "-m", "pytest", "-q", *ONLY_XDIST, "-n", "2", *given, *more, "."],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(script.parents[1]), **NO_OTHERS},
         capture_output=True,
@@ -86,12 +88,27 @@ def run_as_the_script(folder: Path, files: dict[str, str]) -> subprocess.Complet
     )
 
 
-def test_files_that_ask_servers_are_tested_in_one_process(tmp_path: Path) -> None:
-    note = "import os\ndef test_it(): open(f'{__file__}.pid', 'w').write(str(os.getpid()))\n"
+NOTE = """
+import os
+import pytest
+
+@pytest.mark.slow
+@pytest.mark.quick
+def test_it():
+    open(f"{__file__}.pid", "w").write(str(os.getpid()))
+"""
+
+
+@pytest.mark.parametrize("kind", ["quick", "slow"])
+def test_quick_tests_that_ask_servers_are_in_one_process(tmp_path: Path, kind: str) -> None:
     names = [*(f"tests/server/test_{name}.py" for name in "abcd"), "tests/core/test_e.py"]
-    assert run_as_the_script(tmp_path, dict.fromkeys(names, note)).returncode == 0
+    files = dict.fromkeys(names, NOTE)
+    assert run_as_the_script(tmp_path, files, "-m", kind).returncode == 0
     *servers, other = [(tmp_path / f"{name}.pid").read_text() for name in names]
-    assert len({*servers}) == 1 and other not in servers
+    if kind == "slow":
+        assert len({*servers}) == 2
+    else:
+        assert len({*servers}) == 1 and other not in servers
 
 
 def test_a_worker_that_is_lost_ends_the_run_with_the_test_that_it_ran(tmp_path: Path) -> None:
