@@ -41,12 +41,15 @@ def watch(replicas: Replicas) -> None:
             live.update(table(replicas), refresh=True)
 
 
-async def pick(replicas: Replicas, listen: str) -> None:
+async def pick(replicas: Replicas, listen: str, metrics_port: int | None) -> None:
     """Answer gateways at `listen`, host:port."""
+    from sglang_hybrid.replicas.metrics import shown
     from sglang_hybrid.replicas.picker import Picker, serve
 
-    server = await serve(Picker(replicas), listen)
-    await server.wait_for_termination()
+    picker = Picker(replicas)
+    with shown(replicas, picker, listen, metrics_port):
+        server = await serve(picker, listen)
+        await server.wait_for_termination()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,6 +74,9 @@ def parser() -> argparse.ArgumentParser:
     for name, port in {"route": 30_000, "pick": 9_002, "serve": 30_000}.items():
         made[name].add_argument("--host", default="127.0.0.1", help="to listen on (127.0.0.1)")
         made[name].add_argument("--port", type=int, default=port, help=f"to listen on ({port})")
+        made[name].add_argument(
+            "--metrics-port", type=int, help="of /metrics for Prometheus (none)"
+        )
     made["serve"].description = "All other flags are those of each server (launch_server)."
     made["serve"].add_argument("--n", type=int, default=2, help="servers (2)")
     made["serve"].add_argument("--admin-api-key", help="of each server")
@@ -91,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run(given, flags)
         except ImportError as error:
             raise SystemExit(f"{error}: install the extra 'router' (pyproject.toml)") from None
-        except (FileNotFoundError, ServerFailed) as error:
+        except (OSError, ServerFailed) as error:
             raise SystemExit(str(error)) from None
 
 
@@ -102,17 +108,17 @@ def run(given: argparse.Namespace, flags: Sequence[str]) -> None:
 
         key = given.admin_api_key
         flags = [*flags, "--admin-api-key", key] if key else flags
-        fleet.run(given.n, flags, listen, key)
+        fleet.run(given.n, flags, listen, key, given.metrics_port)
     elif given.command == "route":
         from sglang_hybrid.replicas import fleet
 
-        fleet.route(given.urls, listen, given.admin_key)
+        fleet.route(given.urls, listen, given.admin_key, given.metrics_port)
     else:
         with closing(Replicas(given.urls, given.admin_key)) as replicas:
             if given.command == "watch":
                 watch(replicas)
             else:
-                asyncio.run(pick(replicas, listen))
+                asyncio.run(pick(replicas, listen, given.metrics_port))
 
 
 if __name__ == "__main__":

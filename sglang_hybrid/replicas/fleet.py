@@ -19,6 +19,7 @@ from typing import Final
 from sglang_hybrid.core.records.tenant_names import KEY_VARIABLE
 from sglang_hybrid.replicas import envoy
 from sglang_hybrid.replicas.choosing import Replicas
+from sglang_hybrid.replicas.metrics import shown
 from sglang_hybrid.replicas.picker import Picker, serve
 from sglang_hybrid.serving.server_process import (
     ServerFailed,
@@ -32,7 +33,13 @@ PAUSE: Final = 10.0  # seconds, at least, between two starts of a server
 LOOK: Final = 1.0  # seconds between two looks at the processes
 
 
-def run(count: int, flags: Sequence[str], listen: str, admin_key: str | None) -> None:
+def run(
+    count: int,
+    flags: Sequence[str],
+    listen: str,
+    admin_key: str | None,
+    metrics_port: int | None,
+) -> None:
     """Start `count` servers and route requests to them. A server that ends is started again.
 
     flags: of each server. The rest is as for `route`. Raises what `route` raises, and ServerFailed
@@ -49,33 +56,38 @@ def run(count: int, flags: Sequence[str], listen: str, admin_key: str | None) ->
             for server in servers:
                 server.keep()
 
-        route([server.process.url for server in servers], listen, admin_key, keep)
+        urls = [server.process.url for server in servers]
+        route(urls, listen, admin_key, metrics_port, keep)
 
 
 def route(
     urls: Sequence[str],
     listen: str,
     admin_key: str | None,
+    metrics_port: int | None = None,
     keep: Callable[[], None] = lambda: None,
 ) -> None:
     """Send requests on to the servers at `urls`, each to the one that answers soonest, until Ctrl-C
     or SIGTERM.
 
-    listen: host:port. admin_key: the servers'. keep: called each second. Raises FileNotFoundError
-    without Envoy, and ServerFailed where it ends.
+    listen: host:port. admin_key: the servers'. metrics_port: of /metrics on that host, if wanted.
+    keep: called each second. Raises FileNotFoundError without Envoy, OSError where the port of
+    metrics is in use, and ServerFailed where Envoy ends.
     """
     with (
         closing(Replicas(urls, admin_key)) as replicas,
         tempfile.TemporaryDirectory(prefix="sglang-hybrid-") as folder,
     ):
-        asyncio.run(_route(urls, listen, replicas, Path(folder) / "envoy.json", keep))
+        picker = Picker(replicas)
+        with shown(replicas, picker, listen, metrics_port):
+            asyncio.run(_route(urls, listen, picker, Path(folder) / "envoy.json", keep))
 
 
 async def _route(
-    urls: Sequence[str], listen: str, replicas: Replicas, config: Path, keep: Callable[[], None]
+    urls: Sequence[str], listen: str, picker: Picker, config: Path, keep: Callable[[], None]
 ) -> None:
     at = f"127.0.0.1:{free_port()}"
-    answering = await serve(Picker(replicas), at)
+    answering = await serve(picker, at)
     config.write_text(json.dumps(envoy.configuration(urls, listen, at)))
     command = [_envoy(), "--config-path", str(config), "--use-dynamic-base-id"]
     proxy = subprocess.Popen([*command, "--log-level", "error"], start_new_session=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 
 from sglang_hybrid.replicas import Replicas
 from sglang_hybrid.replicas.envoy import configuration
+from sglang_hybrid.replicas.metrics import COUNTERS, GAUGES, shown
 from sglang_hybrid.replicas.picker import CHUNK, DESTINATION, PROMPT_ROUTE, Picker, serve
 from sglang_hybrid.serving.server_process import free_port
 from tests.replicas.server import Server, all_of, stored, wait_until
@@ -291,3 +293,37 @@ def test_trailers_end_a_request_and_parts_of_an_answer_are_sent_on(server: Serve
     parts = [reply.response_body.response.body_mutation.streamed_response for reply in replies[4:]]
     assert b"".join(part.body for part in parts) == b'{"meta_info": {"cached_tokens": 0}}'
     assert [part.end_of_stream for part in parts] == [False, True]
+
+
+def test_metrics_tell_what_became_of_requests(
+    gateway: Gateway, server: Server, other: Server
+) -> None:
+    hold(gateway, server)
+    port = free_port()
+    with shown(gateway.replicas, gateway.picker, "127.0.0.1:0", port):
+        gateway.post("/generate", b"{}")
+        server.answers["/generate"] = JSON, b'{"meta_info": {"cached_tokens": 200}}'
+        gateway.post("/generate", b"{}")
+        text = requests.get(f"http://127.0.0.1:{port}/metrics", timeout=20).text
+        found = dict(re.findall(r"^sglang_hybrid_router:(\S+) (\S+)$", text, re.MULTILINE))
+        assert found['requests_total{outcome="looked_up"}'] == "2.0"
+        of = {
+            name: tuple(float(found[f'{name}{{server="{one.url}"}}']) for one in (server, other))
+            for name in (*(f"{counter}_total" for counter in COUNTERS), *GAUGES)
+        }
+        assert of == {
+            "sent_total": (2, 0),
+            "right_predictions_total": (1, 0),
+            "wrong_predictions_total": (1, 0),
+            "snapshots_total": (1, 1),
+            "malformed_total": (0, 0),
+            "in_step": (1, 1),
+            "reachable": (1, 1),
+            "waiting": (0, 0),
+        }
+        assert found["lost_servers"] == "0.0"
+        in_use = pytest.raises(OSError, match=f"cannot be at 127.0.0.1:{port}: Address already")
+        with in_use, shown(gateway.replicas, gateway.picker, "127.0.0.1:0", port):
+            pass
+    with pytest.raises(requests.ConnectionError):
+        requests.get(f"http://127.0.0.1:{port}/metrics", timeout=20)
