@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 from scripts.bench.commands import Count
 from scripts.bench.report import Table
@@ -18,7 +18,7 @@ from sglang_hybrid.serving.server_process import ServerProcess
 FEW, MANY = 10, 1000
 """New tokens behind a cached context."""
 
-TOGETHER = 16
+FEW_TOGETHER, TOGETHER = 8, 16
 """Sequences of a decode batch."""
 
 NEIGHBOUR_CONTEXT = 2000
@@ -156,38 +156,42 @@ def cold(
     rounds: Annotated[Count, "prompts of each length"] = 40,
     architecture: str = "nemotron-h",
 ) -> None:
-    """What a cold prompt costs beside SGLang's own cache, on the same platform.
+    """What a cold prompt and a decode step cost beside SGLang's own cache, on the same platform.
 
-    Three servers of one tiny model are up: SGLang's cache, ours, and ours with
-    SGLANG_HYBRID_BURST_MS=0, which never waits for a burst. Each prompt of random tokens is asked
-    of all three in turn. The ratio is the median over prompts; times are a client's, over HTTP,
-    to the first token.
+    Two servers of one tiny model are up: SGLang's cache and ours. Each prompt of random tokens is
+    asked of both, and each batch decoded by both, by turns one or the other first. The ratio is the
+    median over prompts or batches; times are a client's, over HTTP, to the first token, or of a
+    step.
     """
     model = SCRATCH / f"cold-{architecture}"
     if not model.exists():
         build_tiny_model(architecture, model)
     flags = [
-        *("--model-path", str(model), "--max-running-requests", "8"),
+        *("--model-path", str(model), "--max-running-requests", str(FEW_TOGETHER)),
         *("--max-total-tokens", "60000", "--max-mamba-cache-size", "80"),
     ]
-    never = {"SGLANG_HYBRID_BURST_MS": "0"}
-    with (
-        ServerProcess(flags, module=LAUNCHERS["SGLang"]) as own,
-        ServerProcess(flags) as ours,
-        ServerProcess(flags, environment=never) as hasty,
-    ):
-        clients = [Client(server.url) for server in (own, ours, hasty)]
-        table = Table(
-            *("tokens", "SGLang, ms", "ours, ms", "ratio", "ours, no wait, ms", "ratio"), text=0
-        )
+    with ServerProcess(flags, module=LAUNCHERS["SGLang"]) as own, ServerProcess(flags) as ours:
+        clients = [Client(server.url) for server in (own, ours)]
+
+        def compare(
+            what: str, asked: Sequence[Any], measure: Callable[[Client, Any], float]
+        ) -> None:
+            """A row of the table, from measures of all that is asked."""
+            times = []
+            for number, each in enumerate(asked):
+                seconds = [0.0, 0.0]
+                for place in (0, 1) if number % 2 else (1, 0):
+                    seconds[place] = measure(clients[place], each)
+                times.append(seconds)
+            # The first ones meet kernels that are not compiled for this length yet.
+            medians = [1e3 * median(column) for column in zip(*times[3:], strict=True)]
+            ratio = median(second / first for first, second in times[3:])
+            table.row(what, *(f"{each:.1f}" for each in medians), f"{ratio:.3f}")
+
+        table = Table("what", "SGLang, ms", "ours, ms", "ratio")
         for length in lengths:
-            times = [
-                [client.first_token(prompt, 0) for client in clients]
-                for prompt in (clients[0].tokens(length) for _ in range(rounds + 3))
-            ][3:]  # the first ones meet kernels that are not compiled for this length yet
-            medians = [1e3 * median(column) for column in zip(*times, strict=True)]
-            ratios = [median(row[place] / row[0] for row in times) for place in (1, 2)]
-            table.row(
-                *(f"{length:,}", f"{medians[0]:.1f}", f"{medians[1]:.1f}", f"{ratios[0]:.3f}"),
-                *(f"{medians[2]:.1f}", f"{ratios[1]:.3f}"),
-            )
+            prompts = [clients[0].tokens(length) for _ in range(rounds + 3)]
+            compare(f"cold prompt of {length:,}", prompts, lambda to, it: to.first_token(it, 0))
+        for together in (1, FEW_TOGETHER):
+            batches = [[clients[0].tokens(100) for _ in range(together)] for _ in prompts]
+            compare(f"decode step of {together}", batches, Client.step)
