@@ -62,7 +62,7 @@ def register() -> None:
     try:
         check_sglang_version()
         patching.install()
-        options = HybridConfig.from_environment()
+        HybridConfig.from_environment()  # raises where a setting is wrong
     except (UnsupportedSGLang, patching.PatchError) as error:
         raise SystemExit(f"sglang_hybrid: {error}") from None
     except ValueError as error:
@@ -78,9 +78,7 @@ def register() -> None:
 
     ignore_signals_for_the_first_process()
     factory.register()
-    file_backend.register(
-        options.hybrid_disk_folder, options.hybrid_disk_mb << 20, options.hybrid_warm_start << 20
-    )
+    file_backend.register()
     _settle_states()
     if isinstance(current_platform, HybridCpuPlatform):
         from sglang_hybrid.platforms import attention, images

@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from sglang_hybrid import SGLANG_VERSION
+from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.serving.flag_values import SHARED
 from sglang_hybrid.storage import weights
 from sglang_hybrid.storage.disk.folder import RankFolder, disk_folder
@@ -48,15 +49,10 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
     tenant's extra key and salt. Where the folder cannot be used the backend holds nothing, and the
     log says why; a server never ends for that.
 
-    disk_folder: where objects are kept; what SGLang's settings name if it is empty, or
-    mooncake://HOST:PORT for a store that several servers share. budget: bytes that all ranks may
-    use together, 0 for all but a share of the disk. warm_bytes: what a starting rank reads ahead.
-    `register` sets them: SGLang makes the object.
+    Our settings say where objects are kept (what SGLang's settings name if they say nothing, or
+    mooncake://HOST:PORT for a store that several servers share), how much all ranks may use
+    together (0: all but a share of the disk), and what a starting rank reads ahead.
     """
-
-    disk_folder = ""
-    budget = 0
-    warm_bytes = 0
 
     def __init__(self, storage_config: HiCacheStorageConfig) -> None:
         # Each rank has a folder of its own, so each writes there what all of them have (MLA's KV).
@@ -99,17 +95,19 @@ class FileBackend(HiCacheStorage):  # type: ignore[misc]
             },
             "ranks": [config.tp_size, config.pp_size, config.attn_cp_size, dcp_size],
         }
-        if self.disk_folder.startswith(SHARED):
-            return open_shared(self.disk_folder, config.extra_config or {}, facts, _part(config))
-        top = disk_folder(self.disk_folder, config.extra_config or {})
+        options = HybridConfig.from_environment()
+        named, extra = options.hybrid_disk_folder, config.extra_config or {}
+        if named.startswith(SHARED):
+            return open_shared(named, extra, facts, _part(config))
+        top = disk_folder(named, extra)
         folder = RankFolder(top, facts, _rank(config))
         disk = os.statvfs(folder.path)
         ranks = _ranks(config)
         return open_store(
             folder,
-            self.budget // ranks,
+            (options.hybrid_disk_mb << 20) // ranks,
             int(FREE_SHARE * disk.f_blocks * disk.f_frsize),
-            self.warm_bytes,
+            options.hybrid_warm_start << 20,
             ranks,
         )
 
@@ -309,12 +307,10 @@ def _lengths_with_a_tail(there: Sequence[bool], tail: int) -> set[int]:
     return found
 
 
-def register(disk_folder: str = "", budget: int = 0, warm_bytes: int = 0) -> None:
-    """Make ours what SGLang builds for `file`, with these settings."""
+def register() -> None:
+    """Make ours what SGLang builds for `file`."""
     from sglang.srt.mem_cache.storage import backend_factory
 
-    FileBackend.disk_folder, FileBackend.budget = disk_folder, budget
-    FileBackend.warm_bytes = warm_bytes
     noisy = backend_factory.logger  # it warns of every replacement, in every process
     noisy.disabled, before = True, noisy.disabled
     backend_factory.StorageBackendFactory.register_backend(

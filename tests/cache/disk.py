@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
@@ -19,7 +21,9 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_hybrid.core.tiers.rates import Speeds
 from sglang_hybrid.serving.config import HybridConfig
 from sglang_hybrid.storage import file_backend
+from sglang_hybrid.storage.disk.folder import RankFolder
 from sglang_hybrid.storage.disk.object_store import ObjectStore
+from sglang_hybrid.storage.disk.store_start import open_store
 from tests.cache.driver import Sizes
 from tests.cache.tiers import TieredServer, build_tiered_cache, mark, set_speeds
 
@@ -43,10 +47,20 @@ def disk_server(
     speeds: Speeds | None = None,
     **more: Any,
 ) -> Iterator[DiskServer]:
-    """A server whose files are in `folder`; its threads end with the block."""
-    file_backend.register(str(folder), budget)
+    """A server whose files are in `folder`; its threads end with the block. budget: bytes, too few
+    for the flag.
+    """
+    file_backend.register()
     flags = json.dumps({"prefetch_threshold": 4})
-    with get_parallel().override(**ALONE):
+
+    def opened(folder: RankFolder, _: int, *more: int) -> ObjectStore:
+        return open_store(folder, budget, *more)
+
+    with (
+        get_parallel().override(**ALONE),
+        mock.patch.dict(os.environ, {"SGLANG_HYBRID_DISK_FOLDER": str(folder)}),
+        mock.patch.object(file_backend, "open_store", opened),
+    ):
         cache = build_tiered_cache(
             sizes,
             options,

@@ -42,8 +42,6 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
     """Starts servers on one folder, where loading is always faster than computing."""
     monkeypatch.setattr(file_backend, "served_model", lambda: {"weights": "some"})
     monkeypatch.setattr(object_store, "RETRY_SECONDS", 0.0)
-    for name in ("disk_folder", "budget", "warm_bytes"):
-        monkeypatch.setattr(file_backend.FileBackend, name, getattr(file_backend.FileBackend, name))
     yield partial(disk_server, tmp_path / "disk", options=options("reuse"), speeds=SLOW)
     transfer_streams.simulate(None)
 

@@ -53,7 +53,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(file_backend, "served_model", lambda: {"weights": "some"})
     parallel = SimpleNamespace(dp_rank=None, dp_size=1)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
-    monkeypatch.setattr(FileBackend, "disk_folder", "")
+    monkeypatch.setenv("SGLANG_HYBRID_DISK_MB", "1")
     monkeypatch.setattr(weights, "_changed", False)
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "disk"))
 
@@ -67,15 +67,15 @@ def config(**changes: Any) -> HiCacheStorageConfig:
 
 def backend(**changes: Any) -> FileBackend:
     """As the factory and the controller make it."""
-    file_backend.register(budget=1 << 20)
+    file_backend.register()
     made = StorageBackendFactory.create_backend("file", config(**changes), None)
     assert isinstance(made, FileBackend)
-    store: Any = made.store
     kv, states = Pool(PAGE, 8), Pool(1, 100)
     made.register_mem_pool_host(kv)  # type: ignore[arg-type]
     made.register_mem_host_pool_v2(kv, PoolName.KV)  # type: ignore[arg-type]
     made.register_mem_host_pool_v2(states, PoolName.MAMBA)  # type: ignore[arg-type]
     made.on_host_pools_registered()
+    store: Any = made.store
     if store is not None:
         store.ready.wait()
     return made
