@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.registry import (
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from sglang_hybrid.cache.page_hashes import compile_hashes
 from sglang_hybrid.cache.radix_cache import HybridRadixCache
 from sglang_hybrid.cache.tiers.codec_choice import choose_codecs
 from sglang_hybrid.checkpoints.compile_kernels import compile_kernels
@@ -57,6 +58,7 @@ def _factory(context: TreeCacheBuildContext) -> UnifiedRadixCache:
         logger.info("sglang_hybrid: prefills are split where they leave a state, since %s.", split)
     if context.is_hybrid_ssm and judicious and not (split or unplanned):
         compile_kernels(context.tp_worker.model_runner, tell=_rank() == 0)
+    compile_hashes(context.server_args)
 
     full_hits, without_full_hits = options.hybrid_full_hit is FullHit.ON, None
     if full_hits:

@@ -173,6 +173,7 @@ def test_the_start_of_a_server_compiles_where_prefills_leave_states(
         "why_unplanned": unplanned,
         "learn_message_boundaries": None,
         "_rank": 0,
+        "compile_hashes": None,
         "advise": [],
         "_server_setup": None,
         "create_unified_radix_cache": SimpleNamespace(
