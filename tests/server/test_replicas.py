@@ -78,16 +78,15 @@ def test_sglangs_own_structures_decode_the_events(url: str) -> None:
         socket.connect(f"tcp://127.0.0.1:{info['endpoint_port_base']}")
         socket.subscribe(b"")
         found: list[Any] = []
-        for seed in itertools.count(70):  # the subscription takes a moment
+        for seed in itertools.count(70):  # the subscription takes a moment, and may begin amidst
             served(url, random_prompt(50, seed))
             while socket.poll(200):
                 payload = socket.recv_multipart()[2]
                 found += msgspec.msgpack.decode(payload, type=KVEventBatch).events
-            if found:
+            stored = [event for event in found if isinstance(event, BlockStored)]
+            if sum(len(event.block_hashes) for event in stored) >= 50:
                 break
-            assert seed < 100
-    stored = [event for event in found if isinstance(event, BlockStored)]
-    assert sum(len(event.block_hashes) for event in stored) >= 50
+            assert seed < 100, stored
 
 
 def test_pages_of_a_snapshot_that_is_over_are_refused(url: str) -> None:
