@@ -42,12 +42,12 @@ def watch(replicas: Replicas) -> None:
 
 
 async def pick(replicas: Replicas, listen: str, metrics_port: int | None) -> None:
-    """Answer gateways at `listen`, host:port."""
+    """Answer gateways at `listen`, host:port. metrics_port: as of `fleet.route`."""
     from sglang_hybrid.replicas.metrics import shown
     from sglang_hybrid.replicas.picker import Picker, serve
 
     picker = Picker(replicas)
-    with shown(replicas, picker, listen, metrics_port):
+    with shown(picker, listen, metrics_port):
         server = await serve(picker, listen)
         await server.wait_for_termination()
 

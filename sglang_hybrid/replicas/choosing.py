@@ -41,6 +41,12 @@ def host_and_port(host: str, port: object) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def divided(address: str) -> tuple[str, int]:
+    """Host and port of an address that `host_and_port` made."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 class Choice(NamedTuple):
     """Where a prompt should be sent. position: tokens that its cache holds for it. seconds:
     expected until its first token. number: of this choice. others: the other replicas that can be

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from sglang_hybrid.replicas.choosing import divided
 from sglang_hybrid.replicas.picker import DESTINATION
 
 _FILTERS: Final = "envoy.extensions.filters.http"
@@ -106,6 +107,6 @@ def _cluster(name: str, hosts: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _address(host: str) -> dict[str, Any]:
-    name, _, port = host.rpartition(":")
-    return {"socket_address": {"address": name.strip("[]"), "port_value": int(port)}}
+def _address(address: str) -> dict[str, Any]:
+    host, port = divided(address)
+    return {"socket_address": {"address": host, "port_value": port}}

@@ -79,7 +79,7 @@ def route(
         tempfile.TemporaryDirectory(prefix="sglang-hybrid-") as folder,
     ):
         picker = Picker(replicas)
-        with shown(replicas, picker, listen, metrics_port):
+        with shown(picker, listen, metrics_port):
             asyncio.run(_route(urls, listen, picker, Path(folder) / "envoy.json", keep))
 
 

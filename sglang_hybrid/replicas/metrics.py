@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from sglang_hybrid.replicas.choosing import Replicas
+from sglang_hybrid.replicas.choosing import divided
 from sglang_hybrid.replicas.follower import Follower
 from sglang_hybrid.replicas.picker import Picker
 
@@ -38,8 +38,7 @@ class RouterMetrics(Collector):
     nothing tells of prompts or tenants.
     """
 
-    def __init__(self, replicas: Replicas, picker: Picker) -> None:
-        self._replicas = replicas
+    def __init__(self, picker: Picker) -> None:
         self._picker = picker
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
@@ -52,8 +51,8 @@ class RouterMetrics(Collector):
             picked.add_metric([outcome], getattr(self._picker, outcome))
         yield picked
         about = "Servers, and names of servers, of which nothing is known."
-        yield GaugeMetricFamily(PREFIX + "lost_servers", about, len(self._replicas.errors))
-        followers = sorted(self._replicas.followers.items())
+        yield GaugeMetricFamily(PREFIX + "lost_servers", about, len(self._picker.replicas.errors))
+        followers = sorted(self._picker.replicas.followers.items())
         for kind, numbers in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
             for name, (about, read) in numbers.items():
                 family = kind(PREFIX + name, about, labels=["server"])
@@ -63,7 +62,7 @@ class RouterMetrics(Collector):
 
 
 @contextmanager
-def shown(replicas: Replicas, picker: Picker, listen: str, port: int | None) -> Iterator[None]:
+def shown(picker: Picker, listen: str, port: int | None) -> Iterator[None]:
     """/metrics on the host of `listen` (host:port) and at `port` meanwhile; nothing without a port.
     Raises OSError if that is in use.
     """
@@ -71,8 +70,8 @@ def shown(replicas: Replicas, picker: Picker, listen: str, port: int | None) -> 
         yield
         return
     registry = CollectorRegistry()
-    registry.register(RouterMetrics(replicas, picker))
-    host = listen.rpartition(":")[0].strip("[]")
+    registry.register(RouterMetrics(picker))
+    host, _ = divided(listen)
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:

@@ -73,7 +73,7 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
 
     def __init__(self, replicas: Replicas) -> None:
         self.looked_up = self.unknown = self.failed = 0
-        self._replicas = replicas
+        self.replicas = replicas
         self._http = httpx.AsyncClient(timeout=SECONDS)
         self._turns = itertools.count()
         self._addresses: dict[str, tuple[float, str]] = {}
@@ -96,12 +96,12 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
                     continue
                 reply, is_answered = exchange.on_answer(message)
                 if choice is not None and is_answered:
-                    self._replicas.on_answer(choice, exchange.cached_tokens())
+                    self.replicas.on_answer(choice, exchange.cached_tokens())
                     choice = None
                 yield reply
         finally:
             if choice is not None:  # the client or the gateway went away
-                self._replicas.on_answer(choice)
+                self.replicas.on_answer(choice)
 
     async def _choose(self, exchange: _Exchange) -> Choice | None:
         """None for a request that generates nothing, or where no server can be reached."""
@@ -110,7 +110,7 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
         prompt = await self._prompt(exchange)
         tokens = numpy.asarray(prompt.input_ids, numpy.int32)
         try:
-            choice = self._replicas.choose(tokens, prompt.tenant)
+            choice = self.replicas.choose(tokens, prompt.tenant)
         except LookupError as error:
             self.failed += 1
             logger.warning("%s", error)
@@ -123,7 +123,7 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
         """What a server says that the request's prompt is; without tokens where none does, as of
         routes without prompts and of requests that will be refused.
         """
-        urls = sorted({one.url for one in self._replicas.reachable()})
+        urls = sorted({one.url for one in self.replicas.reachable()})
         first = next(self._turns)
         for number in range(min(2, len(urls))):
             url = urls[(first + number) % len(urls)]

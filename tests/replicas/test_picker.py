@@ -300,7 +300,7 @@ def test_metrics_tell_what_became_of_requests(
 ) -> None:
     hold(gateway, server)
     port = free_port()
-    with shown(gateway.replicas, gateway.picker, "127.0.0.1:0", port):
+    with shown(gateway.picker, "127.0.0.1:0", port):
         gateway.post("/generate", b"{}")
         server.answers["/generate"] = JSON, b'{"meta_info": {"cached_tokens": 200}}'
         gateway.post("/generate", b"{}")
@@ -323,7 +323,7 @@ def test_metrics_tell_what_became_of_requests(
         }
         assert found["lost_servers"] == "0.0"
         in_use = pytest.raises(OSError, match=f"cannot be at 127.0.0.1:{port}: Address already")
-        with in_use, shown(gateway.replicas, gateway.picker, "127.0.0.1:0", port):
+        with in_use, shown(gateway.picker, "127.0.0.1:0", port):
             pass
     with pytest.raises(requests.ConnectionError):
         requests.get(f"http://127.0.0.1:{port}/metrics", timeout=20)
