@@ -8,7 +8,8 @@ all wanted states of a layer at once.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from sglang_hybrid.kernels.chunks import Positions
 from sglang_hybrid.serving.device_streams import to_device
 
 
-def put(device: torch.device, *values: Tensor) -> list[Tensor]:
-    """Flat lists of integers as int64 on the device, all in one copy."""
-    moved = to_device(torch.cat([value.long() for value in values]), device)
+def put(device: torch.device, *values: Sequence[int]) -> list[Tensor]:
+    """Lists of integers as int64 on the device, all in one copy."""
+    moved = to_device(torch.tensor(list(chain(*values)), dtype=torch.int64), device)
     return list(torch.split(moved, [len(value) for value in values]))
 
 
@@ -38,29 +39,24 @@ class Tails:
     def __init__(
         self, positions: Positions, slots: Tensor, starts: Tensor, lengths: list[int]
     ) -> None:
-        taken = torch.tensor([tokens for _, tokens in positions])
-        sequences = torch.tensor([sequence for sequence, _ in positions])
-        counts = torch.tensor(lengths) // DELTA_CHUNK
-        first = counts.cumsum(0) - counts
-        begins = torch.tensor(list(accumulate(lengths, initial=0)))[sequences]
-        left = taken % DELTA_CHUNK
-        far, near = taken >= DELTA_CHUNK, taken < DELTA_CHUNK
-        rows = first[sequences] + taken // DELTA_CHUNK - 1
-        spans = [
-            torch.arange(int(end - rest), int(end))
-            for end, rest in zip(begins + taken, left, strict=True)
-        ]
-        self._count = int(counts.sum()) if bool(far.any()) else 0
-        self._has_near, self._has_tails = bool(near.any()), bool(left.any())
+        first = list(accumulate((length // DELTA_CHUNK for length in lengths), initial=0))
+        begins = list(accumulate(lengths, initial=0))
+        left = [tokens % DELTA_CHUNK for _, tokens in positions]
+        near = [i for i, (_, tokens) in enumerate(positions) if tokens < DELTA_CHUNK]
+        far = [i for i, (_, tokens) in enumerate(positions) if tokens >= DELTA_CHUNK]
+        rest = [i for i, tokens in enumerate(left) if tokens]
+        ends = [begins[sequence] + tokens for sequence, tokens in positions]
+        self._count = first[-1] if far else 0
+        self._has_near, self._has_tails = bool(near), bool(rest)
         moved = put(
             slots.device,
-            torch.cat([first, counts.sum()[None]]),
-            near.nonzero()[:, 0],
-            far.nonzero()[:, 0],
-            rows[far],
-            left.nonzero()[:, 0],
-            torch.cat(spans),
-            torch.tensor(list(accumulate(left[left > 0].tolist(), initial=0))),
+            first,
+            near,
+            far,
+            [first[positions[i][0]] + positions[i][1] // DELTA_CHUNK - 1 for i in far],
+            rest,
+            list(chain(*(range(ends[i] - left[i], ends[i]) for i in rest))),
+            list(accumulate((left[i] for i in rest), initial=0)),
         )
         self._slots, self._starts = slots, starts
         self._cu_starts, self._near, self._far, self._rows = moved[:4]

@@ -14,6 +14,7 @@ Which layers do so, and how, is in ``scans.py``.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -79,15 +80,13 @@ class PrefillTracks:
         at_end = [taken == extend_lens[row] for row, taken in zip(tracks.rows, read, strict=True)]
         order = sorted(range(len(read)), key=lambda i: (at_end[i], tracks.rows[i], read[i]))
         self.positions: Positions = [(tracks.rows[i], read[i]) for i in order]
-        lengths = torch.tensor(extend_lens)
-        starts = lengths.cumsum(0) - lengths
-        rows = torch.tensor([row for row, _ in self.positions])
+        starts = list(accumulate(extend_lens, initial=0))
         sequences, ends, places, resumed = put(
             slots.device,
-            rows,
-            starts[rows] + torch.tensor([taken for _, taken in self.positions]),
-            torch.tensor(order),
-            torch.tensor(prefix_lens) > 0,
+            [row for row, _ in self.positions],
+            [starts[row] + taken for row, taken in self.positions],
+            order,
+            [int(length > 0) for length in prefix_lens],
         )
         self._resumed = resumed.bool()
         places = slots.long()[places]
@@ -102,6 +101,7 @@ class PrefillTracks:
             if every > 1 and n
             else None
         )
+        self._windows: dict[int, _Windows] = {}
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -115,15 +115,18 @@ class PrefillTracks:
         pool: what a window lacks in front of this prefill is in the sequence's own slot, if it has
         a prefix, and zero otherwise.
         """
-        save = checkpoint_states.save_windows if inputs.is_cuda else _save_windows
-        save(
-            conv_states,
-            self.targets,
-            inputs=inputs,
-            state_indices=self._state_indices,
-            resumed=self._resumed,
-            cu_seqlens=self._cu_seqlens,
-        )
+        where = {
+            "state_indices": self._state_indices,
+            "resumed": self._resumed,
+            "cu_seqlens": self._cu_seqlens,
+        }
+        if inputs.is_cuda:
+            checkpoint_states.save_windows(conv_states, self.targets, inputs=inputs, **where)
+            return
+        past = conv_states.shape[2]
+        if past not in self._windows:
+            self._windows[past] = _Windows(past, self.targets, **where)
+        self._windows[past].save(conv_states, inputs)
 
     def save_tokens(self, contexts: Tensor, seen: Tensor) -> None:
         """Write the last N tokens at every position. contexts [slots, N] is the pool, and seen
@@ -215,28 +218,37 @@ class SequenceWriter:
                 self.pool[slot] = state.view(self.pool.shape[1:]).to(self.pool.dtype)
 
 
-def _save_windows(
-    pool: Tensor,
-    targets: Targets,
-    *,
-    inputs: Tensor,
-    state_indices: Tensor,
-    resumed: Tensor,
-    cu_seqlens: Tensor,
-) -> None:
-    """``checkpoint_states.save_windows`` in plain torch."""
-    past = pool.shape[2]
-    starts = cu_seqlens[targets.sequences].long()[:, None]
-    tokens = targets.ends[:, None] + torch.arange(-past, 0, device=pool.device)
-    windows = inputs[tokens.maximum(starts)].transpose(1, 2).to(pool.dtype)
-    earlier = tokens < starts
-    if earlier.any():
-        before = pool[state_indices[targets.sequences].long()]
-        before = torch.where(resumed[targets.sequences][:, None, None], before, 0)
-        step = (tokens - starts + past).clamp(max=past - 1)
-        before = before.gather(2, step[:, None].expand_as(before))
-        windows = torch.where(earlier[:, None], before, windows)
-    pool[targets.slots] = windows
+class _Windows:
+    """``checkpoint_states.save_windows`` in plain torch, with windows of ``past`` inputs. Where
+    they are is found once and is the same in every layer of a forward.
+    """
+
+    def __init__(
+        self,
+        past: int,
+        targets: Targets,
+        *,
+        state_indices: Tensor,
+        resumed: Tensor,
+        cu_seqlens: Tensor,
+    ) -> None:
+        starts = cu_seqlens[targets.sequences].long()[:, None]
+        tokens = targets.ends[:, None] + torch.arange(-past, 0)
+        self._tokens = tokens.maximum(starts)
+        self._slots = targets.slots
+        self._earlier = tokens < starts
+        self._reaches_back = bool(self._earlier.any())
+        self._owners = state_indices[targets.sequences].long()
+        self._resumed = resumed[targets.sequences][:, None, None]
+        self._step = (tokens - starts + past).clamp(max=past - 1)[:, None]
+
+    def save(self, pool: Tensor, inputs: Tensor) -> None:
+        windows = inputs[self._tokens].transpose(1, 2).to(pool.dtype)
+        if self._reaches_back:
+            before = torch.where(self._resumed, pool[self._owners], 0)
+            before = before.gather(2, self._step.expand_as(before))
+            windows = torch.where(self._earlier[:, None], before, windows)
+        pool[self._slots] = windows
 
 
 def check(tracks: StateTracks, prefix_lens: list[int], extend_lens: list[int]) -> None:

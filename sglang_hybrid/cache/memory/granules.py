@@ -112,12 +112,14 @@ class GranulePool:
         """Take `ids` back. Raises ValueError, and nothing has changed, if one is not taken."""
         if not len(ids):
             return
-        known = (ids >= self.per_granule) & (ids < len(self._taken))
-        if not known.all() or not self._taken[ids].all() or len(np.unique(ids)) != len(ids):
+        ordered = np.sort(ids)
+        known = ordered[0] >= self.per_granule and ordered[-1] < len(self._taken)
+        if not known or not self._taken[ordered].all() or _repeats(ordered).any():
             raise ValueError(f"{self.kind.value}: ids are given back that are not in use: {ids}")
-        self._mark(ids, taken=False)
-        touched = np.unique(ids // self.per_granule)
+        self._mark(ordered, taken=False)
+        touched = ordered // self.per_granule
         emptied = touched[self._count[touched] == 0]
+        emptied = np.concatenate((emptied[:1], emptied[1:][~_repeats(emptied)]))
         loose = np.concatenate((self._loose, ids))
         self._loose = loose[self._count[loose // self.per_granule] > 0]
         self._kept = np.sort(np.concatenate((self._kept, emptied)), kind="stable")
@@ -201,6 +203,12 @@ class GranulePool:
         """Granules that began to be used, or ended (negative), and ids that were taken."""
         resident, used = chosen * self.granule_bytes, ids * self.id_bytes
         self.account.charge(self.kind, used=used, waste=resident - used, kept=-resident)
+
+
+def _repeats(ascending: Ids) -> NDArray[np.bool_]:
+    """Which numbers, the first excepted, equal the one before."""
+    found: NDArray[np.bool_] = ascending[1:] == ascending[:-1]
+    return found
 
 
 def runs(numbers: Ids) -> list[tuple[int, int]]:
