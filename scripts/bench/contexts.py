@@ -21,6 +21,9 @@ FEW, MANY = 10, 1000
 FEW_TOGETHER, TOGETHER = 8, 16
 """Sequences of a decode batch."""
 
+STATES = 80
+"""State slots of the servers that `cold` compares."""
+
 NEIGHBOUR_CONTEXT = 2000
 WAITING = {
     "asleep": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"},
@@ -155,23 +158,28 @@ def cold(
     lengths: tuple[int, ...] = (200, 500, 1000, 2000, 4000),
     rounds: Annotated[Count, "prompts of each length"] = 40,
     architecture: str = "nemotron-h",
+    scale: Annotated[str, "of the model: tiny, or 100m"] = "tiny",
 ) -> None:
     """What a cold prompt and a decode step cost beside SGLang's own cache, on the same platform.
 
-    Two servers of one tiny model are up: SGLang's cache and ours. Each prompt of random tokens is
+    Two servers of one model are up: SGLang's cache and ours. Each prompt of random tokens is
     asked of both, and each batch decoded by both, by turns one or the other first. The ratio is the
     median over prompts or batches; times are a client's, over HTTP, to the first token, or of a
-    step.
+    step. Both caches are filled before: memory that is written for the first time takes longer, and
+    a cache that is in use evicts.
     """
-    model = SCRATCH / f"cold-{architecture}"
+    model = SCRATCH / f"cold-{architecture}-{scale}"
     if not model.exists():
-        build_tiny_model(architecture, model)
+        build_tiny_model(architecture, model, scale=scale)
     flags = [
         *("--model-path", str(model), "--max-running-requests", str(FEW_TOGETHER)),
-        *("--max-total-tokens", "60000", "--max-mamba-cache-size", "80"),
+        *("--max-total-tokens", "60000", "--max-mamba-cache-size", str(STATES)),
     ]
     with ServerProcess(flags, module=LAUNCHERS["SGLang"]) as own, ServerProcess(flags) as ours:
         clients = [Client(server.url) for server in (own, ours)]
+        for client in clients:
+            for _ in range(STATES):
+                client.first_token(client.tokens(lengths[0]), 0)
 
         def compare(
             what: str, asked: Sequence[Any], measure: Callable[[Client, Any], float]
